@@ -1,0 +1,1 @@
+"""Optimizers and checkpoints for sharded training, keyed by fully qualified parameter name."""

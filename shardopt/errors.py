@@ -1,0 +1,129 @@
+"""The exceptions that shardopt raises.
+
+    ShardoptError
+    ├── StateError            (ValueError)         state that cannot be keyed, described or stored
+    ├── LayoutError           (ValueError)         a placement without a layout; boxes that do not cover a tensor
+    ├── MismatchError         (ValueError)         what is loaded does not fit what it is loaded into
+    ├── AlgorithmError        (TypeError)          an optimizer that may not run on these parameters
+    ├── GradientError         (RuntimeError)       a gradient that does not fit its parameter
+    ├── TornStateError        (RuntimeError)       a step of an optimizer whose load is not whole
+    ├── RankError             (RuntimeError)       a rank failed, died or did not arrive
+    └── CheckpointError       (RuntimeError)
+        ├── CheckpointNotFoundError  (FileNotFoundError)   no committed checkpoint at this path
+        ├── CheckpointExistsError    (FileExistsError)     a committed checkpoint stands at this path already
+        ├── CorruptionError                                bytes that are not what was written
+        └── FormatError                                    a checkpoint that this version cannot read
+
+Every error can cross the wire as JSON (`to_json`, `from_json`), so that all ranks raise the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+_MOST_PROBLEMS_IN_MESSAGE = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong, told so that it can be mended without a debugger."""
+
+    key: str
+    found: str
+    required: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.key}: found {self.found}; required {self.required}; {self.remedy}"
+
+
+class ShardoptError(Exception):
+    """Base of all errors of this package.
+
+    Args:
+        message: what happened, in one sentence.
+        problems: each thing that is wrong; all of them are kept, the first 200 are printed.
+    """
+
+    def __init__(self, message: str, problems: Iterable[Problem] = ()) -> None:
+        super().__init__(message)
+        self.message = message
+        self.problems = tuple(problems)
+
+    def __str__(self) -> str:
+        lines = [self.message, *(f"  - {problem}" for problem in self.problems[:_MOST_PROBLEMS_IN_MESSAGE])]
+        left_out = len(self.problems) - _MOST_PROBLEMS_IN_MESSAGE
+        if left_out > 0:
+            lines.append(f"  ... and {left_out} more (see .problems)")
+        return "\n".join(lines)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), (self.message, self.problems))
+
+    def to_json(self) -> dict[str, Any]:
+        return {"type": type(self).__name__, "message": self.message, "problems": [asdict(p) for p in self.problems]}
+
+    @staticmethod
+    def from_json(wire: Mapping[str, Any]) -> ShardoptError:
+        """The error that `to_json` described; a type that this version does not know becomes a `RankError`."""
+        kind = _BY_NAME.get(str(wire["type"]), RankError)
+        return kind(str(wire["message"]), [Problem(**problem) for problem in wire["problems"]])
+
+
+class StateError(ShardoptError, ValueError):
+    """State that cannot be keyed, described or stored."""
+
+
+class LayoutError(ShardoptError, ValueError):
+    """A tensor whose placement has no layout, or boxes that do not cover a tensor exactly once."""
+
+
+class MismatchError(ShardoptError, ValueError):
+    """What is to be loaded does not fit what it is to be loaded into. Nothing was changed."""
+
+
+class AlgorithmError(ShardoptError, TypeError):
+    """An optimizer that is unknown here, or that would compute something else on shards."""
+
+
+class GradientError(ShardoptError, RuntimeError):
+    """A gradient whose shape, dtype or placement is not its parameter's."""
+
+
+class TornStateError(ShardoptError, RuntimeError):
+    """An optimizer was asked to step while its state is only partly loaded."""
+
+
+class RankError(ShardoptError, RuntimeError):
+    """A rank failed, died, or did not arrive in time; the message names it."""
+
+
+class CheckpointError(ShardoptError, RuntimeError):
+    """A checkpoint could not be written or read."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is no committed checkpoint at the path."""
+
+
+class CheckpointExistsError(CheckpointError, FileExistsError):
+    """A committed checkpoint stands at the path, and is never written over."""
+
+
+class CorruptionError(CheckpointError):
+    """Stored bytes are not the bytes that were written: file, key and segment are named."""
+
+
+class FormatError(CheckpointError):
+    """The checkpoint asks for a newer reader, or is not one of ours."""
+
+
+def _tree(kind: type[ShardoptError]) -> Iterable[type[ShardoptError]]:
+    yield kind
+    for child in kind.__subclasses__():
+        yield from _tree(child)
+
+
+_BY_NAME = {kind.__name__: kind for kind in _tree(ShardoptError)}
