@@ -21,7 +21,7 @@ def step_without_hooks(optimizer: type[Optimizer]) -> Callable[..., Any]:
     its user sees, and torch's global hooks would run a second time with an optimizer that nobody knows.
     """
     step = optimizer.step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined, no-any-return]  # functools.wraps sets it on every hooked step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]  # functools.wraps sets it on every hooked step
 
 
 def lazy_state(optimizer: Optimizer, group: Mapping[str, Any], leaf: Tensor) -> dict[str, Any]:

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardopt.algorithms.registry import AlgorithmSpec, Kind
-from shardopt.errors import Problem, StateError
-from shardopt.sharding.view import assemble, gradient_leaves, leaves_of
+from shardopt.errors import GradientError, Problem, StateError
+from shardopt.sharding.view import assemble, empty_leaf, gradient_leaves, leaves_of, requires_gradient, takes_gradient
 
 State = dict[str, Any]
 
@@ -34,7 +35,9 @@ class Shards:
         self.parameter = parameter
         held = leaves_of(parameter)
         self.stands_in = not held
-        self.leaves = held or (_stand_in(parameter),)
+        self.leaves = held or (empty_leaf(parameter),)
+        self.trained = requires_gradient(parameter)
+        self._kept: list[tuple[Tensor, Tensor | None]] = []
 
     def moved(self) -> tuple[Tensor, ...]:
         """The leaves that were replaced since the last call, if the parameter got other local tensors; else ().
@@ -60,18 +63,40 @@ class Shards:
         return replaced
 
     def take_gradients(self) -> None:
-        """Gives each leaf its part of the parameter's gradient.
+        """Gives each leaf its part of the parameter's gradient, until `give_gradients_back`.
 
-        A rank without a shard cannot see whether the others have a gradient and takes it that they do.
+        Where one shard has a gradient the whole parameter has one, which is zero on the shards without.
+        A rank without a shard cannot see whether the others have one, and takes it that they do.
+
+        Raises:
+            GradientError: the gradient does not fit the parameter.
         """
+        try:
+            gradients = gradient_leaves(self.parameter)
+        except GradientError as error:
+            problems = [replace(problem, key=f"{self.name}.grad") for problem in error.problems]
+            raise GradientError(error.message, problems) from None
+        self._kept = [(leaf, leaf.grad) for leaf in self.leaves]
         if self.stands_in:
-            self.leaves[0].grad = torch.zeros_like(self.leaves[0])
+            gradients = (None,)
+        elif all(gradient is None for gradient in gradients):
             return
-        gradients = gradient_leaves(self.parameter)
-        absent = all(gradient is None for gradient in gradients)
         for leaf, gradient in zip(self.leaves, gradients, strict=True):
-            # Where another shard has a gradient the parameter has one, which is zero here.
-            leaf.grad = gradient if absent or gradient is not None else torch.zeros_like(leaf)
+            leaf.grad = torch.zeros_like(leaf) if gradient is None else gradient
+
+    def give_gradients_back(self) -> None:
+        """Undoes `take_gradients`; gradients of shards that carry their own stay where they were."""
+        for leaf, gradient in self._kept:
+            leaf.grad = gradient
+        self._kept = []
+
+    def zero_gradients(self, set_to_none: bool) -> None:
+        """`zero_grad` for this parameter, wherever its gradients are."""
+        for holder in (self.parameter,) if takes_gradient(self.parameter) else self.leaves:
+            if set_to_none:
+                holder.grad = None
+            elif holder.grad is not None:
+                holder.grad.detach_().zero_()
 
     def put_together(self, parts: tuple[Tensor, ...]) -> Tensor:
         """A tensor that lies like the parameter, made of one tensor per leaf without a copy."""
@@ -80,10 +105,6 @@ class Shards:
     def take_apart(self, whole: Tensor) -> tuple[Tensor, ...]:
         """The reverse of `put_together`; a stand-in gets an empty tensor of that dtype."""
         return (torch.zeros_like(self.leaves[0], dtype=whole.dtype),) if self.stands_in else leaves_of(whole)
-
-
-def _stand_in(parameter: Tensor) -> Tensor:
-    return torch.zeros(0, dtype=parameter.dtype, device=parameter.device)
 
 
 class ShardedState(MutableMapping[str, Any]):

@@ -72,6 +72,11 @@ class LocalOptimizer:
         """The live groups; "params" are the user's parameters."""
         return self.optimizer.param_groups
 
+    @property
+    def settles_at_first_step(self) -> bool:
+        """Whether state made before the first step is kept from the inner optimizer until then."""
+        return self.spec is not None and self.spec.settled_at_first_step
+
     def leaves(self, parameter: Tensor) -> tuple[Tensor, ...]:
         """The tensors that are stepped on in place of a parameter."""
         shards = self.shards.get(parameter)
@@ -114,9 +119,21 @@ class LocalOptimizer:
             for group, its in zip(self.groups, parameters, strict=True):
                 group["params"] = its
             for shards in self.shards.values():
-                for leaf in shards.leaves:
-                    leaf.grad = None
+                shards.give_gradients_back()
         return loss
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Drops or zeroes the gradients of all parameters."""
+        if not self.shards:
+            self.optimizer.zero_grad(set_to_none)
+            return
+        for parameter in chain.from_iterable(group["params"] for group in self.groups):
+            if parameter in self.shards:
+                self.shards[parameter].zero_gradients(set_to_none)
+            elif set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.detach_().zero_()
 
     def make_state(self, parameters: Iterable[Tensor]) -> None:
         """Makes state for those parameters that have none and may get a gradient; changes nothing else.
@@ -128,14 +145,14 @@ class LocalOptimizer:
             raise AlgorithmError("an optimizer is not known here", [unknown(type(self.optimizer))])
         group_of = {parameter: group for group in self.groups for parameter in group["params"]}
         for parameter in parameters:
-            leaves = self.leaves(parameter)
-            if not (parameter.requires_grad or any(leaf.requires_grad for leaf in leaves)):
+            shards = self.shards.get(parameter)
+            if not (parameter.requires_grad if shards is None else shards.trained):
                 continue
-            for leaf in leaves:
+            for leaf in self.leaves(parameter):
                 if leaf in self.untouched or self.optimizer.state.get(leaf):
                     continue
                 made = fresh_state(self.spec, self.optimizer, group_of[parameter], leaf)
-                if made and self.spec.settled_at_first_step:
+                if made and self.settles_at_first_step:
                     self.untouched[leaf] = Untouched(made)
                 elif made:
                     self.optimizer.state[leaf] = made
