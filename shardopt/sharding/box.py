@@ -44,9 +44,7 @@ class Box:
     def intersect(self, other: Box) -> Box | None:
         """The elements that both boxes hold, or None if they share none. Both must have the same dimensions."""
         offsets, sizes = [], []
-        for mine, my_size, theirs, their_size in zip(
-            self.offsets, self.sizes, other.offsets, other.sizes, strict=True
-        ):
+        for mine, my_size, theirs, their_size in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
             start = max(mine, theirs)
             size = min(mine + my_size, theirs + their_size) - start
             if size <= 0:

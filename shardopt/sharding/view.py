@@ -171,6 +171,29 @@ def gradient_leaves(param: Tensor) -> tuple[Tensor | None, ...]:
     return gradients
 
 
+def takes_gradient(param: Tensor) -> bool:
+    """Whether a gradient is set on the tensor itself (`param.grad`), not on its local shards."""
+    return not (isinstance(param, ShardedTensor) or _is_wrapper(param))
+
+
+def requires_gradient(param: Tensor) -> bool:
+    """Whether the tensor is trained, on any rank."""
+    if isinstance(param, ShardedTensor):
+        return bool(param.metadata().tensor_properties.requires_grad)
+    return param.requires_grad
+
+
+def empty_leaf(param: Tensor) -> Tensor:
+    """An empty tensor with the dtype and device that local tensors of `param` have, for a rank that has none."""
+    if isinstance(param, ShardedTensor):
+        metadata = param.metadata()
+        placement = metadata.shards_metadata[0].placement
+        # The type only: a shard's device has the index that it has on its own rank.
+        kind = "cpu" if placement is None else placement.device().type
+        return torch.empty(0, dtype=metadata.tensor_properties.dtype, device=kind)
+    return torch.empty(0, dtype=param.dtype, device=param.device)
+
+
 def _refusal(key: str, found: str, required: str, remedy: str) -> LayoutError:
     return LayoutError("a tensor cannot be described as boxes", [Problem(key, found, required, remedy)])
 
