@@ -43,10 +43,13 @@ class Mesh:
     Args:
         shape: number of ranks along each mesh dimension.
         ranks: the global ranks in C order.
+        cut: whether this is one of several like cuts through a larger mesh. The other cuts may hold the same tensors,
+            as where FSDP runs over one dimension of a mesh and tensor parallelism, for other tensors, over the next.
     """
 
     shape: tuple[int, ...]
     ranks: tuple[int, ...]
+    cut: bool = False
 
 
 @lru_cache(maxsize=4096)
@@ -57,7 +60,7 @@ def mesh_layout(shape: tuple[int, ...], mesh: Mesh, splits: tuple[Split, ...]) -
     The boxes are always the cells of a grid, since every dimension is split on its own.
     """
     if prod(shape) == 0:
-        return Layout(shape, (whole(shape),), (tuple(sorted(mesh.ranks)),))
+        return Layout(shape, (whole(shape),), (tuple(sorted(mesh.ranks)),), mesh.cut)
     strides = [prod(mesh.shape[dim + 1 :]) for dim in range(len(mesh.shape))]
     dims = [_cells(size, mesh.shape, strides, _of_dim(splits, dim)) for dim, size in enumerate(shape)]
     copies = [
@@ -80,7 +83,7 @@ def mesh_layout(shape: tuple[int, ...], mesh: Mesh, splits: tuple[Split, ...]) -
         holders = tuple((ranks[base],) for base in positions)
     else:
         holders = tuple(tuple(sorted([ranks[base + offset] for offset in copy_offsets])) for base in positions)
-    return Layout(shape, boxes, holders)
+    return Layout(shape, boxes, holders, mesh.cut)
 
 
 @lru_cache(maxsize=4096)

@@ -249,32 +249,27 @@ class _Place:
     slots: tuple[tuple[Box, Box], ...]
 
 
-_meshes: WeakKeyDictionary[DeviceMesh, dict[int, Mesh | None]] = WeakKeyDictionary()
+_meshes: WeakKeyDictionary[DeviceMesh, dict[int, Mesh]] = WeakKeyDictionary()
 """By mesh, then by rank: a mesh cut out of a larger one compares equal on ranks that lie in different cuts. Weak, so
 that no mesh, and with it no process group, is kept beyond `destroy_process_group`."""
 
 
-def _mesh_of(mesh: DeviceMesh) -> Mesh | None:
-    """The mesh as integers; None on a rank outside of a mesh that was cut out of a larger one, where torch does not
-    know which cut is meant."""
+def _mesh_of(mesh: DeviceMesh) -> Mesh:
     by_rank = _meshes.setdefault(mesh, {})
-    if mesh._rank not in by_rank:
-        try:
-            ranks = mesh.mesh
-            by_rank[mesh._rank] = Mesh(tuple(ranks.shape), tuple(ranks.flatten().tolist()))
-        except RuntimeError:
-            by_rank[mesh._rank] = None
-    return by_rank[mesh._rank]
+    known = by_rank.get(mesh._rank)
+    if known is None:
+        ranks = mesh.mesh
+        cut = mesh._get_root_mesh().size() > mesh.size()
+        known = by_rank[mesh._rank] = Mesh(tuple(ranks.shape), tuple(ranks.flatten().tolist()), cut)
+    return known
 
 
 def _view_of_dtensor(tensor: DTensor, local: Tensor, key: str) -> View:
+    _refuse_placements(tensor, key)
     spec = tensor._spec
     shape = tuple(tensor.shape)
-    _refuse_unknown_placements(spec, key)
     memory = _memory(_awaited(local), key)
     mesh = _mesh_of(spec.mesh)
-    if mesh is None:
-        return View(shape, memory.dtype, (), held(shape, {}, local=True))
     coordinate = spec.mesh.get_coordinate()
     place = _place(
         shape,
@@ -300,15 +295,17 @@ def _view_of_dtensor(tensor: DTensor, local: Tensor, key: str) -> View:
     return View(shape, memory.dtype, pieces, place.layout)
 
 
-def _refuse_unknown_placements(spec: DTensorSpec, key: str) -> None:
-    for placement in spec.placements:
-        if not isinstance(placement, Replicate | Shard | _StridedShard):
-            raise _refusal(
-                key,
-                f"placement {placement!r} in {spec.placements}",
-                "Shard and Replicate placements",
-                "redistribute the tensor first: what it holds is known only once it is reduced",
-            )
+def _refuse_placements(tensor: DTensor, key: str) -> None:
+    """Refuses placements that do not say which elements a rank holds."""
+    for placement in tensor._spec.placements:
+        # A subclass may mean something else by the same name, so it is as unknown as any other class.
+        if type(placement) not in (Replicate, Shard, _StridedShard):
+            required, remedy = "only Shard and Replicate placements", "redistribute the tensor first"
+        elif isinstance(placement, Shard | _StridedShard) and not -tensor.ndim <= placement.dim < tensor.ndim:
+            required, remedy = f"a dimension of shape {tuple(tensor.shape)}", "place it on one of its dimensions"
+        else:
+            continue
+        raise _refusal(key, f"placement {placement!r} in {tensor._spec.placements}", required, remedy)
 
 
 def _part(memory: Tensor, slot: Box) -> Tensor:
@@ -382,14 +379,13 @@ def _wrapper(like: _Wrapper, leaves: Sequence[Tensor]) -> Tensor:
 
 
 def _view_of_wrapper(tensor: DTensor, wrapper: _Wrapper, key: str) -> View:
-    spec = tensor._spec
+    _refuse_placements(tensor, key)
     shape = tuple(tensor.shape)
-    _refuse_unknown_placements(spec, key)
     told = zip(wrapper.local_shards(), wrapper.local_offsets(), wrapper.local_sizes(), strict=False)
     shards = [(Box(tuple(offsets), tuple(sizes)), shard) for shard, offsets, sizes in told]
     dtype = shards[0][1].dtype if shards else tensor.dtype
     pieces = _shard_pieces(shape, dtype, shards, key)
-    layout = held(shape, {piece.box: (spec.mesh._rank,) for piece in pieces}, local=True)
+    layout = held(shape, {piece.box: (tensor._spec.mesh._rank,) for piece in pieces}, local=True)
     faults = overlap_faults(shape, [piece.box for piece in pieces])
     if faults:
         raise _refusal(key, "; ".join(faults), f"disjoint shards inside {shape}", "mend the shards' offsets")
