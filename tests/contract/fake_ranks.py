@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardopt.sharding.box import cover_faults
@@ -19,6 +20,8 @@ def as_rank(rank: int, world_size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        # torch keeps what operations on DTensors give with its mesh, and equal meshes of two ranks are not the same.
+        _clear_sharding_prop_cache()
 
 
 def counting(shape) -> torch.Tensor:

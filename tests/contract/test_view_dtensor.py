@@ -288,7 +288,7 @@ def test_nothing_is_computed_with_tensors(placements):
         with Recorder() as recorder:
             view = view_of(made.requires_grad_())
         assert sum(piece.box.numel for piece in view.pieces) == made._local_tensor.numel()
-        assert recorder.ran and recorder.ran <= {"detach", "slice"}
+        assert recorder.ran <= {"detach", "slice"}
 
 
 def test_equal_placements_and_shapes_share_one_layout():
