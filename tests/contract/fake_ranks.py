@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -28,6 +29,15 @@ def counting(shape) -> torch.Tensor:
     """The global tensor of the tests: every element is its own number, so that no two places are taken for each
     other."""
     return torch.arange(torch.Size(shape).numel()).reshape(shape)
+
+
+def placed(world, mesh, placements) -> DTensor:
+    """`world` as a DTensor, as torch's own redistribution of replicas lays it; local, with every placement."""
+    whole = distribute_tensor(world, mesh, [Replicate()] * mesh.ndim, src_data_rank=None)
+    try:
+        return whole.redistribute(placements=placements)
+    except ValueError:  # torch 2.11 has no way from replicas to a _StridedShard that stands for no order of splits
+        return distribute_tensor(world, mesh, placements, src_data_rank=None)
 
 
 def at(box) -> tuple[slice, ...]:
