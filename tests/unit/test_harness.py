@@ -373,7 +373,8 @@ def test_no_rank_outlives_its_test(tmp_path):
     program = INTERRUPTED_THEN_KILLED.replace("FOLDER", str(tmp_path))
     (tmp_path / "interrupted").mkdir()
     (tmp_path / "killed").mkdir()
-    test = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
+    killed_leaves_its_folder = {**os.environ, "TMPDIR": str(tmp_path)}
+    test = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, env=killed_leaves_its_folder)
     for name, number in (("interrupted", signal.SIGINT), ("killed", signal.SIGKILL)):
         pids = [_wait_for(lambda path=tmp_path / name / str(rank): path.read_text()) for rank in range(2)]
         test.send_signal(number)
