@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Sets up, lints, type-checks and tests everything. Arguments go to pytest:
+#   bash launch/test.sh --exhaustive          also what takes minutes
+#   bash launch/test.sh tests/unit -k layers  only some tests
+set -euo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash launch/setup.sh
+python=.venv/bin/python
+
+echo "test: ruff"
+"$python" -m ruff check --quiet .
+"$python" -m ruff format --check --quiet .
+echo "test: mypy"
+"$python" -m mypy
+echo "test: pytest"
+exec "$python" -m pytest -n 2 "$@"

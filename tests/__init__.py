@@ -1,0 +1,1 @@
+"""The tests, cheapest first: unit, contract, numerics, golden, hostile, distributed."""

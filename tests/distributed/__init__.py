@@ -1,0 +1,1 @@
+"""Real ranks: collectives, resharding, faults."""

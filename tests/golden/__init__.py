@@ -1,0 +1,1 @@
+"""Stored bytes of every format version, which every later version must read."""

@@ -1,0 +1,280 @@
+"""Start ranks, wait for them under a deadline, and tell what went wrong first.
+
+Ranks are forked from a server that has torch loaded (one per test process, started by the first test that needs it):
+a rank costs milliseconds instead of the seconds of `import torch`. They meet in a file, so no port can be taken.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing import connection, forkserver
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tests.harness.faults import Fault
+from tests.harness.outcome import Outcome
+from tests.harness.rank import Job, rank_main
+
+T = TypeVar("T")
+
+_ROOT = Path(__file__).resolve().parents[2]
+_PRELOADED = [
+    "tests.harness.rank",
+    "shardopt",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch._dynamo",  # the first step of any optimizer imports it
+    "hypothesis",
+    "pytest",
+]
+_SERVER_START = threading.Lock()
+_SETTLE_SECONDS = 0.3  # how long a rank that has failed stays, so that others that fail by themselves can say so
+_GIVE_UP_SECONDS = 2.0  # how long the others may still run after that, where one failure decides the test
+_MOST_LOG_LINES = 40
+
+
+class RanksFailed(AssertionError):
+    """Ranks did not do what the test asked of them; the message holds the first failure in full."""
+
+
+def run_ranks(
+    n: int,
+    function: Callable[..., T],
+    *args: Any,
+    deadline_seconds: float = 60.0,
+    faults: Sequence[Fault] = (),
+    trace: Sequence[str] = (),
+    backend: str | None = "gloo",
+    **kwargs: Any,
+) -> list[T]:
+    """Run `function(*args, **kwargs)` on n ranks, and give each rank's result, by rank.
+
+    Args:
+        n: number of ranks; each is a process with one torch thread.
+        function: at module level, since the ranks import it; arguments and results are pickled.
+        deadline_seconds: after which all ranks are killed, and the test fails with the stacks of those that hung.
+        faults: what goes wrong, and where. Not one of them reached is a failure of the test.
+        trace: operations whose calls are recorded in the outcomes.
+        backend: of the process group that each rank finds initialized; None for none.
+
+    Raises:
+        RanksFailed: a rank raised, died or hung; with the full traceback of the first that did.
+    """
+    __tracebackhide__ = True
+    with _ranks(n, function, args, kwargs, backend, faults, trace) as ranks:
+        _wait_for_outcomes(ranks, deadline_seconds, first_failure_decides=True)
+        failed = [rank for rank in ranks if rank.outcome is not None and not rank.outcome.ok]
+        if failed:
+            raise RanksFailed(_first_failure(ranks, min(failed, key=_order_of_failure)))
+        _check_struck(ranks, faults)
+        return [rank.outcome.value for rank in ranks]  # type: ignore[union-attr,misc]  # each has an outcome, and is ok
+
+
+def run_ranks_outcomes(
+    n: int,
+    function: Callable[..., T],
+    *args: Any,
+    deadline_seconds: float = 60.0,
+    faults: Sequence[Fault] = (),
+    trace: Sequence[str] = (),
+    backend: str | None = "gloo",
+    **kwargs: Any,
+) -> list[Outcome[T]]:
+    """As `run_ranks`, but a rank may raise or die: how each of them ended is the result.
+
+    Raises:
+        RanksFailed: a rank hung.
+    """
+    __tracebackhide__ = True
+    with _ranks(n, function, args, kwargs, backend, faults, trace) as ranks:
+        _wait_for_outcomes(ranks, deadline_seconds, first_failure_decides=False)
+        _check_struck(ranks, faults)
+        return [rank.outcome for rank in ranks if rank.outcome is not None]
+
+
+class _Rank:
+    """One rank as the test process sees it."""
+
+    def __init__(self, rank: int, job: Job) -> None:
+        self.rank, self.job = rank, job
+        self.outcome: Outcome[Any] | None = None
+        self.connection, theirs = multiprocessing.Pipe()
+        context = multiprocessing.get_context("forkserver")
+        self.process: BaseProcess = context.Process(target=rank_main, args=(rank, job, theirs), name=f"rank {rank}")
+        self.process.start()
+        theirs.close()
+
+    def take_outcome(self) -> None:
+        """Note how the rank ended, if it has."""
+        alive = self.process.is_alive()  # asked first: what a dead rank has sent lies in the pipe already
+        if self.connection.poll():
+            try:
+                self.outcome = pickle.loads(self.connection.recv_bytes())
+                return
+            except (EOFError, OSError):
+                self.process.join()
+                alive = False
+        if not alive:
+            self.outcome = Outcome(self.rank, exit_code=self.process.exitcode, at_seconds=time.monotonic())
+
+    def end(self) -> None:
+        if self.process.is_alive():
+            self.process.kill()
+        self.process.join()
+        self.connection.close()
+
+    def log(self) -> str:
+        path = self.job.log(self.rank)
+        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+        return "\n".join([f"--- output of rank {self.rank}", *lines[-_MOST_LOG_LINES:]]) if lines else ""
+
+
+@contextmanager
+def _ranks(
+    n: int,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    backend: str | None,
+    faults: Sequence[Fault],
+    trace: Sequence[str],
+) -> Iterator[list[_Rank]]:
+    """n running ranks; none of them is left, whatever happens in the block."""
+    __tracebackhide__ = True
+    if any(not 0 <= fault.rank < n for fault in faults):
+        raise ValueError(f"a fault on a rank that is not one of {n}: {list(faults)}")
+    _start_server()
+    with tempfile.TemporaryDirectory(prefix="shardopt-ranks-") as folder:
+        # Pickled here and not by multiprocessing, whose tensors would travel as shared memory of this process.
+        call = pickle.dumps((function, args, kwargs))
+        job = Job(n, Path(folder), call, backend, faults, trace, dict(os.environ), list(warnings.filters))
+        ranks: list[_Rank] = []
+        try:
+            for rank in range(n):
+                ranks.append(_Rank(rank, job))
+            yield ranks
+        finally:
+            for each in ranks:
+                each.end()
+
+
+def _start_server() -> None:
+    """Start the fork server, once, with nothing in it that a fork could break: no threads of OpenMP or BLAS."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    wanted = {
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(_ROOT), *filter(None, sys.path)]),
+    }
+    with _SERVER_START:
+        before = {name: os.environ.get(name) for name in wanted}
+        os.environ.update(wanted)
+        try:
+            forkserver.ensure_running()
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+
+
+def _wait_for_outcomes(ranks: Sequence[_Rank], deadline_seconds: float, first_failure_decides: bool) -> None:
+    """Fill in every rank's outcome, let those that all succeeded leave together; a rank that hangs is a failure."""
+    __tracebackhide__ = True
+    deadline = time.monotonic() + deadline_seconds
+    first_failure_at = float("inf")
+    while running := [rank for rank in ranks if rank.outcome is None]:
+        now = time.monotonic()
+        if now >= first_failure_at + _SETTLE_SECONDS:
+            for rank in ranks:
+                if rank.outcome is not None:
+                    rank.process.kill()  # its peers must see it gone
+            if first_failure_decides and now >= first_failure_at + _SETTLE_SECONDS + _GIVE_UP_SECONDS:
+                return
+        if now >= deadline:
+            raise RanksFailed(_hung(ranks, running, f"did not finish within {deadline_seconds:g} s"))
+        connection.wait(
+            [*(rank.connection for rank in running), *(rank.process.sentinel for rank in running)],
+            timeout=min(deadline - now, 60.0 if first_failure_at == float("inf") else 0.05),
+        )
+        for rank in running:
+            rank.take_outcome()
+            if rank.outcome is not None and not rank.outcome.ok:
+                first_failure_at = min(first_failure_at, time.monotonic())
+    if first_failure_at == float("inf"):
+        _leave_together(ranks, deadline)
+
+
+def _leave_together(ranks: Sequence[_Rank], deadline: float) -> None:
+    """All returned: let them close their group and end, which can abort or hang too."""
+    __tracebackhide__ = True
+    for rank in ranks:
+        rank.connection.send_bytes(b"leave")
+    for rank in ranks:
+        rank.process.join(max(0.0, deadline - time.monotonic()))
+    left = [rank for rank in ranks if rank.process.exitcode is None]
+    if left:
+        raise RanksFailed(_hung(ranks, left, "returned, but did not end"))
+    for rank in ranks:
+        if rank.process.exitcode != 0:
+            rank.outcome = Outcome(rank.rank, exit_code=rank.process.exitcode, at_seconds=time.monotonic())
+
+
+def _check_struck(ranks: Sequence[_Rank], faults: Sequence[Fault]) -> None:
+    """A fault that is never reached would make a test pass that tests nothing."""
+    __tracebackhide__ = True
+    outcomes = [rank.outcome for rank in ranks if rank.outcome is not None]
+    if faults and not any(outcome.struck or outcome.signal is not None for outcome in outcomes):
+        counts = {f"rank {o.rank}": {name: o.calls.count(name) for name in sorted(set(o.calls))} for o in outcomes}
+        raise RanksFailed(f"no fault was reached: {list(faults)}; calls were {counts}")
+
+
+def _order_of_failure(rank: _Rank) -> tuple[bool, float]:
+    """A signal comes first, since peers that see the dead rank's connection close can report before its death is
+    noted here; but not an abort, which is what torch's own threads do when a peer is gone."""
+    outcome = rank.outcome
+    assert outcome is not None
+    return outcome.signal in (None, signal.SIGABRT), outcome.at_seconds
+
+
+def _first_failure(ranks: Sequence[_Rank], first: _Rank) -> str:
+    assert first.outcome is not None
+    lines = [f"{first.outcome} (first of {len(ranks)} ranks)", first.outcome.traceback.rstrip(), first.log()]
+    for rank in ranks:
+        if rank.outcome is None:
+            lines.append(f"rank {rank.rank} was still running")
+        elif rank is not first:
+            later = rank.outcome.at_seconds - first.outcome.at_seconds
+            lines.append(f"{rank.outcome} ({later:+.3f} s)")
+    return "\n".join(filter(None, lines))
+
+
+def _hung(ranks: Sequence[_Rank], hung: Sequence[_Rank], what: str) -> str:
+    """Names the ranks that hang, with the Python stack of each of their threads."""
+    for rank in hung:
+        if rank.process.pid is not None and rank.process.is_alive():
+            os.kill(rank.process.pid, signal.SIGUSR1)
+    time.sleep(0.2)  # they write while blocked in whatever they wait for; there is nothing to wait for here
+    lines = [f"rank {', '.join(str(rank.rank) for rank in hung)} of {len(ranks)} {what}"]
+    for rank in ranks:
+        if rank not in hung and rank.outcome is not None:
+            lines += [str(rank.outcome), rank.outcome.traceback.rstrip()]
+    for rank in hung:
+        stack = rank.job.stack(rank.rank).read_text() if rank.job.stack(rank.rank).exists() else ""
+        threads = [thread for thread in stack.split("\n\n") if "in die_with_parent" not in thread]
+        lines += [f"--- stack of rank {rank.rank}", "\n\n".join(threads).rstrip() or "(none was given)", rank.log()]
+    return "\n".join(filter(None, lines))

@@ -1,0 +1,1 @@
+"""Inputs made to mislead: each must be refused, by name."""

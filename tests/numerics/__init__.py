@@ -1,0 +1,1 @@
+"""Sharded results against a slow, obvious, single-process reference."""

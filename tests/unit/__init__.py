@@ -1,0 +1,1 @@
+"""One module at a time, in one process, or the harness itself."""

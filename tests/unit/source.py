@@ -1,0 +1,45 @@
+"""The package's source as syntax trees, for the tests that hold its architecture."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "shardopt"
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file: its path under the package ("checkpoint/plan.py") and its tree."""
+
+    path: str
+    tree: ast.Module
+
+    @property
+    def part(self) -> str:
+        """The module or folder directly under the package: "checkpoint" for all that is in it, "" for the package."""
+        part = self.path.split("/")[0].removesuffix(".py")
+        return "" if part == "__init__" else part
+
+    def imports(self) -> Iterator[tuple[int, str]]:
+        """(line, dotted name) of everything imported; `from a import b` is a.b, whether b is a module or a name."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                yield from ((node.lineno, alias.name) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                yield from ((node.lineno, f"{self._base(node)}.{alias.name}") for alias in node.names)
+
+    def _base(self, node: ast.ImportFrom) -> str:
+        if node.level == 0:
+            return node.module or ""
+        here = ["shardopt", *self.path.split("/")[:-1]]
+        return ".".join([*here[: len(here) - node.level + 1], *filter(None, [node.module])])
+
+
+def sources() -> list[Source]:
+    """Every Python file of the package."""
+    paths = sorted(PACKAGE.rglob("*.py"))
+    return [Source(path.relative_to(PACKAGE).as_posix(), ast.parse(path.read_bytes())) for path in paths]

@@ -1,0 +1,37 @@
+"""The public surface: what `__all__` says is what can be imported, so that a change of it shows in the diff."""
+
+import importlib
+import pkgutil
+from types import ModuleType
+
+import pytest
+
+import shardopt
+
+MODULES = ["shardopt", *sorted(info.name for info in pkgutil.walk_packages(shardopt.__path__, "shardopt."))]
+PACKAGES = [name for name in MODULES if hasattr(importlib.import_module(name), "__path__")]
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_all_is_what_a_package_offers(name):
+    """A submodule is an attribute of its package too, once imported; it is offered only where `__all__` has it."""
+    package = importlib.import_module(name)
+    offered = getattr(package, "__all__", [])
+    found = {
+        public
+        for public, value in vars(package).items()
+        if not public.startswith("_") and (public in offered or not isinstance(value, ModuleType))
+    }
+    assert sorted(offered) == sorted(found)
+    assert offered == sorted(offered, key=_as_ruff_sorts)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_what_all_names_exists(name):
+    module = importlib.import_module(name)
+    assert [public for public in getattr(module, "__all__", []) if not hasattr(module, public)] == []
+
+
+def _as_ruff_sorts(name):
+    """Constants, then classes, then functions, each by the alphabet (its rule RUF022)."""
+    return (not name.isupper(), not name[0].isupper(), name)

@@ -1,0 +1,200 @@
+"""The architecture as tests: who may import whom, where torch's private parts are touched, what never crosses a wire.
+
+Each rule is a function of one source file, so that it is also shown to catch what it is there for.
+"""
+
+import ast
+import re
+import tomllib
+from collections.abc import Iterator
+
+import pytest
+
+from tests.unit.source import PACKAGE, ROOT, Source, sources
+
+LAYERS = {
+    "errors": 0,
+    "state": 1,
+    "sharding": 1,
+    "ranks": 2,
+    "algorithms": 2,
+    "optim": 3,
+    "checkpoint": 3,
+    "nn": 3,
+    "cli": 4,
+    "": 5,  # shardopt/__init__.py
+}
+
+# The files that may touch private parts of torch, and what for.
+PRIVATE_PLACES = {
+    "sharding/view.py": "DTensor specs, _StridedShard, ShardedTensor, LocalShardsWrapper: all tensor classes",
+    "algorithms/torch_private.py": "the lazy state of torch's optimizers, made without a step",
+}
+# Private by name only: torch's multi-tensor operations, a tensor's version counter, what a namedtuple offers.
+NOT_PRIVATE = re.compile(r"_foreach_\w+|_version|_asdict|_replace|_fields|_make")
+
+PICKLING_MODULES = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
+PICKLING_NAMES = re.compile(r"torch\.(load|save)|.*_object(_list)?|allow_pickle")
+
+
+def upward_imports(source: Source) -> Iterator[str]:
+    """Imports of a part of the package that is not in a lower layer; a part is free within itself."""
+    for line, name in source.imports():
+        if name.split(".")[0] != "shardopt":
+            continue
+        part = [*name.split("."), ""][1]
+        if part != source.part and LAYERS.get(part, LAYERS[""]) >= LAYERS[source.part]:
+            yield f"{source.path}:{line} imports {name}"
+
+
+def imports_inside_functions(source: Source) -> Iterator[str]:
+    """Imports of the package's own modules that hide in a function: the way around the rule above."""
+    for function in ast.walk(source.tree):
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            hidden = Source(source.path, ast.Module(function.body, []))
+            yield from (f"{source.path}:{line} imports {name}" for line, name in hidden.imports() if "shardopt" in name)
+
+
+def private_parts(source: Source) -> Iterator[str]:
+    """Private names of others: imported, reached as an attribute, or by `getattr`."""
+    own = set(_names_defined(source.tree))
+
+    def is_private(name: str) -> bool:
+        private = name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
+        return private and name not in own and not NOT_PRIVATE.fullmatch(name)
+
+    for line, name in source.imports():
+        others = name.split(".")[0] != "shardopt"
+        if others and name.split(".")[0] != "__future__" and any(map(is_private, name.split("."))):
+            yield f"{source.path}:{line} imports {name}"
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            yield f"{source.path}:{node.lineno} reaches for {ast.unparse(node)}"
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr", "delattr"):
+            name = node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
+            if is_private(name):
+                yield f"{source.path}:{node.lineno} reaches for {ast.unparse(node)}"
+
+
+def _names_defined(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if ast.unparse(node.value) == "self":
+                yield node.attr
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__slots__":
+            yield from ast.literal_eval(node.value)
+
+
+def pickling(source: Source) -> Iterator[str]:
+    """Whatever would store or send objects as pickles."""
+    for line, name in source.imports():
+        if name.split(".")[0] in PICKLING_MODULES or PICKLING_NAMES.fullmatch(name):
+            yield f"{source.path}:{line} imports {name}"
+    for node in ast.walk(source.tree):
+        name = ast.unparse(node) if isinstance(node, ast.Attribute | ast.Name) else ""
+        name = node.arg or "" if isinstance(node, ast.keyword) else name
+        if PICKLING_NAMES.fullmatch(name):
+            yield f"{source.path}:{node.lineno} uses {name}"
+
+
+def logic_in_init(source: Source) -> Iterator[str]:
+    """Anything but a docstring, `from shardopt... import ...` and `__all__`, in an `__init__.py`."""
+    if not source.path.endswith("__init__.py"):
+        return
+    for index, node in enumerate(source.tree.body):
+        match node:
+            case ast.Expr(ast.Constant(str())) if index == 0:
+                pass
+            case ast.ImportFrom(names=[*names]) if all(alias.name != "*" for alias in names):
+                if not all(name.startswith("shardopt.") for _, name in _only(node, source).imports()):
+                    yield f"{source.path}:{node.lineno} imports from elsewhere"
+            case ast.Assign([ast.Name("__all__")], ast.List(names)) if all(isinstance(n, ast.Constant) for n in names):
+                pass
+            case _:
+                yield f"{source.path}:{node.lineno} does more than re-export"
+
+
+def _only(node: ast.stmt, source: Source) -> Source:
+    return Source(source.path, ast.Module([node], []))
+
+
+RULES = [upward_imports, imports_inside_functions, private_parts, pickling, logic_in_init]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_package_keeps(rule):
+    broken = [
+        problem
+        for source in sources()
+        if not (rule is private_parts and source.path in PRIVATE_PLACES)
+        for problem in rule(source)
+    ]
+    assert broken == []
+
+
+CAUGHT = [
+    (upward_imports, "state.py", "from shardopt.ranks import Ranks"),
+    (upward_imports, "state.py", "import shardopt.sharding.box"),
+    (upward_imports, "optim/keyed.py", "from shardopt import checkpoint"),
+    (upward_imports, "optim/keyed.py", "import shardopt"),
+    (upward_imports, "checkpoint/save.py", "from ..optim.keyed import KeyedOptimizer"),
+    (upward_imports, "errors.py", "from . import state"),
+    (upward_imports, "ranks.py", "from shardopt.brandnew import thing"),
+    (imports_inside_functions, "optim/keyed.py", "def f():\n    from shardopt.errors import StateError"),
+    (private_parts, "checkpoint/save.py", "def f(t): return t._local_tensor"),
+    (private_parts, "checkpoint/save.py", "def f(t): return getattr(t, '_spec', None)"),
+    (private_parts, "checkpoint/save.py", "from torch.distributed._shard.sharded_tensor import ShardedTensor"),
+    (private_parts, "checkpoint/save.py", "from torch.distributed.tensor.placement_types import _StridedShard"),
+    (private_parts, "optim/keyed.py", "def f(o, g): o._init_group(g, [])"),
+    (pickling, "ranks.py", "import pickle"),
+    (pickling, "ranks.py", "from pickle import dumps"),
+    (pickling, "ranks.py", "import torch\ntorch.save(1, 'x')"),
+    (pickling, "ranks.py", "from torch import load"),
+    (pickling, "ranks.py", "import torch.distributed as dist\ndist.broadcast_object_list([])"),
+    (pickling, "ranks.py", "from torch.distributed import all_gather_object"),
+    (pickling, "ranks.py", "import numpy\nnumpy.load('x', allow_pickle=True)"),
+    (logic_in_init, "optim/__init__.py", "import shardopt.optim.keyed"),
+    (logic_in_init, "optim/__init__.py", "from torch import Tensor"),
+    (logic_in_init, "optim/__init__.py", "from shardopt.optim.keyed import *"),
+    (logic_in_init, "optim/__init__.py", "__all__ = sorted(['a'])"),
+]
+
+ALLOWED = [
+    (
+        upward_imports,
+        "checkpoint/save.py",
+        "from shardopt.checkpoint.plan import Plan\nfrom shardopt.ranks import Ranks",
+    ),
+    (upward_imports, "__init__.py", "from shardopt.optim import keyed"),
+    (private_parts, "state.py", "class A:\n    def __init__(self): self._a = 1\ndef f(a): return a._a, a.__dict__"),
+    (private_parts, "optim/clipping.py", "import torch\ntorch._foreach_norm([])"),
+    (pickling, "state.py", "def f(storage): storage.load(), storage.save()"),
+    (logic_in_init, "optim/__init__.py", '"""Doc."""\nfrom shardopt.optim.keyed import keyed\n__all__ = ["keyed"]'),
+]
+
+
+@pytest.mark.parametrize(("rule", "path", "code"), CAUGHT)
+def test_rule_catches(rule, path, code):
+    assert list(rule(Source(path, ast.parse(code)))) != []
+
+
+@pytest.mark.parametrize(("rule", "path", "code"), ALLOWED)
+def test_rule_allows(rule, path, code):
+    assert list(rule(Source(path, ast.parse(code)))) == []
+
+
+def test_every_part_has_a_layer():
+    assert {source.part for source in sources()} <= set(LAYERS)
+
+
+def test_wheel_holds_the_package_alone_and_all_of_it():
+    """setuptools leaves out a folder without `__init__.py`, silently."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert settings == {"packages": {"find": {"include": ["shardopt*"]}}, "package-data": {"shardopt": ["py.typed"]}}
+    folders = {path.parent for path in PACKAGE.rglob("*.py")}
+    assert [folder for folder in sorted(folders) if not (folder / "__init__.py").exists()] == []
+    assert (PACKAGE / "py.typed").exists()
