@@ -127,72 +127,86 @@ def cover_faults(shape: Sequence[int], boxes: Iterable[Box]) -> list[str]:
         One sentence for each box out of range, overlap and hole, naming the boxes; at most `MOST_FAULTS` of them
         and one more that says so where there may be others. Empty where the cover is exact.
     """
+    inside, faults = _sound(shape, boxes)
+    if not faults and (prod(shape) == 0 or grid_cuts(shape, inside) is not None):
+        return []
+    overlaps = _overlaps(inside, MOST_FAULTS - len(faults))
+    faults += overlaps
+    if overlaps or sum(box.numel for box in inside) != prod(shape):
+        holes = _holes(whole(shape), inside, MOST_FAULTS - len(faults), disjoint=not overlaps)
+        faults += [f"no box holds {_name(hole)}" for hole in holes]
+    return _listed(faults)
+
+
+def overlap_faults(shape: Sequence[int], boxes: Iterable[Box]) -> list[str]:
+    """What keeps the boxes from holding elements of a tensor at most once: `cover_faults` without the holes."""
+    inside, faults = _sound(shape, boxes)
+    if not faults and grid_cuts(shape, inside) is not None:
+        return []
+    return _listed(faults + _overlaps(inside, MOST_FAULTS - len(faults)))
+
+
+def _sound(shape: Sequence[int], boxes: Iterable[Box]) -> tuple[list[Box], list[str]]:
+    """The boxes that hold elements of a tensor of this shape, and what is wrong with others that are not empty."""
     space = whole(shape)
-    faults: list[str] = []
+    ndim = len(space.sizes)
     inside: list[Box] = []
+    faults: list[str] = []
     for box in boxes:
-        if len(box.offsets) != len(space.sizes) or len(box.sizes) != len(space.sizes):
-            faults.append(
-                f"box with offsets {box.offsets} and sizes {box.sizes} has not the {len(space.sizes)} "
-                f"dimensions of shape {space.sizes}"
-            )
-        elif any(number < 0 for number in (*box.offsets, *box.sizes)):
-            faults.append(f"box with offsets {box.offsets} and sizes {box.sizes} has a negative number")
+        if len(box.offsets) != ndim or len(box.sizes) != ndim:
+            faults.append(f"box with {_name(box)} has not the {ndim} dimensions of shape {space.sizes}")
+        elif min(box.sizes, default=0) < 0:
+            faults.append(f"box with {_name(box)} has a negative size")
         elif box.numel == 0:
             continue
         elif not space.contains(box):
-            faults.append(f"box {_name(box)} reaches beyond shape {space.sizes}")
+            faults.append(f"box with {_name(box)} reaches beyond shape {space.sizes}")
         else:
             inside.append(box)
         if len(faults) >= MOST_FAULTS:
-            return _and_perhaps_more(faults)
-    if space.numel == 0 or (not faults and grid_cuts(space.sizes, inside) is not None):
-        return faults
+            break
+    return inside, faults
 
-    overlaps = _overlaps(len(space.sizes), inside, MOST_FAULTS - len(faults))
-    faults += [f"boxes {_name(a)} and {_name(b)} both hold {_name(shared)}" for a, b, shared in overlaps]
-    if overlaps or sum(box.numel for box in inside) != space.numel:
-        holes = _holes(space, inside, MOST_FAULTS - len(faults), disjoint=not overlaps)
-        faults += [f"no box holds {_name(hole)}" for hole in holes]
-    return _and_perhaps_more(faults) if len(faults) >= MOST_FAULTS else faults
+
+def _listed(faults: list[str]) -> list[str]:
+    if len(faults) < MOST_FAULTS:
+        return faults
+    return [*faults[:MOST_FAULTS], f"there may be more: only the first {MOST_FAULTS} faults are listed"]
 
 
 def _name(box: Box) -> str:
     return f"offsets {box.offsets} sizes {box.sizes}"
 
 
-def _and_perhaps_more(faults: list[str]) -> list[str]:
-    return [*faults[:MOST_FAULTS], f"only the first {MOST_FAULTS} faults are listed"]
-
-
-def _overlaps(ndim: int, boxes: list[Box], most: int) -> list[tuple[Box, Box, Box]]:
-    """Up to `most` pairs of boxes that share elements, each with what it shares."""
-    found: list[tuple[Box, Box, Box]] = []
-    if ndim == 0:
-        return [(a, b, a) for a, b in pairwise(boxes)][:most]
-    dim = min(range(ndim), key=lambda d: _pairs_side_by_side(boxes, d))
+def _overlaps(boxes: Sequence[Box], most: int) -> list[str]:
+    """Up to `most` pairs of boxes that share elements. The boxes are not empty."""
+    found: list[str] = []
+    ndim = len(boxes[0].sizes) if boxes else 0
+    # Without dimensions every box is the same element, and any order of them will do.
+    dim = min(range(ndim), key=lambda d: _pairs_side_by_side(boxes, d), default=None)
     standing: list[Box] = []
-    for box in sorted(boxes, key=lambda b: b.offsets[dim]):
-        start = box.offsets[dim]
-        standing = [other for other in standing if other.offsets[dim] + other.sizes[dim] > start]
+    for box in boxes if dim is None else sorted(boxes, key=lambda b: b.offsets[dim]):
+        if dim is not None:
+            start = box.offsets[dim]
+            standing = [other for other in standing if other.offsets[dim] + other.sizes[dim] > start]
         for other in standing:
+            if len(found) >= most:
+                return found
             shared = box.intersect(other)
             if shared is not None:
-                found.append((other, box, shared))
-                if len(found) >= most:
-                    return found
+                found.append(f"boxes with {_name(other)} and {_name(box)} both hold {_name(shared)}")
         standing.append(box)
     return found
 
 
-def _pairs_side_by_side(boxes: list[Box], dim: int) -> int:
+def _pairs_side_by_side(boxes: Sequence[Box], dim: int) -> int:
     """How many pairs of boxes share an index along one dimension: what a sweep along it has to compare."""
     starts = sorted(box.offsets[dim] for box in boxes)
     ends = sorted(box.offsets[dim] + box.sizes[dim] for box in boxes)
     return sum(position - bisect_right(ends, start) for position, start in enumerate(starts))
 
 
-def _holes(space: Box, boxes: list[Box], most: int, disjoint: bool) -> list[Box]:
+def _holes(space: Box, boxes: Sequence[Box], most: int, disjoint: bool) -> list[Box]:
     """Up to `most` boxes of elements that none of `boxes` holds.
 
     Halves the space at the boundaries of boxes. Where the boxes are disjoint a part whose volume is filled has no
@@ -201,7 +215,7 @@ def _holes(space: Box, boxes: list[Box], most: int, disjoint: bool) -> list[Box]
     """
     holes: list[Box] = []
     visits = 0
-    parts = [(space, boxes)]
+    parts: list[tuple[Box, Sequence[Box]]] = [(space, boxes)]
     while parts and len(holes) < most:
         region, inside = parts.pop()
         visits += len(inside) + 1
@@ -217,7 +231,7 @@ def _holes(space: Box, boxes: list[Box], most: int, disjoint: bool) -> list[Box]
     return holes
 
 
-def _halves(region: Box, inside: list[Box]) -> list[tuple[Box, list[Box]]]:
+def _halves(region: Box, inside: Sequence[Box]) -> list[tuple[Box, list[Box]]]:
     """The region cut in two at the middle one of the boundaries along the dimension that has most of them."""
     best: list[int] = []
     best_dim = 0
