@@ -1,1 +1,14 @@
+"""What optimization algorithms keep, and which of them may step on shards."""
 
+from shardopt.algorithms.registry import (
+    AlgorithmSpec,
+    AtFirstStep,
+    Dtype,
+    Kind,
+    StateEntry,
+    algorithms,
+    register,
+    spec_of,
+)
+
+__all__ = ["AlgorithmSpec", "AtFirstStep", "Dtype", "Kind", "StateEntry", "algorithms", "register", "spec_of"]

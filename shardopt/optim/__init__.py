@@ -1,1 +1,8 @@
+"""Optimizers with state keyed by fully qualified parameter name.
 
+The function that builds one by algorithm and pattern is `shardopt.keyed`; here `keyed` is the module.
+"""
+
+from shardopt.optim.keyed import KeyedOptimizer, KeyedOptimizerWrapper
+
+__all__ = ["KeyedOptimizer", "KeyedOptimizerWrapper"]

@@ -1,0 +1,265 @@
+"""What each optimization algorithm keeps for a parameter, and whether it may step on shards.
+
+One frozen `AlgorithmSpec` per class, found by class or by name. It is read where state is made (`fresh_state`), where
+shards of state are put together again, by tests and by the documentation; no other file lists algorithms.
+
+Another package's class is brought in with a few lines:
+
+    register(AlgorithmSpec(Lion, "lion", elementwise=True, state=(StateEntry("exp_avg", Kind.PARAMETER),)))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from shardopt.algorithms.torch_private import step_without_hooks
+from shardopt.errors import AlgorithmError, Problem
+
+Options = Mapping[str, Any]
+
+
+class Kind(Enum):
+    """How a piece of state lies, as a function of how its parameter lies."""
+
+    PARAMETER = "like-parameter"
+    """Shape and placement of the parameter."""
+    SCALAR = "scalar"
+    """One number for the whole parameter, the same on every rank."""
+
+
+class Dtype(Enum):
+    """The rule that gives a piece of state its dtype."""
+
+    PARAMETER = "the parameter's"
+    COUNTER = "float32; float64 where that is torch's default dtype and the step is not fused"
+
+    def of(self, parameter: torch.dtype, options: Options) -> torch.dtype:
+        """The dtype in a group with these options, for a parameter of that dtype."""
+        if self is Dtype.PARAMETER:
+            return parameter
+        wide = torch.get_default_dtype() == torch.float64 and not options.get("fused")
+        return torch.float64 if wide else torch.float32
+
+
+class AtFirstStep(Enum):
+    """Initial values that are not known before the first step, so that making state early must not fix them."""
+
+    LEARNING_RATE = "the group's lr at the first step"
+    GRADIENT = "made from the first gradient; not there before it"
+
+
+def _always(options: Options) -> bool:
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class StateEntry:
+    """One name in the state of a parameter.
+
+    Args:
+        name: key in `optimizer.state[parameter]`.
+        kind: how it lies.
+        dtype: its dtype rule; by default the parameter's for `Kind.PARAMETER` and a counter's for `Kind.SCALAR`.
+        initial: the number that every element has before the first step, the name of the option that holds this
+            number (of a complex parameter: both of its parts), or what the first step takes it from.
+        exists: whether a group with these options has it.
+    """
+
+    name: str
+    kind: Kind
+    dtype: Dtype = Dtype.PARAMETER
+    initial: float | str | AtFirstStep = 0.0
+    exists: Callable[[Options], bool] = _always
+
+
+@dataclass(frozen=True, slots=True)
+class AlgorithmSpec:
+    """One algorithm.
+
+    Args:
+        optimizer: the class that computes it.
+        name: what `keyed` takes in place of the class; compared in lower case.
+        elementwise: whether each element's update depends on nothing but that element (and scalars that all ranks
+            share), so that it may step on shards.
+        state: what it keeps for a parameter, in the order in which it is made.
+        why_not: where it is not elementwise, what on shards would be computed differently.
+        state_at_construction: whether the class makes all state when it is constructed, not at the first gradient.
+    """
+
+    optimizer: type[Optimizer]
+    name: str
+    elementwise: bool
+    state: tuple[StateEntry, ...] = ()
+    why_not: str = ""
+    state_at_construction: bool = False
+
+    @property
+    def settled_at_first_step(self) -> bool:
+        """Whether some state takes its initial value only at the first step."""
+        return any(isinstance(entry.initial, AtFirstStep) for entry in self.state)
+
+    def entries(self, options: Options) -> tuple[StateEntry, ...]:
+        """The state that a parameter in a group with these options has."""
+        return tuple(entry for entry in self.state if entry.exists(options))
+
+
+_SPECS: dict[type[Optimizer], AlgorithmSpec] = {}
+
+
+def register(spec: AlgorithmSpec) -> AlgorithmSpec:
+    """Makes an algorithm known, process-wide.
+
+    Raises:
+        AlgorithmError: the class or the name is registered already with another spec.
+    """
+    for known in _SPECS.values():
+        if known != spec and (known.optimizer is spec.optimizer or known.name.lower() == spec.name.lower()):
+            raise AlgorithmError(
+                "an algorithm is registered twice",
+                [
+                    Problem(
+                        key=spec.name,
+                        found=f"{spec.optimizer.__qualname__} under the name {spec.name!r}",
+                        required=f"another class and name than {known.optimizer.__qualname__}, {known.name!r}",
+                        remedy="register a class once, under a name of its own",
+                    )
+                ],
+            )
+    _SPECS[spec.optimizer] = spec
+    return spec
+
+
+def algorithms() -> tuple[AlgorithmSpec, ...]:
+    """Every registered algorithm, by name."""
+    return tuple(sorted(_SPECS.values(), key=lambda spec: spec.name))
+
+
+def find_spec(optimizer: type[Optimizer]) -> AlgorithmSpec | None:
+    """The spec of a class, or of the registered base whose `step` it inherits; None if there is neither."""
+    for base in optimizer.__mro__:
+        spec = _SPECS.get(base)
+        if spec is not None:
+            return spec if step_without_hooks(optimizer) is step_without_hooks(base) else None
+    return None
+
+
+def spec_of(algorithm: type[Optimizer] | str) -> AlgorithmSpec:
+    """The spec of a class or of a name.
+
+    Raises:
+        AlgorithmError: it is not registered; the error lists the names that are.
+    """
+    if isinstance(algorithm, str):
+        found = next((spec for spec in _SPECS.values() if spec.name.lower() == algorithm.lower()), None)
+    else:
+        found = find_spec(algorithm)
+    if found is None:
+        raise AlgorithmError("an optimizer is not known here", [unknown(algorithm)])
+    return found
+
+
+def unknown(algorithm: type[Optimizer] | str) -> Problem:
+    """The problem of an algorithm that is not registered."""
+    return Problem(
+        key=algorithm if isinstance(algorithm, str) else algorithm.__qualname__,
+        found="an algorithm that is not registered (a subclass that overrides step counts as another algorithm)",
+        required="one of " + ", ".join(spec.name for spec in algorithms()),
+        remedy="tell what state it keeps with shardopt.algorithms.register(AlgorithmSpec(...))",
+    )
+
+
+def _like(name: str, **more: Any) -> StateEntry:
+    return StateEntry(name, Kind.PARAMETER, **more)
+
+
+def _scalar(name: str, initial: float | AtFirstStep = 0.0) -> StateEntry:
+    return StateEntry(name, Kind.SCALAR, Dtype.COUNTER, initial)
+
+
+def _amsgrad(options: Options) -> bool:
+    return bool(options["amsgrad"])
+
+
+def _has_momentum(options: Options) -> bool:
+    return bool(options["momentum"] != 0)
+
+
+def _positive_momentum(options: Options) -> bool:
+    return bool(options["momentum"] > 0)
+
+
+def _centered(options: Options) -> bool:
+    return bool(options["centered"])
+
+
+_STEP = _scalar("step")
+_ADAM = (_STEP, _like("exp_avg"), _like("exp_avg_sq"), _like("max_exp_avg_sq", exists=_amsgrad))
+_LR = AtFirstStep.LEARNING_RATE
+
+for _spec in (
+    AlgorithmSpec(torch.optim.Adadelta, "Adadelta", True, (_STEP, _like("square_avg"), _like("acc_delta"))),
+    AlgorithmSpec(
+        torch.optim.Adagrad,
+        "Adagrad",
+        True,
+        (_STEP, _like("sum", initial="initial_accumulator_value")),
+        state_at_construction=True,
+    ),
+    AlgorithmSpec(torch.optim.Adam, "Adam", True, _ADAM),
+    AlgorithmSpec(torch.optim.AdamW, "AdamW", True, _ADAM),
+    AlgorithmSpec(torch.optim.Adamax, "Adamax", True, (_STEP, _like("exp_avg"), _like("exp_inf"))),
+    AlgorithmSpec(torch.optim.ASGD, "ASGD", True, (_STEP, _scalar("eta", _LR), _scalar("mu", 1.0), _like("ax"))),
+    AlgorithmSpec(
+        torch.optim.NAdam, "NAdam", True, (_STEP, _scalar("mu_product", 1.0), _like("exp_avg"), _like("exp_avg_sq"))
+    ),
+    AlgorithmSpec(torch.optim.RAdam, "RAdam", True, (_STEP, _like("exp_avg"), _like("exp_avg_sq"))),
+    AlgorithmSpec(
+        torch.optim.RMSprop,
+        "RMSprop",
+        True,
+        (
+            _STEP,
+            _like("square_avg"),
+            _like("momentum_buffer", exists=_positive_momentum),
+            _like("grad_avg", exists=_centered),
+        ),
+    ),
+    AlgorithmSpec(torch.optim.Rprop, "Rprop", True, (_STEP, _like("prev"), _like("step_size", initial=_LR))),
+    AlgorithmSpec(
+        torch.optim.SGD,
+        "SGD",
+        True,
+        (_like("momentum_buffer", initial=AtFirstStep.GRADIENT, exists=_has_momentum),),
+    ),
+    AlgorithmSpec(
+        torch.optim.Adafactor,
+        "Adafactor",
+        False,
+        why_not="it divides by means over rows, columns and whole parameters, and a shard has only its own",
+    ),
+    AlgorithmSpec(
+        torch.optim.LBFGS,
+        "LBFGS",
+        False,
+        why_not="it takes dot products over all parameters, and a rank has only its shards",
+    ),
+    AlgorithmSpec(
+        torch.optim.Muon,
+        "Muon",
+        False,
+        why_not="it orthogonalises whole matrices, and a shard is not one",
+    ),
+    AlgorithmSpec(
+        torch.optim.SparseAdam,
+        "SparseAdam",
+        False,
+        why_not="it takes sparse gradients only, and autograd makes none for shards",
+    ),
+):
+    register(_spec)

@@ -1,0 +1,173 @@
+"""Parameters and the local tensors that an optimizer steps on in their place.
+
+P parameters as the user has them, L >= 1 leaves of each. A plain parameter is its own leaf and is not listed here; a
+sharded one has a leaf per local shard, and a rank without a shard has an empty stand-in, so that every rank keeps the
+same names and counters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardopt.algorithms.registry import AlgorithmSpec, Kind
+from shardopt.errors import GradientError, Problem, StateError
+from shardopt.sharding.view import assemble, empty_leaf, gradient_leaves, leaves_of, requires_gradient, takes_gradient
+
+State = dict[str, Any]
+
+
+class Shards:
+    """The leaves of one sharded parameter, and whether they are still its local tensors.
+
+    Args:
+        name: the parameter's FQN, for errors.
+        parameter: the user's tensor.
+    """
+
+    def __init__(self, name: str, parameter: Tensor) -> None:
+        self.name = name
+        self.parameter = parameter
+        held = leaves_of(parameter)
+        self.stands_in = not held
+        self.leaves = held or (empty_leaf(parameter),)
+        self.trained = requires_gradient(parameter)
+        self._kept: list[tuple[Tensor, Tensor | None]] = []
+
+    def moved(self) -> tuple[Tensor, ...]:
+        """The leaves that were replaced since the last call, if the parameter got other local tensors; else ().
+
+        Raises:
+            StateError: the new local tensors have other shapes, so that state cannot follow them.
+        """
+        held = leaves_of(self.parameter)
+        if self.stands_in and not held:
+            return ()
+        if len(held) == len(self.leaves) and all(a is b for a, b in zip(held, self.leaves, strict=True)):
+            return ()
+        before, now = [tuple(t.shape) for t in self.leaves], [tuple(t.shape) for t in held]
+        if before != now:
+            problem = Problem(
+                key=self.name,
+                found=f"local shapes {now}",
+                required=f"{before}, as when the optimizer was built",
+                remedy="build the optimizer after the model is sharded",
+            )
+            raise StateError("a parameter was sharded in another way under its optimizer", [problem])
+        replaced, self.leaves = self.leaves, held
+        return replaced
+
+    def take_gradients(self) -> None:
+        """Gives each leaf its part of the parameter's gradient, until `give_gradients_back`.
+
+        Where one shard has a gradient the whole parameter has one, which is zero on the shards without.
+        A rank without a shard cannot see whether the others have one, and takes it that they do.
+
+        Raises:
+            GradientError: the gradient does not fit the parameter.
+        """
+        try:
+            gradients = gradient_leaves(self.parameter)
+        except GradientError as error:
+            problems = [replace(problem, key=f"{self.name}.grad") for problem in error.problems]
+            raise GradientError(error.message, problems) from None
+        self._kept = [(leaf, leaf.grad) for leaf in self.leaves]
+        if self.stands_in:
+            gradients = (None,)
+        elif all(gradient is None for gradient in gradients):
+            return
+        for leaf, gradient in zip(self.leaves, gradients, strict=True):
+            leaf.grad = torch.zeros_like(leaf) if gradient is None else gradient
+
+    def give_gradients_back(self) -> None:
+        """Undoes `take_gradients`; gradients of shards that carry their own stay where they were."""
+        for leaf, gradient in self._kept:
+            leaf.grad = gradient
+        self._kept = []
+
+    def zero_gradients(self, set_to_none: bool) -> None:
+        """`zero_grad` for this parameter, wherever its gradients are."""
+        for holder in (self.parameter,) if takes_gradient(self.parameter) else self.leaves:
+            if set_to_none:
+                holder.grad = None
+            elif holder.grad is not None:
+                holder.grad.detach_().zero_()
+
+    def put_together(self, parts: tuple[Tensor, ...]) -> Tensor:
+        """A tensor that lies like the parameter, made of one tensor per leaf without a copy."""
+        return assemble(self.parameter, () if self.stands_in else parts)
+
+    def take_apart(self, whole: Tensor) -> tuple[Tensor, ...]:
+        """The reverse of `put_together`; a stand-in gets an empty tensor of that dtype."""
+        return (torch.zeros_like(self.leaves[0], dtype=whole.dtype),) if self.stands_in else leaves_of(whole)
+
+
+class ShardedState(MutableMapping[str, Any]):
+    """State of one sharded parameter: live, made of the states of its leaves when it is looked at.
+
+    Entries that lie like the parameter are put together without a copy; others are those of the first leaf, and are
+    the same for all of them.
+    """
+
+    def __init__(self, shards: Shards, states: tuple[State, ...], spec: AlgorithmSpec) -> None:
+        self._shards = shards
+        self._states = states
+        self._kinds = {entry.name: entry.kind for entry in spec.state}
+
+    def __getitem__(self, name: str) -> Any:
+        first = self._states[0][name]
+        if self._kinds.get(name) is not Kind.PARAMETER:
+            return first
+        return self._shards.put_together(tuple(state[name] for state in self._states))
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if self._kinds.get(name) is Kind.PARAMETER:
+            parts = self._shards.take_apart(value)
+        else:
+            # A counter that two leaves share would be counted up twice in a step.
+            parts = (value, *(deepcopy(value) for _ in self._states[1:]))
+        for state, part in zip(self._states, parts, strict=True):
+            state[name] = part
+
+    def __delitem__(self, name: str) -> None:
+        for state in self._states:
+            del state[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._states[0])
+
+    def __len__(self) -> int:
+        return len(self._states[0])
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+    def share_scalars(self) -> None:
+        """Copies what the first leaf has for the whole parameter to the others."""
+        for state in self._states[1:]:
+            for name, value in self._states[0].items():
+                if self._kinds.get(name) is not Kind.PARAMETER and isinstance(value, Tensor):
+                    state[name].copy_(value)
+
+
+def moved_state(state: Mapping[str, Any], fresh: Mapping[str, Any], old: Tensor, new: Tensor) -> State:
+    """State of a leaf whose parameter got another local tensor: the same values where the new tensor needs them.
+
+    Args:
+        state: of the old leaf.
+        fresh: what new state of the new leaf looks like; tells devices and dtypes.
+        old, new: the leaves. Where they have one dtype the state keeps its own.
+    """
+
+    def follow(name: str, value: Any) -> Any:
+        like = fresh.get(name)
+        if not isinstance(value, Tensor) or not isinstance(like, Tensor):
+            return value
+        return value.to(device=like.device, dtype=value.dtype if old.dtype == new.dtype else like.dtype)
+
+    return {name: follow(name, value) for name, value in state.items()}

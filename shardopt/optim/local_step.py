@@ -1,0 +1,330 @@
+"""A torch optimizer that steps on local tensors in the place of the user's parameters.
+
+Its groups are the user's: one dict per group, with the user's parameters under "params", so that options changed from
+outside (schedules, warm-up) and by the algorithm are the same numbers. Only inside of `step` do the local tensors
+stand there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardopt.algorithms.fresh import fresh_state
+from shardopt.algorithms.registry import find_spec, unknown
+from shardopt.algorithms.torch_private import step_without_hooks
+from shardopt.errors import AlgorithmError, Problem, StateError
+from shardopt.optim.leaves import ShardedState, Shards, State, moved_state
+from shardopt.sharding.view import leaves_of
+
+Group = dict[str, Any]
+
+
+class Untouched:
+    """State that was made before the first step and that the inner optimizer does not know yet.
+
+    Args:
+        entries: names and values, as the user sees them.
+    """
+
+    def __init__(self, entries: State) -> None:
+        self.entries = entries
+        self._versions = self._now()
+
+    def written(self) -> bool:
+        """Whether someone wrote into the tensors since; then they are no longer initial values."""
+        return self._now() != self._versions
+
+    def _now(self) -> list[int]:
+        return [value._version for value in self.entries.values() if isinstance(value, Tensor)]
+
+
+class LocalOptimizer:
+    """A torch optimizer over the leaves of parameters, with its state and its groups as seen from outside.
+
+    Args:
+        names: parameter → FQN.
+        optim_factory: makes the optimizer from the list of all leaves, in the order of `names`.
+
+    Raises:
+        AlgorithmError: there is a sharded parameter, and the algorithm may not step on shards or is not known.
+        StateError: the factory put local tensors of one parameter in two groups, or took others than it was given.
+    """
+
+    def __init__(self, names: Mapping[Tensor, str], optim_factory: Callable[[list[Tensor]], Optimizer]) -> None:
+        self.shards: dict[Tensor, Shards] = {}
+        self.untouched: dict[Tensor, Untouched] = {}
+        leaves = {parameter: self._bind(name, parameter) for parameter, name in names.items()}
+        self.optimizer = optim_factory(list(chain.from_iterable(leaves.values())))
+        self.spec = find_spec(type(self.optimizer))
+        self._refuse_shards_for_others()
+        owners = {leaf: parameter for parameter, its in leaves.items() for leaf in its}
+        for group in self.groups:
+            group["params"] = _parameters_of(group["params"], owners, leaves, names)
+
+    @property
+    def groups(self) -> list[Group]:
+        """The live groups; "params" are the user's parameters."""
+        return self.optimizer.param_groups
+
+    @property
+    def settles_at_first_step(self) -> bool:
+        """Whether state made before the first step is kept from the inner optimizer until then."""
+        return self.spec is not None and self.spec.settled_at_first_step
+
+    def leaves(self, parameter: Tensor) -> tuple[Tensor, ...]:
+        """The tensors that are stepped on in place of a parameter."""
+        shards = self.shards.get(parameter)
+        return (parameter,) if shards is None else shards.leaves
+
+    def add_group(self, names: Mapping[Tensor, str], options: Mapping[str, Any]) -> None:
+        """Adds parameters; as torch's `add_param_group`, and with state where the class makes it at construction."""
+        leaves = list(chain.from_iterable(self._bind(name, parameter) for parameter, name in names.items()))
+        try:
+            self._refuse_shards_for_others()
+            self.optimizer.add_param_group({**options, "params": leaves})
+        except Exception:
+            for parameter in names:
+                self.shards.pop(parameter, None)
+            raise
+        self.groups[-1]["params"] = list(names)
+        if self.spec is not None and self.spec.state_at_construction:
+            self.make_state(names)
+
+    def step(self, closure: Callable[[], Any] | None) -> Any:
+        """One step of the algorithm without hooks; returns the closure's loss."""
+        loss = None
+        if closure is not None and self.spec is not None and self.spec.elementwise:
+            with torch.enable_grad():
+                loss = closure()
+            closure = None
+        inner_step = step_without_hooks(type(self.optimizer))
+        if not self.shards:
+            self._hand_over()
+            told = inner_step(self.optimizer, closure)
+            return told if loss is None else loss
+        parameters = [group["params"] for group in self.groups]
+        try:
+            with torch.no_grad():
+                for group in self.groups:
+                    group["params"] = [leaf for parameter in group["params"] for leaf in self._ready(parameter, group)]
+            self._hand_over()
+            inner_step(self.optimizer)
+        finally:
+            for group, its in zip(self.groups, parameters, strict=True):
+                group["params"] = its
+            for shards in self.shards.values():
+                shards.give_gradients_back()
+        return loss
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Drops or zeroes the gradients of all parameters."""
+        if not self.shards:
+            self.optimizer.zero_grad(set_to_none)
+            return
+        for parameter in chain.from_iterable(group["params"] for group in self.groups):
+            if parameter in self.shards:
+                self.shards[parameter].zero_gradients(set_to_none)
+            elif set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.detach_().zero_()
+
+    def make_state(self, parameters: Iterable[Tensor]) -> None:
+        """Makes state for those parameters that have none and may get a gradient; changes nothing else.
+
+        Raises:
+            AlgorithmError: the algorithm is not known, or cannot make state without a step.
+        """
+        if self.spec is None:
+            raise AlgorithmError("an optimizer is not known here", [unknown(type(self.optimizer))])
+        group_of = {parameter: group for group in self.groups for parameter in group["params"]}
+        for parameter in parameters:
+            shards = self.shards.get(parameter)
+            if not (parameter.requires_grad if shards is None else shards.trained):
+                continue
+            for leaf in self.leaves(parameter):
+                if leaf in self.untouched or self.optimizer.state.get(leaf):
+                    continue
+                made = fresh_state(self.spec, self.optimizer, group_of[parameter], leaf)
+                if made and self.settles_at_first_step:
+                    self.untouched[leaf] = Untouched(made)
+                elif made:
+                    self.optimizer.state[leaf] = made
+
+    def state_of(self, parameter: Tensor) -> MutableMapping[str, Any]:
+        """The live state of a parameter; empty if there is none yet."""
+        shards = self.shards.get(parameter)
+        if shards is None:
+            return self._leaf_state(parameter)
+        assert self.spec is not None  # sharded parameters are refused for an unknown class
+        return ShardedState(shards, tuple(map(self._leaf_state, shards.leaves)), self.spec)
+
+    def is_untouched(self, parameter: Tensor) -> bool:
+        """Whether the parameter has state and never had a step, so that the first step makes its state anew."""
+        return self.leaves(parameter)[0] in self.untouched
+
+    def state_loaded(self, parameter: Tensor, untouched: bool) -> None:
+        """Takes it that the state of a parameter was loaded.
+
+        Args:
+            parameter: has state.
+            untouched: whether the loaded state is that of a parameter which never had a step.
+        """
+        for leaf in self.leaves(parameter):
+            entries = self._leaf_state(leaf)
+            self.untouched.pop(leaf, None)
+            self.optimizer.state.pop(leaf, None)
+            if untouched:
+                self.untouched[leaf] = Untouched(entries)
+            else:
+                self.optimizer.state[leaf] = entries
+        state = self.state_of(parameter)
+        if isinstance(state, ShardedState):
+            state.share_scalars()
+
+    def rebind(self) -> None:
+        """Follows parameters that got other local tensors, as copies of a model do."""
+        for group in self.groups:
+            for parameter in group["params"]:
+                if parameter in self.shards:
+                    self._follow(self.shards[parameter], group)
+
+    def _bind(self, name: str, parameter: Tensor) -> tuple[Tensor, ...]:
+        held = leaves_of(parameter)
+        if len(held) == 1 and held[0] is parameter:
+            return held
+        self.shards[parameter] = Shards(name, parameter)
+        return self.shards[parameter].leaves
+
+    def _refuse_shards_for_others(self) -> None:
+        if not self.shards or (self.spec is not None and self.spec.elementwise):
+            return
+        if self.spec is None:
+            raise AlgorithmError("an unknown optimizer may not step on shards", [unknown(type(self.optimizer))])
+        first = next(iter(self.shards.values()))
+        problem = Problem(
+            key=first.name,
+            found=f"a sharded parameter under {self.spec.name}: {self.spec.why_not}",
+            required="an algorithm that treats every element by itself, or plain parameters",
+            remedy=f"give this parameter to another optimizer, or keep it whole on every rank for {self.spec.name}",
+        )
+        raise AlgorithmError(f"{self.spec.name} may not step on shards", [problem])
+
+    def _leaf_state(self, leaf: Tensor) -> State:
+        untouched = self.untouched.get(leaf)
+        if untouched is not None:
+            return untouched.entries
+        state: State = self.optimizer.state[leaf]
+        return state
+
+    def _ready(self, parameter: Tensor, group: Group) -> tuple[Tensor, ...]:
+        shards = self.shards.get(parameter)
+        if shards is None:
+            return (parameter,)
+        self._follow(shards, group)
+        shards.take_gradients()
+        return shards.leaves
+
+    def _follow(self, shards: Shards, group: Group) -> None:
+        for old, new in zip(shards.moved(), shards.leaves, strict=False):
+            state = dict(self._leaf_state(old))
+            untouched = self.untouched.pop(old, None)
+            self.optimizer.state.pop(old, None)
+            if not state:
+                continue
+            if (old.device, old.dtype) != (new.device, new.dtype):
+                assert self.spec is not None  # sharded parameters are refused for an unknown class
+                state = moved_state(state, fresh_state(self.spec, self.optimizer, group, new), old, new)
+            if untouched is None:
+                self.optimizer.state[new] = state
+            else:
+                self.untouched[new] = Untouched(state)
+
+    def _hand_over(self) -> None:
+        """Lets the inner optimizer make state anew for leaves that are to have their first step.
+
+        What someone wrote into early state is not lost: it is handed to the inner optimizer as it is.
+        """
+        for leaf in [leaf for leaf in self.untouched if leaf.grad is not None]:
+            early = self.untouched.pop(leaf)
+            if early.written():
+                self.optimizer.state[leaf] = early.entries
+
+
+class LocalState(MutableMapping[Any, Any]):
+    """`optimizer.state` of a keyed optimizer: parameter → its state, live; looking one up takes constant time."""
+
+    def __init__(self, names: Mapping[Tensor, str], local: LocalOptimizer) -> None:
+        self._names = names
+        self._local = local
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, Tensor) and key in self._names:
+            return self._local.state_of(key)
+        if isinstance(key, Tensor) or key not in self._local.optimizer.state:
+            raise KeyError(key)
+        return self._local.optimizer.state[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if not isinstance(key, Tensor):
+            self._local.optimizer.state[key] = value
+            return
+        state = self[key]
+        entries = dict(value)
+        state.clear()
+        state.update(entries)
+
+    def __delitem__(self, key: Any) -> None:
+        for leaf in self._local.leaves(key) if isinstance(key, Tensor) else (key,):
+            self._local.untouched.pop(leaf, None)
+            self._local.optimizer.state.pop(leaf, None)
+
+    def __iter__(self) -> Iterator[Any]:
+        inner, untouched = self._local.optimizer.state, self._local.untouched
+        for parameter in self._names:
+            leaf = self._local.leaves(parameter)[0]
+            if inner.get(leaf) or leaf in untouched:
+                yield parameter
+        yield from [key for key in inner if not isinstance(key, Tensor)]
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+
+def _parameters_of(
+    taken: list[Tensor],
+    owners: Mapping[Tensor, Tensor],
+    leaves: Mapping[Tensor, tuple[Tensor, ...]],
+    names: Mapping[Tensor, str],
+) -> list[Tensor]:
+    """The parameters that a group of local tensors belongs to, each once, in the group's order."""
+    strangers = [leaf for leaf in taken if leaf not in owners]
+    if strangers:
+        problem = Problem(
+            key=f"a tensor of shape {tuple(strangers[0].shape)}",
+            found="a tensor that the factory took from elsewhere",
+            required="the tensors that the factory is given",
+            remedy="let the factory build the optimizer over its argument",
+        )
+        raise StateError("the optimizer has tensors without a name", [problem])
+    here = set(taken)
+    parameters = list(dict.fromkeys(owners[leaf] for leaf in taken))
+    for parameter in parameters:
+        if not here.issuperset(leaves[parameter]):
+            problem = Problem(
+                key=names[parameter],
+                found="local shards in two groups",
+                required="one group",
+                remedy="let the factory put all shards of a parameter in one group",
+            )
+            raise StateError("a parameter is in two groups", [problem])
+    return parameters

@@ -1,0 +1,186 @@
+"""What each rank of a mesh holds of a tensor that was split over it, as torch.chunk splits. No tensors here.
+
+A dimension of size N that is split into n chunks gives ceil(N / n) indices to each chunk until none are left, so the
+last chunks may be short or empty. Splits of one dimension follow one another, each applied to what the ones before
+left. A split with factor f > 1 first chunks what it is given into f parts and gives each rank its chunk of every part:
+what a rank holds are then several runs of indices, in ascending order, that lie one behind the other in its memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain, product
+from math import prod
+
+from shardopt.sharding.box import Box, whole
+from shardopt.sharding.layout import Layout
+
+Runs = tuple[tuple[int, int], ...]
+"""Ascending, disjoint, non-touching (start, end) pairs of indices along one dimension."""
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """One split of a tensor's dimension over a dimension of the mesh.
+
+    Args:
+        mesh_dim: the mesh dimension whose ranks share.
+        tensor_dim: the tensor dimension that is shared out, not negative.
+        factor: number of parts that are each shared out on their own; 1 is plain chunking.
+    """
+
+    mesh_dim: int
+    tensor_dim: int
+    factor: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Mesh:
+    """Ranks arranged in a grid. Compared by identity, so that it is a cheap key for caches.
+
+    Args:
+        shape: number of ranks along each mesh dimension.
+        ranks: the global ranks in C order.
+    """
+
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+
+@lru_cache(maxsize=4096)
+def mesh_layout(shape: tuple[int, ...], mesh: Mesh, splits: tuple[Split, ...]) -> Layout:
+    """The layout of a tensor of this global shape after `splits`, in that order; mesh dimensions without a split
+    replicate.
+
+    The boxes are always the cells of a grid, since every dimension is split on its own.
+    """
+    if prod(shape) == 0:
+        return Layout(shape, (whole(shape),), (tuple(sorted(mesh.ranks)),))
+    strides = [prod(mesh.shape[dim + 1 :]) for dim in range(len(mesh.shape))]
+    dims = [_cells(size, mesh.shape, strides, _of_dim(splits, dim)) for dim, size in enumerate(shape)]
+    copies = [
+        range(0, count * stride, stride)
+        for mesh_dim, (count, stride) in enumerate(zip(mesh.shape, strides, strict=True))
+        if all(split.mesh_dim != mesh_dim for split in splits)
+    ]
+    copy_offsets = [sum(offsets) for offsets in product(*copies)]
+    boxes = tuple(
+        map(
+            Box,
+            product(*([start for start, _, _ in cells] for cells in dims)),
+            product(*([end - start for start, end, _ in cells] for cells in dims)),
+        )
+    )
+    positions = map(sum, product(*([position for _, _, position in cells] for cells in dims)))
+    ranks = mesh.ranks
+    holders = tuple(tuple(sorted([ranks[base + offset] for offset in copy_offsets])) for base in positions)
+    return Layout(shape, boxes, holders)
+
+
+@lru_cache(maxsize=4096)
+def runs_of(
+    shape: tuple[int, ...], mesh_shape: tuple[int, ...], splits: tuple[Split, ...], coordinate: tuple[int, ...]
+) -> tuple[Runs, ...]:
+    """The runs of indices along each dimension that the rank at `coordinate` of the mesh holds."""
+    dims = []
+    for dim, size in enumerate(shape):
+        runs: Runs = ((0, size),) if size else ()
+        for split in _of_dim(splits, dim):
+            runs = _share(runs, mesh_shape[split.mesh_dim], split.factor, coordinate[split.mesh_dim])
+        dims.append(runs)
+    return tuple(dims)
+
+
+def boxes_of(runs: Sequence[Runs]) -> tuple[tuple[Box, Box], ...]:
+    """The boxes that a rank with these runs holds, each with the box that it fills in the rank's local tensor."""
+    dims = []
+    for dim_runs in runs:
+        local = 0
+        spans = []
+        for start, end in dim_runs:
+            spans.append((start, local, end - start))
+            local += end - start
+        dims.append(spans)
+    found = []
+    for cell in product(*dims):
+        sizes = tuple(size for _, _, size in cell)
+        found.append((Box(tuple(s for s, _, _ in cell), sizes), Box(tuple(at for _, at, _ in cell), sizes)))
+    return tuple(found)
+
+
+def _of_dim(splits: Sequence[Split], tensor_dim: int) -> list[Split]:
+    return [split for split in splits if split.tensor_dim == tensor_dim]
+
+
+def _cells(
+    size: int, mesh_shape: Sequence[int], strides: Sequence[int], splits: Sequence[Split]
+) -> list[tuple[int, int, int]]:
+    """(start, end, position) of every run of one dimension, ascending; the position is that of the run's holder in the
+    flat mesh, less the mesh dimensions that do not split this dimension."""
+    held: list[tuple[Runs, int]] = [(((0, size),), 0)]
+    for split in splits:
+        count, stride = mesh_shape[split.mesh_dim], strides[split.mesh_dim]
+        held = [
+            (share, position + index * stride)
+            for runs, position in held
+            for index, share in enumerate(_shares(runs, count, split.factor))
+            if share
+        ]
+    return sorted((start, end, position) for runs, position in held for start, end in runs)
+
+
+def _shares(runs: Runs, count: int, factor: int) -> list[Runs]:
+    """What each of `count` ranks gets of these runs."""
+    pieces = _cut(runs, _spans(runs, count, factor, range(count)))
+    return [_merged(pieces[index::count]) for index in range(count)]
+
+
+def _share(runs: Runs, count: int, factor: int, index: int) -> Runs:
+    """What rank `index` of `count` gets of these runs, without working out the others."""
+    return _merged(_cut(runs, _spans(runs, count, factor, (index,))))
+
+
+def _spans(runs: Runs, count: int, factor: int, indices: Iterable[int]) -> list[tuple[int, int]]:
+    """The elements of each part that the ranks `indices` of `count` get, counted through the runs."""
+    total = sum(end - start for start, end in runs)
+    part = -(-total // factor)
+    spans = []
+    for part_start in range(0, total, part or 1):
+        part_end = min(part_start + part, total)
+        chunk = -(-(part_end - part_start) // count)
+        for index in indices:
+            start = min(part_start + index * chunk, part_end)
+            spans.append((start, min(start + chunk, part_end)))
+    return spans
+
+
+def _cut(runs: Runs, spans: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """For each of some ascending spans of elements, counted through the runs, the indices that they are."""
+    pieces = []
+    at = seen = 0  # the run that is being looked at, and the number of elements before it
+    for start, end in spans:
+        piece = []
+        while start < end:
+            run_start, run_end = runs[at]
+            if start >= seen + run_end - run_start:
+                seen += run_end - run_start
+                at += 1
+                continue
+            stop = min(end, seen + run_end - run_start)
+            piece.append((run_start + start - seen, run_start + stop - seen))
+            start = stop
+        pieces.append(piece)
+    return pieces
+
+
+def _merged(pieces: Iterable[list[tuple[int, int]]]) -> Runs:
+    """All pieces in one, those that touch made one run."""
+    merged: list[tuple[int, int]] = []
+    for start, end in chain.from_iterable(pieces):
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], end)
+        else:
+            merged.append((start, end))
+    return tuple(merged)
