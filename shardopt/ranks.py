@@ -121,9 +121,7 @@ class _Silent(Exception):
 class _Channel:
     """One round of `agree` in the store. Keys: `<round>/r<rank>/…` reports, `<round>/answer/…`, `beat/<rank>`."""
 
-    def __init__(
-        self, store: Store, round_: int, rank: int, size: int, what: str, deadline_seconds: float
-    ) -> None:
+    def __init__(self, store: Store, round_: int, rank: int, size: int, what: str, deadline_seconds: float) -> None:
         self.store, self.round, self.rank, self.size = store, round_, rank, size
         self.what, self.deadline_seconds = what, deadline_seconds
 

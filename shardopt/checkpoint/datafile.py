@@ -22,6 +22,7 @@ from shardopt.checkpoint.format import (
 )
 from shardopt.sharding.box import Box
 
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One tensor of a data file: `begin` and `end` are offsets in the file, `segment` its first checksum's number."""

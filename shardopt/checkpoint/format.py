@@ -31,6 +31,7 @@ MANIFEST_LIMIT_BYTES = 256 << 20
 CHECKSUMS_PREFIX = "__xxh3__."
 PER_RANK_PREFIX = "__per_rank__."
 
+
 @dataclass(frozen=True, slots=True)
 class Dtype:
     """How a dtype is stored. `safetensors` is None where that format has no name: then as bytes, one more dimension."""

@@ -1,6 +1,6 @@
 """Loading, from a committed checkpoint into an app, in place:
 
-    open → flatten → compare → plan → read in place → hand back to app
+open → flatten → compare → plan → read in place → hand back to app
 """
 
 from __future__ import annotations
@@ -121,7 +121,8 @@ def _plan(url: str | os.PathLike[str], app: Mapping[str, Any], strict: bool, ran
 def _same_checkpoint(url: str, digests: list[str]) -> None:
     other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if other is not None:
-        problem = Problem(url, f"another checkpoint on rank {other} than on rank 0", "the same", "check what is mounted")
+        found = f"another checkpoint on rank {other} than on rank 0"
+        problem = Problem(url, found, "the same on every rank", "check what is mounted there")
         raise CheckpointError("ranks do not see the same checkpoint", [problem])
 
 

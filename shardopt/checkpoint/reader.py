@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import xxhash
-from torch import Tensor
 
 from shardopt.checkpoint.commit import read_manifest
 from shardopt.checkpoint.format import DTYPES, PER_RANK_PREFIX, damaged, file_name, file_stem
@@ -153,7 +152,8 @@ class CheckpointReader:
     def _unknown(self, key: str, known: Sequence[str] | Mapping[str, Any], kind: str) -> MismatchError:
         names = sorted(known)
         listed = ", ".join(names[:20]) + (f", ... ({len(names)} in all)" if len(names) > 20 else "")
-        return MismatchError("no such key", [Problem(key, "nothing", f"{kind} of the checkpoint", f"there are: {listed}")])
+        problem = Problem(key, "nothing", f"{kind} of the checkpoint", f"there are: {listed}")
+        return MismatchError("no such key", [problem])
 
 
 def open_checkpoint(url: str | os.PathLike[str]) -> CheckpointReader:

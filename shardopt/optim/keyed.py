@@ -64,8 +64,12 @@ class KeyedOptimizer(Optimizer):
         grouped = list(chain.from_iterable(group[PARAMS] for group in param_groups))
         strangers = [key for key in (*state, *grouped) if isinstance(key, Tensor) and key not in self._names]
         if strangers:
-            problem = Problem("state and param_groups", f"{len(strangers)} tensors without a name", "parameters only",
-                              f"name them in params, which has {listed(self._params)}")
+            problem = Problem(
+                "state and param_groups",
+                f"{len(strangers)} tensors without a name",
+                "parameters only",
+                f"name them in params, which has {listed(self._params)}",
+            )
             raise StateError("all state keys must be params", [problem])
 
     @property
@@ -149,8 +153,9 @@ class KeyedOptimizer(Optimizer):
         """
         unknown = sorted(set(sparse_grad_parameter_names or ()) - self._params.keys())
         if unknown:
-            problem = Problem("sparse_grad_parameter_names", listed(unknown), f"some of {listed(self._params)}",
-                              "mend their spelling")
+            problem = Problem(
+                "sparse_grad_parameter_names", listed(unknown), f"some of {listed(self._params)}", "mend their spelling"
+            )
             raise StateError("a parameter is not known", [problem])
 
     def save_param_groups(self, save: bool) -> None:
@@ -223,20 +228,32 @@ class KeyedOptimizer(Optimizer):
         if isinstance(offered, Mapping):
             offered = {name: its for name, its in offered.items() if not (isinstance(its, Mapping) and not its)}
             if offered and not mine:
-                plan.problem(STATE, f"state of {len(offered)} parameters", "none, as this optimizer has none yet",
-                             "call init_state() before loading")
+                plan.problem(
+                    STATE,
+                    f"state of {len(offered)} parameters",
+                    "none, as this optimizer has none yet",
+                    "call init_state() before loading",
+                )
                 return
             if mine and not offered and plan.strict:
-                plan.problem(STATE, "no state", f"state of {len(mine)} parameters",
-                             "it was saved before the first step: call init_state() before saving, or load it into an "
-                             "optimizer on which init_state() was not called")
+                plan.problem(
+                    STATE,
+                    "no state",
+                    f"state of {len(mine)} parameters",
+                    "it was saved before the first step: call init_state() before saving, or load it into an "
+                    "optimizer on which init_state() was not called",
+                )
                 return
         plan.mapping(STATE, mine, offered, _REMEDY)
 
     def _plan_groups(self, plan: LoadPlan, offered: Any) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         if not isinstance(offered, Mapping):
-            plan.problem(PARAM_GROUPS, f"a {type(offered).__name__}", "a mapping by least FQN",
-                         "load what state_dict() of a keyed optimizer gave")
+            plan.problem(
+                PARAM_GROUPS,
+                f"a {type(offered).__name__}",
+                "a mapping by least FQN",
+                "load what state_dict() of a keyed optimizer gave",
+            )
             return []
         mine = {key: (names, group) for key, names, group in self._keyed_groups()}
         remedy = "put parameters in groups as when it was saved"
@@ -260,8 +277,12 @@ class KeyedOptimizer(Optimizer):
     def _new_params(self, params: Any) -> dict[str, Tensor]:
         new = named(params if isinstance(params, Mapping) else list(params))
         problems = [
-            Problem(name, "a parameter that the optimizer has already", "a new name and a new tensor",
-                    "add each parameter once")
+            Problem(
+                name,
+                "a parameter that the optimizer has already",
+                "a new name and a new tensor",
+                "add each parameter once",
+            )
             for name, tensor in new.items()
             if name in self._params or tensor in self._names
         ]
@@ -284,9 +305,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         StateError: there are no parameters, or the factory took other tensors than it was given.
     """
 
-    def __init__(
-        self, params: Mapping[str, Tensor], optim_factory: Callable[[list[Tensor]], Optimizer]
-    ) -> None:
+    def __init__(self, params: Mapping[str, Tensor], optim_factory: Callable[[list[Tensor]], Optimizer]) -> None:
         params = named(params)
         refuse_non_leaves(params)
         names = first_names(params)

@@ -44,9 +44,7 @@ class Box:
     def intersect(self, other: Box) -> Box | None:
         """The elements that both boxes hold, or None if they share none. Both must have the same dimensions."""
         offsets, sizes = [], []
-        for mine, my_size, theirs, their_size in zip(
-            self.offsets, self.sizes, other.offsets, other.sizes, strict=True
-        ):
+        for mine, my_size, theirs, their_size in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
             start = max(mine, theirs)
             size = min(mine + my_size, theirs + their_size) - start
             if size <= 0:
@@ -134,8 +132,10 @@ def cover_faults(shape: Sequence[int], boxes: Iterable[Box]) -> list[str]:
     inside: list[Box] = []
     for box in boxes:
         if len(box.offsets) != len(space.sizes) or len(box.sizes) != len(space.sizes):
-            faults.append(f"box with offsets {box.offsets} and sizes {box.sizes} has not the {len(space.sizes)} "
-                          f"dimensions of shape {space.sizes}")
+            faults.append(
+                f"box with offsets {box.offsets} and sizes {box.sizes} has not the {len(space.sizes)} "
+                f"dimensions of shape {space.sizes}"
+            )
         elif any(number < 0 for number in (*box.offsets, *box.sizes)):
             faults.append(f"box with offsets {box.offsets} and sizes {box.sizes} has a negative number")
         elif box.numel == 0:
