@@ -201,7 +201,8 @@ class _Channel:
 
     def _delete(self, key: str) -> None:
         i = 0
-        while self.store.delete_key(f"{key}/{i}"):
+        while self.store.check([f"{key}/{i}"]):  # asked, for a FileStore says of any key that it deleted it
+            self.store.delete_key(f"{key}/{i}")
             i += 1
 
 
