@@ -49,7 +49,7 @@ def main() -> int:
 
     say(f"2/5  The same job again; rank {VICTIM} gets SIGKILL after step {kill_step}.")
     train_and_kill(killed, RANKS, steps, kill_step)
-    survived = committed(killed)
+    survived = checkpoints(killed).steps()
     say(f"     Checkpoints that survived: {', '.join(f'step {step}' for step in survived)}.")
 
     say(f"3/5  Resume on {RANKS_LEFT} ranks from step {survived[-1]}: everything is resharded {RANKS} → {RANKS_LEFT}.")
@@ -81,8 +81,7 @@ def compare_on_fewer(whole: Path, resumed: Path, steps: int, save_every: int) ->
 
 def compare_on_same(whole: Path, resumed: Path, steps: int) -> bool:
     comparison = compare_losses(whole, resumed)
-    last = f"checkpoints/step-{steps:08d}"
-    differing, keys = differing_keys(str(whole / last), str(resumed / last))
+    differing, keys = differing_keys(checkpoints(whole).path(steps), checkpoints(resumed).path(steps))
     holds = comparison.holds(0.0) and not differing
     say(
         f"     Resumed on {RANKS} ranks: {sum(line.relative != 0.0 for line in comparison.differences)} of "
@@ -107,7 +106,7 @@ def train_and_kill(out: Path, ranks: int, steps: int, kill_step: int) -> None:
     with torchrun(out, ranks) as job, progress(steps) as show:
         for step, loss in steps_of(job, out):
             show(step, loss)
-            if pid is None and step >= kill_step and committed(out):
+            if pid is None and step >= kill_step and checkpoints(out).steps():
                 pid = pid_of_rank(VICTIM, job.pid)
                 os.kill(pid, signal.SIGKILL)
     if pid is None:
@@ -164,8 +163,8 @@ def pid_of_rank(rank: int, agent_pid: int) -> int:
     raise SystemExit(f"found no process of rank {rank} under torchrun's agent, process {agent_pid}")
 
 
-def committed(out: Path) -> list[int]:
-    return checkpoint.Manager(str(out / "checkpoints"), every=1).steps()
+def checkpoints(out: Path) -> checkpoint.Manager:
+    return checkpoint.Manager(out / "checkpoints")
 
 
 @contextmanager

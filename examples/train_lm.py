@@ -87,7 +87,7 @@ def train(config: dict[str, Any], device: torch.device) -> None:
     out = Path(config["out"])
     out.mkdir(parents=True, exist_ok=True)
     app = {"model": model, "optimizer": optimizer, "schedule": schedule, "data": data, "step": 0}
-    manager = checkpoint.Manager(str(out / "checkpoints"), every=config["save_every"])
+    manager = checkpoint.Manager(out / "checkpoints", every=config["save_every"])
     manager.restore(app)
 
     while app["step"] < steps:

@@ -126,4 +126,4 @@ def test_the_program_resumes_under_torchrun(whole: Path, interrupted: Path) -> N
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert compare_losses(whole, interrupted).holds(0.0)
-    assert checkpoint.Manager(str(interrupted / "checkpoints"), every=4).steps() == [4, 8]
+    assert checkpoint.Manager(interrupted / "checkpoints").steps() == [4, 8]
