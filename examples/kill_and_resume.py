@@ -26,7 +26,7 @@ TOLERANCE = 1e-5
 NO_PROGRESS_SECONDS = 120.0
 PLAIN_LINE_EVERY = 10
 
-Show = Callable[[int, float], None]
+Show = Callable[[int, float], object]  # is told each step and its loss
 
 
 def main() -> int:
@@ -50,7 +50,8 @@ def main() -> int:
     say(f"2/5  The same job again; rank {VICTIM} gets SIGKILL after step {kill_step}.")
     train_and_kill(killed, RANKS, steps, kill_step)
     survived = checkpoints(killed).steps()
-    say(f"     Checkpoints that survived: {', '.join(f'step {step}' for step in survived)}.")
+    say(f"     Checkpoints that survived: steps {', '.join(map(str, survived))}; the newest is")
+    say(f"     {Path(checkpoints(killed).path(survived[-1])).relative_to(REPOSITORY)}")
 
     say(f"3/5  Resume on {RANKS_LEFT} ranks from step {survived[-1]}: everything is resharded {RANKS} → {RANKS_LEFT}.")
     shutil.copytree(killed, on_fewer)
@@ -63,13 +64,13 @@ def main() -> int:
     say("5/5  Compare with the uninterrupted run.")
     fewer_holds = compare_on_fewer(whole, on_fewer, steps, save_every)
     same_holds = compare_on_same(whole, on_same, steps)
-    say(f"     Drawn: {(OUT / 'loss.png').relative_to(REPOSITORY)}")
+    say(f"     The picture: {(OUT / 'loss.png').relative_to(REPOSITORY)}")
     return 0 if fewer_holds and same_holds else 1
 
 
 def compare_on_fewer(whole: Path, resumed: Path, steps: int, save_every: int) -> bool:
     comparison = compare_losses(whole, resumed)
-    print(table(comparison, lambda line: line.step in (1, steps) or line.step % save_every == 0), flush=True)
+    say(table(comparison, lambda line: line.step in (1, steps) or line.step % save_every == 0))
     draw(whole, resumed, TOLERANCE, OUT / "loss.png")
     holds = comparison.holds(TOLERANCE)
     say(
@@ -148,7 +149,7 @@ def steps_of(job: subprocess.Popen[bytes], out: Path) -> Iterator[tuple[int, flo
         seen = len(records)
         if time.monotonic() - last_news > NO_PROGRESS_SECONDS:
             give_up(out, f"no step in {NO_PROGRESS_SECONDS:g} s")
-        time.sleep(0.1)
+        time.sleep(0.05)
 
 
 def pid_of_rank(rank: int, agent_pid: int) -> int:
@@ -171,21 +172,10 @@ def checkpoints(out: Path) -> checkpoint.Manager:
 def progress(steps: int) -> Iterator[Show]:
     """A bar on a terminal, a plain line every few steps elsewhere."""
     if not sys.stdout.isatty() or os.environ.get("CI"):
-        yield (
-            lambda step, loss: (
-                print(f"     step {step:3d} of {steps}  loss {loss:.4f}", flush=True)
-                if step % PLAIN_LINE_EVERY == 0
-                else None
-            )
-        )
+        yield lambda step, loss: step % PLAIN_LINE_EVERY or say(f"     step {step:3d} of {steps}  loss {loss:.4f}")
         return
-    columns = (
-        BarColumn(40),
-        MofNCompleteColumn(),
-        TextColumn("steps  loss {task.fields[loss]:.4f}"),
-        TimeElapsedColumn(),
-    )
-    with Progress(TextColumn("    "), *columns) as bar:
+    loss_column = TextColumn("steps  loss {task.fields[loss]:.4f}")
+    with Progress(TextColumn("    "), BarColumn(40), MofNCompleteColumn(), loss_column, TimeElapsedColumn()) as bar:
         task = bar.add_task("", total=steps, loss=float("nan"))
         yield lambda step, loss: bar.update(task, completed=step, loss=loss)
 

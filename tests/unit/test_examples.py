@@ -1,6 +1,7 @@
 """The examples' own parts: which bytes a rank is given, and what counts as the same run."""
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import fsspec
 import pytest
 import torch
 from compare_runs import compare_losses, read_losses
+from kill_and_resume import pid_of_rank
 from train_lm import Batches, learning_rate_factor, override
 
 
@@ -96,3 +98,17 @@ def test_a_line_still_being_written_is_left_out(reference: Path) -> None:
     with open(reference / "loss.jsonl", "a") as log:
         log.write('{"step": 4, "lo')
     assert [record.step for record in read_losses(reference)] == [1, 2, 3]
+
+
+def test_a_rank_is_found_among_the_children_of_its_agent() -> None:
+    rank = "bash -c 'echo $RANK $$; read' <&0 &"  # lives until its input is closed
+    agent = ["bash", "-c", f"RANK=11 {rank} RANK=1 {rank} wait"]
+    with subprocess.Popen(agent, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        pids = dict(process.stdout.readline().split() for _ in range(2))
+        found = {rank: str(pid_of_rank(int(rank), process.pid)) for rank in pids}
+        with pytest.raises(SystemExit, match="no process of rank 2"):
+            pid_of_rank(2, process.pid)
+        process.stdin.close()
+    assert sorted(pids) == ["1", "11"]
+    assert found == pids
