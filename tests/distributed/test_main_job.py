@@ -97,6 +97,11 @@ def test_resumed_on_as_many_ranks_every_bit_is_the_same(whole: Path, interrupted
     assert keys > 3 * 16  # parameters, two moments and a counter for each, and the plain values
 
 
+def test_the_number_of_ranks_does_not_change_a_run(whole: Path, tmp_path: Path) -> None:
+    run_ranks(4, train_tiny, tmp_path)
+    assert compare_losses(whole, tmp_path).holds(TOLERANCE)
+
+
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 def test_resumed_on_another_number_of_ranks_every_loss_is_the_same(whole: Path, interrupted: Path, ranks: int) -> None:
     run_ranks(ranks, train_tiny, interrupted)
@@ -127,3 +132,25 @@ def test_the_program_resumes_under_torchrun(whole: Path, interrupted: Path) -> N
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert compare_losses(whole, interrupted).holds(0.0)
     assert checkpoint.Manager(interrupted / "checkpoints").steps() == [4, 8]
+
+
+def run_readme_example(folder: Path) -> None:
+    """One process as torchrun would start it alone. Port 0: the store takes a free one, and nobody else needs it."""
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    os.chdir(folder)
+    exec(readme_example())
+
+
+def readme_example() -> str:
+    return (REPOSITORY / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
+
+
+def test_the_example_of_the_readme_runs_and_goes_on(tmp_path: Path) -> None:
+    manager = checkpoint.Manager(tmp_path / "out" / "checkpoints")
+    run_ranks(1, run_readme_example, tmp_path, backend=None)
+    assert manager.steps() == [50, 100, 150, 200]
+    shutil.rmtree(manager.path(200))
+    kept = (Path(manager.path(150)) / "manifest.json").stat().st_mtime_ns
+    run_ranks(1, run_readme_example, tmp_path, backend=None)
+    assert manager.steps() == [50, 100, 150, 200]
+    assert (Path(manager.path(150)) / "manifest.json").stat().st_mtime_ns == kept
