@@ -36,8 +36,12 @@ class Shards:
         held = leaves_of(parameter)
         self.stands_in = not held
         self.leaves = held or (empty_leaf(parameter),)
-        self.trained = requires_gradient(parameter)
         self._kept: list[tuple[Tensor, Tensor | None]] = []
+
+    @property
+    def trained(self) -> bool:
+        """Whether the parameter may get a gradient."""
+        return requires_gradient(self.parameter)
 
     def moved(self) -> tuple[Tensor, ...]:
         """The leaves that were replaced since the last call, if the parameter got other local tensors; else ().
@@ -82,6 +86,9 @@ class Shards:
         elif all(gradient is None for gradient in gradients):
             return
         for leaf, gradient in zip(self.leaves, gradients, strict=True):
+            if gradient is not None and gradient.dtype != leaf.dtype:
+                problem = Problem(f"{self.name}.grad", f"{gradient.dtype}", f"{leaf.dtype}", "cast it before the step")
+                raise GradientError("a gradient does not fit its parameter", [problem])
             leaf.grad = torch.zeros_like(leaf) if gradient is None else gradient
 
     def give_gradients_back(self) -> None:

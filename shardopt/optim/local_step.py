@@ -177,13 +177,12 @@ class LocalOptimizer:
             untouched: whether the loaded state is that of a parameter which never had a step.
         """
         for leaf in self.leaves(parameter):
-            entries = self._leaf_state(leaf)
-            self.untouched.pop(leaf, None)
-            self.optimizer.state.pop(leaf, None)
+            early = self.untouched.pop(leaf, None)
             if untouched:
+                entries = self.optimizer.state.pop(leaf, None) if early is None else early.entries
                 self.untouched[leaf] = Untouched(entries)
-            else:
-                self.optimizer.state[leaf] = entries
+            elif early is not None:
+                self.optimizer.state[leaf] = early.entries
         state = self.state_of(parameter)
         if isinstance(state, ShardedState):
             state.share_scalars()
@@ -232,7 +231,10 @@ class LocalOptimizer:
         return shards.leaves
 
     def _follow(self, shards: Shards, group: Group) -> None:
-        for old, new in zip(shards.moved(), shards.leaves, strict=False):
+        replaced = shards.moved()
+        if not replaced:
+            return
+        for old, new in zip(replaced, shards.leaves, strict=True):
             state = dict(self._leaf_state(old))
             untouched = self.untouched.pop(old, None)
             self.optimizer.state.pop(old, None)

@@ -29,9 +29,7 @@ from tests.harness import Fault, run_ranks, run_ranks_outcomes
 
 def save_state(path, style):
     progress = {"step": 7, "losses": [1.5, float("inf")]}
-    report = checkpoint.save(path, {"state": make_state(style, filled=True), "progress": progress})
-    assert report.bytes_written > 0
-    return report
+    checkpoint.save(path, {"state": make_state(style, filled=True), "progress": progress})
 
 
 def load_state(path, style):
