@@ -1,1 +1,10 @@
+"""Checkpoints of sharded state: saved by all ranks, committed by one manifest, loaded in place onto any layout."""
 
+from shardopt.checkpoint.load import LoadReport, load
+from shardopt.checkpoint.manager import Manager
+from shardopt.checkpoint.reader import CheckpointReader, TensorInfo
+from shardopt.checkpoint.reader import open_checkpoint as open
+from shardopt.checkpoint.save import SaveReport, save
+from shardopt.state import PerRank
+
+__all__ = ["CheckpointReader", "LoadReport", "Manager", "PerRank", "SaveReport", "TensorInfo", "load", "open", "save"]

@@ -15,6 +15,7 @@ from tests.unit.source import PACKAGE, ROOT, Source, sources
 LAYERS = {
     "errors": 0,
     "state": 1,
+    "values": 1,
     "sharding": 1,
     "ranks": 2,
     "algorithms": 2,

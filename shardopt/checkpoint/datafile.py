@@ -1,0 +1,102 @@
+"""A data file: a plain safetensors file whose last tensor holds the checksums of the others. No I/O, no torch."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from shardopt.checkpoint.format import (
+    ALIGNMENT_BYTES,
+    CHECKSUMS_PREFIX,
+    HEADER_LIMIT_BYTES,
+    Dtype,
+    all_sizes,
+    damaged,
+    load_json,
+    segment_count,
+    stored_shape,
+)
+from shardopt.sharding.box import Box
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a data file: `begin` and `end` are offsets in the file, `segment` its first checksum's number."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+    segment: int
+
+
+def build_header(stem: str, members: Sequence[tuple[str, Dtype, Box]]) -> tuple[bytes, list[Entry]]:
+    """The header of a data file and where everything is in it, the checksum tensor last.
+
+    Args:
+        stem: the file's own part of its name, such as "r00003"; makes the checksum tensor's key unique.
+        members: key, dtype and global box of each tensor, in the order of their bytes.
+    """
+    entries: list[Entry] = []
+    offset = segments = 0
+    sharding: dict[str, Any] = {}
+    for key, dtype, box in members:
+        shape = stored_shape(dtype, box.sizes)
+        nbytes = prod(box.sizes) * dtype.itemsize
+        entries.append(Entry(key, dtype.safetensors or "U8", tuple(shape), offset, offset + nbytes, segments))
+        sharding[key] = {"saved_offsets": [*box.offsets, *([0] * (len(shape) - len(box.sizes)))]}
+        offset += nbytes
+        segments += segment_count(nbytes)
+    checksums = CHECKSUMS_PREFIX + stem
+    sharding[checksums] = {"saved_offsets": [0]}
+    entries.append(Entry(checksums, "U8", (8 * segments,), offset, offset + 8 * segments, segments))
+    # The notes in __metadata__ are what torch's HuggingFaceStorageReader goes by.
+    notes = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(sharding, separators=(",", ":"))}
+    tensors = {
+        each.key: {"dtype": each.dtype, "shape": each.shape, "data_offsets": [each.begin, each.end]} for each in entries
+    }
+    text = json.dumps({"__metadata__": notes, **tensors}, separators=(",", ":"), ensure_ascii=False).encode()
+    padded = -(-(8 + len(text)) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    header = struct.pack("<Q", padded - 8) + text.ljust(padded - 8)
+    shifted = [Entry(e.key, e.dtype, e.shape, padded + e.begin, padded + e.end, e.segment) for e in entries]
+    return header, shifted
+
+
+def header_length(first_bytes: bytes, file_bytes: int, where: str) -> int:
+    """The length of the whole header, of which `first_bytes` are the first eight."""
+    if len(first_bytes) < 8:
+        raise damaged(where, "a file of less than 8 bytes")
+    length = 8 + int(struct.unpack("<Q", first_bytes[:8])[0])
+    if length > min(file_bytes, HEADER_LIMIT_BYTES):
+        raise damaged(where, f"a header of {length} bytes in a file of {file_bytes}")
+    return length
+
+
+def parse_header(header: bytes, file_bytes: int, where: str) -> dict[str, Entry]:
+    """The entries of a data file by key; checks that they follow one another without a gap up to the file's end."""
+    table = load_json(header[8:], where)
+    entries: dict[str, Entry] = {}
+    offset, segments = len(header), 0
+    for key, info in table.items():
+        if key == "__metadata__":
+            continue
+        try:
+            dtype, shape, (begin, end) = str(info["dtype"]), tuple(info["shape"]), info["data_offsets"]
+        except (KeyError, TypeError, ValueError):
+            raise damaged(where, f"a malformed entry for {key!r}") from None
+        if not all_sizes(shape) or not all_sizes((begin, end)) or begin + len(header) != offset or end < begin:
+            raise damaged(where, f"an entry for {key!r} that does not follow the one before it")
+        offset = end + len(header)
+        entries[key] = Entry(key, dtype, shape, begin + len(header), offset, segments)
+        segments += segment_count(end - begin)
+    last = next(reversed(entries.values()), None)
+    if last is None or not last.key.startswith(CHECKSUMS_PREFIX) or last.end - last.begin != 8 * last.segment:
+        raise damaged(where, "no checksums for its tensors")
+    if offset != file_bytes:
+        raise damaged(where, f"{file_bytes} bytes, while its header tells of {offset}")
+    return entries

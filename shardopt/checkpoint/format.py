@@ -1,0 +1,112 @@
+"""What a checkpoint is on disk: names, limits, dtypes, and how untrusted JSON is read. No I/O, no torch.
+
+A checkpoint is a directory:
+
+    <save_id>-r00000.safetensors       one per rank that holds something; raw C order, little endian
+    <save_id>-r00000-1.safetensors     the second box of tensors of which a rank writes two, and so on
+    manifest.json                      written last: its existence is the commit
+
+docs/format.md tells it all to a reader who has only the bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardopt.errors import CorruptionError, Problem
+
+FORMAT_NAME = "shardopt"
+FORMAT_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+DATA_SUFFIX = ".safetensors"
+
+SEGMENT_BYTES = 256 * 1024  # of a tensor's bytes in one file, under one checksum
+ALIGNMENT_BYTES = 4096  # of the first tensor's bytes within the file
+HEADER_LIMIT_BYTES = 100_000_000  # safetensors' own
+MANIFEST_LIMIT_BYTES = 256 << 20
+
+CHECKSUMS_PREFIX = "__xxh3__."
+PER_RANK_PREFIX = "__per_rank__."
+
+
+@dataclass(frozen=True, slots=True)
+class Dtype:
+    """How a dtype is stored. `safetensors` is None where that format has no name: then as bytes, one more dimension."""
+
+    name: str  # torch's name, and the manifest's
+    itemsize: int
+    safetensors: str | None
+
+
+_DTYPE_TABLE = (
+    *(Dtype(f"float{8 * n}", n, f"F{8 * n}") for n in (8, 4, 2)),
+    *(Dtype(f"int{8 * n}", n, f"I{8 * n}") for n in (8, 4, 2, 1)),
+    *(Dtype(f"uint{8 * n}", n, f"U{8 * n}") for n in (8, 4, 2, 1)),
+    Dtype("bfloat16", 2, "BF16"),
+    Dtype("bool", 1, "BOOL"),
+    Dtype("float8_e4m3fn", 1, "F8_E4M3"),
+    Dtype("float8_e5m2", 1, "F8_E5M2"),
+    Dtype("complex64", 8, "C64"),
+    Dtype("complex128", 16, None),
+    Dtype("complex32", 4, None),
+    Dtype("float8_e4m3fnuz", 1, None),
+    Dtype("float8_e5m2fnuz", 1, None),
+    Dtype("float8_e8m0fnu", 1, None),
+)
+DTYPES: Mapping[str, Dtype] = {dtype.name: dtype for dtype in _DTYPE_TABLE}
+
+
+def file_name(save_id: str, rank: int, slot: int) -> str:
+    return f"{save_id}-{file_stem(rank, slot)}{DATA_SUFFIX}"
+
+
+def file_stem(rank: int, slot: int) -> str:
+    return f"r{rank:05d}" + (f"-{slot}" if slot else "")
+
+
+def segment_count(nbytes: int) -> int:
+    return -(-nbytes // SEGMENT_BYTES)
+
+
+def stored_shape(dtype: Dtype, shape: Sequence[int]) -> list[int]:
+    """The shape that a box has in a data file."""
+    return [*shape] if dtype.safetensors else [*shape, dtype.itemsize]
+
+
+def read_sizes(wire: Iterable[Any]) -> tuple[int, ...]:
+    return tuple(map(read_size, wire))
+
+
+def read_size(wire: Any) -> int:
+    if type(wire) is not int or not 0 <= wire < 2**63:
+        raise ValueError(f"{str(wire)[:40]!r} where a size is wanted")
+    return wire
+
+
+def all_sizes(numbers: Iterable[Any]) -> bool:
+    return all(type(number) is int and 0 <= number < 2**63 for number in numbers)
+
+
+def load_json(data: bytes, where: str) -> dict[str, Any]:
+    try:
+        loaded = json.loads(data, object_pairs_hook=_without_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise damaged(where, f"no valid JSON ({error})") from None
+    if not isinstance(loaded, dict):
+        raise damaged(where, "JSON that is not an object")
+    return loaded
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    members = dict(pairs)
+    if len(members) != len(pairs):
+        raise ValueError("a member that stands twice")
+    return members
+
+
+def damaged(where: str, found: str) -> CorruptionError:
+    remedy = "restore from another checkpoint"
+    return CorruptionError("a checkpoint is damaged", [Problem(where, found, "what was written", remedy)])

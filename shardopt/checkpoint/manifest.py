@@ -1,0 +1,176 @@
+"""The manifest: what a checkpoint holds and where, as sealed JSON. No I/O, no torch."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import xxhash
+
+from shardopt.checkpoint.format import (
+    DATA_SUFFIX,
+    DTYPES,
+    FORMAT_NAME,
+    FORMAT_VERSION,
+    MANIFEST_LIMIT_BYTES,
+    Dtype,
+    damaged,
+    load_json,
+    read_size,
+    read_sizes,
+)
+from shardopt.errors import FormatError, Problem
+from shardopt.sharding.box import Box, grid_boxes, grid_cuts
+from shardopt.state import Index, Path
+from shardopt.values import decode_value, encode_value
+
+_SEAL = re.compile(rb',"xxh3":"([0-9a-f]{16})"}')
+_SEAL_BYTES = len(',"xxh3":"0123456789abcdef"}')
+
+
+@dataclass(frozen=True, slots=True)
+class StoredLayout:
+    """Where the boxes of a tensor lie. `files[i]`, an index into the manifest's files, holds `boxes[i]`."""
+
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    files: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    path: Path
+    dtype: Dtype
+    layout: StoredLayout
+
+
+@dataclass(frozen=True, slots=True)
+class DataFile:
+    """One data file: its whole size, and the hash of its header and its checksum tensor."""
+
+    name: str
+    nbytes: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a checkpoint holds. `values` are decoded; `per_rank` gives the paths of what each rank has for itself."""
+
+    save_id: str
+    world_size: int
+    files: tuple[DataFile, ...]
+    tensors: Mapping[str, StoredTensor]
+    values: Mapping[str, tuple[Path, Any]] = field(default_factory=dict)
+    per_rank: Mapping[str, Path] = field(default_factory=dict)
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    layouts: dict[StoredLayout, int] = {}
+    tensors = {
+        key: [each.dtype.name, layouts.setdefault(each.layout, len(layouts)), encode_path(key, each.path)]
+        for key, each in manifest.tensors.items()
+    }
+    body = {
+        "format": FORMAT_NAME,
+        "version": FORMAT_VERSION,
+        "min_reader_version": FORMAT_VERSION,
+        "save_id": manifest.save_id,
+        "world_size": manifest.world_size,
+        "files": [[file.name, file.nbytes, file.digest] for file in manifest.files],
+        "layouts": [_encode_layout(layout) for layout in layouts],
+        "tensors": tensors,
+        "values": {
+            key: [encode_path(key, path), encode_value(value, key)] for key, (path, value) in manifest.values.items()
+        },
+        "per_rank": {key: encode_path(key, path) for key, path in manifest.per_rank.items()},
+    }
+    text = json.dumps(body, separators=(",", ":"), allow_nan=False).encode()[:-1]
+    return text + b',"xxh3":"' + xxhash.xxh3_64_hexdigest(text).encode() + b'"}'
+
+
+def decode_manifest(data: bytes, where: str) -> Manifest:
+    """Reads a manifest.
+
+    Raises:
+        CorruptionError: it is torn, fails its seal, or says what cannot be.
+        FormatError: it is not ours or needs a newer reader.
+    """
+    seal = _SEAL.fullmatch(data[-_SEAL_BYTES:])
+    if len(data) > MANIFEST_LIMIT_BYTES:
+        raise damaged(where, f"{len(data)} bytes, more than the limit of {MANIFEST_LIMIT_BYTES}")
+    if seal is None or xxhash.xxh3_64_hexdigest(data[:-_SEAL_BYTES]).encode() != seal[1]:
+        raise damaged(where, "bytes that fail the seal at their end (torn or changed)")
+    body = load_json(data, where)
+    needed = body.get("min_reader_version")
+    if body.get("format") != FORMAT_NAME or not isinstance(needed, int):
+        raise FormatError(f"{where} is not a manifest of {FORMAT_NAME}")
+    if needed > FORMAT_VERSION:
+        problem = Problem(where, f"version {needed}", f"at most {FORMAT_VERSION}", "install a newer shardopt")
+        raise FormatError("the checkpoint needs a newer reader", [problem])
+    try:
+        files = tuple(_decode_file(*file) for file in body["files"])
+        layouts = [_decode_layout(layout, len(files)) for layout in body["layouts"]]
+        return Manifest(
+            save_id=str(body["save_id"]),
+            world_size=int(body["world_size"]),
+            files=files,
+            tensors={
+                key: StoredTensor(decode_path(key, path), DTYPES[dtype], layouts[read_size(layout)])
+                for key, (dtype, layout, path) in body["tensors"].items()
+            },
+            values={key: (decode_path(key, path), decode_value(v)) for key, (path, v) in body["values"].items()},
+            per_rank={key: decode_path(key, path) for key, path in body["per_rank"].items()},
+        )
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
+        raise damaged(where, f"a field that is missing or malformed ({type(error).__name__}: {error})") from error
+
+
+def encode_path(key: str, path: Path) -> Any:
+    """null where the path is the key split at its dots; else its parts, a list's index as [index]."""
+    if list(path) == key.split("."):
+        return None
+    return [[int(part)] if isinstance(part, Index) else part for part in path]
+
+
+def decode_path(key: str, wire: Any) -> Path:
+    if wire is None:
+        return tuple(key.split("."))
+    path = tuple(Index(read_size(part[0])) if isinstance(part, list) else part for part in wire)
+    if ".".join(map(str, path)) != key or not all(isinstance(part, str | int) for part in path):
+        raise ValueError(f"the path {wire!r} of {key!r}")
+    return path
+
+
+def _encode_layout(layout: StoredLayout) -> dict[str, Any]:
+    cuts = grid_cuts(layout.shape, layout.boxes)
+    if cuts is not None and layout.boxes == grid_boxes(cuts):
+        return {"shape": layout.shape, "cuts": cuts, "files": layout.files}
+    boxes = [[box.offsets, box.sizes] for box in layout.boxes]
+    return {"shape": layout.shape, "boxes": boxes, "files": layout.files}
+
+
+def _decode_layout(wire: Mapping[str, Any], file_count: int) -> StoredLayout:
+    shape, files = read_sizes(wire["shape"]), read_sizes(wire["files"])
+    if "cuts" in wire:
+        cuts = [read_sizes(points) for points in wire["cuts"]]
+        if len(cuts) != len(shape) or prod(len(points) - 1 for points in cuts) != len(files):
+            raise ValueError("a grid whose cells are not as many as its files")
+        boxes = grid_boxes(cuts)
+    else:
+        boxes = tuple(Box(read_sizes(offsets), read_sizes(sizes)) for offsets, sizes in wire["boxes"])
+    if len(boxes) != len(files) or any(file >= file_count for file in files):
+        raise ValueError("boxes in files that are not there")
+    if any(len(box.offsets) != len(shape) or min(box.sizes, default=0) < 0 for box in boxes):
+        raise ValueError("a box that is not within its tensor")
+    return StoredLayout(shape, boxes, files)
+
+
+def _decode_file(name: Any, nbytes: Any, digest: Any) -> DataFile:
+    if not isinstance(name, str) or "/" in name or "\\" in name or "\0" in name or not name.endswith(DATA_SUFFIX):
+        raise ValueError(f"the file name {name!r}")
+    return DataFile(name, read_size(nbytes), str(digest))

@@ -1,0 +1,237 @@
+"""From data files into memory that is already there: every byte is summed, and read once.
+
+What a caller wants of one box of one file is a `Want`. Where its bytes lie in one run in the file and in memory, they
+are read straight into that memory; otherwise whole rows are read into a bounded scratch buffer and copied from there.
+Checksums stand for segments, so that at both ends of a run up to one segment more is read, into scratch.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+import xxhash
+from torch import Tensor
+
+from shardopt.checkpoint.datafile import Entry, header_length, parse_header
+from shardopt.checkpoint.format import SEGMENT_BYTES, Dtype, damaged, stored_shape
+from shardopt.checkpoint.manifest import DataFile
+from shardopt.checkpoint.memory import bytes_of, is_plain_memory, tensor_over
+from shardopt.checkpoint.storage import Span, Storage
+from shardopt.checkpoint.write import narrowed
+from shardopt.sharding.box import Box
+
+_THREADS = 4
+_BATCH_BYTES = 8 << 20  # read by one thread at a time; at most _THREADS + 1 are under way, which bounds the scratch
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """A part of a stored box, and the memory for it.
+
+    `wanted` is in coordinates of the stored box, whose sizes are `sizes`; `target` has just its shape.
+    """
+
+    entry: Entry
+    dtype: Dtype
+    sizes: tuple[int, ...]
+    wanted: Box
+    target: Tensor
+
+
+class OpenFile:
+    """A data file whose header and checksums have been read and verified."""
+
+    def __init__(self, storage: Storage, file: DataFile) -> None:
+        self.storage, self.file = storage, file
+        self.where = f"{storage.url}/{file.name}"
+        try:
+            found = storage.size(file.name)
+        except FileNotFoundError:
+            raise damaged(self.where, "no such file") from None
+        if found != file.nbytes:
+            raise damaged(self.where, f"{found} bytes where {file.nbytes} were written")
+        length = header_length(storage.read(file.name, 0, 8), file.nbytes, self.where)
+        header = storage.read(file.name, 0, length)
+        self.entries = parse_header(header, file.nbytes, self.where)
+        last = next(reversed(self.entries.values()))
+        self.sums = storage.read(file.name, last.begin, last.end)
+        digest = xxhash.xxh3_64(header)
+        digest.update(self.sums)
+        if digest.hexdigest() != file.digest:
+            raise damaged(self.where, "a header or checksums that are not what was written")
+
+    def entry(self, key: str, dtype: Dtype, box: Box) -> Entry:
+        """Where a box is in this file; the header must agree with what the manifest says of it."""
+        entry = self.entries.get(key)
+        shape = tuple(stored_shape(dtype, box.sizes))
+        name = dtype.safetensors or "U8"
+        if entry is None or entry.shape != shape or entry.dtype != name:
+            found = f"{entry.dtype} {entry.shape}" if entry else "nothing"
+            raise damaged(self.where, f"{found} under {key!r} where the manifest has {name} {shape}")
+        if entry.end - entry.begin != box.numel * dtype.itemsize:
+            raise damaged(self.where, f"{entry.end - entry.begin} bytes for {key!r}")
+        return entry
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Spans to read in one go, the segments that are complete with them, and copies to make once they are verified."""
+
+    spans: list[Span] = field(default_factory=list)
+    checks: list[tuple[Entry, int, list[memoryview]]] = field(default_factory=list)
+    copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    nbytes: int = 0
+
+    def run(self, file: OpenFile) -> None:
+        file.storage.read_into(file.file.name, self.spans)
+        for entry, segment, parts in self.checks:
+            if _sum(parts) != file.sums[8 * segment : 8 * segment + 8]:
+                found = f"segment {segment - entry.segment} of {entry.key!r} with bytes that fail their checksum"
+                raise damaged(file.where, found)
+        for target, source in self.copies:
+            target.copy_(source)
+
+
+def fetch(wants: Sequence[tuple[OpenFile, Want]]) -> int:
+    """Reads all that is wanted into its targets; returns the bytes read.
+
+    Raises:
+        CorruptionError: bytes that fail their checksum; targets may have changed by then.
+    """
+    by_file: defaultdict[OpenFile, list[Want]] = defaultdict(list)
+    for file, want in wants:
+        by_file[file].append(want)
+    with torch.no_grad(), ThreadPoolExecutor(_THREADS, "shardopt-read") as pool:
+        running: set[Future[None]] = set()
+        nbytes = 0
+        for file, wanted in by_file.items():
+            for batch in _batches(sorted(wanted, key=lambda want: want.entry.begin)):
+                if len(running) > _THREADS:
+                    running = _settle(running)
+                running.add(pool.submit(_run, batch, file))
+                nbytes += batch.nbytes
+        while running:
+            running = _settle(running)
+    return nbytes
+
+
+def _run(batch: _Batch, file: OpenFile) -> None:
+    with torch.no_grad():  # a thread has a grad mode of its own
+        batch.run(file)
+
+
+def _settle(running: set[Future[None]]) -> set[Future[None]]:
+    done, rest = wait(running, return_when=FIRST_COMPLETED)
+    for future in done:
+        future.result()
+    return rest
+
+
+def _batches(wants: Sequence[Want]) -> Iterator[_Batch]:
+    batch = _Batch()
+    for want in wants:
+        runs = _direct(want) if _is_one_run(want) else _through_scratch(want)
+        for offset, parts, copies in runs:
+            batch.checks += _segments(want.entry, offset, parts)
+            for memory in parts:
+                batch.spans.append(Span(offset, memory))
+                offset += memory.nbytes
+                batch.nbytes += memory.nbytes
+            batch.copies += copies
+            if batch.nbytes >= _BATCH_BYTES:
+                yield batch
+                batch = _Batch()
+    if batch.spans:
+        yield batch
+
+
+_Run = tuple[int, list[memoryview], list[tuple[Tensor, Tensor]]]
+"""File offset of the first byte, the memory for the bytes from there on, copies to make afterwards."""
+
+
+def _is_one_run(want: Want) -> bool:
+    """Whether the wanted part is contiguous in the stored box, and the target's memory is plain."""
+    partial = [d for d, (size, of) in enumerate(zip(want.wanted.sizes, want.sizes, strict=True)) if size != of]
+    last = partial[-1] if partial else 0
+    return all(size == 1 for size in want.wanted.sizes[:last]) and is_plain_memory(want.target)
+
+
+def _direct(want: Want) -> Iterator[_Run]:
+    begin = _offset(want.wanted.offsets, want.sizes) * want.dtype.itemsize
+    memory = bytes_of(want.target)
+    end = begin + memory.nbytes
+    total = want.entry.end - want.entry.begin
+    while begin < end:
+        # One run ends where a segment ends, so that no segment is read twice.
+        stop = min(end, begin - begin % SEGMENT_BYTES + _BATCH_BYTES)
+        head, tail = begin % SEGMENT_BYTES, min(-stop % SEGMENT_BYTES, total - stop)
+        parts = [memoryview(bytearray(head)), memory[: stop - begin], memoryview(bytearray(tail))]
+        yield want.entry.begin + begin - head, [part for part in parts if part.nbytes], []
+        memory = memory[stop - begin :]
+        begin = stop
+
+
+def _through_scratch(want: Want) -> Iterator[_Run]:
+    return _scratch_rows(want, 0, want.sizes, want.wanted, want.target)
+
+
+def _scratch_rows(want: Want, base: int, sizes: tuple[int, ...], wanted: Box, target: Tensor) -> Iterator[_Run]:
+    """Reads blocks of whole rows, of the outermost dimension whose rows fit the scratch buffer."""
+    row_bytes = prod(sizes[1:]) * want.dtype.itemsize
+    first, count = (wanted.offsets[0], wanted.sizes[0]) if sizes else (0, 1)
+    if row_bytes > _BATCH_BYTES:
+        inner = Box(wanted.offsets[1:], wanted.sizes[1:])
+        for i in range(count):
+            yield from _scratch_rows(want, base + (first + i) * row_bytes, sizes[1:], inner, target[i])
+        return
+    total = want.entry.end - want.entry.begin
+    step = max(_BATCH_BYTES // row_bytes, 1)
+    for i in range(0, count, step):
+        rows = min(step, count - i)
+        begin = base + (first + i) * row_bytes
+        stop = begin + rows * row_bytes
+        aligned = begin - begin % SEGMENT_BYTES
+        buffer = bytearray(min(-(-stop // SEGMENT_BYTES) * SEGMENT_BYTES, total) - aligned)
+        source = tensor_over(buffer, begin - aligned, want.dtype, (rows, *sizes[1:]) if sizes else ())
+        if sizes:
+            source = narrowed(source, Box((0, *wanted.offsets[1:]), (rows, *wanted.sizes[1:])))
+        part = target.narrow(0, i, rows) if sizes else target
+        yield want.entry.begin + aligned, [memoryview(buffer)], [(part, source)]
+
+
+def _segments(entry: Entry, offset: int, parts: list[memoryview]) -> Iterator[tuple[Entry, int, list[memoryview]]]:
+    """The segments that the bytes of `parts`, from file offset `offset` on, consist of: number in the file, memory."""
+    segment = entry.segment + (offset - entry.begin) // SEGMENT_BYTES
+    open_parts: list[memoryview] = []
+    room = SEGMENT_BYTES
+    for part in parts:
+        while part.nbytes:
+            piece, part = part[:room], part[room:]
+            open_parts.append(piece)
+            room -= piece.nbytes
+            if room == 0:
+                yield entry, segment, open_parts
+                segment, open_parts, room = segment + 1, [], SEGMENT_BYTES
+    if open_parts:
+        yield entry, segment, open_parts
+
+
+def _sum(parts: list[memoryview]) -> bytes:
+    if len(parts) == 1:
+        return xxhash.xxh3_64_digest(parts[0])
+    running = xxhash.xxh3_64()
+    for part in parts:
+        running.update(part)
+    return running.digest()
+
+
+def _offset(index: tuple[int, ...], sizes: tuple[int, ...]) -> int:
+    offset = 0
+    for i, size in zip(index, sizes, strict=True):
+        offset = offset * size + i
+    return offset

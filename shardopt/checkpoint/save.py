@@ -1,0 +1,150 @@
+"""Saving, from an app to a committed checkpoint:
+
+    app → flatten → describe → agree → assign → write → commit
+
+`save` is the whole line; each step is a function of the module that has its name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardopt.checkpoint.commit import commit, discard, refuse_committed
+from shardopt.checkpoint.describe import Agreed, Description, agreed_by_all, describe, merge
+from shardopt.checkpoint.manifest import DataFile
+from shardopt.checkpoint.plan import Assignment, assign, check_covers
+from shardopt.checkpoint.storage import Storage, storage_of
+from shardopt.checkpoint.write import own_parts, write_files
+from shardopt.ranks import DEADLINE_SECONDS, Ranks, ranks_of
+from shardopt.state import FlatState, flatten
+from shardopt.values import encode_value
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """What a save did.
+
+    Args:
+        url: where the checkpoint is.
+        save_id: the unique name of this save, which begins the names of its data files.
+        tensors: how many tensors the checkpoint holds.
+        bytes_written: by this rank.
+        bytes_total: by all ranks, headers and checksums included.
+        seconds: on this rank, from the call to the commit.
+    """
+
+    url: str
+    save_id: str
+    tensors: int
+    bytes_written: int
+    bytes_total: int
+    seconds: float
+
+
+def save(
+    url: str | os.PathLike[str], app: Mapping[str, Any], *, deadline_seconds: float = DEADLINE_SECONDS
+) -> SaveReport:
+    """Writes the state of `app` to a new checkpoint at `url`. Collective: every rank of the job must call it.
+
+    Nothing exists at `url` for any reader until all of it is durable; if any rank fails, nothing ever does, and
+    every rank raises the same error. `app` is not changed.
+
+    Args:
+        url: a path, or a URL that fsspec knows; a directory that holds no committed checkpoint.
+        app: by name, objects with `state_dict` and `load_state_dict`, tensors (plain, DTensor, ShardedTensor), plain
+            values, and dicts and lists of these. What is not a shard must be equal on all ranks, or in `PerRank`.
+        deadline_seconds: how long a rank may show no sign of life before the others give up and name it.
+
+    Raises:
+        CheckpointExistsError: a committed checkpoint stands there.
+        StateError, LayoutError: something in `app` cannot be stored, or differs between ranks.
+        CheckpointError: a rank could not write.
+        RankError: a rank failed in another way, died, or did not make the call.
+    """
+    begin = time.monotonic()
+    storage, ranks = storage_of(url), ranks_of()
+    what = f"saving {storage.url}"
+
+    (flat, description), opened = ranks.agree(
+        what,
+        work=lambda: _describe(app),
+        report=lambda described: described[1].fingerprint(),
+        decide=lambda fingerprints: _open(storage, fingerprints),
+        deadline_seconds=deadline_seconds,
+    )
+    if opened["alike"] and not description.is_partial:
+        agreed = agreed_by_all(description, ranks.size)
+    else:
+        agreed = merge(_exchange(ranks, what, description, deadline_seconds))
+    check_covers(agreed.members)
+    assigned = assign(agreed.members)
+
+    save_id = opened["save_id"]
+    try:
+        files, bytes_total = ranks.agree(
+            what,
+            work=lambda: _write(storage, save_id, ranks.rank, flat, description, agreed, assigned),
+            report=lambda files: [[file.name, file.nbytes, file.digest] for file in files],
+            decide=lambda reports: commit(storage, save_id, agreed, assigned, reports),
+            deadline_seconds=deadline_seconds,
+        )
+    except BaseException:
+        # Rank 0 alone: it is the one that could still commit, and has now failed to. Were another to clear up, it might
+        # take the files from under a commit that it has not heard of.
+        if ranks.rank == 0:
+            discard(storage, save_id)
+        raise
+    bytes_written = sum(file.nbytes for file in files)
+    seconds = time.monotonic() - begin
+    return SaveReport(storage.url, save_id, len(agreed.members), bytes_written, bytes_total, seconds)
+
+
+def _describe(app: Mapping[str, Any]) -> tuple[FlatState, Description]:
+    flat = flatten(app)
+    return flat, describe(flat)
+
+
+def _open(storage: Storage, fingerprints: list[Any]) -> dict[str, Any]:
+    """On rank 0: refuses a path that is taken, and names the save."""
+    refuse_committed(storage)
+    storage.make()
+    return {"alike": len(set(fingerprints)) == 1, "save_id": secrets.token_hex(6)}
+
+
+def _exchange(ranks: Ranks, what: str, description: Description, deadline_seconds: float) -> list[dict[str, Any]]:
+    """What every rank has described, by rank; many ranks describe the same, so each text travels once."""
+    _, (texts, number_of) = ranks.agree(
+        what,
+        work=lambda: json.dumps(description.to_json()),
+        report=lambda text: text,
+        decide=lambda texts: [list(dict.fromkeys(texts)), [list(dict.fromkeys(texts)).index(text) for text in texts]],
+        deadline_seconds=deadline_seconds,
+    )
+    distinct = [json.loads(text) for text in texts]
+    return [distinct[number] for number in number_of]
+
+
+def _write(
+    storage: Storage,
+    save_id: str,
+    rank: int,
+    flat: FlatState,
+    description: Description,
+    agreed: Agreed,
+    assigned: Mapping[str, Assignment],
+) -> list[DataFile]:
+    own = flat.per_rank()
+    blob = None
+    if agreed.per_rank:
+        text = json.dumps({key: encode_value(own[key].value, key) for key in own}).encode()
+        blob = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    slots = own_parts(rank, agreed.members, assigned, description.views)
+    return write_files(storage, save_id, rank, slots, blob)

@@ -1,0 +1,276 @@
+"""State, nested as users have it and flat as it is stored.
+
+    app        {"model": model, "optimizer": opt, "progress": {"step": 7}}
+    leaves     {"model.layers.0.weight": tensor, "optimizer.state.layers.0.weight.exp_avg": tensor, "progress.step": 7}
+
+Keys are the path's parts joined by dots. The path is kept beside the key, so that the way back is exact although
+parts hold dots themselves. Dictionaries of `app` are descended to the last value. Within what an object's
+`state_dict()` gave, a part without tensors is one value: what is in it is that object's own affair, and a fresh
+object may well have fewer entries than the one that was saved.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+
+from shardopt.errors import Problem, StateError
+
+RESERVED_PREFIXES = ("__xxh3__.", "__per_rank__.")
+RESERVED_KEYS = ("__metadata__",)  # safetensors keeps its own notes under this name
+
+
+class Index(int):
+    """A position in a list or tuple, as a part of a path; a plain int is a key of a dict."""
+
+    __slots__ = ()
+
+
+Path = tuple[str | int, ...]
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What torch's modules, optimizers, schedulers and scalers are."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+@runtime_checkable
+class CheckedStateful(Stateful, Protocol):
+    """A Stateful that can tell whether a state would fit before any of it is there.
+
+    `check_state_dict` gets tensors that have a shape and a dtype but no memory (device `meta`), and real plain
+    values. It raises MismatchError and changes nothing.
+    """
+
+    def check_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PerRank:
+    """A plain value that differs between ranks by intent, such as a random state: each rank gets its own back.
+
+    Args:
+        value: plain values and small CPU tensors, nested.
+        on_resize: what loading does when the number of ranks is another than when it was saved: "raise", or
+            "keep" the value that is there.
+    """
+
+    value: Any
+    on_resize: Literal["raise", "keep"] = "raise"
+
+
+@dataclass(slots=True)
+class Leaf:
+    """One value of the flat state, and how to put another in its place."""
+
+    path: Path
+    value: Any
+    replace: Callable[[Any], None]
+
+
+@dataclass(slots=True)
+class Handback:
+    """An object of `app`, and the state that it gave; filled by a load, it is handed to `load_state_dict`."""
+
+    path: Path
+    target: Stateful
+    state: dict[str, Any]
+
+
+@dataclass(slots=True)
+class FlatState:
+    """The flat form of an `app`: its leaves by key, and the objects to hand state back to."""
+
+    leaves: dict[str, Leaf] = field(default_factory=dict)
+    handbacks: list[Handback] = field(default_factory=list)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {key: leaf.value for key, leaf in self.leaves.items() if isinstance(leaf.value, torch.Tensor)}
+
+    def values(self) -> dict[str, Any]:
+        return {
+            key: leaf.value for key, leaf in self.leaves.items() if not isinstance(leaf.value, torch.Tensor | PerRank)
+        }
+
+    def per_rank(self) -> dict[str, PerRank]:
+        return {key: leaf.value for key, leaf in self.leaves.items() if isinstance(leaf.value, PerRank)}
+
+
+def flatten(app: Mapping[str, Any]) -> FlatState:
+    """The flat state of `app`; calls `state_dict()` once on every object in it. Copies no tensor.
+
+    Raises:
+        StateError: two paths give one key, a dict key is neither str nor int, a key is reserved, or a value that has
+            a `state_dict` gives something else than a dict.
+    """
+    if not isinstance(app, Mapping):
+        problem = Problem("app", f"a {type(app).__name__}", "a dict by name", 'pass {"model": model, ...}')
+        raise StateError("state must have names", [problem])
+    flat = FlatState()
+    _descend(app, (), _no_replace, False, flat)
+    return flat
+
+
+def join(path: Path) -> str:
+    """The key of a path: its parts joined by dots."""
+    return ".".join(map(str, path))
+
+
+def nest(leaves: Mapping[Path, Any]) -> Any:
+    """The nested state of leaves by path: dicts, and lists where a path has an `Index`."""
+    if () in leaves:
+        return leaves[()]
+    branches: dict[str | int, dict[Path, Any]] = {}
+    for path, value in leaves.items():
+        branches.setdefault(path[0], {})[path[1:]] = value
+    nested = {part: nest(branch) for part, branch in branches.items()}
+    if nested and all(isinstance(part, Index) for part in nested):
+        return [nested[part] for part in sorted(nested)]
+    return nested
+
+
+def _no_replace(value: Any) -> None:
+    raise AssertionError("the root of the state is not a leaf")
+
+
+def _descend(node: Any, path: Path, replace: Callable[[Any], None], within: bool, flat: FlatState) -> None:
+    """`within`: inside what a `state_dict()` gave, where a part without tensors is one value."""
+    if isinstance(node, torch.Tensor | PerRank):
+        _add(flat, path, node, replace)
+    elif isinstance(node, np.ndarray):
+        _add(flat, path, _as_tensor(node, path), replace)
+    elif isinstance(node, Stateful) and not isinstance(node, type):
+        _descend_stateful(node, path, flat)
+    elif isinstance(node, Mapping) and (_is_branch(node, within) or not path):
+        for part, child in node.items():
+            _check_part(part, path)
+            _descend(child, (*path, part), _set_item(node, part), within, flat)
+    elif isinstance(node, list) and _holds_tensors(node):
+        for i, child in enumerate(node):
+            _descend(child, (*path, Index(i)), _set_item(node, i), within, flat)
+    elif isinstance(node, tuple) and _holds_tensors(node):
+        _descend_tuple(node, path, replace, within, flat)
+    else:
+        _add(flat, path, node, replace)
+
+
+def _descend_stateful(node: Stateful, path: Path, flat: FlatState) -> None:
+    # With keep_vars a module gives its very parameters, and copying a tensor onto itself, which is what its
+    # load_state_dict does with what was loaded in place, costs nothing.
+    plain_module = isinstance(node, torch.nn.Module) and type(node).state_dict is torch.nn.Module.state_dict
+    state = node.state_dict(keep_vars=True) if plain_module else node.state_dict()  # type: ignore[call-arg] # Module
+    if not isinstance(state, dict):
+        problem = Problem(join(path), f"state_dict() gave a {type(state).__name__}", "a dict", "return a dict by name")
+        raise StateError("state must have names", [problem])
+    handback = Handback(path, node, _shallow(state))
+    flat.handbacks.append(handback)
+
+    def replace_state(value: Any) -> None:
+        handback.state = value
+
+    if _holds_tensors(handback.state):
+        for part, child in handback.state.items():
+            _check_part(part, path)
+            _descend(child, (*path, part), _set_item(handback.state, part), True, flat)
+    else:
+        _add(flat, path, handback.state, replace_state)
+
+
+def _descend_tuple(
+    node: tuple[Any, ...], path: Path, replace: Callable[[Any], None], within: bool, flat: FlatState
+) -> None:
+    # A tuple cannot be changed: each of its leaves that is replaced puts a new tuple in its place.
+    current = list(node)
+
+    def setter(i: int) -> Callable[[Any], None]:
+        def set_one(value: Any) -> None:
+            current[i] = value
+            named = hasattr(node, "_fields")
+            replace(type(node)(*current) if named else type(node)(current))
+
+        return set_one
+
+    for i, child in enumerate(node):
+        _descend(child, (*path, Index(i)), setter(i), within, flat)
+
+
+def _is_branch(node: Mapping[Any, Any], within: bool) -> bool:
+    if _holds_tensors(node):
+        return True
+    return not within and len(node) > 0 and not isinstance(node, Counter)
+
+
+def _shallow(node: Any) -> Any:
+    """A copy of the containers alone, so that what a load puts in does not reach into the object that gave them."""
+    if isinstance(node, dict | list):
+        copied = copy.copy(node)  # keeps what rides on a module's state dict as an attribute, its version notes
+        for part, child in copied.items() if isinstance(copied, dict) else enumerate(copied):
+            if isinstance(child, dict | list):
+                copied[part] = _shallow(child)
+        return copied
+    return node
+
+
+def _holds_tensors(node: Any) -> bool:
+    """Whether a tensor, a per-rank value or an object with state of its own is anywhere within."""
+    if isinstance(node, torch.Tensor | PerRank | np.ndarray):
+        return True
+    if isinstance(node, Mapping):
+        return any(map(_holds_tensors, node.values()))
+    if isinstance(node, list | tuple):
+        return any(map(_holds_tensors, node))
+    return isinstance(node, Stateful) and not isinstance(node, type)
+
+
+def _as_tensor(array: np.ndarray[Any, Any], path: Path) -> torch.Tensor:
+    try:
+        return torch.from_numpy(array)  # shares the memory, so loading in place reaches the array
+    except TypeError:
+        problem = Problem(join(path), f"a NumPy array of {array.dtype}", "a dtype that torch has", "convert it")
+        raise StateError("an array cannot be stored", [problem]) from None
+
+
+def _set_item(container: Any, part: Any) -> Callable[[Any], None]:
+    def replace(value: Any) -> None:
+        container[part] = value
+
+    return replace
+
+
+def _check_part(part: Any, path: Path) -> None:
+    if type(part) is not int and not isinstance(part, str):
+        problem = Problem(join((*path, str(part))), f"a key of type {type(part).__name__}", "str or int", "rename it")
+        raise StateError("a key cannot be stored", [problem])
+
+
+def _add(flat: FlatState, path: Path, value: Any, replace: Callable[[Any], None]) -> None:
+    key = join(path)
+    if key in flat.leaves:
+        found = f"the paths {list(flat.leaves[key].path)} and {list(path)}"
+        raise StateError("two paths give one key", [Problem(key, found, "one path for a key", "rename one of them")])
+    if key in RESERVED_KEYS or key.startswith(RESERVED_PREFIXES) or not _is_text(key):
+        problem = Problem(repr(key), "a reserved or unencodable key", "another key", "rename it")
+        raise StateError("a key cannot be stored", [problem])
+    flat.leaves[key] = Leaf(path, value, replace)
+
+
+def _is_text(key: str) -> bool:
+    try:
+        key.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def iterate_optimizers(flat: FlatState) -> Iterator[torch.optim.Optimizer]:
+    """The optimizers among the objects of the state."""
+    return (h.target for h in flat.handbacks if isinstance(h.target, torch.optim.Optimizer))
