@@ -58,9 +58,7 @@ def saved_options(group: Mapping[str, Any], key: str) -> dict[str, Any]:
     Raises:
         StateError: a value is neither plain nor a tensor, so that it cannot be stored.
     """
-    options = {
-        name: value for name, value in group.items() if name != "params" and name not in IMPLEMENTATION_OPTIONS
-    }
+    options = {name: value for name, value in group.items() if name != "params" and name not in IMPLEMENTATION_OPTIONS}
     problems = [
         Problem(
             key=f"param_groups.{key}.{name}",

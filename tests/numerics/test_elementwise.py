@@ -29,6 +29,7 @@ SHAPES = {
 }
 ABSENT = {3: {"even", "plain"}, 5: SHAPES.keys() - {"uneven"}}  # step: parameters without a gradient
 
+
 @cache
 def values(dtype=torch.float32):
     """Parameters, then gradients of every step."""
