@@ -61,8 +61,12 @@ class KeyedOptimizer(Optimizer):
         grouped = list(chain.from_iterable(group[PARAMS] for group in param_groups))
         strangers = [key for key in (*state, *grouped) if isinstance(key, Tensor) and key not in self._names]
         if strangers:
-            problem = Problem("state and param_groups", f"{len(strangers)} tensors without a name", "parameters only",
-                              f"name them in params, which has {listed(self._params)}")
+            problem = Problem(
+                "state and param_groups",
+                f"{len(strangers)} tensors without a name",
+                "parameters only",
+                f"name them in params, which has {listed(self._params)}",
+            )
             raise StateError("all state keys must be params", [problem])
 
     @property
@@ -139,8 +143,9 @@ class KeyedOptimizer(Optimizer):
         """
         unknown = sorted(set(sparse_grad_parameter_names or ()) - self._params.keys())
         if unknown:
-            problem = Problem("sparse_grad_parameter_names", listed(unknown), f"some of {listed(self._params)}",
-                              "mend their spelling")
+            problem = Problem(
+                "sparse_grad_parameter_names", listed(unknown), f"some of {listed(self._params)}", "mend their spelling"
+            )
             raise StateError("a parameter is not known", [problem])
 
     def save_param_groups(self, save: bool) -> None:
@@ -203,8 +208,12 @@ class KeyedOptimizer(Optimizer):
     def _new_params(self, params: Any) -> dict[str, Tensor]:
         new = named(params if isinstance(params, Mapping) else list(params))
         problems = [
-            Problem(name, "a parameter that the optimizer has already", "a new name and a new tensor",
-                    "add each parameter once")
+            Problem(
+                name,
+                "a parameter that the optimizer has already",
+                "a new name and a new tensor",
+                "add each parameter once",
+            )
             for name, tensor in new.items()
             if name in self._params or tensor in self._names
         ]
@@ -227,9 +236,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         StateError: there are no parameters, or the factory took other tensors than it was given.
     """
 
-    def __init__(
-        self, params: Mapping[str, Tensor], optim_factory: Callable[[list[Tensor]], Optimizer]
-    ) -> None:
+    def __init__(self, params: Mapping[str, Tensor], optim_factory: Callable[[list[Tensor]], Optimizer]) -> None:
         params = named(params)
         refuse_non_leaves(params)
         names = first_names(params)

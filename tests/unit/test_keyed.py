@@ -112,6 +112,7 @@ def test_sharded_state_lies_like_its_parameter_and_is_not_copied():
 @pytest.mark.parametrize("sharded", [False, True])
 def test_loading_is_in_place_and_exact(sharded):
     with fake_rank(0, 2) as mesh:
+
         def build(steps):
             params = parameters()
             if sharded:
@@ -329,6 +330,7 @@ def test_not_strict_loads_what_fits_and_tells_the_rest():
 def test_several_shards_on_a_rank_keep_one_counter():
     full, rows = torch.arange(10.0).view(5, 2), [(2, 0), (2, 0), (1, 1)]
     with fake_rank(0, 2):
+
         def build(steps):
             table = sharded_tensor(full, rows, 0, requires_grad=True)
             optimizer = shardopt.keyed("adam", {"table": table})
