@@ -41,8 +41,9 @@ class Ranks:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.rank = group.rank() if group is not None else 0
         self.size = group.size() if group is not None else 1
-        self._store = PrefixStore("shardopt", group.get_group_store()) if group is not None else None
-        self._round = 0
+        self._channel: _Channel | None = None
+        if group is not None:
+            self._channel = _Channel(PrefixStore("shardopt", group.get_group_store()), self.rank, self.size)
         self._broken: str | None = None
 
     def agree(
@@ -70,16 +71,15 @@ class Ranks:
                 where not all have failed it names those that did.
             RankError: a rank has died or has not arrived.
         """
-        if self._store is None:
+        if self._channel is None:
             result = work()
             return result, decide([report(result)])
         if self._broken is not None:
             raise RankError(f"{what}: ranks lost step in an earlier failure ({self._broken}); restart the job")
-        self._round += 1
-        channel = _Channel(self._store, self._round, self.rank, self.size, what, deadline_seconds)
+        channel = self._channel
         outcome: list[T] = []
         cause: BaseException | None = None
-        with channel.beating():
+        with channel.round(what, deadline_seconds):
             try:
                 outcome.append(work())
                 mine = {"report": report(outcome[0])}
@@ -119,14 +119,18 @@ class _Silent(Exception):
 
 
 class _Channel:
-    """One round of `agree` in the store. Keys: `<round>/r<rank>/…` reports, `<round>/answer/…`, `beat/<rank>`."""
+    """Rounds of `agree` in the store. Keys: `<round>/r<rank>/…` reports, `<round>/answer/…`, `beat/<rank>`."""
 
-    def __init__(self, store: Store, round_: int, rank: int, size: int, what: str, deadline_seconds: float) -> None:
-        self.store, self.round, self.rank, self.size = store, round_, rank, size
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        self.store, self.rank, self.size = store, rank, size
+        self._round = 0
+        self._spent: list[str] = []  # keys of the round before, which all have read once all report in this one
+
+    def round(self, what: str, deadline_seconds: float) -> _Heartbeat:
+        """Begins a round; within the context that this gives, the rank beats."""
+        self._round += 1
         self.what, self.deadline_seconds = what, deadline_seconds
-
-    def beating(self) -> _Heartbeat:
-        return _Heartbeat(self.store, f"beat/{self.rank}", self.deadline_seconds / 5)
+        return _Heartbeat(self.store, f"beat/{self.rank}", deadline_seconds / 5)
 
     def decide(self, mine: dict[str, Any], decide: Callable[[list[Any]], Any]) -> dict[str, Any]:
         """Rank 0: gathers, decides, answers."""
@@ -142,26 +146,28 @@ class _Channel:
             answer = {"error": RankError(f"{self.what}: {silent}").to_json(), "broken": True}
         except Exception as error:
             answer = {"error": _merge(self.what, [(0, _describe(error))], self.size)}
-        self._put(f"{self.round}/answer", answer)
+        self._spent += self._put(f"{self._round}/answer", answer)
         return answer
 
     def follow(self, mine: dict[str, Any]) -> dict[str, Any]:
         """Any other rank: reports, and waits for the answer."""
-        self._put(f"{self.round}/r{self.rank}", mine)
+        self._put(f"{self._round}/r{self.rank}", mine)
         # Rank 0 waits up to a deadline for the others, and beats all the while.
-        answer: dict[str, Any] = self._get_all({0: f"{self.round}/answer"})[0]
+        answer: dict[str, Any] = self._get_all({0: f"{self._round}/answer"})[0][0]
         return answer
 
     def _gather(self) -> list[dict[str, Any]]:
-        keys = {rank: f"{self.round}/r{rank}" for rank in range(1, self.size)}
-        got = self._get_all(keys)
-        # All have read the answer of the round before, or they could not have reported in this one.
-        for key in (*keys.values(), f"{self.round - 1}/answer"):
-            self._delete(key)
-        return [got[rank] for rank in range(1, self.size)]
+        got = self._get_all({rank: f"{self._round}/r{rank}" for rank in range(1, self.size)})
+        for key in self._spent:
+            self.store.delete_key(key)
+        self._spent = [key for _, keys in got.values() for key in keys]
+        return [got[rank][0] for rank in range(1, self.size)]
 
-    def _get_all(self, keys: dict[int, str]) -> dict[int, Any]:
-        """The values under `keys` by rank, awaited; watches the heartbeats of the ranks that have not written yet."""
+    def _get_all(self, keys: dict[int, str]) -> dict[int, tuple[Any, list[str]]]:
+        """The values under `keys` by rank, awaited, each with all keys that hold it.
+
+        Watches the heartbeats of the ranks that have not written yet.
+        """
         waiting = dict(keys)
         life = _SignsOfLife(self.store, self.deadline_seconds)
         pause, longest = _POLL_SECONDS
@@ -184,25 +190,23 @@ class _Channel:
             "or not in this call (every rank of the group must make it)"
         )
 
-    def _put(self, key: str, value: Any) -> None:
+    def _put(self, key: str, value: Any) -> list[str]:
         data = json.dumps(value, separators=(",", ":")).encode()
         parts = [data[i : i + _PART_BYTES] for i in range(0, len(data), _PART_BYTES)]
-        for i, part in enumerate(parts[1:], start=1):
-            self._set(f"{key}/{i}", part)
-        self._set(f"{key}/0", b"%d\n" % len(parts) + parts[0])  # last: it tells of the others
+        keys = [f"{key}/{i}" for i in range(len(parts))]
+        for part_key, part in zip(keys[1:], parts[1:], strict=True):
+            self._set(part_key, part)
+        self._set(keys[0], b"%d\n" % len(parts) + parts[0])  # last: it tells of the others
+        return keys
 
     def _set(self, key: str, data: bytes) -> None:
         self.store.set(key, data)  # type: ignore[arg-type]  # declared as str, takes bytes as they are
 
-    def _get(self, key: str) -> Any:
+    def _get(self, key: str) -> tuple[Any, list[str]]:
         count, _, first = self.store.get(f"{key}/0").partition(b"\n")
-        rest = [self.store.get(f"{key}/{i}") for i in range(1, int(count))]
-        return json.loads(b"".join([first, *rest]))
-
-    def _delete(self, key: str) -> None:
-        i = 0
-        while self.store.delete_key(f"{key}/{i}"):
-            i += 1
+        keys = [f"{key}/{i}" for i in range(int(count))]
+        rest = [self.store.get(part_key) for part_key in keys[1:]]
+        return json.loads(b"".join([first, *rest])), keys
 
 
 class _Heartbeat:

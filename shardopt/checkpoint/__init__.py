@@ -5,6 +5,18 @@ from shardopt.checkpoint.manager import Manager
 from shardopt.checkpoint.reader import CheckpointReader, TensorInfo
 from shardopt.checkpoint.reader import open_checkpoint as open
 from shardopt.checkpoint.save import SaveReport, save
+from shardopt.sharding.box import Box
 from shardopt.state import PerRank
 
-__all__ = ["CheckpointReader", "LoadReport", "Manager", "PerRank", "SaveReport", "TensorInfo", "load", "open", "save"]
+__all__ = [
+    "Box",
+    "CheckpointReader",
+    "LoadReport",
+    "Manager",
+    "PerRank",
+    "SaveReport",
+    "TensorInfo",
+    "load",
+    "open",
+    "save",
+]

@@ -23,6 +23,7 @@ from shardopt.checkpoint.manifest import DataFile
 from shardopt.checkpoint.plan import Assignment, assign, check_covers
 from shardopt.checkpoint.storage import Storage, storage_of
 from shardopt.checkpoint.write import own_parts, write_files
+from shardopt.errors import CheckpointError
 from shardopt.ranks import DEADLINE_SECONDS, Ranks, ranks_of
 from shardopt.state import FlatState, flatten
 from shardopt.values import encode_value
@@ -147,4 +148,7 @@ def _write(
         text = json.dumps({key: encode_value(own[key].value, key) for key in own}).encode()
         blob = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     slots = own_parts(rank, agreed.members, assigned, description.views)
-    return write_files(storage, save_id, rank, slots, blob)
+    try:
+        return write_files(storage, save_id, rank, slots, blob)
+    except OSError as error:
+        raise CheckpointError(f"cannot write: {error}") from error

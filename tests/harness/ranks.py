@@ -42,6 +42,7 @@ _PRELOADED = [
 _SERVER_START = threading.Lock()
 _SETTLE_SECONDS = 0.3  # how long a rank that has failed stays, so that others that fail by themselves can say so
 _GIVE_UP_SECONDS = 2.0  # how long the others may still run after that, where one failure decides the test
+_STACK_SECONDS = 2.0  # how long a rank that hangs may take to tell where
 _MOST_LOG_LINES = 40
 
 
@@ -128,6 +129,15 @@ class _Rank:
                 alive = False
         if not alive:
             self.outcome = Outcome(self.rank, exit_code=self.process.exitcode, at_seconds=time.monotonic())
+
+    def ask_for_stack(self) -> None:
+        """Have the rank write its stacks: a C handler does it, whatever the rank is blocked in."""
+        if self.process.pid is not None and self.process.is_alive() and self.job.stack(self.rank).exists():
+            os.kill(self.process.pid, signal.SIGUSR1)
+
+    def stack(self) -> str:
+        path = self.job.stack(self.rank)
+        return path.read_text() if path.exists() else ""
 
     def end(self) -> None:
         if self.process.is_alive():
@@ -266,15 +276,16 @@ def _first_failure(ranks: Sequence[_Rank], first: _Rank) -> str:
 def _hung(ranks: Sequence[_Rank], hung: Sequence[_Rank], what: str) -> str:
     """Names the ranks that hang, with the Python stack of each of their threads."""
     for rank in hung:
-        if rank.process.pid is not None and rank.process.is_alive():
-            os.kill(rank.process.pid, signal.SIGUSR1)
-    time.sleep(0.2)  # they write while blocked in whatever they wait for; there is nothing to wait for here
+        rank.ask_for_stack()
+    end = time.monotonic() + _STACK_SECONDS
+    while not all(rank.stack() for rank in hung) and time.monotonic() < end:
+        time.sleep(0.02)
+    time.sleep(0.1)  # for the last lines
     lines = [f"rank {', '.join(str(rank.rank) for rank in hung)} of {len(ranks)} {what}"]
     for rank in ranks:
         if rank not in hung and rank.outcome is not None:
             lines += [str(rank.outcome), rank.outcome.traceback.rstrip()]
     for rank in hung:
-        stack = rank.job.stack(rank.rank).read_text() if rank.job.stack(rank.rank).exists() else ""
-        threads = [thread for thread in stack.split("\n\n") if "in die_with_parent" not in thread]
+        threads = [thread for thread in rank.stack().split("\n\n") if "in die_with_parent" not in thread]
         lines += [f"--- stack of rank {rank.rank}", "\n\n".join(threads).rstrip() or "(none was given)", rank.log()]
     return "\n".join(filter(None, lines))

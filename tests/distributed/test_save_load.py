@@ -1,0 +1,332 @@
+"""Saved by some ranks, loaded by others: the same tensors, in the memory that was there."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Partial, Shard, distribute_tensor
+
+from shardopt import checkpoint
+from shardopt.checkpoint.storage import LocalStorage
+from shardopt.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    LayoutError,
+    MismatchError,
+    RankError,
+    ShardoptError,
+    StateError,
+)
+from shardopt.sharding.view import view_of
+from tests.distributed.sharded_state import SHAPES, check_state, global_value, make_state, memory_of
+from tests.harness import Fault, run_ranks, run_ranks_outcomes
+
+
+def save_state(path, style):
+    progress = {"step": 7, "losses": [1.5, float("inf")]}
+    checkpoint.save(path, {"state": make_state(style, filled=True), "progress": progress})
+
+
+def load_state(path, style):
+    state = make_state(style, filled=False)
+    app = {"state": state, "progress": {"step": 0, "losses": None}}
+    before = memory_of(state)
+    report = checkpoint.load(path, app)
+    assert memory_of(state) == before
+    assert app["progress"] == {"step": 7, "losses": [1.5, float("inf")]}
+    assert all(app["state"][name] is state[name] for name in state)
+    check_state(state)
+    return report
+
+
+SAVED = [(1, "first"), (2, "first"), (4, "first"), (3, "turned"), (4, "replicated")]
+LOADED = [(1, "turned"), (2, "turned"), (3, "first"), (4, "turned"), (4, "first")]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    made = {}
+
+    def get(size, style):
+        if (size, style) not in made:
+            made[size, style] = tmp_path_factory.mktemp("saved") / "checkpoint"
+            run_ranks(size, save_state, str(made[size, style]), style)
+        return str(made[size, style])
+
+    return get
+
+
+@pytest.mark.parametrize("source", SAVED, ids=str)
+def test_reshards(saved, source):
+    for size, style in LOADED:
+        run_ranks(size, load_state, saved(*source), style)
+
+
+def test_whole_tensors_are_read_without_ranks(saved):
+    with checkpoint.open(saved(4, "first")) as reader:
+        assert reader.keys() == sorted([*(f"state.{name}" for name in SHAPES), "progress.step", "progress.losses"])
+        for name, (shape, dtype) in SHAPES.items():
+            info = reader.info(f"state.{name}")
+            assert (info.shape, info.dtype) == (shape, dtype)
+            assert torch.equal(reader.read(f"state.{name}"), global_value(name))
+        assert reader.read("progress.losses") == [1.5, float("inf")]
+        part = reader.read("state.cube", checkpoint.Box((1, 2, 3), (2, 3, 2)))
+        assert torch.equal(part, global_value("cube")[1:3, 2:5, 3:5])
+
+
+def test_torch_and_safetensors_read_the_files(saved):
+    path = saved(4, "first")
+    wanted = {f"state.{name}": torch.full_like(global_value(name), -1) for name in SHAPES if name != "scalar"}
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.load(wanted, storage_reader=HuggingFaceStorageReader(path), no_dist=True)
+    for key, tensor in wanted.items():
+        assert torch.equal(tensor, global_value(key.removeprefix("state."))), key
+    seen = set()
+    for name in LocalStorage(path).names():
+        if name.endswith(".safetensors"):
+            with safe_open(f"{path}/{name}", "pt") as file:
+                sharding = json.loads(file.metadata()["DCP_SHARDING_INFO"])
+                for key in file.keys():  # noqa: SIM118  # not a dict, and cannot be iterated
+                    if not key.startswith("state."):
+                        continue
+                    tensor, offsets = file.get_tensor(key), sharding[key]["saved_offsets"]
+                    expected = global_value(key.removeprefix("state."))
+                    for dim, offset in enumerate(offsets):
+                        expected = expected.narrow(dim, offset, tensor.shape[dim])
+                    assert torch.equal(tensor, expected)
+                    seen.add(key)
+    assert seen == {f"state.{name}" for name in SHAPES}
+
+
+def test_each_replica_is_written_once(saved):
+    """Four ranks that hold all of it write about a quarter each, not all."""
+    with checkpoint.open(saved(4, "replicated")) as reader:
+        stored = sum(sum(box.numel for box in reader.info(key).boxes) for key in reader.manifest.tensors)
+    assert stored == sum(global_value(name).numel() for name in SHAPES)
+
+
+def save_big_replica(path):
+    state = {"a": torch.arange(3 << 20, dtype=torch.float32), "b": torch.arange(1 << 20, dtype=torch.float32)}
+    return checkpoint.save(path, state).bytes_written
+
+
+def test_replicas_share_the_writing(tmp_path):
+    written = run_ranks(4, save_big_replica, str(tmp_path / "c"))
+    assert max(written) <= 1.1 * sum(written) / 4 + (1 << 20)
+    with checkpoint.open(tmp_path / "c") as reader:
+        assert torch.equal(reader.read("a"), torch.arange(3 << 20, dtype=torch.float32))
+        assert torch.equal(reader.read("b"), torch.arange(1 << 20, dtype=torch.float32))
+
+
+def outcomes_alike(outcomes, kind):
+    """Every rank raised the same error; returns its text."""
+    errors = [outcome.error for outcome in outcomes]
+    assert all(isinstance(error, kind) for error in errors), outcomes
+    assert len({str(error) for error in errors}) == 1, errors
+    return str(errors[0])
+
+
+def load_what_does_not_fit(path):
+    state = make_state("first", filled=False)
+    mesh = state["rows"].device_mesh
+    rank = dist.get_rank()
+    state["rows"] = distribute_tensor(torch.zeros(8, 7), mesh, [Shard(0)], src_data_rank=None)
+    state["counts"] = distribute_tensor(torch.zeros(9), mesh, [Shard(0)], src_data_rank=None)
+    state["plain"] = 3
+    del state["cube"]
+    if rank == 1:
+        state["extra"] = torch.zeros(3)
+    app = {"state": state, "progress": {"step": 0, "losses": None}}
+    kept = {name: view_of(t).pieces for name, t in state.items() if isinstance(t, torch.Tensor)}
+    copies = {name: [piece.tensor.clone() for piece in pieces] for name, pieces in kept.items()}
+    try:
+        checkpoint.load(path, app)
+    finally:
+        for name, pieces in kept.items():
+            assert all(torch.equal(p.tensor, c) for p, c in zip(pieces, copies[name], strict=True)), name
+        assert app["progress"] == {"step": 0, "losses": None}
+
+
+def test_what_does_not_fit_is_refused_whole_and_by_all(saved):
+    text = outcomes_alike(run_ranks_outcomes(2, load_what_does_not_fit, saved(4, "first")), MismatchError)
+    for key in ("state.rows", "state.counts", "state.plain", "state.cube", "state.extra"):
+        assert f"- {key}: found" in text
+    assert "[8, 6]" in text
+    assert "[8, 7]" in text
+    assert "int64" in text
+    assert "strict=False" in text
+
+
+def load_leniently(path):
+    state = make_state("first", filled=False)
+    del state["cube"]
+    state["extra"] = torch.zeros(3)
+    report = checkpoint.load(path, {"state": state, "progress": {"step": 0, "losses": None}}, strict=False)
+    check_state({name: tensor for name, tensor in state.items() if name != "extra"})
+    return report
+
+
+def test_lenient_load_tells_what_it_left(saved):
+    for report in run_ranks(2, load_leniently, saved(4, "first")):
+        assert report.missing == ("state.extra",)
+        assert report.unexpected == ("state.cube",)
+
+
+def save_twice(path):
+    checkpoint.save(path, {"x": torch.ones(3)})
+    checkpoint.save(path, {"x": torch.zeros(3)})
+
+
+def test_a_committed_path_is_taken(tmp_path):
+    outcomes_alike(run_ranks_outcomes(2, save_twice, str(tmp_path / "c")), CheckpointExistsError)
+    with checkpoint.open(tmp_path / "c") as reader:
+        assert torch.equal(reader.read("x"), torch.ones(3))
+
+
+def save_and_load_leftovers(path):
+    with pytest.raises(CheckpointNotFoundError, match="1 files of a save that was not finished"):
+        checkpoint.load(path, {"x": torch.zeros(3)})
+    dist.barrier()
+    checkpoint.save(path, {"x": torch.ones(3)})
+    app = {"x": torch.zeros(3)}
+    checkpoint.load(path, app)
+    return app["x"].tolist()
+
+
+def test_files_without_a_manifest_are_no_checkpoint(tmp_path):
+    path = tmp_path / "c"
+    path.mkdir()
+    (path / "0123456789ab-r00000.safetensors").write_bytes(b"left by a save that died")
+    assert run_ranks(2, save_and_load_leftovers, str(path)) == [[1.0] * 3] * 2
+    assert len(list(path.glob("*.safetensors"))) == 1  # torch's reader would have taken the other one too
+
+
+def save_with_rank_differences(path, kind):
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    app = {"same": torch.ones(3), "step": 3}
+    if kind == "value":
+        app["step"] = rank
+    if kind == "shape":
+        app["same"] = torch.ones(3 + rank)
+    if kind == "dtype":
+        app["same"] = torch.ones(3, dtype=torch.float64 if rank else torch.float32)
+    if kind == "kind":
+        app["same"] = 3 if rank else torch.ones(3)
+    if kind == "object":
+        app["step"] = object() if rank == 1 else 3
+    if kind == "partial":
+        app["same"] = distribute_tensor(torch.ones(3), mesh, [Shard(0)], src_data_rank=None)
+        app["partial"] = torch.distributed.tensor.DTensor.from_local(torch.ones(3), mesh, [Partial()])
+    if kind == "collision":
+        app |= {"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}
+    checkpoint.save(path, app)
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "said"),
+    [
+        ("value", StateError, "0 on rank 0, 1 on rank 1"),
+        ("shape", StateError, "shape [3] whole on each rank on rank 0"),
+        ("dtype", StateError, "float32 on rank 0, float64 on rank 1"),
+        ("kind", StateError, "tensors on some ranks"),
+        ("object", StateError, "on rank 1: a value cannot be stored"),
+        ("partial", LayoutError, "artial"),
+        ("collision", StateError, "two paths give one key"),
+    ],
+)
+def test_what_cannot_be_saved_is_refused_by_all(tmp_path, kind, error, said):
+    text = outcomes_alike(run_ranks_outcomes(3, save_with_rank_differences, str(tmp_path / "c"), kind), error)
+    assert said in text
+    assert not list(tmp_path.glob("c/*"))
+
+
+def save_by_stages(path):
+    rank = dist.get_rank()
+    meshes = [init_device_mesh("cpu", (2,), mesh_dim_names=(f"stage{i}",)) for i in range(1)]
+    del meshes
+    app = {f"stage{rank}.weight": torch.full((4, 3), float(rank)), "shared": torch.arange(6), f"of{rank % 2}": rank % 2}
+    checkpoint.save(path, app)
+    again = {f"stage{rank}.weight": torch.zeros(4, 3), "shared": torch.zeros(6, dtype=torch.int64)}
+    checkpoint.load(path, again, strict=False)
+    return [again[f"stage{rank}.weight"][0, 0].item(), again["shared"].tolist()]
+
+
+def test_ranks_with_other_keys_make_one_checkpoint(tmp_path):
+    results = run_ranks(4, save_by_stages, str(tmp_path / "c"))
+    assert results == [[float(rank), list(range(6))] for rank in range(4)]
+    with checkpoint.open(tmp_path / "c") as reader:
+        assert reader.keys() == ["of0", "of1", "shared", *(f"stage{rank}.weight" for rank in range(4))]
+        assert torch.equal(reader.read("stage2.weight"), torch.full((4, 3), 2.0))
+
+
+def save_per_rank(path):
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    app = {"rng": checkpoint.PerRank({"torch": torch.get_rng_state(), "rank": rank}), "x": torch.ones(2)}
+    checkpoint.save(path, app)
+    expected = torch.rand(3)
+    app["rng"] = checkpoint.PerRank(None)
+    checkpoint.load(path, app)
+    assert app["rng"].value["rank"] == rank
+    torch.set_rng_state(app["rng"].value["torch"])
+    assert torch.equal(torch.rand(3), expected)
+
+
+def load_per_rank(path, on_resize):
+    app = {"rng": checkpoint.PerRank("mine", on_resize), "x": torch.zeros(2)}
+    checkpoint.load(path, app)
+    return app["rng"].value
+
+
+def test_values_per_rank(tmp_path):
+    path = str(tmp_path / "c")
+    run_ranks(3, save_per_rank, path)
+    text = outcomes_alike(run_ranks_outcomes(2, load_per_rank, path, "raise"), MismatchError)
+    assert "values of 3 ranks" in text
+    assert run_ranks(2, load_per_rank, path, "keep") == ["mine", "mine"]
+
+
+def save_under_a_fault(path):
+    checkpoint.save(path, {"x": torch.ones(3), "y": torch.zeros(1 << 21)}, deadline_seconds=3)
+
+
+def test_a_rank_that_cannot_write_is_named_by_all(tmp_path):
+    fault = Fault(rank=2, operation="os:fsync", action="ENOSPC")
+    outcomes = run_ranks_outcomes(3, save_under_a_fault, str(tmp_path / "c"), faults=[fault])
+    text = outcomes_alike(outcomes, ShardoptError)
+    assert "rank 2" in text
+    assert "No space left" in text
+    assert not list(tmp_path.glob("c/*"))  # rank 0 has cleared up what all have written
+    with pytest.raises(CheckpointNotFoundError):
+        checkpoint.open(tmp_path / "c")
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_that_dies_is_named_by_all(tmp_path, victim):
+    fault = Fault(rank=victim, operation="os:fsync", action="kill")
+    outcomes = run_ranks_outcomes(3, save_under_a_fault, str(tmp_path / "c"), faults=[fault])
+    survivors = [outcome for rank, outcome in enumerate(outcomes) if rank != victim]
+    text = outcomes_alike(survivors, RankError)
+    assert f"rank {victim} gave no sign of life for 3 s" in text
+    with pytest.raises(CheckpointNotFoundError):
+        checkpoint.open(tmp_path / "c")
+
+
+def save_and_load_in_memory():
+    url = "memory://shardopt-tests/checkpoint"
+    app = {"state": make_state("first", filled=True), "step": 3}
+    checkpoint.save(url, app)
+    other = {"state": make_state("turned", filled=False), "step": 0}
+    checkpoint.load(url, other)
+    check_state(other["state"])
+    assert other["step"] == 3
+
+
+def test_memory_filesystem_takes_the_same_line():
+    run_ranks(1, save_and_load_in_memory)
