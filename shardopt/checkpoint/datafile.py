@@ -35,36 +35,32 @@ class Entry:
     segment: int
 
 
-def build_header(stem: str, members: Sequence[tuple[str, Dtype, Box]]) -> tuple[bytes, list[Entry]]:
-    """The header of a data file and where everything is in it, the checksum tensor last.
+def build_header(stem: str, members: Sequence[tuple[str, Dtype, Box]]) -> bytes:
+    """The header of a data file; the checksum tensor comes last.
 
     Args:
         stem: the file's own part of its name, such as "r00003"; makes the checksum tensor's key unique.
         members: key, dtype and global box of each tensor, in the order of their bytes.
     """
-    entries: list[Entry] = []
-    offset = segments = 0
+    tensors: dict[str, Any] = {"__metadata__": {}}
     sharding: dict[str, Any] = {}
+    offset = segments = 0
     for key, dtype, box in members:
         shape = stored_shape(dtype, box.sizes)
         nbytes = prod(box.sizes) * dtype.itemsize
-        entries.append(Entry(key, dtype.safetensors or "U8", tuple(shape), offset, offset + nbytes, segments))
+        offsets = [offset, offset := offset + nbytes]
+        tensors[key] = {"dtype": dtype.safetensors or "U8", "shape": shape, "data_offsets": offsets}
         sharding[key] = {"saved_offsets": [*box.offsets, *([0] * (len(shape) - len(box.sizes)))]}
-        offset += nbytes
         segments += segment_count(nbytes)
     checksums = CHECKSUMS_PREFIX + stem
+    tensors[checksums] = {"dtype": "U8", "shape": [8 * segments], "data_offsets": [offset, offset + 8 * segments]}
     sharding[checksums] = {"saved_offsets": [0]}
-    entries.append(Entry(checksums, "U8", (8 * segments,), offset, offset + 8 * segments, segments))
     # The notes in __metadata__ are what torch's HuggingFaceStorageReader goes by.
-    notes = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(sharding, separators=(",", ":"))}
-    tensors = {
-        each.key: {"dtype": each.dtype, "shape": each.shape, "data_offsets": [each.begin, each.end]} for each in entries
-    }
-    text = json.dumps({"__metadata__": notes, **tensors}, separators=(",", ":"), ensure_ascii=False).encode()
+    told = json.dumps(sharding, separators=(",", ":"))
+    tensors["__metadata__"] = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": told}
+    text = json.dumps(tensors, separators=(",", ":"), ensure_ascii=False).encode()
     padded = -(-(8 + len(text)) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    header = struct.pack("<Q", padded - 8) + text.ljust(padded - 8)
-    shifted = [Entry(e.key, e.dtype, e.shape, padded + e.begin, padded + e.end, e.segment) for e in entries]
-    return header, shifted
+    return struct.pack("<Q", padded - 8) + text.ljust(padded - 8)
 
 
 def header_length(first_bytes: bytes, file_bytes: int, where: str) -> int:
