@@ -54,9 +54,7 @@ def commit(
     return sum(file.nbytes for file in manifest.files)
 
 
-def manifest_of(
-    save_id: str, plan: SavePlan, values: Values, reports: Sequence[Sequence[Sequence[Any]]]
-) -> Manifest:
+def manifest_of(save_id: str, plan: SavePlan, values: Values, reports: Sequence[Sequence[Sequence[Any]]]) -> Manifest:
     """The manifest of files that the ranks have reported.
 
     Raises:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardopt.checkpoint.format import (
     ALIGNMENT_BYTES,
@@ -23,8 +22,7 @@ from shardopt.checkpoint.format import (
 from shardopt.sharding.box import Box
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One tensor of a data file: `begin` and `end` are offsets in the file, `segment` its first checksum's number."""
 
     key: str
@@ -74,21 +72,25 @@ def header_length(first_bytes: bytes, file_bytes: int, where: str) -> int:
 
 
 def parse_header(header: bytes, file_bytes: int, where: str) -> dict[str, Entry]:
-    """The entries of a data file by key; checks that they follow one another without a gap up to the file's end."""
+    """The entries of a data file by key; checks that they follow one another without a gap up to the file's end.
+
+    A key that stands twice leaves a gap where its first entry was.
+    """
     table = load_json(header[8:], where)
+    table.pop("__metadata__", None)
     entries: dict[str, Entry] = {}
-    offset, segments = len(header), 0
+    length = offset = len(header)
+    segments = 0
     for key, info in table.items():
-        if key == "__metadata__":
-            continue
         try:
-            dtype, shape, (begin, end) = str(info["dtype"]), tuple(info["shape"]), info["data_offsets"]
+            dtype, shape, (begin, end) = info["dtype"], tuple(info["shape"]), info["data_offsets"]
+            fits = begin + length == offset and begin <= end < 2**63 and all_sizes((begin, end, *shape))
         except (KeyError, TypeError, ValueError):
             raise damaged(where, f"a malformed entry for {key!r}") from None
-        if not all_sizes(shape) or not all_sizes((begin, end)) or begin + len(header) != offset or end < begin:
+        if not fits:
             raise damaged(where, f"an entry for {key!r} that does not follow the one before it")
-        offset = end + len(header)
-        entries[key] = Entry(key, dtype, shape, begin + len(header), offset, segments)
+        offset = end + length
+        entries[key] = Entry(key, dtype, shape, begin + length, offset, segments)
         segments += segment_count(end - begin)
     last = next(reversed(entries.values()), None)
     if last is None or not last.key.startswith(CHECKSUMS_PREFIX) or last.end - last.begin != 8 * last.segment:

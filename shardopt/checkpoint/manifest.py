@@ -23,6 +23,7 @@ from shardopt.checkpoint.format import (
     load_json,
     read_size,
     read_sizes,
+    without_duplicates,
 )
 from shardopt.errors import FormatError, Problem
 from shardopt.sharding.box import Box, grid_boxes, grid_cuts
@@ -119,7 +120,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
         raise damaged(where, f"{len(data)} bytes, more than the limit of {MANIFEST_LIMIT_BYTES}")
     if seal is None or xxhash.xxh3_64_hexdigest(data[:-_SEAL_BYTES]).encode() != seal[1]:
         raise damaged(where, "bytes that fail the seal at their end (torn or changed)")
-    body = load_json(data, where)
+    body = load_json(data, where, without_duplicates)
     needed = body.get("min_reader_version")
     if body.get("format") != FORMAT_NAME or not isinstance(needed, int):
         raise FormatError(f"{where} is not a manifest of {FORMAT_NAME}")

@@ -63,7 +63,11 @@ class SaveReport:
 
 
 def save(
-    url: str | os.PathLike[str], app: Mapping[str, Any], *, deadline_seconds: float = DEADLINE_SECONDS
+    url: str | os.PathLike[str],
+    app: Mapping[str, Any],
+    *,
+    durable: bool = True,
+    deadline_seconds: float = DEADLINE_SECONDS,
 ) -> SaveReport:
     """Writes the state of `app` to a new checkpoint at `url`. Collective: every rank of the job must call it.
 
@@ -74,6 +78,8 @@ def save(
         url: a path, or a URL that fsspec knows; a directory that holds no committed checkpoint.
         app: by name, objects with `state_dict` and `load_state_dict`, tensors (plain, DTensor, ShardedTensor), plain
             values, and dicts and lists of these. What is not a shard must be equal on all ranks, or in `PerRank`.
+        durable: whether local files are flushed to the disk before the commit. Without it a save is faster, and a
+            machine that loses power afterwards may lose the checkpoint.
         deadline_seconds: how long a rank may show no sign of life before the others give up and name it.
 
     Raises:
@@ -83,7 +89,7 @@ def save(
         RankError: a rank failed in another way, died, or did not make the call.
     """
     begin = time.monotonic()
-    storage, ranks = storage_of(url), ranks_of()
+    storage, ranks = storage_of(url, durable), ranks_of()
     what = f"saving {storage.url}"
 
     with gc_paused():
@@ -180,9 +186,7 @@ def _exchange(ranks: Ranks, what: str, wire: dict[str, Any], deadline_seconds: f
     return [distinct[number] for number in number_of]
 
 
-def _write(
-    storage: Storage, save_id: str, plan: SavePlan, flat: FlatState, description: Description
-) -> list[DataFile]:
+def _write(storage: Storage, save_id: str, plan: SavePlan, flat: FlatState, description: Description) -> list[DataFile]:
     own = flat.per_rank()
     blob = None
     if plan.geometry.per_rank:
