@@ -16,12 +16,13 @@ from shardopt.checkpoint.commit import manifest_of
 from shardopt.checkpoint.describe import Description, geometry_of
 from shardopt.checkpoint.format import DTYPES, file_name
 from shardopt.checkpoint.manifest import decode_manifest, encode_manifest
-from shardopt.checkpoint.write import SavePlan
+from shardopt.checkpoint.write import OwnParts, SavePlan
 from shardopt.sharding.layout import everywhere
 from shardopt.sharding.mesh import Mesh, Split, mesh_layout
 
 REPLICAS, SHARDS, LAYERS = 32, 512, 200
 WIDTH = 8192
+RANK = 4711
 
 SHAPES = {
     "attention.query.weight": (WIDTH, WIDTH),
@@ -52,7 +53,7 @@ def describe(mesh: Mesh) -> Description:
     return Description({}, tensors, {}, {})
 
 
-_kept: dict[str, SavePlan] = {}
+_kept: dict[str, tuple[SavePlan, OwnParts]] = {}
 
 
 def plan(mesh: Mesh) -> SavePlan:
@@ -60,8 +61,9 @@ def plan(mesh: Mesh) -> SavePlan:
     description = describe(mesh)
     fingerprint = description.geometry_fingerprint()
     if fingerprint not in _kept:
-        _kept[fingerprint] = SavePlan(geometry_of(description, REPLICAS * SHARDS), 4711, REPLICAS * SHARDS, {})
-    return _kept[fingerprint]
+        planned = SavePlan(geometry_of(description, REPLICAS * SHARDS), REPLICAS * SHARDS)
+        _kept[fingerprint] = planned, OwnParts(planned, RANK)
+    return _kept[fingerprint][0]
 
 
 def timed(function, *args):

@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import xxhash
 
 from shardopt.checkpoint.commit import commit, discard, refuse_committed
@@ -30,14 +29,14 @@ from shardopt.checkpoint.describe import (
 from shardopt.checkpoint.manifest import DataFile
 from shardopt.checkpoint.pause import gc_paused
 from shardopt.checkpoint.storage import Storage, storage_of
-from shardopt.checkpoint.write import SavePlan, write_files
+from shardopt.checkpoint.write import OwnParts, SavePlan, from_memory, write_files
 from shardopt.errors import CheckpointError
 from shardopt.ranks import DEADLINE_SECONDS, Ranks, ranks_of
 from shardopt.state import FlatState, flatten
 from shardopt.values import encode_value
 
 _MOST_KEPT = 2
-_kept: dict[str, SavePlan] = {}
+_kept: dict[str, tuple[SavePlan, OwnParts]] = {}
 """Plans of the last saves, by the fingerprint of what all ranks described."""
 
 
@@ -100,12 +99,12 @@ def save(
             decide=lambda reports: _open(storage, reports),
             deadline_seconds=deadline_seconds,
         )
-        plan, values = _plan(ranks, what, description, opened, deadline_seconds)
+        plan, own, values = _plan(ranks, what, description, opened, deadline_seconds)
         save_id = opened["save_id"]
         try:
             files, bytes_total = ranks.agree(
                 what,
-                work=lambda: _write(storage, save_id, plan, flat, description),
+                work=lambda: _write(storage, save_id, plan, own, flat, description),
                 report=lambda files: [[file.name, file.nbytes, file.digest] for file in files],
                 decide=lambda reports: commit(storage, save_id, plan, values, reports),
                 deadline_seconds=deadline_seconds,
@@ -148,7 +147,7 @@ def _open(storage: Storage, reports: list[Any]) -> dict[str, Any]:
 
 def _plan(
     ranks: Ranks, what: str, description: Description, opened: Mapping[str, Any], deadline_seconds: float
-) -> tuple[SavePlan, Values]:
+) -> tuple[SavePlan, OwnParts, Values]:
     """Who writes what, and the plain values. The plan is kept for the next save of the same geometry."""
     ask_geometry = not (opened["geometry_kept"] or opened["geometry_alike"])
     wire: dict[str, Any] = {}
@@ -158,19 +157,19 @@ def _plan(
         wire["values"] = description.values_json()
     all_wires = _exchange(ranks, what, wire, deadline_seconds) if wire else []
 
-    plan = _kept.get(opened["geometry"]) if opened["geometry_kept"] else None
-    if plan is None:
+    if not opened["geometry_kept"]:
         if ask_geometry:
             geometry = merge_geometry([each["geometry"] for each in all_wires])
         else:
             geometry = geometry_of(description, ranks.size)
-        plan = SavePlan(geometry, ranks.rank, ranks.size, description.views)
-        _kept[opened["geometry"]] = plan
+        plan = SavePlan(geometry, ranks.size)
+        _kept[opened["geometry"]] = plan, OwnParts(plan, ranks.rank, description.views)
         while len(_kept) > _MOST_KEPT:
             del _kept[next(iter(_kept))]
+    plan, own = _kept[opened["geometry"]]
     if opened["values_alike"]:
-        return plan, description.values
-    return plan, merge_values([each["values"] for each in all_wires], plan.geometry)
+        return plan, own, description.values
+    return plan, own, merge_values([each["values"] for each in all_wires], plan.geometry)
 
 
 def _exchange(ranks: Ranks, what: str, wire: dict[str, Any], deadline_seconds: float) -> list[dict[str, Any]]:
@@ -186,13 +185,12 @@ def _exchange(ranks: Ranks, what: str, wire: dict[str, Any], deadline_seconds: f
     return [distinct[number] for number in number_of]
 
 
-def _write(storage: Storage, save_id: str, plan: SavePlan, flat: FlatState, description: Description) -> list[DataFile]:
-    own = flat.per_rank()
-    blob = None
-    if plan.geometry.per_rank:
-        text = json.dumps({key: encode_value(own[key].value, key) for key in own}).encode()
-        blob = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+def _write(
+    storage: Storage, save_id: str, plan: SavePlan, own: OwnParts, flat: FlatState, description: Description
+) -> list[DataFile]:
+    values = {key: encode_value(each.value, key) for key, each in flat.per_rank().items()}
+    per_rank = json.dumps(values).encode() if plan.geometry.per_rank else None
     try:
-        return write_files(storage, save_id, plan, description.views, blob)
+        return write_files(storage, save_id, own, from_memory(description.views), per_rank)
     except OSError as error:
         raise CheckpointError(f"cannot write: {error}") from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import xxhash
@@ -33,36 +33,47 @@ class Part(NamedTuple):
 
 
 class SavePlan:
-    """Who writes what of a job's state, and in which order this rank writes its part. Holds no tensor.
-
-    Args:
-        geometry: of the job.
-        rank: this one.
-        views: what this rank holds; only where it is counts.
+    """Who writes what of a job's state; the same on every rank. Holds no tensor.
 
     Raises:
         LayoutError: the boxes of a tensor do not make up the tensor.
     """
 
-    def __init__(self, geometry: Geometry, rank: int, world_size: int, views: Mapping[str, View]) -> None:
+    def __init__(self, geometry: Geometry, world_size: int) -> None:
         check_covers(geometry.members)
         self.geometry = geometry
-        self.rank = rank
         self.assigned = assign(geometry.members)
         writers = {writer for assignment in set(self.assigned.values()) for writer in assignment.writers}
         if geometry.per_rank:
-            writers |= {(each, 0) for each in range(world_size)}
-        self.files = sorted(writers)  # of all ranks: rank and slot
+            writers |= {(rank, 0) for rank in range(world_size)}
+        self.files = sorted(writers)  # rank and slot of every data file
+        self.stored: StoredTensors | None = None  # made at the first commit, and kept
+
+    def boxes_of(self, rank: int, key: str) -> Iterator[tuple[Box, int]]:
+        """The boxes of a tensor that a rank writes, and into which of its files."""
+        assignment = self.assigned[key]
+        for box, (writer, slot) in zip(assignment.boxes, assignment.writers, strict=True):
+            if writer == rank:
+                yield box, slot
+
+
+class OwnParts:
+    """What one rank writes, by the number of its data file and in the order of its bytes.
+
+    Args:
+        views: what the rank holds, of which only the places count; None where the bytes come from elsewhere.
+    """
+
+    def __init__(self, plan: SavePlan, rank: int, views: Mapping[str, View] | None = None) -> None:
+        self.rank = rank
         self.slots: defaultdict[int, list[Part]] = defaultdict(list)
-        for key, view in views.items():
-            assignment = self.assigned[key]
-            for box, (writer, slot) in zip(assignment.boxes, assignment.writers, strict=True):
-                if writer == rank:
-                    self.slots[slot].append(Part(key, geometry.members[key].dtype, box, *_place_in(view, box)))
+        for key in plan.assigned if views is None else views:
+            for box, slot in plan.boxes_of(rank, key):
+                piece, inner = (0, None) if views is None else _place_in(views[key], box)
+                self.slots[slot].append(Part(key, plan.geometry.members[key].dtype, box, piece, inner))
         for parts in self.slots.values():
             parts.sort(key=lambda part: (-part.dtype.itemsize, part.key))
         self._headers: dict[tuple[int, int], bytes] = {}
-        self.stored: StoredTensors | None = None  # kept by rank 0 after the first commit
 
     def header(self, slot: int, per_rank_bytes: int) -> bytes:
         """The header of one of this rank's data files."""
@@ -76,54 +87,68 @@ class SavePlan:
         return found
 
 
+Chunks = Callable[[Part], Iterator[memoryview]]
+"""The bytes of a part in pieces, of whole segments each but the last."""
+
+
 def write_files(
-    storage: Storage, save_id: str, plan: SavePlan, views: Mapping[str, View], per_rank: Tensor | None
+    storage: Storage, save_id: str, own: OwnParts, chunks_of: Chunks, per_rank: bytes | None
 ) -> list[DataFile]:
-    """Writes this rank's data files; durable on return.
+    """Writes a rank's data files; durable on return.
 
     Args:
-        views: the tensors' memory.
-        per_rank: uint8, the rank's own values; goes into its first file under a key of its own.
+        chunks_of: where the bytes of a part come from; `from_memory` in a save.
+        per_rank: the rank's own values; they go into its first file under a key of their own.
     """
-    slots = sorted({*plan.slots, *([0] if per_rank is not None else [])})
-    return [_write_file(storage, save_id, plan, slot, views, per_rank if slot == 0 else None) for slot in slots]
+    slots = sorted({*own.slots, *([0] if per_rank is not None else [])})
+    return [_write_file(storage, save_id, own, slot, chunks_of, per_rank if slot == 0 else None) for slot in slots]
+
+
+def from_memory(views: Mapping[str, View]) -> Chunks:
+    """Takes the bytes of parts from the tensors' own memory; without a copy where that is plain."""
+
+    def chunks_of(part: Part) -> Iterator[memoryview]:
+        tensor = views[part.key].pieces[part.piece].tensor
+        if part.inner is not None:
+            tensor = narrowed(tensor, part.inner)
+        memory = bytes_of(tensor if is_plain_memory(tensor) else _gathered(tensor))
+        if memory.nbytes <= _CHUNK_BYTES:
+            return iter((memory,))
+        return (memory[begin : begin + _CHUNK_BYTES] for begin in range(0, memory.nbytes, _CHUNK_BYTES))
+
+    return chunks_of
 
 
 def _write_file(
-    storage: Storage, save_id: str, plan: SavePlan, slot: int, views: Mapping[str, View], per_rank: Tensor | None
+    storage: Storage, save_id: str, own: OwnParts, slot: int, chunks_of: Chunks, per_rank: bytes | None
 ) -> DataFile:
-    header = plan.header(slot, 0 if per_rank is None else per_rank.numel())
+    header = own.header(slot, len(per_rank or b""))
     digest = xxhash.xxh3_64(header)
-
-    def tensors() -> Iterator[Tensor]:
-        for key, _, _, piece, inner in plan.slots.get(slot, ()):
-            tensor = views[key].pieces[piece].tensor
-            yield tensor if inner is None else narrowed(tensor, inner)
-        if per_rank is not None:
-            yield per_rank
 
     def stream() -> Iterator[memoryview]:
         yield memoryview(header)
         sums: list[bytes] = []
-        for tensor in tensors():
-            memory = bytes_of(tensor if is_plain_memory(tensor) else _gathered(tensor))
-            if memory.nbytes <= SEGMENT_BYTES:
-                sums += (xxhash.xxh3_64_digest(memory),) if memory.nbytes else ()
-                yield memory
-                continue
-            for begin in range(0, memory.nbytes, _CHUNK_BYTES):
-                chunk = memory[begin : begin + _CHUNK_BYTES]
-                sums += [
-                    xxhash.xxh3_64_digest(chunk[i : i + SEGMENT_BYTES]) for i in range(0, chunk.nbytes, SEGMENT_BYTES)
-                ]
+        for part in own.slots.get(slot, ()):
+            for chunk in chunks_of(part):
+                sums += _sums(chunk)
                 yield chunk
+        if per_rank:
+            sums += _sums(memoryview(per_rank))
+            yield memoryview(per_rank)
         checksums = b"".join(sums)
         digest.update(checksums)
         yield memoryview(checksums)
 
-    name = file_name(save_id, plan.rank, slot)
+    name = file_name(save_id, own.rank, slot)
     nbytes = storage.write(name, stream())
     return DataFile(name, nbytes, digest.hexdigest())
+
+
+def _sums(chunk: memoryview) -> list[bytes]:
+    """The checksums of the segments that a chunk begins with."""
+    if 0 < chunk.nbytes <= SEGMENT_BYTES:
+        return [xxhash.xxh3_64_digest(chunk)]
+    return [xxhash.xxh3_64_digest(chunk[i : i + SEGMENT_BYTES]) for i in range(0, chunk.nbytes, SEGMENT_BYTES)]
 
 
 def _gathered(tensor: Tensor) -> Tensor:
