@@ -6,7 +6,7 @@ between local tensors, and replacements of plain values; `apply` carries the las
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from copy import deepcopy
 from typing import Any, NamedTuple
 
@@ -40,6 +40,7 @@ class LoadPlan:
         self.unmatched = Unmatched([], [])
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._values: list[tuple[MutableMapping[Any, Any], Any, Any]] = []
+        self._afterwards: list[Callable[[], None]] = []
 
     def problem(self, key: str, found: str, required: str, remedy: str) -> None:
         """Notes one thing that does not fit."""
@@ -97,6 +98,12 @@ class LoadPlan:
                 into.copy_(offered)
         for mapping, name, value in self._values:
             mapping[name] = value
+        for call in self._afterwards:
+            call()
+
+    def then(self, call: Callable[[], None]) -> None:
+        """Plans a call for when tensors and values are in place."""
+        self._afterwards.append(call)
 
     def _merged(self, key: str, into: Any, offered: Any, remedy: str) -> Any:
         """What stands in the place of `into` afterwards: a tensor or mapping itself, or a plain value."""
