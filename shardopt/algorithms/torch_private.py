@@ -48,6 +48,19 @@ def step_nested(optimizer: Optimizer) -> Any:
     return told
 
 
+def is_torchs(attribute: str) -> bool:
+    """Whether an attribute of an optimizer is there for torch: hooks, and what schedules put around `step`.
+
+    These belong to the instance: torch leaves them out of copies and pickles, and makes new ones there.
+    """
+    return attribute.startswith("_optimizer_") or attribute in (
+        "step",
+        "_opt_called",
+        "_warned_capturable_if_run_uncaptured",
+        "_zero_grad_profile_name",
+    )
+
+
 def lazy_state(optimizer: Optimizer, group: Mapping[str, Any], leaf: Tensor) -> dict[str, Any]:
     """The state that `optimizer` would make for `leaf` at its first gradient, without a step.
 
