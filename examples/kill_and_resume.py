@@ -190,7 +190,7 @@ def say(line: str) -> None:
 
 def give_up(out: Path, reason: str) -> None:
     log = out / "torchrun.log"
-    tail = "\n".join(log.read_text(errors="replace").splitlines()[-40:])
+    tail = "\n".join(log.read_text(errors="replace").splitlines()[-60:])
     raise SystemExit(f"{reason}; the end of {log}:\n{tail}")
 
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from lm import Transformer
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
@@ -70,7 +71,7 @@ def train(config: dict[str, Any], device: torch.device) -> None:
     rank, ranks, steps = dist.get_rank(), dist.get_world_size(), config["steps"]
     data = Batches(**config["data"], seed=config["seed"])
     if data.batch < ranks:
-        raise SystemExit(f"{ranks} ranks need a window each, and data.batch is {data.batch}: raise it")
+        raise ValueError(f"{ranks} ranks need a window each, and data.batch is {data.batch}: raise it")
 
     torch.manual_seed(config["seed"])  # drawn whole, then sharded: the same weights on any number of ranks
     model = Transformer(context=data.context, **config["model"]).to(device)
@@ -120,6 +121,7 @@ def override(config: dict[str, Any], changes: dict[str, Any]) -> None:
             config[name] = value
 
 
+@record  # so that torchrun's report has the traceback of the rank that failed first
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path, help="TOML file, such as configs/lm.toml")

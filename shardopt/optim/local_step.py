@@ -192,13 +192,6 @@ class LocalOptimizer:
         if isinstance(state, ShardedState):
             state.share_scalars()
 
-    def rebind(self) -> None:
-        """Follows parameters that got other local tensors, as copies of a model do."""
-        for group in self.groups:
-            for parameter in group["params"]:
-                if parameter in self.shards:
-                    self._follow(self.shards[parameter], group)
-
     def _bind(self, name: str, parameter: Tensor) -> tuple[Tensor, ...]:
         held = leaves_of(parameter)
         if len(held) == 1 and held[0] is parameter:

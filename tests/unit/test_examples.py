@@ -8,9 +8,11 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from compare_runs import compare_losses, read_losses
+from compare_runs import compare_losses, differing_keys, read_losses
 from kill_and_resume import pid_of_rank
 from train_lm import Batches, learning_rate_factor, override
+
+from shardopt import checkpoint
 
 
 def write_run(run: Path, losses: list[tuple[int, float]]) -> Path:
@@ -89,9 +91,20 @@ def test_runs_of_different_steps_are_not_the_same(
     assert not compare_losses(reference, write_run(tmp_path / "run", losses)).holds(1e-5)
 
 
-def test_a_loss_that_is_not_a_number_is_not_the_same(tmp_path: Path, reference: Path) -> None:
-    broken = write_run(tmp_path / "run", [(1, float("nan")), (2, 3.0), (3, 2.0)])
-    assert not compare_losses(reference, broken).holds(1e-5)
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_a_loss_that_is_not_a_number_is_not_the_same(tmp_path: Path, reference: Path, step: int) -> None:
+    losses = {1: 4.0, 2: 3.0, 3: 2.0} | {step: float("nan")}
+    assert not compare_losses(reference, write_run(tmp_path / "run", list(losses.items()))).holds(1e-5)
+
+
+def test_checkpoints_are_compared_by_their_bits(tmp_path: Path) -> None:
+    values = {"same": torch.tensor([1.0, float("nan")]), "zero": torch.tensor(0.0), "one": 1, "count": 3}
+    others = {"same": torch.tensor([1.0, float("nan")]), "zero": torch.tensor(-0.0), "one": 1.0, "more": 3}
+    for name, app in (("left", values), ("right", others)):
+        checkpoint.save(tmp_path / name, app)
+    left, right = (str(tmp_path / name) for name in ("left", "right"))
+    assert differing_keys(left, left) == ([], 4)
+    assert differing_keys(left, right) == (["count", "more", "one", "zero"], 5)
 
 
 def test_a_line_still_being_written_is_left_out(reference: Path) -> None:
