@@ -18,7 +18,7 @@ from shardopt.algorithms.torch_private import (
 from shardopt.errors import Problem, StateError
 from shardopt.optim.groups import first_names, listed, named, refuse_non_leaves
 from shardopt.optim.loading import LoadPlan, Unmatched
-from shardopt.optim.saved import PARAM_GROUPS, PARAMS, STATE, KeyedGroup, plan_all, saved_options
+from shardopt.optim.saved import PARAM_GROUPS, PARAMS, STATE, KeyedGroup, as_saved, plan_all, saved_options
 
 StateDict = dict[str, Any]
 
@@ -76,28 +76,31 @@ class KeyedOptimizer(Optimizer):
         before_state_dict(self)
         return after_state_dict(self, self._gather())
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Unmatched:  # type: ignore[override]  # torch returns None; what was passed over must be told
+    def load_state_dict(  # type: ignore[override]  # torch returns None; what was passed over must be told
+        self, state_dict: Mapping[str, Any], strict: bool = True, convert_dtype: bool = False
+    ) -> Unmatched:
         """Loads state in place and all or nothing: each tensor keeps its memory; its own tensors are not copied.
 
-        Nothing is broadcast, cast or moved to another placement. Local to the rank; what differs between ranks is
-        for `checkpoint.load` to find.
+        Nothing is broadcast or moved to another placement, and nothing cast unasked. Local to the rank; what differs
+        between ranks is for `checkpoint.load` to find.
 
         Args:
             state_dict: as from `state_dict()`.
             strict: whether parameters, state, groups and options on one side only are errors. Otherwise those on both
                 sides are loaded; the others stay as they are and are returned.
+            convert_dtype: whether floating-point state of another dtype is converted to the one that is here.
 
         Raises:
             MismatchError: lists everything that does not fit; nothing was changed.
         """
-        plan = LoadPlan(strict)
+        plan = LoadPlan(strict, convert_dtype)
         self.plan_load(plan, state_dict)
         plan.apply()
         self.post_load_state_dict()
         self._after_load()
         return plan.unmatched
 
-    def check_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+    def check_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, convert_dtype: bool = False) -> None:
         """Raises what `load_state_dict` would, and changes nothing.
 
         Tensors on the meta device stand for stored ones: only their dtypes and global shapes are compared.
@@ -105,7 +108,7 @@ class KeyedOptimizer(Optimizer):
         Raises:
             MismatchError: lists everything that does not fit.
         """
-        plan = LoadPlan(strict, descriptions=True)
+        plan = LoadPlan(strict, convert_dtype, descriptions=True)
         self.plan_load(plan, state_dict)
         plan.check()
 
@@ -160,7 +163,7 @@ class KeyedOptimizer(Optimizer):
 
     def _gather(self) -> StateDict:
         """What `state_dict` gives, before its hooks see it."""
-        state_dict: StateDict = {STATE: {name: dict(entries) for name, entries in self._named_state()}}
+        state_dict: StateDict = {STATE: {name: as_saved(entries) for name, entries in self._named_state()}}
         groups = self._keyed_groups()
         if groups is not None:
             state_dict[PARAM_GROUPS] = {group.key: group.saved for group in groups}

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from shardopt.errors import Problem, StateError
-from shardopt.optim.loading import LoadPlan
+from shardopt.optim.loading import LoadPlan, is_stateful, like
 
 STATE = "state"
 PARAM_GROUPS = "param_groups"
@@ -50,6 +50,17 @@ class KeyedGroup:
     def take(self) -> None:
         """Puts options of `saved`, which a load has changed, into the group."""
         self.live.update({name: value for name, value in self.saved.items() if name in self.live and name != PARAMS})
+
+
+def as_saved(value: Any) -> Any:
+    """A value of state with new dicts, lists and tuples, the same tensors, and the state of objects that have any."""
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, Mapping):
+        return {name: as_saved(inner) for name, inner in value.items()}
+    if is_stateful(value):
+        return value.state_dict()
+    return like(value, map(as_saved, value)) if isinstance(value, list | tuple) else value
 
 
 def saved_options(group: Mapping[str, Any], key: str) -> dict[str, Any]:
