@@ -29,6 +29,17 @@ def train(optimizer, params: Parameters, steps=1, first=0) -> None:
         optimizer.step()
 
 
+def same(one, other) -> bool:
+    """Whether nested state is equal, bit for bit and type for type."""
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return type(one) is type(other) and one == other
+
+
 def inner(params: Parameters, prefix: str) -> Parameters:
     return {name.removeprefix(prefix): tensor for name, tensor in params.items() if name.startswith(prefix)}
 

@@ -15,7 +15,7 @@ from shardopt import checkpoint
 from shardopt.checkpoint.torn import mark_torn, unmark_torn
 from shardopt.errors import AlgorithmError, MismatchError, StateError, TornStateError
 from shardopt.optim.composite import CompositeOptimizer
-from tests.contract.optimizers import BUILDERS, OPTIONS, give_gradients, parameters, train
+from tests.contract.optimizers import BUILDERS, OPTIONS, give_gradients, parameters, same, train
 
 each_kind = pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS)
 
@@ -27,16 +27,6 @@ def everything(optimizer, params):
 
 def _options(group):
     return {name: value for name, value in group.items() if name != "params"}
-
-
-def same(one, other):
-    if isinstance(one, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return type(one) is type(other) and one == other
 
 
 def innermost(optimizer):
