@@ -113,6 +113,28 @@ def test_a_group_goes_to_the_optimizer_whose_key_its_names_have():
     assert optimizer.state_dict() == before
 
 
+def test_a_group_goes_to_the_one_optimizer_without_a_key_if_its_names_have_none():
+    optimizer = CombinedOptimizer([("a", sgd("w")), sgd("w")])
+    optimizer.add_param_group({"params": {"new": weight()}})
+    optimizer.add_param_group({"params": {"a.new": weight()}})
+    assert [list(child.params) for _, child in optimizer.optimizers] == [["w", "new"], ["w", "new"]]
+    with pytest.raises(StateError, match="fit 0 of the optimizers"):
+        optimizer.add_param_group({"params": {"a.newer": weight(), "newer": weight()}})
+
+
+def test_groups_are_saved_and_required_of_those_that_save_them():
+    optimizer = CombinedOptimizer([("a", sgd("w")), ("b", sgd("w"))])
+    step(optimizer)
+    all_groups = copy.deepcopy(optimizer.state_dict())
+    optimizer.optimizers[1][1].save_param_groups(False)
+    saved = optimizer.state_dict()
+    assert list(saved["param_groups"]) == ["a.w"]
+    assert optimizer.load_state_dict(saved) == ([], [])
+    with pytest.raises(MismatchError, match=r"param_groups\.b\.w: found a value"):
+        optimizer.load_state_dict(all_groups)
+    assert optimizer.load_state_dict(all_groups, strict=False) == ([], ["param_groups.b.w"])
+
+
 def test_a_group_that_is_added_to_a_child_is_seen():
     child = sgd("w")
     optimizer = CombinedOptimizer([("a", child), sgd("v")])
