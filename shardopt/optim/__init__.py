@@ -4,5 +4,6 @@ The function that builds one by algorithm and pattern is `shardopt.keyed`; here 
 """
 
 from shardopt.optim.keyed import KeyedOptimizer, KeyedOptimizerWrapper
+from shardopt.optim.wrapper import OptimizerWrapper
 
-__all__ = ["KeyedOptimizer", "KeyedOptimizerWrapper"]
+__all__ = ["KeyedOptimizer", "KeyedOptimizerWrapper", "OptimizerWrapper"]

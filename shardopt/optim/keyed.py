@@ -61,8 +61,12 @@ class KeyedOptimizer(Optimizer):
         grouped = list(chain.from_iterable(group[PARAMS] for group in param_groups))
         strangers = [key for key in (*state, *grouped) if isinstance(key, Tensor) and key not in self._names]
         if strangers:
-            problem = Problem("state and param_groups", f"{len(strangers)} tensors without a name", "parameters only",
-                              f"name them in params, which has {listed(self._params)}")
+            problem = Problem(
+                "state and param_groups",
+                f"{len(strangers)} tensors without a name",
+                "parameters only",
+                f"name them in params, which has {listed(self._params)}",
+            )
             raise StateError("all state keys must be params", [problem])
 
     @property
@@ -81,11 +85,7 @@ class KeyedOptimizer(Optimizer):
             StateError: groups are saved, and one has an option that cannot be stored.
         """
         before_state_dict(self)
-        state_dict: StateDict = {STATE: {name: dict(entries) for name, entries in self._named_state()}}
-        groups = self._keyed_groups()
-        if groups is not None:
-            state_dict[PARAM_GROUPS] = {group.key: group.saved for group in groups}
-        return after_state_dict(self, state_dict)
+        return after_state_dict(self, self._gather())
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Unmatched:  # type: ignore[override]  # torch returns None; what was passed over must be told
         """Loads state in place and all or nothing: each tensor keeps its memory; its own tensors are not copied.
@@ -101,16 +101,11 @@ class KeyedOptimizer(Optimizer):
         Raises:
             MismatchError: lists everything that does not fit; nothing was changed.
         """
-        offered = before_load_state_dict(self, state_dict)
         plan = LoadPlan(strict)
-        groups = self._keyed_groups()
-        plan_all(plan, dict(self._named_state()), groups, offered)
+        self.plan_load(plan, state_dict)
         plan.apply()
-        for group in groups or ():
-            group.take()
-        self._loaded(offered)
         self.post_load_state_dict()
-        after_load_state_dict(self)
+        self._after_load()
         return plan.unmatched
 
     def check_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
@@ -122,7 +117,7 @@ class KeyedOptimizer(Optimizer):
             MismatchError: lists everything that does not fit.
         """
         plan = LoadPlan(strict, descriptions=True)
-        plan_all(plan, dict(self._named_state()), self._keyed_groups(), state_dict)
+        self.plan_load(plan, state_dict)
         plan.check()
 
     def post_load_state_dict(self) -> None:
@@ -139,8 +134,9 @@ class KeyedOptimizer(Optimizer):
         """
         unknown = sorted(set(sparse_grad_parameter_names or ()) - self._params.keys())
         if unknown:
-            problem = Problem("sparse_grad_parameter_names", listed(unknown), f"some of {listed(self._params)}",
-                              "mend their spelling")
+            problem = Problem(
+                "sparse_grad_parameter_names", listed(unknown), f"some of {listed(self._params)}", "mend their spelling"
+            )
             raise StateError("a parameter is not known", [problem])
 
     def save_param_groups(self, save: bool) -> None:
@@ -170,6 +166,41 @@ class KeyedOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         own = {name: self.__dict__[name] for name in ("_params", "_names", "_save_param_groups")}
         return {**super().__getstate__(), **own}
+
+    # An optimizer made of others overrides the four below, and calls those of its parts.
+
+    def _gather(self) -> StateDict:
+        """What `state_dict` gives, before its hooks see it."""
+        state_dict: StateDict = {STATE: {name: dict(entries) for name, entries in self._named_state()}}
+        groups = self._keyed_groups()
+        if groups is not None:
+            state_dict[PARAM_GROUPS] = {group.key: group.saved for group in groups}
+        return state_dict
+
+    def _plan(self, plan: LoadPlan, offered: Mapping[str, Any]) -> None:
+        """Plans to load what the hooks have made of a state dict."""
+        groups = self._keyed_groups()
+        plan_all(plan, dict(self._named_state()), groups, offered)
+        for group in groups or ():
+            plan.then(group.take)
+        plan.then(lambda: self._loaded(offered))
+
+    def _after_load(self) -> None:
+        """Fires the hooks that wait for a whole load."""
+        after_load_state_dict(self)
+
+    @property
+    def _saves_groups(self) -> bool:
+        """Whether `save_param_groups(True)` was called."""
+        return self._save_param_groups
+
+    def _state_names(self) -> set[str]:
+        """Every name that `state_dict()["state"]` has or may get."""
+        return {*self._params, *(key for key in cast(Any, self.state) if isinstance(key, str))}
+
+    def plan_load(self, plan: LoadPlan, state_dict: Mapping[str, Any]) -> None:
+        """Fires the hooks that may change what is loaded (a mere check does not), and plans to load it."""
+        self._plan(plan, state_dict if plan.descriptions else before_load_state_dict(self, state_dict))
 
     def _named_state(self) -> Iterator[tuple[str, MutableMapping[str, Any]]]:
         """Name and live state of each parameter that has any, then what state has under names of its own."""
@@ -203,8 +234,12 @@ class KeyedOptimizer(Optimizer):
     def _new_params(self, params: Any) -> dict[str, Tensor]:
         new = named(params if isinstance(params, Mapping) else list(params))
         problems = [
-            Problem(name, "a parameter that the optimizer has already", "a new name and a new tensor",
-                    "add each parameter once")
+            Problem(
+                name,
+                "a parameter that the optimizer has already",
+                "a new name and a new tensor",
+                "add each parameter once",
+            )
             for name, tensor in new.items()
             if name in self._params or tensor in self._names
         ]
@@ -227,9 +262,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         StateError: there are no parameters, or the factory took other tensors than it was given.
     """
 
-    def __init__(
-        self, params: Mapping[str, Tensor], optim_factory: Callable[[list[Tensor]], Optimizer]
-    ) -> None:
+    def __init__(self, params: Mapping[str, Tensor], optim_factory: Callable[[list[Tensor]], Optimizer]) -> None:
         params = named(params)
         refuse_non_leaves(params)
         names = first_names(params)
@@ -286,7 +319,6 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({**state, "state": LocalState(state["_names"], state["_local"])})
-        self._local.rebind()  # a copied parameter has a copied local tensor
 
     def _saved_besides(self, names: list[str]) -> dict[str, Any]:
         if not self._local.settles_at_first_step:

@@ -99,7 +99,7 @@ class Shards:
 
     def zero_gradients(self, set_to_none: bool) -> None:
         """`zero_grad` for this parameter, wherever its gradients are."""
-        for holder in (self.parameter,) if takes_gradient(self.parameter) else self.leaves:
+        for holder in (*self.leaves, self.parameter) if takes_gradient(self.parameter) else self.leaves:
             if set_to_none:
                 holder.grad = None
             elif holder.grad is not None:

@@ -6,8 +6,8 @@ between local tensors, and replacements of plain values; `apply` carries the las
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
-from copy import deepcopy
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from copy import copy, deepcopy
 from typing import Any, NamedTuple
 
 import torch
@@ -38,8 +38,24 @@ class LoadPlan:
         self.descriptions = descriptions
         self.problems: list[Problem] = []
         self.unmatched = Unmatched([], [])
+        self.opt_key = ""
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._values: list[tuple[MutableMapping[Any, Any], Any, Any]] = []
+        self._afterwards: list[Callable[[], None]] = []
+
+    def part(self, opt_key: str) -> LoadPlan:
+        """A view of this plan for a part whose names have "opt_key." before them in the whole; "" for none."""
+        part = copy(self)  # shares the lists
+        part.opt_key = ".".join(filter(None, (self.opt_key, opt_key)))
+        return part
+
+    def seen_as(self, name: str) -> str:
+        """A parameter's name in the whole, or that of another key under "state" or "param_groups"."""
+        return f"{self.opt_key}.{name}" if self.opt_key else name
+
+    def section(self, key: str) -> str:
+        """The key under which all of "state" or "param_groups" stands in the whole."""
+        return f"{key}.{self.opt_key}" if self.opt_key else key
 
     def problem(self, key: str, found: str, required: str, remedy: str) -> None:
         """Notes one thing that does not fit."""
@@ -97,6 +113,12 @@ class LoadPlan:
                 into.copy_(offered)
         for mapping, name, value in self._values:
             mapping[name] = value
+        for call in self._afterwards:
+            call()
+
+    def then(self, call: Callable[[], None]) -> None:
+        """Plans a call for when tensors and values are in place."""
+        self._afterwards.append(call)
 
     def _merged(self, key: str, into: Any, offered: Any, remedy: str) -> Any:
         """What stands in the place of `into` afterwards: a tensor or mapping itself, or a plain value."""

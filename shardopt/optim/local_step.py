@@ -165,6 +165,11 @@ class LocalOptimizer:
         assert self.spec is not None  # sharded parameters are refused for an unknown class
         return ShardedState(shards, tuple(map(self._leaf_state, shards.leaves)), self.spec)
 
+    def has_state(self, parameter: Tensor) -> bool:
+        """Whether there is any state of a parameter."""
+        leaf = self.leaves(parameter)[0]
+        return leaf in self.untouched or bool(self.optimizer.state.get(leaf))
+
     def is_untouched(self, parameter: Tensor) -> bool:
         """Whether the parameter has state and never had a step, so that the first step makes its state anew."""
         return self.leaves(parameter)[0] in self.untouched
@@ -186,13 +191,6 @@ class LocalOptimizer:
         state = self.state_of(parameter)
         if isinstance(state, ShardedState):
             state.share_scalars()
-
-    def rebind(self) -> None:
-        """Follows parameters that got other local tensors, as copies of a model do."""
-        for group in self.groups:
-            for parameter in group["params"]:
-                if parameter in self.shards:
-                    self._follow(self.shards[parameter], group)
 
     def _bind(self, name: str, parameter: Tensor) -> tuple[Tensor, ...]:
         held = leaves_of(parameter)
@@ -287,13 +285,14 @@ class LocalState(MutableMapping[Any, Any]):
             self._local.untouched.pop(leaf, None)
             self._local.optimizer.state.pop(leaf, None)
 
+    def __contains__(self, key: object) -> bool:
+        if isinstance(key, Tensor):
+            return key in self._names and self._local.has_state(key)
+        return key in self._local.optimizer.state
+
     def __iter__(self) -> Iterator[Any]:
-        inner, untouched = self._local.optimizer.state, self._local.untouched
-        for parameter in self._names:
-            leaf = self._local.leaves(parameter)[0]
-            if inner.get(leaf) or leaf in untouched:
-                yield parameter
-        yield from [key for key in inner if not isinstance(key, Tensor)]
+        yield from filter(self._local.has_state, self._names)
+        yield from [key for key in self._local.optimizer.state if not isinstance(key, Tensor)]
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
