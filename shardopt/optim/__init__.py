@@ -3,7 +3,15 @@
 The function that builds one by algorithm and pattern is `shardopt.keyed`; here `keyed` is the module.
 """
 
-from shardopt.optim.keyed import KeyedOptimizer, KeyedOptimizerWrapper
-from shardopt.optim.wrapper import OptimizerWrapper
+from shardopt.optim.fused import EmptyFusedOptimizer, FusedOptimizer, FusedOptimizerModule
+from shardopt.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper
 
-__all__ = ["KeyedOptimizer", "KeyedOptimizerWrapper", "OptimizerWrapper"]
+__all__ = [
+    "CombinedOptimizer",
+    "EmptyFusedOptimizer",
+    "FusedOptimizer",
+    "FusedOptimizerModule",
+    "KeyedOptimizer",
+    "KeyedOptimizerWrapper",
+    "OptimizerWrapper",
+]

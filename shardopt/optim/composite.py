@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from shardopt.algorithms.torch_private import is_torchs, step_nested
 from shardopt.errors import Problem, StateError
-from shardopt.optim.keyed import KeyedOptimizer
+from shardopt.optim.base import KeyedOptimizer
 from shardopt.optim.saved import PARAMS
 
 

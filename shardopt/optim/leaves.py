@@ -81,7 +81,7 @@ class Shards:
             problems = [replace(problem, key=f"{self.name}.grad") for problem in error.problems]
             raise GradientError(error.message, problems) from None
         self._kept = [(leaf, leaf.grad) for leaf in self.leaves]
-        if self.stands_in:
+        if self.stands_in and self.trained:
             gradients = (None,)
         elif all(gradient is None for gradient in gradients):
             return

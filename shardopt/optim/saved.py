@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from shardopt.errors import Problem, StateError
-from shardopt.optim.loading import LoadPlan
+from shardopt.optim.loading import LoadPlan, is_stateful, like
 
 STATE = "state"
 PARAM_GROUPS = "param_groups"
@@ -27,7 +27,10 @@ IMPLEMENTATION_OPTIONS = frozenset({"foreach", "fused", "capturable", "different
 """Options that say how this process computes a step, not what: they belong to its device and are neither saved nor
 loaded, or a job resumed on other hardware would run with what the old one asked for."""
 
-_REMEDY = "load what was saved from the same parameters and options, or pass strict=False"
+_REMEDY = (
+    "load what was saved from the same parameters and options (a schedule adds some: attach it first), "
+    "or pass strict=False"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,17 @@ class KeyedGroup:
     def take(self) -> None:
         """Puts options of `saved`, which a load has changed, into the group."""
         self.live.update({name: value for name, value in self.saved.items() if name in self.live and name != PARAMS})
+
+
+def as_saved(value: Any) -> Any:
+    """A value of state with new dicts, lists and tuples, the same tensors, and the state of objects that have any."""
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, Mapping):
+        return {name: as_saved(inner) for name, inner in value.items()}
+    if is_stateful(value):
+        return value.state_dict()
+    return like(value, map(as_saved, value)) if isinstance(value, list | tuple) else value
 
 
 def saved_options(group: Mapping[str, Any], key: str) -> dict[str, Any]:

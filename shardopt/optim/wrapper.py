@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from shardopt.errors import Problem, StateError
+from shardopt.optim.base import KeyedOptimizer, StateDict
 from shardopt.optim.composite import CompositeOptimizer
-from shardopt.optim.keyed import KeyedOptimizer, StateDict
 from shardopt.optim.loading import LoadPlan
 from shardopt.optim.saved import STATE
 
