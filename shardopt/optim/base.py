@@ -186,6 +186,11 @@ class KeyedOptimizer(Optimizer):
         """Whether `save_param_groups(True)` was called."""
         return self._save_param_groups
 
+    @property
+    def _needs_closure(self) -> bool:
+        """Whether a step has to evaluate the model itself, maybe several times."""
+        return False
+
     def _state_names(self) -> set[str]:
         """Every name that `state_dict()["state"]` has or may get."""
         return {*self._params, *(key for key in cast(Any, self.state) if isinstance(key, str))}

@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from shardopt.algorithms.torch_private import is_torchs, step_nested
-from shardopt.errors import Problem, StateError
+from shardopt.errors import AlgorithmError, Problem, StateError
 from shardopt.optim.base import KeyedOptimizer
 from shardopt.optim.saved import PARAMS
 
@@ -40,11 +40,15 @@ class CompositeOptimizer(KeyedOptimizer):
 
         Args:
             closure: evaluates the model again and returns the loss, which is returned; called once, with gradients
-                enabled. The parts get none, and one that has to call it several times (LBFGS) refuses.
+                enabled.
 
         Raises:
-            AlgorithmError: a part needs the closure itself.
+            AlgorithmError: a part has to evaluate the model itself, several times (LBFGS); nothing was changed.
         """
+        if self._needs_closure:
+            remedy = "call step of LBFGS itself; being part of another serves for saving and loading alone"
+            problem = Problem(type(self).__name__, "LBFGS among its parts", "algorithms that step on gradients", remedy)
+            raise AlgorithmError("the closure is evaluated once for all", [problem])
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -87,6 +91,10 @@ class CompositeOptimizer(KeyedOptimizer):
     def _made(self) -> bool:
         """Whether the parts are there; torch's constructor sets what is theirs before that."""
         return "_parts" in self.__dict__
+
+    @property
+    def _needs_closure(self) -> bool:
+        return any(part._needs_closure for part in self._parts)
 
     @property
     def _saves_groups(self) -> bool:

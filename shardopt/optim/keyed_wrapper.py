@@ -90,6 +90,10 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({**state, "state": LocalState(state["_names"], state["_local"])})
 
+    @property
+    def _needs_closure(self) -> bool:
+        return self._local.spec is not None and self._local.spec.needs_closure
+
     def _saved_besides(self, names: list[str]) -> dict[str, Any]:
         if not self._local.settles_at_first_step:
             return {}

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from shardopt.errors import Problem, StateError
+from shardopt.optim.groups import listed
 from shardopt.optim.loading import LoadPlan, is_stateful, like
 
 STATE = "state"
@@ -123,7 +124,7 @@ def _plan_state(plan: LoadPlan, mine: dict[str, MutableMapping[str, Any]], offer
         if offered and not mine:
             plan.problem(
                 plan.section(STATE),
-                f"state of {len(offered)} parameters",
+                f"state of {listed(map(plan.seen_as, offered))}",
                 "none, as this optimizer has none yet",
                 "call init_state() before loading",
             )
@@ -132,7 +133,7 @@ def _plan_state(plan: LoadPlan, mine: dict[str, MutableMapping[str, Any]], offer
             plan.problem(
                 plan.section(STATE),
                 "no state",
-                f"state of {len(mine)} parameters",
+                f"state of {listed(map(plan.seen_as, mine))}",
                 "it was saved before the first step: call init_state() before saving, or load it into an optimizer "
                 "on which init_state() was not called",
             )
