@@ -3,6 +3,8 @@
 import copy
 import io
 import pickle
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -576,3 +578,13 @@ def test_of_two_warm_ups_the_outer_ones_rates_are_used():
     inner = WarmupOptimizer(sgd(), [WarmupStage(max_iters=9, value=0.0)], lr=3.0, param_name="__inner")
     optimizer = WarmupOptimizer(inner, [RAMP], lr=0.5)
     assert train(optimizer, 3) == [pytest.approx([0.5 * multiplier]) for multiplier in BOTH[:3]]
+
+
+def test_example_in_the_docs():
+    page = (Path(__file__).parents[2] / "docs" / "warmup.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(4, 2), "dense": torch.nn.Linear(2, 1)})
+    given = {"model": model}
+    exec(code, given)
+    assert rates_of(given["optimizer"]) == pytest.approx([6e-6, 3e-6])
+    assert given["optimizer"].param_groups[0]["initial_lr"] == pytest.approx(6e-4)
