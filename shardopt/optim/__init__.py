@@ -5,6 +5,7 @@ The function that builds one by algorithm and pattern is `shardopt.keyed`; here 
 
 from shardopt.optim.fused import EmptyFusedOptimizer, FusedOptimizer, FusedOptimizerModule
 from shardopt.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper
+from shardopt.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 __all__ = [
     "CombinedOptimizer",
@@ -14,4 +15,7 @@ __all__ = [
     "KeyedOptimizer",
     "KeyedOptimizerWrapper",
     "OptimizerWrapper",
+    "WarmupOptimizer",
+    "WarmupPolicy",
+    "WarmupStage",
 ]

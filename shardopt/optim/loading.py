@@ -42,6 +42,7 @@ class LoadPlan:
         self.descriptions = descriptions
         self.problems: list[Problem] = []
         self.unmatched = Unmatched([], [])
+        self.loaded_groups: list[dict[str, Any]] = []
         self.opt_key = ""
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._values: list[tuple[MutableMapping[Any, Any], Any, Any]] = []

@@ -5,7 +5,15 @@ from collections.abc import Callable
 import torch
 
 import shardopt
-from shardopt import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper
+from shardopt import (
+    CombinedOptimizer,
+    KeyedOptimizer,
+    KeyedOptimizerWrapper,
+    OptimizerWrapper,
+    WarmupOptimizer,
+    WarmupPolicy,
+    WarmupStage,
+)
 
 Parameters = dict[str, torch.nn.Parameter]
 OPTIONS = {"lr": 0.05, "betas": (0.8, 0.95), "weight_decay": 0.1}
@@ -108,6 +116,13 @@ def counting(params: Parameters) -> KeyedOptimizer:
     return Counting(adam(params))
 
 
+def warmed_up(params: Parameters) -> KeyedOptimizer:
+    """Its stages are over, so that the rates are the user's; what they are before is for test_warmup.py."""
+    optimizer = WarmupOptimizer(adam(params), [WarmupStage(WarmupPolicy.NONE, max_iters=1)], lr=OPTIONS["lr"])
+    optimizer.state_dict()["state"]["__warmup"]["warmup"].fill_(1)
+    return optimizer
+
+
 def combined(params: Parameters) -> KeyedOptimizer:
     return CombinedOptimizer([("layer", adam(inner(params, "layer."))), ("head", adam(inner(params, "head.")))])
 
@@ -130,6 +145,7 @@ BUILDERS: dict[str, Callable[[Parameters], KeyedOptimizer]] = {
     "keyed wrapper": keyed_wrapper,
     "wrapper": wrapper,
     "wrapper with state": counting,
+    "warmed up": warmed_up,
     "combined": combined,
     "combined without keys": combined_without_keys,
     "nested": nested,

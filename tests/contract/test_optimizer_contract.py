@@ -266,6 +266,8 @@ def test_schedules_act_as_on_torchs_adam(build, attach):
     """Warnings are errors, so that a schedule which does not see the steps fails here."""
     params, plain = parameters(), parameters()
     optimizer, reference = build(params), torch.optim.Adam(plain.values(), **OPTIONS)
+    if "initial_lr" in optimizer.param_groups[0]:  # of a warm-up; CyclicLR takes its first rate from there
+        reference.param_groups[0]["initial_lr"] = optimizer.param_groups[0]["initial_lr"]
     with warnings.catch_warnings():
         # SequentialLR calls the first step of its schedules with an argument that torch deprecates.
         warnings.filterwarnings("ignore", "The epoch parameter")

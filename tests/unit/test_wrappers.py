@@ -15,7 +15,15 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import shardopt
-from shardopt import CombinedOptimizer, KeyedOptimizer, OptimizerWrapper, checkpoint
+from shardopt import (
+    CombinedOptimizer,
+    KeyedOptimizer,
+    OptimizerWrapper,
+    WarmupOptimizer,
+    WarmupPolicy,
+    WarmupStage,
+    checkpoint,
+)
 from shardopt.errors import AlgorithmError, MismatchError, StateError
 from shardopt.optim.fused import EmptyFusedOptimizer, FusedOptimizer, FusedOptimizerModule
 from tests.contract.optimizers import Counting, same, train
@@ -554,8 +562,8 @@ def test_an_empty_fused_optimizer_takes_part_in_a_combined_one():
 
 @st.composite
 def trees(draw, depth=4):
-    """Nested tuples: ("adam",), ("wrap", tree), ("count", tree) or ("combine", [(key or None, tree), ...])."""
-    kind = draw(st.sampled_from(["leaf", "wrap", "count", "combine", "combine"] if depth else ["leaf"]))
+    """Nested tuples: ("adam",), ("wrap" or "count" or "warm", tree) or ("combine", [(key or None, tree), ...])."""
+    kind = draw(st.sampled_from(["leaf", "wrap", "count", "warm", "combine", "combine"] if depth else ["leaf"]))
     if kind == "leaf":
         return (draw(st.sampled_from(["adam", "sgd", "adagrad", "rprop"])),)
     if kind != "combine":
@@ -572,6 +580,9 @@ OF_LEAVES = {
 }
 
 
+RAMP_AND_DECAY = [WarmupStage(max_iters=2, value=0.5), WarmupStage(WarmupPolicy.POLY, max_iters=3, decay_iters=5)]
+
+
 def built(tree, numbers=None):
     """The optimizer that a tree tells of; every parameter and every wrapper with state has a name of its own."""
     numbers = iter(range(10_000)) if numbers is None else numbers
@@ -584,6 +595,8 @@ def built(tree, numbers=None):
         children = [(f"{key}{i}" if key else "", built(part, numbers)) for i, (key, part) in enumerate(parts[0])]
         return CombinedOptimizer([child if child[0] else child[1] for child in children])
     inner = built(parts[0], numbers)
+    if kind == "warm":
+        return WarmupOptimizer(inner, RAMP_AND_DECAY, lr=0.2, param_name=f"__warmup{number}")
     return OptimizerWrapper(inner) if kind == "wrap" else Counting(inner, f"__count{number}")
 
 
@@ -611,7 +624,11 @@ def test_loading_what_was_saved_is_the_identity_for_any_nesting(tree, steps):
         group["lr"] *= 2
     optimizer.load_state_dict(saved)
     assert same(optimizer.state_dict(), saved)
-    assert len(optimizer.state) == len(optimizer.params) == len(saved["state"]) - str(tree).count("count")
+    assert (
+        len(optimizer.state)
+        == len(optimizer.params)
+        == len(saved["state"]) - sum(map(str(tree).count, ("count", "warm")))
+    )
 
 
 @settings(max_examples=40)
