@@ -25,7 +25,7 @@ from shardopt.sharding.view import view_of
 @contextmanager
 def fake_rank(rank: int, ranks: int, shape: Sequence[int] | None = None) -> Iterator[DeviceMesh]:
     """A CPU mesh as this rank of so many sees it; one-dimensional unless a shape is given."""
-    # torch remembers results of operations by meshes that compare equal for all ranks, with another rank's mesh in them.
+    # torch remembers placements by meshes, which compare equal for all ranks, and hands out another rank's mesh.
     _clear_sharding_prop_cache()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:

@@ -81,7 +81,7 @@ class Shards:
             problems = [replace(problem, key=f"{self.name}.grad") for problem in error.problems]
             raise GradientError(error.message, problems) from None
         self._kept = [(leaf, leaf.grad) for leaf in self.leaves]
-        if self.stands_in:
+        if self.stands_in and self.trained:
             gradients = (None,)
         elif all(gradient is None for gradient in gradients):
             return
@@ -99,7 +99,7 @@ class Shards:
 
     def zero_gradients(self, set_to_none: bool) -> None:
         """`zero_grad` for this parameter, wherever its gradients are."""
-        for holder in (self.parameter,) if takes_gradient(self.parameter) else self.leaves:
+        for holder in (*self.leaves, self.parameter) if takes_gradient(self.parameter) else self.leaves:
             if set_to_none:
                 holder.grad = None
             elif holder.grad is not None:

@@ -115,35 +115,32 @@ def grid_boxes(cuts: Sequence[Sequence[int]]) -> tuple[Box, ...]:
 def cover_faults(shape: Sequence[int], boxes: Iterable[Box]) -> list[str]:
     """What keeps the boxes from holding every element of a tensor exactly once.
 
-    Boxes that hold nothing are passed over. Grids take linear time. Other boxes are swept along the dimension
-    where the fewest of them stand side by side, so time is at worst quadratic in their number, whatever
-    the number of dimensions.
+    Boxes that hold nothing are passed over. Grids take linear time, and so (but for sorting) do boxes that come from
+    cutting the tensor through and through. Others take at worst a time quadratic in the number of boxes, whatever the
+    number of dimensions.
 
     Args:
         shape: the tensor's global shape.
         boxes: boxes in any order, from any source.
 
     Returns:
-        One sentence for each box out of range, overlap and hole, naming the boxes; at most `MOST_FAULTS` of them
-        and one more that says so where there may be others. Empty where the cover is exact.
+        One sentence for each box that cannot be in the tensor, or else for each overlap and hole, naming the boxes; at
+        most `MOST_FAULTS` of them, and one more that says so where there may be others. Empty where the cover is exact.
     """
-    inside, faults = _sound(shape, boxes)
-    if not faults and (prod(shape) == 0 or grid_cuts(shape, inside) is not None):
-        return []
-    overlaps = _overlaps(inside, MOST_FAULTS - len(faults))
-    faults += overlaps
-    if overlaps or sum(box.numel for box in inside) != prod(shape):
-        holes = _holes(whole(shape), inside, MOST_FAULTS - len(faults), disjoint=not overlaps)
+    inside, misfits = _sound(shape, boxes)
+    if misfits or prod(shape) == 0 or grid_cuts(shape, inside) is not None:
+        return _listed(misfits)
+    faults = _overlaps(inside, MOST_FAULTS)
+    if faults or sum(box.numel for box in inside) != prod(shape):
+        holes = _holes(whole(shape), inside, MOST_FAULTS - len(faults), disjoint=not faults)
         faults += [f"no box holds {_name(hole)}" for hole in holes]
     return _listed(faults)
 
 
 def overlap_faults(shape: Sequence[int], boxes: Iterable[Box]) -> list[str]:
     """What keeps the boxes from holding elements of a tensor at most once: `cover_faults` without the holes."""
-    inside, faults = _sound(shape, boxes)
-    if not faults and grid_cuts(shape, inside) is not None:
-        return []
-    return _listed(faults + _overlaps(inside, MOST_FAULTS - len(faults)))
+    inside, misfits = _sound(shape, boxes)
+    return _listed(misfits or _overlaps(inside, MOST_FAULTS))
 
 
 def _sound(shape: Sequence[int], boxes: Iterable[Box]) -> tuple[list[Box], list[str]]:
@@ -181,7 +178,36 @@ def _name(box: Box) -> str:
 def _overlaps(boxes: Sequence[Box], most: int) -> list[str]:
     """Up to `most` pairs of boxes that share elements. The boxes are not empty."""
     found: list[str] = []
-    ndim = len(boxes[0].sizes) if boxes else 0
+    groups = [list(boxes)]
+    while groups and len(found) < most:
+        group = groups.pop()
+        bands = (
+            next((b for dim in range(len(group[0].sizes)) if len(b := _bands(group, dim)) > 1), None) if group else []
+        )
+        if bands is None:
+            found += _overlaps_of_neighbours(group, most - len(found))
+        else:
+            groups.extend(bands)
+    return found
+
+
+def _bands(boxes: Sequence[Box], dim: int) -> list[list[Box]]:
+    """The boxes in groups that lie one behind the other along one dimension, so that only those of one group can
+    share elements."""
+    bands: list[list[Box]] = []
+    reached = 0
+    for box in sorted(boxes, key=lambda b: b.offsets[dim]):
+        if not bands or box.offsets[dim] >= reached:
+            bands.append([])
+        bands[-1].append(box)
+        reached = max(reached, box.offsets[dim] + box.sizes[dim])
+    return bands
+
+
+def _overlaps_of_neighbours(boxes: Sequence[Box], most: int) -> list[str]:
+    """Up to `most` overlaps, found by comparing each box with those that have not ended along one dimension."""
+    found: list[str] = []
+    ndim = len(boxes[0].sizes)
     # Without dimensions every box is the same element, and any order of them will do.
     dim = min(range(ndim), key=lambda d: _pairs_side_by_side(boxes, d), default=None)
     standing: list[Box] = []
@@ -190,11 +216,11 @@ def _overlaps(boxes: Sequence[Box], most: int) -> list[str]:
             start = box.offsets[dim]
             standing = [other for other in standing if other.offsets[dim] + other.sizes[dim] > start]
         for other in standing:
-            if len(found) >= most:
-                return found
             shared = box.intersect(other)
             if shared is not None:
                 found.append(f"boxes with {_name(other)} and {_name(box)} both hold {_name(shared)}")
+                if len(found) >= most:
+                    return found
         standing.append(box)
     return found
 
@@ -207,7 +233,7 @@ def _pairs_side_by_side(boxes: Sequence[Box], dim: int) -> int:
 
 
 def _holes(space: Box, boxes: Sequence[Box], most: int, disjoint: bool) -> list[Box]:
-    """Up to `most` boxes of elements that none of `boxes` holds.
+    """Up to `most` boxes of elements that none of `boxes` holds, each as large as its neighbours let it be.
 
     Halves the space at the boundaries of boxes. Where the boxes are disjoint a part whose volume is filled has no
     hole and is left at once, so only the way down to each hole is walked; where they overlap volumes say nothing,
@@ -215,20 +241,45 @@ def _holes(space: Box, boxes: Sequence[Box], most: int, disjoint: bool) -> list[
     """
     holes: list[Box] = []
     visits = 0
-    parts: list[tuple[Box, Sequence[Box]]] = [(space, boxes)]
+    parts = [(space, list(boxes))]
     while parts and len(holes) < most:
         region, inside = parts.pop()
         visits += len(inside) + 1
         if visits > _MOST_HOLE_VISITS and not disjoint:
             break
         if not inside:
-            holes.append(region)
-            continue
-        filled = sum(box.numel for box in inside)
-        if filled == region.numel if disjoint else any(box == region for box in inside):
-            continue
-        parts.extend(_halves(region, inside))
+            hole = _grown(region, space, [*boxes, *holes])
+            holes.append(hole)
+            for part, filled in parts:
+                share = part.intersect(hole)
+                if share is not None:
+                    filled.append(share)
+        elif sum(box.numel for box in inside) < region.numel if disjoint else region not in inside:
+            parts.extend(_halves(region, inside))
     return holes
+
+
+def _grown(hole: Box, space: Box, boxes: Sequence[Box]) -> Box:
+    """A hole made as large as it can be without touching a box, one dimension after the other."""
+    for dim in range(len(hole.sizes)):
+        column = _along(hole, dim, space.offsets[dim], space.sizes[dim])
+        low, high = space.offsets[dim], space.ends[dim]
+        for box in boxes:
+            if column.intersect(box) is not None:
+                if box.ends[dim] <= hole.offsets[dim]:
+                    low = max(low, box.ends[dim])
+                else:
+                    high = min(high, box.offsets[dim])
+        hole = _along(hole, dim, low, high - low)
+    return hole
+
+
+def _along(box: Box, dim: int, start: int, size: int) -> Box:
+    """The box with another extent along one dimension."""
+    return Box(
+        (*box.offsets[:dim], start, *box.offsets[dim + 1 :]),
+        (*box.sizes[:dim], size, *box.sizes[dim + 1 :]),
+    )
 
 
 def _halves(region: Box, inside: Sequence[Box]) -> list[tuple[Box, list[Box]]]:
@@ -243,10 +294,7 @@ def _halves(region: Box, inside: Sequence[Box]) -> list[tuple[Box, list[Box]]]:
     cut = best[len(best) // 2]
     halves = []
     for start, end in ((region.offsets[best_dim], cut), (cut, region.ends[best_dim])):
-        half = Box(
-            (*region.offsets[:best_dim], start, *region.offsets[best_dim + 1 :]),
-            (*region.sizes[:best_dim], end - start, *region.sizes[best_dim + 1 :]),
-        )
+        half = _along(region, best_dim, start, end - start)
         shares = (half.intersect(box) for box in inside)
         halves.append((half, [share for share in shares if share is not None]))
     return halves

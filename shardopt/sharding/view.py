@@ -24,7 +24,7 @@ from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetada
 from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parameter import is_lazy
 from torch.nn import Parameter
@@ -164,8 +164,11 @@ def gradient_leaves(param: Tensor) -> tuple[Tensor | None, ...]:
     if have.placements != want.placements:
         if grad._local_tensor.layout is not torch.strided:
             raise _bad_gradient(param, grad, "make the sparse gradient with the parameter's placements")
-        with torch.no_grad():
-            grad = grad.redistribute(placements=want.placements)
+        try:
+            with torch.no_grad():
+                grad = grad.redistribute(placements=want.placements)
+        except ValueError as error:  # torch knows no way, as to some _StridedShards
+            raise _bad_gradient(param, grad, "make the gradient with the parameter's placements") from error
     gradients = tuple(_awaited(leaf) for leaf in leaves_of(grad))
     if [leaf.shape for leaf in gradients] != [leaf.shape for leaf in leaves]:
         raise _bad_gradient(param, grad, "pass the parameter's shape and stride where the gradient is made")
