@@ -6,7 +6,7 @@ Each is present and behaves alike in torch 2.11 to 2.13; a test of each fails by
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -118,7 +118,7 @@ def after_load_state_dict(optimizer: Optimizer) -> None:
         hook(optimizer)
 
 
-def scale_and_look(tensors: Sequence[Tensor], factor: Tensor, found_inf: Tensor) -> None:
+def scale_and_look(tensors: list[Tensor], factor: Tensor, found_inf: Tensor) -> None:
     """Multiplies tensors in place, and sets `found_inf` to 1 where an element was not finite. No device is waited for.
 
     The product is taken in fp32 and rounded once, so that bf16 and fp16 tensors get the whole of `factor`.

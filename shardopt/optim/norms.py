@@ -11,9 +11,8 @@ Where p-th powers or maxima were reduced instead, large p would overflow earlier
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -21,13 +20,13 @@ import torch
 from torch import Tensor
 
 from shardopt.errors import GradientError, Problem, RankError
-from shardopt.optim.gradients import alike, local_gradients
+from shardopt.optim.gradients import local_gradients
 from shardopt.optim.holders import Share, shares
+from shardopt.optim.joint_norm import JointNorm, norm_of_each
 from shardopt.ranks import Ranks, ranks_of
 from shardopt.sharding.view import GradientReader
 
 _FAILED = -torch.inf  # no norm is negative
-_RUN = 1 << 16  # elements; in fp64 they fit into a core's own cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,7 @@ class Measured:
         if bool(self.total.isfinite()):
             return
         ranks = (~self.of_ranks.isfinite()).nonzero().flatten().tolist()
-        where = f"from ranks {', '.join(map(str, ranks))}" if ranks else "from all finite parts"
+        where = f", by what ranks {ranks} count" if ranks else ""
         problems = [
             Problem(f"{share.name}.grad", "elements that are not finite", "finite ones", "find out where they arise")
             for share in self.shares
@@ -63,8 +62,8 @@ class Measured:
             if gradient is not None and not bool(gradient.isfinite().all())
         ]
         raise GradientError(
-            f"the norm of the gradients is {self.total.item()} ({where}), so they cannot be clipped; nothing was "
-            "changed. Skip this step, or pass error_if_nonfinite=False",
+            f"the norm of the gradients is {self.total.item()}{where}: they were not clipped, and no step was taken. "
+            "Skip it with zero_grad(), or pass error_if_nonfinite=False",
             problems,
         )
 
@@ -106,68 +105,6 @@ class GradientNorm:
         return {**vars(self), "_plan": None}  # a copy is for the copied parameters
 
 
-class JointNorm:
-    """The norm of tensors taken together, none of them empty: fp64, without dimensions, on a given device.
-
-    torch has vector code for fp64 on the CPU, but not for fp32 that is widened on the way. So there elements are
-    widened first, many tensors at a time, which takes from a third to a seventh of the time.
-    """
-
-    def __init__(self) -> None:
-        self._widened: dict[torch.dtype, _Widened] = {}
-
-    def __call__(self, tensors: Iterable[Tensor], order: float, device: torch.device) -> Tensor:
-        parts = []
-        for same in alike(tensors):
-            if same[0].device.type == "cpu":
-                widened = self._widened.setdefault(same[0].dtype, _Widened(_wide(same[0])))
-                norms = [torch.linalg.vector_norm(run, order) for run in widened.runs(same)]
-            else:
-                norms = list(torch._foreach_norm(same, order, dtype=_wide(same[0])))
-            parts.append(torch.stack(norms).to(device))
-        return torch.linalg.vector_norm(torch.cat(parts), order)
-
-
-class _Widened:
-    """The elements of tensors in a wider dtype, in runs that follow each other through the same memory.
-
-    The memory, and the views of it that tensors are copied to, are kept: fresh ones would cost as much as the norm.
-    """
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._memory = torch.empty(_RUN, dtype=dtype)
-        self._shapes: list[torch.Size] = []
-        self._filled: list[tuple[Tensor, list[Tensor]]] = []  # runs, and the places in each that tensors go to
-
-    def runs(self, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-        """All elements, a run at a time and flat; each run overwrites the one before."""
-        small = [tensor for tensor in tensors if tensor.numel() <= _RUN]
-        shapes = [tensor.shape for tensor in small]
-        if shapes != self._shapes:
-            self._shapes, self._filled = shapes, list(self._places(shapes))
-        done = 0
-        for run, places in self._filled:
-            torch._foreach_copy_(places, small[done : done + len(places)])
-            done += len(places)
-            yield run
-        for tensor in tensors:
-            if tensor.numel() > _RUN:
-                for part in tensor.reshape(-1).split(_RUN):
-                    yield self._memory[: part.numel()].copy_(part)
-
-    def _places(self, shapes: Iterable[torch.Size]) -> Iterator[tuple[Tensor, list[Tensor]]]:
-        places: list[Tensor] = []
-        end = 0
-        for shape in shapes:
-            if end + shape.numel() > _RUN:
-                yield self._memory[:end], places
-                places, end = [], 0
-            places.append(self._memory[end : end + shape.numel()].view(shape))
-            end += shape.numel()
-        if places:
-            yield self._memory[:end], places
-
-
 class _Plan:
     """What this rank does at each measurement, as long as the parameters are the same.
 
@@ -198,7 +135,7 @@ class _Plan:
     def measure(self, ranks: Ranks, order: float) -> Measured:
         """As `GradientNorm.measure`."""
         buffer = torch.zeros(ranks.size + 4 * self._shared, dtype=torch.float64, device=ranks.device)
-        of_ranks, of_shared = buffer.split([ranks.size, 4 * self._shared])
+        of_ranks, of_shared = torch.split(buffer, [ranks.size, 4 * self._shared])
         gradients: list[Tensor] = []
         failure = None
         try:
@@ -214,7 +151,8 @@ class _Plan:
             _refuse_failed(of_ranks)
         first, first_has, others, others_have = of_shared.view(4, -1)
         whole = torch.where(first_has > 0, first, others / others_have.clamp(min=1))
-        return Measured(torch.linalg.vector_norm(torch.cat([of_ranks, whole]), order), of_ranks, gradients, [share for share, _, _ in self._mine])
+        total = torch.linalg.vector_norm(torch.cat([of_ranks, whole]), order)
+        return Measured(total, of_ranks, gradients, [share for share, _, _ in self._mine])
 
     def _fill(self, own: Tensor, of_shared: Tensor, gradients: list[Tensor], order: float) -> None:
         """Writes what this rank counts; and collects all its gradients."""
@@ -244,7 +182,7 @@ class _Plan:
             own.copy_(self._joint_norm(alone, order, own.device))
         if shared:
             index = self._index(places, own.device)
-            of_shared.index_copy_(0, index, _norms(shared, order, own.device))
+            of_shared.index_copy_(0, index, norm_of_each(shared, order, own.device))
             of_shared.index_fill_(0, index + self._shared, 1.0)
 
     def _index(self, places: list[int], device: torch.device) -> Tensor:
@@ -252,21 +190,6 @@ class _Plan:
         if self._places[0] != places or self._places[1].device != device:
             self._places = places, torch.tensor(places).to(device, non_blocking=True)
         return self._places[1]
-
-
-def _norms(gradients: Sequence[Tensor], order: float, device: torch.device) -> Tensor:
-    """The norm of each gradient, none of them empty: fp64, in their order."""
-    kinds = alike(gradients)
-    norms = [torch.stack(torch._foreach_norm(same, order, dtype=_wide(same[0]))).to(device) for same in kinds]
-    if len(norms) == 1:
-        return norms[0]
-    place_of = {id(gradient): place for place, gradient in enumerate(chain.from_iterable(kinds))}
-    index = torch.tensor([place_of[id(gradient)] for gradient in gradients])
-    return torch.cat(norms)[index.to(device, non_blocking=True)]
-
-
-def _wide(gradient: Tensor) -> torch.dtype:
-    return torch.complex128 if gradient.is_complex() else torch.float64
 
 
 def _refuse_failed(of_ranks: Tensor) -> None:

@@ -24,10 +24,9 @@ from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetada
 from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import TensorMeta
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.nn.parameter import is_lazy
-from torch.nn import Parameter
+from torch.nn.parameter import Parameter, is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardopt.errors import GradientError, LayoutError, Problem
@@ -182,23 +181,26 @@ class GradientReader:
     found good. Calling it gives None where there is no gradient, and where only `gradient_leaves` can tell.
     """
 
-    __slots__ = ("_good", "_param")
+    __slots__ = ("_have", "_param", "_want")
 
     def __init__(self, param: Tensor) -> None:
         self._param = param
-        self._good: DTensorSpec | None = None
+        # A placement of the gradient and one of the parameter that were found equal.
+        self._have: DTensorSpec | None = None
+        self._want: DTensorSpec | None = None
 
     def __call__(self) -> Tensor | None:
         param = self._param
+        grad: Tensor | None
         if isinstance(param, DTensor):
             whole = param.grad
             if type(whole) is not DTensor:
                 return None
             have, want = whole._spec, param._spec
-            if have is not self._good:
+            if have is not self._have or want is not self._want:
                 if have != want:
                     return None
-                self._good = have
+                self._have, self._want = have, want
             wanted, grad = param._local_tensor, whole._local_tensor
         elif type(param) is Parameter or type(param) is Tensor:
             wanted, grad = param, param.grad
