@@ -7,6 +7,8 @@ import torch
 import shardopt
 from shardopt import (
     CombinedOptimizer,
+    GradientClipping,
+    GradientClippingOptimizer,
     KeyedOptimizer,
     KeyedOptimizerWrapper,
     OptimizerWrapper,
@@ -116,11 +118,20 @@ def counting(params: Parameters) -> KeyedOptimizer:
     return Counting(adam(params))
 
 
-def warmed_up(params: Parameters) -> KeyedOptimizer:
+def warm(optimizer: KeyedOptimizer) -> KeyedOptimizer:
     """Its stages are over, so that the rates are the user's; what they are before is for test_warmup.py."""
-    optimizer = WarmupOptimizer(adam(params), [WarmupStage(WarmupPolicy.NONE, max_iters=1)], lr=OPTIONS["lr"])
-    optimizer.state_dict()["state"]["__warmup"]["warmup"].fill_(1)
-    return optimizer
+    warmup = WarmupOptimizer(optimizer, [WarmupStage(WarmupPolicy.NONE, max_iters=1)], lr=OPTIONS["lr"])
+    warmup.state_dict()["state"]["__warmup"]["warmup"].fill_(1)
+    return warmup
+
+
+def warmed_up(params: Parameters) -> KeyedOptimizer:
+    return warm(adam(params))
+
+
+def clipped(params: Parameters) -> KeyedOptimizer:
+    """So widely that nothing is clipped; what clipping does is for test_clipping.py."""
+    return GradientClippingOptimizer(adam(params), GradientClipping.NORM, max_gradient=1e6)
 
 
 def combined(params: Parameters) -> KeyedOptimizer:
@@ -139,6 +150,12 @@ def nested(params: Parameters) -> KeyedOptimizer:
     return Counting(CombinedOptimizer([("layer", OptimizerWrapper(parts)), head]), "__outer")
 
 
+def everything(params: Parameters) -> KeyedOptimizer:
+    head = OptimizerWrapper(GradientClippingOptimizer(adam(inner(params, "head."))))
+    parts = CombinedOptimizer([("layer", clipped(inner(params, "layer."))), ("head", head)])
+    return GradientClippingOptimizer(warm(parts), GradientClipping.VALUE, max_gradient=1e6)
+
+
 BUILDERS: dict[str, Callable[[Parameters], KeyedOptimizer]] = {
     "own": OwnOptimizer,
     "keyed": adam,
@@ -146,7 +163,9 @@ BUILDERS: dict[str, Callable[[Parameters], KeyedOptimizer]] = {
     "wrapper": wrapper,
     "wrapper with state": counting,
     "warmed up": warmed_up,
+    "clipped": clipped,
     "combined": combined,
     "combined without keys": combined_without_keys,
     "nested": nested,
+    "everything": everything,
 }
