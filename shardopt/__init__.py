@@ -1,5 +1,6 @@
 """Optimizers and checkpoints for sharded training, keyed by fully qualified parameter name."""
 
+from shardopt.optim.clipping import GradientClipping, GradientClippingOptimizer
 from shardopt.optim.fused import EmptyFusedOptimizer, FusedOptimizer, FusedOptimizerModule
 from shardopt.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper, keyed
 from shardopt.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
@@ -9,6 +10,8 @@ __all__ = [
     "EmptyFusedOptimizer",
     "FusedOptimizer",
     "FusedOptimizerModule",
+    "GradientClipping",
+    "GradientClippingOptimizer",
     "KeyedOptimizer",
     "KeyedOptimizerWrapper",
     "OptimizerWrapper",

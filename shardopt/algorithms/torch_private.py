@@ -1,4 +1,4 @@
-"""The private parts of torch.optim that shardopt leans on, all of them in this one place.
+"""The private parts of torch.optim and torch.amp that shardopt leans on, all of them in this one place.
 
 Each is present and behaves alike in torch 2.11 to 2.13; a test of each fails by name where a later torch differs.
 """
@@ -116,3 +116,16 @@ def after_load_state_dict(optimizer: Optimizer) -> None:
     """Fires the hooks of `register_load_state_dict_post_hook`."""
     for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         hook(optimizer)
+
+
+def scale_and_look(tensors: list[Tensor], factor: Tensor, found_inf: Tensor) -> None:
+    """Multiplies tensors in place, and sets `found_inf` to 1 where an element was not finite. No device is waited for.
+
+    The product is taken in fp32 and rounded once, so that bf16 and fp16 tensors get the whole of `factor`.
+
+    Args:
+        tensors: strided, of one floating dtype, on one device.
+        factor: fp32, one element, on that device.
+        found_inf: fp32, one element, on that device; left as it is where all elements are finite.
+    """
+    torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, factor)

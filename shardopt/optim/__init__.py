@@ -3,6 +3,7 @@
 The function that builds one by algorithm and pattern is `shardopt.keyed`; here `keyed` is the module.
 """
 
+from shardopt.optim.clipping import GradientClipping, GradientClippingOptimizer
 from shardopt.optim.fused import EmptyFusedOptimizer, FusedOptimizer, FusedOptimizerModule
 from shardopt.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper
 from shardopt.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
@@ -12,6 +13,8 @@ __all__ = [
     "EmptyFusedOptimizer",
     "FusedOptimizer",
     "FusedOptimizerModule",
+    "GradientClipping",
+    "GradientClippingOptimizer",
     "KeyedOptimizer",
     "KeyedOptimizerWrapper",
     "OptimizerWrapper",

@@ -146,14 +146,10 @@ class LoadPlan:
         return into
 
     def _by_itself(self, key: str, into: Any, offered: Any, remedy: str) -> None:
-        """Plans a load by the object itself, of what has the form of its own state."""
-        mine = into.state_dict()
-        check = copy(self)  # finds the same problems, but what it would change is the object's affair
-        check._copies, check._values, check._afterwards = [], [], []
-        check.mapping(key, mine, offered, remedy)
-        if isinstance(offered, Mapping):
-            there = {name: value for name, value in offered.items() if name in mine}
-            self.then(lambda: into.load_state_dict({**mine, **there}))
+        """Plans a load of what has the form of an object's state, which the object then takes itself."""
+        mine = dict(into.state_dict())
+        self.mapping(key, mine, offered, remedy)
+        self.then(lambda: into.load_state_dict(mine))
 
     def _tensor(self, key: str, into: Tensor, offered: Tensor) -> None:
         mine, theirs = leaves_of(into), leaves_of(offered)

@@ -466,6 +466,7 @@ def test_options_are_those_of_the_groups_own_algorithm():
         return shardopt.keyed("adam", {"w": weight(), "b": weight()}, groups=[{"match": "b", **group}])
 
     build(algorithm="sgd", momentum=0.9)
+    shardopt.keyed("sgd", {"w": weight()}, momentum=0.9, groups=[{"match": "w", "nesterov": True}])
     with pytest.raises(AlgorithmError, match=r"groups\[0\]\.momentum: found an unknown option"):
         build(momentum=0.9)
     with pytest.raises(AlgorithmError, match=r"groups\[0\]\.betas: found an unknown option"):
