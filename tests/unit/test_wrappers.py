@@ -17,6 +17,8 @@ from torch.distributed.checkpoint.state_dict import (
 import shardopt
 from shardopt import (
     CombinedOptimizer,
+    GradientClipping,
+    GradientClippingOptimizer,
     KeyedOptimizer,
     OptimizerWrapper,
     WarmupOptimizer,
@@ -540,8 +542,8 @@ def test_an_empty_fused_optimizer_takes_part_in_a_combined_one():
 
 @st.composite
 def trees(draw, depth=4):
-    """Nested tuples: ("adam",), ("wrap" or "count" or "warm", tree) or ("combine", [(key or None, tree), ...])."""
-    kind = draw(st.sampled_from(["leaf", "wrap", "count", "warm", "combine", "combine"] if depth else ["leaf"]))
+    """Nested tuples: ("adam",), ("wrap" or "clip" or ..., tree) or ("combine", [(key or None, tree), ...])."""
+    kind = draw(st.sampled_from(["leaf", "wrap", "clip", "count", "warm", "combine", "combine"] if depth else ["leaf"]))
     if kind == "leaf":
         return (draw(st.sampled_from(["adam", "sgd", "adagrad", "rprop"])),)
     if kind != "combine":
@@ -573,6 +575,8 @@ def built(tree, numbers=None):
         children = [(f"{key}{i}" if key else "", built(part, numbers)) for i, (key, part) in enumerate(parts[0])]
         return CombinedOptimizer([child if child[0] else child[1] for child in children])
     inner = built(parts[0], numbers)
+    if kind == "clip":
+        return GradientClippingOptimizer(inner, GradientClipping.NORM, max_gradient=0.5)
     if kind == "warm":
         return WarmupOptimizer(inner, RAMP_AND_DECAY, lr=0.2, param_name=f"__warmup{number}")
     return OptimizerWrapper(inner) if kind == "wrap" else Counting(inner, f"__count{number}")
