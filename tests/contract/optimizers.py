@@ -1,5 +1,6 @@
 """Every kind of keyed optimizer over the same three parameters, each to train as torch's Adam does."""
 
+import copy
 from collections.abc import Callable
 
 import torch
@@ -40,7 +41,7 @@ def train(optimizer, params: Parameters, steps=1, first=0) -> None:
 
 
 def same(one, other) -> bool:
-    """Whether nested state is equal, bit for bit and type for type."""
+    """Whether nested state is equal in every value, type and dtype."""
     if isinstance(one, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, dict):
@@ -48,6 +49,15 @@ def same(one, other) -> bool:
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(same, one, other))
     return type(one) is type(other) and one == other
+
+
+def snapshot(optimizer, params: Parameters):
+    """A copy of all that a step or a load could change."""
+    return copy.deepcopy((list(params.values()), optimizer.state_dict(), [_options(g) for g in optimizer.param_groups]))
+
+
+def _options(group):
+    return {name: value for name, value in group.items() if name != "params"}
 
 
 def inner(params: Parameters, prefix: str) -> Parameters:

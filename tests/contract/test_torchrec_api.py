@@ -31,6 +31,16 @@ SIGNATURES = {
         "OptimizerWrapper": {"optimizer": REQUIRED},
         "CombinedOptimizer": {"optims": REQUIRED},
     },
+    "clipping": {
+        "GradientClippingOptimizer": {
+            "optimizer": REQUIRED,
+            "clipping": "none",
+            "max_gradient": 0.1,
+            "norm_type": 2.0,
+            "enable_global_grad_clip": False,
+            "param_to_pgs": None,
+        },
+    },
     "warmup": {
         "WarmupOptimizer": {
             "optimizer": REQUIRED,
@@ -65,10 +75,12 @@ METHODS = {
     "KeyedOptimizerWrapper": {"step": {"closure": None}},
     "OptimizerWrapper": {"step": {"closure": None}},
     "CombinedOptimizer": {"step": {"closure": None}, "prepend_opt_key": {"name": REQUIRED, "opt_key": REQUIRED}},
+    "GradientClippingOptimizer": {"step": {"closure": None}, "clip_grad_norm_": {}},
     "WarmupOptimizer": {"step": {"closure": None}, "post_load_state_dict": {}},
     "FusedOptimizer": {"step": {"closure": None}},
 }
 ENUMS = {
+    "GradientClipping": {"NORM": "norm", "VALUE": "value", "NONE": "none"},
     "WarmupPolicy": {
         "NONE": "none",
         "LINEAR": "linear",
@@ -80,7 +92,8 @@ ENUMS = {
         "INTERPOLATE": "interpolate",
     },
 }
-MODULES = {name: module for module, classes in SIGNATURES.items() for name in classes} | {"WarmupPolicy": "warmup"}
+MODULES = {name: module for module, classes in SIGNATURES.items() for name in classes}
+MODULES |= {"GradientClipping": "clipping", "WarmupPolicy": "warmup"}
 
 
 def assert_takes(function, documented):
@@ -124,6 +137,7 @@ def test_class_relations_are_the_documented_ones():
         assert issubclass(getattr(shardopt, name), shardopt.KeyedOptimizer)
     assert issubclass(shardopt.KeyedOptimizer, torch.optim.Optimizer)
     assert issubclass(shardopt.WarmupOptimizer, shardopt.OptimizerWrapper)
+    assert issubclass(shardopt.GradientClippingOptimizer, shardopt.OptimizerWrapper)
     assert issubclass(shardopt.EmptyFusedOptimizer, shardopt.FusedOptimizer)
 
 
@@ -245,6 +259,22 @@ def test_warm_up_around_a_keyed_optimizer(spelling):
     train(network, optimizer, 10)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * (0.01 + 0.99 * 0.1))
     assert optimizer.state_dict()["state"]["__warmup"]["warmup"].tolist() == [10, 0]
+
+
+@in_both_spellings
+@pytest.mark.parametrize("norm_type", [2.0, "inf"])
+def test_clipping_around_a_keyed_optimizer(spelling, norm_type):
+    clipping, network = spelling("clipping"), model()
+    inner = spelling("keyed")["KeyedOptimizerWrapper"](
+        dict(network.named_parameters()), lambda params: torch.optim.SGD(params, lr=1.0)
+    )
+    optimizer = clipping["GradientClippingOptimizer"](
+        optimizer=inner, max_gradient=1e-3, clipping=clipping["GradientClipping"].NORM, norm_type=norm_type
+    )
+    before = torch.cat([parameter.detach().flatten() for parameter in network.parameters()])
+    train(network, optimizer)
+    moved = before - torch.cat([parameter.detach().flatten() for parameter in network.parameters()])
+    assert torch.linalg.vector_norm(moved, float(norm_type)).item() == pytest.approx(1e-3, rel=1e-3)
 
 
 @in_both_spellings

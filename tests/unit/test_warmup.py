@@ -11,7 +11,7 @@ import torch
 from torch.optim import lr_scheduler
 
 import shardopt
-from shardopt import checkpoint
+from shardopt import GradientClipping, GradientClippingOptimizer, checkpoint
 from shardopt.errors import MismatchError, StateError
 from shardopt.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper
 from shardopt.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
@@ -275,6 +275,10 @@ def test_any_scheduler_after_the_warm_up(name, where):
 # Saving and loading
 
 
+def clipping(optimizer):
+    return GradientClippingOptimizer(optimizer, GradientClipping.NORM, max_gradient=0.5)
+
+
 def nested(kind, **options):
     """Two parameters under Adam, in the ways that wrappers can be nested."""
     a, b = parameters("a", "b").items()
@@ -286,6 +290,8 @@ def nested(kind, **options):
         "plain": lambda: WarmupOptimizer(one, stages, **options),
         "over a wrapper": lambda: WarmupOptimizer(OptimizerWrapper(one), stages, **options),
         "over a combined": lambda: WarmupOptimizer(CombinedOptimizer([("x", one), two]), stages, **options),
+        "over clipping": lambda: WarmupOptimizer(clipping(CombinedOptimizer([("x", one), two])), stages, **options),
+        "under clipping": lambda: clipping(CombinedOptimizer([clipping(WarmupOptimizer(one, stages, **options)), two])),
         "in a combined": lambda: CombinedOptimizer([("x", WarmupOptimizer(one, stages, **options)), two]),
         "two in a combined": lambda: CombinedOptimizer(
             [("x", WarmupOptimizer(one, stages, **options)), ("y", WarmupOptimizer(two, [DECAY], **options))]
@@ -303,7 +309,8 @@ def nested(kind, **options):
     return made
 
 
-KINDS = ["plain", "over a wrapper", "over a combined", "in a combined", "two in a combined", "deep", "two around one"]
+KINDS = ["plain", "over a wrapper", "over a combined", "over clipping", "under clipping", "in a combined"]
+KINDS += ["two in a combined", "deep", "two around one"]
 
 
 def reloaded(optimizer, made, tmp_path, through):
@@ -335,7 +342,7 @@ def test_resumed_steps_are_the_uninterrupted_ones_bit_for_bit(kind, steps, group
     assert snapshot(made) == snapshot(optimizer)
 
 
-@pytest.mark.parametrize("kind", ["plain", "over a combined", "deep"])
+@pytest.mark.parametrize("kind", ["plain", "over a combined", "over clipping", "deep"])
 @pytest.mark.parametrize("groups", [True, False])
 def test_resumed_through_a_checkpoint(kind, groups, tmp_path):
     optimizer, made = nested(kind, lr=0.7), nested(kind, lr=0.7)
@@ -396,15 +403,21 @@ def test_only_some_children_save_their_groups():
     assert rates_of(made) == [0.25, 1.0]  # the second one's group is not saved, so its rate is that of the last stage
 
 
-@pytest.mark.parametrize("saved", [[RAMP], [RAMP, DECAY]])
-def test_stages_may_be_appended(saved):
+@pytest.mark.parametrize(
+    ("saved", "end", "position", "rate"),
+    [
+        ([RAMP, DECAY], 50, [6, 1], BOTH[6]),
+        ([RAMP], 50, [6, 1], 0.3),
+        ([RAMP], 5, [6, 2], 0.3),  # its end is past as well
+    ],
+)
+def test_stages_may_be_appended(saved, end, position, rate):
     optimizer = WarmupOptimizer(sgd(), saved, lr=1.0)
     train(optimizer, 6)
-    more = WarmupStage(WarmupPolicy.CONSTANT, max_iters=50, value=0.3)
-    made = WarmupOptimizer(sgd(), [*saved, more], lr=1.0)
+    made = WarmupOptimizer(sgd(), [*saved, WarmupStage(WarmupPolicy.CONSTANT, max_iters=end, value=0.3)], lr=1.0)
     made.load_state_dict(optimizer.state_dict())
-    assert made.state_dict()["state"]["__warmup"]["warmup"].tolist() == [6, 1]
-    assert rates_of(made) == ([0.3] if len(saved) == 1 else [BOTH[6]])
+    assert made.state_dict()["state"]["__warmup"]["warmup"].tolist() == position
+    assert rates_of(made) == [rate]
 
 
 OTHER_STAGES = {
