@@ -3,6 +3,7 @@
 from shardopt.optim.clipping import GradientClipping, GradientClippingOptimizer
 from shardopt.optim.fused import EmptyFusedOptimizer, FusedOptimizer, FusedOptimizerModule
 from shardopt.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper, keyed
+from shardopt.optim.scaler import GradScaler
 from shardopt.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 __all__ = [
@@ -10,6 +11,7 @@ __all__ = [
     "EmptyFusedOptimizer",
     "FusedOptimizer",
     "FusedOptimizerModule",
+    "GradScaler",
     "GradientClipping",
     "GradientClippingOptimizer",
     "KeyedOptimizer",

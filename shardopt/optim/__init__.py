@@ -6,6 +6,7 @@ The function that builds one by algorithm and pattern is `shardopt.keyed`; here 
 from shardopt.optim.clipping import GradientClipping, GradientClippingOptimizer
 from shardopt.optim.fused import EmptyFusedOptimizer, FusedOptimizer, FusedOptimizerModule
 from shardopt.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper
+from shardopt.optim.scaler import GradScaler
 from shardopt.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "EmptyFusedOptimizer",
     "FusedOptimizer",
     "FusedOptimizerModule",
+    "GradScaler",
     "GradientClipping",
     "GradientClippingOptimizer",
     "KeyedOptimizer",
