@@ -171,7 +171,7 @@ def _descend_stateful(node: Stateful, path: Path, flat: FlatState) -> None:
     if not isinstance(state, dict):
         problem = Problem(join(path), f"state_dict() gave a {type(state).__name__}", "a dict", "return a dict by name")
         raise StateError("state must have names", [problem])
-    handback = Handback(path, node, _shallow(state))
+    handback = Handback(path, node, _shallow(state, set()))
     flat.handbacks.append(handback)
 
     def replace_state(value: Any) -> None:
@@ -209,14 +209,21 @@ def _is_branch(node: Mapping[Any, Any], within: bool) -> bool:
     return not within and len(node) > 0 and not isinstance(node, Counter)
 
 
-def _shallow(node: Any) -> Any:
-    """A copy of the containers alone, so that what a load puts in does not reach into the object that gave them."""
+def _shallow(node: Any, seen: set[int]) -> Any:
+    """A copy of the containers alone, so that what a load puts in does not reach into the object that gave them.
+
+    A number that stands in two places (schedules share the tensors of rates) is copied where it is met again: what is
+    loaded may differ in these places, and one memory cannot take both.
+    """
     if isinstance(node, dict | list):
         copied = copy.copy(node)  # keeps what rides on a module's state dict as an attribute, its version notes
         for part, child in copied.items() if isinstance(copied, dict) else enumerate(copied):
-            if isinstance(child, dict | list):
-                copied[part] = _shallow(child)
+            copied[part] = _shallow(child, seen)
         return copied
+    if type(node) is torch.Tensor and node.ndim == 0:
+        if id(node) in seen:
+            return node.clone()
+        seen.add(id(node))
     return node
 
 

@@ -35,12 +35,7 @@ SCHEDULES = {
     "CosineAnnealingLR": lambda o: torchs.CosineAnnealingLR(o, 5, 0.001),
     "CosineAnnealingWarmRestarts": lambda o: torchs.CosineAnnealingWarmRestarts(o, 4, 2),
     "SequentialLR": lambda o: torchs.SequentialLR(
-        o,
-        [
-            torchs.LinearLR(o, 0.1, 1.0, 4),
-            torchs.SequentialLR(o, [torchs.StepLR(o, 2), torchs.ExponentialLR(o, 0.9)], [3]),
-        ],
-        [4],
+        o, [torchs.LinearLR(o, 0.1, 1.0, 4), torchs.StepLR(o, 2), torchs.ExponentialLR(o, 0.9)], [4, 8]
     ),
     "ChainedScheduler": lambda o: torchs.ChainedScheduler(
         [torchs.ConstantLR(o, 0.1, 7), torchs.ExponentialLR(o, 0.9)], o
@@ -53,7 +48,7 @@ SCHEDULES = {
     "SWALR": lambda o: SWALR(o, [0.02, 0.05], anneal_epochs=7),
     "SWALR-linear": lambda o: SWALR(o, 0.02, anneal_epochs=4, anneal_strategy="linear"),
 }
-GROUPS = [{"match": "bias", "lr": 0.03}]
+GROUPS = [{"match": "weight"}, {"match": "bias", "lr": 0.03}]
 
 
 def test_no_class_of_torchs_is_left_out():
