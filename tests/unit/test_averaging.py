@@ -294,6 +294,22 @@ def test_changes_of_the_model_are_noticed():
     assert not ema.swapped
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="moves a model to a GPU")
+def test_averages_follow_a_model_to_a_gpu_and_are_torchs_there():
+    net = model()
+    ema = shardopt.EMA(net, 0.9)
+    theirs = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    net.cuda()
+    theirs.cuda()
+    for _ in range(3):
+        with torch.no_grad():
+            net[0].weight += 1
+        ema.update()
+        theirs.update_parameters(net)
+    assert averages(ema)["0.weight"].is_cuda
+    assert torch.equal(averages(ema)["0.weight"], theirs.module[0].weight)
+
+
 def test_buffers_that_were_replaced_are_found_again():
     net = model()
     ema = shardopt.EMA(net, 0.5, use_buffers=True)
