@@ -1,6 +1,6 @@
 """Writes the golden checkpoint of the current format version: once, when there is a new one.
 
-    python -m tests.golden.make
+python -m tests.golden.make
 """
 
 from pathlib import Path

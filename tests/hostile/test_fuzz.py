@@ -1,4 +1,4 @@
-"""Hostile manifests and headers: every one is read or refused with our error, within bounds, and nothing else happens."""
+"""Hostile manifests and headers: each is read or refused with our error, within bounds; nothing else happens."""
 
 import copy
 import json
@@ -20,10 +20,10 @@ MEMORY_LIMIT_BYTES = 64 << 20
 MEMORY_PER_INPUT_BYTE = 40
 
 ODD_VALUES = [
-    None, True, -1, 0, 1, 2**31, 2**63 - 1, 2**63, 2**70, -(2**70), 1e308, 0.5, "", "x", "../../etc/passwd", "/etc/passwd",
-    "..\\x.safetensors", "a\0b.safetensors", "F32", "float32", "\ud800", [], [[]], {}, {"": 0}, [0], [-1], [2**62] * 3,
-    {"int": "9" * 100}, {"int": "x"}, {"numpy": ["O", None, ""]}, {"numpy": ["<f8", [2**40], ""]}, {"tensor": ["save", [1], ""]},
-    {"dict": [[1]]}, {"set": [[]]}, {"bytes": "*"},
+    None, True, -1, 0, 1, 2**31, 2**63 - 1, 2**63, 2**70, -(2**70), 1e308, 0.5, "", "x", "../../etc/passwd",
+    "/etc/passwd", "..\\x.safetensors", "a\0b.safetensors", "F32", "float32", "\ud800", [], [[]], {}, {"": 0}, [0],
+    [-1], [2**62] * 3, {"int": "9" * 100}, {"int": "x"}, {"numpy": ["O", None, ""]}, {"numpy": ["<f8", [2**40], ""]},
+    {"tensor": ["save", [1], ""]}, {"dict": [[1]]}, {"set": [[]]}, {"bytes": "*"},
 ]  # fmt: skip
 
 
