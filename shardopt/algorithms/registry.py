@@ -13,13 +13,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from shardopt.algorithms.torch_private import step_without_hooks
 from shardopt.errors import AlgorithmError, Problem
+from shardopt.sharding.view import View
 
 Options = Mapping[str, Any]
 
@@ -47,6 +49,24 @@ class Dtype(Enum):
         return torch.float64 if wide else torch.float32
 
 
+class StepsOn(Enum):
+    """What an algorithm's optimizer is built over, where parameters are sharded."""
+
+    LEAVES = "local tensors"
+    """The plain local tensors of the parameters, as torch's own elementwise optimizers."""
+    PARAMETERS = "the parameters themselves"
+    """The user's tensors, sharded as they are. The class does its own communication and takes gradients with
+    `gradient_leaves`; its `state[parameter]` holds finished tensors, whose global shapes do not depend on the number
+    of ranks; and it has a method `fresh_state` (`MakesState`)."""
+
+
+class MakesState(Protocol):
+    """What `init_state` asks of an optimizer that steps on parameters."""
+
+    def fresh_state(self, group: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
+        """New state of a parameter that has none, as its first step would make it; changes nothing."""
+
+
 class AtFirstStep(Enum):
     """Initial values that are not known before the first step, so that making state early must not fix them."""
 
@@ -56,6 +76,10 @@ class AtFirstStep(Enum):
 
 def _always(options: Options) -> bool:
     return True
+
+
+def _suits(parameter: View) -> str:
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +114,11 @@ class AlgorithmSpec:
         state: what it keeps for a parameter, in the order in which it is made.
         why_not: where it is not elementwise, what on shards would be computed differently.
         state_at_construction: whether the class makes all state when it is constructed, not at the first gradient.
+        steps_on: what its optimizer is built over, where parameters are sharded. One that steps on parameters is never
+            refused for shards.
+        stands_for: a class of torch in whose place it runs, on plain parameters too: with the same options and state.
+        unsuitable: what keeps a parameter from being optimized with it, in a few words; "" where nothing does. Asked
+            where it steps on parameters only.
     """
 
     optimizer: type[Optimizer]
@@ -98,6 +127,9 @@ class AlgorithmSpec:
     state: tuple[StateEntry, ...] = ()
     why_not: str = ""
     state_at_construction: bool = False
+    steps_on: StepsOn = StepsOn.LEAVES
+    stands_for: type[Optimizer] | None = None
+    unsuitable: Callable[[View], str] = _suits
 
     @property
     def settled_at_first_step(self) -> bool:
@@ -132,12 +164,14 @@ def register(spec: AlgorithmSpec) -> AlgorithmSpec:
                 ],
             )
     _SPECS[spec.optimizer] = spec
+    if spec.stands_for is not None:
+        _SPECS[spec.stands_for] = spec
     return spec
 
 
 def algorithms() -> tuple[AlgorithmSpec, ...]:
     """Every registered algorithm, by name."""
-    return tuple(sorted(_SPECS.values(), key=lambda spec: spec.name))
+    return tuple(sorted(dict.fromkeys(_SPECS.values()), key=lambda spec: spec.name))
 
 
 def find_spec(optimizer: type[Optimizer]) -> AlgorithmSpec | None:

@@ -293,7 +293,6 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({**state, "state": LocalState(state["_names"], state["_local"])})
-        self._local.rebind()  # a copied parameter has a copied local tensor
 
     def _saved_besides(self, names: list[str]) -> dict[str, Any]:
         if not self._local.settles_at_first_step:

@@ -188,14 +188,14 @@ def requires_gradient(param: Tensor) -> bool:
 
 
 def empty_leaf(param: Tensor) -> Tensor:
-    """An empty tensor with the dtype and device that local tensors of `param` have, for a rank that has none."""
+    """An empty tensor with the dtype, device and dimensions that local tensors of `param` have, for a rank without."""
     if isinstance(param, ShardedTensor):
         metadata = param.metadata()
         placement = metadata.shards_metadata[0].placement
         # The type only: a shard's device has the index that it has on its own rank.
         kind = "cpu" if placement is None else placement.device().type
-        return torch.empty(0, dtype=metadata.tensor_properties.dtype, device=kind)
-    return torch.empty(0, dtype=param.dtype, device=param.device)
+        return torch.empty(0, *metadata.size[1:], dtype=metadata.tensor_properties.dtype, device=kind)
+    return torch.empty(0, *param.shape[1:], dtype=param.dtype, device=param.device)
 
 
 def _refusal(key: str, found: str, required: str, remedy: str) -> LayoutError:

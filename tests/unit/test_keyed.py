@@ -6,7 +6,8 @@ import pickle
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import shardopt
@@ -350,6 +351,23 @@ def test_several_shards_on_a_rank_keep_one_counter():
         assert leaves_of(table)[0].grad is not None
         optimizer.zero_grad()
         assert leaves_of(table)[0].grad is None
+
+
+def test_shards_in_a_wrapper_are_stepped_on_each():
+    with fake_rank(0, 2) as mesh:
+        shards = [torch.ones(2, 2), torch.ones(1, 2)]
+        wrapper = LocalShardsWrapper(shards, [(0, 0), (2, 0)])
+        table = DTensor.from_local(wrapper, mesh, [Shard(0)], run_check=False, shape=(5, 2), stride=(2, 1))
+        optimizer = shardopt.keyed("adam", {"table": table})
+        for leaf in leaves_of(table):
+            leaf.grad = torch.ones_like(leaf)
+        optimizer.step()
+        assert [leaf.lt(1).all().item() for leaf in leaves_of(table)] == [True, True]
+        state = optimizer.state_dict()["state"]["table"]
+        assert [tuple(leaf.shape) for leaf in leaves_of(state["exp_avg"])] == [(2, 2), (1, 2)]
+        optimizer.load_state_dict(copy.deepcopy({**optimizer.state_dict(), "state": {"table": {**state}}}))
+        optimizer.zero_grad()
+        assert [leaf.grad for leaf in leaves_of(table)] == [None, None]
 
 
 # --- stepping --------------------------------------------------------------------------------------------------------

@@ -18,12 +18,12 @@ LAYERS = {
     "values": 1,
     "sharding": 1,
     "ranks": 2,
-    "algorithms": 2,
-    "optim": 3,
-    "checkpoint": 3,
-    "nn": 3,
-    "cli": 4,
-    "": 5,  # shardopt/__init__.py
+    "algorithms": 3,
+    "optim": 4,
+    "checkpoint": 4,
+    "nn": 4,
+    "cli": 5,
+    "": 6,  # shardopt/__init__.py
 }
 
 # The files that may touch private parts of torch, and what for.
