@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shardopt.algorithms.muon import Muon, unsuitable_for_muon
 from shardopt.algorithms.torch_private import step_without_hooks
 from shardopt.errors import AlgorithmError, Problem
 from shardopt.sharding.view import View
@@ -284,10 +285,13 @@ for _spec in (
         why_not="it takes dot products over all parameters, and a rank has only its shards",
     ),
     AlgorithmSpec(
-        torch.optim.Muon,
+        Muon,
         "Muon",
         False,
-        why_not="it orthogonalises whole matrices, and a shard is not one",
+        (_like("momentum_buffer"),),
+        steps_on=StepsOn.PARAMETERS,
+        stands_for=torch.optim.Muon,
+        unsuitable=unsuitable_for_muon,
     ),
     AlgorithmSpec(
         torch.optim.SparseAdam,
