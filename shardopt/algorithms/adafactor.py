@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from math import prod
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -34,10 +35,11 @@ from shardopt.sharding.box import cover_faults
 from shardopt.sharding.view import (
     View,
     assemble,
-    empty_leaf,
+    device_of,
     gradient_leaves,
     leaves_of,
     requires_gradient,
+    takes_gradient,
     view_of,
 )
 
@@ -56,18 +58,21 @@ class Adafactor(torch.optim.Adafactor):
     `row_var` and `col_var`, or `variance`, in the parameter's dtype, each cut as the parameter is.
     """
 
+    names: Mapping[Tensor, str] = MappingProxyType({})
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step. Collective: for every process group among which parameters are cut, two all-reduces.
 
-        No device is waited for, unless a `step` was put on one, or where some rank has no shard of a ShardedTensor.
+        No device is waited for, unless a `step` was put on one, or where a parameter is a ShardedTensor: then ranks
+        ask each other whether it has a gradient.
 
         Args:
             closure: evaluates the model again and returns the loss, which is returned; called once.
 
         Raises:
-            GradientError: a gradient is sparse or does not fit its parameter; or, told only on the CPU but there by
-                all ranks, is there on some of a parameter's ranks and not on others. No parameter was changed.
+            GradientError: a gradient is sparse or does not fit its parameter; or, told on the CPU only but there by all
+                ranks, a DTensor has one on some of its ranks and not on others. Nothing was changed.
         """
         loss = None
         if closure is not None:
@@ -76,13 +81,19 @@ class Adafactor(torch.optim.Adafactor):
         works = [_Work(self, group, parameter) for group in self.param_groups for parameter in group["params"]]
         # All that may have a gradient on some rank, so that ranks always add up the same.
         works = [work for work in works if work.gradients or requires_gradient(work.parameter)]
+        # Where a number stands among others decides in which order ranks add it up, and so its last bit.
+        works.sort(key=lambda work: self.names.get(work.parameter, ""))
         add_up(chain.from_iterable(work.statistics() for work in works))
-        works = [work for work in works if work.is_due()]
-        for work in works:
+        due = [work for work in works if work.is_due()]
+        for work in due:
             work.take_statistics()
-        add_up([(work.update_squares(), work.cuts) for work in works])
-        for work in works:
-            work.apply()
+            work.measure_update()
+            if not work.cuts:
+                work.apply()
+        add_up((work.update_square, work.cuts) for work in works)
+        for work in due:
+            if work.cuts:
+                work.apply()
         return loss
 
     def fresh_state(self, group: Group, parameter: Tensor) -> dict[str, Any]:
@@ -97,12 +108,12 @@ class Adafactor(torch.optim.Adafactor):
         return {"step": step, "row_var": rows, "col_var": columns}
 
 
-def unsuitable(view: View) -> str:
+def unsuitable_for_adafactor(view: View) -> str:
     """What keeps a parameter from being optimized with Adafactor; "" where nothing does."""
     if view.dtype.is_complex:
         return f"elements of {view.dtype}, of which it could not take rows and columns"
-    if view.layout.local and cover_faults(view.shape, view.layout.boxes):
-        return "shards that no other rank knows of (a LocalShardsWrapper), so that no row or column can be added up"
+    if cover_faults(view.shape, view.layout.boxes):
+        return "shards that do not tell where the rest of the parameter is"
     return ""
 
 
@@ -149,7 +160,8 @@ class _Work:
     def statistics(self) -> Iterator[Term]:
         """This rank's share in what is added up before the update."""
         # RMS(θ)², how many ranks have a gradient, and how many have shards but no gradient.
-        self.numbers: Tensor = torch.zeros(3, dtype=self.sum_dtype, device=empty_leaf(self.parameter).device)
+        self.numbers: Tensor = torch.zeros(3, dtype=self.sum_dtype, device=device_of(self.parameter))
+        self.update_square = self.numbers.new_zeros(())
         self.numbers[0] = _mean_of_squares(self.leaves, self.shape, self.numbers)
         if self.leaves:
             self.numbers[1 if self.gradients else 2] = 1.0
@@ -198,7 +210,13 @@ class _Work:
     # --- between the rounds ---
 
     def is_due(self) -> bool:
-        """Whether the parameter has a gradient, which a rank without a shard learns from the others."""
+        """Whether the parameter has a gradient."""
+        if not takes_gradient(self.parameter):
+            # Gradients are with the shards: one on any rank is one for the whole parameter, zero elsewhere.
+            due = bool(self.numbers[1] > 0)
+            if due and not self.gradients:
+                self.gradients = tuple(map(torch.zeros_like, self.leaves))
+            return due
         if self.numbers.is_cpu and self.cuts:
             _, have, lack = self.numbers.tolist()
             if have and lack:
@@ -206,11 +224,10 @@ class _Work:
                     key=f"the gradient of a parameter of shape {self.shape}",
                     found=f"one on {have:g} of its ranks, none on {lack:g}",
                     required="one on all of its ranks, or on none",
-                    remedy="give zeros where a rank had nothing to do with it",
+                    remedy="give it zeros where a rank had nothing to do with it",
                 )
                 raise GradientError("a gradient is absent on some ranks", [problem])
-            return bool(have)
-        return bool(self.gradients) if self.leaves else bool(self.numbers[1] > 0)
+        return bool(self.gradients)
 
     def take_statistics(self) -> None:
         """Moves the state by what the ranks have added up."""
@@ -230,13 +247,12 @@ class _Work:
 
     # --- second round ---
 
-    def update_squares(self) -> Tensor:
-        """This rank's share in RMS(U)²."""
+    def measure_update(self) -> None:
+        """Works out U, and this rank's share in RMS(U)²."""
         updates = self._updates()
         self.update_square = _mean_of_squares(updates, self.shape, self.numbers)
         if self.group["foreach"] or not self.cuts:
             self.kept = updates
-        return self.update_square
 
     def _updates(self) -> list[Tensor]:
         """U for each leaf."""

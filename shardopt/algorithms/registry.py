@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardopt.algorithms.adafactor import Adafactor
-from shardopt.algorithms.adafactor import unsuitable as unsuitable_for_adafactor
+from shardopt.algorithms.adafactor import Adafactor, unsuitable_for_adafactor
+from shardopt.algorithms.muon import Muon, unsuitable_for_muon
 from shardopt.algorithms.torch_private import step_without_hooks
 from shardopt.errors import AlgorithmError, Problem
 from shardopt.sharding.view import View
@@ -67,7 +67,14 @@ class StepsOn(Enum):
 
 
 class MakesState(Protocol):
-    """What `init_state` asks of an optimizer that steps on parameters."""
+    """What keyed optimizers ask of one that steps on parameters.
+
+    Args:
+        names: parameter → FQN, set by the keyed optimizer; for errors, and for an order of parameters that is the same
+            however they are given.
+    """
+
+    names: Mapping[Tensor, str]
 
     def fresh_state(self, group: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
         """New state of a parameter that has none, as its first step would make it; changes nothing."""
@@ -313,10 +320,13 @@ for _spec in (
         why_not="it takes dot products over all parameters, and a rank has only its shards",
     ),
     AlgorithmSpec(
-        torch.optim.Muon,
+        Muon,
         "Muon",
         False,
-        why_not="it orthogonalises whole matrices, and a shard is not one",
+        (_like("momentum_buffer"),),
+        steps_on=StepsOn.PARAMETERS,
+        stands_for=torch.optim.Muon,
+        unsuitable=unsuitable_for_muon,
     ),
     AlgorithmSpec(
         torch.optim.SparseAdam,

@@ -188,6 +188,34 @@ def requires_gradient(param: Tensor) -> bool:
     return param.requires_grad
 
 
+def members_of(tensor: Tensor) -> tuple[int, ...]:
+    """The ranks over which a tensor is sharded or replicated: global numbers, ascending, with those that hold nothing.
+
+    Of a tensor that does not tell of other ranks (plain, LocalShardsWrapper) it is this rank.
+    """
+    if isinstance(tensor, DTensor) and not _is_wrapper(tensor._local_tensor):
+        return tuple(sorted(_mesh_of(tensor._spec.mesh).ranks))
+    if isinstance(tensor, ShardedTensor):
+        return tuple(sorted(dist.get_process_group_ranks(tensor._process_group)))
+    return (dist.get_rank() if dist.is_initialized() else 0,)
+
+
+def groups_of(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """The process groups that a sharded tensor was made over, as far as this rank is in them."""
+    if isinstance(tensor, DTensor):
+        mesh = tensor._spec.mesh
+        return () if mesh.get_coordinate() is None else tuple(mesh.get_all_groups())
+    if isinstance(tensor, ShardedTensor):
+        return (tensor._process_group,)
+    return ()
+
+
+def device_of(param: Tensor) -> torch.device:
+    """Where its local tensors lie, or would lie on a rank that has none."""
+    leaves = leaves_of(param)
+    return (leaves[0] if leaves else empty_leaf(param)).device
+
+
 def empty_leaf(param: Tensor) -> Tensor:
     """An empty tensor with the dtype, device and dimensions that local tensors of `param` have, for a rank without."""
     if isinstance(param, ShardedTensor):
