@@ -32,7 +32,7 @@ OPTIONS = [
     for foreach in (None, True)
 ]
 # Relative to the largest element of a tensor. In bfloat16 torch rounds the statistics that are kept in float32 here.
-TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 0.03}
+TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 0.05}
 
 
 def parameters(dtype):
