@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardopt.algorithms.registry import AlgorithmSpec, Kind
 from shardopt.errors import GradientError, Problem, StateError
-from shardopt.sharding.view import assemble, empty_leaf, gradient_leaves, leaves_of, requires_gradient, takes_gradient
+from shardopt.sharding.view import assemble, empty_leaf, gradient_leaves, leaves_of, takes_gradient
 
 State = dict[str, Any]
 
@@ -37,11 +37,6 @@ class Shards:
         self.stands_in = not held
         self.leaves = held or (empty_leaf(parameter),)
         self._kept: list[tuple[Tensor, Tensor | None]] = []
-
-    @property
-    def trained(self) -> bool:
-        """Whether the parameter may get a gradient."""
-        return requires_gradient(self.parameter)
 
     def moved(self) -> tuple[Tensor, ...]:
         """The leaves that were replaced since the last call, if the parameter got other local tensors; else ().
@@ -97,14 +92,6 @@ class Shards:
             leaf.grad = gradient
         self._kept = []
 
-    def zero_gradients(self, set_to_none: bool) -> None:
-        """`zero_grad` for this parameter, wherever its gradients are."""
-        for holder in (*self.leaves, self.parameter) if takes_gradient(self.parameter) else self.leaves:
-            if set_to_none:
-                holder.grad = None
-            elif holder.grad is not None:
-                holder.grad.detach_().zero_()
-
     def put_together(self, parts: tuple[Tensor, ...]) -> Tensor:
         """A tensor that lies like the parameter, made of one tensor per leaf without a copy."""
         return assemble(self.parameter, () if self.stands_in else parts)
@@ -112,6 +99,16 @@ class Shards:
     def take_apart(self, whole: Tensor) -> tuple[Tensor, ...]:
         """The reverse of `put_together`; a stand-in gets an empty tensor of that dtype."""
         return (torch.zeros_like(self.leaves[0], dtype=whole.dtype),) if self.stands_in else leaves_of(whole)
+
+
+def zero_gradients(parameter: Tensor, set_to_none: bool) -> None:
+    """`zero_grad` for one parameter of any kind, wherever its gradients are."""
+    leaves = leaves_of(parameter)
+    for holder in (*leaves, parameter) if takes_gradient(parameter) else leaves:
+        if set_to_none:
+            holder.grad = None
+        elif holder.grad is not None:
+            holder.grad.detach_().zero_()
 
 
 class ShardedState(MutableMapping[str, Any]):
