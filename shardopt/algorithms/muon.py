@@ -199,8 +199,8 @@ class _Matrix:
         lr = lr.squeeze() if isinstance(lr, Tensor) else lr
         scale = adjustment(self.group["adjust_lr_fn"], *self.view.shape)
         (here,) = (piece.tensor for piece in self.view.pieces if piece.box == box)
-        # torch's kernels round a factor to 16 bits, or do not, by how far from the end of the memory an element is: with
-        # them the result would depend on where shards end.
+        # In 16 bits torch's kernels round the factor, or do not, by how far from the end of the memory an element is:
+        # the result would depend on where shards end.
         wide = here.to(torch.promote_types(here.dtype, torch.float32))
         wide.mul_(1 - lr * self.group["weight_decay"]).add_(part, alpha=-(lr * scale))
         if wide is not here:

@@ -248,6 +248,10 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step; hooks run once, on this optimizer.
 
+        Local to the rank, unless a gradient has another placement than its parameter: then all ranks of the mesh must
+        call, since it is redistributed. A rank that holds no part of a ShardedTensor counts each step for it, as it
+        cannot see whether the others have a gradient.
+
         Args:
             closure: evaluates the model again and returns the loss, which is returned; called once (but by LBFGS).
 

@@ -27,7 +27,10 @@ IMPLEMENTATION_OPTIONS = frozenset({"foreach", "fused", "capturable", "different
 """Options that say how this process computes a step, not what: they belong to its device and are neither saved nor
 loaded, or a job resumed on other hardware would run with what the old one asked for."""
 
-_REMEDY = "load what was saved from the same parameters and options, or pass strict=False"
+_REMEDY = (
+    "load what was saved from the same parameters and options (a schedule adds some: attach it first), "
+    "or pass strict=False"
+)
 
 
 @dataclass(frozen=True, slots=True)
