@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shardopt.algorithms.adafactor import Adafactor, unsuitable_for_adafactor
 from shardopt.algorithms.muon import Muon, unsuitable_for_muon
 from shardopt.algorithms.torch_private import step_without_hooks
 from shardopt.errors import AlgorithmError, Problem
@@ -34,6 +35,10 @@ class Kind(Enum):
     """Shape and placement of the parameter."""
     SCALAR = "scalar"
     """One number for the whole parameter, the same on every rank."""
+    ROWS = "rows"
+    """The shape of the parameter, but for a last dimension of size 1; placed as the parameter along the others."""
+    COLUMNS = "columns"
+    """The shape of the parameter, but for a last dimension but one of size 1; placed as it along the others."""
 
 
 class Dtype(Enum):
@@ -62,7 +67,14 @@ class StepsOn(Enum):
 
 
 class MakesState(Protocol):
-    """What `init_state` asks of an optimizer that steps on parameters."""
+    """What keyed optimizers ask of one that steps on parameters.
+
+    Args:
+        names: parameter → FQN, set by the keyed optimizer; for errors, and for an order of parameters that is the same
+            however they are given.
+    """
+
+    names: Mapping[Tensor, str]
 
     def fresh_state(self, group: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
         """New state of a parameter that has none, as its first step would make it; changes nothing."""
@@ -76,6 +88,10 @@ class AtFirstStep(Enum):
 
 
 def _always(options: Options) -> bool:
+    return True
+
+
+def _any_number(dimensions: int) -> bool:
     return True
 
 
@@ -94,6 +110,7 @@ class StateEntry:
         initial: the number that every element has before the first step, the name of the option that holds this
             number (of a complex parameter: both of its parts), or what the first step takes it from.
         exists: whether a group with these options has it.
+        suits: whether a parameter with that number of dimensions has it.
     """
 
     name: str
@@ -101,6 +118,7 @@ class StateEntry:
     dtype: Dtype = Dtype.PARAMETER
     initial: float | str | AtFirstStep = 0.0
     exists: Callable[[Options], bool] = _always
+    suits: Callable[[int], bool] = _any_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +157,9 @@ class AlgorithmSpec:
         """Whether some state takes its initial value only at the first step."""
         return any(isinstance(entry.initial, AtFirstStep) for entry in self.state)
 
-    def entries(self, options: Options) -> tuple[StateEntry, ...]:
-        """The state that a parameter in a group with these options has."""
-        return tuple(entry for entry in self.state if entry.exists(options))
+    def entries(self, options: Options, dimensions: int = 2) -> tuple[StateEntry, ...]:
+        """The state that a parameter with so many dimensions has in a group with these options."""
+        return tuple(entry for entry in self.state if entry.exists(options) and entry.suits(dimensions))
 
 
 _SPECS: dict[type[Optimizer], AlgorithmSpec] = {}
@@ -235,6 +253,14 @@ def _centered(options: Options) -> bool:
     return bool(options["centered"])
 
 
+def _is_matrix(dimensions: int) -> bool:
+    return dimensions > 1
+
+
+def _is_vector(dimensions: int) -> bool:
+    return dimensions < 2
+
+
 _STEP = _scalar("step")
 _ADAM = (_STEP, _like("exp_avg"), _like("exp_avg_sq"), _like("max_exp_avg_sq", exists=_amsgrad))
 _LR = AtFirstStep.LEARNING_RATE
@@ -275,10 +301,19 @@ for _spec in (
         (_like("momentum_buffer", initial=AtFirstStep.GRADIENT, exists=_has_momentum),),
     ),
     AlgorithmSpec(
-        torch.optim.Adafactor,
+        Adafactor,
         "Adafactor",
         False,
+        (
+            _STEP,
+            StateEntry("row_var", Kind.ROWS, suits=_is_matrix),
+            StateEntry("col_var", Kind.COLUMNS, suits=_is_matrix),
+            _like("variance", suits=_is_vector),
+        ),
         why_not="it divides by means over rows, columns and whole parameters, and a shard has only its own",
+        steps_on=StepsOn.PARAMETERS,
+        stands_for=torch.optim.Adafactor,
+        unsuitable=unsuitable_for_adafactor,
     ),
     AlgorithmSpec(
         torch.optim.LBFGS,

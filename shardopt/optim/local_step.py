@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from shardopt.algorithms.fresh import fresh_state
-from shardopt.algorithms.registry import StepsOn, find_spec, unknown
+from shardopt.algorithms.registry import MakesState, StepsOn, find_spec, unknown
 from shardopt.algorithms.torch_private import step_without_hooks
 from shardopt.errors import AlgorithmError, Problem, StateError
 from shardopt.optim.leaves import ShardedState, Shards, State, moved_state, zero_gradients
@@ -77,7 +77,7 @@ class LocalOptimizer:
         owners = {leaf: parameter for parameter, its in leaves.items() for leaf in its}
         for group in self.groups:
             group["params"] = _parameters_of(group["params"], owners, leaves, names)
-        self._unbind_if_it_steps_on_parameters()
+        self._hand_over_parameters(names)
 
     @property
     def groups(self) -> list[Group]:
@@ -110,7 +110,7 @@ class LocalOptimizer:
                 self.shards.pop(parameter, None)
             raise
         self.groups[-1]["params"] = list(names)
-        self._unbind_if_it_steps_on_parameters()
+        self._hand_over_parameters({**getattr(self.optimizer, "names", {}), **names})
         if self.spec is not None and self.spec.state_at_construction:
             self.make_state(names)
 
@@ -211,10 +211,14 @@ class LocalOptimizer:
         self.shards[parameter] = Shards(name, parameter)
         return self.shards[parameter].leaves
 
-    def _unbind_if_it_steps_on_parameters(self) -> None:
-        """Parameters are their own leaves then; until here local tensors stood in for them, whose class torch knows."""
+    def _hand_over_parameters(self, names: Mapping[Tensor, str]) -> None:
+        """Where the algorithm steps on parameters: makes them their own leaves, and tells it how they are called.
+
+        Until here local tensors stood in for them, whose class torch knows.
+        """
         if self.steps_on_parameters:
             self.shards.clear()
+            cast(MakesState, self.optimizer).names = names
 
     def _refuse(self, names: Mapping[Tensor, str]) -> None:
         if self.steps_on_parameters:

@@ -19,9 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata
 from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
+from torch.distributed._shard.sharding_spec.api import ShardingSpec
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -530,24 +532,43 @@ def _sharded_layout(
 
 
 def _sharded_tensor(like: ShardedTensor, leaves: Sequence[Tensor]) -> ShardedTensor:
-    # torch's own constructor from local shards refuses the empty chunks past the end that its ChunkShardingSpec makes.
     metadata = like.metadata()
     properties = copy.copy(metadata.tensor_properties)
     properties.dtype = leaves[0].dtype if leaves else properties.dtype
     properties.requires_grad = properties.pin_memory = False
+    told = ShardedTensorMetadata(metadata.shards_metadata, metadata.size, properties)
+    here = [shard.metadata for shard in like.local_shards()]
+    return sharded_tensor_of(like, like.sharding_spec(), told, here, leaves)
+
+
+def sharded_tensor_of(
+    like: ShardedTensor,
+    spec: ShardingSpec,
+    metadata: ShardedTensorMetadata,
+    here: Sequence[ShardMetadata],
+    leaves: Sequence[Tensor],
+) -> ShardedTensor:
+    """A ShardedTensor on the ranks of another, without a collective or a copy.
+
+    Args:
+        like: the tensor whose process group is taken.
+        spec: how the new one is sharded.
+        metadata: of the whole, with the properties of the new one.
+        here: the metadata of this rank's shards.
+        leaves: this rank's shards, in the order of `here`.
+    """
+    # torch's own constructor from local shards refuses the empty chunks past the end that its ChunkShardingSpec makes.
     made: ShardedTensor = ShardedTensor.__new__(
         ShardedTensor,
-        like.sharding_spec(),
+        spec,
         metadata.size,
-        dtype=properties.dtype,
+        dtype=metadata.tensor_properties.dtype,
         layout=torch.strided,
         pin_memory=False,
         requires_grad=False,
     )
-    made._metadata = ShardedTensorMetadata(metadata.shards_metadata, metadata.size, properties)
+    made._metadata = metadata
     # torch leaves this untyped; it sets the process group and the (empty) remote shards.
     made._prepare_init(process_group=like._process_group, init_rrefs=False)  # type: ignore[no-untyped-call]
-    made._local_shards = [
-        LocalShard(leaf, shard.metadata) for leaf, shard in zip(leaves, like.local_shards(), strict=True)
-    ]
+    made._local_shards = [LocalShard(leaf, told) for leaf, told in zip(leaves, here, strict=True)]
     return made
