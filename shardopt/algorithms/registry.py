@@ -133,12 +133,12 @@ class AlgorithmSpec:
         state: what it keeps for a parameter, in the order in which it is made.
         why_not: where it is not elementwise, what on shards would be computed differently.
         state_at_construction: whether the class makes all state when it is constructed, not at the first gradient.
-        needs_closure: whether a step has to evaluate the model again itself, maybe several times.
         steps_on: what its optimizer is built over, where parameters are sharded. One that steps on parameters is never
             refused for shards.
         stands_for: a class of torch in whose place it runs, on plain parameters too: with the same options and state.
         unsuitable: what keeps a parameter from being optimized with it, in a few words; "" where nothing does. Asked
             where it steps on parameters only.
+        needs_closure: whether a step has to evaluate the model again itself, maybe several times.
     """
 
     optimizer: type[Optimizer]
@@ -147,10 +147,10 @@ class AlgorithmSpec:
     state: tuple[StateEntry, ...] = ()
     why_not: str = ""
     state_at_construction: bool = False
-    needs_closure: bool = False
     steps_on: StepsOn = StepsOn.LEAVES
     stands_for: type[Optimizer] | None = None
     unsuitable: Callable[[View], str] = _suits
+    needs_closure: bool = False
 
     @property
     def settled_at_first_step(self) -> bool:
