@@ -164,7 +164,10 @@ class _Channel:
         return [got[rank][0] for rank in range(1, self.size)]
 
     def _get_all(self, keys: dict[int, str]) -> dict[int, tuple[Any, list[str]]]:
-        """The values under `keys` by rank, awaited, with all keys that hold them; watches the heartbeats of the ranks that have not written yet."""
+        """The values under `keys` by rank, awaited, each with all keys that hold it.
+
+        Watches the heartbeats of the ranks that have not written yet.
+        """
         waiting = dict(keys)
         life = _SignsOfLife(self.store, self.deadline_seconds)
         pause, longest = _POLL_SECONDS

@@ -1,6 +1,11 @@
 """Options of the whole test suite."""
 
+import hypothesis
 import pytest
+
+# No example has a time limit of its own: on a busy machine that would fail a test that is right.
+hypothesis.settings.register_profile("shardopt", deadline=None)
+hypothesis.settings.load_profile("shardopt")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -50,3 +50,32 @@ def lazy_state(optimizer: Optimizer, group: Mapping[str, Any], leaf: Tensor) -> 
 def can_make_lazy_state(optimizer: Optimizer) -> bool:
     """Whether `lazy_state` can be called."""
     return hasattr(optimizer, "_init_group")
+
+
+def before_state_dict(optimizer: Optimizer) -> None:
+    """Fires the hooks that its users registered with `register_state_dict_pre_hook`."""
+    for hook in optimizer._optimizer_state_dict_pre_hooks.values():
+        hook(optimizer)
+
+
+def after_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Fires the hooks of `register_state_dict_post_hook`, and gives what they made of the state."""
+    for hook in optimizer._optimizer_state_dict_post_hooks.values():
+        changed = hook(optimizer, state_dict)
+        state_dict = state_dict if changed is None else changed
+    return state_dict
+
+
+def before_load_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Fires the hooks of `register_load_state_dict_pre_hook` on a shallow copy, and gives what they made of it."""
+    offered = dict(state_dict)
+    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        changed = hook(optimizer, offered)
+        offered = offered if changed is None else changed
+    return offered
+
+
+def after_load_state_dict(optimizer: Optimizer) -> None:
+    """Fires the hooks of `register_load_state_dict_post_hook`."""
+    for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+        hook(optimizer)

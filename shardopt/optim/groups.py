@@ -1,4 +1,4 @@
-"""Parameters by name: pairs checked and put into groups by pattern, and how groups are saved."""
+"""Parameters by name: pairs that are checked, and put into groups by pattern."""
 
 from __future__ import annotations
 
@@ -11,13 +11,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardopt.errors import AlgorithmError, Problem, StateError
-from shardopt.sharding.view import leaves_of, takes_gradient
+from shardopt.sharding.view import takes_gradient
 
 NamedTensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
-
-IMPLEMENTATION_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""Options that say how this process computes a step, not what: they belong to its device and are neither saved nor
-loaded, or a job resumed on other hardware would run with what the old one asked for."""
 
 _MOST_NAMES = 20
 
@@ -125,28 +121,6 @@ def refuse_unknown_options(optimizer: type[Optimizer], options: Iterable[str], w
         raise AlgorithmError(f"{optimizer.__name__} has no such option", problems)
 
 
-def saved_options(group: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """The options of a group as they are saved.
-
-    Raises:
-        StateError: a value is neither plain nor a tensor, so that it cannot be stored.
-    """
-    options = {name: value for name, value in group.items() if name != "params" and name not in IMPLEMENTATION_OPTIONS}
-    problems = [
-        Problem(
-            key=f"param_groups.{key}.{name}",
-            found=f"a {type(value).__qualname__}",
-            required="a tensor, a plain value, or a dict, list or tuple of these",
-            remedy="keep it outside of the group, or turn groups off with save_param_groups(False)",
-        )
-        for name, value in options.items()
-        if not _storable(value)
-    ]
-    if problems:
-        raise StateError("a group has an option that cannot be stored", problems)
-    return options
-
-
 def listed(names: Iterable[str]) -> str:
     """Names in a sentence, the first twenty of them."""
     names = list(names)
@@ -171,15 +145,3 @@ def _pattern(position: int, group: Mapping[str, Any]) -> re.Pattern[str]:
 def _why_empty(pattern: re.Pattern[str], parameters: Mapping[str, Tensor]) -> str:
     found = [name for name in parameters if pattern.search(name)]
     return f"whose matches an earlier group took ({listed(found)})" if found else "which is found in no name"
-
-
-def _storable(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return all(isinstance(name, str | int) and _storable(inner) for name, inner in value.items())
-    if isinstance(value, list | tuple | set | frozenset):
-        return all(map(_storable, value))
-    return value is None or isinstance(value, bool | int | float | str | bytes) or _is_tensor(value)
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor) and bool(leaves_of(value))

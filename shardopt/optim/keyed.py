@@ -11,9 +11,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardopt.algorithms.registry import spec_of
+from shardopt.algorithms.torch_private import (
+    after_load_state_dict,
+    after_state_dict,
+    before_load_state_dict,
+    before_state_dict,
+)
 from shardopt.errors import Problem, StateError
 from shardopt.optim.groups import (
-    IMPLEMENTATION_OPTIONS,
     NamedTensors,
     by_pattern,
     first_names,
@@ -21,20 +26,12 @@ from shardopt.optim.groups import (
     named,
     refuse_non_leaves,
     refuse_unknown_options,
-    saved_options,
 )
 from shardopt.optim.loading import LoadPlan, Unmatched
 from shardopt.optim.local_step import LocalOptimizer, LocalState
+from shardopt.optim.saved import PARAM_GROUPS, PARAMS, STATE, UNTOUCHED, KeyedGroup, plan_all, saved_options
 
 StateDict = dict[str, Any]
-
-STATE = "state"
-PARAM_GROUPS = "param_groups"
-PARAMS = "params"
-UNTOUCHED = "untouched"
-"""In a saved group: the parameters that have state but never had a step. Their first step makes their state anew."""
-
-_REMEDY = "load what was saved from the same parameters and options, or pass strict=False"
 
 
 class KeyedOptimizer(Optimizer):
@@ -56,7 +53,7 @@ class KeyedOptimizer(Optimizer):
         # torch refuses to be given no group, and would make groups of its own from those that it is given.
         super().__init__([{PARAMS: []}], {})
         self.state = cast(Any, state)
-        self.param_groups = cast(list[dict[str, Any]], param_groups)
+        self.param_groups = cast(Any, param_groups if isinstance(param_groups, list) else list(param_groups))
         self._params = dict(params)
         self._names = first_names(self._params)
         self._save_param_groups = False
@@ -87,17 +84,12 @@ class KeyedOptimizer(Optimizer):
         Raises:
             StateError: groups are saved, and one has an option that cannot be stored.
         """
-        for before in self._optimizer_state_dict_pre_hooks.values():
-            before(self)
+        before_state_dict(self)
         state_dict: StateDict = {STATE: {name: dict(entries) for name, entries in self._named_state()}}
-        if self._save_param_groups:
-            state_dict[PARAM_GROUPS] = {
-                key: {PARAMS: names, **saved_options(group, key), **self._saved_besides(names)}
-                for key, names, group in self._keyed_groups()
-            }
-        for after in self._optimizer_state_dict_post_hooks.values():
-            state_dict = after(self, state_dict) or state_dict
-        return state_dict
+        groups = self._keyed_groups()
+        if groups is not None:
+            state_dict[PARAM_GROUPS] = {group.key: group.saved for group in groups}
+        return after_state_dict(self, state_dict)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Unmatched:  # type: ignore[override]  # torch returns None; what was passed over must be told
         """Loads state in place and all or nothing: each tensor keeps its memory; its own tensors are not copied.
@@ -113,18 +105,16 @@ class KeyedOptimizer(Optimizer):
         Raises:
             MismatchError: lists everything that does not fit; nothing was changed.
         """
-        offered = dict(state_dict)
-        for before in self._optimizer_load_state_dict_pre_hooks.values():
-            offered = before(self, offered) or offered
+        offered = before_load_state_dict(self, state_dict)
         plan = LoadPlan(strict)
-        groups = self._plan(plan, offered)
+        groups = self._keyed_groups()
+        plan_all(plan, dict(self._named_state()), groups, offered)
         plan.apply()
-        for group, loaded in groups:
-            group.update({name: value for name, value in loaded.items() if name in group})
+        for group in groups or ():
+            group.take()
         self._loaded(offered)
         self.post_load_state_dict()
-        for after in self._optimizer_load_state_dict_post_hooks.values():
-            after(self)
+        after_load_state_dict(self)
         return plan.unmatched
 
     def check_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
@@ -136,7 +126,7 @@ class KeyedOptimizer(Optimizer):
             MismatchError: lists everything that does not fit.
         """
         plan = LoadPlan(strict, descriptions=True)
-        self._plan(plan, state_dict)
+        plan_all(plan, dict(self._named_state()), self._keyed_groups(), state_dict)
         plan.check()
 
     def post_load_state_dict(self) -> None:
@@ -196,12 +186,17 @@ class KeyedOptimizer(Optimizer):
             if isinstance(key, str):
                 yield key, self.state[key]
 
-    def _keyed_groups(self) -> Iterator[tuple[str, list[str], dict[str, Any]]]:
-        """Key, sorted names and live dict of each group that has parameters."""
+    def _keyed_groups(self) -> list[KeyedGroup] | None:
+        """The groups that have parameters, if groups are saved."""
+        if not self._save_param_groups:
+            return None
+        keyed_groups = []
         for group in self.param_groups:
             names = sorted(self._names[parameter] for parameter in group[PARAMS])
             if names:
-                yield names[0], names, group
+                saved = {PARAMS: names, **saved_options(group, names[0]), **self._saved_besides(names)}
+                keyed_groups.append(KeyedGroup(group, saved))
+        return keyed_groups
 
     def _saved_besides(self, names: list[str]) -> dict[str, Any]:
         """What is saved with a group besides its options."""
@@ -209,70 +204,6 @@ class KeyedOptimizer(Optimizer):
 
     def _loaded(self, offered: Mapping[str, Any]) -> None:
         """Called when tensors and options have their new values, before the hooks."""
-
-    def _plan(self, plan: LoadPlan, offered: Mapping[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """Plans the whole load. Returns live groups, each with what `plan.apply` loads for it."""
-        known = {STATE, PARAM_GROUPS} if self._save_param_groups else {STATE}
-        for key in known - offered.keys():
-            plan.missing(key, "load what state_dict() gave, with groups where save_param_groups(True) was called")
-        for key in offered.keys() - known:
-            plan.unexpected(key, "drop it; for param_groups, call save_param_groups(True) before loading")
-        if STATE in offered:
-            self._plan_state(plan, offered[STATE])
-        if PARAM_GROUPS in known & offered.keys():
-            return self._plan_groups(plan, offered[PARAM_GROUPS])
-        return []
-
-    def _plan_state(self, plan: LoadPlan, offered: Any) -> None:
-        mine = dict(self._named_state())
-        if isinstance(offered, Mapping):
-            offered = {name: its for name, its in offered.items() if not (isinstance(its, Mapping) and not its)}
-            if offered and not mine:
-                plan.problem(
-                    STATE,
-                    f"state of {len(offered)} parameters",
-                    "none, as this optimizer has none yet",
-                    "call init_state() before loading",
-                )
-                return
-            if mine and not offered and plan.strict:
-                plan.problem(
-                    STATE,
-                    "no state",
-                    f"state of {len(mine)} parameters",
-                    "it was saved before the first step: call init_state() before saving, or load it into an "
-                    "optimizer on which init_state() was not called",
-                )
-                return
-        plan.mapping(STATE, mine, offered, _REMEDY)
-
-    def _plan_groups(self, plan: LoadPlan, offered: Any) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        if not isinstance(offered, Mapping):
-            plan.problem(
-                PARAM_GROUPS,
-                f"a {type(offered).__name__}",
-                "a mapping by least FQN",
-                "load what state_dict() of a keyed optimizer gave",
-            )
-            return []
-        mine = {key: (names, group) for key, names, group in self._keyed_groups()}
-        remedy = "put parameters in groups as when it was saved"
-        for key in mine.keys() - offered.keys():
-            plan.missing(f"{PARAM_GROUPS}.{key}", remedy)
-        for key in offered.keys() - mine.keys():
-            plan.unexpected(f"{PARAM_GROUPS}.{key}", remedy)
-        planned = []
-        for key, (names, group) in mine.items():
-            if key not in offered:
-                continue
-            where, theirs = f"{PARAM_GROUPS}.{key}", dict(offered[key])
-            found = theirs.pop(PARAMS, None)
-            if found != names:
-                plan.problem(f"{where}.{PARAMS}", f"{found}", f"{names}", remedy)
-            loaded = {**saved_options(group, key), **self._saved_besides(names)}
-            plan.mapping(where, loaded, {k: v for k, v in theirs.items() if k not in IMPLEMENTATION_OPTIONS}, _REMEDY)
-            planned.append((group, loaded))
-        return planned
 
     def _new_params(self, params: Any) -> dict[str, Tensor]:
         new = named(params if isinstance(params, Mapping) else list(params))
@@ -316,6 +247,10 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step; hooks run once, on this optimizer.
+
+        Local to the rank, unless a gradient has another placement than its parameter: then all ranks of the mesh must
+        call, since it is redistributed. A rank that holds no part of a ShardedTensor counts each step for it, as it
+        cannot see whether the others have a gradient.
 
         Args:
             closure: evaluates the model again and returns the loss, which is returned; called once (but by LBFGS).
@@ -362,7 +297,6 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({**state, "state": LocalState(state["_names"], state["_local"])})
-        self._local.rebind()  # a copied parameter has a copied local tensor
 
     def _saved_besides(self, names: list[str]) -> dict[str, Any]:
         if not self._local.settles_at_first_step:
@@ -405,7 +339,7 @@ def keyed(
     for position, (options, _) in enumerate(grouped):
         refuse_unknown_options(optimizer, options, f"groups[{position}]")
         # torch holds only defaults against their ranges; this lets it look at the options of each group too.
-        optimizer([torch.zeros(1)], **{**defaults, **options})
+        optimizer([torch.zeros(1, 1)], **{**defaults, **options})
     (options, members), *others = grouped
     made = KeyedOptimizerWrapper(members, lambda leaves: optimizer([{PARAMS: leaves, **options}], **defaults))
     for options, members in others:

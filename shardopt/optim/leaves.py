@@ -36,8 +36,12 @@ class Shards:
         held = leaves_of(parameter)
         self.stands_in = not held
         self.leaves = held or (empty_leaf(parameter),)
-        self.trained = requires_gradient(parameter)
         self._kept: list[tuple[Tensor, Tensor | None]] = []
+
+    @property
+    def trained(self) -> bool:
+        """Whether the parameter may get a gradient."""
+        return requires_gradient(self.parameter)
 
     def moved(self) -> tuple[Tensor, ...]:
         """The leaves that were replaced since the last call, if the parameter got other local tensors; else ().
@@ -77,11 +81,14 @@ class Shards:
             problems = [replace(problem, key=f"{self.name}.grad") for problem in error.problems]
             raise GradientError(error.message, problems) from None
         self._kept = [(leaf, leaf.grad) for leaf in self.leaves]
-        if self.stands_in:
+        if self.stands_in and self.trained:
             gradients = (None,)
         elif all(gradient is None for gradient in gradients):
             return
         for leaf, gradient in zip(self.leaves, gradients, strict=True):
+            if gradient is not None and gradient.dtype != leaf.dtype:
+                problem = Problem(f"{self.name}.grad", f"{gradient.dtype}", f"{leaf.dtype}", "cast it before the step")
+                raise GradientError("a gradient does not fit its parameter", [problem])
             leaf.grad = torch.zeros_like(leaf) if gradient is None else gradient
 
     def give_gradients_back(self) -> None:
@@ -92,7 +99,7 @@ class Shards:
 
     def zero_gradients(self, set_to_none: bool) -> None:
         """`zero_grad` for this parameter, wherever its gradients are."""
-        for holder in (self.parameter,) if takes_gradient(self.parameter) else self.leaves:
+        for holder in (*self.leaves, self.parameter) if takes_gradient(self.parameter) else self.leaves:
             if set_to_none:
                 holder.grad = None
             elif holder.grad is not None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardopt.errors import MismatchError, Problem
+from shardopt.errors import LayoutError, MismatchError, Problem
 from shardopt.sharding.view import leaves_of, view_of
 
 
@@ -117,33 +117,39 @@ class LoadPlan:
         return into
 
     def _tensor(self, key: str, into: Tensor, offered: Tensor) -> None:
-        mine = leaves_of(into)
-        theirs = leaves_of(offered)
+        mine, theirs = leaves_of(into), leaves_of(offered)
         if len(mine) == len(theirs) and all(a is b for a, b in zip(mine, theirs, strict=True)):
             return  # handed its own tensor back: it is loaded already
-        description = offered.device.type == "meta"
-        if description and not self.descriptions:
-            self.problem(key, "a tensor on the meta device", "one with values", "read the values first")
-        if into.dtype != offered.dtype:
-            self.problem(key, f"dtype {offered.dtype}", f"{into.dtype}", "convert it before it is loaded")
-        if into.shape != offered.shape:
+        try:
+            here, there = view_of(into, key), view_of(offered, key)
+        except LayoutError as error:
+            self.problems.extend(error.problems)
+            return
+        # A rank without local tensors may not know their dtype; the others see whether it differs.
+        if mine and here.dtype != there.dtype:
+            self.problem(key, f"dtype {there.dtype}", f"{here.dtype}", "convert it before it is loaded")
+        if here.shape != there.shape:
             self.problem(
                 key,
-                f"shape {tuple(offered.shape)}",
-                f"{tuple(into.shape)}",
+                f"shape {there.shape}",
+                f"{here.shape}",
                 "load what was saved for a parameter of this global shape; shapes are never broadcast",
             )
-        elif not description:
-            held = [str(piece.box) for piece in view_of(into, key).pieces]
-            given = [str(piece.box) for piece in view_of(offered, key).pieces]
-            if held != given:
-                self.problem(
-                    key,
-                    f"the elements {', '.join(given) or 'none'} on this rank",
-                    f"{', '.join(held) or 'none'}",
-                    "load through shardopt.checkpoint, which reshards, or redistribute it first",
-                )
-        self._copies.extend(zip(mine, theirs, strict=False))
+            return
+        if any(leaf.is_meta for leaf in theirs):
+            if not self.descriptions:
+                self.problem(key, "a tensor on the meta device", "one with values", "read its values first")
+            return
+        held, given = ([str(piece.box) for piece in view.pieces] for view in (here, there))
+        if held != given:
+            self.problem(
+                key,
+                f"the elements {', '.join(given) or 'none'} on this rank",
+                f"{', '.join(held) or 'none'}",
+                "load through shardopt.checkpoint, which reshards, or redistribute it first",
+            )
+            return
+        self._copies.extend(zip((p.tensor for p in here.pieces), (p.tensor for p in there.pieces), strict=True))
 
 
 def _kind(value: Any) -> str:

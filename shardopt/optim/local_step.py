@@ -30,18 +30,27 @@ class Untouched:
 
     Args:
         entries: names and values, as the user sees them.
+        written: whether someone has put values of their own into it.
     """
 
-    def __init__(self, entries: State) -> None:
+    def __init__(self, entries: State, written: bool = False) -> None:
         self.entries = entries
-        self._versions = self._now()
+        self._written = written
+        self._made = [(value, value._version) for value in self._tensors()]
 
     def written(self) -> bool:
-        """Whether someone wrote into the tensors since; then they are no longer initial values."""
-        return self._now() != self._versions
+        """Whether someone wrote into the tensors or replaced them, so that they are no longer initial values."""
+        now = self._tensors()
+        same = len(now) == len(self._made) and all(
+            value is made and value._version == version for value, (made, version) in zip(now, self._made, strict=True)
+        )
+        return self._written or not same
 
-    def _now(self) -> list[int]:
-        return [value._version for value in self.entries.values() if isinstance(value, Tensor)]
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Untouched, (self.entries, self.written())  # tensors of a copy count their versions anew
+
+    def _tensors(self) -> list[Tensor]:
+        return [value for value in self.entries.values() if isinstance(value, Tensor)]
 
 
 class LocalOptimizer:
@@ -144,7 +153,7 @@ class LocalOptimizer:
         if self.spec is None:
             raise AlgorithmError("an optimizer is not known here", [unknown(type(self.optimizer))])
         group_of = {parameter: group for group in self.groups for parameter in group["params"]}
-        for parameter in parameters:
+        for parameter in filter(group_of.__contains__, parameters):
             shards = self.shards.get(parameter)
             if not (parameter.requires_grad if shards is None else shards.trained):
                 continue
@@ -165,6 +174,11 @@ class LocalOptimizer:
         assert self.spec is not None  # sharded parameters are refused for an unknown class
         return ShardedState(shards, tuple(map(self._leaf_state, shards.leaves)), self.spec)
 
+    def has_state(self, parameter: Tensor) -> bool:
+        """Whether there is any state of a parameter."""
+        leaf = self.leaves(parameter)[0]
+        return leaf in self.untouched or bool(self.optimizer.state.get(leaf))
+
     def is_untouched(self, parameter: Tensor) -> bool:
         """Whether the parameter has state and never had a step, so that the first step makes its state anew."""
         return self.leaves(parameter)[0] in self.untouched
@@ -177,23 +191,15 @@ class LocalOptimizer:
             untouched: whether the loaded state is that of a parameter which never had a step.
         """
         for leaf in self.leaves(parameter):
-            entries = self._leaf_state(leaf)
-            self.untouched.pop(leaf, None)
-            self.optimizer.state.pop(leaf, None)
+            early = self.untouched.pop(leaf, None)
             if untouched:
+                entries = self.optimizer.state.pop(leaf, None) if early is None else early.entries
                 self.untouched[leaf] = Untouched(entries)
-            else:
-                self.optimizer.state[leaf] = entries
+            elif early is not None:
+                self.optimizer.state[leaf] = early.entries
         state = self.state_of(parameter)
         if isinstance(state, ShardedState):
             state.share_scalars()
-
-    def rebind(self) -> None:
-        """Follows parameters that got other local tensors, as copies of a model do."""
-        for group in self.groups:
-            for parameter in group["params"]:
-                if parameter in self.shards:
-                    self._follow(self.shards[parameter], group)
 
     def _bind(self, name: str, parameter: Tensor) -> tuple[Tensor, ...]:
         held = leaves_of(parameter)
@@ -232,7 +238,10 @@ class LocalOptimizer:
         return shards.leaves
 
     def _follow(self, shards: Shards, group: Group) -> None:
-        for old, new in zip(shards.moved(), shards.leaves, strict=False):
+        replaced = shards.moved()
+        if not replaced:
+            return
+        for old, new in zip(replaced, shards.leaves, strict=True):
             state = dict(self._leaf_state(old))
             untouched = self.untouched.pop(old, None)
             self.optimizer.state.pop(old, None)
@@ -244,7 +253,7 @@ class LocalOptimizer:
             if untouched is None:
                 self.optimizer.state[new] = state
             else:
-                self.untouched[new] = Untouched(state)
+                self.untouched[new] = Untouched(state, untouched.written())
 
     def _hand_over(self) -> None:
         """Lets the inner optimizer make state anew for leaves that are to have their first step.
@@ -285,13 +294,14 @@ class LocalState(MutableMapping[Any, Any]):
             self._local.untouched.pop(leaf, None)
             self._local.optimizer.state.pop(leaf, None)
 
+    def __contains__(self, key: object) -> bool:
+        if isinstance(key, Tensor):
+            return key in self._names and self._local.has_state(key)
+        return key in self._local.optimizer.state
+
     def __iter__(self) -> Iterator[Any]:
-        inner, untouched = self._local.optimizer.state, self._local.untouched
-        for parameter in self._names:
-            leaf = self._local.leaves(parameter)[0]
-            if inner.get(leaf) or leaf in untouched:
-                yield parameter
-        yield from [key for key in inner if not isinstance(key, Tensor)]
+        yield from filter(self._local.has_state, self._names)
+        yield from [key for key in self._local.optimizer.state if not isinstance(key, Tensor)]
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

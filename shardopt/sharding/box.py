@@ -115,85 +115,125 @@ def grid_boxes(cuts: Sequence[Sequence[int]]) -> tuple[Box, ...]:
 def cover_faults(shape: Sequence[int], boxes: Iterable[Box]) -> list[str]:
     """What keeps the boxes from holding every element of a tensor exactly once.
 
-    Boxes that hold nothing are passed over. Grids take linear time. Other boxes are swept along the dimension
-    where the fewest of them stand side by side, so time is at worst quadratic in their number, whatever
-    the number of dimensions.
+    Boxes that hold nothing are passed over. Grids take linear time, and so (but for sorting) do boxes that come from
+    cutting the tensor through and through. Others take at worst a time quadratic in the number of boxes, whatever the
+    number of dimensions.
 
     Args:
         shape: the tensor's global shape.
         boxes: boxes in any order, from any source.
 
     Returns:
-        One sentence for each box out of range, overlap and hole, naming the boxes; at most `MOST_FAULTS` of them
-        and one more that says so where there may be others. Empty where the cover is exact.
+        One sentence for each box that cannot be in the tensor, or else for each overlap and hole, naming the boxes; at
+        most `MOST_FAULTS` of them, and one more that says so where there may be others. Empty where the cover is exact.
     """
+    inside, misfits = _sound(shape, boxes)
+    if misfits or prod(shape) == 0 or grid_cuts(shape, inside) is not None:
+        return _listed(misfits)
+    faults = _overlaps(inside, MOST_FAULTS)
+    if faults or sum(box.numel for box in inside) != prod(shape):
+        holes = _holes(whole(shape), inside, MOST_FAULTS - len(faults), disjoint=not faults)
+        faults += [f"no box holds {_name(hole)}" for hole in holes]
+    return _listed(faults)
+
+
+def overlap_faults(shape: Sequence[int], boxes: Iterable[Box]) -> list[str]:
+    """What keeps the boxes from holding elements of a tensor at most once: `cover_faults` without the holes."""
+    inside, misfits = _sound(shape, boxes)
+    return _listed(misfits or _overlaps(inside, MOST_FAULTS))
+
+
+def _sound(shape: Sequence[int], boxes: Iterable[Box]) -> tuple[list[Box], list[str]]:
+    """The boxes that hold elements of a tensor of this shape, and what is wrong with others that are not empty."""
     space = whole(shape)
-    faults: list[str] = []
+    ndim = len(space.sizes)
     inside: list[Box] = []
+    faults: list[str] = []
     for box in boxes:
-        if len(box.offsets) != len(space.sizes) or len(box.sizes) != len(space.sizes):
-            faults.append(
-                f"box with offsets {box.offsets} and sizes {box.sizes} has not the {len(space.sizes)} "
-                f"dimensions of shape {space.sizes}"
-            )
-        elif any(number < 0 for number in (*box.offsets, *box.sizes)):
-            faults.append(f"box with offsets {box.offsets} and sizes {box.sizes} has a negative number")
+        if len(box.offsets) != ndim or len(box.sizes) != ndim:
+            faults.append(f"box with {_name(box)} has not the {ndim} dimensions of shape {space.sizes}")
+        elif min(box.sizes, default=0) < 0:
+            faults.append(f"box with {_name(box)} has a negative size")
         elif box.numel == 0:
             continue
         elif not space.contains(box):
-            faults.append(f"box {_name(box)} reaches beyond shape {space.sizes}")
+            faults.append(f"box with {_name(box)} reaches beyond shape {space.sizes}")
         else:
             inside.append(box)
         if len(faults) >= MOST_FAULTS:
-            return _and_perhaps_more(faults)
-    if space.numel == 0 or (not faults and grid_cuts(space.sizes, inside) is not None):
-        return faults
+            break
+    return inside, faults
 
-    overlaps = _overlaps(len(space.sizes), inside, MOST_FAULTS - len(faults))
-    faults += [f"boxes {_name(a)} and {_name(b)} both hold {_name(shared)}" for a, b, shared in overlaps]
-    if overlaps or sum(box.numel for box in inside) != space.numel:
-        holes = _holes(space, inside, MOST_FAULTS - len(faults), disjoint=not overlaps)
-        faults += [f"no box holds {_name(hole)}" for hole in holes]
-    return _and_perhaps_more(faults) if len(faults) >= MOST_FAULTS else faults
+
+def _listed(faults: list[str]) -> list[str]:
+    if len(faults) < MOST_FAULTS:
+        return faults
+    return [*faults[:MOST_FAULTS], f"there may be more: only the first {MOST_FAULTS} faults are listed"]
 
 
 def _name(box: Box) -> str:
     return f"offsets {box.offsets} sizes {box.sizes}"
 
 
-def _and_perhaps_more(faults: list[str]) -> list[str]:
-    return [*faults[:MOST_FAULTS], f"only the first {MOST_FAULTS} faults are listed"]
+def _overlaps(boxes: Sequence[Box], most: int) -> list[str]:
+    """Up to `most` pairs of boxes that share elements. The boxes are not empty."""
+    found: list[str] = []
+    groups = [list(boxes)]
+    while groups and len(found) < most:
+        group = groups.pop()
+        bands = (
+            next((b for dim in range(len(group[0].sizes)) if len(b := _bands(group, dim)) > 1), None) if group else []
+        )
+        if bands is None:
+            found += _overlaps_of_neighbours(group, most - len(found))
+        else:
+            groups.extend(bands)
+    return found
 
 
-def _overlaps(ndim: int, boxes: list[Box], most: int) -> list[tuple[Box, Box, Box]]:
-    """Up to `most` pairs of boxes that share elements, each with what it shares."""
-    found: list[tuple[Box, Box, Box]] = []
-    if ndim == 0:
-        return [(a, b, a) for a, b in pairwise(boxes)][:most]
-    dim = min(range(ndim), key=lambda d: _pairs_side_by_side(boxes, d))
-    standing: list[Box] = []
+def _bands(boxes: Sequence[Box], dim: int) -> list[list[Box]]:
+    """The boxes in groups that lie one behind the other along one dimension, so that only those of one group can
+    share elements."""
+    bands: list[list[Box]] = []
+    reached = 0
     for box in sorted(boxes, key=lambda b: b.offsets[dim]):
-        start = box.offsets[dim]
-        standing = [other for other in standing if other.offsets[dim] + other.sizes[dim] > start]
+        if not bands or box.offsets[dim] >= reached:
+            bands.append([])
+        bands[-1].append(box)
+        reached = max(reached, box.offsets[dim] + box.sizes[dim])
+    return bands
+
+
+def _overlaps_of_neighbours(boxes: Sequence[Box], most: int) -> list[str]:
+    """Up to `most` overlaps, found by comparing each box with those that have not ended along one dimension."""
+    found: list[str] = []
+    ndim = len(boxes[0].sizes)
+    # Without dimensions every box is the same element, and any order of them will do.
+    dim = min(range(ndim), key=lambda d: _pairs_side_by_side(boxes, d), default=None)
+    standing: list[Box] = []
+    for box in boxes if dim is None else sorted(boxes, key=lambda b: b.offsets[dim]):
+        if dim is not None:
+            start = box.offsets[dim]
+            standing = [other for other in standing if other.offsets[dim] + other.sizes[dim] > start]
         for other in standing:
             shared = box.intersect(other)
             if shared is not None:
-                found.append((other, box, shared))
+                found.append(f"boxes with {_name(other)} and {_name(box)} both hold {_name(shared)}")
                 if len(found) >= most:
                     return found
         standing.append(box)
     return found
 
 
-def _pairs_side_by_side(boxes: list[Box], dim: int) -> int:
+def _pairs_side_by_side(boxes: Sequence[Box], dim: int) -> int:
     """How many pairs of boxes share an index along one dimension: what a sweep along it has to compare."""
     starts = sorted(box.offsets[dim] for box in boxes)
     ends = sorted(box.offsets[dim] + box.sizes[dim] for box in boxes)
     return sum(position - bisect_right(ends, start) for position, start in enumerate(starts))
 
 
-def _holes(space: Box, boxes: list[Box], most: int, disjoint: bool) -> list[Box]:
-    """Up to `most` boxes of elements that none of `boxes` holds.
+def _holes(space: Box, boxes: Sequence[Box], most: int, disjoint: bool) -> list[Box]:
+    """Up to `most` boxes of elements that none of `boxes` holds, each as large as its neighbours let it be.
 
     Halves the space at the boundaries of boxes. Where the boxes are disjoint a part whose volume is filled has no
     hole and is left at once, so only the way down to each hole is walked; where they overlap volumes say nothing,
@@ -201,23 +241,48 @@ def _holes(space: Box, boxes: list[Box], most: int, disjoint: bool) -> list[Box]
     """
     holes: list[Box] = []
     visits = 0
-    parts = [(space, boxes)]
+    parts = [(space, list(boxes))]
     while parts and len(holes) < most:
         region, inside = parts.pop()
         visits += len(inside) + 1
         if visits > _MOST_HOLE_VISITS and not disjoint:
             break
         if not inside:
-            holes.append(region)
-            continue
-        filled = sum(box.numel for box in inside)
-        if filled == region.numel if disjoint else any(box == region for box in inside):
-            continue
-        parts.extend(_halves(region, inside))
+            hole = _grown(region, space, [*boxes, *holes])
+            holes.append(hole)
+            for part, filled in parts:
+                share = part.intersect(hole)
+                if share is not None:
+                    filled.append(share)
+        elif sum(box.numel for box in inside) < region.numel if disjoint else region not in inside:
+            parts.extend(_halves(region, inside))
     return holes
 
 
-def _halves(region: Box, inside: list[Box]) -> list[tuple[Box, list[Box]]]:
+def _grown(hole: Box, space: Box, boxes: Sequence[Box]) -> Box:
+    """A hole made as large as it can be without touching a box, one dimension after the other."""
+    for dim in range(len(hole.sizes)):
+        column = _along(hole, dim, space.offsets[dim], space.sizes[dim])
+        low, high = space.offsets[dim], space.ends[dim]
+        for box in boxes:
+            if column.intersect(box) is not None:
+                if box.ends[dim] <= hole.offsets[dim]:
+                    low = max(low, box.ends[dim])
+                else:
+                    high = min(high, box.offsets[dim])
+        hole = _along(hole, dim, low, high - low)
+    return hole
+
+
+def _along(box: Box, dim: int, start: int, size: int) -> Box:
+    """The box with another extent along one dimension."""
+    return Box(
+        (*box.offsets[:dim], start, *box.offsets[dim + 1 :]),
+        (*box.sizes[:dim], size, *box.sizes[dim + 1 :]),
+    )
+
+
+def _halves(region: Box, inside: Sequence[Box]) -> list[tuple[Box, list[Box]]]:
     """The region cut in two at the middle one of the boundaries along the dimension that has most of them."""
     best: list[int] = []
     best_dim = 0
@@ -229,10 +294,7 @@ def _halves(region: Box, inside: list[Box]) -> list[tuple[Box, list[Box]]]:
     cut = best[len(best) // 2]
     halves = []
     for start, end in ((region.offsets[best_dim], cut), (cut, region.ends[best_dim])):
-        half = Box(
-            (*region.offsets[:best_dim], start, *region.offsets[best_dim + 1 :]),
-            (*region.sizes[:best_dim], end - start, *region.sizes[best_dim + 1 :]),
-        )
+        half = _along(region, best_dim, start, end - start)
         shares = (half.intersect(box) for box in inside)
         halves.append((half, [share for share in shares if share is not None]))
     return halves

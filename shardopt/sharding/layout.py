@@ -27,8 +27,9 @@ class Layout:
             whose one box is the whole of it.
         holders: for each box the global ranks that hold it, ascending; None where every rank that has the tensor
             holds all of it, as with a plain tensor.
-        local: whether `boxes` are only those of the rank that made this layout, so that the layout of the tensor
-            is known only after the ranks exchanged theirs (`joined`).
+        local: whether other ranks may know of more boxes, or of more holders, so that the layout of the tensor is known
+            only after the ranks exchanged theirs (`joined`). So it is for LocalShardsWrapper, which tells of the rank's
+            own shards only, and for a mesh that is a cut through a larger one.
     """
 
     shape: tuple[int, ...]

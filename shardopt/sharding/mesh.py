@@ -43,10 +43,13 @@ class Mesh:
     Args:
         shape: number of ranks along each mesh dimension.
         ranks: the global ranks in C order.
+        cut: whether this is one of several like cuts through a larger mesh. The other cuts may hold the same tensors,
+            as where FSDP runs over one dimension of a mesh and tensor parallelism, for other tensors, over the next.
     """
 
     shape: tuple[int, ...]
     ranks: tuple[int, ...]
+    cut: bool = False
 
 
 @lru_cache(maxsize=4096)
@@ -57,7 +60,7 @@ def mesh_layout(shape: tuple[int, ...], mesh: Mesh, splits: tuple[Split, ...]) -
     The boxes are always the cells of a grid, since every dimension is split on its own.
     """
     if prod(shape) == 0:
-        return Layout(shape, (whole(shape),), (tuple(sorted(mesh.ranks)),))
+        return Layout(shape, (whole(shape),), (tuple(sorted(mesh.ranks)),), mesh.cut)
     strides = [prod(mesh.shape[dim + 1 :]) for dim in range(len(mesh.shape))]
     dims = [_cells(size, mesh.shape, strides, _of_dim(splits, dim)) for dim, size in enumerate(shape)]
     copies = [
@@ -75,8 +78,12 @@ def mesh_layout(shape: tuple[int, ...], mesh: Mesh, splits: tuple[Split, ...]) -
     )
     positions = map(sum, product(*([position for _, _, position in cells] for cells in dims)))
     ranks = mesh.ranks
-    holders = tuple(tuple(sorted([ranks[base + offset] for offset in copy_offsets])) for base in positions)
-    return Layout(shape, boxes, holders)
+    holders: tuple[tuple[int, ...], ...]
+    if len(copy_offsets) == 1:
+        holders = tuple((ranks[base],) for base in positions)
+    else:
+        holders = tuple(tuple(sorted([ranks[base + offset] for offset in copy_offsets])) for base in positions)
+    return Layout(shape, boxes, holders, mesh.cut)
 
 
 @lru_cache(maxsize=4096)
@@ -110,6 +117,27 @@ def boxes_of(runs: Sequence[Runs]) -> tuple[tuple[Box, Box], ...]:
     return tuple(found)
 
 
+def in_order(splits: Sequence[Split], mesh_shape: Sequence[int]) -> tuple[Split, ...] | None:
+    """The plain splits, in the order of their making, that factors stand for; None if they stand for no order.
+
+    Read so, a factor is the number of parts that splits over later mesh dimensions made before. From the last mesh
+    dimension to the first, each takes its place behind as many of the later ones as multiply to its factor. Where the
+    sizes divide evenly this gives every rank what the splits as they stand give it.
+
+    Args:
+        splits: at most one for each mesh dimension, in the order of mesh dimensions.
+        mesh_shape: number of ranks along each mesh dimension.
+    """
+    order: dict[int, list[int]] = {}
+    for split in reversed(splits):
+        later = order.setdefault(split.tensor_dim, [])
+        parts = [prod(mesh_shape[mesh_dim] for mesh_dim in later[:count]) for count in range(len(later) + 1)]
+        if split.factor not in parts:
+            return None
+        later.insert(parts.index(split.factor), split.mesh_dim)
+    return tuple(Split(mesh_dim, dim) for dim, mesh_dims in order.items() for mesh_dim in mesh_dims)
+
+
 def _of_dim(splits: Sequence[Split], tensor_dim: int) -> list[Split]:
     return [split for split in splits if split.tensor_dim == tensor_dim]
 
@@ -132,7 +160,11 @@ def _cells(
 
 
 def _shares(runs: Runs, count: int, factor: int) -> list[Runs]:
-    """What each of `count` ranks gets of these runs."""
+    """What each of `count` ranks gets of these runs; ranks at the end that get nothing may be left out."""
+    if len(runs) == 1 and factor == 1:  # most splits by far, and a large mesh makes tens of thousands of them
+        ((start, end),) = runs
+        step = -(-(end - start) // count)
+        return [((at, min(at + step, end)),) for at in range(start, end, step)]
     pieces = _cut(runs, _spans(runs, count, factor, range(count)))
     return [_merged(pieces[index::count]) for index in range(count)]
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, Protocol, TypeGuard
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,15 +24,15 @@ from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetada
 from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
+from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardopt.errors import GradientError, LayoutError, Problem
-from shardopt.sharding.box import Box, cover_faults, whole
+from shardopt.sharding.box import Box, cover_faults, overlap_faults, whole
 from shardopt.sharding.layout import Layout, everywhere, held
-from shardopt.sharding.mesh import Mesh, Split, boxes_of, mesh_layout, runs_of
+from shardopt.sharding.mesh import Mesh, Split, boxes_of, in_order, mesh_layout, runs_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,8 @@ class View:
 
     Args:
         shape: the global shape.
-        dtype: the element type. A rank that holds no shard of a LocalShardsWrapper cannot know it, and has torch's
-            default here.
+        dtype: the type of the elements in memory. A rank that holds no shard of a LocalShardsWrapper cannot know it,
+            and has what the wrapper says here.
         pieces: what this rank holds, in ascending order of offsets; empty where it holds nothing. A tensor without
             elements is one empty piece on each rank that has it.
         layout: where the whole tensor is.
@@ -66,15 +66,6 @@ class View:
     dtype: torch.dtype
     pieces: tuple[Piece, ...]
     layout: Layout
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """One reading of a DTensor's placements: the layout, and where this rank's boxes lie in its local tensor."""
-
-    layout: Layout
-    local_shape: tuple[int, ...]
-    slots: tuple[tuple[Box, Box], ...]
 
 
 def view_of(tensor: Tensor, key: str = "tensor") -> View:
@@ -92,15 +83,12 @@ def view_of(tensor: Tensor, key: str = "tensor") -> View:
     """
     if isinstance(tensor, DTensor):
         local = tensor._local_tensor
-        if isinstance(local, LocalShardsWrapper):
-            return _view_of_wrapper(tensor, local, key)
-        return _view_of_dtensor(tensor, _awaited(local), key)
+        return _view_of_wrapper(tensor, local, key) if _is_wrapper(local) else _view_of_dtensor(tensor, local, key)
     if isinstance(tensor, ShardedTensor):
         return _view_of_sharded_tensor(tensor, key)
-    _refuse_strange_memory(tensor, key)
-    shape = tuple(tensor.shape)
-    layout = everywhere(shape)
-    return View(shape, tensor.dtype, (Piece(layout.boxes[0], tensor.detach()),), layout)
+    memory = _memory(tensor, key)
+    layout = everywhere(tuple(tensor.shape))
+    return View(layout.shape, tensor.dtype, (Piece(layout.boxes[0], memory),), layout)
 
 
 def leaves_of(tensor: Tensor) -> tuple[Tensor, ...]:
@@ -111,12 +99,10 @@ def leaves_of(tensor: Tensor) -> tuple[Tensor, ...]:
     """
     if isinstance(tensor, DTensor):
         local = tensor._local_tensor
-        return tuple(local.local_shards()) if isinstance(local, LocalShardsWrapper) else (local,)
+        return tuple(local.local_shards()) if _is_wrapper(local) else (local,)
     if isinstance(tensor, ShardedTensor):
         return tuple(shard.tensor for shard in tensor.local_shards())
-    if isinstance(tensor, LocalShardsWrapper):
-        return tuple(tensor.local_shards())
-    return (tensor,)
+    return tuple(tensor.local_shards()) if _is_wrapper(tensor) else (tensor,)
 
 
 def assemble(like: Tensor, leaves: Sequence[Tensor]) -> Tensor:
@@ -138,14 +124,10 @@ def assemble(like: Tensor, leaves: Sequence[Tensor]) -> Tensor:
         raise _refusal("tensor", f"local tensors of shapes {found}", f"shapes {wanted}", "pass one for each local part")
     if isinstance(like, DTensor):
         local = like._local_tensor
-        if isinstance(local, LocalShardsWrapper):
-            return _dtensor(like, LocalShardsWrapper(list(leaves), _wrapper_offsets(local)))
-        return _dtensor(like, leaves[0])
+        return _dtensor(like, _wrapper(local, leaves) if _is_wrapper(local) else leaves[0])
     if isinstance(like, ShardedTensor):
         return _sharded_tensor(like, leaves)
-    if isinstance(like, LocalShardsWrapper):
-        return LocalShardsWrapper(list(leaves), _wrapper_offsets(like))
-    return leaves[0]
+    return _wrapper(like, leaves) if _is_wrapper(like) else leaves[0]
 
 
 def gradient_leaves(param: Tensor) -> tuple[Tensor | None, ...]:
@@ -156,31 +138,36 @@ def gradient_leaves(param: Tensor) -> tuple[Tensor | None, ...]:
     carry their own gradients.
 
     Raises:
-        GradientError: the gradient is no DTensor where the parameter is one (or the reverse), is on another mesh, or
-            has another shape, global or local.
+        GradientError: the gradient is no DTensor where the parameter is one (or the reverse), is on another mesh, has
+            another shape, global or local, or is sparse where it would have to be redistributed.
     """
-    if isinstance(param, ShardedTensor):
-        return tuple(shard.tensor.grad for shard in param.local_shards())
-    if isinstance(param, LocalShardsWrapper):
-        return tuple(shard.grad for shard in param.local_shards())
-    grad = param.grad
+    leaves = leaves_of(param)
     if not isinstance(param, DTensor):
+        if isinstance(param, ShardedTensor) or _is_wrapper(param):
+            return tuple(leaf.grad for leaf in leaves)
+        grad = param.grad
         if grad is None or (grad.shape == param.shape and not isinstance(grad, DTensor)):
             return (grad,)
         raise _bad_gradient(param, grad, "give the parameter a plain gradient of its own shape")
-    leaves = leaves_of(param)
+    grad = param.grad
     if grad is None:
-        wrapped = isinstance(param._local_tensor, LocalShardsWrapper)
+        wrapped = _is_wrapper(param._local_tensor)
         return tuple(leaf.grad if wrapped else None for leaf in leaves)
     if not isinstance(grad, DTensor):
         raise _bad_gradient(param, grad, "wrap it with DTensor.from_local on the parameter's mesh and placements")
-    if grad._spec.mesh != param._spec.mesh:
+    have, want = grad._spec, param._spec
+    if have.mesh != want.mesh:
         raise _bad_gradient(param, grad, "redistribute it to the parameter's mesh before the step")
     if grad.shape != param.shape:
         raise _bad_gradient(param, grad, "give the parameter a gradient of its own global shape")
-    if grad._spec.placements != param._spec.placements:
-        with torch.no_grad():
-            grad = grad.redistribute(placements=param._spec.placements)
+    if have.placements != want.placements:
+        if grad._local_tensor.layout is not torch.strided:
+            raise _bad_gradient(param, grad, "make the sparse gradient with the parameter's placements")
+        try:
+            with torch.no_grad():
+                grad = grad.redistribute(placements=want.placements)
+        except ValueError as error:  # torch knows no way, as to some _StridedShards
+            raise _bad_gradient(param, grad, "make the gradient with the parameter's placements") from error
     gradients = tuple(_awaited(leaf) for leaf in leaves_of(grad))
     if [leaf.shape for leaf in gradients] != [leaf.shape for leaf in leaves]:
         raise _bad_gradient(param, grad, "pass the parameter's shape and stride where the gradient is made")
@@ -189,7 +176,7 @@ def gradient_leaves(param: Tensor) -> tuple[Tensor | None, ...]:
 
 def takes_gradient(param: Tensor) -> bool:
     """Whether a gradient is set on the tensor itself (`param.grad`), not on its local shards."""
-    return not isinstance(param, ShardedTensor | LocalShardsWrapper)
+    return not (isinstance(param, ShardedTensor) or _is_wrapper(param))
 
 
 def requires_gradient(param: Tensor) -> bool:
@@ -232,20 +219,38 @@ def _awaited(local: Tensor) -> Tensor:
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
-def _refuse_strange_memory(tensor: Tensor, key: str) -> None:
-    """Refuses a tensor whose elements are not simply its strided memory."""
-    if tensor.layout is not torch.strided:
+def _memory(tensor: Tensor, key: str) -> Tensor:
+    """The tensor outside of autograd, if its elements are simply its strided memory."""
+    if is_lazy(tensor):
+        found, remedy = "a lazy parameter without a shape", "run the module once before"
+    elif tensor.layout is not torch.strided:
         found, remedy = f"{tensor.layout} memory", "convert it with to_dense()"
-    elif is_traceable_wrapper_subclass(tensor) or isinstance(tensor, LocalShardsWrapper):
+    elif is_traceable_wrapper_subclass(tensor) or _is_wrapper(tensor):
         found, remedy = f"the tensor subclass {type(tensor).__name__}", "pass the tensors that it wraps"
     elif tensor.is_conj() or tensor.is_neg():
         found, remedy = "a lazily conjugated or negated view", "apply resolve_conj() and resolve_neg()"
     else:
-        return
-    raise _refusal(key, found, "a plain, DTensor or ShardedTensor with strided memory", remedy)
+        return tensor.detach() if tensor.requires_grad else tensor
+    raise _refusal(key, found, "strided memory, plain or inside a DTensor or ShardedTensor", remedy)
+
+
+def _empty_piece(shape: tuple[int, ...], dtype: torch.dtype, memory: Sequence[Tensor]) -> tuple[Piece, ...]:
+    """The one piece of a tensor without elements; no local tensor need have its shape."""
+    device = memory[0].device if memory else None
+    return (Piece(whole(shape), torch.empty(shape, dtype=dtype, device=device)),)
 
 
 # --- DTensor ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What placements come to for one rank: the layout, and where the rank's boxes lie in its local tensor."""
+
+    layout: Layout
+    local_shape: tuple[int, ...]
+    slots: tuple[tuple[Box, Box], ...]
+
 
 _meshes: WeakKeyDictionary[DeviceMesh, dict[int, Mesh]] = WeakKeyDictionary()
 """By mesh, then by rank: a mesh cut out of a larger one compares equal on ranks that lie in different cuts. Weak, so
@@ -253,149 +258,97 @@ that no mesh, and with it no process group, is kept beyond `destroy_process_grou
 
 
 def _mesh_of(mesh: DeviceMesh) -> Mesh:
-    by_rank = _meshes.get(mesh)
-    if by_rank is None:
-        by_rank = _meshes[mesh] = {}
-    rank = mesh._rank
-    known = by_rank.get(rank)
+    by_rank = _meshes.setdefault(mesh, {})
+    known = by_rank.get(mesh._rank)
     if known is None:
         ranks = mesh.mesh
-        known = by_rank[rank] = Mesh(tuple(ranks.shape), tuple(ranks.flatten().tolist()))
+        cut = mesh._get_root_mesh().size() > mesh.size()
+        known = by_rank[mesh._rank] = Mesh(tuple(ranks.shape), tuple(ranks.flatten().tolist()), cut)
     return known
 
 
 def _view_of_dtensor(tensor: DTensor, local: Tensor, key: str) -> View:
-    _refuse_strange_memory(local, key)
+    _refuse_placements(tensor, key)
     spec = tensor._spec
-    mesh = spec.mesh
     shape = tuple(tensor.shape)
-    for placement in spec.placements:
-        if not isinstance(placement, Replicate | Shard | _StridedShard):
-            raise _unknown_placement(key, placement, spec)
-    coordinate = mesh.get_coordinate()
-    places = _places(
+    memory = _memory(_awaited(local), key)
+    mesh = _mesh_of(spec.mesh)
+    coordinate = spec.mesh.get_coordinate()
+    place = _place(
         shape,
-        _mesh_of(mesh),
+        mesh,
         None if coordinate is None else tuple(coordinate),
-        mesh._rank,
         spec.placements,
-        getattr(spec, "shard_order", None),
-        getattr(spec, "use_strided_shard_as_shard_order", True),
+        spec.shard_order,
+        bool(spec.use_strided_shard_as_shard_order),
     )
-    local = local.detach()
-    if coordinate is None:  # such ranks hold a 1-dimensional empty tensor, whatever the shape
-        return View(shape, tensor.dtype, (), places[0].layout)
-    fitting = [place for place in places if place.local_shape == tuple(local.shape)]
-    if not fitting:
+    if coordinate is None:  # torch gives such ranks a 1-dimensional empty tensor, whatever the shape
+        return View(shape, memory.dtype, (), place.layout)
+    if tuple(memory.shape) != place.local_shape:
         raise _refusal(
             key,
-            f"a local tensor of shape {tuple(local.shape)} on rank {mesh._rank}",
-            f"{' or '.join(str(place.local_shape) for place in places)}: {spec.placements} over {mesh} split {shape}",
+            f"a local tensor of shape {tuple(memory.shape)} on rank {spec.mesh._rank}",
+            f"{place.local_shape}, what {spec.placements} over {spec.mesh} make of {shape}",
             "pass shape and stride to DTensor.from_local, and split as torch.chunk does",
         )
-    place = fitting[0]
-    if any(other.slots != place.slots for other in fitting):
-        raise _refusal(
-            key,
-            f"{spec.placements} over {mesh}, which torch reads in two ways that differ for shape {shape}",
-            "a placement with one meaning",
-            "make the dimension a multiple of the number of ranks that split it",
-        )
-    if place.layout.shape and prod(shape) == 0:
-        pieces: tuple[Piece, ...] = (Piece(whole(shape), local.new_empty(shape)),)
-    elif len(place.slots) == 1:
-        pieces = (Piece(place.slots[0][0], local),)
+    if prod(shape) == 0:
+        pieces = _empty_piece(shape, memory.dtype, [memory])
     else:
-        pieces = tuple(Piece(box, _part(local, slot)) for box, slot in place.slots)
-    return View(shape, tensor.dtype, pieces, place.layout)
+        pieces = tuple(Piece(box, _part(memory, slot)) for box, slot in place.slots)
+    return View(shape, memory.dtype, pieces, place.layout)
 
 
-def _unknown_placement(key: str, placement: Placement, spec: DTensorSpec) -> LayoutError:
-    return _refusal(
-        key,
-        f"placement {placement} in {spec.placements}",
-        "Shard and Replicate placements",
-        "redistribute the tensor first: its elements are not known before they are reduced",
-    )
+def _refuse_placements(tensor: DTensor, key: str) -> None:
+    """Refuses placements that do not say which elements a rank holds."""
+    for placement in tensor._spec.placements:
+        # A subclass may mean something else by the same name, so it is as unknown as any other class.
+        if type(placement) not in (Replicate, Shard, _StridedShard):
+            required, remedy = "only Shard and Replicate placements", "redistribute the tensor first"
+        elif isinstance(placement, Shard | _StridedShard) and not -tensor.ndim <= placement.dim < tensor.ndim:
+            required, remedy = f"a dimension of shape {tuple(tensor.shape)}", "place it on one of its dimensions"
+        else:
+            continue
+        raise _refusal(key, f"placement {placement!r} in {tensor._spec.placements}", required, remedy)
 
 
-def _part(local: Tensor, slot: Box) -> Tensor:
+def _part(memory: Tensor, slot: Box) -> Tensor:
     for dim, (start, size) in enumerate(zip(slot.offsets, slot.sizes, strict=True)):
-        if size != local.shape[dim]:
-            local = local.narrow(dim, start, size)
-    return local
+        if size != memory.shape[dim]:
+            memory = memory.narrow(dim, start, size)
+    return memory
 
 
 @lru_cache(maxsize=4096)
-def _places(
+def _place(
     shape: tuple[int, ...],
     mesh: Mesh,
     coordinate: tuple[int, ...] | None,
-    rank: int,
     placements: tuple[Placement, ...],
-    shard_order: tuple[Any, ...] | None,
+    shard_order: Sequence[Any] | None,
     strided_is_order: bool,
-) -> tuple[_Place, ...]:
-    """What placements mean: one reading, or two where torch has two.
+) -> _Place:
+    """What placements of these kinds come to.
 
-    torch reads `[_StridedShard(0, split_factor=2), Shard(0)]` from left to right where it distributes a tensor, and as
-    "first the second mesh dimension, then the first" where `fully_shard` and `redistribute` make one. Both agree where
-    sizes divide evenly. Where they do not, only the size of the local tensor tells them apart, so that a rank knows its
-    own boxes and not those of the others.
+    torch has two readings of `[_StridedShard(0, split_factor=2), Shard(0)]`: from left to right, as `distribute_tensor`
+    makes it, and "first over the second mesh dimension, then over the first", as `fully_shard` and `redistribute` make
+    it and `full_tensor` reads it. They differ where sizes do not divide evenly. The second holds here wherever there is
+    such an order; the local shape on some rank gives a tensor of the first kind away.
     """
-    left_to_right = tuple(
-        Split(mesh_dim, placement.dim % len(shape), getattr(placement, "split_factor", 1))
+    splits = tuple(
+        Split(mesh_dim, placement.dim % len(shape), int(getattr(placement, "split_factor", 1)))
         for mesh_dim, placement in enumerate(placements)
         if isinstance(placement, Shard | _StridedShard)
     )
-    readings = [left_to_right]
-    if any(split.factor > 1 for split in left_to_right):
-        ordered = _as_order(left_to_right, mesh.shape) if strided_is_order else None
-        if ordered is not None and _divides_evenly(shape, mesh.shape, left_to_right):
-            readings = [ordered]
-        elif ordered is not None:
-            readings.append(ordered)
-    elif shard_order:
-        readings = [tuple(Split(mesh_dim, dim) for dim, mesh_dims in shard_order for mesh_dim in mesh_dims)]
-    places = [_place(shape, mesh, coordinate, splits) for splits in readings]
-    if all(place.layout == places[0].layout for place in places):
-        return (places[0],)
-    return tuple(
-        _Place(held(shape, {box: (rank,) for box, _ in place.slots}, local=True), place.local_shape, place.slots)
-        for place in places
-    )
-
-
-def _place(shape: tuple[int, ...], mesh: Mesh, coordinate: tuple[int, ...] | None, splits: tuple[Split, ...]) -> _Place:
+    if strided_is_order:
+        splits = in_order(splits, mesh.shape) or splits
+    elif all(split.factor == 1 for split in splits) and shard_order:
+        splits = tuple(Split(mesh_dim, dim) for dim, mesh_dims in shard_order for mesh_dim in mesh_dims)
     layout = mesh_layout(shape, mesh, splits)
     if coordinate is None:
         return _Place(layout, (0,), ())
     runs = runs_of(shape, mesh.shape, splits, coordinate)
     local_shape = tuple(sum(end - start for start, end in dim_runs) for dim_runs in runs)
     return _Place(layout, local_shape, boxes_of(runs))
-
-
-def _divides_evenly(shape: tuple[int, ...], mesh_shape: tuple[int, ...], splits: tuple[Split, ...]) -> bool:
-    return all(
-        size % prod(mesh_shape[split.mesh_dim] for split in splits if split.tensor_dim == dim) == 0
-        for dim, size in enumerate(shape)
-    )
-
-
-def _as_order(splits: tuple[Split, ...], mesh_shape: tuple[int, ...]) -> tuple[Split, ...] | None:
-    """Plain splits in the order that the factors stand for, or None if they stand for no order.
-
-    A factor is the number of parts that mesh dimensions further right have made before. So, from right to left, each
-    mesh dimension takes its place after as many of those as multiply to its factor.
-    """
-    order: dict[int, list[int]] = {}
-    for split in reversed(splits):
-        placed = order.setdefault(split.tensor_dim, [])
-        before = [prod(mesh_shape[mesh_dim] for mesh_dim in placed[:count]) for count in range(len(placed) + 1)]
-        if split.factor not in before:
-            return None
-        placed.insert(before.index(split.factor), split.mesh_dim)
-    return tuple(Split(mesh_dim, dim) for dim, mesh_dims in order.items() for mesh_dim in mesh_dims)
 
 
 def _dtensor(like: DTensor, local: Tensor) -> DTensor:
@@ -408,42 +361,56 @@ def _dtensor(like: DTensor, local: Tensor) -> DTensor:
 # --- LocalShardsWrapper ----------------------------------------------------------------------------------------------
 
 
-def _wrapper_offsets(wrapper: LocalShardsWrapper) -> list[tuple[int, ...]]:
-    # Without shards the wrapper still tells of one (empty) chunk.
-    return [tuple(offsets) for offsets in wrapper.local_offsets()][: len(wrapper.local_shards())]
+class _Wrapper(Protocol):
+    """What torch's LocalShardsWrapper and torchrec's copy of it have in common; they are not related by class."""
+
+    def local_shards(self) -> list[Tensor]: ...
+    def local_offsets(self) -> list[torch.Size]: ...
+    def local_sizes(self) -> list[torch.Size]: ...
 
 
-def _view_of_wrapper(tensor: DTensor, wrapper: LocalShardsWrapper, key: str) -> View:
-    spec = tensor._spec
-    for placement in spec.placements:
-        if not isinstance(placement, Replicate | Shard | _StridedShard):
-            raise _unknown_placement(key, placement, spec)
+def _is_wrapper(tensor: Any) -> TypeGuard[_Wrapper]:
+    return type(tensor) is not Tensor and hasattr(tensor, "local_shards") and hasattr(tensor, "local_offsets")
+
+
+def _wrapper(like: _Wrapper, leaves: Sequence[Tensor]) -> Tensor:
+    # Without shards a wrapper still tells of one (empty) chunk, hence the zip.
+    offsets = [tuple(offsets) for _, offsets in zip(leaves, like.local_offsets(), strict=False)]
+    make: Any = type(like)
+    made: Tensor = make(list(leaves), offsets)
+    return made
+
+
+def _view_of_wrapper(tensor: DTensor, wrapper: _Wrapper, key: str) -> View:
+    _refuse_placements(tensor, key)
     shape = tuple(tensor.shape)
-    shards = wrapper.local_shards()
-    dtype = shards[0].dtype if shards else tensor.dtype
-    pieces = []
-    for shard, offsets, sizes in zip(shards, wrapper.local_offsets(), wrapper.local_sizes(), strict=False):
-        _refuse_strange_memory(shard, key)
-        box = Box(tuple(offsets), tuple(sizes))
+    told = zip(wrapper.local_shards(), wrapper.local_offsets(), wrapper.local_sizes(), strict=False)
+    shards = [(Box(tuple(offsets), tuple(sizes)), shard) for shard, offsets, sizes in told]
+    dtype = shards[0][1].dtype if shards else tensor.dtype
+    pieces = _shard_pieces(shape, dtype, shards, key)
+    layout = held(shape, {piece.box: (tensor._spec.mesh._rank,) for piece in pieces}, local=True)
+    faults = overlap_faults(shape, [piece.box for piece in pieces])
+    if faults:
+        raise _refusal(key, "; ".join(faults), f"disjoint shards inside {shape}", "mend the shards' offsets")
+    return View(shape, dtype, pieces, layout)
+
+
+def _shard_pieces(
+    shape: tuple[int, ...], dtype: torch.dtype, shards: Sequence[tuple[Box, Tensor]], key: str
+) -> tuple[Piece, ...]:
+    """The pieces that local shards make, each with the box that it is said to be."""
+    if prod(shape) == 0:
+        return _empty_piece(shape, dtype, [shard for _, shard in shards])
+    for box, shard in shards:
         if tuple(shard.shape) != box.sizes or shard.dtype != dtype:
             raise _refusal(
                 key,
                 f"a local shard of shape {tuple(shard.shape)}, {shard.dtype}",
-                f"shape {box.sizes}, {dtype}, as the wrapper says",
-                "make the LocalShardsWrapper anew from its shards",
+                f"shape {box.sizes}, {dtype}, as its metadata says",
+                "make the tensor anew from its local shards",
             )
-        if box.numel:
-            pieces.append(Piece(box, shard.detach()))
-    pieces.sort(key=lambda piece: piece.box.offsets)
-    faults = [fault for fault in cover_faults(shape, [piece.box for piece in pieces]) if "no box holds" not in fault]
-    if faults:
-        raise _refusal(key, "; ".join(faults), f"disjoint shards inside {shape}", "mend the shards' offsets")
-    rank = spec.mesh._rank
-    if prod(shape) == 0:
-        empty = shards[0].new_empty(shape) if shards else torch.empty(shape, dtype=dtype)
-        return View(shape, dtype, (Piece(whole(shape), empty),), held(shape, {whole(shape): (rank,)}, local=True))
-    layout = held(shape, {piece.box: (rank,) for piece in pieces}, local=True)
-    return View(shape, dtype, tuple(pieces), layout)
+    pieces = [Piece(box, _memory(shard, key)) for box, shard in shards if box.numel]
+    return tuple(sorted(pieces, key=lambda piece: piece.box.offsets))
 
 
 # --- ShardedTensor ---------------------------------------------------------------------------------------------------
@@ -455,77 +422,63 @@ def _view_of_sharded_tensor(tensor: ShardedTensor, key: str) -> View:
     shape = tuple(metadata.size)
     dtype = metadata.tensor_properties.dtype
     told = []
-    for shard in metadata.shards_metadata:
-        holder = None if shard.placement is None else shard.placement.rank()
+    for meta in metadata.shards_metadata:
+        holder = None if meta.placement is None else meta.placement.rank()
         if holder is None:
-            raise _refusal(key, f"a shard placed on {shard.placement}", "a placement rank:R/device", "name its rank")
-        told.append((tuple(shard.shard_offsets), tuple(shard.shard_sizes), holder))
-    layout = _sharded_layout(shape, tuple(told), key)
+            found = f"a shard placed on {meta.placement}"
+            raise _refusal(key, found, "placements of the form rank:R/device", "name the rank of each shard")
+        told.append((tuple(meta.shard_offsets), tuple(meta.shard_sizes), holder))
+    layout, faults = _sharded_layout(shape, tuple(told))
+    if faults:
+        raise _refusal(key, "; ".join(faults), f"shards that cover {shape} once", "mend the metadata of its shards")
+
     rank = dist.get_rank()
-    pieces = []
-    for local in tensor.local_shards():
-        box = Box(tuple(local.metadata.shard_offsets), tuple(local.metadata.shard_sizes))
-        _refuse_strange_memory(local.tensor, key)
-        if tuple(local.tensor.shape) != box.sizes or local.tensor.dtype != dtype:
-            raise _refusal(
-                key,
-                f"a local shard of shape {tuple(local.tensor.shape)}, {local.tensor.dtype} on rank {rank}",
-                f"shape {box.sizes}, {dtype}, as its metadata says",
-                "make the ShardedTensor anew from its local shards",
-            )
-        if box.numel:
-            pieces.append(Piece(box, local.tensor.detach()))
-    pieces.sort(key=lambda piece: piece.box.offsets)
-    mine = [piece.box for piece in pieces]
-    wanted = [
-        box for box, holders in zip(layout.boxes, layout.holders or (), strict=True) if rank in holders and box.numel
+    shards = [
+        (Box(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes)), shard.tensor)
+        for shard in tensor.local_shards()
     ]
-    if mine != wanted:
+    pieces = _shard_pieces(shape, dtype, shards, key) if shards else ()
+    have = [piece.box for piece in pieces]
+    want = [box for box, holders in zip(layout.boxes, layout.holders or (), strict=True) if rank in holders]
+    if have != want:
         raise _refusal(
             key,
-            f"local shards {[str(box) for box in mine]} on rank {rank}",
-            f"{[str(box) for box in wanted]}, as the global metadata says",
+            f"local shards {[str(box) for box in have]} on rank {rank}",
+            f"{[str(box) for box in want]}, as the metadata of all shards says",
             "make the ShardedTensor anew from its local shards",
         )
-    if prod(shape) == 0 and any(holder == rank for _, _, holder in told):
-        shards = tensor.local_shards()
-        empty = shards[0].tensor.new_empty(shape) if shards else torch.empty(shape, dtype=dtype)
-        pieces = [Piece(whole(shape), empty)]
-    return View(shape, dtype, tuple(pieces), layout)
+    return View(shape, dtype, pieces, layout)
 
 
 @lru_cache(maxsize=4096)
 def _sharded_layout(
-    shape: tuple[int, ...], told: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...], key: str
-) -> Layout:
+    shape: tuple[int, ...], told: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
+) -> tuple[Layout, tuple[str, ...]]:
+    """The layout that the metadata of all shards describes, and what is wrong with it."""
     if prod(shape) == 0:
-        return held(shape, {whole(shape): {holder for _, _, holder in told}})
+        return held(shape, {whole(shape): {holder for _, _, holder in told}}), ()
     holders: dict[Box, list[int]] = {}
     for offsets, sizes, holder in told:
         if prod(sizes):  # an empty chunk of a ChunkShardingSpec may have an offset past the end
             holders.setdefault(Box(offsets, sizes), []).append(holder)
-    faults = cover_faults(shape, holders)
-    if faults:
-        raise _refusal(key, "; ".join(faults), f"shards that cover {shape} once", "mend the metadata of its shards")
-    return held(shape, holders)
+    return held(shape, holders), tuple(cover_faults(shape, holders))
 
 
 def _sharded_tensor(like: ShardedTensor, leaves: Sequence[Tensor]) -> ShardedTensor:
     # torch's own constructor from local shards refuses the empty chunks past the end that its ChunkShardingSpec makes.
     metadata = like.metadata()
-    dtype = leaves[0].dtype if leaves else metadata.tensor_properties.dtype
+    properties = copy.copy(metadata.tensor_properties)
+    properties.dtype = leaves[0].dtype if leaves else properties.dtype
+    properties.requires_grad = properties.pin_memory = False
     made: ShardedTensor = ShardedTensor.__new__(
         ShardedTensor,
         like.sharding_spec(),
         metadata.size,
-        dtype=dtype,
+        dtype=properties.dtype,
         layout=torch.strided,
         pin_memory=False,
         requires_grad=False,
     )
-    properties = copy.copy(metadata.tensor_properties)
-    properties.dtype = dtype
-    properties.requires_grad = False
     made._metadata = ShardedTensorMetadata(metadata.shards_metadata, metadata.size, properties)
     # torch leaves this untyped; it sets the process group and the (empty) remote shards.
     made._prepare_init(process_group=like._process_group, init_rrefs=False)  # type: ignore[no-untyped-call]

@@ -1,0 +1,254 @@
+"""Checkpoints against torch.distributed.checkpoint (DCP) in the same run; ratios are DCP time / our time.
+
+    python benchmarks/checkpoint.py [--only NAME …] [--repetitions 5] [--folder /tmp]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from peers import interleaved, on_ranks, write_table
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from shardopt import checkpoint
+
+GIB = 1 << 30
+
+
+def small_plain() -> dict[str, Any]:
+    return {f"layers.{i}.weight": torch.randn(16, 16) for i in range(10_000)}
+
+
+def small_sharded() -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = torch.randn(64, 16)
+    return {f"layers.{i}.weight": distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None) for i in range(10_000)}
+
+
+def large(dim: int) -> dict[str, Any]:
+    """2 GiB in 16 tensors, sharded along `dim` over all ranks."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    state = {}
+    for i in range(16):
+        whole = torch.empty(1, 1).expand(8192, 4096)
+        local = whole.chunk(mesh.size(), dim)[mesh.get_rank()] if mesh.get_rank() < len(whole.chunk(mesh.size(), dim)) else whole[:0]
+        filled = torch.full(local.shape, float(i + 1))
+        state[f"layers.{i}.weight"] = torch.distributed.tensor.DTensor.from_local(
+            filled, mesh, [Shard(dim)], shape=torch.Size((8192, 4096)), stride=(4096, 1)
+        )
+    return state
+
+
+def dcp_writer(path: str, durable: bool = True) -> FileSystemWriter:
+    return FileSystemWriter(path, single_file_per_rank=True, sync_files=durable, thread_count=1)
+
+
+def save_peers(state: dict[str, Any], folder: str, repeated: bool, durable: bool = True) -> dict[str, Callable[[int], Any]]:
+    """Saves to a new path at each repetition, which is removed before the next one."""
+    planner = DefaultSavePlanner(enable_plan_caching=repeated)
+
+    def fresh(name: str, repetition: int) -> str:
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            shutil.rmtree(f"{folder}/{name}{repetition - 1}", ignore_errors=True)
+        return f"{folder}/{name}{repetition}"
+
+    def ours(repetition: int) -> None:
+        checkpoint.save(fresh("ours", repetition), state, durable=durable)
+
+    def theirs(repetition: int) -> None:
+        dcp.save(state, storage_writer=dcp_writer(fresh("dcp", repetition), durable), planner=planner)
+
+    return {"ours": ours, "dcp": theirs}
+
+
+def load_peers(state: dict[str, Any], ours_at: str, dcp_at: str) -> dict[str, Callable[[int], Any]]:
+    return {
+        "ours": lambda _: checkpoint.load(ours_at, state),
+        "dcp": lambda _: dcp.load(state, storage_reader=FileSystemReader(dcp_at), planner=DefaultLoadPlanner()),
+    }
+
+
+def save_both(make: Callable[..., dict[str, Any]], args: tuple[Any, ...], folder: str) -> None:
+    state = make(*args)
+    checkpoint.save(f"{folder}/ours-saved", state)
+    dcp.save(state, storage_writer=dcp_writer(f"{folder}/dcp-saved"))
+
+
+def time_saves(
+    make: Callable[..., dict[str, Any]], args: tuple[Any, ...], folder: str, repetitions: int, repeated: bool, durable: bool
+) -> dict[str, float]:
+    state = make(*args)
+    peers = save_peers(state, folder, repeated, durable)
+    if make is large:
+        peers["raw"] = lambda repetition: _raw_write(state, folder, repetition, durable)
+    return interleaved(peers, repetitions)
+
+
+def time_loads(
+    make: Callable[..., dict[str, Any]], args: tuple[Any, ...], folder: str, repetitions: int
+) -> dict[str, float]:
+    state = make(*args)
+    peers = load_peers(state, f"{folder}/ours-saved", f"{folder}/dcp-saved")
+    if make is large and args == (0,):
+        _raw_write(state, folder, -9, durable=False)
+        peers["raw"] = lambda _: _raw_read(state, folder)
+    times = interleaved(peers, repetitions)
+    report = checkpoint.load(f"{folder}/ours-saved", state)
+    return times | {"read": report.bytes_read, "wanted": report.bytes_wanted}
+
+
+def _raw_write(state: dict[str, Any], folder: str, repetition: int, durable: bool) -> None:
+    rank = dist.get_rank()
+    path = f"{folder}/raw-{rank}-{repetition}"
+    if os.path.exists(f"{folder}/raw-{rank}-{repetition - 1}"):
+        os.unlink(f"{folder}/raw-{rank}-{repetition - 1}")
+    with open(path, "wb", buffering=0) as file:
+        for tensor in state.values():
+            memory = memoryview(tensor.to_local().numpy()).cast("B")
+            while memory.nbytes:
+                memory = memory[file.write(memory[: 64 << 20]) :]
+        if durable:
+            os.fsync(file.fileno())
+
+
+def _raw_read(state: dict[str, Any], folder: str) -> None:
+    with open(f"{folder}/raw-{dist.get_rank()}--9", "rb", buffering=0) as file:
+        for tensor in state.values():
+            memory = memoryview(tensor.to_local().numpy()).cast("B")
+            while memory.nbytes:
+                memory = memory[file.readinto(memory) :]
+
+
+CASES: dict[str, Callable[[str, int], list[tuple[str, dict[str, float]]]]] = {}
+
+
+def case(name: str) -> Callable[[Any], Any]:
+    def add(function: Any) -> Any:
+        CASES[name] = function
+        return function
+
+    return add
+
+
+@case("small-1")
+def _small_one(folder: str, n: int) -> list[tuple[str, dict[str, float]]]:
+    return [
+        ("10,000 small tensors, 1 rank, save", on_ranks(1, time_saves, small_plain, (), folder, n, False, True)),
+        (
+            "10,000 small tensors, 1 rank, load",
+            on_ranks(1, save_both, small_plain, (), folder) or on_ranks(1, time_loads, small_plain, (), folder, n),
+        ),
+    ]
+
+
+@case("small-2-first")
+def _small_two_first(folder: str, n: int) -> list[tuple[str, dict[str, float]]]:
+    """First saves and loads: processes that have not saved before, so each repetition is a job of its own."""
+    saves, loads = [], []
+    for i in range(n):
+        saves.append(on_ranks(2, first_save, f"{folder}/{i}"))
+        loads.append(on_ranks(2, first_load, f"{folder}/{i}"))
+        shutil.rmtree(f"{folder}/{i}")
+    return [
+        ("the same over 2 ranks, first save", _medians(saves)),
+        ("the same over 2 ranks, first load", _medians(loads)),
+    ]
+
+
+def first_save(folder: str) -> dict[str, float]:
+    state = small_sharded()
+    checkpoint.save(f"{folder}/warm-ours", {"x": torch.zeros(3)})  # imports and the like
+    dcp.save({"x": torch.zeros(3)}, storage_writer=dcp_writer(f"{folder}/warm-dcp"))
+    return interleaved(
+        {
+            "ours": lambda _: checkpoint.save(f"{folder}/ours-saved", state),
+            "dcp": lambda _: dcp.save(state, storage_writer=dcp_writer(f"{folder}/dcp-saved")),
+        },
+        1,
+        warm_up=0,
+    )
+
+
+def first_load(folder: str) -> dict[str, float]:
+    state = small_sharded()
+    checkpoint.load(f"{folder}/warm-ours", {"x": torch.zeros(3)})
+    dcp.load({"x": torch.zeros(3)}, storage_reader=FileSystemReader(f"{folder}/warm-dcp"))
+    return interleaved(load_peers(state, f"{folder}/ours-saved", f"{folder}/dcp-saved"), 1, warm_up=0)
+
+
+def _medians(runs: list[dict[str, float]]) -> dict[str, float]:
+    return {name: sorted(run[name] for run in runs)[len(runs) // 2] for name in runs[0]}
+
+
+@case("small-2-repeated")
+def _small_two(folder: str, n: int) -> list[tuple[str, dict[str, float]]]:
+    return [
+        ("the same over 2 ranks, repeated save", on_ranks(2, time_saves, small_sharded, (), folder, n, True, True)),
+        (
+            "the same over 2 ranks, repeated load",
+            on_ranks(2, save_both, small_sharded, (), folder) or on_ranks(2, time_loads, small_sharded, (), folder, n),
+        ),
+    ]
+
+
+@case("large-save")
+def _large_save(folder: str, n: int) -> list[tuple[str, dict[str, float]]]:
+    return [
+        ("2 GiB, 2 ranks, save, without fsync", on_ranks(2, time_saves, large, (0,), folder, n, True, False)),
+        ("2 GiB, 2 ranks, save, with fsync", on_ranks(2, time_saves, large, (0,), folder, n, True, True)),
+    ]
+
+
+@case("large-load")
+def _large_load(folder: str, n: int) -> list[tuple[str, dict[str, float]]]:
+    on_ranks(2, save_both, large, (0,), folder)
+    return [
+        ("2 GiB, 2 ranks, load", on_ranks(2, time_loads, large, (0,), folder, n)),
+        ("2 GiB, 2 → 3 ranks, load", on_ranks(3, time_loads, large, (0,), folder, n)),
+    ]
+
+
+@case("large-reshard")
+def _large_reshard(folder: str, n: int) -> list[tuple[str, dict[str, float]]]:
+    on_ranks(4, save_both, large, (0,), folder)
+    return [
+        ("2 GiB, 4 → 3 ranks, load", on_ranks(3, time_loads, large, (0,), folder, n)),
+        ("2 GiB, 4 → 1 ranks, load", on_ranks(1, time_loads, large, (0,), folder, n)),
+        ("2 GiB, rows → columns, 4 ranks, load", on_ranks(4, time_loads, large, (1,), folder, n)),
+    ]
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--folder", default=tempfile.gettempdir())
+    arguments = parser.parse_args()
+    rows = []
+    for name in arguments.only:
+        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+            for label, times in CASES[name](folder, arguments.repetitions):
+                raw = f"{times['raw'] / times['ours']:.2f}" if "raw" in times else ""
+                amplification = f"{times['read'] / times['wanted']:.3f}" if times.get("wanted") else ""
+                ratio = f"{times['dcp'] / times['ours']:.1f}"
+                rows.append((label, f"{times['ours']:.3f}", f"{times['dcp']:.3f}", ratio, raw, amplification))
+                print(*rows[-1], sep="  ", flush=True)
+    header = ("case", "ours, s", "DCP, s", "DCP / ours", "of raw I/O", "bytes read / wanted")
+    print(write_table("checkpoint", "Checkpoints against torch.distributed.checkpoint", header, rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""What every benchmark needs: ranks, interleaved repetitions, medians, and a table with date and hardware.
+
+Machines are shared and noisy, so that an absolute time proves nothing: peers take turns in one run, after memory and
+files are warm, and what is reported is the ratio of their medians.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def on_ranks(n: int, function: Callable[..., Any], *args: Any) -> Any:
+    """Runs `function(*args)` on n gloo ranks, one thread each; returns what rank 0 returned."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_rank, (n, folder, function, args), nprocs=n)
+        return torch.load(f"{folder}/result", weights_only=False)
+
+
+def _rank(rank: int, n: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", n), rank=rank, world_size=n)
+    result = function(*args)
+    if rank == 0:
+        torch.save(result, f"{folder}/result")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def interleaved(peers: dict[str, Callable[[int], Any]], repetitions: int, warm_up: int = 1) -> dict[str, float]:
+    """The median seconds of each peer, which take turns. Collective where the peers are: the slowest rank counts.
+
+    Args:
+        peers: name → what to time; gets the number of the repetition.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in peers}
+    for repetition in range(-warm_up, repetitions):
+        for name, run in peers.items():
+            if dist.is_initialized():
+                dist.barrier()
+            begin = time.perf_counter()
+            run(repetition)
+            took = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
+            if dist.is_initialized():
+                dist.all_reduce(took, dist.ReduceOp.MAX)
+            if repetition >= 0:
+                seconds[name].append(took.item())
+    return {name: statistics.median(times) for name, times in seconds.items()}
+
+
+def write_table(name: str, title: str, header: Sequence[str], rows: Sequence[Sequence[str]], notes: str = "") -> str:
+    """Writes a Markdown table to `results/` with date and hardware, and returns it."""
+    lines = [f"# {title}", "", f"{datetime.date.today()}, {hardware()}", ""]
+    if notes:
+        lines += [notes, ""]
+    lines += ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    text = "\n".join(lines) + "\n"
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.md").write_text(text)
+    return text
+
+
+def hardware() -> str:
+    """CPU, cores, memory, GPU and versions, as a line."""
+    model = next((line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "CPU")
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+    return (
+        f"{model}, {os.cpu_count()} cores, {memory:.0f} GiB{gpu}; "
+        f"Python {platform.python_version()}, torch {torch.__version__}"
+    )
+
+
+def _lines(path: str) -> list[str]:
+    return Path(path).read_text().splitlines() if Path(path).exists() else []

@@ -1,0 +1,50 @@
+"""A small decoder-only transformer over bytes."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+BYTES = 256
+
+
+class Block(nn.Module):
+    """Pre-norm causal self-attention and a feed-forward layer, each added to its input."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_attention = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.norm_feed = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, time, width) to the same."""
+        batch, time, width = x.shape
+        qkv = self.qkv(self.norm_attention(x)).view(batch, time, 3, self.heads, width // self.heads)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, time, width))
+        return x + self.down(functional.gelu(self.up(self.norm_feed(x))))
+
+
+class Transformer(nn.Module):
+    """Logits of the next byte at every position, for at most `context` bytes."""
+
+    def __init__(self, layers: int, width: int, heads: int, context: int) -> None:
+        super().__init__()
+        self.byte = nn.Embedding(BYTES, width)
+        self.position = nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, BYTES, bias=False)
+        nn.init.normal_(self.position.weight, std=0.1)  # beside bytes of std 1: what a byte is tells more than where
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(batch, time) int64 to (batch, time, 256)."""
+        x = self.byte(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))

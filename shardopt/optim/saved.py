@@ -1,0 +1,160 @@
+"""The saved form of a keyed optimizer, and what speaks against loading one into another.
+
+    {"state": {fqn: {name: value}},
+     "param_groups": {least fqn: {"params": [sorted fqns], option: value, ..., "untouched": [fqns]}}}
+
+Groups go by the least name in them, so that neither the order of parameters nor that of groups matters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from shardopt.errors import Problem, StateError
+from shardopt.optim.loading import LoadPlan
+
+STATE = "state"
+PARAM_GROUPS = "param_groups"
+PARAMS = "params"
+UNTOUCHED = "untouched"
+"""In a saved group: the parameters that have state but never had a step, so that their first step makes it anew."""
+
+IMPLEMENTATION_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""Options that say how this process computes a step, not what: they belong to its device and are neither saved nor
+loaded, or a job resumed on other hardware would run with what the old one asked for."""
+
+_REMEDY = (
+    "load what was saved from the same parameters and options (a schedule adds some: attach it first), "
+    "or pass strict=False"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class KeyedGroup:
+    """A group of an optimizer and what is saved of it.
+
+    Args:
+        live: the group's own dict.
+        saved: "params", the options as they are, and what else is saved.
+    """
+
+    live: dict[str, Any]
+    saved: dict[str, Any]
+
+    @property
+    def key(self) -> str:
+        """The least name of the group's parameters."""
+        return str(self.saved[PARAMS][0])
+
+    def take(self) -> None:
+        """Puts options of `saved`, which a load has changed, into the group."""
+        self.live.update({name: value for name, value in self.saved.items() if name in self.live and name != PARAMS})
+
+
+def saved_options(group: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The options of a group as they are saved.
+
+    Raises:
+        StateError: a value is neither plain nor a tensor, so that it cannot be stored.
+    """
+    options = {name: value for name, value in group.items() if name != "params" and name not in IMPLEMENTATION_OPTIONS}
+    problems = [
+        Problem(
+            key=f"param_groups.{key}.{name}",
+            found=f"a {type(value).__qualname__}",
+            required="a tensor, a plain value, or a dict, list or tuple of these",
+            remedy="keep it outside of the group, or turn groups off with save_param_groups(False)",
+        )
+        for name, value in options.items()
+        if not _storable(value)
+    ]
+    if problems:
+        raise StateError("a group has an option that cannot be stored", problems)
+    return options
+
+
+def plan_all(
+    plan: LoadPlan, state: dict[str, MutableMapping[str, Any]], groups: Collection[KeyedGroup] | None, offered: Any
+) -> None:
+    """Holds a whole saved form against an optimizer.
+
+    Args:
+        plan: gets what is found.
+        state: live state by name.
+        groups: the optimizer's groups, or None if it saves none.
+        offered: the saved form.
+    """
+    known = {STATE} if groups is None else {STATE, PARAM_GROUPS}
+    for key in known - offered.keys():
+        plan.missing(key, "load what state_dict() gave, with groups where save_param_groups(True) was called")
+    for key in offered.keys() - known:
+        plan.unexpected(key, "drop it; for param_groups, call save_param_groups(True) before loading")
+    if STATE in offered:
+        _plan_state(plan, state, offered[STATE])
+    if groups is not None and PARAM_GROUPS in offered:
+        _plan_groups(plan, {group.key: group for group in groups}, offered[PARAM_GROUPS])
+
+
+def _plan_state(plan: LoadPlan, mine: dict[str, MutableMapping[str, Any]], offered: Any) -> None:
+    if isinstance(offered, Mapping):
+        offered = {name: its for name, its in offered.items() if not (isinstance(its, Mapping) and not its)}
+        if offered and not mine:
+            plan.problem(
+                STATE,
+                f"state of {len(offered)} parameters",
+                "none, as this optimizer has none yet",
+                "call init_state() before loading",
+            )
+            return
+        if mine and not offered and plan.strict:
+            plan.problem(
+                STATE,
+                "no state",
+                f"state of {len(mine)} parameters",
+                "it was saved before the first step: call init_state() before saving, or load it into an optimizer "
+                "on which init_state() was not called",
+            )
+            return
+    plan.mapping(STATE, mine, offered, _REMEDY)
+
+
+def _plan_groups(plan: LoadPlan, mine: Mapping[str, KeyedGroup], offered: Any) -> None:
+    if not isinstance(offered, Mapping):
+        remedy = "load what state_dict() of a keyed optimizer gave"
+        plan.problem(PARAM_GROUPS, f"a {type(offered).__name__}", "a mapping by least FQN", remedy)
+        return
+    remedy = "put parameters in groups as when it was saved"
+    for key in mine.keys() - offered.keys():
+        plan.missing(f"{PARAM_GROUPS}.{key}", remedy)
+    for key in offered.keys() - mine.keys():
+        plan.unexpected(f"{PARAM_GROUPS}.{key}", remedy)
+    for key in mine.keys() & offered.keys():
+        where, saved, theirs = f"{PARAM_GROUPS}.{key}", mine[key].saved, offered[key]
+        if isinstance(theirs, Mapping):
+            theirs = {name: value for name, value in theirs.items() if name not in IMPLEMENTATION_OPTIONS}
+            _plan_members(plan, where, saved[PARAMS], theirs)
+        plan.mapping(where, saved, theirs, _REMEDY)
+
+
+def _plan_members(plan: LoadPlan, where: str, names: list[str], theirs: Mapping[str, Any]) -> None:
+    remedy = "put parameters in groups as when it was saved"
+    members = theirs.get(PARAMS, names)
+    for name in sorted(set(names).difference(members)):
+        plan.missing(f"{where}.{PARAMS}: {name}", remedy)
+    for name in sorted(set(members).difference(names)):
+        plan.unexpected(f"{where}.{PARAMS}: {name}", remedy)
+    strangers = sorted(set(theirs.get(UNTOUCHED, ())).difference(members))
+    if strangers:
+        plan.problem(f"{where}.{UNTOUCHED}", f"{strangers}", f"names among {members}", "read the checkpoint again")
+
+
+def _storable(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(isinstance(name, str | int) and _storable(inner) for name, inner in value.items())
+    if isinstance(value, list | tuple | set | frozenset):
+        return all(map(_storable, value))
+    return value is None or isinstance(value, bool | int | float | str | bytes | Tensor)

@@ -1,0 +1,251 @@
+"""What an optimizer steps on, what is made of it again, and its gradients; for every kind of tensor."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from shardopt.errors import GradientError, LayoutError
+from shardopt.sharding.box import Box
+from shardopt.sharding.view import assemble, gradient_leaves, leaves_of, view_of
+from tests.contract.fake_ranks import as_rank, counting, placed
+from tests.contract.test_view_shards import ChunkShardingSpec, enumerable, sharded, wrapped
+
+# torch says once that it does not check sparse tensors; the ones here are right.
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+
+RANKS = 4
+PARTS = [Box((0, 0), (5, 1)), Box((0, 1), (2, 2)), Box((2, 1), (3, 2))]
+
+
+def dtensor(world, placements, mesh_shape=(RANKS,)):
+    return distribute_tensor(world, init_device_mesh("cpu", mesh_shape), placements, src_data_rank=None)
+
+
+def some_shards(world, rank):
+    """Rank 1 has two of the parts, rank 2 one, the others none."""
+    mine = {1: PARTS[:2], 2: PARTS[2:]}.get(rank, [])
+    return wrapped(world, mine, init_device_mesh("cpu", (RANKS,)), [Shard(0)])
+
+
+KINDS = {
+    "plain": lambda world, rank: world.clone(),
+    "parameter": lambda world, rank: torch.nn.Parameter(world.clone()),
+    "Shard(0)": lambda world, rank: dtensor(world, [Shard(0)]),
+    "Shard(1)": lambda world, rank: dtensor(world, [Shard(1)]),
+    "Replicate": lambda world, rank: dtensor(world, [Replicate()]),
+    "DTensor parameter": lambda world, rank: torch.nn.Parameter(dtensor(world, [Shard(0)])),
+    "two dimensions": lambda world, rank: dtensor(world, [Shard(0), Shard(1)], (2, 2)),
+    "strided": lambda world, rank: dtensor(world, [_StridedShard(0, split_factor=2), Shard(0)], (2, 2)),
+    "several boxes": lambda world, rank: dtensor(world, [Shard(0), _StridedShard(0, split_factor=2)], (2, 2)),
+    "ShardedTensor": lambda world, rank: sharded(world, enumerable(PARTS, [1, 1, 2])),
+    "chunks": lambda world, rank: sharded(world, ChunkShardingSpec(0, [f"rank:{r}/cpu" for r in range(RANKS)])),
+    "wrapper": some_shards,
+}
+each_kind = pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
+each_rank = pytest.mark.parametrize("rank", range(RANKS))
+
+
+def world():
+    return counting((5, 3)).to(torch.float32)
+
+
+@each_kind
+@each_rank
+def test_leaves_are_the_local_tensors_themselves(make, rank):
+    with as_rank(rank, RANKS):
+        tensor = make(world(), rank)
+        leaves, again = leaves_of(tensor), leaves_of(tensor)
+        assert len(leaves) == len(again) and all(a is b for a, b in zip(leaves, again, strict=True))
+        assert all(type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.grad_fn is None for leaf in leaves)
+        assert sum(leaf.numel() for leaf in leaves) == sum(piece.box.numel for piece in view_of(tensor).pieces)
+
+
+@each_kind
+@each_rank
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_assemble_is_the_reverse_of_leaves_of(make, rank, dtype):
+    with as_rank(rank, RANKS):
+        like = make(world(), rank)
+        leaves = [torch.ones_like(leaf, dtype=dtype, requires_grad=False) for leaf in leaves_of(like)]
+        with CommDebugMode() as communication:
+            made = assemble(like, leaves)
+        assert communication.get_total_counts() == 0
+        assert all(a is b for a, b in zip(leaves_of(made), leaves, strict=True))
+        have, want = view_of(made), view_of(like)
+        assert have.layout == want.layout and have.shape == want.shape
+        assert [piece.box for piece in have.pieces] == [piece.box for piece in want.pieces]
+        assert all(piece.tensor.eq(1).all() for piece in have.pieces)
+        if leaves:
+            assert have.dtype == dtype
+        if isinstance(like, DTensor):
+            assert not made.requires_grad
+            assert type(made) is DTensor
+            assert made.shape == like.shape and made.stride() == like.stride()
+            assert made.device_mesh == like.device_mesh and made.placements == like.placements
+        else:
+            assert type(made) is (torch.Tensor if isinstance(like, torch.nn.Parameter) else type(like))
+
+
+@each_kind
+@each_rank
+def test_assembled_leaves_like_untouched(make, rank):
+    with as_rank(rank, RANKS):
+        like = make(world(), rank)
+        before = [(leaf, leaf.clone()) for leaf in leaves_of(like)]
+        dtype = view_of(like).dtype
+        assemble(like, [torch.zeros_like(leaf, dtype=torch.float64) for leaf in leaves_of(like)])
+        assert view_of(like).dtype == dtype
+        assert all(now is leaf and now.equal(copy) for now, (leaf, copy) in zip(leaves_of(like), before, strict=True))
+
+
+@each_kind
+def test_assemble_refuses_other_shapes(make):
+    with as_rank(1, RANKS):
+        like = make(world(), 1)
+        leaves = [torch.zeros(leaf.numel() + 1) for leaf in leaves_of(like)]
+        for wrong in (leaves, [], [*leaves_of(like), torch.zeros(1)]):
+            with pytest.raises(LayoutError, match="local tensors of shapes"):
+                assemble(like, wrong)
+
+
+def test_an_assembled_dtensor_works_in_torch():
+    with as_rank(3, RANKS):
+        param = torch.nn.Parameter(dtensor(world(), [Shard(0)]))
+        moment = assemble(param, [torch.zeros_like(leaves_of(param)[0])])
+        assert moment.shape == (5, 3) and moment._local_tensor.shape == (0, 3)  # 5 rows in chunks of 2
+        with torch.no_grad():
+            moment.add_(param)
+            assert (moment * 2).shape == (5, 3)
+
+
+def test_wrapper_alone_has_leaves_too():
+    wrapper = LocalShardsWrapper([torch.zeros(2, 2), torch.zeros(2, 1)], [(0, 0), (0, 2)])
+    leaves = [torch.ones(2, 2), torch.ones(2, 1)]
+    made = assemble(wrapper, leaves)
+    assert all(a is b for a, b in zip(leaves_of(made), leaves, strict=True))
+    assert made.local_offsets() == wrapper.local_offsets()
+
+
+@each_kind
+@each_rank
+def test_no_gradient_is_none_for_each_leaf(make, rank):
+    with as_rank(rank, RANKS):
+        param = make(world(), rank)
+        assert gradient_leaves(param) == (None,) * len(leaves_of(param))
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_gradient_is_read_as_the_parameter_is_placed(data):
+    """Whatever local placement the gradient has, each leaf gets the gradient of its own elements."""
+    rank = data.draw(st.integers(0, RANKS - 1))
+    shape = data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=2))
+    choices = st.sampled_from([Replicate(), *map(Shard, range(len(shape)))])
+    as_fsdp = [_StridedShard(0, split_factor=2), Shard(0)]
+    wanted = data.draw(st.one_of(st.lists(choices, min_size=2, max_size=2), st.just(as_fsdp)))
+    with as_rank(rank, RANKS):
+        mesh = init_device_mesh("cpu", (2, 2))
+        param = torch.nn.Parameter(placed(counting(shape).float(), mesh, wanted))
+        # From replicas every placement is made locally, so that the made-up communication of these ranks is enough.
+        same = data.draw(st.booleans())
+        param.grad = placed(3 * counting(shape).float(), mesh, wanted if same else [Replicate()] * 2)
+        with CommDebugMode() as communication:
+            (leaf,) = gradient_leaves(param)
+        assert communication.get_total_counts() == 0
+        assert torch.equal(leaf, leaves_of(param)[0] * 3)
+        if same or param.grad.placements == param.placements:
+            assert leaf is param.grad._local_tensor
+        assert not leaf.requires_grad
+
+
+def test_partial_gradient_is_reduced():
+    with as_rank(0, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        param = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate()], src_data_rank=None))
+        param.grad = DTensor.from_local(torch.ones(4), mesh, [Partial()])
+        with CommDebugMode() as communication:
+            (gradient,) = gradient_leaves(param)
+        assert communication.get_total_counts() == 1
+        assert type(gradient) is torch.Tensor  # no unfinished collective
+
+
+def grad_of(param, gradient):
+    param.grad = gradient
+    return param
+
+
+@pytest.fixture
+def rank_0():
+    with as_rank(0, RANKS):
+        yield init_device_mesh("cpu", (RANKS,))
+
+
+def test_gradients_that_do_not_fit_are_refused(rank_0):
+    mesh = rank_0
+    param = torch.nn.Parameter(distribute_tensor(torch.ones(6, 2), mesh, [Shard(0)], src_data_rank=None))
+    other_mesh = DeviceMesh("cpu", [0, 1])
+    uneven = DTensor.from_local(torch.ones(1, 2), mesh, [Shard(0)], shape=torch.Size([6, 2]), stride=(2, 1))
+    sparse = torch.sparse_coo_tensor([[0], [1]], [1.0], (6, 2))
+    refused = {
+        "wrap it": torch.ones(6, 2),
+        "parameter's mesh": distribute_tensor(torch.ones(6, 2), other_mesh, [Shard(0)], src_data_rank=None),
+        "shape and stride": uneven,
+        "sparse": DTensor(sparse, distribute_tensor(torch.ones(6, 2), mesh, [Replicate()])._spec, requires_grad=False),
+    }
+    for remedy, gradient in refused.items():
+        with pytest.raises(GradientError) as caught:
+            gradient_leaves(grad_of(param, gradient))
+        (problem,) = caught.value.problems
+        assert remedy in problem.remedy
+        assert "(6, 2)" in problem.found and "Shard(dim=0)" in problem.required
+
+
+def test_gradient_of_another_global_shape_is_refused(rank_0):
+    param = torch.nn.Parameter(distribute_tensor(torch.ones(6, 2), rank_0, [Shard(0)], src_data_rank=None))
+    param.grad = distribute_tensor(torch.ones(6, 2), rank_0, [Shard(0)], src_data_rank=None)
+    param.data = distribute_tensor(torch.ones(8, 2), rank_0, [Shard(0)], src_data_rank=None)
+    if param.shape == param.grad.shape:
+        pytest.skip("this torch replaces the data of a DTensor without its shape")
+    with pytest.raises(GradientError, match="global shape"):
+        gradient_leaves(param)
+
+
+def test_dtensor_gradient_of_a_plain_parameter_is_refused(rank_0):
+    param = torch.nn.Parameter(torch.ones(6))
+    param.grad = distribute_tensor(torch.ones(6), rank_0, [Replicate()], src_data_rank=None)
+    with pytest.raises(GradientError, match="plain gradient"):
+        gradient_leaves(param)
+
+
+def test_sparse_gradients_are_handed_through(rank_0):
+    sparse = torch.sparse_coo_tensor([[0]], torch.ones(1, 2), (2, 2))
+    plain = grad_of(torch.nn.Parameter(torch.ones(2, 2)), sparse)
+    assert gradient_leaves(plain)[0] is sparse
+    rows = torch.nn.Parameter(distribute_tensor(torch.ones(8, 2), rank_0, [Shard(0)], src_data_rank=None))
+    rows.grad = DTensor(sparse, rows._spec, requires_grad=False)
+    (gradient,) = gradient_leaves(rows)
+    assert gradient.is_sparse and gradient.shape == leaves_of(rows)[0].shape
+
+
+@pytest.mark.parametrize("kind", ["ShardedTensor", "wrapper"])
+def test_shards_carry_their_own_gradients(kind):
+    with as_rank(1, RANKS):
+        param = KINDS[kind](world(), 1)
+        first, second = leaves_of(param)
+        first.requires_grad_()
+        first.sum().backward()
+        assert gradient_leaves(param) == (first.grad, None)
+        assert second.grad is None and first.grad is not None
+
+
+def test_dense_gradient_around_a_wrapper_is_taken_apart():
+    with as_rank(1, RANKS):
+        param = some_shards(world(), 1)
+        param.grad = assemble(param, [torch.ones_like(leaf) for leaf in leaves_of(param)])
+        assert [leaf.shape for leaf in gradient_leaves(param)] == [leaf.shape for leaf in leaves_of(param)]

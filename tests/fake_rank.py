@@ -1,0 +1,72 @@
+"""One process acting as a rank of a job that does not exist: layouts of many ranks without starting them.
+
+torch's fake process group answers every collective at once with whatever lies in its buffers, so only what needs no
+communication may be looked at here.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._shard.sharded_tensor import Shard as LocalShard
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
+from torch.distributed._shard.sharding_spec import ShardMetadata
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from shardopt.sharding.view import view_of
+
+
+@contextmanager
+def fake_rank(rank: int, ranks: int, shape: Sequence[int] | None = None) -> Iterator[DeviceMesh]:
+    """A CPU mesh as this rank of so many sees it; one-dimensional unless a shape is given."""
+    # torch remembers placements by meshes, which compare equal for all ranks, and hands out another rank's mesh.
+    _clear_sharding_prop_cache()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    try:
+        yield init_device_mesh("cpu", tuple(shape or (ranks,)))
+    finally:
+        dist.destroy_process_group()
+
+
+def shard(full: Tensor, mesh: DeviceMesh, *placements: Placement) -> DTensor:
+    """This rank's part of a tensor that every rank has, copied: what `distribute_tensor` gives, without collectives."""
+    # torch itself cuts the index of the elements, and so says what lies here.
+    index = torch.arange(full.numel()).view(full.shape)
+    replicated = DTensor.from_local(index, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    here = replicated.redistribute(placements=placements).to_local()
+    local = full.flatten()[here].clone()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
+
+
+def sharded_tensor(
+    full: Tensor, rows: Sequence[tuple[int, int]], rank: int, requires_grad: bool = False
+) -> ShardedTensor:
+    """A ShardedTensor cut into runs of rows.
+
+    Args:
+        full: what every rank has.
+        rows: for each shard, in order, the number of rows and the rank that holds it.
+    """
+    shards, local, start = [], [], 0
+    for count, holder in rows:
+        metadata = ShardMetadata([start, 0], [count, full.shape[1]], f"rank:{holder}/cpu")
+        shards.append(metadata)
+        if holder == rank:
+            part = full[start : start + count].clone().requires_grad_(requires_grad)
+            local.append(LocalShard(part, metadata))
+        start += count
+    properties = TensorProperties(dtype=full.dtype, requires_grad=requires_grad)
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        local, ShardedTensorMetadata(shards, full.shape, properties)
+    )
+
+
+def part_of(full: Tensor, like: Tensor) -> list[Tensor]:
+    """The parts of a whole tensor that this rank holds of `like`, copied."""
+    return [full[tuple(map(slice, piece.box.offsets, piece.box.ends))].clone() for piece in view_of(like).pieces]

@@ -1,0 +1,98 @@
+"""Parameter groups by pattern: every parameter lands exactly once, and what is mistaken is named."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shardopt
+from shardopt.errors import AlgorithmError, StateError
+from shardopt.optim.groups import by_pattern
+
+
+def parameters(*names):
+    return {name: torch.nn.Parameter(torch.ones(2)) for name in names}
+
+
+NAMES = ("blocks.0.attention.weight", "blocks.0.norm.weight", "blocks.0.norm.bias", "head.weight")
+
+
+def grouped(groups, names=NAMES, **defaults):
+    optimizer = shardopt.keyed("adamw", parameters(*names), groups=groups, **defaults)
+    names_of = {parameter: name for name, parameter in optimizer.params.items()}
+    return [([names_of[p] for p in group["params"]], group) for group in optimizer.param_groups]
+
+
+def test_the_first_match_wins_and_the_rest_has_the_defaults():
+    (norms, none), (heads, small), (rest, default) = grouped(
+        [{"match": "norm|bias", "weight_decay": 0.0}, {"match": r"^head|norm", "lr": 0.5}],
+        lr=0.1,
+        weight_decay=0.2,
+    )
+    assert norms == ["blocks.0.norm.weight", "blocks.0.norm.bias"]
+    assert heads == ["head.weight"]
+    assert rest == ["blocks.0.attention.weight"]
+    assert [(g["lr"], g["weight_decay"]) for g in (none, small, default)] == [(0.1, 0.0), (0.5, 0.2), (0.1, 0.2)]
+
+
+def test_there_is_no_group_for_the_rest_where_nothing_is_left():
+    assert [names for names, _ in grouped([{"match": "."}])] == [list(NAMES)]
+    assert [names for names, _ in grouped(None)] == [list(NAMES)]
+
+
+@given(
+    st.lists(st.text("ab.", min_size=1, max_size=4), min_size=1, max_size=6, unique=True),
+    st.lists(st.sampled_from(["a", "b", "^a", r"\.", "b$", "a.*b", "."]), max_size=4),
+)
+def test_every_parameter_lands_exactly_once(names, patterns):
+    params = parameters(*names)
+    try:
+        groups = by_pattern(params, [{"match": pattern} for pattern in patterns])
+    except StateError as error:
+        assert error.message == "a pattern matches no parameter"
+        return
+    landed = [name for _, members in groups for name in members]
+    assert sorted(landed) == sorted(names)
+    assert all(members for _, members in groups)
+
+
+def test_a_pattern_without_a_parameter_is_an_error_that_lists_names():
+    with pytest.raises(StateError, match=r"groups\[0\]: found the pattern 'nrom', which is found in no name; .*head"):
+        grouped([{"match": "nrom"}])
+    taken = r"groups\[1\]: .* whose matches an earlier group took \(blocks\.0\.norm\.bias\)"
+    with pytest.raises(StateError, match=taken):
+        grouped([{"match": "norm"}, {"match": "bias"}])
+
+
+@pytest.mark.parametrize("group", [{"lr": 0.1}, {"match": 3}, {"match": "("}])
+def test_a_group_without_a_usable_pattern_is_an_error(group):
+    with pytest.raises(StateError, match=r"groups\[0\]\.match: found .* required a regular expression"):
+        grouped([group])
+
+
+def test_an_unknown_option_is_an_error_that_names_those_that_exist():
+    with pytest.raises(AlgorithmError, match=r"groups\[0\]\.weigth_decay: found an unknown option; .*weight_decay"):
+        grouped([{"match": "norm", "weigth_decay": 0.0}])
+    with pytest.raises(AlgorithmError, match=r"defaults\.momentum: .* required one of lr, betas, eps"):
+        grouped(None, momentum=0.9)
+
+
+def test_options_of_a_group_are_held_against_their_ranges():
+    with pytest.raises(ValueError, match="Invalid learning rate: -1"):
+        grouped([{"match": "norm", "lr": -1}])
+
+
+def test_all_names_of_a_tied_parameter_land_together():
+    tied = torch.nn.Parameter(torch.ones(2))
+    params = {"embedding": tied, "other": torch.nn.Parameter(torch.ones(2)), "head": tied}
+    optimizer = shardopt.keyed("adamw", params, groups=[{"match": "embedding", "lr": 0.5}])
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 1]
+    assert optimizer.param_groups[0]["params"][0] is tied
+    assert set(optimizer.params) == {"embedding", "head", "other"}
+
+
+def test_algorithms_go_by_class_and_by_name():
+    for algorithm in (torch.optim.RMSprop, "RMSprop", "rmsprop"):
+        assert "KeyedOptimizerWrapper of RMSprop" in repr(shardopt.keyed(algorithm, parameters("w")))
+    with pytest.raises(AlgorithmError, match=r"adamm: .* required one of ASGD, Adadelta"):
+        shardopt.keyed("adamm", parameters("w"))

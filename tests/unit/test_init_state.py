@@ -1,0 +1,262 @@
+"""init_state is invisible: who calls it trains exactly as who does not, and sees the state that torch would make."""
+
+import copy
+
+import pytest
+import torch
+from torch.distributed.tensor import Shard
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+import shardopt
+from shardopt.algorithms import AtFirstStep, Kind, spec_of
+from shardopt.errors import AlgorithmError, StateError
+from shardopt.sharding.view import leaves_of
+from tests.cases import ELEMENTWISE_CASES
+from tests.fake_rank import fake_rank, shard, sharded_tensor
+
+STEPS = 8
+ABSENT = {0: {"late"}, 1: {"late", "plain"}, 4: {"shard"}}
+CASES = [*ELEMENTWISE_CASES, pytest.param("SGD", {"momentum": 0.9, "dampening": 0.5, "fused": True}, id="SGD-dampened")]
+
+
+def parameters(mesh):
+    generator = torch.Generator().manual_seed(3)
+    full = {name: torch.randn(5, 4, generator=generator) for name in ("shard", "plain", "late")}
+    return {
+        name: torch.nn.Parameter(shard(tensor, mesh, Shard(0)) if name == "shard" else tensor)
+        for name, tensor in full.items()
+    }
+
+
+def give_gradients(params, step, absent=ABSENT):
+    generator = torch.Generator().manual_seed(100 + step)
+    for name, parameter in params.items():
+        gradient = torch.randn(5, 4, generator=generator)
+        if name == "shard":
+            gradient = shard(gradient, parameter.device_mesh, Shard(0))
+        parameter.grad = None if name in absent.get(step, ()) else gradient
+
+
+def bits(optimizer):
+    """Everything that training depends on, as local tensors."""
+    return {
+        name: [leaves_of(parameter)[0].detach().clone()]
+        + [leaves_of(value)[0].clone() for value in optimizer.state.get(parameter, {}).values()]
+        for name, parameter in optimizer.params.items()
+    }
+
+
+def shapes(optimizer):
+    state = optimizer.state_dict()["state"]
+    return {key: {name: (value.shape, value.dtype) for name, value in its.items()} for key, its in state.items()}
+
+
+def equal(one, other):
+    return one.keys() == other.keys() and all(
+        len(one[name]) == len(other[name]) and all(map(torch.equal, one[name], other[name])) for name in one
+    )
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_training_goes_on_as_if_it_had_not_been_called(name, options):
+    with fake_rank(0, 2) as mesh:
+        # torch's fused SGD fails where a parameter gets its momentum buffer later than the others.
+        late = name != "SGD" or not options.get("momentum") or not options.get("fused")
+        runs = []
+        for calls_at in ((), (0,), (0, 3)):
+            params = parameters(mesh)
+            try:
+                optimizer = shardopt.keyed(name, params, **options)
+            except ValueError:
+                return  # what torch refuses
+            tensor_lr = isinstance(optimizer.param_groups[0]["lr"], torch.Tensor)
+            for step in range(STEPS):
+                give_gradients(params, step, ABSENT if late else {4: {"shard"}})
+                if step in calls_at:
+                    optimizer.init_state()
+                if not tensor_lr:
+                    optimizer.param_groups[0]["lr"] *= 0.5 if step % 2 else 3.0  # a schedule, before the first step too
+                optimizer.step()
+            runs.append(bits(optimizer))
+        assert equal(runs[0], runs[1])
+        assert equal(runs[0], runs[2])
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_it_makes_what_torch_would_make_and_the_registry_says_so(name, options):
+    with fake_rank(1, 2) as mesh:
+        params = parameters(mesh)
+        try:
+            optimizer = shardopt.keyed(name, params, **options)
+        except ValueError:
+            return  # what torch refuses
+        optimizer.init_state()
+        group = optimizer.param_groups[0]
+        entries = spec_of(name).entries(group)
+        initial = {
+            AtFirstStep.GRADIENT: 0.0,
+            AtFirstStep.LEARNING_RATE: group["lr"],
+        }
+        for parameter in params.values():
+            state = optimizer.state.get(parameter, {})
+            assert list(state) == [entry.name for entry in entries]
+            for entry in entries:
+                value = state[entry.name]
+                assert value.dtype == entry.dtype.of(parameter.dtype, group)
+                assert value.shape == (parameter.shape if entry.kind is Kind.PARAMETER else ())
+                wanted = initial.get(entry.initial, group.get(entry.initial, entry.initial))
+                local = leaves_of(value)[0]
+                assert torch.equal(local, torch.full_like(local, float(wanted)))
+        before = shapes(optimizer)
+        give_gradients(params, 2)
+        optimizer.step()
+        assert shapes(optimizer) == before
+
+
+@pytest.mark.parametrize("name", ["adam", "sgd", "rprop"])
+def test_nothing_is_touched(name):
+    with fake_rank(0, 2) as mesh:
+        params = parameters(mesh)
+        give_gradients(params, 0)
+        optimizer = shardopt.keyed(name, params, lr=0.1, **({"momentum": 0.9} if name == "sgd" else {}))
+        fired = []
+        optimizer.register_step_pre_hook(lambda *_: fired.append("step"))
+        optimizer.register_state_dict_pre_hook(lambda *_: fired.append("state_dict"))
+        optimizer.register_load_state_dict_post_hook(lambda *_: fired.append("load"))
+        handle = register_optimizer_step_pre_hook(lambda *_: fired.append("global"))
+        for parameter in params.values():
+            parameter.register_post_accumulate_grad_hook(lambda _: fired.append("gradient"))
+        gradients = {key: parameter.grad for key, parameter in params.items()}
+        before = {key: (leaves_of(p)[0].detach().clone(), leaves_of(p)[0]._version) for key, p in params.items()}
+        optimizer.init_state()
+        handle.remove()
+        assert fired == []
+        for key, parameter in params.items():
+            (leaf,) = leaves_of(parameter)
+            assert parameter.grad is gradients[key]
+            assert torch.equal(leaf.detach(), before[key][0])
+            assert leaf._version == before[key][1]
+            if key == "shard":
+                assert leaf.grad is None
+
+
+def test_state_that_is_there_is_kept():
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = shardopt.keyed("adam", {"w": weight})
+    weight.grad = torch.ones(3)
+    optimizer.step()
+    kept = dict(optimizer.state[weight])
+    optimizer.init_state()
+    assert all(optimizer.state[weight][name] is value for name, value in kept.items())
+
+
+def test_a_frozen_parameter_gets_none():
+    frozen = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+    optimizer = shardopt.keyed("adam", {"w": torch.nn.Parameter(torch.ones(3)), "frozen": frozen})
+    optimizer.init_state()
+    assert list(optimizer.state_dict()["state"]) == ["w"]
+    frozen.requires_grad_(True)
+    optimizer.init_state()
+    assert list(optimizer.state_dict()["state"]) == ["w", "frozen"]
+
+
+def test_what_someone_wrote_into_early_state_is_used():
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer = shardopt.keyed("sgd", {"w": weight}, lr=1.0, momentum=0.5, dampening=0.5)
+    optimizer.init_state()
+    optimizer.state[weight]["momentum_buffer"].fill_(8.0)
+    weight.grad = torch.ones(2)
+    optimizer.step()
+    assert weight.tolist() == [-4.5, -4.5]  # 0.5 × 8 + (1 − 0.5) × 1
+
+
+def test_the_mark_of_a_parameter_without_a_step_is_saved_and_loaded():
+    def optimizer_over(weight):
+        return shardopt.keyed("sgd", {"w": weight}, lr=1.0, momentum=0.5, dampening=0.5)
+
+    fresh, other = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2))
+    saved = optimizer_over(fresh)
+    saved.init_state()
+    assert saved.state_dict()["param_groups"]["w"]["untouched"] == ["w"]
+    stepped = optimizer_over(other)
+    other.grad = torch.ones(2)
+    stepped.step()
+    after_one = stepped.state_dict()
+    assert after_one["param_groups"]["w"]["untouched"] == []
+
+    loaded = optimizer_over(fresh)
+    loaded.init_state()
+    loaded.load_state_dict(after_one)
+    assert loaded.state_dict()["param_groups"]["w"]["untouched"] == []
+    fresh.grad = torch.ones(2)
+    loaded.step()
+    assert fresh.tolist() == [-1.0, -1.0]  # 0.5 × 1 + (1 − 0.5) × 1
+
+    stepped.load_state_dict(saved.state_dict())  # back to never stepped: the first gradient counts in full
+    other.data.zero_()
+    other.grad = torch.full((2,), 2.0)
+    stepped.step()
+    assert other.tolist() == [-2.0, -2.0]
+
+
+def test_what_someone_put_in_the_place_of_early_state_is_used():
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer = shardopt.keyed("sgd", {"w": weight}, lr=1.0, momentum=0.5, dampening=0.5)
+    optimizer.init_state()
+    optimizer.state[weight] = {"momentum_buffer": torch.full((2,), 8.0)}
+    weight.grad = torch.ones(2)
+    optimizer.step()
+    assert weight.tolist() == [-4.5, -4.5]
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_a_copy_knows_what_was_written_into_early_state(written):
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer = shardopt.keyed("sgd", {"w": weight}, lr=1.0, momentum=0.5, dampening=0.5)
+    optimizer.init_state()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # writes zeros, and knows that they mean nothing
+    if written:
+        optimizer.state[weight]["momentum_buffer"].fill_(8.0)
+    twin = copy.deepcopy(optimizer)
+    (copied,) = twin.params.values()
+    copied.grad = torch.ones(2)
+    twin.step()
+    assert copied.tolist() == ([-4.5, -4.5] if written else [-1.0, -1.0])
+
+
+def test_a_parameter_that_is_in_no_group_has_no_state():
+    params = {"w": torch.nn.Parameter(torch.ones(2)), "left out": torch.nn.Parameter(torch.ones(2))}
+    optimizer = shardopt.KeyedOptimizerWrapper(params, lambda leaves: torch.optim.Adam(leaves[:1]))
+    optimizer.init_state()
+    assert list(optimizer.state_dict()["state"]) == ["w"]
+
+
+def test_a_rank_without_a_shard_has_the_same_names_and_counters():
+    full = torch.arange(8.0).view(4, 2)
+    rows = [(3, 0), (1, 0)]
+    for rank in (0, 1):
+        with fake_rank(rank, 2):
+            table = sharded_tensor(full, rows, rank, requires_grad=True)
+            optimizer = shardopt.keyed("adam", {"table": table})
+            optimizer.init_state()
+            for leaf in leaves_of(table):
+                leaf.grad = torch.ones_like(leaf)
+            optimizer.step()
+            state = optimizer.state_dict()["state"]["table"]
+            assert list(state) == ["step", "exp_avg", "exp_avg_sq"]
+            assert state["step"] == 1
+            held = [tuple(leaf.shape) for leaf in leaves_of(state["exp_avg"])]
+            assert held == ([(3, 2), (1, 2)] if rank == 0 else [])
+
+
+def test_names_that_are_not_parameters_are_refused():
+    optimizer = shardopt.keyed("adam", {"w": torch.nn.Parameter(torch.ones(3))})
+    optimizer.init_state(sparse_grad_parameter_names={"w"})
+    with pytest.raises(StateError, match=r"found embedding; required some of w"):
+        optimizer.init_state(sparse_grad_parameter_names={"embedding"})
+
+
+def test_an_algorithm_that_makes_state_inside_its_step_says_so():
+    optimizer = shardopt.keyed("lbfgs", {"w": torch.nn.Parameter(torch.ones(3))})
+    with pytest.raises(AlgorithmError, match="LBFGS: found an algorithm that makes its state inside of step"):
+        optimizer.init_state()
