@@ -129,8 +129,8 @@ class _Silent(Exception):
 class _Channel:
     """Rounds of `agree` in the store.
 
-    Keys: `session`, `<session>/hello/<rank>`, `<session>/welcome/<rank>`, `beat/<rank>`; and in parts, as values may be
-    large, the reports `<session>/<round>/r<rank>/…` and the answers `<session>/<round>/answer/…`.
+    Keys: `session`, `<session>/welcome/<rank>`, `beat/<rank>`; and in parts, as values may be large, the reports
+    `<session>/<round>/r<rank>/…` and the answers `<session>/<round>/answer/…`.
     """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
@@ -167,13 +167,15 @@ class _Channel:
 
     def follow(self, mine: dict[str, Any]) -> dict[str, Any]:
         """Any other rank: reports, and waits for the answer."""
+        token = secrets.token_hex(8)
         try:
-            data = _pack(mine)
+            data = _pack({**mine, "token": token})
         except Exception as error:  # a report that is not JSON
-            data = _pack({"error": _describe(error)})
+            data = _pack({"error": _describe(error), "token": token})
         if self._round == 1:
-            self._join()
-        self._put(self._key(f"r{self.rank}"), data)
+            self._join(data, token.encode())
+        else:
+            self._put(self._key(f"r{self.rank}"), data)
         self.told = True
         # Rank 0 waits up to a deadline for the others, and beats all the while.
         self._wait_for_rank_0(lambda: self.store.check([self._key("answer/0")]))
@@ -193,38 +195,30 @@ class _Channel:
 
     def _gather(self) -> tuple[dict[int, dict[str, Any]], list[int]]:
         """What the other ranks report, by rank; and the silent ranks, for which others may be missing too."""
+        if self._round == 1:
+            self._set("session", self._session.encode())
         ranks = range(1, self.size)
-        silent = self._welcome(ranks) if self._round == 1 else []
-        silent = silent or self._wait(ranks, lambda some: self.store.check([self._key(f"r{r}/0") for r in some]))
-        if silent:
-            arrived = [rank for rank in ranks if self.store.check([self._key(f"r{rank}/0")])]
-            return {rank: self._get(self._key(f"r{rank}"))[0] for rank in arrived}, silent
-        for key in self._spent:
-            self.store.delete_key(key)
-        got = {rank: self._get(self._key(f"r{rank}")) for rank in ranks}
-        self._spent = [key for _, keys in got.values() for key in keys]
-        return {rank: value for rank, (value, _) in got.items()}, []
+        silent = self._wait(ranks, lambda some: self.store.check([self._key(f"r{rank}/0") for rank in some]))
+        arrived = [rank for rank in ranks if not silent or self.store.check([self._key(f"r{rank}/0")])]
+        got = {rank: self._get(self._key(f"r{rank}")) for rank in arrived}
+        if not silent:
+            for key in self._spent:
+                self.store.delete_key(key)
+            self._spent = [key for _, keys in got.values() for key in keys]
+        if self._round == 1:
+            for rank, (report, _) in got.items():
+                self._set(f"{self._session}/welcome/{rank}", report["token"].encode())
+                self._spent.append(f"{self._session}/welcome/{rank}")
+        return {rank: report for rank, (report, _) in got.items()}, silent
 
-    def _welcome(self, ranks: Sequence[int]) -> list[int]:
-        """Opens the session; answers each rank by what it said, which it takes from nobody else. Gives silent ranks."""
-        self._set("session", self._session.encode())
-        hello = f"{self._session}/hello/%d"
-        silent = self._wait(ranks, lambda some: self.store.check([hello % rank for rank in some]))
-        for rank in ranks:
-            if self.store.check([hello % rank]):
-                self._set(f"{self._session}/welcome/{rank}", self.store.get(hello % rank))
-                self._spent += [hello % rank, f"{self._session}/welcome/{rank}"]
-        return silent
-
-    def _join(self) -> None:
-        """Finds the session whose rank 0 welcomes this rank; at first it may see one of ranks that are long gone."""
-        token = secrets.token_hex(8).encode()
+    def _join(self, data: bytes, token: bytes) -> None:
+        """Reports in the session whose rank 0 welcomes this rank; at first it may see one of ranks that are gone."""
 
         def welcomed() -> bool:
             session = self.store.get("session").decode() if self.store.check(["session"]) else ""
             if session != self._session:
                 self._session = session
-                self._set(f"{session}/hello/{self.rank}", token)
+                self._put(self._key(f"r{self.rank}"), data)
             welcome = f"{session}/welcome/{self.rank}"
             return self.store.check([welcome]) and self.store.get(welcome) == token
 
