@@ -1,7 +1,7 @@
 """Plain values as typed JSON: what comes back has the exact type of what went in.
 
     None, bool, str, finite float, |int| < 2**53, list      as JSON has them
-    larger int                                              {"int": "<hexadecimal>"}
+    larger int                                              {"int": "<decimal>"}, from 2**8192 on "0x<hexadecimal>"
     inf, -inf, nan                                          {"float": "inf" | "-inf" | "nan"}
     bytes                                                   {"bytes": "<base64>"}
     tuple, set                                              {"tuple": [...]}, {"set": [...]}
@@ -29,7 +29,8 @@ import torch
 from shardopt.errors import Problem, StateError
 
 _EXACT_INT = 2**53  # larger ones lose digits in readers that hold numbers as doubles
-_HEXADECIMAL = re.compile(r"-?[0-9a-f]+")  # unlike decimals, read and written in linear time and of any length
+_LONG_INT_BITS = 8192  # Python takes no decimals of more than 4300 digits, for which it needs quadratic time
+_DECIMAL, _HEXADECIMAL = re.compile(r"-?\d{1,4096}"), re.compile(r"-?0x[0-9a-f]+")
 _NUMPY_DTYPE = re.compile(r"[<>|][biufc]\d{1,2}")  # what else np.dtype takes for a name has side effects
 _TORCH_DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -59,7 +60,9 @@ def _encode(value: Any, key: str, depth: int) -> Any:
     if value is None or kind is bool:
         return value
     if kind is int:
-        return value if abs(value) < _EXACT_INT else {"int": f"{value:x}"}
+        if abs(value) < _EXACT_INT:
+            return value
+        return {"int": str(value) if value.bit_length() <= _LONG_INT_BITS else hex(value)}
     if kind is float:
         return value if math.isfinite(value) else {"float": repr(value)}
     if kind is str:
@@ -157,8 +160,8 @@ def _decode(wire: Any, depth: int) -> Any:
 
 
 def _decode_typed(kind: str, body: Any, depth: int) -> Any:
-    if kind == "int" and _HEXADECIMAL.fullmatch(body):
-        return int(body, 16)
+    if kind == "int" and (_DECIMAL.fullmatch(body) or _HEXADECIMAL.fullmatch(body)):
+        return int(body, 0 if "x" in body else 10)
     if kind == "float" and body in ("inf", "-inf", "nan"):
         return float(body)
     if kind == "bytes":

@@ -28,7 +28,7 @@ from torch.optim.lr_scheduler import (
 
 from shardopt import checkpoint
 from shardopt.errors import StateError
-from shardopt.state import Index, PerRank, Stateful, flatten, iterate_optimizers, join, nest
+from shardopt.state import Index, PerRank, Stateful, flatten, join, nest
 
 Pair = namedtuple("Pair", "left right")
 
@@ -468,7 +468,6 @@ def test_torch_optimizers_resume_exactly(tmp_path, kind, options):
         one_step(other, resumed)
     for name, value in model.state_dict().items():
         assert torch.equal(value, other.state_dict()[name]), name
-    assert list(iterate_optimizers(flatten({"o": resumed, "m": other}))) == [resumed]
 
 
 SCHEDULERS = {
