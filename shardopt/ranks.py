@@ -369,13 +369,15 @@ def _describe(error: BaseException) -> dict[str, Any]:
 
 def _merge(what: str, failures: list[tuple[int, dict[str, Any]]], size: int) -> dict[str, Any]:
     """One error for all ranks: the first failure's type and text, the ranks it came from, and what others met."""
-    first = failures[0][1]
-    same = [rank for rank, error in failures if error == first]
-    where = "" if len(same) == size and size > 1 else f" on {_rank_names(same)}"
-    others = "; ".join(f"on rank {rank}: {error['message']}" for rank, error in failures if error != first)
-    message = f"{what} failed{where}: {first['message']}" + (f" (and {others})" if others else "")
+    ranks_with: dict[tuple[str, str], list[int]] = {}
+    for rank, error in failures:
+        ranks_with.setdefault((error["type"], error["message"]), []).append(rank)
+    (first, ranks), *others = ranks_with.items()
+    where = "" if len(ranks) == size and size > 1 else f" on {_rank_names(ranks)}"
+    also = "; ".join(f"on {_rank_names(those)}: {text}" for (_, text), those in others)
+    message = f"{what} failed{where}: {first[1]}" + (f" (and {also})" if also else "")
     problems = {json.dumps(problem, sort_keys=True): problem for _, error in failures for problem in error["problems"]}
-    return {"type": first["type"], "message": message, "problems": list(problems.values())}
+    return {"type": first[0], "message": message, "problems": list(problems.values())}
 
 
 def _rank_names(ranks: Sequence[int]) -> str:

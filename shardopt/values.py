@@ -30,7 +30,7 @@ from shardopt.errors import Problem, StateError
 
 _EXACT_INT = 2**53  # larger ones lose digits in readers that hold numbers as doubles
 _LONG_INT_BITS = 8192  # Python takes no decimals of more than 4300 digits, for which it needs quadratic time
-_DECIMAL, _HEXADECIMAL = re.compile(r"-?\d{1,4096}"), re.compile(r"-?0x[0-9a-f]+")
+_DECIMAL, _HEXADECIMAL = re.compile(r"-?[0-9]{1,4096}"), re.compile(r"-?0x[0-9a-f]+")
 _NUMPY_DTYPE = re.compile(r"[<>|][biufc]\d{1,2}")  # what else np.dtype takes for a name has side effects
 _TORCH_DTYPES = {
     str(dtype).removeprefix("torch."): dtype
