@@ -15,6 +15,7 @@ from shardopt.checkpoint.format import DTYPES, Dtype
 from shardopt.checkpoint.manifest import decode_path, encode_path
 from shardopt.checkpoint.memory import stored_dtype
 from shardopt.checkpoint.plan import Member
+from shardopt.checkpoint.replicas import CheckReplicas, Contents, contents_of, summary_of
 from shardopt.errors import Problem, StateError
 from shardopt.sharding.layout import Layout, joined
 from shardopt.sharding.view import View, view_of
@@ -32,6 +33,7 @@ class Description:
     tensors: Mapping[str, tuple[Path, Dtype, Layout]]
     values: Mapping[str, tuple[Path, Any]]
     per_rank: Mapping[str, Path]
+    contents: Contents  # hashes of what other ranks hold too
 
     @property
     def is_partial(self) -> bool:
@@ -49,6 +51,10 @@ class Description:
     def values_fingerprint(self) -> str:
         """Equal on two ranks if they have the same plain values."""
         return xxhash.xxh3_128_hexdigest(json.dumps(self.values, sort_keys=True).encode())
+
+    def contents_summary(self) -> dict[str, str]:
+        """A few hashes that are equal on ranks whose replicas are."""
+        return summary_of(self.contents, self.views)
 
     def geometry_json(self) -> dict[str, Any]:
         layouts: dict[Layout, int] = {}
@@ -79,8 +85,11 @@ Values = Mapping[str, tuple[Path, Any]]
 """Plain values in their typed JSON form, by key, with their paths."""
 
 
-def describe(flat: FlatState) -> Description:
+def describe(flat: FlatState, check_replicas: CheckReplicas) -> Description:
     """Describes this rank's state.
+
+    Args:
+        check_replicas: of which tensors that other ranks hold too the bytes are looked at.
 
     Raises:
         StateError, LayoutError: something in it cannot be stored.
@@ -97,7 +106,7 @@ def describe(flat: FlatState) -> Description:
             per_rank[key] = leaf.path
         else:
             values[key] = leaf.path, encode_value(leaf.value, key)
-    return Description(views, tensors, values, per_rank)
+    return Description(views, tensors, values, per_rank, contents_of(views, check_replicas))
 
 
 def geometry_of(description: Description, world_size: int) -> Geometry:

@@ -180,6 +180,8 @@ def _decode_layout(wire: Mapping[str, Any], file_count: int) -> StoredLayout:
         boxes = tuple(Box(read_sizes(offsets), read_sizes(sizes)) for offsets, sizes in wire["boxes"])
     if len(boxes) != len(files) or any(file >= file_count for file in files):
         raise ValueError("boxes in files that are not there")
+    if prod(shape) >= 2**58:  # of items of up to 16 bytes; nothing may overflow that is computed from here on
+        raise ValueError(f"the shape {list(shape)}")
     if any(len(box.offsets) != len(shape) or min(box.sizes, default=0) < 0 for box in boxes):
         raise ValueError("a box that is not within its tensor")
     return StoredLayout(shape, boxes, files)

@@ -8,7 +8,7 @@ Checksums stand for segments, so that at both ends of a run up to one segment mo
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from math import prod
@@ -21,9 +21,10 @@ from torch import Tensor
 from shardopt.checkpoint.datafile import Entry, header_length, parse_header
 from shardopt.checkpoint.format import SEGMENT_BYTES, Dtype, damaged, stored_shape
 from shardopt.checkpoint.manifest import DataFile
-from shardopt.checkpoint.memory import bytes_of, is_plain_memory, tensor_over
+from shardopt.checkpoint.memory import bytes_of, is_plain_memory, tensor_over, torch_dtype
 from shardopt.checkpoint.storage import Span, Storage
 from shardopt.checkpoint.write import narrowed
+from shardopt.errors import CorruptionError, Problem
 from shardopt.sharding.box import Box
 
 _THREADS = 4
@@ -102,8 +103,7 @@ class _Batch:
         file.storage.read_into(file.file.name, self.spans)
         for entry, segment, parts in self.checks:
             if _sum(parts) != file.sums[8 * segment : 8 * segment + 8]:
-                found = f"segment {segment - entry.segment} of {entry.key!r} with bytes that fail their checksum"
-                raise damaged(file.where, found)
+                raise damaged(file.where, _failed_segment(entry, segment))
         for target, source in self.copies:
             target.copy_(source)
 
@@ -131,6 +131,42 @@ def fetch(wants: Sequence[tuple[OpenFile, Want]]) -> int:
     return nbytes
 
 
+def check_all(wants: Sequence[tuple[OpenFile, Want]]) -> None:
+    """Verifies every segment of the stored boxes that something is wanted of; changes nothing.
+
+    Raises:
+        CorruptionError: with all that is damaged.
+    """
+    boxes = {(id(file), want.entry.begin): (file, want.entry) for file, want in wants}
+    problems = [problem for file, entry in boxes.values() for problem in damaged_segments(file, entry)]
+    if problems:
+        raise CorruptionError("a checkpoint is damaged; nothing was changed", problems)
+
+
+def damaged_segments(
+    file: OpenFile, entry: Entry, progress: Callable[[int], object] = lambda nbytes: None
+) -> Iterator[Problem]:
+    """The segments of one stored box that fail their checksums; reads all of it.
+
+    Args:
+        progress: gets the bytes of each piece that was read.
+    """
+    buffer = memoryview(bytearray(min(_BATCH_BYTES, entry.end - entry.begin)))
+    segment = entry.segment
+    for begin in range(entry.begin, entry.end, _BATCH_BYTES):
+        chunk = buffer[: min(_BATCH_BYTES, entry.end - begin)]
+        file.storage.read_into(file.file.name, [Span(begin, chunk)])
+        progress(chunk.nbytes)
+        for i in range(0, chunk.nbytes, SEGMENT_BYTES):
+            if xxhash.xxh3_64_digest(chunk[i : i + SEGMENT_BYTES]) != file.sums[8 * segment : 8 * segment + 8]:
+                yield from damaged(file.where, _failed_segment(entry, segment)).problems
+            segment += 1
+
+
+def _failed_segment(entry: Entry, segment: int) -> str:
+    return f"segment {segment - entry.segment} of {entry.key!r} with bytes that fail their checksum"
+
+
 def _run(batch: _Batch, file: OpenFile) -> None:
     with torch.no_grad():  # a thread has a grad mode of its own
         batch.run(file)
@@ -148,7 +184,7 @@ def _batches(wants: Sequence[Want]) -> Iterator[_Batch]:
     for want in wants:
         entry = want.entry
         nbytes = entry.end - entry.begin
-        if nbytes <= SEGMENT_BYTES and want.wanted.sizes == want.sizes and is_plain_memory(want.target):
+        if nbytes <= SEGMENT_BYTES and want.wanted.sizes == want.sizes and _takes_bytes(want):
             # All of a small box, which is what most tensors of most checkpoints are.
             memory = bytes_of(want.target)
             batch.spans.append(Span(entry.begin, memory))
@@ -175,7 +211,12 @@ def _is_one_run(want: Want) -> bool:
     """Whether the wanted part is contiguous in the stored box, and the target's memory is plain."""
     partial = [d for d, (size, of) in enumerate(zip(want.wanted.sizes, want.sizes, strict=True)) if size != of]
     last = partial[-1] if partial else 0
-    return all(size == 1 for size in want.wanted.sizes[:last]) and is_plain_memory(want.target)
+    return all(size == 1 for size in want.wanted.sizes[:last]) and _takes_bytes(want)
+
+
+def _takes_bytes(want: Want) -> bool:
+    """Whether the target's memory takes the stored bytes as they are."""
+    return want.target.dtype == torch_dtype(want.dtype) and is_plain_memory(want.target)
 
 
 def _direct(want: Want) -> Iterator[_Run]:

@@ -28,6 +28,7 @@ from shardopt.checkpoint.describe import (
 )
 from shardopt.checkpoint.manifest import DataFile
 from shardopt.checkpoint.pause import gc_paused
+from shardopt.checkpoint.replicas import CheckReplicas, refuse_drifted, summaries_agree
 from shardopt.checkpoint.storage import Storage, storage_of
 from shardopt.checkpoint.write import OwnParts, SavePlan, from_memory, write_files
 from shardopt.errors import CheckpointError
@@ -66,6 +67,7 @@ def save(
     app: Mapping[str, Any],
     *,
     durable: bool = True,
+    check_replicas: CheckReplicas = "small",
     deadline_seconds: float = DEADLINE_SECONDS,
 ) -> SaveReport:
     """Writes the state of `app` to a new checkpoint at `url`. Collective: every rank of the job must call it.
@@ -79,6 +81,8 @@ def save(
             values, and dicts and lists of these. What is not a shard must be equal on all ranks, or in `PerRank`.
         durable: whether local files are flushed to the disk before the commit. Without it a save is faster, and a
             machine that loses power afterwards may lose the checkpoint.
+        check_replicas: which tensors that several ranks hold are compared before they are written: "small" ones (of at
+            most 4 KiB), "all", or "none".
         deadline_seconds: how long a rank may show no sign of life before the others give up and name it.
 
     Raises:
@@ -94,7 +98,7 @@ def save(
     with gc_paused():
         (flat, description), opened = ranks.agree(
             what,
-            work=lambda: _describe(app),
+            work=lambda: _describe(app, check_replicas if ranks.size > 1 else "none"),
             report=lambda described: _fingerprints(described[1]),
             decide=lambda reports: _open(storage, reports),
             deadline_seconds=deadline_seconds,
@@ -120,21 +124,21 @@ def save(
     return SaveReport(storage.url, save_id, len(plan.geometry.members), bytes_written, bytes_total, seconds)
 
 
-def _describe(app: Mapping[str, Any]) -> tuple[FlatState, Description]:
+def _describe(app: Mapping[str, Any], check_replicas: CheckReplicas) -> tuple[FlatState, Description]:
     flat = flatten(app)
-    return flat, describe(flat)
+    return flat, describe(flat, check_replicas)
 
 
 def _fingerprints(description: Description) -> list[Any]:
-    geometry = description.geometry_fingerprint()
-    return [geometry, description.is_partial, description.values_fingerprint(), [*_kept]]
+    geometry, values = description.geometry_fingerprint(), description.values_fingerprint()
+    return [geometry, description.is_partial, values, description.contents_summary(), [*_kept]]
 
 
 def _open(storage: Storage, reports: list[Any]) -> dict[str, Any]:
     """On rank 0: refuses a path that is taken, names the save, and tells what ranks must exchange."""
     refuse_committed(storage)
     storage.make()
-    geometries, partial, values, kept = zip(*reports, strict=True)
+    geometries, partial, values, contents, kept = zip(*reports, strict=True)
     job = xxhash.xxh3_128_hexdigest("".join(geometries).encode())
     return {
         "save_id": secrets.token_hex(6),
@@ -142,6 +146,7 @@ def _open(storage: Storage, reports: list[Any]) -> dict[str, Any]:
         "geometry_kept": all(job in own for own in kept),
         "geometry_alike": len(set(geometries)) == 1 and not any(partial),
         "values_alike": len(set(values)) == 1,
+        "contents_alike": summaries_agree(contents),
     }
 
 
@@ -153,6 +158,8 @@ def _plan(
     wire: dict[str, Any] = {}
     if ask_geometry:
         wire["geometry"] = description.geometry_json()
+    if ask_geometry or not opened["contents_alike"]:
+        wire["contents"] = description.contents
     if not opened["values_alike"]:
         wire["values"] = description.values_json()
     all_wires = _exchange(ranks, what, wire, deadline_seconds) if wire else []
@@ -167,6 +174,8 @@ def _plan(
         while len(_kept) > _MOST_KEPT:
             del _kept[next(iter(_kept))]
     plan, own = _kept[opened["geometry"]]
+    if "contents" in wire:
+        refuse_drifted([each["contents"] for each in all_wires])
     if opened["values_alike"]:
         return plan, own, description.values
     return plan, own, merge_values([each["values"] for each in all_wires], plan.geometry)

@@ -9,19 +9,16 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-import xxhash
-
 from shardopt.checkpoint.commit import read_manifest
-from shardopt.checkpoint.datafile import Entry
-from shardopt.checkpoint.format import CHECKSUMS_PREFIX, DATA_SUFFIX, PER_RANK_PREFIX, SEGMENT_BYTES
+from shardopt.checkpoint.format import CHECKSUMS_PREFIX, DATA_SUFFIX, PER_RANK_PREFIX
 from shardopt.checkpoint.manifest import DataFile, Manifest, StoredTensor
-from shardopt.checkpoint.read import OpenFile
-from shardopt.checkpoint.storage import Span, Storage, storage_of
+from shardopt.checkpoint.read import OpenFile, damaged_segments
+from shardopt.checkpoint.storage import Storage, storage_of
 from shardopt.errors import CorruptionError, Problem
 from shardopt.sharding.box import Box, cover_faults
 
 _THREADS = 4
-_CHUNK_BYTES = 16 * SEGMENT_BYTES
+_REMEDY = "restore from another checkpoint"
 
 Progress = Callable[[int, int], object]
 """Gets the bytes that are done and the bytes there are."""
@@ -59,7 +56,7 @@ class VerifyReport:
 def verify(url: str | os.PathLike[str], *, progress: Progress | None = None) -> VerifyReport:
     """Reads all of a committed checkpoint and checks structure, coverage, sizes and every checksum. Local.
 
-    Damage does not end it: all of it is reported. At most a few chunks of 4 MiB are in memory.
+    Damage does not end it: all of it is reported. At most a few pieces of 8 MiB are in memory.
 
     Args:
         progress: called with the bytes done and the bytes there are, now and then, from several threads.
@@ -143,24 +140,7 @@ def _check_file(
         if key not in known and not key.startswith(PER_RANK_PREFIX):
             problems.append(Problem(opened.where, f"{key!r}", "only what the manifest has", _REMEDY))
         try:
-            problems += _check_segments(opened, entry, done)
+            problems += damaged_segments(opened, entry, done.add)
         except CorruptionError as error:
             problems += error.problems
     return problems
-
-
-def _check_segments(file: OpenFile, entry: Entry, done: _Counter) -> Iterator[Problem]:
-    buffer = memoryview(bytearray(min(_CHUNK_BYTES, entry.end - entry.begin)))
-    segment = entry.segment
-    for begin in range(entry.begin, entry.end, _CHUNK_BYTES):
-        chunk = buffer[: min(_CHUNK_BYTES, entry.end - begin)]
-        file.storage.read_into(file.file.name, [Span(begin, chunk)])
-        done.add(chunk.nbytes)
-        for i in range(0, chunk.nbytes, SEGMENT_BYTES):
-            if xxhash.xxh3_64_digest(chunk[i : i + SEGMENT_BYTES]) != file.sums[8 * segment : 8 * segment + 8]:
-                found = f"segment {segment - entry.segment} of {entry.key!r} with bytes that fail their checksum"
-                yield Problem(file.where, found, "what was written", _REMEDY)
-            segment += 1
-
-
-_REMEDY = "restore from another checkpoint"

@@ -26,11 +26,11 @@ class WarmupOptimizer(OptimizerWrapper):
 
     Step i + 1 is taken at the full rate times the stages' multiplier at iteration i (`WarmupPolicy` has the formulas).
 
-    **Full rates.** `lr` is the full rate in place of the wrapped optimizer's default one. A group keeps its ratio to
-    that default: one with twice the default rate has twice `lr`, one with rate 0 stays at 0. Where there is no default
-    other than 0, the first group's rate that is not 0 takes its place, and where there is none, every group gets `lr`.
-    A group that is added later gets its rate in the same way. The full rate of a group stands in it as "initial_lr",
-    from which torch's schedulers start. A rate that is a tensor is filled in place.
+    **Full rates.** `lr` is the full rate of the groups that have the wrapped optimizer's default one; if none has, of
+    the first group. The others keep their ratios: a group with twice that rate has twice `lr`, one with rate 0 stays
+    at 0. Where no group has a rate other than 0, every one gets `lr`. A group that is added later gets its rate in the
+    same way. The full rate of a group stands in it as "initial_lr", from which torch's schedulers start. A rate that
+    is a tensor is filled in place.
 
     **When the rate changes.** It is set when this optimizer is made (for step 1; optimizers that step during backward
     use it before the first `step()`), at the end of each `step()` (for the next one), and when state is loaded. Until
@@ -173,9 +173,9 @@ class WarmupOptimizer(OptimizerWrapper):
 
     def _nominal_default(self, nominal: Sequence[float | None]) -> float | None:
         """The rate that `lr` stands for; None if there is none."""
-        # Under another warm-up groups are scaled to something else than the default.
-        scaled = any(self._full in group for group in self.param_groups)
-        candidates = nominal if scaled else [_number(self.defaults.get(self._lr_param)), *nominal]
+        default = _number(self.defaults.get(self._lr_param))
+        # A default that no group has may be one that nobody chose, or that another warm-up has replaced.
+        candidates = [default, *nominal] if default in nominal else nominal
         return next((rate for rate in candidates if rate), None)
 
     def _wrong_groups(self, lr_param: str) -> Iterator[Problem]:

@@ -126,6 +126,16 @@ def test_groups_keep_their_ratios_to_the_default_rate():
         assert rates == pytest.approx([0.25 * multiplier, 0.0, 0.5 * multiplier])
 
 
+def test_lr_stands_for_the_first_groups_rate_where_none_has_the_default_one():
+    params = list(parameters("a", "b").values())
+
+    def factory(tensors):
+        return torch.optim.AdamW([{"params": tensors[:1], "lr": 0.01}, {"params": tensors[1:], "lr": 0.04}])
+
+    inner = KeyedOptimizerWrapper(dict(zip("ab", params, strict=True)), factory)
+    assert rates_of(WarmupOptimizer(inner, [RAMP], lr=0.5)) == pytest.approx([0.1, 0.4])
+
+
 def test_ratios_across_the_children_of_a_combined_optimizer():
     children = [("a", sgd(parameters("x"), lr=0.1)), ("b", sgd(parameters("y"), lr=0.4))]
     optimizer = WarmupOptimizer(CombinedOptimizer(children), [RAMP], lr=1.0)
