@@ -1,8 +1,9 @@
 """How ranks talk, and how they fail: all of them, with one error.
 
 What ranks must do together is one call of `Ranks.agree`: each does its own work, rank 0 looks at what all have
-reported and decides, and either every rank gets the decision or every rank raises the same error. The exception is
-`Ranks.add_up`, for the few numbers that every step needs: the one collective of this package.
+reported and decides, and either every rank gets the decision or every rank raises the same error. The exceptions are
+`Ranks.add_up`, for the few numbers that every step needs, and `Ranks.exchange`, for algorithms that need whole
+parameters: the only collectives of this package.
 
 Reports and decisions travel as JSON through the job's store (the one that `init_process_group` made), not through a
 collective: when a peer is dead a collective fails without a name or hangs, while the store, which lives outside the
@@ -270,7 +271,10 @@ class _Channel:
         return [got[rank][0] for rank in range(1, self.size)]
 
     def _get_all(self, keys: dict[int, str]) -> dict[int, tuple[Any, list[str]]]:
-        """The values under `keys` by rank, awaited, with all keys that hold them; watches the heartbeats of the ranks that have not written yet."""
+        """The values under `keys` by rank, awaited, each with all keys that hold it.
+
+        Watches the heartbeats of the ranks that have not written yet.
+        """
         waiting = dict(keys)
         life = _SignsOfLife(self.store, self.deadline_seconds)
         pause, longest = _POLL_SECONDS

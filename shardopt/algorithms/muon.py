@@ -19,16 +19,18 @@ large. The owner computes on the whole matrix, so that the result is the same bi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from math import sqrt
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shardopt.algorithms.newton_schulz import adjustment, orthogonalised
 from shardopt.algorithms.owners import Job
 from shardopt.algorithms.wholes import Together
-from shardopt.errors import GradientError, Problem
+from shardopt.errors import GradientError, Problem, StateError
 from shardopt.ranks import Ranks, ranks_among, ranks_of
 from shardopt.sharding.box import Box, cover_faults
 from shardopt.sharding.layout import held
@@ -65,6 +67,9 @@ class Muon(Optimizer):
     Raises:
         ValueError: an option is out of its range.
     """
+
+    names: Mapping[Tensor, str] = MappingProxyType({})
+    """Parameter → its name, for errors and for the order of parameters; a keyed optimizer sets it."""
 
     round_bytes = 128 << 20
     """How large an owner's matrices may be before another one waits for the next round; at any time there are up to
@@ -114,25 +119,34 @@ class Muon(Optimizer):
         """One step. Collective: every rank of every mesh in it must call.
 
         For each set of ranks over which matrices lie, one all-to-all to the owners and one back for every
-        `round_bytes` that an owner works on. Waits for no device, but where a parameter is a ShardedTensor: then
-        ranks ask each other whether it has a gradient.
+        `round_bytes` that an owner works on; before them, on the CPU or where there are ShardedTensors, one small
+        all-reduce that finds absent gradients. No device is waited for, but for ShardedTensors or an lr that is there.
 
         Args:
             closure: evaluates the model again and returns the loss, which is returned; called once.
 
         Raises:
-            GradientError: a gradient does not fit its parameter, or is sparse.
+            GradientError: a gradient does not fit its parameter, is sparse or, on the CPU, is absent on some ranks.
+                Nothing was changed on this rank.
+            StateError: a parameter was sharded in another way since its momentum was made.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        matrices = [_Matrix(parameter, group) for group in self.param_groups for parameter in group["params"]]
-        for ranks, its in _teams(matrices):
+        matrices = [
+            _Matrix(parameter, group, self.names.get(parameter, ""))
+            for group in self.param_groups
+            for parameter in group["params"]
+        ]
+        teams = _teams(sorted(matrices, key=lambda matrix: matrix.name))
+        for ranks, its in teams:
             _agree_on_gradients(ranks, its)
-            moving = [matrix for matrix in its if matrix.gradients is not None]
-            for matrix in moving:
+        for matrix in matrices:
+            if matrix.gradients is not None:
                 matrix.update_momentum(self._momentum(matrix))
+        for ranks, its in teams:
+            moving = [matrix for matrix in its if matrix.gradients is not None]
             if moving:
                 dtype = _DTYPES[moving[0].group["ns_dtype"]]
                 Together(ranks, dtype, moving[0].device, self.round_bytes).run(moving)
@@ -151,12 +165,18 @@ class Muon(Optimizer):
 
 
 class _Matrix:
-    """One parameter in one step, as a `Task`."""
+    """One parameter in one step, as a `Task`.
 
-    def __init__(self, parameter: Tensor, group: Mapping[str, Any]) -> None:
-        self.parameter, self.group = parameter, group
-        self.view = view_of(parameter)
-        self.gradients = _gradients(parameter)
+    Args:
+        parameter: the user's.
+        group: its options.
+        name: its FQN, "" where that is not known.
+    """
+
+    def __init__(self, parameter: Tensor, group: Mapping[str, Any], name: str) -> None:
+        self.parameter, self.group, self.name = parameter, group, name
+        self.view = view_of(parameter, name)
+        self.gradients = _gradients(parameter, name)
         self._momentum: tuple[Tensor, ...] = ()
 
     @property
@@ -177,6 +197,15 @@ class _Matrix:
         """B ← μ B + (1 − μ) G on the local tensors of B."""
         assert self.gradients is not None
         self._momentum = leaves_of(buffer)
+        have, want = ([tuple(each.shape) for each in local] for local in (self._momentum, self.gradients))
+        if have != want:
+            problem = Problem(
+                self.name,
+                f"local shapes {want}",
+                f"{have}, as its momentum has",
+                "shard the model before the first step",
+            )
+            raise StateError("a parameter was sharded in another way under its optimizer", [problem])
         for momentum, gradient in zip(self._momentum, self.gradients, strict=True):
             momentum.lerp_(gradient, 1 - self.group["momentum"])
 
@@ -199,39 +228,12 @@ class _Matrix:
         lr = lr.squeeze() if isinstance(lr, Tensor) else lr
         scale = adjustment(self.group["adjust_lr_fn"], *self.view.shape)
         (here,) = (piece.tensor for piece in self.view.pieces if piece.box == box)
-        here.mul_(1 - lr * self.group["weight_decay"])
-        here.add_(part, alpha=-(lr * scale))
-
-
-def orthogonalised(matrix: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
-    """The nearest semi-orthogonal matrix, roughly: singular values near 1 (with torch's coefficients 0.7 to 1.2).
-
-    A quintic Newton-Schulz iteration (Jordan et al. 2024): X ← a X + (b A + c A²) X with A = X Xᵀ.
-
-    Args:
-        matrix: [M, N] in the dtype to compute in; overwritten.
-        coefficients: (a, b, c).
-        steps: of the iteration.
-        eps: the least norm to divide by.
-
-    Returns:
-        [M, N], in the dtype of `matrix`.
-    """
-    a, b, c = coefficients
-    tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.T if tall else matrix
-    x.div_(x.norm().clamp(min=eps))  # no singular value is larger than the Frobenius norm
-    for _ in range(steps):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if tall else x
-
-
-def adjustment(how: str | None, rows: int, columns: int) -> float:
-    """By what the learning rate of a matrix of this shape is multiplied."""
-    if how == "match_rms_adamw":
-        return 0.2 * sqrt(max(rows, columns))
-    return sqrt(max(1, rows / columns))
+        # In 16 bits torch's kernels round the factor, or do not, by how far from the end of the memory an element is:
+        # the result would depend on where shards end.
+        wide = here.to(torch.promote_types(here.dtype, torch.float32))
+        wide.mul_(1 - lr * self.group["weight_decay"]).add_(part, alpha=-(lr * scale))
+        if wide is not here:
+            here.copy_(wide)
 
 
 def unsuitable_for_muon(view: View) -> str:
@@ -245,31 +247,59 @@ def unsuitable_for_muon(view: View) -> str:
     return ""
 
 
-def _gradients(parameter: Tensor) -> list[Tensor] | None:
+def _gradients(parameter: Tensor, name: str) -> list[Tensor] | None:
     """The gradient on this rank, as local tensors; None where there is none. Zero where only some shards have one."""
     leaves = leaves_of(parameter)
-    found = gradient_leaves(parameter)
+    try:
+        found = gradient_leaves(parameter)
+    except GradientError as error:
+        raise GradientError(error.message, [replace(each, key=f"{name}.grad") for each in error.problems]) from None
     if all(gradient is None for gradient in found):
         # A rank without a shard has nothing to say: `_agree_on_gradients` asks the others.
         return None
-    for gradient in found:
-        if gradient is not None and gradient.layout is not torch.strided:
-            problem = Problem("gradient", f"{gradient.layout} memory", "a dense gradient", "make the layer dense")
-            raise GradientError("Muon takes no sparse gradients", [problem])
+    for gradient, leaf in zip(found, leaves, strict=True):
+        if gradient is not None and (gradient.layout, gradient.dtype) != (torch.strided, leaf.dtype):
+            problem = Problem(
+                key=f"{name}.grad",
+                found=f"{gradient.layout}, {gradient.dtype}",
+                required=f"{torch.strided}, {leaf.dtype}",
+                remedy="make it dense, or cast it, before the step",
+            )
+            raise GradientError("a gradient does not fit its parameter", [problem])
     return [
         torch.zeros_like(leaf) if gradient is None else gradient for leaf, gradient in zip(leaves, found, strict=True)
     ]
 
 
 def _agree_on_gradients(ranks: Ranks, matrices: Sequence[_Matrix]) -> None:
-    """Where gradients are with the shards, one on any rank is one for the whole matrix."""
-    asked = [matrix for matrix in matrices if not takes_gradient(matrix.parameter)]
+    """Finds where some ranks have a gradient and others do not. Collective: one all-reduce, or none.
+
+    A ShardedTensor has its gradients with the shards: one on any rank is one for the whole matrix, zero elsewhere. Of
+    the others ranks must have the same; where that can be asked without waiting for an accelerator, it is.
+
+    Raises:
+        GradientError: they do not; all ranks raise it.
+    """
+    asked = [matrix for matrix in matrices if ranks.device.type == "cpu" or not takes_gradient(matrix.parameter)]
     if not asked or ranks.size == 1:
         return
-    counts = torch.tensor([matrix.gradients is not None for matrix in asked], dtype=torch.int32, device=ranks.device)
-    for matrix, count in zip(asked, ranks.add_up(counts).tolist(), strict=True):
-        if count and matrix.gradients is None:
-            matrix.gradients = [torch.zeros_like(leaf) for leaf in leaves_of(matrix.parameter)]
+    have = torch.tensor([matrix.gradients is not None for matrix in asked], dtype=torch.int32, device=ranks.device)
+    problems = []
+    for matrix, count in zip(asked, ranks.add_up(have).tolist(), strict=True):
+        if not takes_gradient(matrix.parameter):
+            if count and matrix.gradients is None:
+                matrix.gradients = [torch.zeros_like(leaf) for leaf in leaves_of(matrix.parameter)]
+        elif 0 < count < ranks.size:
+            problems.append(
+                Problem(
+                    key=f"{matrix.name}.grad",
+                    found=f"a gradient on {count} of its {ranks.size} ranks",
+                    required="one on all of them, or on none",
+                    remedy="give it zeros where a rank has nothing to do with it",
+                )
+            )
+    if problems:
+        raise GradientError("gradients are absent on some ranks", problems)
 
 
 def _teams(matrices: Iterable[_Matrix]) -> list[tuple[Ranks, list[_Matrix]]]:

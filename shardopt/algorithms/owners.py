@@ -118,9 +118,10 @@ def _round(jobs: Sequence[Job], owners: Sequence[int], its: Sequence[int], ranks
     return Round(
         owned,
         gives=_route(
-            ((owners[job], job, box) for job, box, holders in mine if _giver(holders, owners[job]) == rank), ranks
+            ((owners[job], job, box) for job, box, holders in mine if _giver(holders, owners[job], ranks) == rank),
+            ranks,
         ),
-        gathers=_route(((_giver(holders, rank), job, box) for job, box, holders in whole), ranks),
+        gathers=_route(((_giver(holders, rank, ranks), job, box) for job, box, holders in whole), ranks),
         returns=_route(((holder, job, box) for job, box, holders in whole for holder in holders), ranks),
         takes=_route(((owners[job], job, box) for job, box, _ in mine), ranks),
     )
@@ -136,12 +137,13 @@ def _boxes_of(layout: Layout, rank: int) -> tuple[tuple[Box, tuple[int, ...]], .
     return tuple((box, holders) for box, holders in _boxes(layout) if rank in holders)
 
 
-def _giver(holders: Sequence[int], owner: int) -> int:
-    """Which of those who hold a box sends it to the owner: the owner itself, or who is next to it by number.
+def _giver(holders: Sequence[int], owner: int, ranks: Sequence[int]) -> int:
+    """Which of those who hold a box sends it to the owner: the owner itself, or the one in the owner's replica.
 
-    Ranks with near numbers are mostly on the same host.
+    Replicas are taken to be runs of ranks of equal length, as in a mesh whose first dimension replicates; then a box
+    does not leave the hosts of a replica.
     """
-    return min(holders, key=lambda holder: (abs(holder - owner), holder))
+    return owner if owner in holders else holders[ranks.index(owner) * len(holders) // len(ranks)]
 
 
 def _route(parts: Iterable[tuple[int, int, Box]], ranks: Sequence[int]) -> Route:

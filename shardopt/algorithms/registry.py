@@ -138,6 +138,7 @@ class AlgorithmSpec:
         stands_for: a class of torch in whose place it runs, on plain parameters too: with the same options and state.
         unsuitable: what keeps a parameter from being optimized with it, in a few words; "" where nothing does. Asked
             where it steps on parameters only.
+        needs_closure: whether a step has to evaluate the model again itself, maybe several times.
     """
 
     optimizer: type[Optimizer]
@@ -149,6 +150,7 @@ class AlgorithmSpec:
     steps_on: StepsOn = StepsOn.LEAVES
     stands_for: type[Optimizer] | None = None
     unsuitable: Callable[[View], str] = _suits
+    needs_closure: bool = False
 
     @property
     def settled_at_first_step(self) -> bool:
@@ -318,6 +320,7 @@ for _spec in (
         "LBFGS",
         False,
         why_not="it takes dot products over all parameters, and a rank has only its shards",
+        needs_closure=True,
     ),
     AlgorithmSpec(
         Muon,

@@ -78,13 +78,11 @@ class Together:
         sent = self._buffer(here.returns)
         wholes: dict[int, Tensor] = {}
         for number, segments in _by_matrix(here.gathers, gathered):
-            shape = tasks[number].job.layout.shape
+            if number not in wholes:
+                # Memory of its own even where the matrix came as one box: the bits of a product may depend on where
+                # its factors are aligned.
+                wholes[number] = gathered.new_empty(tasks[number].job.layout.shape)
             for box, segment in segments:
-                if box.sizes == shape:
-                    wholes[number] = segment
-                    continue
-                if number not in wholes:
-                    wholes[number] = gathered.new_empty(shape)
                 _at(wholes[number], box).copy_(segment)
         for number in here.owned:
             wholes[number] = tasks[number].work(wholes[number])

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardopt.algorithms.registry import AlgorithmSpec, Kind
 from shardopt.errors import GradientError, Problem, StateError
-from shardopt.sharding.view import assemble, empty_leaf, gradient_leaves, leaves_of, takes_gradient
+from shardopt.sharding.view import assemble, empty_leaf, gradient_leaves, leaves_of, requires_gradient, takes_gradient
 
 State = dict[str, Any]
 
@@ -76,7 +76,7 @@ class Shards:
             problems = [replace(problem, key=f"{self.name}.grad") for problem in error.problems]
             raise GradientError(error.message, problems) from None
         self._kept = [(leaf, leaf.grad) for leaf in self.leaves]
-        if self.stands_in:
+        if self.stands_in and requires_gradient(self.parameter):
             gradients = (None,)
         elif all(gradient is None for gradient in gradients):
             return

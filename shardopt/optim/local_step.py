@@ -30,18 +30,27 @@ class Untouched:
 
     Args:
         entries: names and values, as the user sees them.
+        written: whether someone has put values of their own into it.
     """
 
-    def __init__(self, entries: State) -> None:
+    def __init__(self, entries: State, written: bool = False) -> None:
         self.entries = entries
-        self._versions = self._now()
+        self._written = written
+        self._made = [(value, value._version) for value in self._tensors()]
 
     def written(self) -> bool:
-        """Whether someone wrote into the tensors since; then they are no longer initial values."""
-        return self._now() != self._versions
+        """Whether someone wrote into the tensors or replaced them, so that they are no longer initial values."""
+        now = self._tensors()
+        same = len(now) == len(self._made) and all(
+            value is made and value._version == version for value, (made, version) in zip(now, self._made, strict=True)
+        )
+        return self._written or not same
 
-    def _now(self) -> list[int]:
-        return [value._version for value in self.entries.values() if isinstance(value, Tensor)]
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Untouched, (self.entries, self.written())  # tensors of a copy count their versions anew
+
+    def _tensors(self) -> list[Tensor]:
+        return [value for value in self.entries.values() if isinstance(value, Tensor)]
 
 
 class LocalOptimizer:
@@ -148,7 +157,7 @@ class LocalOptimizer:
         if self.spec is None:
             raise AlgorithmError("an optimizer is not known here", [unknown(type(self.optimizer))])
         group_of = {parameter: group for group in self.groups for parameter in group["params"]}
-        for parameter in parameters:
+        for parameter in filter(group_of.__contains__, parameters):
             if not requires_gradient(parameter):
                 continue
             for leaf in self.leaves(parameter):
@@ -266,7 +275,7 @@ class LocalOptimizer:
             if untouched is None:
                 self.optimizer.state[new] = state
             else:
-                self.untouched[new] = Untouched(state)
+                self.untouched[new] = Untouched(state, untouched.written())
 
     def _hand_over(self) -> None:
         """Lets the inner optimizer make state anew for leaves that are to have their first step.

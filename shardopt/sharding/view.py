@@ -26,9 +26,9 @@ from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
 from torch.distributed._shard.sharding_spec.api import ShardingSpec
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import TensorMeta
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import Parameter, is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardopt.errors import GradientError, LayoutError, Problem
@@ -174,6 +174,43 @@ def gradient_leaves(param: Tensor) -> tuple[Tensor | None, ...]:
     if [leaf.shape for leaf in gradients] != [leaf.shape for leaf in leaves]:
         raise _bad_gradient(param, grad, "pass the parameter's shape and stride where the gradient is made")
     return gradients
+
+
+class GradientReader:
+    """Reads the gradient of a parameter with one leaf, where it is plainly there: dense, and placed as the parameter.
+
+    `gradient_leaves` for those who ask in every step: in a fraction of its time, as it remembers which placement it has
+    found good. Calling it gives None where there is no gradient, and where only `gradient_leaves` can tell.
+    """
+
+    __slots__ = ("_have", "_param", "_want")
+
+    def __init__(self, param: Tensor) -> None:
+        self._param = param
+        # A placement of the gradient and one of the parameter that were found equal.
+        self._have: DTensorSpec | None = None
+        self._want: DTensorSpec | None = None
+
+    def __call__(self) -> Tensor | None:
+        param = self._param
+        grad: Tensor | None
+        if isinstance(param, DTensor):
+            whole = param.grad
+            if type(whole) is not DTensor:
+                return None
+            have, want = whole._spec, param._spec
+            if have is not self._have or want is not self._want:
+                if have != want:
+                    return None
+                self._have, self._want = have, want
+            wanted, grad = param._local_tensor, whole._local_tensor
+        elif type(param) is Parameter or type(param) is Tensor:
+            wanted, grad = param, param.grad
+        else:
+            return None
+        # Of another class are unfinished results of collectives, and several shards in one.
+        plainly = type(grad) is Tensor and grad.shape == wanted.shape and grad.layout is torch.strided
+        return grad if plainly else None
 
 
 def takes_gradient(param: Tensor) -> bool:

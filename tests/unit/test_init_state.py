@@ -1,5 +1,7 @@
 """init_state is invisible: who calls it trains exactly as who does not, and sees the state that torch would make."""
 
+import copy
+
 import pytest
 import torch
 from torch.distributed.tensor import Shard
@@ -195,6 +197,38 @@ def test_the_mark_of_a_parameter_without_a_step_is_saved_and_loaded():
     other.grad = torch.full((2,), 2.0)
     stepped.step()
     assert other.tolist() == [-2.0, -2.0]
+
+
+def test_what_someone_put_in_the_place_of_early_state_is_used():
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer = shardopt.keyed("sgd", {"w": weight}, lr=1.0, momentum=0.5, dampening=0.5)
+    optimizer.init_state()
+    optimizer.state[weight] = {"momentum_buffer": torch.full((2,), 8.0)}
+    weight.grad = torch.ones(2)
+    optimizer.step()
+    assert weight.tolist() == [-4.5, -4.5]
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_a_copy_knows_what_was_written_into_early_state(written):
+    weight = torch.nn.Parameter(torch.zeros(2))
+    optimizer = shardopt.keyed("sgd", {"w": weight}, lr=1.0, momentum=0.5, dampening=0.5)
+    optimizer.init_state()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # writes zeros, and knows that they mean nothing
+    if written:
+        optimizer.state[weight]["momentum_buffer"].fill_(8.0)
+    twin = copy.deepcopy(optimizer)
+    (copied,) = twin.params.values()
+    copied.grad = torch.ones(2)
+    twin.step()
+    assert copied.tolist() == ([-4.5, -4.5] if written else [-1.0, -1.0])
+
+
+def test_a_parameter_that_is_in_no_group_has_no_state():
+    params = {"w": torch.nn.Parameter(torch.ones(2)), "left out": torch.nn.Parameter(torch.ones(2))}
+    optimizer = shardopt.KeyedOptimizerWrapper(params, lambda leaves: torch.optim.Adam(leaves[:1]))
+    optimizer.init_state()
+    assert list(optimizer.state_dict()["state"]) == ["w"]
 
 
 def test_a_rank_without_a_shard_has_the_same_names_and_counters():
