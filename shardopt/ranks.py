@@ -1,7 +1,8 @@
-"""How ranks talk while they save and load, and how they fail: all of them, with one error.
+"""How ranks talk, and how they fail: all of them, with one error.
 
-Everything that ranks must do together is one call of `Ranks.agree`: each does its own work, rank 0 looks at what
-all have reported and decides, and either every rank gets the decision or every rank raises the same error.
+What ranks must do together is one call of `Ranks.agree`: each does its own work, rank 0 looks at what all have
+reported and decides, and either every rank gets the decision or every rank raises the same error. The exception is
+`Ranks.add_up`, for the few numbers that every step needs: the one collective of this package.
 
 Reports and decisions travel as JSON through the job's store (the one that `init_process_group` made), not through a
 collective: when a peer is dead a collective fails without a name or hangs, while the store, which lives outside the
@@ -18,7 +19,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]  # from a compiled module
 
 from shardopt.errors import RankError, ShardoptError
@@ -41,10 +44,31 @@ class Ranks:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.rank = group.rank() if group is not None else 0
         self.size = group.size() if group is not None else 1
+        # Weak: `_of_group` is to forget the group, and these ranks with it, once nobody else has it.
+        self._group = None if group is None else weakref.ref(group)
+        self._accelerator = None if group is None else _accelerator(group)
         self._channel: _Channel | None = None
         if group is not None:
             self._channel = _Channel(PrefixStore("shardopt", group.get_group_store()), self.rank, self.size)
         self._broken: str | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where numbers for `add_up` are to lie: on the accelerator in use where the group communicates there."""
+        if self._accelerator is None:
+            return torch.device("cpu")
+        return torch.device(self._accelerator, torch.get_device_module(self._accelerator).current_device())
+
+    def add_up(self, numbers: Tensor) -> Tensor:
+        """Each number summed over the ranks, in place; every rank gets the same bits. Collective: one all-reduce.
+
+        Args:
+            numbers: on `device`, of the same shape and dtype on every rank.
+        """
+        group = self._group and self._group()
+        if group is not None:
+            dist.all_reduce(numbers, group=group)
+        return numbers
 
     def agree(
         self,
@@ -97,6 +121,15 @@ class Ranks:
                 self._broken = answer["error"]["message"]
             raise ShardoptError.from_json(answer["error"]) from cause
         return outcome[0], answer["decision"]
+
+
+def _accelerator(group: dist.ProcessGroup) -> str | None:
+    """The kind of device that the group's own backend for accelerators (NCCL, not gloo) works on, if it has one."""
+    for pair in dist.get_backend_config(group).split(","):
+        kind, _, backend = pair.partition(":")
+        if backend not in ("gloo", "mpi", "fake"):
+            return kind
+    return None
 
 
 _of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, Ranks] = weakref.WeakKeyDictionary()

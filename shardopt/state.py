@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -269,8 +269,3 @@ def _is_text(key: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def iterate_optimizers(flat: FlatState) -> Iterator[torch.optim.Optimizer]:
-    """The optimizers among the objects of the state."""
-    return (h.target for h in flat.handbacks if isinstance(h.target, torch.optim.Optimizer))

@@ -90,6 +90,7 @@ class AlgorithmSpec:
         state: what it keeps for a parameter, in the order in which it is made.
         why_not: where it is not elementwise, what on shards would be computed differently.
         state_at_construction: whether the class makes all state when it is constructed, not at the first gradient.
+        needs_closure: whether a step has to evaluate the model again itself, maybe several times.
     """
 
     optimizer: type[Optimizer]
@@ -98,6 +99,7 @@ class AlgorithmSpec:
     state: tuple[StateEntry, ...] = ()
     why_not: str = ""
     state_at_construction: bool = False
+    needs_closure: bool = False
 
     @property
     def settled_at_first_step(self) -> bool:
@@ -248,6 +250,7 @@ for _spec in (
         "LBFGS",
         False,
         why_not="it takes dot products over all parameters, and a rank has only its shards",
+        needs_closure=True,
     ),
     AlgorithmSpec(
         torch.optim.Muon,

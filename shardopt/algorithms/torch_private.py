@@ -1,4 +1,4 @@
-"""The private parts of torch.optim that shardopt leans on, all of them in this one place.
+"""The private parts of torch.optim and torch.amp that shardopt leans on, all of them in this one place.
 
 Each is present and behaves alike in torch 2.11 to 2.13; a test of each fails by name where a later torch differs.
 """
@@ -22,6 +22,43 @@ def step_without_hooks(optimizer: type[Optimizer]) -> Callable[..., Any]:
     """
     step = optimizer.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]  # functools.wraps sets it on every hooked step
+
+
+def step_nested(optimizer: Optimizer) -> Any:
+    """A step of `optimizer` as a part of another optimizer's step, which gives it no closure.
+
+    The hooks that were registered on it run; torch's global ones do not, as they run once for what the user stepped.
+
+    Raises:
+        RuntimeError: a hook returns neither None nor (args, kwargs); whatever a hook or the step raises.
+    """
+    args: Any = (optimizer,)
+    kwargs: Any = {}
+    for before in optimizer._optimizer_step_pre_hooks.values():
+        changed = before(optimizer, args, kwargs)
+        if changed is not None:
+            if not (isinstance(changed, tuple) and len(changed) == 2):
+                raise RuntimeError(f"a step pre-hook must return None or (args, kwargs), but returned {changed!r}")
+            args, kwargs = changed
+    told = step_without_hooks(type(optimizer))(*args, **kwargs)
+    for after in optimizer._optimizer_step_post_hooks.values():
+        after(optimizer, args, kwargs)
+    # A schedule that is attached to this optimizer watches `optimizer.step`, and warns where it finds this unset.
+    optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedules set it
+    return told
+
+
+def is_torchs(attribute: str) -> bool:
+    """Whether an attribute of an optimizer is there for torch: hooks, and what schedules put around `step`.
+
+    These belong to the instance: torch leaves them out of copies and pickles, and makes new ones there.
+    """
+    return attribute.startswith("_optimizer_") or attribute in (
+        "step",
+        "_opt_called",
+        "_warned_capturable_if_run_uncaptured",
+        "_zero_grad_profile_name",
+    )
 
 
 def lazy_state(optimizer: Optimizer, group: Mapping[str, Any], leaf: Tensor) -> dict[str, Any]:
@@ -79,3 +116,16 @@ def after_load_state_dict(optimizer: Optimizer) -> None:
     """Fires the hooks of `register_load_state_dict_post_hook`."""
     for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         hook(optimizer)
+
+
+def scale_and_look(tensors: list[Tensor], factor: Tensor, found_inf: Tensor) -> None:
+    """Multiplies tensors in place, and sets `found_inf` to 1 where an element was not finite. No device is waited for.
+
+    The product is taken in fp32 and rounded once, so that bf16 and fp16 tensors get the whole of `factor`.
+
+    Args:
+        tensors: strided, of one floating dtype, on one device.
+        factor: fp32, one element, on that device.
+        found_inf: fp32, one element, on that device; left as it is where all elements are finite.
+    """
+    torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, factor)

@@ -20,12 +20,12 @@ from torch import Tensor
 from shardopt.algorithms.registry import AlgorithmSpec, Kind
 from shardopt.errors import GradientError, Problem, StateError
 from shardopt.sharding.view import (
-    SteadyGradient,
+    GradientReader,
     assemble,
     empty_leaf,
     gradient_leaves,
     leaves_of,
-    lend_steady,
+    lend_gradients,
     requires_gradient,
     takes_gradient,
 )
@@ -69,7 +69,7 @@ class Shards:
         held = leaves_of(parameter)
         self.stands_in = not held
         self.leaves = held or (empty_leaf(parameter),)
-        self.steady = SteadyGradient(parameter)
+        self.reader = GradientReader(parameter)
 
     @property
     def trained(self) -> bool:
@@ -116,14 +116,14 @@ class Shards:
         if self.stands_in and self.trained:
             gradients = (None,)
         elif all(gradient is None for gradient in gradients):
-            self.steady.learn()
+            self.reader.accepted()
             return
         for leaf, gradient in zip(self.leaves, gradients, strict=True):
             if gradient is not None and gradient.dtype != leaf.dtype:
                 problem = Problem(f"{self.name}.grad", f"{gradient.dtype}", f"{leaf.dtype}", "cast it before the step")
                 raise GradientError("a gradient does not fit its parameter", [problem])
             loan.lend(leaf, torch.zeros_like(leaf) if gradient is None else gradient)
-        self.steady.learn()
+        self.reader.accepted()
 
     def zero_gradients(self, set_to_none: bool) -> None:
         """`zero_grad` for this parameter, wherever its gradients are."""
@@ -153,14 +153,14 @@ class GroupLeaves:
     def __init__(self, parameters: Iterable[Tensor], shards: Mapping[Tensor, Shards]) -> None:
         self._parameters = list(parameters)
         self._shards = [shards.get(parameter) for parameter in self._parameters]
-        self._steady = {its.steady: its for its in self._shards if its is not None}
+        self._readers = {its.reader: its for its in self._shards if its is not None}
         self.leaves = self._all_leaves()
 
     def are_of(self, parameters: list[Tensor]) -> bool:
         """Whether the group still has the same parameters."""
         return len(parameters) == len(self._parameters) and all(map(is_, parameters, self._parameters))
 
-    def lend_gradients(self, loan: Loan, follow: Callable[[Shards], None]) -> None:
+    def lend(self, loan: Loan, follow: Callable[[Shards], None]) -> None:
         """Gives every leaf of a sharded parameter its gradient.
 
         Args:
@@ -170,7 +170,7 @@ class GroupLeaves:
         Raises:
             GradientError: a gradient does not fit its parameter.
         """
-        others = [self._steady[gradient] for gradient in lend_steady(self._steady, loan.leaves)]
+        others = [self._readers[reader] for reader in lend_gradients(self._readers, loan.leaves)]
         for shards in others:
             follow(shards)
             shards.lend_gradients(loan)

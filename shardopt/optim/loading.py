@@ -6,8 +6,8 @@ between local tensors, and replacements of plain values; `apply` carries the las
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
-from copy import deepcopy
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from copy import copy, deepcopy
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,8 @@ from torch import Tensor
 
 from shardopt.errors import LayoutError, MismatchError, Problem
 from shardopt.sharding.view import leaves_of, view_of
+
+_PLAIN = "a plain value"
 
 
 class Unmatched(NamedTuple):
@@ -29,17 +31,36 @@ class LoadPlan:
 
     Args:
         strict: whether names on one side only are problems; otherwise they are only kept in `unmatched`.
+        convert_dtype: whether floating-point values may be offered in another dtype.
         descriptions: whether tensors on the meta device may stand for what will be read later; such a tensor is
             compared by shape and dtype, and nothing is copied from it.
     """
 
-    def __init__(self, strict: bool = True, descriptions: bool = False) -> None:
+    def __init__(self, strict: bool = True, convert_dtype: bool = False, descriptions: bool = False) -> None:
         self.strict = strict
+        self.convert_dtype = convert_dtype
         self.descriptions = descriptions
         self.problems: list[Problem] = []
         self.unmatched = Unmatched([], [])
+        self.loaded_groups: list[dict[str, Any]] = []
+        self.opt_key = ""
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._values: list[tuple[MutableMapping[Any, Any], Any, Any]] = []
+        self._afterwards: list[Callable[[], None]] = []
+
+    def part(self, opt_key: str) -> LoadPlan:
+        """A view of this plan for a part whose names have "opt_key." before them in the whole; "" for none."""
+        part = copy(self)  # shares the lists
+        part.opt_key = ".".join(filter(None, (self.opt_key, opt_key)))
+        return part
+
+    def seen_as(self, name: str) -> str:
+        """A parameter's name in the whole, or that of another key under "state" or "param_groups"."""
+        return f"{self.opt_key}.{name}" if self.opt_key else name
+
+    def section(self, key: str) -> str:
+        """The key under which all of "state" or "param_groups" stands in the whole."""
+        return f"{key}.{self.opt_key}" if self.opt_key else key
 
     def problem(self, key: str, found: str, required: str, remedy: str) -> None:
         """Notes one thing that does not fit."""
@@ -97,10 +118,18 @@ class LoadPlan:
                 into.copy_(offered)
         for mapping, name, value in self._values:
             mapping[name] = value
+        for call in self._afterwards:
+            call()
+
+    def then(self, call: Callable[[], None]) -> None:
+        """Plans a call for when tensors and values are in place."""
+        self._afterwards.append(call)
 
     def _merged(self, key: str, into: Any, offered: Any, remedy: str) -> Any:
-        """What stands in the place of `into` afterwards: a tensor or mapping itself, or a plain value."""
-        if _kind(into) != _kind(offered):
+        """What stands in the place of `into` afterwards: a tensor, mapping or object itself, or a plain value."""
+        if is_stateful(into):
+            self._by_itself(key, into, offered, remedy)
+        elif _kind(into) != _kind(offered):
             self.problem(key, _kind(offered), _kind(into), "load a checkpoint of the same optimizer and options")
         elif isinstance(into, Tensor):
             self._tensor(key, into, offered)
@@ -111,10 +140,16 @@ class LoadPlan:
                 self.problem(key, f"{len(offered)} elements", f"{len(into)}", "load a checkpoint of the same options")
             else:
                 merged = [self._merged(f"{key}.{i}", *pair, remedy) for i, pair in enumerate(zip(into, offered))]  # noqa: B905  # lengths are equal here
-                return into if all(new is old for new, old in zip(merged, into, strict=True)) else type(into)(merged)
+                return into if all(new is old for new, old in zip(merged, into, strict=True)) else like(into, merged)
         else:
             return deepcopy(offered)
         return into
+
+    def _by_itself(self, key: str, into: Any, offered: Any, remedy: str) -> None:
+        """Plans a load of what has the form of an object's state, which the object then takes itself."""
+        mine = dict(into.state_dict())
+        self.mapping(key, mine, offered, remedy)
+        self.then(lambda: into.load_state_dict(mine))
 
     def _tensor(self, key: str, into: Tensor, offered: Tensor) -> None:
         mine, theirs = leaves_of(into), leaves_of(offered)
@@ -126,8 +161,8 @@ class LoadPlan:
             self.problems.extend(error.problems)
             return
         # A rank without local tensors may not know their dtype; the others see whether it differs.
-        if mine and here.dtype != there.dtype:
-            self.problem(key, f"dtype {there.dtype}", f"{here.dtype}", "convert it before it is loaded")
+        if mine and here.dtype != there.dtype and not (self.convert_dtype and _both_floating(here.dtype, there.dtype)):
+            self.problem(key, f"dtype {there.dtype}", f"{here.dtype}", "convert it first, or pass convert_dtype=True")
         if here.shape != there.shape:
             self.problem(
                 key,
@@ -157,6 +192,20 @@ def _kind(value: Any) -> str:
         return "a tensor"
     if isinstance(value, Mapping):
         return "a mapping"
-    if isinstance(value, Sequence) and any(isinstance(element, Tensor) for element in value):
+    if isinstance(value, list | tuple) and any(_kind(element) != _PLAIN for element in value):
         return "a sequence with tensors"
-    return "a plain value"
+    return _PLAIN
+
+
+def is_stateful(value: Any) -> bool:
+    """Whether it is an object that gives and takes state of its own."""
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def like(sequence: Any, elements: Iterable[Any]) -> Any:
+    """A list or (named) tuple of the same kind with other elements."""
+    return type(sequence)(*elements) if hasattr(sequence, "_fields") else type(sequence)(elements)
+
+
+def _both_floating(here: torch.dtype, there: torch.dtype) -> bool:
+    return here.is_floating_point and there.is_floating_point

@@ -126,7 +126,7 @@ class LocalOptimizer:
         try:
             with torch.no_grad():
                 for group, leaves in zip(self.groups, self._grouped, strict=True):
-                    leaves.lend_gradients(loan, partial(self._follow, group=group))
+                    leaves.lend(loan, partial(self._follow, group=group))
                     group["params"] = leaves.leaves
             self._hand_over()
             inner_step(self.optimizer)

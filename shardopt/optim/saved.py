@@ -15,7 +15,8 @@ from typing import Any
 from torch import Tensor
 
 from shardopt.errors import Problem, StateError
-from shardopt.optim.loading import LoadPlan
+from shardopt.optim.groups import listed
+from shardopt.optim.loading import LoadPlan, is_stateful, like
 
 STATE = "state"
 PARAM_GROUPS = "param_groups"
@@ -55,6 +56,17 @@ class KeyedGroup:
         self.live.update({name: value for name, value in self.saved.items() if name in self.live and name != PARAMS})
 
 
+def as_saved(value: Any) -> Any:
+    """A value of state with new dicts, lists and tuples, the same tensors, and the state of objects that have any."""
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, Mapping):
+        return {name: as_saved(inner) for name, inner in value.items()}
+    if is_stateful(value):
+        return value.state_dict()
+    return like(value, map(as_saved, value)) if isinstance(value, list | tuple) else value
+
+
 def saved_options(group: Mapping[str, Any], key: str) -> dict[str, Any]:
     """The options of a group as they are saved.
 
@@ -88,15 +100,22 @@ def plan_all(
         groups: the optimizer's groups, or None if it saves none.
         offered: the saved form.
     """
-    known = {STATE} if groups is None else {STATE, PARAM_GROUPS}
-    for key in known - offered.keys():
-        plan.missing(key, "load what state_dict() gave, with groups where save_param_groups(True) was called")
-    for key in offered.keys() - known:
-        plan.unexpected(key, "drop it; for param_groups, call save_param_groups(True) before loading")
+    plan_keys(plan, groups is not None, offered)
     if STATE in offered:
         _plan_state(plan, state, offered[STATE])
     if groups is not None and PARAM_GROUPS in offered:
         _plan_groups(plan, {group.key: group for group in groups}, offered[PARAM_GROUPS])
+
+
+def plan_keys(plan: LoadPlan, saves_groups: bool, offered: Mapping[str, Any]) -> None:
+    """Holds the outermost keys of a saved form against those of an optimizer that does or does not save groups."""
+    known = {STATE, PARAM_GROUPS} if saves_groups else {STATE}
+    for key in known - offered.keys():
+        plan.missing(
+            plan.section(key), "load what state_dict() gave, with groups where save_param_groups(True) was called"
+        )
+    for key in offered.keys() - known:
+        plan.unexpected(plan.section(key), "drop it; for param_groups, call save_param_groups(True) before loading")
 
 
 def _plan_state(plan: LoadPlan, mine: dict[str, MutableMapping[str, Any]], offered: Any) -> None:
@@ -104,36 +123,38 @@ def _plan_state(plan: LoadPlan, mine: dict[str, MutableMapping[str, Any]], offer
         offered = {name: its for name, its in offered.items() if not (isinstance(its, Mapping) and not its)}
         if offered and not mine:
             plan.problem(
-                STATE,
-                f"state of {len(offered)} parameters",
+                plan.section(STATE),
+                f"state of {listed(map(plan.seen_as, offered))}",
                 "none, as this optimizer has none yet",
                 "call init_state() before loading",
             )
             return
         if mine and not offered and plan.strict:
             plan.problem(
-                STATE,
+                plan.section(STATE),
                 "no state",
-                f"state of {len(mine)} parameters",
+                f"state of {listed(map(plan.seen_as, mine))}",
                 "it was saved before the first step: call init_state() before saving, or load it into an optimizer "
                 "on which init_state() was not called",
             )
             return
-    plan.mapping(STATE, mine, offered, _REMEDY)
+    plan.mapping(plan.section(STATE), mine, offered, _REMEDY)
 
 
 def _plan_groups(plan: LoadPlan, mine: Mapping[str, KeyedGroup], offered: Any) -> None:
+    section = plan.section(PARAM_GROUPS)
     if not isinstance(offered, Mapping):
         remedy = "load what state_dict() of a keyed optimizer gave"
-        plan.problem(PARAM_GROUPS, f"a {type(offered).__name__}", "a mapping by least FQN", remedy)
+        plan.problem(section, f"a {type(offered).__name__}", "a mapping by least FQN", remedy)
         return
     remedy = "put parameters in groups as when it was saved"
     for key in mine.keys() - offered.keys():
-        plan.missing(f"{PARAM_GROUPS}.{key}", remedy)
+        plan.missing(f"{section}.{key}", remedy)
     for key in offered.keys() - mine.keys():
-        plan.unexpected(f"{PARAM_GROUPS}.{key}", remedy)
+        plan.unexpected(f"{section}.{key}", remedy)
     for key in mine.keys() & offered.keys():
-        where, saved, theirs = f"{PARAM_GROUPS}.{key}", mine[key].saved, offered[key]
+        plan.loaded_groups.append(mine[key].live)
+        where, saved, theirs = f"{section}.{key}", mine[key].saved, offered[key]
         if isinstance(theirs, Mapping):
             theirs = {name: value for name, value in theirs.items() if name not in IMPLEMENTATION_OPTIONS}
             _plan_members(plan, where, saved[PARAMS], theirs)
@@ -144,9 +165,9 @@ def _plan_members(plan: LoadPlan, where: str, names: list[str], theirs: Mapping[
     remedy = "put parameters in groups as when it was saved"
     members = theirs.get(PARAMS, names)
     for name in sorted(set(names).difference(members)):
-        plan.missing(f"{where}.{PARAMS}: {name}", remedy)
+        plan.missing(f"{where}.{PARAMS}: {plan.seen_as(name)}", remedy)
     for name in sorted(set(members).difference(names)):
-        plan.unexpected(f"{where}.{PARAMS}: {name}", remedy)
+        plan.unexpected(f"{where}.{PARAMS}: {plan.seen_as(name)}", remedy)
     strangers = sorted(set(theirs.get(UNTOUCHED, ())).difference(members))
     if strangers:
         plan.problem(f"{where}.{UNTOUCHED}", f"{strangers}", f"names among {members}", "read the checkpoint again")

@@ -24,9 +24,9 @@ from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetada
 from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import TensorMeta
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import Parameter, is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardopt.errors import GradientError, LayoutError, Problem
@@ -174,54 +174,78 @@ def gradient_leaves(param: Tensor) -> tuple[Tensor | None, ...]:
     return gradients
 
 
-class SteadyGradient:
-    """How a DTensor and its gradient lay when `gradient_leaves` last looked, so that it need not look again.
+class GradientReader:
+    """Reads the gradient of a parameter with one leaf, where it is plainly there: dense, and placed as the parameter.
 
-    While the very same objects say it, the gradient fits as it did: a tenth of the time, which shows in steps on small
-    parameters.
-
-    Args:
-        param: any tensor; only a DTensor around one local tensor is ever steady.
+    `gradient_leaves` for those who ask in every step: in a fraction of its time, as it remembers which placement it has
+    found good. Calling it gives None where there is no gradient, and where only `gradient_leaves` can tell.
     """
 
-    __slots__ = ("_grad_spec", "_leaf", "_param", "_spec")
+    __slots__ = ("_have", "_leaf", "_param", "_want")
 
     def __init__(self, param: Tensor) -> None:
         self._param: Any = param
-        self._leaf: Tensor | None = None
-        self._spec: object = None
-        self._grad_spec: object = None
+        # A placement of the gradient and one of the parameter that were found equal.
+        self._have: DTensorSpec | None = None
+        self._want: DTensorSpec | None = None
+        self._leaf: Tensor | None = None  # the local tensor of a DTensor that `lend_gradients` may go by
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return SteadyGradient, (self._param,)  # a copy is to look for itself
+        return GradientReader, (self._param,)  # a copy is to look for itself
 
-    def learn(self) -> None:
-        """Takes the gradient that the parameter has, which `gradient_leaves` has accepted, for a steady one."""
+    def __call__(self) -> Tensor | None:
+        param = self._param
+        grad: Tensor | None
+        if isinstance(param, DTensor):
+            whole = param.grad
+            if type(whole) is not DTensor:
+                return None
+            have, want = whole._spec, param._spec
+            if have is not self._have or want is not self._want:
+                if have.mesh != want.mesh or have.placements != want.placements or have.shape != want.shape:
+                    return None
+                self._have, self._want = have, want
+            wanted, grad = param._local_tensor, whole._local_tensor
+        elif type(param) is Parameter or type(param) is Tensor:
+            wanted, grad = param, param.grad
+        else:
+            return None
+        # Of another class are unfinished results of collectives, and several shards in one.
+        plainly = type(grad) is Tensor and grad.shape == wanted.shape and grad.layout is torch.strided
+        return grad if plainly else None
+
+    def accepted(self) -> None:
+        """Tells that `gradient_leaves` has looked at the parameter and its gradient, and refused neither."""
         param = self._param
         if isinstance(param, DTensor) and type(param._local_tensor) is Tensor:
-            self._leaf, self._spec = param._local_tensor, param._spec
-            if type(param.grad) is DTensor and param.grad._spec.placements == param._spec.placements:
-                self._grad_spec = param.grad._spec
+            if param._spec is not self._want:
+                self._have, self._want = None, param._spec
+            self._leaf = param._local_tensor
+            self()
 
 
-def lend_steady(gradients: Iterable[SteadyGradient], lent: list[Tensor]) -> list[SteadyGradient]:
-    """Gives local tensors the gradients of their parameters where nothing changed since they were looked at.
+def lend_gradients(readers: Iterable[GradientReader], lent: list[Tensor]) -> list[GradientReader]:
+    """Sets `grad` of the local tensors of DTensors to their local gradients, where all lies as when it was accepted.
+
+    That is known by the very same objects: on small parameters a step's time is made of such checks, and this loop
+    touches as few objects as it can.
 
     Args:
-        gradients: of different parameters.
-        lent: gets the local tensors that now have a gradient in `grad`; they had none before.
+        readers: of different parameters.
+        lent: gets the local tensors that were given a gradient; before, they had none of their own.
 
     Returns:
-        Those that are not as they were, and must be looked at; their local tensors were left alone.
+        Those that must be looked at; their local tensors were left alone. A steady parameter without a gradient is not
+        among them.
     """
     others = []
-    for steady in gradients:
-        param, leaf = steady._param, steady._leaf
-        if leaf is not None and param._local_tensor is leaf and param._spec is steady._spec and leaf.grad is None:
+    for reader in readers:
+        param, leaf = reader._param, reader._leaf
+        if leaf is not None and param._local_tensor is leaf and param._spec is reader._want and leaf.grad is None:
             grad = param.grad
             if grad is None:
                 continue
-            if type(grad) is DTensor and grad._spec is steady._grad_spec:
+            if type(grad) is DTensor and grad._spec is reader._have:
                 local = grad._local_tensor
                 if type(local) is Tensor:
                     try:
@@ -231,7 +255,7 @@ def lend_steady(gradients: Iterable[SteadyGradient], lent: list[Tensor]) -> list
                     else:
                         lent.append(leaf)
                         continue
-        others.append(steady)
+        others.append(reader)
     return others
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -296,14 +297,35 @@ def test_equal_placements_and_shapes_share_one_layout():
 
 
 def test_a_mesh_is_not_kept_alive():
-    with as_rank(0, 2):
-        mesh = init_device_mesh("cpu", (2,))
+    with as_rank(0, 7):
+        mesh = DeviceMesh("cpu", [5, 0, 3])  # equal to no mesh of another test, which might be known already
         view = view_of(distribute_tensor(torch.zeros(4), mesh, [Shard(0)], src_data_rank=None))
         gone = weakref.ref(mesh)
         del mesh
         gc.collect()
     # Its process groups would outlive destroy_process_group, and some backends abort the process over that.
-    assert gone() is None and view.layout.holders == ((0,), (1,))
+    assert gone() is None and view.layout.holders == ((5,), (0,))
+
+
+def test_meshes_that_compare_equal_are_told_apart_by_rank():
+    meshes, views = [], []
+    for rank in range(4):
+        with as_rank(rank, 4):
+            # torch compares cuts through one mesh by what was cut, not by which cut it is.
+            meshes.append(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["dp"])
+            views.append(view_of(distribute_tensor(torch.zeros(4), meshes[-1], [Shard(0)], src_data_rank=None)))
+    assert len(set(meshes)) == 1
+    assert [view.layout.holders for view in views] == [((0,), (2,)), ((1,), (3,))] * 2
+
+
+def test_a_local_tensor_that_is_still_on_its_way_is_waited_for():
+    with as_rank(0, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        made = distribute_tensor(torch.zeros(4), mesh, [Shard(0)], src_data_rank=None)
+        made = made.redistribute(placements=[Replicate()], async_op=True)
+        assert type(made._local_tensor) is AsyncCollectiveTensor
+        (piece,) = view_of(made).pieces
+        assert type(piece.tensor) is torch.Tensor
 
 
 def test_all_two_dimensional_orders_on_a_small_mesh():

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import shardopt.sharding.box as box_module
 from shardopt.sharding.box import MOST_FAULTS, Box, cover_faults, grid_boxes, grid_cuts, overlap_faults, whole
 from tests.unit.boxes import elements, partitions
 
@@ -97,6 +98,16 @@ def test_exact_cover_and_what_breaks_it(partition, data):
     assert [named(fault) for fault in cover_faults(shape, rest)] == ([[victim]] if victim.numel else [])
     assert overlap_faults(shape, rest) == []
     assert [named(fault) for fault in cover_faults(shape, [*parts, victim])] == [[victim, victim, victim]]
+
+
+def test_overlaps_are_told_even_where_the_search_for_holes_is_given_up(monkeypatch):
+    boxes = [Box((i, 0), (1, 3)) for i in range(8)] + [Box((0, 0), (1, 1))]
+    overlap = (
+        "boxes with offsets (0, 0) sizes (1, 3) and offsets (0, 0) sizes (1, 1) both hold offsets (0, 0) sizes (1, 1)"
+    )
+    assert cover_faults((9, 3), boxes) == [overlap, "no box holds offsets (8, 0) sizes (1, 3)"]
+    monkeypatch.setattr(box_module, "_MOST_HOLE_VISITS", 12)
+    assert cover_faults((9, 3), boxes) == [overlap]
 
 
 def test_pinwheel_cannot_be_cut_through_and_is_still_seen_whole():

@@ -4,6 +4,7 @@ Each rule is a function of one source file, so that it is also shown to catch wh
 """
 
 import ast
+import functools
 import re
 import tomllib
 from collections.abc import Iterator
@@ -57,8 +58,11 @@ def imports_inside_functions(source: Source) -> Iterator[str]:
 
 
 def private_parts(source: Source) -> Iterator[str]:
-    """Private names of others: imported, reached as an attribute, or by `getattr`."""
-    own = set(_names_defined(source.tree))
+    """Private names of others: imported, reached as an attribute, or by `getattr`.
+
+    A part of the package shares its private names, as a class and its subclasses stand in several of its files.
+    """
+    own = {*_names_defined(source.tree), *_names_of_part(source.part)}
 
     def is_private(name: str) -> bool:
         private = name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
@@ -75,6 +79,11 @@ def private_parts(source: Source) -> Iterator[str]:
             name = node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
             if is_private(name):
                 yield f"{source.path}:{node.lineno} reaches for {ast.unparse(node)}"
+
+
+@functools.cache
+def _names_of_part(part: str) -> set[str]:
+    return {name for source in sources() if source.part == part for name in _names_defined(source.tree)}
 
 
 def _names_defined(tree: ast.Module) -> Iterator[str]:

@@ -85,6 +85,11 @@ def test_joined_puts_together_what_ranks_know():
     assert joined(parts) == held((4, 4), {a: [0, 5], b: [0], c: [1]})
 
 
+def test_joined_is_whole_even_of_one_rank():
+    alone = held((4,), {whole((4,)): [3]}, local=True)
+    assert joined({3: alone}) == held((4,), {whole((4,)): [3]})
+
+
 def test_joined_counts_the_ranks_that_hold_all_of_it():
     plain, split = everywhere((4,)), held((4,), {Box((0,), (2,)): [1], Box((2,), (2,)): [2]})
     assert joined({3: plain, 4: plain}) is plain

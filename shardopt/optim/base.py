@@ -1,0 +1,272 @@
+"""The base of every optimizer here: state by parameter names, loaded in place."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
+from itertools import chain
+from typing import Any, cast
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardopt.algorithms.torch_private import (
+    after_load_state_dict,
+    after_state_dict,
+    before_load_state_dict,
+    before_state_dict,
+)
+from shardopt.errors import Problem, StateError
+from shardopt.optim.agreement import differences
+from shardopt.optim.groups import first_names, listed, named, refuse_non_leaves
+from shardopt.optim.loading import LoadPlan, Unmatched
+from shardopt.optim.saved import PARAM_GROUPS, PARAMS, STATE, KeyedGroup, as_saved, plan_all, saved_options
+from shardopt.optim.scaler import refuse_torchs_scaler
+from shardopt.ranks import ranks_of
+
+StateDict = dict[str, Any]
+
+
+class KeyedOptimizer(Optimizer):
+    """A torch optimizer whose `state_dict` goes by fully qualified parameter names, and which loads it in place.
+
+    Args:
+        params: FQN → parameter (plain, DTensor or ShardedTensor). A parameter with several names (tied) is one
+            parameter; its state goes by the first name.
+        state: parameter → its state. It is kept by reference and looked at when it is needed.
+        param_groups: groups with "params", a list of parameters; kept by reference.
+
+    Raises:
+        StateError: state or a group has a tensor that is not in `params`.
+    """
+
+    def __init__(
+        self, params: Mapping[str, Tensor], state: Mapping[Any, Any], param_groups: Collection[Mapping[str, Any]]
+    ) -> None:
+        # torch refuses to be given no group, and would make groups of its own from those that it is given.
+        super().__init__([{PARAMS: []}], {})
+        self.state = cast(Any, state)
+        self.param_groups = cast(Any, param_groups if isinstance(param_groups, list) else list(param_groups))
+        self._params = dict(params)
+        self._names = first_names(self._params)
+        self._save_param_groups = False
+        refuse_non_leaves(self._params)
+        grouped = list(chain.from_iterable(group[PARAMS] for group in param_groups))
+        strangers = [key for key in (*state, *grouped) if isinstance(key, Tensor) and key not in self._names]
+        if strangers:
+            problem = Problem(
+                "state and param_groups",
+                f"{len(strangers)} tensors without a name",
+                "parameters only",
+                f"name them in params, which has {listed(self._params)}",
+            )
+            raise StateError("all state keys must be params", [problem])
+
+    @property
+    def params(self) -> Mapping[str, Tensor]:
+        """FQN → parameter, every name of a tied one."""
+        return self._params
+
+    def state_dict(self) -> StateDict:
+        """`{"state": {fqn: {name: value}}}`, and with `save_param_groups(True)` also "param_groups".
+
+        The tensors are the optimizer's own (sharded ones put together without a copy), so writing into them changes
+        it. Groups go by the least FQN in them: `{least fqn: {"params": [sorted fqns], option: value, ...}}`; options
+        that say how to compute (`foreach`, `fused`, `capturable`, `differentiable`) are left out. Local to the rank.
+
+        torch's `get_optimizer_state_dict` and its setter take parameters by position, and so raise KeyError or
+        TypeError on a keyed optimizer; this and `load_state_dict` are what to call in their place.
+
+        Raises:
+            StateError: groups are saved, and one has an option that cannot be stored.
+        """
+        before_state_dict(self)
+        return after_state_dict(self, self._gather())
+
+    def load_state_dict(  # type: ignore[override]  # torch returns None; what was passed over must be told
+        self, state_dict: Mapping[str, Any], strict: bool = True, convert_dtype: bool = False
+    ) -> Unmatched:
+        """Loads state in place and all or nothing: each tensor keeps its memory; its own tensors are not copied.
+
+        Nothing is broadcast or moved to another placement, and nothing cast unasked. Local to the rank; what differs
+        between ranks is for `checkpoint.load` to find.
+
+        Args:
+            state_dict: as from `state_dict()`.
+            strict: whether parameters, state, groups and options on one side only are errors. Otherwise those on both
+                sides are loaded; the others stay as they are and are returned.
+            convert_dtype: whether floating-point state of another dtype is converted to the one that is here.
+
+        Raises:
+            MismatchError: lists everything that does not fit; nothing was changed.
+        """
+        plan = LoadPlan(strict, convert_dtype)
+        self.plan_load(plan, state_dict)
+        plan.apply()
+        self.post_load_state_dict()
+        self._after_load()
+        return plan.unmatched
+
+    def check_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, convert_dtype: bool = False) -> None:
+        """Raises what `load_state_dict` would, and changes nothing.
+
+        Tensors on the meta device stand for stored ones: only their dtypes and global shapes are compared.
+
+        Raises:
+            MismatchError: lists everything that does not fit.
+        """
+        plan = LoadPlan(strict, convert_dtype, descriptions=True)
+        self.plan_load(plan, state_dict)
+        plan.check()
+
+    def post_load_state_dict(self) -> None:
+        """Called after state was loaded; does nothing here."""
+
+    def init_state(self, sparse_grad_parameter_names: Iterable[str] | None = None) -> None:
+        """Makes state before the first step; here there is none to make.
+
+        Args:
+            sparse_grad_parameter_names: parameters whose gradients will be sparse.
+
+        Raises:
+            StateError: a name is not that of a parameter.
+        """
+        unknown = sorted(set(sparse_grad_parameter_names or ()) - self._params.keys())
+        if unknown:
+            problem = Problem(
+                "sparse_grad_parameter_names", listed(unknown), f"some of {listed(self._params)}", "mend their spelling"
+            )
+            raise StateError("a parameter is not known", [problem])
+
+    def check_agreement(self) -> None:
+        """Finds options and counters that ranks no longer share. Collective; to be called now and then.
+
+        Compared are learning rates and all other options (but those that say how to compute), step counters and other
+        numbers in state, of every parameter that several ranks have.
+
+        Raises:
+            StateError: for each option and each number that differs, names the first parameter, with what is on which
+                rank. Every rank raises.
+        """
+        found = differences(ranks_of(), first_names(self.params), self.param_groups, lambda: self._gather()[STATE])
+        if found:
+            raise StateError("ranks have drifted apart", found)
+
+    def save_param_groups(self, save: bool) -> None:
+        """Whether `state_dict` has the groups, and `load_state_dict` needs them."""
+        self._save_param_groups = save
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group `{"params": {fqn: parameter}, option: value, ...}`.
+
+        Raises:
+            StateError: the parameters have no names, or a name or a parameter is there already; nothing was changed.
+            AlgorithmError: a parameter is sharded, and the algorithm may not step on shards.
+        """
+        if "_names" not in self.__dict__:  # torch's constructor calls this for the groups that it is given
+            super().add_param_group(param_group)
+            return
+        options = dict(param_group)
+        params = self._new_params(options.pop(PARAMS))
+        self._add_group(first_names(params), options)
+        self._params.update(params)
+        self._names.update(first_names(params))
+
+    def _add_group(self, names: Mapping[Tensor, str], options: Mapping[str, Any]) -> None:
+        """Adds parameters that are new, under options that may not be complete."""
+        self.param_groups.append({PARAMS: list(names), **self.defaults, **options})
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {name: self.__dict__[name] for name in ("_params", "_names", "_save_param_groups")}
+        return {**super().__getstate__(), **own}
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """torch's GradScaler asks for this before it steps an optimizer: the moment to refuse where it must not."""
+        refuse_torchs_scaler(self.param_groups)
+        return False
+
+    # An optimizer made of others overrides the four below, and calls those of its parts.
+
+    def _gather(self) -> StateDict:
+        """What `state_dict` gives, before its hooks see it."""
+        state_dict: StateDict = {STATE: {name: as_saved(entries) for name, entries in self._named_state()}}
+        groups = self._keyed_groups()
+        if groups is not None:
+            state_dict[PARAM_GROUPS] = {group.key: group.saved for group in groups}
+        return state_dict
+
+    def _plan(self, plan: LoadPlan, offered: Mapping[str, Any]) -> None:
+        """Plans to load what the hooks have made of a state dict."""
+        groups = self._keyed_groups()
+        plan_all(plan, dict(self._named_state()), groups, offered)
+        for group in groups or ():
+            plan.then(group.take)
+        plan.then(lambda: self._loaded(offered))
+
+    def _after_load(self) -> None:
+        """Fires the hooks that wait for a whole load."""
+        after_load_state_dict(self)
+
+    @property
+    def _saves_groups(self) -> bool:
+        """Whether `save_param_groups(True)` was called."""
+        return self._save_param_groups
+
+    @property
+    def _needs_closure(self) -> bool:
+        """Whether a step has to evaluate the model itself, maybe several times."""
+        return False
+
+    def _state_names(self) -> set[str]:
+        """Every name that `state_dict()["state"]` has or may get."""
+        return {*self._params, *(key for key in cast(Any, self.state) if isinstance(key, str))}
+
+    def plan_load(self, plan: LoadPlan, state_dict: Mapping[str, Any]) -> None:
+        """Fires the hooks that may change what is loaded (a mere check does not), and plans to load it."""
+        self._plan(plan, state_dict if plan.descriptions else before_load_state_dict(self, state_dict))
+
+    def _named_state(self) -> Iterator[tuple[str, MutableMapping[str, Any]]]:
+        """Name and live state of each parameter that has any, then what state has under names of its own."""
+        for parameter, name in self._names.items():
+            entries = self.state.get(parameter)
+            if entries:
+                yield name, entries
+        for key in list(self.state):
+            if isinstance(key, str):
+                yield key, self.state[key]
+
+    def _keyed_groups(self) -> list[KeyedGroup] | None:
+        """The groups that have parameters, if groups are saved."""
+        if not self._save_param_groups:
+            return None
+        keyed_groups = []
+        for group in self.param_groups:
+            names = sorted(self._names[parameter] for parameter in group[PARAMS])
+            if names:
+                saved = {PARAMS: names, **saved_options(group, names[0]), **self._saved_besides(names)}
+                keyed_groups.append(KeyedGroup(group, saved))
+        return keyed_groups
+
+    def _saved_besides(self, names: list[str]) -> dict[str, Any]:
+        """What is saved with a group besides its options."""
+        return {}
+
+    def _loaded(self, offered: Mapping[str, Any]) -> None:
+        """Called when tensors and options have their new values, before the hooks."""
+
+    def _new_params(self, params: Any) -> dict[str, Tensor]:
+        new = named(params if isinstance(params, Mapping) else list(params))
+        problems = [
+            Problem(
+                name,
+                "a parameter that the optimizer has already",
+                "a new name and a new tensor",
+                "add each parameter once",
+            )
+            for name, tensor in new.items()
+            if name in self._params or tensor in self._names
+        ]
+        if problems:
+            raise StateError("a parameter is added twice", problems)
+        refuse_non_leaves(new)
+        return new

@@ -1,0 +1,127 @@
+"""Clipping of gradients before a step, over all ranks and whatever the parameters are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import Enum, unique
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from shardopt.errors import Problem, StateError
+from shardopt.optim.base import KeyedOptimizer
+from shardopt.optim.gradients import clamp, local_gradients, scale
+from shardopt.optim.groups import first_names
+from shardopt.optim.norms import GradientNorm
+from shardopt.optim.saved import PARAMS
+from shardopt.optim.wrapper import OptimizerWrapper
+
+_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ has it, so that nothing is divided by zero
+
+
+@unique
+class GradientClipping(Enum):
+    """How gradients are clipped."""
+
+    NORM = "norm"
+    VALUE = "value"
+    NONE = "none"
+
+
+class GradientClippingOptimizer(OptimizerWrapper):
+    """Clips the gradients of all parameters before each step of another optimizer; those of a closure too.
+
+    NORM scales all gradients g of the job by min(1, max_gradient / (‖g‖_p + 1e-6)), as torch.nn.utils.clip_grad_norm_
+    does in one process. Each element counts once, on however many ranks it is; of replicas with different gradients
+    the first rank's counts. The norm is taken in fp64 and is the same on every rank. VALUE limits each element to
+    [-max_gradient, max_gradient], and needs no other rank.
+
+    With NORM every rank of the job must step, also one without a gradient or a parameter: each step is one all-reduce
+    over the whole job. Before the first, and before the first with other parameters, ranks exchange who holds which;
+    so groups are to be added on all ranks between the same two steps.
+
+    Sparse gradients are coalesced, and stay so. A gradient with another placement than its parameter is redistributed,
+    for which all ranks of its mesh have to have one.
+
+    Args:
+        optimizer: is wrapped.
+        clipping: how to clip.
+        max_gradient: the largest norm, or the largest absolute value of an element; not negative.
+        norm_type: p, more than 0; `inf` or "inf" is the largest absolute value of all elements.
+        enable_global_grad_clip: makes no difference. The norm is always that of the whole job.
+        param_to_pgs: makes no difference. Who holds what follows from each tensor's own layout.
+        error_if_nonfinite: whether a norm that is infinite or NaN is an error, and no step is taken. It has to wait
+            for the norm in every step. Otherwise gradients become zero or NaN, as torch's do.
+
+    Raises:
+        StateError: an argument out of range, or an optimizer without names.
+    """
+
+    def __init__(
+        self,
+        optimizer: KeyedOptimizer,
+        clipping: GradientClipping = GradientClipping.NONE,
+        max_gradient: float = 0.1,
+        norm_type: float | str = 2.0,
+        enable_global_grad_clip: bool = False,
+        param_to_pgs: Mapping[Any, Sequence[ProcessGroup]] | None = None,
+        error_if_nonfinite: bool = False,
+    ) -> None:
+        super().__init__(optimizer)
+        self._clipping = GradientClipping(clipping)
+        self._max_gradient = float(max_gradient)
+        self._norm = GradientNorm(float(norm_type))
+        self._error_if_nonfinite = error_if_nonfinite
+        self._total_norm: Tensor | None = None
+        self._refuse_bad_arguments()
+
+    @property
+    def total_norm(self) -> Tensor | None:
+        """The norm of the gradients before they were last clipped; None before that, and where NORM is not asked for.
+
+        fp64, without dimensions, equal on all ranks, on the device that ranks communicate on. To read it waits for it.
+        """
+        return self._total_norm
+
+    def clip_grad_norm_(self) -> Tensor:
+        """Clips the norm of the gradients that are there now, as NORM does before a step. Collective.
+
+        Returns:
+            The norm before that, as `total_norm`.
+
+        Raises:
+            GradientError: a gradient does not fit its parameter; or the norm is not finite, and that is an error.
+            LayoutError: a parameter cannot be described, or its parts on different ranks do not fit together.
+            RankError: another rank failed; nothing was changed.
+        """
+        measured = self._norm.measure(self._parameters(), lambda: first_names(self.params))
+        self._total_norm = measured.total
+        if self._error_if_nonfinite:
+            measured.refuse_nonfinite()
+        with torch.no_grad():
+            scale(measured.gradients, (self._max_gradient / (measured.total + _EPSILON)).clamp(max=1.0))
+        return measured.total
+
+    def _before_step(self) -> None:
+        if self._clipping is GradientClipping.NORM:
+            self.clip_grad_norm_()
+        elif self._clipping is GradientClipping.VALUE:
+            names = first_names(self.params)
+            found = chain.from_iterable(local_gradients(names[its], its) for its in self._parameters())
+            with torch.no_grad():
+                clamp([gradient for gradient in found if gradient is not None], self._max_gradient)
+
+    def _parameters(self) -> list[Tensor]:
+        return list(chain.from_iterable(group[PARAMS] for group in self.param_groups))
+
+    def _refuse_bad_arguments(self) -> None:
+        problems = []
+        if not self._max_gradient >= 0:  # NaN is not
+            problems.append(Problem("max_gradient", f"{self._max_gradient}", "0 or more", "pass the largest norm"))
+        if not self._norm.order > 0:
+            problems.append(Problem("norm_type", f"{self._norm.order}", "more than 0", 'pass 1.0, 2.0 or "inf"'))
+        if problems:
+            raise StateError("gradients cannot be clipped so", problems)

@@ -1,0 +1,299 @@
+"""Several optimizers as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from functools import partial
+from itertools import chain
+from typing import Any
+
+from torch import Tensor
+
+from shardopt.errors import Problem, StateError
+from shardopt.optim.base import KeyedOptimizer, StateDict
+from shardopt.optim.composite import CompositeOptimizer
+from shardopt.optim.groups import listed, named
+from shardopt.optim.loading import LoadPlan
+from shardopt.optim.saved import PARAM_GROUPS, PARAMS, STATE, UNTOUCHED, plan_keys
+
+Child = tuple[str, KeyedOptimizer]
+
+
+class CombinedOptimizer(CompositeOptimizer):
+    """Optimizers for different parameters, stepped, saved and loaded as one.
+
+    Every name of a child with a key is seen from here with the key before it: `weight` of `("dense", optimizer)` is
+    `dense.weight`, in parameters, state, groups and errors. A child without a key keeps its names. State, groups and
+    parameters are the children's own, not copies.
+
+    Args:
+        optims: the children, each alone or as (key, optimizer), stepped in this order.
+
+    Raises:
+        StateError: there is no child, one is not a keyed optimizer, two names are equal, or one tensor is a parameter
+            of two children.
+    """
+
+    def __init__(self, optims: Collection[KeyedOptimizer | Child]) -> None:
+        children = [optim if isinstance(optim, tuple) else ("", optim) for optim in optims]
+        if not children:
+            problem = Problem("optims", "none", "at least one optimizer", "pass the optimizers to combine")
+            raise StateError("there is nothing to combine", [problem])
+        super().__init__([optimizer for _, optimizer in children])
+        self._keys = [key for key, _ in children]
+        self._params: dict[str, Tensor] = {}
+        self._owners: dict[Tensor, KeyedOptimizer] = {}
+        self._index()
+
+    @staticmethod
+    def prepend_opt_key(name: str, opt_key: str) -> str:
+        """The name as it is seen from the combined optimizer: "key.name", or "name" where the key is ""."""
+        return f"{opt_key}.{name}" if opt_key else name
+
+    @property
+    def optimizers(self) -> list[Child]:
+        """The children and their keys; a child without one has ""."""
+        return list(zip(self._keys, self._parts, strict=True))
+
+    @property
+    def params(self) -> Mapping[str, Tensor]:
+        """FQN with the child's key before it → parameter, every name of a tied one."""
+        if len(self._params) != sum(len(part.params) for part in self._parts):
+            self._index()  # a group was added to a child
+        return self._params
+
+    @property
+    def state(self) -> Any:
+        """Parameter → its state in the child that has it; looking one up takes constant time."""
+        return CombinedState(self)
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self._refuse_replacing("state")
+
+    @property
+    def param_groups(self) -> Any:
+        """The children's own groups, one child after the other: a tuple, as `add_param_group` is what adds one."""
+        return tuple(chain.from_iterable(part.param_groups for part in self._parts))
+
+    @param_groups.setter
+    def param_groups(self, param_groups: Any) -> None:
+        self._refuse_replacing("param_groups")
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The options that every child has, with the first one's values; a new dict."""
+        first, *others = (part.defaults for part in self._parts)
+        return {name: value for name, value in first.items() if all(name in other for other in others)}
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self._refuse_replacing("defaults")
+
+    def init_state(self, sparse_grad_parameter_names: Iterable[str] | None = None) -> None:
+        """Makes the state of every child.
+
+        Args:
+            sparse_grad_parameter_names: parameters whose gradients will be sparse, with their child's key.
+
+        Raises:
+            StateError: a name is not that of a parameter; no state was made.
+            AlgorithmError: a child cannot make its state without a step.
+        """
+        sparse = set(sparse_grad_parameter_names or ())
+        unknown = sorted(sparse - self.params.keys())
+        if unknown:
+            remedy = "mend their spelling, with the optimizer's key before the name"
+            problem = Problem("sparse_grad_parameter_names", listed(unknown), f"some of {listed(self.params)}", remedy)
+            raise StateError("a parameter is not known", [problem])
+        for key, optimizer in self.optimizers:
+            optimizer.init_state([name for name in optimizer.params if self.prepend_opt_key(name, key) in sparse])
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group to the child whose key its names begin with, or to the only child.
+
+        Raises:
+            StateError: it is not plain which child is meant, or a name or a parameter is there already; nothing was
+                changed.
+            AlgorithmError: a parameter is sharded, and the algorithm may not step on shards.
+        """
+        if not self._made:
+            return
+        params = named(param_group[PARAMS])
+        there = [name for name, tensor in params.items() if name in self.params or tensor in self._owners]
+        if there:
+            problems = [Problem(name, "a parameter of this optimizer", "a new one", "add it once") for name in there]
+            raise StateError("a parameter is added twice", problems)
+        candidates = set.intersection(*(self._meant(name) for name in params))
+        if len(candidates) != 1:
+            problem = Problem(
+                key=listed(params),
+                found=f"names that fit {len(candidates)} of the optimizers, whose keys are {self._keys}",
+                required="names that all begin with the key of one",
+                remedy="call add_param_group of the one that is meant, in `optimizers`",
+            )
+            raise StateError("a group can go to no optimizer, or to several", [problem])
+        index = candidates.pop()
+        mine = {_inner(name, self._keys[index]): tensor for name, tensor in params.items()}
+        self._parts[index].add_param_group({**param_group, PARAMS: mine})
+
+    def __repr__(self) -> str:
+        children = [f"({key!r}, {optimizer!r})" if key else f"{optimizer!r}" for key, optimizer in self.optimizers]
+        return f"{type(self).__name__} of [{', '.join(children)}]"
+
+    def locate(self, key: Any) -> tuple[KeyedOptimizer, Any]:
+        """The child that has state under a key, and the key as it is there.
+
+        Raises:
+            KeyError: no child has it.
+        """
+        if isinstance(key, Tensor):
+            if key not in self._owners:
+                self._index()
+            return self._owners[key], key
+        for own_key, part in self.optimizers:
+            if isinstance(key, str) and _begins(key, own_key) and _inner(key, own_key) in part.state:
+                return part, _inner(key, own_key)
+        raise KeyError(key)
+
+    def _index(self) -> None:
+        """Takes up the children's parameters.
+
+        Raises:
+            StateError: two names are equal, or one tensor is a parameter of two children.
+        """
+        names: set[str] = set()
+        params: dict[str, Tensor] = {}
+        owners: dict[Tensor, int] = {}
+        problems = []
+        for index, (key, part) in enumerate(self.optimizers):
+            its = {self.prepend_opt_key(name, key) for name in part._state_names()}
+            for name in sorted(names & its):
+                remedy = "give the optimizers keys: [(key, optimizer), ...]"
+                problems.append(Problem(name, "state of two optimizers", "one name for one thing", remedy))
+            names |= its
+            for name, tensor in part.params.items():
+                params[self.prepend_opt_key(name, key)] = tensor
+                other = owners.setdefault(tensor, index)
+                if other != index:
+                    found = f"a parameter of optimizers {other} and {index}, which would both step on it"
+                    problem = Problem(
+                        self.prepend_opt_key(name, key), found, "one of them", "leave it out of the other"
+                    )
+                    problems.append(problem)
+        if problems:
+            raise StateError("optimizers that overlap cannot be combined", problems)
+        self._params, self._owners = params, {tensor: self._parts[index] for tensor, index in owners.items()}
+
+    def _refuse_replacing(self, name: str) -> None:
+        if self._made:  # torch's constructor sets it before
+            found = f"a new {name}"
+            problem = Problem(name, found, "the children's own", "change it in the one that is meant, in `optimizers`")
+            raise StateError("a combined optimizer has nothing of its own to replace", [problem])
+
+    def _state_names(self) -> set[str]:
+        return {self.prepend_opt_key(name, key) for key, part in self.optimizers for name in part._state_names()}
+
+    def _gather(self) -> StateDict:
+        gathered: StateDict = {STATE: {}}
+        for key, part in self.optimizers:
+            its = part.state_dict()
+            for name, entries in its[STATE].items():
+                seen_as = self.prepend_opt_key(name, key)
+                if seen_as in gathered[STATE]:
+                    problem = Problem(seen_as, "state of two optimizers", "of one", "give the optimizers keys")
+                    raise StateError("two optimizers keep state under one name", [problem])
+                gathered[STATE][seen_as] = entries
+            for name, group in its.get(PARAM_GROUPS, {}).items():
+                renamed = _renamed(group, partial(self.prepend_opt_key, opt_key=key))
+                gathered.setdefault(PARAM_GROUPS, {})[self.prepend_opt_key(name, key)] = renamed
+        return gathered
+
+    def _plan(self, plan: LoadPlan, offered: Mapping[str, Any]) -> None:
+        plan_keys(plan, self._saves_groups, offered)
+        shares: list[dict[str, Any]] = [{STATE: {}} for _ in self._parts]
+        for share, part in zip(shares, self._parts, strict=True):
+            if part._saves_groups:
+                share[PARAM_GROUPS] = {}
+        for section in (STATE, PARAM_GROUPS) if self._saves_groups else (STATE,):
+            self._share_out(plan, section, offered.get(section, {}), shares)
+        for key, part, share in zip(self._keys, self._parts, shares, strict=True):
+            part.plan_load(plan.part(key), share)
+
+    def _share_out(self, plan: LoadPlan, section: str, offered: Any, shares: list[dict[str, Any]]) -> None:
+        """Sorts what is offered under "state" or "param_groups" to the children, by the names that they have for it."""
+        if not isinstance(offered, Mapping):
+            remedy = "load what state_dict() of a combined optimizer gave"
+            plan.problem(plan.section(section), f"a {type(offered).__name__}", "a mapping by name", remedy)
+            return
+        known = {
+            self.prepend_opt_key(name, key): {index}
+            for index, (key, part) in enumerate(self.optimizers)
+            for name in part._state_names()
+        }
+        for name, value in offered.items():
+            meant = [index for index in known.get(name) or self._meant(name) if section in shares[index]]
+            if len(meant) != 1:
+                plan.unexpected(f"{plan.section(section)}.{name}", "combine the optimizers as when it was saved")
+                continue
+            key = self._keys[meant[0]]
+            renamed = _renamed(value, partial(_inner, opt_key=key)) if section == PARAM_GROUPS else value
+            shares[meant[0]][section][_inner(name, key)] = renamed
+
+    def _meant(self, name: str) -> set[int]:
+        """The children whose key a new name begins with; where there is none, those without a key."""
+        keyed = {index for index, key in enumerate(self._keys) if key and _begins(name, key)}
+        return keyed or {index for index, key in enumerate(self._keys) if not key}
+
+
+class CombinedState(MutableMapping[Any, Any]):
+    """`state` of a combined optimizer: that of its children, under parameters and, where it has any, under names.
+
+    Args:
+        combined: the optimizer.
+    """
+
+    def __init__(self, combined: CombinedOptimizer) -> None:
+        self._combined = combined
+
+    def __getitem__(self, key: Any) -> Any:
+        child, inner = self._combined.locate(key)
+        return child.state[inner]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        child, inner = self._combined.locate(key)
+        child.state[inner] = value
+
+    def __delitem__(self, key: Any) -> None:
+        child, inner = self._combined.locate(key)
+        del child.state[inner]
+
+    def __iter__(self) -> Iterator[Any]:
+        for opt_key, child in self._combined.optimizers:
+            for key in child.state:
+                yield self._combined.prepend_opt_key(key, opt_key) if isinstance(key, str) else key
+
+    def __len__(self) -> int:
+        return sum(len(child.state) for _, child in self._combined.optimizers)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+
+def _begins(name: str, opt_key: str) -> bool:
+    return not opt_key or name.startswith(f"{opt_key}.")
+
+
+def _inner(name: str, opt_key: str) -> str:
+    """A name without the key of the child; one that does not begin with it stays."""
+    return name.removeprefix(f"{opt_key}.") if opt_key else name
+
+
+def _renamed(group: Any, rename: Callable[[str], str]) -> Any:
+    """A saved group with other names for its parameters."""
+    if not isinstance(group, Mapping):
+        return group
+    return {
+        option: [rename(name) for name in value] if option in (PARAMS, UNTOUCHED) else value
+        for option, value in group.items()
+    }

@@ -1,0 +1,88 @@
+"""The local memory of gradients: what is measured, scaled, clamped and unscaled, whatever the parameters are."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import replace
+from operator import is_
+
+import torch
+from torch import Tensor
+
+from shardopt.algorithms.torch_private import scale_and_look
+from shardopt.errors import GradientError
+from shardopt.sharding.view import assemble, gradient_leaves, leaves_of, takes_gradient
+
+_SHORT = (torch.bfloat16, torch.float16)
+
+
+def local_gradients(name: str, parameter: Tensor) -> tuple[Tensor | None, ...]:
+    """For each of `leaves_of(parameter)` the memory of its gradient, None where there is none.
+
+    Writing into it changes the gradient that the optimizer steps with. Of a sparse gradient it is the values, after
+    the gradient was coalesced in place. A gradient with another placement than its parameter is redistributed, and
+    takes the old one's place; for that all ranks of its mesh must call.
+
+    Raises:
+        GradientError: the gradient does not fit the parameter.
+    """
+    try:
+        found = gradient_leaves(parameter)
+    except GradientError as error:
+        problems = [replace(problem, key=f"{name}.grad") for problem in error.problems]
+        raise GradientError(error.message, problems) from None
+    whole = parameter.grad if takes_gradient(parameter) else None
+    standing = tuple(leaf.grad for leaf in leaves_of(parameter)) if whole is None else leaves_of(whole)
+    sparse = any(map(_is_sparse, found))
+    if sparse:
+        found = tuple(map(_coalesced, found))
+    if not all(map(is_, found, standing)):
+        if whole is None:
+            for leaf, gradient in zip(leaves_of(parameter), found, strict=True):
+                leaf.grad = gradient
+        else:
+            parameter.grad = assemble(parameter, [gradient for gradient in found if gradient is not None])
+    return tuple(map(_memory, found)) if sparse else found
+
+
+def scale(gradients: Iterable[Tensor], factor: Tensor) -> None:
+    """Multiplies local gradients in place.
+
+    Args:
+        factor: fp64, without dimensions, anywhere. What is not on the gradients' device has to be waited for.
+    """
+    for same in alike(gradients):
+        first = same[0]
+        if first.dtype in _SHORT:  # a factor of their own precision could be off by half a percent
+            scale_and_look(same, factor.to(first.device, torch.float32), torch.zeros((), device=first.device))
+        else:
+            # Of another dtype, a factor would keep CUDA from multiplying all of them at once.
+            torch._foreach_mul_(same, factor.to(first.device, first.dtype))
+
+
+def clamp(gradients: Iterable[Tensor], largest: float) -> None:
+    """Limits every element of local gradients to [-largest, largest], in place; NaN stays NaN."""
+    for same in alike(gradients):
+        torch._foreach_clamp_min_(same, -largest)
+        torch._foreach_clamp_max_(same, largest)
+
+
+def alike(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Tensors sorted by device and dtype, for torch's operations on many tensors at once."""
+    kinds: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        kinds[tensor.device, tensor.dtype].append(tensor)
+    return list(kinds.values())
+
+
+def _is_sparse(gradient: Tensor | None) -> bool:
+    return gradient is not None and gradient.is_sparse
+
+
+def _coalesced(gradient: Tensor | None) -> Tensor | None:
+    return gradient.coalesce() if gradient is not None and gradient.is_sparse else gradient
+
+
+def _memory(gradient: Tensor | None) -> Tensor | None:
+    return gradient.values() if gradient is not None and gradient.is_sparse else gradient

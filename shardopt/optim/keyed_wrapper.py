@@ -1,0 +1,107 @@
+"""A torch optimizer under parameter names, plain or sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
+from typing import Any, cast
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardopt.optim.base import KeyedOptimizer
+from shardopt.optim.groups import first_names, named, refuse_non_leaves
+from shardopt.optim.local_step import LocalOptimizer, LocalState
+from shardopt.optim.saved import PARAM_GROUPS, STATE, UNTOUCHED
+
+
+class KeyedOptimizerWrapper(KeyedOptimizer):
+    """A keyed optimizer that steps with a torch optimizer, on local tensors.
+
+    Args:
+        params: FQN → parameter (plain, DTensor or ShardedTensor, mixed at will, on one or several meshes).
+        optim_factory: builds the torch optimizer from the list of tensors that it shall step on. A plain parameter is
+            itself in the list; a sharded one is there as its local tensors, in the order of `params`.
+
+    Raises:
+        AlgorithmError: a parameter is sharded, and the algorithm is not known or may not step on shards.
+        StateError: there are no parameters, or the factory took other tensors than it was given.
+    """
+
+    def __init__(self, params: Mapping[str, Tensor], optim_factory: Callable[[list[Tensor]], Optimizer]) -> None:
+        params = named(params)
+        refuse_non_leaves(params)
+        names = first_names(params)
+        self._local = LocalOptimizer(names, optim_factory)
+        super().__init__(params, {}, self._local.groups)
+        self.defaults = self._local.optimizer.defaults
+        self.state = cast(Any, LocalState(self._names, self._local))
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step; hooks run once, on this optimizer.
+
+        Local to the rank, unless a gradient has another placement than its parameter: then all ranks of the mesh must
+        call, since it is redistributed. A rank that holds no part of a ShardedTensor counts each step for it, as it
+        cannot see whether the others have a gradient.
+
+        Args:
+            closure: evaluates the model again and returns the loss, which is returned; called once (but by LBFGS).
+
+        Raises:
+            GradientError: the gradient of a sharded parameter does not fit it.
+            StateError: a parameter was sharded in another way since the optimizer was built.
+        """
+        return self._local.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; gradients of ShardedTensor parameters are those of their local shards."""
+        self._local.zero_grad(set_to_none)
+
+    def init_state(self, sparse_grad_parameter_names: Iterable[str] | None = None) -> None:
+        """Makes the state of every trained parameter that has none, so that there is a destination for loading.
+
+        Training goes on as if it had not been called: no step is taken, no hook fires, parameters, gradients and
+        counters stay as they are. Where an algorithm settles its state at the first step (SGD's momentum buffer, ASGD,
+        Rprop) it still does; until then the state made here stands only for loading. For a moment there is one
+        gradient of zeros, of one local tensor at a time.
+
+        Args:
+            sparse_grad_parameter_names: parameters whose gradients will be sparse. The algorithms here keep the same
+                state for them.
+
+        Raises:
+            StateError: a name is not that of a parameter.
+            AlgorithmError: the algorithm is not known, or makes its state inside of its step.
+        """
+        super().init_state(sparse_grad_parameter_names)
+        self._local.make_state(self._names)
+
+    def _add_group(self, names: Mapping[Tensor, str], options: Mapping[str, Any]) -> None:
+        self._local.add_group(names, options)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__} of {self._local.optimizer!r}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = super().__getstate__()
+        del kept["state"]  # a view of what is in _local
+        return {**kept, "_local": self._local}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({**state, "state": LocalState(state["_names"], state["_local"])})
+
+    @property
+    def _needs_closure(self) -> bool:
+        return self._local.spec is not None and self._local.spec.needs_closure
+
+    def _saved_besides(self, names: list[str]) -> dict[str, Any]:
+        if not self._local.settles_at_first_step:
+            return {}
+        return {UNTOUCHED: [name for name in names if self._local.is_untouched(self._params[name])]}
+
+    def _loaded(self, offered: Mapping[str, Any]) -> None:
+        groups = offered[PARAM_GROUPS].values() if self._save_param_groups and PARAM_GROUPS in offered else ()
+        untouched = set(chain.from_iterable(group.get(UNTOUCHED, ()) for group in groups))
+        for name in self._params.keys() & offered.get(STATE, {}).keys():
+            if self.state.get(self._params[name]):
+                self._local.state_loaded(self._params[name], name in untouched)

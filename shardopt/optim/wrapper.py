@@ -1,0 +1,119 @@
+"""An optimizer around another one: the base of clipping and warm-up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, MutableMapping
+from typing import Any
+
+from torch import Tensor
+
+from shardopt.errors import Problem, StateError
+from shardopt.optim.base import KeyedOptimizer, StateDict
+from shardopt.optim.composite import CompositeOptimizer
+from shardopt.optim.loading import LoadPlan
+from shardopt.optim.saved import STATE
+
+OwnState = dict[str, MutableMapping[str, Any]]
+
+
+class OptimizerWrapper(CompositeOptimizer):
+    """Another keyed optimizer with something around its step.
+
+    Parameters, state, groups and defaults are the wrapped optimizer's, not copies. A subclass overrides
+    `_before_step` for what happens between gradients and step, and `_own_state` for what it has to keep itself.
+
+    Args:
+        optimizer: is wrapped, and lives on inside.
+
+    Raises:
+        StateError: it is not a keyed optimizer.
+    """
+
+    def __init__(self, optimizer: KeyedOptimizer) -> None:
+        super().__init__([optimizer])
+
+    @property
+    def _optimizer(self) -> KeyedOptimizer:
+        """The wrapped one."""
+        return self._parts[0]
+
+    @property
+    def params(self) -> Mapping[str, Tensor]:
+        """FQN → parameter, the wrapped optimizer's."""
+        return self._optimizer.params
+
+    @property
+    def state(self) -> Any:
+        """The wrapped optimizer's."""
+        return self._optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        if self._made:
+            self._optimizer.state = state
+
+    @property
+    def param_groups(self) -> Any:
+        """The wrapped optimizer's."""
+        return self._optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, param_groups: Any) -> None:
+        if self._made:
+            self._optimizer.param_groups = param_groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The wrapped optimizer's."""
+        return self._optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        if self._made:
+            self._optimizer.defaults = defaults
+
+    def init_state(self, sparse_grad_parameter_names: Iterable[str] | None = None) -> None:
+        """The wrapped optimizer's."""
+        self._optimizer.init_state(sparse_grad_parameter_names)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """The wrapped optimizer's."""
+        if self._made:
+            self._optimizer.add_param_group(param_group)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__} of {self._optimizer!r}"
+
+    def _own_state(self) -> OwnState:
+        """What this wrapper keeps besides the state of the wrapped one: `{name: {key: tensor or plain value}}`.
+
+        It is saved under that name in `state_dict()["state"]`. The inner mappings must be the live ones: loading
+        replaces plain values in them, copies into their tensors, and then calls `post_load_state_dict`.
+        """
+        return {}
+
+    def _state_names(self) -> set[str]:
+        return {*self._optimizer._state_names(), *self._own_state()}
+
+    def _gather(self) -> StateDict:
+        gathered = self._optimizer.state_dict()
+        own = {name: dict(entries) for name, entries in self._own_state().items()}
+        taken = own.keys() & gathered[STATE].keys()
+        if taken:
+            found = f"state of {type(self).__name__} and of what it wraps"
+            problems = [Problem(name, found, "one of them", "give it another name") for name in sorted(taken)]
+            raise StateError("two optimizers keep state under one name", problems)
+        return {**gathered, STATE: {**gathered[STATE], **own}}
+
+    def _plan(self, plan: LoadPlan, offered: Mapping[str, Any]) -> None:
+        state = offered.get(STATE)
+        if isinstance(state, Mapping):
+            own = self._own_state()
+            for name, entries in own.items():
+                if name in state:
+                    plan.mapping(f"{plan.section(STATE)}.{name}", entries, state[name], "load what this wrapper saved")
+                else:
+                    remedy = f"it was saved without {type(self).__name__}: pass strict=False to go on without this"
+                    plan.missing(f"{plan.section(STATE)}.{name}", remedy)
+            offered = {**offered, STATE: {name: entries for name, entries in state.items() if name not in own}}
+        self._optimizer.plan_load(plan, offered)
