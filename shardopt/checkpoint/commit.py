@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from shardopt.checkpoint.describe import Agreed
+from shardopt.checkpoint.describe import Values
 from shardopt.checkpoint.format import DATA_SUFFIX, MANIFEST_NAME, file_name
 from shardopt.checkpoint.manifest import (
     DataFile,
     Manifest,
     StoredLayout,
     StoredTensor,
+    StoredTensors,
     decode_manifest,
     encode_manifest,
 )
-from shardopt.checkpoint.plan import Assignment
 from shardopt.checkpoint.storage import Storage
+from shardopt.checkpoint.write import SavePlan
 from shardopt.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, Problem
+from shardopt.values import decode_value
 
 
 def refuse_committed(storage: Storage) -> None:
@@ -30,50 +32,64 @@ def refuse_committed(storage: Storage) -> None:
 
 
 def commit(
-    storage: Storage,
-    save_id: str,
-    agreed: Agreed,
-    assigned: Mapping[str, Assignment],
-    reports: Sequence[Sequence[Sequence[Any]]],
+    storage: Storage, save_id: str, plan: SavePlan, values: Values, reports: Sequence[Sequence[Sequence[Any]]]
 ) -> int:
     """Makes the checkpoint exist, once every rank has reported its files. On rank 0 only.
 
     Args:
+        values: plain values in their typed JSON form.
         reports: by rank, the name, bytes and digest of each file that it wrote.
 
     Returns:
         The bytes of all data files.
     """
-    files = tuple(DataFile(*file) for report in reports for file in report)
-    number = {file.name: i for i, file in enumerate(files)}
-    layouts: dict[Assignment, StoredLayout] = {}
-    for key, assignment in assigned.items():
-        if assignment not in layouts:
-            names = [file_name(save_id, rank, slot) for rank, slot in assignment.writers]
-            absent = [name for name in names if name not in number]
-            if absent:
-                problem = Problem(key, f"no file {absent[0]}", "a file from each rank that writes", "report this")
-                raise CheckpointError("a rank did not write what it was to write", [problem])
-            shape = agreed.members[key].layout.shape
-            layouts[assignment] = StoredLayout(shape, assignment.boxes, tuple(number[name] for name in names))
-    manifest = Manifest(
-        save_id=save_id,
-        world_size=len(reports),
-        files=files,
-        tensors={
-            key: StoredTensor(member.path, member.dtype, layouts[assigned[key]])
-            for key, member in agreed.members.items()
-        },
-        values=agreed.values,
-        per_rank=agreed.per_rank,
-    )
+    manifest = manifest_of(save_id, plan, values, reports)
+    names = {file.name for file in manifest.files}
     # torch's reader takes every data file in the directory, those of a save that died included.
     for name in storage.names():
-        if name.endswith(DATA_SUFFIX) and name not in number:
+        if name.endswith(DATA_SUFFIX) and name not in names:
             storage.remove(name)
     refuse_committed(storage)
     storage.publish(MANIFEST_NAME, encode_manifest(manifest))
-    return sum(file.nbytes for file in files)
+    return sum(file.nbytes for file in manifest.files)
+
+
+def manifest_of(save_id: str, plan: SavePlan, values: Values, reports: Sequence[Sequence[Sequence[Any]]]) -> Manifest:
+    """The manifest of files that the ranks have reported.
+
+    Raises:
+        CheckpointError: a rank wrote other files than those that were assigned to it.
+    """
+    files = tuple(DataFile(*file) for report in reports for file in report)
+    found = [file.name for file in files]
+    if plan.stored is None:
+        plan.stored = _stored_tensors(plan)
+    wanted = [file_name(save_id, rank, slot) for rank, slot in plan.files]
+    if found != wanted:
+        problem = Problem("data files", f"{sorted(set(found) ^ set(wanted))}", "what was assigned", "report this")
+        raise CheckpointError("ranks did not write what they were to write", [problem])
+    return Manifest(
+        save_id=save_id,
+        world_size=len(reports),
+        files=files,
+        tensors=plan.stored,
+        values={key: (path, decode_value(value)) for key, (path, value) in values.items()},
+        per_rank=plan.geometry.per_rank,
+    )
+
+
+def _stored_tensors(plan: SavePlan) -> StoredTensors:
+    number = {writer: i for i, writer in enumerate(plan.files)}
+    layouts = {
+        assignment: StoredLayout(
+            assignment.shape, assignment.boxes, tuple(number[writer] for writer in assignment.writers)
+        )
+        for assignment in set(plan.assigned.values())
+    }
+    return StoredTensors(
+        (key, StoredTensor(member.path, member.dtype, layouts[plan.assigned[key]]))
+        for key, member in plan.geometry.members.items()
+    )
 
 
 def discard(storage: Storage, save_id: str) -> None:

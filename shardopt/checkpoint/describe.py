@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import xxhash
+from torch import Tensor
 
 from shardopt.checkpoint.format import DTYPES, Dtype
 from shardopt.checkpoint.manifest import decode_path, encode_path
@@ -17,8 +18,10 @@ from shardopt.checkpoint.plan import Member
 from shardopt.errors import Problem, StateError
 from shardopt.sharding.layout import Layout, joined
 from shardopt.sharding.view import View, view_of
-from shardopt.state import FlatState, Path
+from shardopt.state import FlatState, Path, PerRank
 from shardopt.values import canonical, decode_value, encode_value
+
+_DIFFER = "ranks have different things under one key"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +38,19 @@ class Description:
         """Whether some tensor is known only as far as this rank holds it."""
         return any(layout.local for _, _, layout in self.tensors.values())
 
-    def fingerprint(self) -> str:
-        """Equal on two ranks if they describe the same state; unequal ones are exchanged and compared in full."""
-        running = xxhash.xxh3_128()
+    def geometry_fingerprint(self) -> str:
+        """Equal on two ranks, and in two saves, if they describe the same tensors in the same places."""
+        words = [*self.per_rank, ""]
         for key in sorted(self.tensors):
-            path, dtype, layout = self.tensors[key]
-            running.update(f"{key}\0{path}\0{dtype.name}\0{layout.fingerprint}\n".encode())
-        running.update(json.dumps([self.values, self.per_rank], sort_keys=True).encode())
-        return running.hexdigest()
+            _, dtype, layout = self.tensors[key]
+            words += (key, dtype.name, layout.fingerprint)
+        return xxhash.xxh3_128_hexdigest("\0".join(words).encode())
 
-    def to_json(self) -> dict[str, Any]:
+    def values_fingerprint(self) -> str:
+        """Equal on two ranks if they have the same plain values."""
+        return xxhash.xxh3_128_hexdigest(json.dumps(self.values, sort_keys=True).encode())
+
+    def geometry_json(self) -> dict[str, Any]:
         layouts: dict[Layout, int] = {}
         holding = {key for key, view in self.views.items() if view.pieces}
         tensors = {
@@ -54,85 +60,103 @@ class Description:
         return {
             "layouts": [layout.to_json() for layout in layouts],
             "tensors": tensors,
-            "values": {key: [encode_path(key, path), value] for key, (path, value) in self.values.items()},
             "per_rank": {key: encode_path(key, path) for key, path in self.per_rank.items()},
         }
 
+    def values_json(self) -> dict[str, Any]:
+        return {key: [encode_path(key, path), value] for key, (path, value) in self.values.items()}
+
 
 @dataclass(frozen=True, slots=True)
-class Agreed:
-    """The state of the whole job: every tensor with its whole layout, values decoded."""
+class Geometry:
+    """The state of the whole job without its values: every tensor with its whole layout."""
 
     members: Mapping[str, Member]
-    values: Mapping[str, tuple[Path, Any]]
     per_rank: Mapping[str, Path]
+
+
+Values = Mapping[str, tuple[Path, Any]]
+"""Plain values in their typed JSON form, by key, with their paths."""
 
 
 def describe(flat: FlatState) -> Description:
     """Describes this rank's state.
 
     Raises:
-        StateError, LayoutError: something in it cannot be stored; all such tensors and values are named.
+        StateError, LayoutError: something in it cannot be stored.
     """
-    views = {key: view_of(tensor, key) for key, tensor in flat.tensors().items()}
-    return Description(
-        views=views,
-        tensors={
-            key: (flat.leaves[key].path, stored_dtype(view.dtype, key), view.layout) for key, view in views.items()
-        },
-        values={key: (flat.leaves[key].path, encode_value(value, key)) for key, value in flat.values().items()},
-        per_rank={key: flat.leaves[key].path for key in flat.per_rank()},
-    )
+    views: dict[str, View] = {}
+    tensors: dict[str, tuple[Path, Dtype, Layout]] = {}
+    values: dict[str, tuple[Path, Any]] = {}
+    per_rank: dict[str, Path] = {}
+    for key, leaf in flat.leaves.items():
+        if isinstance(leaf.value, Tensor):
+            view = views[key] = view_of(leaf.value, key)
+            tensors[key] = leaf.path, stored_dtype(view.dtype, key), view.layout
+        elif isinstance(leaf.value, PerRank):
+            per_rank[key] = leaf.path
+        else:
+            values[key] = leaf.path, encode_value(leaf.value, key)
+    return Description(views, tensors, values, per_rank)
 
 
-def agreed_by_all(description: Description, world_size: int) -> Agreed:
-    """The job's state where every rank has described the same."""
+def geometry_of(description: Description, world_size: int) -> Geometry:
+    """The job's geometry where every rank has described the same."""
     ranks = tuple(range(world_size))
-    return Agreed(
-        members={key: Member(path, dtype, layout, ranks) for key, (path, dtype, layout) in description.tensors.items()},
-        values={key: (path, decode_value(value)) for key, (path, value) in description.values.items()},
-        per_rank=description.per_rank,
-    )
+    members = {key: Member(path, dtype, layout, ranks) for key, (path, dtype, layout) in description.tensors.items()}
+    return Geometry(members, description.per_rank)
 
 
-def merge(descriptions: Sequence[Mapping[str, Any]]) -> Agreed:
-    """The job's state from what each rank has described (`Description.to_json`), by rank.
+def merge_geometry(descriptions: Sequence[Mapping[str, Any]]) -> Geometry:
+    """The job's geometry from what each rank has described (`Description.geometry_json`), by rank.
 
     Raises:
         StateError: ranks have different things under one key; each such key is named with what which rank has.
     """
-    problems: list[Problem] = []
     tensors: defaultdict[str, dict[int, tuple[Any, ...]]] = defaultdict(dict)
-    values: defaultdict[str, dict[int, Any]] = defaultdict(dict)
     per_rank: dict[str, Path] = {}
     for rank, wire in enumerate(descriptions):
         layouts = [Layout.from_json(layout) for layout in wire["layouts"]]
         for key, (path, dtype, index, holds) in wire["tensors"].items():
             tensors[key][rank] = (decode_path(key, path), dtype, layouts[index], holds)
-        for key, (path, value) in wire["values"].items():
-            values[key][rank] = (decode_path(key, path), value)
         for key, path in wire["per_rank"].items():
             per_rank[key] = decode_path(key, path)
-    for key in (tensors.keys() & values.keys()) | (per_rank.keys() & (tensors.keys() | values.keys())):
-        problems.append(_differs(key, "tensors on some ranks, plain values on others"))
-    members = {}
+    members: dict[str, Member] = {}
+    problems: list[Problem] = []
     for key, by_rank in tensors.items():
         try:
             members[key] = _merge_tensor(key, by_rank)
         except StateError as error:
             problems += error.problems
-    merged_values = {}
-    for key, value_by_rank in values.items():
-        first_rank, (path, first) = next(iter(value_by_rank.items()))
-        for rank, (_, value) in value_by_rank.items():
-            if canonical(value) != canonical(first):
-                found = f"{_short(first)} on rank {first_rank}, {_short(value)} on rank {rank}"
-                problems.append(_differs(key, found))
-                break
-        merged_values[key] = (path, decode_value(first))
+    problems += [_differs(key, "tensors on some ranks, values per rank on others") for key in members.keys() & per_rank]
     if problems:
-        raise StateError("ranks have different things under one key", problems)
-    return Agreed(members, merged_values, per_rank)
+        raise StateError(_DIFFER, problems)
+    return Geometry(members, per_rank)
+
+
+def merge_values(descriptions: Sequence[Mapping[str, Any]], geometry: Geometry) -> Values:
+    """The job's plain values from what each rank has (`Description.values_json`), by rank.
+
+    Raises:
+        StateError: as for `merge_geometry`.
+    """
+    values: defaultdict[str, dict[int, Any]] = defaultdict(dict)
+    for rank, wire in enumerate(descriptions):
+        for key, (path, value) in wire.items():
+            values[key][rank] = (decode_path(key, path), value)
+    merged, problems = {}, []
+    for key, by_rank in values.items():
+        first_rank, (path, first) = next(iter(by_rank.items()))
+        other = next((rank for rank, (_, value) in by_rank.items() if canonical(value) != canonical(first)), None)
+        if key in geometry.members or key in geometry.per_rank:
+            problems.append(_differs(key, "tensors on some ranks, plain values on others"))
+        elif other is not None:
+            found = f"{_short(first)} on rank {first_rank}, {_short(by_rank[other][1])} on rank {other}"
+            problems.append(_differs(key, found))
+        merged[key] = (path, first)
+    if problems:
+        raise StateError(_DIFFER, problems)
+    return merged
 
 
 def _merge_tensor(key: str, by_rank: Mapping[int, tuple[Any, ...]]) -> Member:

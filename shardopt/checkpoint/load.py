@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardopt.checkpoint.compare import Match, compare
+from shardopt.checkpoint.pause import gc_paused
 from shardopt.checkpoint.read import OpenFile, Want, fetch
 from shardopt.checkpoint.reader import CheckpointReader, open_checkpoint
 from shardopt.checkpoint.storage import storage_of
@@ -85,16 +86,17 @@ def load(
     ranks = ranks_of()
     what = f"loading {storage_of(url).url}"
 
-    plan, _ = ranks.agree(
-        what,
-        work=lambda: _plan(url, app, strict, ranks.rank, ranks.size),
-        report=lambda plan: plan.reader.digest,
-        decide=lambda digests: _same_checkpoint(str(url), digests),
-        deadline_seconds=deadline_seconds,
-    )
-    mark_torn(iterate_optimizers(plan.flat), what)
-    bytes_read, _ = ranks.agree(what, work=lambda: _execute(plan), deadline_seconds=deadline_seconds)
-    unmark_torn(iterate_optimizers(plan.flat))
+    with gc_paused():
+        plan, _ = ranks.agree(
+            what,
+            work=lambda: _plan(url, app, strict, ranks.rank, ranks.size),
+            report=lambda plan: plan.reader.digest,
+            decide=lambda digests: _same_checkpoint(str(url), digests),
+            deadline_seconds=deadline_seconds,
+        )
+        mark_torn(iterate_optimizers(plan.flat), what)
+        bytes_read, _ = ranks.agree(what, work=lambda: _execute(plan), deadline_seconds=deadline_seconds)
+        unmark_torn(iterate_optimizers(plan.flat))
 
     return LoadReport(
         url=plan.reader.url,

@@ -6,8 +6,9 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -22,6 +23,7 @@ from shardopt.checkpoint.format import (
     load_json,
     read_size,
     read_sizes,
+    without_duplicates,
 )
 from shardopt.errors import FormatError, Problem
 from shardopt.sharding.box import Box, grid_boxes, grid_cuts
@@ -32,7 +34,7 @@ _SEAL = re.compile(rb',"xxh3":"([0-9a-f]{16})"}')
 _SEAL_BYTES = len(',"xxh3":"0123456789abcdef"}')
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class StoredLayout:
     """Where the boxes of a tensor lie. `files[i]`, an index into the manifest's files, holds `boxes[i]`."""
 
@@ -41,11 +43,27 @@ class StoredLayout:
     files: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
+class StoredTensor(NamedTuple):
     path: Path
     dtype: Dtype
     layout: StoredLayout
+
+
+class StoredTensors(dict[str, StoredTensor]):
+    """Tensors by key. Not changed once it is made: saves of one geometry share it, and with it its JSON."""
+
+    @cached_property
+    def members(self) -> str:
+        """The manifest's members "layouts" and "tensors", as JSON."""
+        layouts: dict[int, int] = {}
+        distinct: list[StoredLayout] = []
+        tensors = {}
+        for key, (path, dtype, layout) in self.items():
+            number = layouts.setdefault(id(layout), len(layouts))
+            if number == len(distinct):
+                distinct.append(layout)
+            tensors[key] = (dtype.name, number, encode_path(key, path))
+        return f'"layouts":{_dump([_encode_layout(layout) for layout in distinct])},"tensors":{_dump(tensors)}'
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,33 +82,30 @@ class Manifest:
     save_id: str
     world_size: int
     files: tuple[DataFile, ...]
-    tensors: Mapping[str, StoredTensor]
+    tensors: StoredTensors
     values: Mapping[str, tuple[Path, Any]] = field(default_factory=dict)
     per_rank: Mapping[str, Path] = field(default_factory=dict)
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    layouts: dict[StoredLayout, int] = {}
-    tensors = {
-        key: [each.dtype.name, layouts.setdefault(each.layout, len(layouts)), encode_path(key, each.path)]
-        for key, each in manifest.tensors.items()
-    }
-    body = {
+    head = {
         "format": FORMAT_NAME,
         "version": FORMAT_VERSION,
         "min_reader_version": FORMAT_VERSION,
         "save_id": manifest.save_id,
         "world_size": manifest.world_size,
         "files": [[file.name, file.nbytes, file.digest] for file in manifest.files],
-        "layouts": [_encode_layout(layout) for layout in layouts],
-        "tensors": tensors,
         "values": {
             key: [encode_path(key, path), encode_value(value, key)] for key, (path, value) in manifest.values.items()
         },
         "per_rank": {key: encode_path(key, path) for key, path in manifest.per_rank.items()},
     }
-    text = json.dumps(body, separators=(",", ":"), allow_nan=False).encode()[:-1]
+    text = f"{_dump(head)[:-1]},{manifest.tensors.members}".encode()
     return text + b',"xxh3":"' + xxhash.xxh3_64_hexdigest(text).encode() + b'"}'
+
+
+def _dump(body: Any) -> str:
+    return json.dumps(body, separators=(",", ":"), allow_nan=False)
 
 
 def decode_manifest(data: bytes, where: str) -> Manifest:
@@ -105,7 +120,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
         raise damaged(where, f"{len(data)} bytes, more than the limit of {MANIFEST_LIMIT_BYTES}")
     if seal is None or xxhash.xxh3_64_hexdigest(data[:-_SEAL_BYTES]).encode() != seal[1]:
         raise damaged(where, "bytes that fail the seal at their end (torn or changed)")
-    body = load_json(data, where)
+    body = load_json(data, where, without_duplicates)
     needed = body.get("min_reader_version")
     if body.get("format") != FORMAT_NAME or not isinstance(needed, int):
         raise FormatError(f"{where} is not a manifest of {FORMAT_NAME}")
@@ -119,10 +134,10 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
             save_id=str(body["save_id"]),
             world_size=int(body["world_size"]),
             files=files,
-            tensors={
-                key: StoredTensor(decode_path(key, path), DTYPES[dtype], layouts[read_size(layout)])
+            tensors=StoredTensors(
+                (key, StoredTensor(decode_path(key, path), DTYPES[dtype], layouts[read_size(layout)]))
                 for key, (dtype, layout, path) in body["tensors"].items()
-            },
+            ),
             values={key: (decode_path(key, path), decode_value(v)) for key, (path, v) in body["values"].items()},
             per_rank={key: decode_path(key, path) for key, path in body["per_rank"].items()},
         )

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from math import prod
+from typing import NamedTuple
 
 import torch
 import xxhash
@@ -29,8 +30,7 @@ _THREADS = 4
 _BATCH_BYTES = 8 << 20  # read by one thread at a time; at most _THREADS + 1 are under way, which bounds the scratch
 
 
-@dataclass(frozen=True, slots=True)
-class Want:
+class Want(NamedTuple):
     """A part of a stored box, and the memory for it.
 
     `wanted` is in coordinates of the stored box, whose sizes are `sizes`; `target` has just its shape.
@@ -68,7 +68,7 @@ class OpenFile:
     def entry(self, key: str, dtype: Dtype, box: Box) -> Entry:
         """Where a box is in this file; the header must agree with what the manifest says of it."""
         entry = self.entries.get(key)
-        shape = tuple(stored_shape(dtype, box.sizes))
+        shape = box.sizes if dtype.safetensors else tuple(stored_shape(dtype, box.sizes))
         name = dtype.safetensors or "U8"
         if entry is None or entry.shape != shape or entry.dtype != name:
             found = f"{entry.dtype} {entry.shape}" if entry else "nothing"
@@ -83,9 +83,20 @@ class _Batch:
     """Spans to read in one go, the segments that are complete with them, and copies to make once they are verified."""
 
     spans: list[Span] = field(default_factory=list)
-    checks: list[tuple[Entry, int, list[memoryview]]] = field(default_factory=list)
+    checks: list[tuple[Entry, int, Sequence[memoryview]]] = field(default_factory=list)
     copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     nbytes: int = 0
+
+    def add(
+        self, entry: Entry, offset: int, parts: Sequence[memoryview], copies: Sequence[tuple[Tensor, Tensor]]
+    ) -> None:
+        """Adds bytes of an entry that lie in one run from `offset` on in the file, and go to `parts` in turn."""
+        self.checks += _segments(entry, offset, parts)
+        self.copies += copies
+        for memory in parts:
+            self.spans.append(Span(offset, memory))
+            offset += memory.nbytes
+            self.nbytes += memory.nbytes
 
     def run(self, file: OpenFile) -> None:
         file.storage.read_into(file.file.name, self.spans)
@@ -135,17 +146,23 @@ def _settle(running: set[Future[None]]) -> set[Future[None]]:
 def _batches(wants: Sequence[Want]) -> Iterator[_Batch]:
     batch = _Batch()
     for want in wants:
-        runs = _direct(want) if _is_one_run(want) else _through_scratch(want)
-        for offset, parts, copies in runs:
-            batch.checks += _segments(want.entry, offset, parts)
-            for memory in parts:
-                batch.spans.append(Span(offset, memory))
-                offset += memory.nbytes
-                batch.nbytes += memory.nbytes
-            batch.copies += copies
-            if batch.nbytes >= _BATCH_BYTES:
-                yield batch
-                batch = _Batch()
+        entry = want.entry
+        nbytes = entry.end - entry.begin
+        if nbytes <= SEGMENT_BYTES and want.wanted.sizes == want.sizes and is_plain_memory(want.target):
+            # All of a small box, which is what most tensors of most checkpoints are.
+            memory = bytes_of(want.target)
+            batch.spans.append(Span(entry.begin, memory))
+            batch.checks.append((entry, entry.segment, (memory,)))
+            batch.nbytes += nbytes
+        else:
+            for run in _direct(want) if _is_one_run(want) else _through_scratch(want):
+                batch.add(entry, *run)
+                if batch.nbytes >= _BATCH_BYTES:
+                    yield batch
+                    batch = _Batch()
+        if batch.nbytes >= _BATCH_BYTES:
+            yield batch
+            batch = _Batch()
     if batch.spans:
         yield batch
 
@@ -204,7 +221,9 @@ def _scratch_rows(want: Want, base: int, sizes: tuple[int, ...], wanted: Box, ta
         yield want.entry.begin + aligned, [memoryview(buffer)], [(part, source)]
 
 
-def _segments(entry: Entry, offset: int, parts: list[memoryview]) -> Iterator[tuple[Entry, int, list[memoryview]]]:
+def _segments(
+    entry: Entry, offset: int, parts: Sequence[memoryview]
+) -> Iterator[tuple[Entry, int, Sequence[memoryview]]]:
     """The segments that the bytes of `parts`, from file offset `offset` on, consist of: number in the file, memory."""
     segment = entry.segment + (offset - entry.begin) // SEGMENT_BYTES
     open_parts: list[memoryview] = []
@@ -221,7 +240,7 @@ def _segments(entry: Entry, offset: int, parts: list[memoryview]) -> Iterator[tu
         yield entry, segment, open_parts
 
 
-def _sum(parts: list[memoryview]) -> bytes:
+def _sum(parts: Sequence[memoryview]) -> bytes:
     if len(parts) == 1:
         return xxhash.xxh3_64_digest(parts[0])
     running = xxhash.xxh3_64()

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -33,6 +33,15 @@ class TensorInfo:
     boxes: tuple[Box, ...]
 
 
+class _Shared(NamedTuple):
+    """What a stored box and a wanted one share: where in the stored box, and where in the wanted one (None: all)."""
+
+    file: int
+    stored: Box
+    wanted: Box
+    target: Box | None
+
+
 class CheckpointReader:
     """A committed checkpoint, open for reading. Local: no other rank takes part.
 
@@ -45,7 +54,7 @@ class CheckpointReader:
         self._manifest, data = read_manifest(storage)
         self.digest = xxhash.xxh3_64_hexdigest(data)
         self._files: dict[int, OpenFile] = {}
-        self._overlaps: dict[tuple[StoredLayout, Box], list[tuple[int, Box]]] = {}
+        self._overlaps: dict[tuple[StoredLayout, Box], list[_Shared]] = {}
         self._check_covers()
 
     @property
@@ -93,14 +102,13 @@ class CheckpointReader:
         Raises:
             CorruptionError: a file is missing, damaged, or not what the manifest says of it.
         """
-        tensor = self._manifest.tensors[key]
+        _, dtype, layout = self._manifest.tensors[key]
         for piece in pieces:
-            for cell, shared in self._shared(tensor.layout, piece.box):
-                stored = tensor.layout.boxes[cell]
-                file = self._open(tensor.layout.files[cell])
-                entry = file.entry(key, tensor.dtype, stored)
-                target = piece.tensor if shared == piece.box else narrowed(piece.tensor, shared.within(piece.box))
-                yield file, Want(entry, tensor.dtype, stored.sizes, shared.within(stored), target)
+            for shared in self._shared(layout, piece.box):
+                file = self._open(shared.file)
+                entry = file.entry(key, dtype, shared.stored)
+                target = piece.tensor if shared.target is None else narrowed(piece.tensor, shared.target)
+                yield file, Want(entry, dtype, shared.stored.sizes, shared.wanted, target)
 
     def per_rank(self, rank: int) -> Mapping[str, Any]:
         """What rank `rank` has stored for itself under `PerRank`, decoded, by key."""
@@ -131,13 +139,16 @@ class CheckpointReader:
             self._files[number] = OpenFile(self._storage, self._manifest.files[number])
         return self._files[number]
 
-    def _shared(self, layout: StoredLayout, box: Box) -> list[tuple[int, Box]]:
+    def _shared(self, layout: StoredLayout, box: Box) -> list[_Shared]:
         """The stored boxes that share elements with `box`, and what they share; kept, for layouts are few."""
         found = self._overlaps.get((layout, box))
         if found is None:
-            shared = [(i, stored.intersect(box)) for i, stored in enumerate(layout.boxes)]
-            found = [(i, common) for i, common in shared if common is not None]
-            self._overlaps[layout, box] = found
+            found = self._overlaps[layout, box] = []
+            for stored, file in zip(layout.boxes, layout.files, strict=True):
+                common = stored.intersect(box)
+                if common is not None:
+                    target = None if common == box else common.within(box)
+                    found.append(_Shared(file, stored, common.within(stored), target))
         return found
 
     def _check_covers(self) -> None:

@@ -15,18 +15,29 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+import xxhash
 
 from shardopt.checkpoint.commit import commit, discard, refuse_committed
-from shardopt.checkpoint.describe import Agreed, Description, agreed_by_all, describe, merge
+from shardopt.checkpoint.describe import (
+    Description,
+    Values,
+    describe,
+    geometry_of,
+    merge_geometry,
+    merge_values,
+)
 from shardopt.checkpoint.manifest import DataFile
-from shardopt.checkpoint.plan import Assignment, assign, check_covers
+from shardopt.checkpoint.pause import gc_paused
 from shardopt.checkpoint.storage import Storage, storage_of
-from shardopt.checkpoint.write import own_parts, write_files
+from shardopt.checkpoint.write import OwnParts, SavePlan, from_memory, write_files
 from shardopt.errors import CheckpointError
 from shardopt.ranks import DEADLINE_SECONDS, Ranks, ranks_of
 from shardopt.state import FlatState, flatten
 from shardopt.values import encode_value
+
+_MOST_KEPT = 2
+_kept: dict[str, tuple[SavePlan, OwnParts]] = {}
+"""Plans of the last saves, by the fingerprint of what all ranks described."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +62,11 @@ class SaveReport:
 
 
 def save(
-    url: str | os.PathLike[str], app: Mapping[str, Any], *, deadline_seconds: float = DEADLINE_SECONDS
+    url: str | os.PathLike[str],
+    app: Mapping[str, Any],
+    *,
+    durable: bool = True,
+    deadline_seconds: float = DEADLINE_SECONDS,
 ) -> SaveReport:
     """Writes the state of `app` to a new checkpoint at `url`. Collective: every rank of the job must call it.
 
@@ -62,6 +77,8 @@ def save(
         url: a path, or a URL that fsspec knows; a directory that holds no committed checkpoint.
         app: by name, objects with `state_dict` and `load_state_dict`, tensors (plain, DTensor, ShardedTensor), plain
             values, and dicts and lists of these. What is not a shard must be equal on all ranks, or in `PerRank`.
+        durable: whether local files are flushed to the disk before the commit. Without it a save is faster, and a
+            machine that loses power afterwards may lose the checkpoint.
         deadline_seconds: how long a rank may show no sign of life before the others give up and name it.
 
     Raises:
@@ -71,41 +88,36 @@ def save(
         RankError: a rank failed in another way, died, or did not make the call.
     """
     begin = time.monotonic()
-    storage, ranks = storage_of(url), ranks_of()
+    storage, ranks = storage_of(url, durable), ranks_of()
     what = f"saving {storage.url}"
 
-    (flat, description), opened = ranks.agree(
-        what,
-        work=lambda: _describe(app),
-        report=lambda described: described[1].fingerprint(),
-        decide=lambda fingerprints: _open(storage, fingerprints),
-        deadline_seconds=deadline_seconds,
-    )
-    if opened["alike"] and not description.is_partial:
-        agreed = agreed_by_all(description, ranks.size)
-    else:
-        agreed = merge(_exchange(ranks, what, description, deadline_seconds))
-    check_covers(agreed.members)
-    assigned = assign(agreed.members)
-
-    save_id = opened["save_id"]
-    try:
-        files, bytes_total = ranks.agree(
+    with gc_paused():
+        (flat, description), opened = ranks.agree(
             what,
-            work=lambda: _write(storage, save_id, ranks.rank, flat, description, agreed, assigned),
-            report=lambda files: [[file.name, file.nbytes, file.digest] for file in files],
-            decide=lambda reports: commit(storage, save_id, agreed, assigned, reports),
+            work=lambda: _describe(app),
+            report=lambda described: _fingerprints(described[1]),
+            decide=lambda reports: _open(storage, reports),
             deadline_seconds=deadline_seconds,
         )
-    except BaseException:
-        # Rank 0 alone: it is the one that could still commit, and has now failed to. Were another to clear up, it might
-        # take the files from under a commit that it has not heard of.
-        if ranks.rank == 0:
-            discard(storage, save_id)
-        raise
+        plan, own, values = _plan(ranks, what, description, opened, deadline_seconds)
+        save_id = opened["save_id"]
+        try:
+            files, bytes_total = ranks.agree(
+                what,
+                work=lambda: _write(storage, save_id, plan, own, flat, description),
+                report=lambda files: [[file.name, file.nbytes, file.digest] for file in files],
+                decide=lambda reports: commit(storage, save_id, plan, values, reports),
+                deadline_seconds=deadline_seconds,
+            )
+        except BaseException:
+            # Rank 0 alone: it is the one that could still commit, and has now failed to. Were another to clear up, it
+            # might take the files from under a commit that it has not heard of.
+            if ranks.rank == 0:
+                discard(storage, save_id)
+            raise
     bytes_written = sum(file.nbytes for file in files)
     seconds = time.monotonic() - begin
-    return SaveReport(storage.url, save_id, len(agreed.members), bytes_written, bytes_total, seconds)
+    return SaveReport(storage.url, save_id, len(plan.geometry.members), bytes_written, bytes_total, seconds)
 
 
 def _describe(app: Mapping[str, Any]) -> tuple[FlatState, Description]:
@@ -113,18 +125,58 @@ def _describe(app: Mapping[str, Any]) -> tuple[FlatState, Description]:
     return flat, describe(flat)
 
 
-def _open(storage: Storage, fingerprints: list[Any]) -> dict[str, Any]:
-    """On rank 0: refuses a path that is taken, and names the save."""
+def _fingerprints(description: Description) -> list[Any]:
+    geometry = description.geometry_fingerprint()
+    return [geometry, description.is_partial, description.values_fingerprint(), [*_kept]]
+
+
+def _open(storage: Storage, reports: list[Any]) -> dict[str, Any]:
+    """On rank 0: refuses a path that is taken, names the save, and tells what ranks must exchange."""
     refuse_committed(storage)
     storage.make()
-    return {"alike": len(set(fingerprints)) == 1, "save_id": secrets.token_hex(6)}
+    geometries, partial, values, kept = zip(*reports, strict=True)
+    job = xxhash.xxh3_128_hexdigest("".join(geometries).encode())
+    return {
+        "save_id": secrets.token_hex(6),
+        "geometry": job,
+        "geometry_kept": all(job in own for own in kept),
+        "geometry_alike": len(set(geometries)) == 1 and not any(partial),
+        "values_alike": len(set(values)) == 1,
+    }
 
 
-def _exchange(ranks: Ranks, what: str, description: Description, deadline_seconds: float) -> list[dict[str, Any]]:
-    """What every rank has described, by rank; many ranks describe the same, so each text travels once."""
+def _plan(
+    ranks: Ranks, what: str, description: Description, opened: Mapping[str, Any], deadline_seconds: float
+) -> tuple[SavePlan, OwnParts, Values]:
+    """Who writes what, and the plain values. The plan is kept for the next save of the same geometry."""
+    ask_geometry = not (opened["geometry_kept"] or opened["geometry_alike"])
+    wire: dict[str, Any] = {}
+    if ask_geometry:
+        wire["geometry"] = description.geometry_json()
+    if not opened["values_alike"]:
+        wire["values"] = description.values_json()
+    all_wires = _exchange(ranks, what, wire, deadline_seconds) if wire else []
+
+    if not opened["geometry_kept"]:
+        if ask_geometry:
+            geometry = merge_geometry([each["geometry"] for each in all_wires])
+        else:
+            geometry = geometry_of(description, ranks.size)
+        plan = SavePlan(geometry, ranks.size)
+        _kept[opened["geometry"]] = plan, OwnParts(plan, ranks.rank, description.views)
+        while len(_kept) > _MOST_KEPT:
+            del _kept[next(iter(_kept))]
+    plan, own = _kept[opened["geometry"]]
+    if opened["values_alike"]:
+        return plan, own, description.values
+    return plan, own, merge_values([each["values"] for each in all_wires], plan.geometry)
+
+
+def _exchange(ranks: Ranks, what: str, wire: dict[str, Any], deadline_seconds: float) -> list[dict[str, Any]]:
+    """What every rank has to say, by rank; many ranks say the same, so each text travels once."""
     _, (texts, number_of) = ranks.agree(
         what,
-        work=lambda: json.dumps(description.to_json()),
+        work=lambda: json.dumps(wire),
         report=lambda text: text,
         decide=lambda texts: [list(dict.fromkeys(texts)), [list(dict.fromkeys(texts)).index(text) for text in texts]],
         deadline_seconds=deadline_seconds,
@@ -134,21 +186,11 @@ def _exchange(ranks: Ranks, what: str, description: Description, deadline_second
 
 
 def _write(
-    storage: Storage,
-    save_id: str,
-    rank: int,
-    flat: FlatState,
-    description: Description,
-    agreed: Agreed,
-    assigned: Mapping[str, Assignment],
+    storage: Storage, save_id: str, plan: SavePlan, own: OwnParts, flat: FlatState, description: Description
 ) -> list[DataFile]:
-    own = flat.per_rank()
-    blob = None
-    if agreed.per_rank:
-        text = json.dumps({key: encode_value(own[key].value, key) for key in own}).encode()
-        blob = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    slots = own_parts(rank, agreed.members, assigned, description.views)
+    values = {key: encode_value(each.value, key) for key, each in flat.per_rank().items()}
+    per_rank = json.dumps(values).encode() if plan.geometry.per_rank else None
     try:
-        return write_files(storage, save_id, rank, slots, blob)
+        return write_files(storage, save_id, own, from_memory(description.views), per_rank)
     except OSError as error:
         raise CheckpointError(f"cannot write: {error}") from error

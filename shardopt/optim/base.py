@@ -70,6 +70,9 @@ class KeyedOptimizer(Optimizer):
         it. Groups go by the least FQN in them: `{least fqn: {"params": [sorted fqns], option: value, ...}}`; options
         that say how to compute (`foreach`, `fused`, `capturable`, `differentiable`) are left out. Local to the rank.
 
+        torch's `get_optimizer_state_dict` and its setter take parameters by position, and so raise KeyError or
+        TypeError on a keyed optimizer; this and `load_state_dict` are what to call in their place.
+
         Raises:
             StateError: groups are saved, and one has an option that cannot be stored.
         """

@@ -1,5 +1,6 @@
 """Every kind of keyed optimizer over the same three parameters, each to train as torch's Adam does."""
 
+import copy
 from collections.abc import Callable
 
 import torch
@@ -7,6 +8,8 @@ import torch
 import shardopt
 from shardopt import (
     CombinedOptimizer,
+    GradientClipping,
+    GradientClippingOptimizer,
     KeyedOptimizer,
     KeyedOptimizerWrapper,
     OptimizerWrapper,
@@ -38,7 +41,7 @@ def train(optimizer, params: Parameters, steps=1, first=0) -> None:
 
 
 def same(one, other) -> bool:
-    """Whether nested state is equal, bit for bit and type for type."""
+    """Whether nested state is equal in every value, type and dtype."""
     if isinstance(one, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, dict):
@@ -46,6 +49,15 @@ def same(one, other) -> bool:
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(same, one, other))
     return type(one) is type(other) and one == other
+
+
+def snapshot(optimizer, params: Parameters):
+    """A copy of all that a step or a load could change."""
+    return copy.deepcopy((list(params.values()), optimizer.state_dict(), [_options(g) for g in optimizer.param_groups]))
+
+
+def _options(group):
+    return {name: value for name, value in group.items() if name != "params"}
 
 
 def inner(params: Parameters, prefix: str) -> Parameters:
@@ -116,11 +128,20 @@ def counting(params: Parameters) -> KeyedOptimizer:
     return Counting(adam(params))
 
 
-def warmed_up(params: Parameters) -> KeyedOptimizer:
+def warm(optimizer: KeyedOptimizer) -> KeyedOptimizer:
     """Its stages are over, so that the rates are the user's; what they are before is for test_warmup.py."""
-    optimizer = WarmupOptimizer(adam(params), [WarmupStage(WarmupPolicy.NONE, max_iters=1)], lr=OPTIONS["lr"])
-    optimizer.state_dict()["state"]["__warmup"]["warmup"].fill_(1)
-    return optimizer
+    warmup = WarmupOptimizer(optimizer, [WarmupStage(WarmupPolicy.NONE, max_iters=1)], lr=OPTIONS["lr"])
+    warmup.state_dict()["state"]["__warmup"]["warmup"].fill_(1)
+    return warmup
+
+
+def warmed_up(params: Parameters) -> KeyedOptimizer:
+    return warm(adam(params))
+
+
+def clipped(params: Parameters) -> KeyedOptimizer:
+    """So widely that nothing is clipped; what clipping does is for test_clipping.py."""
+    return GradientClippingOptimizer(adam(params), GradientClipping.NORM, max_gradient=1e6)
 
 
 def combined(params: Parameters) -> KeyedOptimizer:
@@ -139,6 +160,12 @@ def nested(params: Parameters) -> KeyedOptimizer:
     return Counting(CombinedOptimizer([("layer", OptimizerWrapper(parts)), head]), "__outer")
 
 
+def everything(params: Parameters) -> KeyedOptimizer:
+    head = OptimizerWrapper(GradientClippingOptimizer(adam(inner(params, "head."))))
+    parts = CombinedOptimizer([("layer", clipped(inner(params, "layer."))), ("head", head)])
+    return GradientClippingOptimizer(warm(parts), GradientClipping.VALUE, max_gradient=1e6)
+
+
 BUILDERS: dict[str, Callable[[Parameters], KeyedOptimizer]] = {
     "own": OwnOptimizer,
     "keyed": adam,
@@ -146,7 +173,9 @@ BUILDERS: dict[str, Callable[[Parameters], KeyedOptimizer]] = {
     "wrapper": wrapper,
     "wrapper with state": counting,
     "warmed up": warmed_up,
+    "clipped": clipped,
     "combined": combined,
     "combined without keys": combined_without_keys,
     "nested": nested,
+    "everything": everything,
 }
