@@ -171,6 +171,30 @@ def test_training_goes_on_after_a_swap_as_if_there_was_none():
     assert_equal(results[1][1], results[0][1])
 
 
+def test_a_step_that_a_scaler_skips_does_not_count():
+    net = model()
+    ema, optimizer = shardopt.EMA(net), sgd(net)
+    ema.attach(optimizer)
+    scaler = shardopt.GradScaler("cpu")
+    for factor in (1.0, float("inf"), 1.0):
+        optimizer.zero_grad()
+        scaler.scale(net(batch(0)).square().mean() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert ema.n_averaged == 2
+
+
+@pytest.mark.parametrize("place", ["around", "inside"])
+def test_a_wrapped_optimizer_can_be_attached_at_either_end(place):
+    net = model()
+    ema, inner = shardopt.EMA(net, 0.5), sgd(net)
+    outer = shardopt.GradientClippingOptimizer(inner, clipping=shardopt.GradientClipping.NORM)
+    ema.attach(outer if place == "around" else inner)
+    before = net[2].weight.detach().clone()
+    train(net, outer, range(2))
+    assert ema.n_averaged == 2 and not torch.equal(averages(ema)["2.weight"], before)
+
+
 def test_weights_come_back_when_an_evaluation_fails():
     net = model()
     ema, own = shardopt.EMA(net), values(net)
