@@ -1,6 +1,6 @@
 """Checkpoints against torch.distributed.checkpoint (DCP) in the same run; ratios are DCP time / our time.
 
-    python benchmarks/checkpoint.py [--only NAME …] [--repetitions 5] [--folder /tmp]
+python benchmarks/checkpoint.py [--only NAME …] [--repetitions 5] [--folder /tmp]
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -43,7 +42,11 @@ def large(dim: int) -> dict[str, Any]:
     state = {}
     for i in range(16):
         whole = torch.empty(1, 1).expand(8192, 4096)
-        local = whole.chunk(mesh.size(), dim)[mesh.get_rank()] if mesh.get_rank() < len(whole.chunk(mesh.size(), dim)) else whole[:0]
+        local = (
+            whole.chunk(mesh.size(), dim)[mesh.get_rank()]
+            if mesh.get_rank() < len(whole.chunk(mesh.size(), dim))
+            else whole[:0]
+        )
         filled = torch.full(local.shape, float(i + 1))
         state[f"layers.{i}.weight"] = torch.distributed.tensor.DTensor.from_local(
             filled, mesh, [Shard(dim)], shape=torch.Size((8192, 4096)), stride=(4096, 1)
@@ -55,7 +58,9 @@ def dcp_writer(path: str, durable: bool = True) -> FileSystemWriter:
     return FileSystemWriter(path, single_file_per_rank=True, sync_files=durable, thread_count=1)
 
 
-def save_peers(state: dict[str, Any], folder: str, repeated: bool, durable: bool = True) -> dict[str, Callable[[int], Any]]:
+def save_peers(
+    state: dict[str, Any], folder: str, repeated: bool, durable: bool = True
+) -> dict[str, Callable[[int], Any]]:
     """Saves to a new path at each repetition, which is removed before the next one."""
     planner = DefaultSavePlanner(enable_plan_caching=repeated)
 
@@ -87,7 +92,12 @@ def save_both(make: Callable[..., dict[str, Any]], args: tuple[Any, ...], folder
 
 
 def time_saves(
-    make: Callable[..., dict[str, Any]], args: tuple[Any, ...], folder: str, repetitions: int, repeated: bool, durable: bool
+    make: Callable[..., dict[str, Any]],
+    args: tuple[Any, ...],
+    folder: str,
+    repetitions: int,
+    repeated: bool,
+    durable: bool,
 ) -> dict[str, float]:
     state = make(*args)
     peers = save_peers(state, folder, repeated, durable)

@@ -76,7 +76,9 @@ def write_table(name: str, title: str, header: Sequence[str], rows: Sequence[Seq
 
 def hardware() -> str:
     """CPU, cores, memory, GPU and versions, as a line."""
-    model = next((line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "CPU")
+    model = next(
+        (line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "CPU"
+    )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
     return (

@@ -12,16 +12,17 @@ import time
 
 from peers import write_table
 
-from shardopt.checkpoint.describe import Description, agreed_by_all
 from shardopt.checkpoint.commit import manifest_of
+from shardopt.checkpoint.describe import Description, geometry_of
 from shardopt.checkpoint.format import DTYPES, file_name
-from shardopt.checkpoint.manifest import DataFile, decode_manifest, encode_manifest
-from shardopt.checkpoint.plan import assign, check_covers
+from shardopt.checkpoint.manifest import decode_manifest, encode_manifest
+from shardopt.checkpoint.write import OwnParts, SavePlan
 from shardopt.sharding.layout import everywhere
 from shardopt.sharding.mesh import Mesh, Split, mesh_layout
 
 REPLICAS, SHARDS, LAYERS = 32, 512, 200
 WIDTH = 8192
+RANK = 4711
 
 SHAPES = {
     "attention.query.weight": (WIDTH, WIDTH),
@@ -49,17 +50,20 @@ def describe(mesh: Mesh) -> Description:
             tensors[f"optimizer.state.{fqn}.exp_avg"] = (("optimizer", "state", fqn, "exp_avg"), fp32, layout)
             tensors[f"optimizer.state.{fqn}.exp_avg_sq"] = (("optimizer", "state", fqn, "exp_avg_sq"), fp32, layout)
             tensors[f"optimizer.state.{fqn}.step"] = (("optimizer", "state", fqn, "step"), fp32, everywhere(()))
-    return Description({}, tensors, {}, {})
+    return Description({}, tensors, {}, {}, {})
 
 
-def plan(mesh: Mesh):
+_kept: dict[str, tuple[SavePlan, OwnParts]] = {}
+
+
+def plan(mesh: Mesh) -> SavePlan:
+    """What a rank does before it writes; the plan is kept as `save` keeps it."""
     description = describe(mesh)
-    description.fingerprint()
-    agreed = agreed_by_all(description, REPLICAS * SHARDS)
-    check_covers(agreed.members)
-    assigned = assign(agreed.members)
-    own = [key for key, each in assigned.items() for rank, _ in each.writers if rank == 4711]
-    return agreed, assigned, own
+    fingerprint = description.geometry_fingerprint()
+    if fingerprint not in _kept:
+        planned = SavePlan(geometry_of(description, REPLICAS * SHARDS), REPLICAS * SHARDS)
+        _kept[fingerprint] = planned, OwnParts(planned, RANK)
+    return _kept[fingerprint][0]
 
 
 def timed(function, *args):
@@ -70,20 +74,19 @@ def timed(function, *args):
 
 def main() -> None:
     mesh = Mesh((REPLICAS, SHARDS), tuple(range(REPLICAS * SHARDS)))
-    first, (agreed, assigned, own) = timed(plan, mesh)
+    first, planned = timed(plan, mesh)
     again, _ = timed(plan, mesh)
-    names = sorted({file_name("0123456789ab", *w) for each in assigned.values() for w in each.writers})
-    reports = [[[name, 1 << 30, "0123456789abcdef"]] for name in names]
-    build, manifest = timed(manifest_of, "0123456789ab", agreed, assigned, reports)
+    reports = [[[file_name("0123456789ab", *file), 1 << 30, "0123456789abcdef"]] for file in planned.files]
+    build, manifest = timed(manifest_of, "0123456789ab", planned, {}, reports)
     encode, data = timed(encode_manifest, manifest)
     parse, _ = timed(decode_manifest, data, "simulated")
     loads: dict[int, int] = {}
-    for key, each in assigned.items():
+    for key, each in planned.assigned.items():
         for box, (rank, _) in zip(each.boxes, each.writers, strict=True):
-            loads[rank] = loads.get(rank, 0) + box.numel * agreed.members[key].dtype.itemsize
+            loads[rank] = loads.get(rank, 0) + box.numel * planned.geometry.members[key].dtype.itemsize
     mean = sum(loads.values()) / (REPLICAS * SHARDS)
     rows = [
-        ("tensors", f"{len(assigned):,}"),
+        ("tensors", f"{len(planned.assigned):,}"),
         ("plan of one rank, first", f"{first:.2f} s"),
         ("plan of one rank, repeated", f"{again * 1000:.0f} ms"),
         ("the most that one rank writes / the mean", f"{max(loads.values()) / mean:.3f}"),
@@ -91,7 +94,6 @@ def main() -> None:
         ("manifest, size", f"{len(data) / 2**20:.1f} MiB"),
         ("manifest, parsing", f"{parse:.2f} s"),
     ]
-    print(len(own), "keys of rank 4711")
     print(write_table("scale", f"One rank of {REPLICAS * SHARDS:,}, simulated", ("what", "found"), rows))
 
 

@@ -4,7 +4,10 @@ from shardopt.checkpoint.load import LoadReport, load
 from shardopt.checkpoint.manager import Manager
 from shardopt.checkpoint.reader import CheckpointReader, TensorInfo
 from shardopt.checkpoint.reader import open_checkpoint as open
+from shardopt.checkpoint.reshard import reshard
 from shardopt.checkpoint.save import SaveReport, save
+from shardopt.checkpoint.strictness import Strictness
+from shardopt.checkpoint.verify import VerifyReport, verify
 from shardopt.sharding.box import Box
 from shardopt.state import PerRank
 
@@ -15,8 +18,12 @@ __all__ = [
     "Manager",
     "PerRank",
     "SaveReport",
+    "Strictness",
     "TensorInfo",
+    "VerifyReport",
     "load",
     "open",
+    "reshard",
     "save",
+    "verify",
 ]

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from shardopt.checkpoint.describe import Agreed
-from shardopt.checkpoint.format import DATA_SUFFIX, MANIFEST_NAME, file_name
+from shardopt.checkpoint.describe import Values
+from shardopt.checkpoint.format import FILE_NAME, MANIFEST_LIMIT_BYTES, MANIFEST_NAME, damaged, file_name
 from shardopt.checkpoint.manifest import (
     DataFile,
     Manifest,
     StoredLayout,
     StoredTensor,
+    StoredTensors,
     decode_manifest,
     encode_manifest,
 )
-from shardopt.checkpoint.plan import Assignment
-from shardopt.checkpoint.storage import Storage
+from shardopt.checkpoint.storage import Storage, telling
+from shardopt.checkpoint.write import SavePlan
 from shardopt.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, Problem
+from shardopt.values import decode_value
 
 
 def refuse_committed(storage: Storage) -> None:
@@ -30,50 +32,73 @@ def refuse_committed(storage: Storage) -> None:
 
 
 def commit(
-    storage: Storage,
-    save_id: str,
-    agreed: Agreed,
-    assigned: Mapping[str, Assignment],
-    reports: Sequence[Sequence[Sequence[Any]]],
+    storage: Storage, save_id: str, plan: SavePlan, values: Values, reports: Sequence[Sequence[Sequence[Any]]]
 ) -> int:
     """Makes the checkpoint exist, once every rank has reported its files. On rank 0 only.
 
     Args:
+        values: plain values in their typed JSON form.
         reports: by rank, the name, bytes and digest of each file that it wrote.
 
     Returns:
         The bytes of all data files.
     """
+    manifest = manifest_of(save_id, plan, values, reports)
+    data = encode_manifest(manifest)
+    wanted, there = {file.name for file in manifest.files}, set(storage.names())
+    # A listing may be older than a file (NFS keeps them for a while): what is not in it is asked for by name.
+    unseen = [name for name in sorted(wanted - there) if not storage.exists(name)]
+    if unseen:
+        remedy = "give all ranks the same path, on storage that they share"
+        problems = [
+            Problem(f"{storage.url}/{name}", "no such file on rank 0", "what was written", remedy) for name in unseen
+        ]
+        raise CheckpointError("rank 0 does not see the files of other ranks", problems)
+    # torch's reader takes every data file in the directory, those of a save that died included.
+    for name in there - wanted:
+        if FILE_NAME.fullmatch(name):
+            storage.remove(name)
+    refuse_committed(storage)
+    storage.publish(MANIFEST_NAME, data)
+    return sum(file.nbytes for file in manifest.files)
+
+
+def manifest_of(save_id: str, plan: SavePlan, values: Values, reports: Sequence[Sequence[Sequence[Any]]]) -> Manifest:
+    """The manifest of files that the ranks have reported.
+
+    Raises:
+        CheckpointError: a rank wrote other files than those that were assigned to it.
+    """
     files = tuple(DataFile(*file) for report in reports for file in report)
-    number = {file.name: i for i, file in enumerate(files)}
-    layouts: dict[Assignment, StoredLayout] = {}
-    for key, assignment in assigned.items():
-        if assignment not in layouts:
-            names = [file_name(save_id, rank, slot) for rank, slot in assignment.writers]
-            absent = [name for name in names if name not in number]
-            if absent:
-                problem = Problem(key, f"no file {absent[0]}", "a file from each rank that writes", "report this")
-                raise CheckpointError("a rank did not write what it was to write", [problem])
-            shape = agreed.members[key].layout.shape
-            layouts[assignment] = StoredLayout(shape, assignment.boxes, tuple(number[name] for name in names))
-    manifest = Manifest(
+    found = [file.name for file in files]
+    if plan.stored is None:
+        plan.stored = _stored_tensors(plan)
+    wanted = [file_name(save_id, rank, slot) for rank, slot in plan.files]
+    if found != wanted:
+        problem = Problem("data files", f"{sorted(set(found) ^ set(wanted))}", "what was assigned", "report this")
+        raise CheckpointError("ranks did not write what they were to write", [problem])
+    return Manifest(
         save_id=save_id,
         world_size=len(reports),
         files=files,
-        tensors={
-            key: StoredTensor(member.path, member.dtype, layouts[assigned[key]])
-            for key, member in agreed.members.items()
-        },
-        values=agreed.values,
-        per_rank=agreed.per_rank,
+        tensors=plan.stored,
+        values={key: (path, decode_value(value)) for key, (path, value) in values.items()},
+        per_rank=plan.geometry.per_rank,
     )
-    # torch's reader takes every data file in the directory, those of a save that died included.
-    for name in storage.names():
-        if name.endswith(DATA_SUFFIX) and name not in number:
-            storage.remove(name)
-    refuse_committed(storage)
-    storage.publish(MANIFEST_NAME, encode_manifest(manifest))
-    return sum(file.nbytes for file in files)
+
+
+def _stored_tensors(plan: SavePlan) -> StoredTensors:
+    number = {writer: i for i, writer in enumerate(plan.files)}
+    layouts = {
+        assignment: StoredLayout(
+            assignment.shape, assignment.boxes, tuple(number[writer] for writer in assignment.writers)
+        )
+        for assignment in set(plan.assigned.values())
+    }
+    return StoredTensors(
+        (key, StoredTensor(member.path, member.dtype, layouts[plan.assigned[key]]))
+        for key, member in plan.geometry.members.items()
+    )
 
 
 def discard(storage: Storage, save_id: str) -> None:
@@ -92,11 +117,16 @@ def read_manifest(storage: Storage) -> tuple[Manifest, bytes]:
         CheckpointNotFoundError: there is none; what lies in the directory besides does not matter.
         CorruptionError, FormatError: it is damaged, or for a newer reader.
     """
-    try:
-        data = storage.read(MANIFEST_NAME)
-    except (FileNotFoundError, NotADirectoryError):
-        there = storage.names()
-        found = f"{len(there)} files of a save that was not finished" if there else "nothing"
-        problem = Problem(storage.url, found, f"a committed checkpoint (with {MANIFEST_NAME})", "give another path")
-        raise CheckpointNotFoundError("there is no checkpoint", [problem]) from None
-    return decode_manifest(data, f"{storage.url}/{MANIFEST_NAME}"), data
+    where = f"{storage.url}/{MANIFEST_NAME}"
+    with telling(f"read {where}"):
+        try:
+            nbytes = storage.size(MANIFEST_NAME)
+            if nbytes > MANIFEST_LIMIT_BYTES:
+                raise damaged(where, f"{nbytes} bytes, more than the limit of {MANIFEST_LIMIT_BYTES}")
+            data = storage.read(MANIFEST_NAME, 0, nbytes)
+        except FileNotFoundError:
+            there = storage.names()
+            found = f"{len(there)} files of a save that was not finished" if there else "nothing"
+            problem = Problem(storage.url, found, f"a committed checkpoint (with {MANIFEST_NAME})", "give another path")
+            raise CheckpointNotFoundError("there is no checkpoint", [problem]) from None
+    return decode_manifest(data, where), data

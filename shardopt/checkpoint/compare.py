@@ -10,6 +10,7 @@ import torch
 
 from shardopt.checkpoint.manifest import Manifest, StoredTensor
 from shardopt.checkpoint.memory import dtype_name, torch_dtype
+from shardopt.checkpoint.strictness import Choice, Names, Strictness
 from shardopt.errors import MismatchError, Problem, ShardoptError
 from shardopt.sharding.view import View
 from shardopt.state import CheckedStateful, FlatState, Handback, Path, PerRank, join, nest
@@ -25,44 +26,71 @@ class Match:
     tensors: dict[str, tuple[View, StoredTensor]] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     per_rank: list[str] = field(default_factory=list)
+    cast: list[str] = field(default_factory=list)  # of the tensors, those that change their dtype
     missing: list[str] = field(default_factory=list)  # in the app only
     unexpected: list[str] = field(default_factory=list)  # in the checkpoint only
+    warnings: list[Problem] = field(default_factory=list)  # differences that are to be told, not refused
+
+    def loads_into(self, path: Path, flat: FlatState) -> bool:
+        """Whether anything is loaded at or below a path."""
+        keys = (*self.tensors, *self.values, *self.per_rank)
+        return any(flat.leaves[key].path[: len(path)] == path for key in keys)
 
 
-def compare(flat: FlatState, views: Mapping[str, View], manifest: Manifest, strict: bool, world_size: int) -> Match:
+def compare(flat: FlatState, views: Mapping[str, View], names: Names, strictness: Strictness, world_size: int) -> Match:
     """Matches an app with a checkpoint, by key.
 
+    Args:
+        names: the checkpoint under the app's names, and which of the app's keys are to be loaded.
+
     Raises:
-        MismatchError: with every difference, each with key, found, required and remedy. Missing and unexpected keys
-            are differences only if `strict`; shapes, dtypes and kinds always are.
+        MismatchError: with every difference that `strictness` does not let pass, each with key, found, required and
+            remedy. Shapes and kinds always have to fit.
     """
+    manifest = names.manifest
     stored = dict(_stored_paths(manifest))
     match = Match(
-        missing=[key for key in flat.leaves if key not in stored],
+        missing=[key for key in flat.leaves if key in names.chosen and key not in stored],
         unexpected=[key for key in stored if key not in flat.leaves],
     )
     problems: list[Problem] = []
-    settled: list[Path] = []  # what an object says of itself as a whole stands for its single keys
+    settled: list[Path] = []  # what is said of an object as a whole stands for its single keys
     for handback in flat.handbacks:
-        found = list(_object_problems(handback, flat, stored, manifest, strict))
+        one_sided = _one_sided_state(handback, flat, stored, names)
+        if one_sided is not None:
+            _note(one_sided, strictness.uninitialized, problems, match)
+            settled.append(handback.path)
+            continue
+        found = list(_object_problems(handback, flat, stored, names, strictness))
         if found:
             problems += found
             settled.append(handback.path)
-    singly = list(_key_problems(flat, views, manifest, match, world_size))
-    if strict:
-        singly += [
-            Problem(key, "nothing in the checkpoint", _kind_of_leaf(flat, views, key), _MISSING)
-            for key in match.missing
-        ]
-        singly += [
-            Problem(key, f"{_kind_of_stored(manifest, key)} in the checkpoint", "nothing under this key", _UNEXPECTED)
-            for key in match.unexpected
-        ]
     paths = {key: leaf.path for key, leaf in flat.leaves.items()} | stored
-    problems += [problem for problem in singly if not _below(paths[problem.key], settled)]
+    singly = [key for key in paths if not _below(paths[key], settled)] if settled else list(paths)
+    remaining = set(singly)
+    for key in singly:
+        if key in names.chosen and key in stored:
+            problems += _key_problems(key, flat, views, names, match, strictness, world_size)
+    for key in match.missing:
+        if key in remaining:
+            problem = Problem(key, "nothing in the checkpoint", _kind_of_leaf(flat, views, key), _MISSING)
+            _note(problem, strictness.missing, problems, match)
+    for key in match.unexpected:
+        if key in remaining:
+            found_kind = f"{_kind_of_stored(manifest, key)} in the checkpoint"
+            _note(
+                Problem(key, found_kind, "nothing under this key", _UNEXPECTED), strictness.unexpected, problems, match
+            )
     if problems:
         raise MismatchError("the checkpoint does not fit the app; nothing was changed", problems)
     return match
+
+
+def _note(problem: Problem, choice: Choice, problems: list[Problem], match: Match) -> None:
+    if choice == "raise":
+        problems.append(problem)
+    elif choice == "warn":
+        match.warnings.append(problem)
 
 
 def _stored_paths(manifest: Manifest) -> Iterator[tuple[str, Path]]:
@@ -72,68 +100,129 @@ def _stored_paths(manifest: Manifest) -> Iterator[tuple[str, Path]]:
 
 
 def _key_problems(
-    flat: FlatState, views: Mapping[str, View], manifest: Manifest, match: Match, world_size: int
+    key: str,
+    flat: FlatState,
+    views: Mapping[str, View],
+    names: Names,
+    match: Match,
+    strictness: Strictness,
+    world_size: int,
 ) -> Iterator[Problem]:
-    """Differences of keys that both sides have; fills `match` with those that fit."""
-    for key, leaf in flat.leaves.items():
-        tensor, view = manifest.tensors.get(key), views.get(key)
-        if tensor is not None and view is not None:
-            fits = tensor.layout.shape == view.shape and torch_dtype(tensor.dtype) == view.dtype
-            if not fits:
-                remedy = "load it into a tensor of the shape and dtype that were saved"
-                yield Problem(key, _kind_of_stored(manifest, key), _kind_of_leaf(flat, views, key), remedy)
-            match.tensors[key] = (view, tensor)
-        elif key in manifest.per_rank and isinstance(leaf.value, PerRank):
-            if world_size == manifest.world_size:
-                match.per_rank.append(key)
-            elif leaf.value.on_resize == "raise":
-                found, required = f"values of {manifest.world_size} ranks", f"{world_size} ranks"
-                remedy = 'use as many ranks, or PerRank(..., on_resize="keep") to keep the values that are there'
-                yield Problem(key, found, required, remedy)
-        elif key in manifest.values and view is None and not isinstance(leaf.value, PerRank):
-            match.values[key] = manifest.values[key][1]
-        elif tensor is not None or key in manifest.values or key in manifest.per_rank:
-            remedy = "give the key the kind that it was saved with"
+    """What is wrong with a key that both sides have; puts it into `match` if nothing is."""
+    manifest, value = names.manifest, flat.leaves[key].value
+    tensor, view = manifest.tensors.get(key), views.get(key)
+    if tensor is not None and view is not None:
+        dtype = torch_dtype(tensor.dtype)
+        casts = dtype != view.dtype and strictness.dtype == "cast" and _can_cast(dtype, view.dtype)
+        if tensor.layout.shape != view.shape or (dtype != view.dtype and not casts):
+            remedy = "load it into a tensor of the shape and dtype that were saved"
+            if tensor.layout.shape == view.shape and _can_cast(dtype, view.dtype):
+                remedy += ', or with Strictness(dtype="cast")'
             yield Problem(key, _kind_of_stored(manifest, key), _kind_of_leaf(flat, views, key), remedy)
+            return
+        unfit = _unfit_memory(key, view)
+        if unfit is not None:
+            yield unfit
+        match.tensors[key] = (view, tensor)
+        if casts:
+            match.cast.append(key)
+    elif key in manifest.per_rank and isinstance(value, PerRank):
+        if world_size == manifest.world_size:
+            match.per_rank.append(key)
+        elif value.on_resize == "raise":
+            found, required = f"values of {manifest.world_size} ranks", f"{world_size} ranks"
+            remedy = 'use as many ranks, or PerRank(..., on_resize="keep") to keep the values that are there'
+            yield Problem(key, found, required, remedy)
+    elif key in manifest.values and view is None and not isinstance(value, PerRank):
+        found = manifest.values[key][1]
+        if not isinstance(found, dict) and any(each.path == flat.leaves[key].path for each in flat.handbacks):
+            yield Problem(key, _kind_of_stored(manifest, key), "the state of an object", "give the key what was saved")
+        match.values[key] = found
+    else:
+        remedy = "give the key the kind that it was saved with"
+        yield Problem(key, _kind_of_stored(manifest, key), _kind_of_leaf(flat, views, key), remedy)
+
+
+def _can_cast(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether a conversion loses no more than digits."""
+    return wanted.is_complex if stored.is_complex else stored.is_floating_point and _is_inexact(wanted)
+
+
+def _is_inexact(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _unfit_memory(key: str, view: View) -> Problem | None:
+    """What speaks against reading into the memory of a tensor."""
+    for piece in view.pieces:
+        if piece.tensor.is_meta:
+            return Problem(key, "a tensor on the meta device", "memory to load into", "call to_empty(device=...) first")
+        strides = piece.tensor.stride()
+        if 0 in strides and any(
+            stride == 0 and size > 1 for stride, size in zip(strides, piece.box.sizes, strict=True)
+        ):
+            return Problem(key, "an expanded tensor", "a place for each element", "call contiguous() first")
+    return None
+
+
+def _one_sided_state(handback: Handback, flat: FlatState, stored: Mapping[str, Path], names: Names) -> Problem | None:
+    """An optimizer that has state in the checkpoint and none in the app, or the reverse."""
+    if not isinstance(handback.target, torch.optim.Optimizer):
+        return None
+    path = handback.path
+    state = (*path, "state")
+    of_both = [key for key, leaf in flat.leaves.items() if _below(leaf.path, [path]) and key in names.chosen]
+    of_stored = [key for key, at in stored.items() if _below(at, [path])]
+    if not of_stored or not of_both:
+        return None  # the whole object is on one side only, which is another matter
+    saved = any(key in names.manifest.tensors and _below(stored[key], [state]) for key in of_stored)
+    there = any(
+        isinstance(flat.leaves[key].value, torch.Tensor) and _below(flat.leaves[key].path, [state]) for key in of_both
+    )
+    if saved == there:
+        return None
+    found = f"{'state' if saved else 'no state'} in the checkpoint"
+    required = f"{'none: it was never initialized' if saved else 'state'} in the app"
+    before = "loading" if saved else "saving"
+    remedy = f"call init_state() before {before} (on a torch.optim optimizer without it, take a step)"
+    return Problem(join(state), found, required, remedy)
 
 
 def _object_problems(
-    handback: Handback, flat: FlatState, stored: Mapping[str, Path], manifest: Manifest, strict: bool
+    handback: Handback, flat: FlatState, stored: Mapping[str, Path], names: Names, strictness: Strictness
 ) -> Iterator[Problem]:
     """What an object of the app has to say of the state that it would get, before any of it is read."""
     target, path = handback.target, handback.path
-    keys = [key for key in stored if stored[key][: len(path)] == path]
-    own = [key for key, leaf in flat.leaves.items() if leaf.path[: len(path)] == path]
-    if not strict:
-        keys = [key for key in keys if key in flat.leaves]
-    if not keys:
-        return  # its keys are missing, one by one
-    if isinstance(target, CheckedStateful):
-        described = {stored[key][len(path) :]: _description(manifest, key) for key in keys}
-        if not strict:
-            own_leaves = {flat.leaves[key].path[len(path) :]: flat.leaves[key].value for key in own}
-            described = own_leaves | described
-        try:
-            target.check_state_dict(nest(described))
-        except ShardoptError as error:
-            problems = error.problems or [Problem("", error.message, "a state that fits", "see the message")]
-            prefix = join(path)
-            yield from (replace(p, key=f"{prefix}.{p.key}" if p.key else prefix) for p in problems)
-    elif strict and isinstance(target, torch.optim.Optimizer):
-        state = (*path, "state")
-        saved = any(_below(stored[key], [state]) for key in keys if key in manifest.tensors)
-        there = any(_below(leaf.path, [state]) for leaf in flat.leaves.values() if leaf.path != state)
-        if saved != there:
-            found, required = ("state", "none: it was never stepped") if saved else ("no state", "state")
-            remedy = "use shardopt.keyed and its init_state(), or take a step before " + ("load" if saved else "save")
-            yield Problem(join(state), f"{found} in the checkpoint", f"{required} in the app", remedy)
+    if not isinstance(target, CheckedStateful):
+        return
+    keys = [key for key, at in stored.items() if at[: len(path)] == path]
+    own = {key: leaf for key, leaf in flat.leaves.items() if leaf.path[: len(path)] == path}
+    if not any(key in own for key in keys):
+        return  # nothing of it is loaded; its keys are told one by one
+    described: dict[Path, Any] = {}
+    if strictness.missing != "raise" or not names.chosen.issuperset(own):
+        described |= {leaf.path[len(path) :]: leaf.value for leaf in own.values()}
+    if strictness.unexpected != "raise":
+        keys = [key for key in keys if key in own]
+    for key in keys:
+        described[stored[key][len(path) :]] = _description(key, flat, names.manifest, strictness)
+    try:
+        target.check_state_dict(nest(described))
+    except ShardoptError as error:
+        problems = error.problems or [Problem("", error.message, "a state that fits", "see the message")]
+        prefix = join(path)
+        yield from (replace(p, key=f"{prefix}.{p.key}" if p.key else prefix) for p in problems)
 
 
-def _description(manifest: Manifest, key: str) -> Any:
+def _description(key: str, flat: FlatState, manifest: Manifest, strictness: Strictness) -> Any:
     """A stored value as `check_state_dict` gets it."""
     if key in manifest.tensors:
         tensor = manifest.tensors[key]
-        return torch.empty(tensor.layout.shape, dtype=torch_dtype(tensor.dtype), device="meta")
+        dtype = torch_dtype(tensor.dtype)
+        own = flat.leaves[key].value if key in flat.leaves else None
+        if strictness.dtype == "cast" and isinstance(own, torch.Tensor) and _can_cast(dtype, own.dtype):
+            dtype = own.dtype
+        return torch.empty(tensor.layout.shape, dtype=dtype, device="meta")
     return manifest.values[key][1] if key in manifest.values else None
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardopt.checkpoint.format import (
     ALIGNMENT_BYTES,
@@ -20,11 +19,11 @@ from shardopt.checkpoint.format import (
     segment_count,
     stored_shape,
 )
+from shardopt.errors import Problem, StateError
 from shardopt.sharding.box import Box
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One tensor of a data file: `begin` and `end` are offsets in the file, `segment` its first checksum's number."""
 
     key: str
@@ -35,36 +34,36 @@ class Entry:
     segment: int
 
 
-def build_header(stem: str, members: Sequence[tuple[str, Dtype, Box]]) -> tuple[bytes, list[Entry]]:
-    """The header of a data file and where everything is in it, the checksum tensor last.
+def build_header(stem: str, members: Sequence[tuple[str, Dtype, Box]]) -> bytes:
+    """The header of a data file; the checksum tensor comes last.
 
     Args:
         stem: the file's own part of its name, such as "r00003"; makes the checksum tensor's key unique.
         members: key, dtype and global box of each tensor, in the order of their bytes.
     """
-    entries: list[Entry] = []
-    offset = segments = 0
+    tensors: dict[str, Any] = {"__metadata__": {}}
     sharding: dict[str, Any] = {}
+    offset = segments = 0
     for key, dtype, box in members:
         shape = stored_shape(dtype, box.sizes)
         nbytes = prod(box.sizes) * dtype.itemsize
-        entries.append(Entry(key, dtype.safetensors or "U8", tuple(shape), offset, offset + nbytes, segments))
+        offsets = [offset, offset := offset + nbytes]
+        tensors[key] = {"dtype": dtype.safetensors or "U8", "shape": shape, "data_offsets": offsets}
         sharding[key] = {"saved_offsets": [*box.offsets, *([0] * (len(shape) - len(box.sizes)))]}
-        offset += nbytes
         segments += segment_count(nbytes)
     checksums = CHECKSUMS_PREFIX + stem
+    tensors[checksums] = {"dtype": "U8", "shape": [8 * segments], "data_offsets": [offset, offset + 8 * segments]}
     sharding[checksums] = {"saved_offsets": [0]}
-    entries.append(Entry(checksums, "U8", (8 * segments,), offset, offset + 8 * segments, segments))
     # The notes in __metadata__ are what torch's HuggingFaceStorageReader goes by.
-    notes = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(sharding, separators=(",", ":"))}
-    tensors = {
-        each.key: {"dtype": each.dtype, "shape": each.shape, "data_offsets": [each.begin, each.end]} for each in entries
-    }
-    text = json.dumps({"__metadata__": notes, **tensors}, separators=(",", ":"), ensure_ascii=False).encode()
+    told = json.dumps(sharding, separators=(",", ":"))
+    tensors["__metadata__"] = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": told}
+    text = json.dumps(tensors, separators=(",", ":"), ensure_ascii=False).encode()
     padded = -(-(8 + len(text)) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    header = struct.pack("<Q", padded - 8) + text.ljust(padded - 8)
-    shifted = [Entry(e.key, e.dtype, e.shape, padded + e.begin, padded + e.end, e.segment) for e in entries]
-    return header, shifted
+    if padded > HEADER_LIMIT_BYTES:
+        found, required = f"a header of {padded} bytes", f"at most {HEADER_LIMIT_BYTES}"
+        problem = Problem(stem, found, required, "have fewer tensors, shorter keys, or more ranks")
+        raise StateError("a data file would be unreadable", [problem])
+    return struct.pack("<Q", padded - 8) + text.ljust(padded - 8)
 
 
 def header_length(first_bytes: bytes, file_bytes: int, where: str) -> int:
@@ -78,21 +77,30 @@ def header_length(first_bytes: bytes, file_bytes: int, where: str) -> int:
 
 
 def parse_header(header: bytes, file_bytes: int, where: str) -> dict[str, Entry]:
-    """The entries of a data file by key; checks that they follow one another without a gap up to the file's end."""
+    """The entries of a data file by key; checks that they follow one another without a gap up to the file's end.
+
+    A key that stands twice leaves a gap where its first entry was.
+    """
     table = load_json(header[8:], where)
+    table.pop("__metadata__", None)
     entries: dict[str, Entry] = {}
-    offset, segments = len(header), 0
+    length = offset = len(header)
+    segments = 0
     for key, info in table.items():
-        if key == "__metadata__":
-            continue
         try:
-            dtype, shape, (begin, end) = str(info["dtype"]), tuple(info["shape"]), info["data_offsets"]
+            dtype, shape, (begin, end) = info["dtype"], tuple(info["shape"]), info["data_offsets"]
+            fits = (
+                type(dtype) is str
+                and begin + length == offset
+                and begin <= end < 2**63
+                and all_sizes((begin, end, *shape))
+            )
         except (KeyError, TypeError, ValueError):
             raise damaged(where, f"a malformed entry for {key!r}") from None
-        if not all_sizes(shape) or not all_sizes((begin, end)) or begin + len(header) != offset or end < begin:
+        if not fits:
             raise damaged(where, f"an entry for {key!r} that does not follow the one before it")
-        offset = end + len(header)
-        entries[key] = Entry(key, dtype, shape, begin + len(header), offset, segments)
+        offset = end + length
+        entries[key] = Entry(key, dtype, shape, begin + length, offset, segments)
         segments += segment_count(end - begin)
     last = next(reversed(entries.values()), None)
     if last is None or not last.key.startswith(CHECKSUMS_PREFIX) or last.end - last.begin != 8 * last.segment:

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import xxhash
+from torch import Tensor
 
 from shardopt.checkpoint.format import DTYPES, Dtype
 from shardopt.checkpoint.manifest import decode_path, encode_path
 from shardopt.checkpoint.memory import stored_dtype
 from shardopt.checkpoint.plan import Member
-from shardopt.errors import Problem, StateError
-from shardopt.sharding.layout import Layout, joined
+from shardopt.checkpoint.replicas import CheckReplicas, Contents, contents_of, summary_of
+from shardopt.errors import LayoutError, Problem, ShardoptError, StateError
+from shardopt.sharding.layout import Layout, held, joined
 from shardopt.sharding.view import View, view_of
-from shardopt.state import FlatState, Path
+from shardopt.state import FlatState, Path, PerRank
 from shardopt.values import canonical, decode_value, encode_value
+
+_DIFFER = "ranks have different things under one key"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,22 +33,30 @@ class Description:
     tensors: Mapping[str, tuple[Path, Dtype, Layout]]
     values: Mapping[str, tuple[Path, Any]]
     per_rank: Mapping[str, Path]
+    contents: Contents  # hashes of what other ranks hold too
 
     @property
     def is_partial(self) -> bool:
         """Whether some tensor is known only as far as this rank holds it."""
         return any(layout.local for _, _, layout in self.tensors.values())
 
-    def fingerprint(self) -> str:
-        """Equal on two ranks if they describe the same state; unequal ones are exchanged and compared in full."""
-        running = xxhash.xxh3_128()
+    def geometry_fingerprint(self) -> str:
+        """Equal on two ranks, and in two saves, if they describe the same tensors in the same places."""
+        words = [*self.per_rank, ""]
         for key in sorted(self.tensors):
             path, dtype, layout = self.tensors[key]
-            running.update(f"{key}\0{path}\0{dtype.name}\0{layout.fingerprint}\n".encode())
-        running.update(json.dumps([self.values, self.per_rank], sort_keys=True).encode())
-        return running.hexdigest()
+            words += (key, dtype.name, layout.fingerprint, str(len(path)))
+        return xxhash.xxh3_128_hexdigest("\0".join(words).encode())
 
-    def to_json(self) -> dict[str, Any]:
+    def values_fingerprint(self) -> str:
+        """Equal on two ranks if they have the same plain values."""
+        return xxhash.xxh3_128_hexdigest(json.dumps(self.values, sort_keys=True).encode())
+
+    def contents_summary(self) -> dict[str, str]:
+        """A few hashes that are equal on ranks whose replicas are."""
+        return summary_of(self.contents, self.views)
+
+    def geometry_json(self) -> dict[str, Any]:
         layouts: dict[Layout, int] = {}
         holding = {key for key, view in self.views.items() if view.pieces}
         tensors = {
@@ -54,85 +66,116 @@ class Description:
         return {
             "layouts": [layout.to_json() for layout in layouts],
             "tensors": tensors,
-            "values": {key: [encode_path(key, path), value] for key, (path, value) in self.values.items()},
             "per_rank": {key: encode_path(key, path) for key, path in self.per_rank.items()},
         }
 
+    def values_json(self) -> dict[str, Any]:
+        return {key: [encode_path(key, path), value] for key, (path, value) in self.values.items()}
+
 
 @dataclass(frozen=True, slots=True)
-class Agreed:
-    """The state of the whole job: every tensor with its whole layout, values decoded."""
+class Geometry:
+    """The state of the whole job without its values: every tensor with its whole layout."""
 
     members: Mapping[str, Member]
-    values: Mapping[str, tuple[Path, Any]]
     per_rank: Mapping[str, Path]
 
 
-def describe(flat: FlatState) -> Description:
+Values = Mapping[str, tuple[Path, Any]]
+"""Plain values in their typed JSON form, by key, with their paths."""
+
+
+def describe(flat: FlatState, check_replicas: CheckReplicas) -> Description:
     """Describes this rank's state.
 
+    Args:
+        check_replicas: of which tensors that other ranks hold too the bytes are looked at.
+
     Raises:
-        StateError, LayoutError: something in it cannot be stored; all such tensors and values are named.
+        StateError, LayoutError: something in it cannot be stored; all that cannot is named.
     """
-    views = {key: view_of(tensor, key) for key, tensor in flat.tensors().items()}
-    return Description(
-        views=views,
-        tensors={
-            key: (flat.leaves[key].path, stored_dtype(view.dtype, key), view.layout) for key, view in views.items()
-        },
-        values={key: (flat.leaves[key].path, encode_value(value, key)) for key, value in flat.values().items()},
-        per_rank={key: flat.leaves[key].path for key in flat.per_rank()},
-    )
+    views: dict[str, View] = {}
+    tensors: dict[str, tuple[Path, Dtype, Layout]] = {}
+    values: dict[str, tuple[Path, Any]] = {}
+    per_rank: dict[str, Path] = {}
+    refused: list[ShardoptError] = []
+    for key, leaf in flat.leaves.items():
+        try:
+            if isinstance(leaf.value, Tensor):
+                view = views[key] = view_of(leaf.value, key)
+                tensors[key] = leaf.path, stored_dtype(view.dtype, key), view.layout
+                if any(piece.tensor.is_meta for piece in view.pieces):
+                    problem = Problem(key, "a tensor on the meta device", "a tensor with values", "initialize it first")
+                    raise StateError("a tensor cannot be stored", [problem])
+            elif isinstance(leaf.value, PerRank):
+                per_rank[key] = leaf.path
+            else:
+                values[key] = leaf.path, encode_value(leaf.value, key)
+        except (StateError, LayoutError) as error:
+            refused.append(error)
+    if refused:
+        kind, message = type(refused[0]), refused[0].message
+        raise kind(message, [problem for error in refused for problem in error.problems])
+    return Description(views, tensors, values, per_rank, contents_of(views, check_replicas))
 
 
-def agreed_by_all(description: Description, world_size: int) -> Agreed:
-    """The job's state where every rank has described the same."""
+def geometry_of(description: Description, world_size: int) -> Geometry:
+    """The job's geometry where every rank has described the same."""
     ranks = tuple(range(world_size))
-    return Agreed(
-        members={key: Member(path, dtype, layout, ranks) for key, (path, dtype, layout) in description.tensors.items()},
-        values={key: (path, decode_value(value)) for key, (path, value) in description.values.items()},
-        per_rank=description.per_rank,
-    )
+    members = {key: Member(path, dtype, layout, ranks) for key, (path, dtype, layout) in description.tensors.items()}
+    return Geometry(members, description.per_rank)
 
 
-def merge(descriptions: Sequence[Mapping[str, Any]]) -> Agreed:
-    """The job's state from what each rank has described (`Description.to_json`), by rank.
+def merge_geometry(descriptions: Sequence[Mapping[str, Any]]) -> Geometry:
+    """The job's geometry from what each rank has described (`Description.geometry_json`), by rank.
 
     Raises:
         StateError: ranks have different things under one key; each such key is named with what which rank has.
     """
-    problems: list[Problem] = []
     tensors: defaultdict[str, dict[int, tuple[Any, ...]]] = defaultdict(dict)
-    values: defaultdict[str, dict[int, Any]] = defaultdict(dict)
     per_rank: dict[str, Path] = {}
     for rank, wire in enumerate(descriptions):
         layouts = [Layout.from_json(layout) for layout in wire["layouts"]]
         for key, (path, dtype, index, holds) in wire["tensors"].items():
             tensors[key][rank] = (decode_path(key, path), dtype, layouts[index], holds)
-        for key, (path, value) in wire["values"].items():
-            values[key][rank] = (decode_path(key, path), value)
         for key, path in wire["per_rank"].items():
             per_rank[key] = decode_path(key, path)
-    for key in (tensors.keys() & values.keys()) | (per_rank.keys() & (tensors.keys() | values.keys())):
-        problems.append(_differs(key, "tensors on some ranks, plain values on others"))
-    members = {}
+    members: dict[str, Member] = {}
+    problems: list[Problem] = []
     for key, by_rank in tensors.items():
         try:
             members[key] = _merge_tensor(key, by_rank)
         except StateError as error:
             problems += error.problems
-    merged_values = {}
-    for key, value_by_rank in values.items():
-        first_rank, (path, first) = next(iter(value_by_rank.items()))
-        for rank, (_, value) in value_by_rank.items():
-            if canonical(value) != canonical(first):
-                found = f"{_short(first)} on rank {first_rank}, {_short(value)} on rank {rank}"
-                problems.append(_differs(key, found))
-                break
-        merged_values[key] = (path, decode_value(first))
+    problems += [_differs(key, "tensors on some ranks, values per rank on others") for key in members.keys() & per_rank]
     if problems:
-        raise StateError("ranks have different things under one key", problems)
-    return Agreed(members, merged_values, per_rank)
+        raise StateError(_DIFFER, problems)
+    return Geometry(members, per_rank)
+
+
+def merge_values(descriptions: Sequence[Mapping[str, Any]], geometry: Geometry) -> Values:
+    """The job's plain values from what each rank has (`Description.values_json`), by rank.
+
+    Raises:
+        StateError: as for `merge_geometry`.
+    """
+    values: defaultdict[str, dict[int, Any]] = defaultdict(dict)
+    for rank, wire in enumerate(descriptions):
+        for key, (path, value) in wire.items():
+            values[key][rank] = (decode_path(key, path), value)
+    merged, problems = {}, []
+    for key, by_rank in values.items():
+        first_rank, (path, first) = next(iter(by_rank.items()))
+        other = next((rank for rank, (_, value) in by_rank.items() if canonical(value) != canonical(first)), None)
+        if key in geometry.members or key in geometry.per_rank:
+            problems.append(_differs(key, "tensors on some ranks, plain values on others"))
+        elif other is not None:
+            found = f"{_short(first)} on rank {first_rank}, {_short(by_rank[other][1])} on rank {other}"
+            problems.append(_differs(key, found))
+        merged[key] = (path, first)
+    if problems:
+        raise StateError(_DIFFER, problems)
+    return merged
 
 
 def _merge_tensor(key: str, by_rank: Mapping[int, tuple[Any, ...]]) -> Member:
@@ -146,7 +189,17 @@ def _merge_tensor(key: str, by_rank: Mapping[int, tuple[Any, ...]]) -> Member:
             found = f"{_place(layout)} on rank {first_rank}, {_place(other)} on rank {rank}"
             raise StateError("", [_differs(key, found)])
     whole_layout = joined({rank: each[2] for rank, each in knowing.items()}, key) if layout.local else layout
-    return Member(path, DTYPES[dtype], whole_layout, tuple(sorted(by_rank)))
+    return Member(path, DTYPES[dtype], _held_by(whole_layout, by_rank), tuple(sorted(by_rank)))
+
+
+def _held_by(layout: Layout, ranks: Collection[int]) -> Layout:
+    """The layout without the holders that have not passed the tensor, and without the boxes that only they hold."""
+    if layout.holders is None or all(rank in ranks for by in layout.holders for rank in by):
+        return layout
+    holders = {
+        box: [rank for rank in by if rank in ranks] for box, by in zip(layout.boxes, layout.holders, strict=True)
+    }
+    return held(layout.shape, {box: by for box, by in holders.items() if by})
 
 
 def _place(layout: Layout) -> str:

@@ -7,19 +7,24 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch.optim import Optimizer
+
 from shardopt.checkpoint.compare import Match, compare
-from shardopt.checkpoint.read import OpenFile, Want, fetch
+from shardopt.checkpoint.pause import gc_paused
+from shardopt.checkpoint.read import OpenFile, Want, check_all, fetch
 from shardopt.checkpoint.reader import CheckpointReader, open_checkpoint
-from shardopt.checkpoint.storage import storage_of
+from shardopt.checkpoint.strictness import Names, Strictness, strictness_of, under_names_of
 from shardopt.checkpoint.torn import mark_torn, unmark_torn
-from shardopt.errors import CheckpointError, Problem
+from shardopt.checkpoint.twins import refuse_unequal, twins_in
+from shardopt.errors import CheckpointError, MismatchError, Problem
 from shardopt.ranks import DEADLINE_SECONDS, ranks_of
 from shardopt.sharding.view import view_of
-from shardopt.state import FlatState, PerRank, flatten, iterate_optimizers
+from shardopt.state import FlatState, Handback, PerRank, flatten
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +37,8 @@ class LoadReport:
         loaded: the keys that were loaded.
         missing: keys of the app that the checkpoint has not; left as they were (`strict=False`).
         unexpected: keys of the checkpoint that the app has not; left out (`strict=False`).
+        cast: keys of tensors that were converted to the app's dtype.
+        renamed: key of the app → key in the checkpoint, where they differ.
         bytes_wanted: of tensors, on this rank.
         bytes_read: from data files, on this rank; the ends of checksummed segments and strided reads add to it.
         seconds: on this rank.
@@ -42,6 +49,8 @@ class LoadReport:
     loaded: tuple[str, ...]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
+    cast: tuple[str, ...]
+    renamed: Mapping[str, str]
     bytes_wanted: int
     bytes_read: int
     seconds: float
@@ -51,6 +60,7 @@ class LoadReport:
 class _Plan:
     reader: CheckpointReader
     flat: FlatState
+    names: Names
     match: Match
     wants: list[tuple[OpenFile, Want]]
     per_rank: Mapping[str, Any]
@@ -60,7 +70,10 @@ def load(
     url: str | os.PathLike[str],
     app: Mapping[str, Any],
     *,
-    strict: bool = True,
+    strict: bool | Strictness = True,
+    select: str | None = None,
+    rename: Mapping[str, str] | None = None,
+    transactional: bool = False,
     deadline_seconds: float = DEADLINE_SECONDS,
 ) -> LoadReport:
     """Loads a checkpoint into `app`, whatever ranks, meshes and placements it was saved from. Collective.
@@ -71,7 +84,10 @@ def load(
     Args:
         url: of a committed checkpoint.
         app: as for `save`.
-        strict: whether keys that only one side has are an error. Other differences always are.
+        strict: whether keys that only one side has are an error; `Strictness` has a choice for each kind of difference.
+        select: a regex; only keys of the app in which it is found are loaded, and the others stay as they are.
+        rename: regex → replacement, applied in turn to the checkpoint's keys to make them the app's.
+        transactional: verify all that will be read before the first byte is changed, at the price of reading it twice.
         deadline_seconds: how long a rank may show no sign of life before the others give up and name it.
 
     Raises:
@@ -83,18 +99,25 @@ def load(
     """
     begin = time.monotonic()
     ranks = ranks_of()
-    what = f"loading {storage_of(url).url}"
+    what = f"loading {os.fspath(url)}"
 
-    plan, _ = ranks.agree(
-        what,
-        work=lambda: _plan(url, app, strict, ranks.rank, ranks.size),
-        report=lambda plan: plan.reader.digest,
-        decide=lambda digests: _same_checkpoint(str(url), digests),
-        deadline_seconds=deadline_seconds,
-    )
-    mark_torn(iterate_optimizers(plan.flat), what)
-    bytes_read, _ = ranks.agree(what, work=lambda: _execute(plan), deadline_seconds=deadline_seconds)
-    unmark_torn(iterate_optimizers(plan.flat))
+    with gc_paused():
+        plan, _ = ranks.agree(
+            what,
+            work=lambda: _plan(url, app, strictness_of(strict), select, rename, ranks.rank, ranks.size),
+            report=lambda plan: plan.reader.digest,
+            decide=lambda digests: _same_checkpoint(str(url), digests),
+            deadline_seconds=deadline_seconds,
+        )
+        if transactional:
+            ranks.agree(what, work=lambda: check_all(plan.wants), deadline_seconds=deadline_seconds)
+        loaded = [each for each in plan.flat.handbacks if plan.match.loads_into(each.path, plan.flat)]
+        optimizers = [each.target for each in loaded if isinstance(each.target, Optimizer)]
+        mark_torn(optimizers, what)
+        bytes_read, _ = ranks.agree(what, work=lambda: _execute(plan, loaded), deadline_seconds=deadline_seconds)
+        unmark_torn(optimizers)
+    for warning in plan.match.warnings:
+        warnings.warn(f"{what}: {warning}", stacklevel=2)
 
     return LoadReport(
         url=plan.reader.url,
@@ -102,20 +125,48 @@ def load(
         loaded=(*plan.match.tensors, *plan.match.values, *plan.match.per_rank),
         missing=tuple(plan.match.missing),
         unexpected=tuple(plan.match.unexpected),
+        cast=tuple(plan.match.cast),
+        renamed={
+            key: old for key, old in plan.names.renamed.items() if key in plan.match.tensors or key in plan.match.values
+        },
         bytes_wanted=sum(want.wanted.numel * want.dtype.itemsize for _, want in plan.wants),
         bytes_read=bytes_read,
         seconds=time.monotonic() - begin,
     )
 
 
-def _plan(url: str | os.PathLike[str], app: Mapping[str, Any], strict: bool, rank: int, size: int) -> _Plan:
+def _plan(
+    url: str | os.PathLike[str],
+    app: Mapping[str, Any],
+    strictness: Strictness,
+    select: str | None,
+    rename: Mapping[str, str] | None,
+    rank: int,
+    size: int,
+) -> _Plan:
     """Everything that can be refused is refused here."""
     reader = open_checkpoint(url)
     flat = flatten(app)
+    names = under_names_of(reader.manifest, flat, select, rename)
     views = {key: view_of(tensor, key) for key, tensor in flat.tensors().items()}
-    match = compare(flat, views, reader.manifest, strict, size)
-    wants = [want for key, (view, _) in match.tensors.items() for want in reader.wants(key, view.pieces)]
-    return _Plan(reader, flat, match, wants, reader.per_rank(rank) if match.per_rank else {})
+    match = compare(flat, views, names, strictness, size)
+    old = names.renamed
+    per_rank = reader.per_rank(rank) if match.per_rank else {}
+    _refuse_missing([key for key in match.per_rank if old.get(key, key) not in per_rank], rank)
+    into = {key: view for key, (view, _) in match.tensors.items()}
+    twins = twins_in(into)
+    refuse_unequal(reader, into, twins, old)
+    wants = [
+        want for key, view in into.items() if key not in twins for want in reader.wants(old.get(key, key), view.pieces)
+    ]
+    return _Plan(reader, flat, names, match, wants, per_rank)
+
+
+def _refuse_missing(keys: list[str], rank: int) -> None:
+    if keys:
+        remedy = "pass it on the ranks that saved it"
+        problems = [Problem(key, f"no value of rank {rank}", "one, as this rank passes it", remedy) for key in keys]
+        raise MismatchError("the checkpoint does not fit the app; nothing was changed", problems)
 
 
 def _same_checkpoint(url: str, digests: list[str]) -> None:
@@ -126,13 +177,13 @@ def _same_checkpoint(url: str, digests: list[str]) -> None:
         raise CheckpointError("ranks do not see the same checkpoint", [problem])
 
 
-def _execute(plan: _Plan) -> int:
+def _execute(plan: _Plan, loaded: list[Handback]) -> int:
     nbytes = fetch(plan.wants)
     for key, value in plan.match.values.items():
         plan.flat.leaves[key].replace(value)
     for key in plan.match.per_rank:
         leaf = plan.flat.leaves[key]
-        leaf.replace(PerRank(plan.per_rank[key], leaf.value.on_resize))
-    for handback in plan.flat.handbacks:
+        leaf.replace(PerRank(plan.per_rank[plan.names.renamed.get(key, key)], leaf.value.on_resize))
+    for handback in loaded:
         handback.target.load_state_dict(handback.state)
     return nbytes

@@ -6,14 +6,15 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
 from shardopt.checkpoint.format import (
-    DATA_SUFFIX,
     DTYPES,
+    FILE_NAME,
     FORMAT_NAME,
     FORMAT_VERSION,
     MANIFEST_LIMIT_BYTES,
@@ -22,8 +23,9 @@ from shardopt.checkpoint.format import (
     load_json,
     read_size,
     read_sizes,
+    without_duplicates,
 )
-from shardopt.errors import FormatError, Problem
+from shardopt.errors import FormatError, Problem, StateError
 from shardopt.sharding.box import Box, grid_boxes, grid_cuts
 from shardopt.state import Index, Path
 from shardopt.values import decode_value, encode_value
@@ -32,7 +34,7 @@ _SEAL = re.compile(rb',"xxh3":"([0-9a-f]{16})"}')
 _SEAL_BYTES = len(',"xxh3":"0123456789abcdef"}')
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class StoredLayout:
     """Where the boxes of a tensor lie. `files[i]`, an index into the manifest's files, holds `boxes[i]`."""
 
@@ -41,11 +43,27 @@ class StoredLayout:
     files: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
+class StoredTensor(NamedTuple):
     path: Path
     dtype: Dtype
     layout: StoredLayout
+
+
+class StoredTensors(dict[str, StoredTensor]):
+    """Tensors by key. Not changed once it is made: saves of one geometry share it, and with it its JSON."""
+
+    @cached_property
+    def members(self) -> str:
+        """The manifest's members "layouts" and "tensors", as JSON."""
+        layouts: dict[int, int] = {}
+        distinct: list[StoredLayout] = []
+        tensors = {}
+        for key, (path, dtype, layout) in self.items():
+            number = layouts.setdefault(id(layout), len(layouts))
+            if number == len(distinct):
+                distinct.append(layout)
+            tensors[key] = (dtype.name, number, encode_path(key, path))
+        return f'"layouts":{_dump([_encode_layout(layout) for layout in distinct])},"tensors":{_dump(tensors)}'
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,33 +82,34 @@ class Manifest:
     save_id: str
     world_size: int
     files: tuple[DataFile, ...]
-    tensors: Mapping[str, StoredTensor]
+    tensors: StoredTensors
     values: Mapping[str, tuple[Path, Any]] = field(default_factory=dict)
     per_rank: Mapping[str, Path] = field(default_factory=dict)
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    layouts: dict[StoredLayout, int] = {}
-    tensors = {
-        key: [each.dtype.name, layouts.setdefault(each.layout, len(layouts)), encode_path(key, each.path)]
-        for key, each in manifest.tensors.items()
-    }
-    body = {
+    head = {
         "format": FORMAT_NAME,
         "version": FORMAT_VERSION,
         "min_reader_version": FORMAT_VERSION,
         "save_id": manifest.save_id,
         "world_size": manifest.world_size,
         "files": [[file.name, file.nbytes, file.digest] for file in manifest.files],
-        "layouts": [_encode_layout(layout) for layout in layouts],
-        "tensors": tensors,
         "values": {
             key: [encode_path(key, path), encode_value(value, key)] for key, (path, value) in manifest.values.items()
         },
         "per_rank": {key: encode_path(key, path) for key, path in manifest.per_rank.items()},
     }
-    text = json.dumps(body, separators=(",", ":"), allow_nan=False).encode()[:-1]
+    text = f"{_dump(head)[:-1]},{manifest.tensors.members}".encode()
+    if len(text) + _SEAL_BYTES > MANIFEST_LIMIT_BYTES:
+        found, required = f"{len(text)} bytes of plain values and layouts", f"at most {MANIFEST_LIMIT_BYTES}"
+        problem = Problem("manifest", found, required, "store large values as tensors or NumPy arrays")
+        raise StateError("the manifest would be unreadable", [problem])
     return text + b',"xxh3":"' + xxhash.xxh3_64_hexdigest(text).encode() + b'"}'
+
+
+def _dump(body: Any) -> str:
+    return json.dumps(body, separators=(",", ":"), allow_nan=False)
 
 
 def decode_manifest(data: bytes, where: str) -> Manifest:
@@ -105,7 +124,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
         raise damaged(where, f"{len(data)} bytes, more than the limit of {MANIFEST_LIMIT_BYTES}")
     if seal is None or xxhash.xxh3_64_hexdigest(data[:-_SEAL_BYTES]).encode() != seal[1]:
         raise damaged(where, "bytes that fail the seal at their end (torn or changed)")
-    body = load_json(data, where)
+    body = load_json(data, where, without_duplicates)
     needed = body.get("min_reader_version")
     if body.get("format") != FORMAT_NAME or not isinstance(needed, int):
         raise FormatError(f"{where} is not a manifest of {FORMAT_NAME}")
@@ -115,18 +134,20 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
     try:
         files = tuple(_decode_file(*file) for file in body["files"])
         layouts = [_decode_layout(layout, len(files)) for layout in body["layouts"]]
+        if len({file.name for file in files}) < len(files) or type(body["save_id"]) is not str:
+            raise ValueError("a file that stands twice, or a save_id that is no string")
         return Manifest(
-            save_id=str(body["save_id"]),
-            world_size=int(body["world_size"]),
+            save_id=body["save_id"],
+            world_size=read_size(body["world_size"]),
             files=files,
-            tensors={
-                key: StoredTensor(decode_path(key, path), DTYPES[dtype], layouts[read_size(layout)])
+            tensors=StoredTensors(
+                (key, StoredTensor(decode_path(key, path), DTYPES[dtype], layouts[read_size(layout)]))
                 for key, (dtype, layout, path) in body["tensors"].items()
-            },
+            ),
             values={key: (decode_path(key, path), decode_value(v)) for key, (path, v) in body["values"].items()},
             per_rank={key: decode_path(key, path) for key, path in body["per_rank"].items()},
         )
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise damaged(where, f"a field that is missing or malformed ({type(error).__name__}: {error})") from error
 
 
@@ -140,9 +161,9 @@ def encode_path(key: str, path: Path) -> Any:
 def decode_path(key: str, wire: Any) -> Path:
     if wire is None:
         return tuple(key.split("."))
-    path = tuple(Index(read_size(part[0])) if isinstance(part, list) else part for part in wire)
-    if ".".join(map(str, path)) != key or not all(isinstance(part, str | int) for part in path):
-        raise ValueError(f"the path {wire!r} of {key!r}")
+    path = tuple(Index(read_size(*part)) if isinstance(part, list) else part for part in wire)
+    if not all(type(part) in (str, int, Index) for part in path) or ".".join(map(str, path)) != key:
+        raise ValueError(f"a path that is not that of {key!r}")
     return path
 
 
@@ -165,12 +186,14 @@ def _decode_layout(wire: Mapping[str, Any], file_count: int) -> StoredLayout:
         boxes = tuple(Box(read_sizes(offsets), read_sizes(sizes)) for offsets, sizes in wire["boxes"])
     if len(boxes) != len(files) or any(file >= file_count for file in files):
         raise ValueError("boxes in files that are not there")
+    if prod(shape) >= 2**58:  # of items of up to 16 bytes; nothing may overflow that is computed from here on
+        raise ValueError(f"the shape {list(shape)}")
     if any(len(box.offsets) != len(shape) or min(box.sizes, default=0) < 0 for box in boxes):
         raise ValueError("a box that is not within its tensor")
     return StoredLayout(shape, boxes, files)
 
 
 def _decode_file(name: Any, nbytes: Any, digest: Any) -> DataFile:
-    if not isinstance(name, str) or "/" in name or "\\" in name or "\0" in name or not name.endswith(DATA_SUFFIX):
-        raise ValueError(f"the file name {name!r}")
-    return DataFile(name, read_size(nbytes), str(digest))
+    if type(name) is not str or not FILE_NAME.fullmatch(name) or type(digest) is not str:
+        raise ValueError("a file name or digest that is none")
+    return DataFile(name, read_size(nbytes), digest)

@@ -11,14 +11,19 @@ from torch import Tensor
 from shardopt.checkpoint.format import DTYPES, Dtype
 from shardopt.errors import Problem, StateError
 
+_TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
+
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+_STORED_DTYPES: dict[torch.dtype, Dtype] = {_TORCH_DTYPES[name]: dtype for name, dtype in DTYPES.items()}
+
+
 def stored_dtype(dtype: torch.dtype, key: str) -> Dtype:
     """How a dtype is stored. Raises StateError for one that has no form, such as a quantized one."""
-    known = DTYPES.get(dtype_name(dtype))
+    known = _STORED_DTYPES.get(dtype)
     if known is None:
         problem = Problem(key, f"dtype {dtype}", f"one of {', '.join(DTYPES)}", "convert it before saving")
         raise StateError("a tensor cannot be stored", [problem])
@@ -26,14 +31,12 @@ def stored_dtype(dtype: torch.dtype, key: str) -> Dtype:
 
 
 def torch_dtype(dtype: Dtype) -> torch.dtype:
-    found = getattr(torch, dtype.name)
-    assert isinstance(found, torch.dtype)
-    return found
+    return _TORCH_DTYPES[dtype.name]
 
 
 def is_plain_memory(tensor: Tensor) -> bool:
     """Whether the tensor's elements are bytes of this process, one after the other in C order."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return tensor.is_cpu and tensor.is_contiguous()  # views that conjugate or negate lazily have no boxes
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

@@ -8,29 +8,31 @@ Checksums stand for segments, so that at both ends of a run up to one segment mo
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
+from typing import NamedTuple
 
 import torch
 import xxhash
 from torch import Tensor
 
 from shardopt.checkpoint.datafile import Entry, header_length, parse_header
-from shardopt.checkpoint.format import SEGMENT_BYTES, Dtype, damaged, stored_shape
+from shardopt.checkpoint.format import SEGMENT_BYTES, Dtype, damaged, segment_count, stored_shape
 from shardopt.checkpoint.manifest import DataFile
-from shardopt.checkpoint.memory import bytes_of, is_plain_memory, tensor_over
-from shardopt.checkpoint.storage import Span, Storage
+from shardopt.checkpoint.memory import bytes_of, is_plain_memory, tensor_over, torch_dtype
+from shardopt.checkpoint.storage import Span, Storage, telling
 from shardopt.checkpoint.write import narrowed
+from shardopt.errors import CorruptionError, Problem
 from shardopt.sharding.box import Box
 
 _THREADS = 4
 _BATCH_BYTES = 8 << 20  # read by one thread at a time; at most _THREADS + 1 are under way, which bounds the scratch
 
 
-@dataclass(frozen=True, slots=True)
-class Want:
+class Want(NamedTuple):
     """A part of a stored box, and the memory for it.
 
     `wanted` is in coordinates of the stored box, whose sizes are `sizes`; `target` has just its shape.
@@ -49,26 +51,41 @@ class OpenFile:
     def __init__(self, storage: Storage, file: DataFile) -> None:
         self.storage, self.file = storage, file
         self.where = f"{storage.url}/{file.name}"
-        try:
+        with self.reading():
             found = storage.size(file.name)
-        except FileNotFoundError:
-            raise damaged(self.where, "no such file") from None
-        if found != file.nbytes:
-            raise damaged(self.where, f"{found} bytes where {file.nbytes} were written")
-        length = header_length(storage.read(file.name, 0, 8), file.nbytes, self.where)
-        header = storage.read(file.name, 0, length)
-        self.entries = parse_header(header, file.nbytes, self.where)
-        last = next(reversed(self.entries.values()))
-        self.sums = storage.read(file.name, last.begin, last.end)
+            if found != file.nbytes:
+                raise damaged(self.where, f"{found} bytes where {file.nbytes} were written")
+            length = header_length(storage.read(file.name, 0, 8), file.nbytes, self.where)
+            header = storage.read(file.name, 0, length)
+            self.entries = parse_header(header, file.nbytes, self.where)
+            last = next(reversed(self.entries.values()))
+            self.sums = storage.read(file.name, last.begin, last.end)
         digest = xxhash.xxh3_64(header)
         digest.update(self.sums)
         if digest.hexdigest() != file.digest:
             raise damaged(self.where, "a header or checksums that are not what was written")
 
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Tells what goes wrong while this file is read."""
+        with telling(f"read {self.where}"):
+            try:
+                yield
+            except FileNotFoundError:
+                raise damaged(self.where, "no such file") from None
+
+    def read_into(self, spans: Sequence[Span]) -> None:
+        with self.reading():
+            self.storage.read_into(self.file.name, spans)
+
+    def checksums(self, entry: Entry) -> bytes:
+        """Of all segments of an entry, one after the other."""
+        return self.sums[8 * entry.segment : 8 * (entry.segment + segment_count(entry.end - entry.begin))]
+
     def entry(self, key: str, dtype: Dtype, box: Box) -> Entry:
         """Where a box is in this file; the header must agree with what the manifest says of it."""
         entry = self.entries.get(key)
-        shape = tuple(stored_shape(dtype, box.sizes))
+        shape = box.sizes if dtype.safetensors else tuple(stored_shape(dtype, box.sizes))
         name = dtype.safetensors or "U8"
         if entry is None or entry.shape != shape or entry.dtype != name:
             found = f"{entry.dtype} {entry.shape}" if entry else "nothing"
@@ -83,16 +100,26 @@ class _Batch:
     """Spans to read in one go, the segments that are complete with them, and copies to make once they are verified."""
 
     spans: list[Span] = field(default_factory=list)
-    checks: list[tuple[Entry, int, list[memoryview]]] = field(default_factory=list)
+    checks: list[tuple[Entry, int, Sequence[memoryview]]] = field(default_factory=list)
     copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     nbytes: int = 0
 
+    def add(
+        self, entry: Entry, offset: int, parts: Sequence[memoryview], copies: Sequence[tuple[Tensor, Tensor]]
+    ) -> None:
+        """Adds bytes of an entry that lie in one run from `offset` on in the file, and go to `parts` in turn."""
+        self.checks += _segments(entry, offset, parts)
+        self.copies += copies
+        for memory in parts:
+            self.spans.append(Span(offset, memory))
+            offset += memory.nbytes
+            self.nbytes += memory.nbytes
+
     def run(self, file: OpenFile) -> None:
-        file.storage.read_into(file.file.name, self.spans)
+        file.read_into(self.spans)
         for entry, segment, parts in self.checks:
             if _sum(parts) != file.sums[8 * segment : 8 * segment + 8]:
-                found = f"segment {segment - entry.segment} of {entry.key!r} with bytes that fail their checksum"
-                raise damaged(file.where, found)
+                raise damaged(file.where, _failed_segment(entry, segment))
         for target, source in self.copies:
             target.copy_(source)
 
@@ -120,6 +147,59 @@ def fetch(wants: Sequence[tuple[OpenFile, Want]]) -> int:
     return nbytes
 
 
+def check_all(wants: Sequence[tuple[OpenFile, Want]]) -> None:
+    """Verifies every segment of the stored boxes that something is wanted of; changes nothing.
+
+    Raises:
+        CorruptionError: with all that is damaged.
+    """
+    boxes = {(id(file), want.entry.begin): (file, want.entry) for file, want in wants}
+    problems = [problem for file, entry in boxes.values() for problem in damaged_segments(file, entry)]
+    if problems:
+        raise CorruptionError("a checkpoint is damaged; nothing was changed", problems)
+
+
+def damaged_segments(
+    file: OpenFile, entry: Entry, progress: Callable[[int], object] = lambda nbytes: None
+) -> Iterator[Problem]:
+    """The segments of one stored box that fail their checksums; reads all of it.
+
+    Args:
+        progress: gets the bytes of each piece that was read.
+    """
+    buffer = memoryview(bytearray(min(_BATCH_BYTES, entry.end - entry.begin)))
+    segment = entry.segment
+    for begin in range(entry.begin, entry.end, _BATCH_BYTES):
+        chunk = buffer[: min(_BATCH_BYTES, entry.end - begin)]
+        file.read_into([Span(begin, chunk)])
+        progress(chunk.nbytes)
+        for i in range(0, chunk.nbytes, SEGMENT_BYTES):
+            if xxhash.xxh3_64_digest(chunk[i : i + SEGMENT_BYTES]) != file.sums[8 * segment : 8 * segment + 8]:
+                yield from damaged(file.where, _failed_segment(entry, segment)).problems
+            segment += 1
+
+
+def pieces_in_order(box: Box, itemsize: int) -> Iterator[Box]:
+    """Boxes of bounded size that hold a box's elements one after the other in C order."""
+    row_bytes = prod(box.sizes[1:]) * itemsize
+    if not box.sizes or box.numel * itemsize <= _BATCH_BYTES:
+        if box.numel:
+            yield box
+        return
+    step = _BATCH_BYTES // row_bytes
+    for begin in range(0, box.sizes[0], max(step, 1)):
+        offsets = (box.offsets[0] + begin, *box.offsets[1:])
+        if step:
+            yield Box(offsets, (min(step, box.sizes[0] - begin), *box.sizes[1:]))
+        else:
+            for inner in pieces_in_order(Box(box.offsets[1:], box.sizes[1:]), itemsize):
+                yield Box((offsets[0], *inner.offsets), (1, *inner.sizes))
+
+
+def _failed_segment(entry: Entry, segment: int) -> str:
+    return f"segment {segment - entry.segment} of {entry.key!r} with bytes that fail their checksum"
+
+
 def _run(batch: _Batch, file: OpenFile) -> None:
     with torch.no_grad():  # a thread has a grad mode of its own
         batch.run(file)
@@ -135,17 +215,23 @@ def _settle(running: set[Future[None]]) -> set[Future[None]]:
 def _batches(wants: Sequence[Want]) -> Iterator[_Batch]:
     batch = _Batch()
     for want in wants:
-        runs = _direct(want) if _is_one_run(want) else _through_scratch(want)
-        for offset, parts, copies in runs:
-            batch.checks += _segments(want.entry, offset, parts)
-            for memory in parts:
-                batch.spans.append(Span(offset, memory))
-                offset += memory.nbytes
-                batch.nbytes += memory.nbytes
-            batch.copies += copies
-            if batch.nbytes >= _BATCH_BYTES:
-                yield batch
-                batch = _Batch()
+        entry = want.entry
+        nbytes = entry.end - entry.begin
+        if nbytes <= SEGMENT_BYTES and want.wanted.sizes == want.sizes and _takes_bytes(want):
+            # All of a small box, which is what most tensors of most checkpoints are.
+            memory = bytes_of(want.target)
+            batch.spans.append(Span(entry.begin, memory))
+            batch.checks.append((entry, entry.segment, (memory,)))
+            batch.nbytes += nbytes
+        else:
+            for run in _direct(want) if _is_one_run(want) else _through_scratch(want):
+                batch.add(entry, *run)
+                if batch.nbytes >= _BATCH_BYTES:
+                    yield batch
+                    batch = _Batch()
+        if batch.nbytes >= _BATCH_BYTES:
+            yield batch
+            batch = _Batch()
     if batch.spans:
         yield batch
 
@@ -158,7 +244,12 @@ def _is_one_run(want: Want) -> bool:
     """Whether the wanted part is contiguous in the stored box, and the target's memory is plain."""
     partial = [d for d, (size, of) in enumerate(zip(want.wanted.sizes, want.sizes, strict=True)) if size != of]
     last = partial[-1] if partial else 0
-    return all(size == 1 for size in want.wanted.sizes[:last]) and is_plain_memory(want.target)
+    return all(size == 1 for size in want.wanted.sizes[:last]) and _takes_bytes(want)
+
+
+def _takes_bytes(want: Want) -> bool:
+    """Whether the target's memory takes the stored bytes as they are."""
+    return want.target.dtype == torch_dtype(want.dtype) and is_plain_memory(want.target)
 
 
 def _direct(want: Want) -> Iterator[_Run]:
@@ -204,7 +295,9 @@ def _scratch_rows(want: Want, base: int, sizes: tuple[int, ...], wanted: Box, ta
         yield want.entry.begin + aligned, [memoryview(buffer)], [(part, source)]
 
 
-def _segments(entry: Entry, offset: int, parts: list[memoryview]) -> Iterator[tuple[Entry, int, list[memoryview]]]:
+def _segments(
+    entry: Entry, offset: int, parts: Sequence[memoryview]
+) -> Iterator[tuple[Entry, int, Sequence[memoryview]]]:
     """The segments that the bytes of `parts`, from file offset `offset` on, consist of: number in the file, memory."""
     segment = entry.segment + (offset - entry.begin) // SEGMENT_BYTES
     open_parts: list[memoryview] = []
@@ -221,7 +314,7 @@ def _segments(entry: Entry, offset: int, parts: list[memoryview]) -> Iterator[tu
         yield entry, segment, open_parts
 
 
-def _sum(parts: list[memoryview]) -> bytes:
+def _sum(parts: Sequence[memoryview]) -> bytes:
     if len(parts) == 1:
         return xxhash.xxh3_64_digest(parts[0])
     running = xxhash.xxh3_64()

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
 
 from shardopt.checkpoint.commit import read_manifest
-from shardopt.checkpoint.format import DTYPES, PER_RANK_PREFIX, damaged, file_name, file_stem
+from shardopt.checkpoint.format import (
+    DTYPES,
+    PER_RANK_PREFIX,
+    damaged,
+    file_name,
+    file_stem,
+    load_json,
+    without_duplicates,
+)
 from shardopt.checkpoint.manifest import Manifest, StoredLayout
 from shardopt.checkpoint.memory import torch_dtype
 from shardopt.checkpoint.read import OpenFile, Want, fetch
 from shardopt.checkpoint.storage import Storage, storage_of
 from shardopt.checkpoint.write import narrowed
-from shardopt.errors import MismatchError, Problem
+from shardopt.errors import MismatchError, Problem, StateError
 from shardopt.sharding.box import Box, cover_faults, whole
 from shardopt.sharding.view import Piece
 from shardopt.values import decode_value
@@ -33,6 +40,15 @@ class TensorInfo:
     boxes: tuple[Box, ...]
 
 
+class _Shared(NamedTuple):
+    """What a stored box and a wanted one share: where in the stored box, and where in the wanted one (None: all)."""
+
+    file: int
+    stored: Box
+    wanted: Box
+    target: Box | None
+
+
 class CheckpointReader:
     """A committed checkpoint, open for reading. Local: no other rank takes part.
 
@@ -45,7 +61,7 @@ class CheckpointReader:
         self._manifest, data = read_manifest(storage)
         self.digest = xxhash.xxh3_64_hexdigest(data)
         self._files: dict[int, OpenFile] = {}
-        self._overlaps: dict[tuple[StoredLayout, Box], list[tuple[int, Box]]] = {}
+        self._overlaps: dict[tuple[StoredLayout, Box], list[_Shared]] = {}
         self._check_covers()
 
     @property
@@ -83,6 +99,9 @@ class CheckpointReader:
         if len(box.sizes) != len(info.shape) or not whole(info.shape).contains(box) or min(box.sizes, default=0) < 0:
             problem = Problem(key, f"the box {box}", f"a box within {list(info.shape)}", "ask for a part of the tensor")
             raise MismatchError("the tensor has no such part", [problem])
+        # Without memory at first: the files must bear out the size that the manifest tells before any is taken for it.
+        for _ in self.wants(key, [Piece(box, torch.empty(box.sizes, dtype=info.dtype, device="meta"))]):
+            pass
         target = torch.empty(box.sizes, dtype=info.dtype)
         fetch(list(self.wants(key, [Piece(box, target)])))
         return target
@@ -93,14 +112,13 @@ class CheckpointReader:
         Raises:
             CorruptionError: a file is missing, damaged, or not what the manifest says of it.
         """
-        tensor = self._manifest.tensors[key]
+        _, dtype, layout = self._manifest.tensors[key]
         for piece in pieces:
-            for cell, shared in self._shared(tensor.layout, piece.box):
-                stored = tensor.layout.boxes[cell]
-                file = self._open(tensor.layout.files[cell])
-                entry = file.entry(key, tensor.dtype, stored)
-                target = piece.tensor if shared == piece.box else narrowed(piece.tensor, shared.within(piece.box))
-                yield file, Want(entry, tensor.dtype, stored.sizes, shared.within(stored), target)
+            for shared in self._shared(layout, piece.box):
+                file = self._open(shared.file)
+                entry = file.entry(key, dtype, shared.stored)
+                target = piece.tensor if shared.target is None else narrowed(piece.tensor, shared.target)
+                yield file, Want(entry, dtype, shared.stored.sizes, shared.wanted, target)
 
     def per_rank(self, rank: int) -> Mapping[str, Any]:
         """What rank `rank` has stored for itself under `PerRank`, decoded, by key."""
@@ -114,7 +132,12 @@ class CheckpointReader:
         target = torch.empty(nbytes, dtype=torch.uint8)
         entry = file.entry(key, DTYPES["uint8"], whole((nbytes,)))
         fetch([(file, Want(entry, DTYPES["uint8"], (nbytes,), whole((nbytes,)), target))])
-        return {name: decode_value(value) for name, value in json.loads(target.numpy().tobytes()).items()}
+        where = f"{file.where}: {key}"
+        try:
+            found = load_json(target.numpy().tobytes(), where, without_duplicates)
+            return {name: decode_value(value) for name, value in found.items()}
+        except (StateError, RecursionError) as error:
+            raise damaged(where, "a malformed value") from error
 
     def close(self) -> None:
         """Forgets the files. Nothing is held open between reads."""
@@ -131,13 +154,16 @@ class CheckpointReader:
             self._files[number] = OpenFile(self._storage, self._manifest.files[number])
         return self._files[number]
 
-    def _shared(self, layout: StoredLayout, box: Box) -> list[tuple[int, Box]]:
+    def _shared(self, layout: StoredLayout, box: Box) -> list[_Shared]:
         """The stored boxes that share elements with `box`, and what they share; kept, for layouts are few."""
         found = self._overlaps.get((layout, box))
         if found is None:
-            shared = [(i, stored.intersect(box)) for i, stored in enumerate(layout.boxes)]
-            found = [(i, common) for i, common in shared if common is not None]
-            self._overlaps[layout, box] = found
+            found = self._overlaps[layout, box] = []
+            for stored, file in zip(layout.boxes, layout.files, strict=True):
+                common = stored.intersect(box)
+                if common is not None:
+                    target = None if common == box else common.within(box)
+                    found.append(_Shared(file, stored, common.within(stored), target))
         return found
 
     def _check_covers(self) -> None:

@@ -11,22 +11,33 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+import xxhash
 
 from shardopt.checkpoint.commit import commit, discard, refuse_committed
-from shardopt.checkpoint.describe import Agreed, Description, agreed_by_all, describe, merge
+from shardopt.checkpoint.describe import (
+    Description,
+    Values,
+    describe,
+    geometry_of,
+    merge_geometry,
+    merge_values,
+)
 from shardopt.checkpoint.manifest import DataFile
-from shardopt.checkpoint.plan import Assignment, assign, check_covers
-from shardopt.checkpoint.storage import Storage, storage_of
-from shardopt.checkpoint.write import own_parts, write_files
-from shardopt.errors import CheckpointError
+from shardopt.checkpoint.pause import gc_paused
+from shardopt.checkpoint.replicas import CheckReplicas, refuse_drifted, summaries_agree
+from shardopt.checkpoint.storage import Storage, storage_of, telling
+from shardopt.checkpoint.write import OwnParts, SavePlan, from_memory, write_files
 from shardopt.ranks import DEADLINE_SECONDS, Ranks, ranks_of
 from shardopt.state import FlatState, flatten
 from shardopt.values import encode_value
+
+_MOST_KEPT = 2
+_kept: dict[tuple[str, int], tuple[SavePlan, OwnParts]] = {}
+"""Plans of the last saves, by the fingerprint of what all ranks described and the rank that this process was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +62,12 @@ class SaveReport:
 
 
 def save(
-    url: str | os.PathLike[str], app: Mapping[str, Any], *, deadline_seconds: float = DEADLINE_SECONDS
+    url: str | os.PathLike[str],
+    app: Mapping[str, Any],
+    *,
+    durable: bool = True,
+    check_replicas: CheckReplicas = "small",
+    deadline_seconds: float = DEADLINE_SECONDS,
 ) -> SaveReport:
     """Writes the state of `app` to a new checkpoint at `url`. Collective: every rank of the job must call it.
 
@@ -62,6 +78,10 @@ def save(
         url: a path, or a URL that fsspec knows; a directory that holds no committed checkpoint.
         app: by name, objects with `state_dict` and `load_state_dict`, tensors (plain, DTensor, ShardedTensor), plain
             values, and dicts and lists of these. What is not a shard must be equal on all ranks, or in `PerRank`.
+        durable: whether local files are flushed to the disk before the commit. Without it a save is faster, and a
+            machine that loses power afterwards may lose the checkpoint.
+        check_replicas: which tensors that several ranks hold are compared before they are written: "small" ones (of at
+            most 4 KiB), "all", or "none".
         deadline_seconds: how long a rank may show no sign of life before the others give up and name it.
 
     Raises:
@@ -71,60 +91,102 @@ def save(
         RankError: a rank failed in another way, died, or did not make the call.
     """
     begin = time.monotonic()
-    storage, ranks = storage_of(url), ranks_of()
-    what = f"saving {storage.url}"
+    ranks = ranks_of()
+    what = f"saving {os.fspath(url)}"
 
-    (flat, description), opened = ranks.agree(
-        what,
-        work=lambda: _describe(app),
-        report=lambda described: described[1].fingerprint(),
-        decide=lambda fingerprints: _open(storage, fingerprints),
-        deadline_seconds=deadline_seconds,
-    )
-    if opened["alike"] and not description.is_partial:
-        agreed = agreed_by_all(description, ranks.size)
-    else:
-        agreed = merge(_exchange(ranks, what, description, deadline_seconds))
-    check_covers(agreed.members)
-    assigned = assign(agreed.members)
-
-    save_id = opened["save_id"]
-    try:
-        files, bytes_total = ranks.agree(
+    with gc_paused():
+        (storage, flat, description), opened = ranks.agree(
             what,
-            work=lambda: _write(storage, save_id, ranks.rank, flat, description, agreed, assigned),
-            report=lambda files: [[file.name, file.nbytes, file.digest] for file in files],
-            decide=lambda reports: commit(storage, save_id, agreed, assigned, reports),
+            work=lambda: (storage_of(url, durable), *_describe(app, check_replicas if ranks.size > 1 else "none")),
+            report=lambda done: _fingerprints(done[2], ranks.rank),
+            decide=lambda reports: _open(storage_of(url, durable), reports),
             deadline_seconds=deadline_seconds,
         )
-    except BaseException:
-        # Rank 0 alone: it is the one that could still commit, and has now failed to. Were another to clear up, it might
-        # take the files from under a commit that it has not heard of.
-        if ranks.rank == 0:
-            discard(storage, save_id)
-        raise
+        plan, own, values = _plan(ranks, what, description, opened, deadline_seconds)
+        save_id = opened["save_id"]
+        try:
+            files, bytes_total = ranks.agree(
+                what,
+                work=lambda: _write(storage, save_id, plan, own, flat, description),
+                report=lambda files: [[file.name, file.nbytes, file.digest] for file in files],
+                decide=lambda reports: _commit(storage, save_id, plan, values, reports),
+                deadline_seconds=deadline_seconds,
+            )
+        except BaseException:
+            # Rank 0 alone: it is the one that could still commit, and has now failed to. Were another to clear up, it
+            # might take the files from under a commit that it has not heard of.
+            if ranks.rank == 0:
+                discard(storage, save_id)
+            raise
     bytes_written = sum(file.nbytes for file in files)
     seconds = time.monotonic() - begin
-    return SaveReport(storage.url, save_id, len(agreed.members), bytes_written, bytes_total, seconds)
+    return SaveReport(storage.url, save_id, len(plan.geometry.members), bytes_written, bytes_total, seconds)
 
 
-def _describe(app: Mapping[str, Any]) -> tuple[FlatState, Description]:
+def _describe(app: Mapping[str, Any], check_replicas: CheckReplicas) -> tuple[FlatState, Description]:
     flat = flatten(app)
-    return flat, describe(flat)
+    return flat, describe(flat, check_replicas)
 
 
-def _open(storage: Storage, fingerprints: list[Any]) -> dict[str, Any]:
-    """On rank 0: refuses a path that is taken, and names the save."""
-    refuse_committed(storage)
-    storage.make()
-    return {"alike": len(set(fingerprints)) == 1, "save_id": secrets.token_hex(6)}
+def _fingerprints(description: Description, rank: int) -> list[Any]:
+    geometry, values = description.geometry_fingerprint(), description.values_fingerprint()
+    kept = [job for job, kept_for in _kept if kept_for == rank]
+    return [geometry, description.is_partial, values, description.contents_summary(), kept]
 
 
-def _exchange(ranks: Ranks, what: str, description: Description, deadline_seconds: float) -> list[dict[str, Any]]:
-    """What every rank has described, by rank; many ranks describe the same, so each text travels once."""
+def _open(storage: Storage, reports: list[Any]) -> dict[str, Any]:
+    """On rank 0: refuses a path that is taken, names the save, and tells what ranks must exchange."""
+    with telling(f"make {storage.url}"):
+        refuse_committed(storage)
+        storage.make()
+    geometries, partial, values, contents, kept = zip(*reports, strict=True)
+    job = xxhash.xxh3_128_hexdigest("".join(geometries).encode())
+    return {
+        "save_id": secrets.token_hex(6),
+        "geometry": job,
+        "geometry_kept": all(job in own for own in kept),
+        "geometry_alike": len(set(geometries)) == 1 and not any(partial),
+        "values_alike": len(set(values)) == 1,
+        "contents_alike": summaries_agree(contents),
+    }
+
+
+def _plan(
+    ranks: Ranks, what: str, description: Description, opened: Mapping[str, Any], deadline_seconds: float
+) -> tuple[SavePlan, OwnParts, Values]:
+    """Who writes what, and the plain values. The plan is kept for the next save of the same geometry."""
+    ask_geometry = not (opened["geometry_kept"] or opened["geometry_alike"])
+    wire: dict[str, Any] = {}
+    if ask_geometry:
+        wire["geometry"] = description.geometry_json()
+    if ask_geometry or not opened["contents_alike"]:
+        wire["contents"] = description.contents
+    if not opened["values_alike"]:
+        wire["values"] = description.values_json()
+    all_wires = _exchange(ranks, what, wire, deadline_seconds) if wire else []
+
+    if not opened["geometry_kept"]:
+        if ask_geometry:
+            geometry = merge_geometry([each["geometry"] for each in all_wires])
+        else:
+            geometry = geometry_of(description, ranks.size)
+        plan = SavePlan(geometry, ranks.size)
+        _kept[opened["geometry"], ranks.rank] = plan, OwnParts(plan, ranks.rank, description.views)
+        while len(_kept) > _MOST_KEPT:
+            del _kept[next(iter(_kept))]
+    plan, own = _kept[opened["geometry"], ranks.rank]
+    if "contents" in wire:
+        refuse_drifted([each["contents"] for each in all_wires])
+    if opened["values_alike"]:
+        return plan, own, description.values
+    return plan, own, merge_values([each["values"] for each in all_wires], plan.geometry)
+
+
+def _exchange(ranks: Ranks, what: str, wire: dict[str, Any], deadline_seconds: float) -> list[dict[str, Any]]:
+    """What every rank has to say, by rank; many ranks say the same, so each text travels once."""
     _, (texts, number_of) = ranks.agree(
         what,
-        work=lambda: json.dumps(description.to_json()),
+        work=lambda: json.dumps(wire),
         report=lambda text: text,
         decide=lambda texts: [list(dict.fromkeys(texts)), [list(dict.fromkeys(texts)).index(text) for text in texts]],
         deadline_seconds=deadline_seconds,
@@ -134,21 +196,14 @@ def _exchange(ranks: Ranks, what: str, description: Description, deadline_second
 
 
 def _write(
-    storage: Storage,
-    save_id: str,
-    rank: int,
-    flat: FlatState,
-    description: Description,
-    agreed: Agreed,
-    assigned: Mapping[str, Assignment],
+    storage: Storage, save_id: str, plan: SavePlan, own: OwnParts, flat: FlatState, description: Description
 ) -> list[DataFile]:
-    own = flat.per_rank()
-    blob = None
-    if agreed.per_rank:
-        text = json.dumps({key: encode_value(own[key].value, key) for key in own}).encode()
-        blob = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    slots = own_parts(rank, agreed.members, assigned, description.views)
-    try:
-        return write_files(storage, save_id, rank, slots, blob)
-    except OSError as error:
-        raise CheckpointError(f"cannot write: {error}") from error
+    values = {key: encode_value(each.value, key) for key, each in flat.per_rank().items()}
+    per_rank = json.dumps(values).encode() if plan.geometry.per_rank else None
+    with telling(f"write to {storage.url}"):
+        return write_files(storage, save_id, own, from_memory(description.views), per_rank)
+
+
+def _commit(storage: Storage, save_id: str, plan: SavePlan, values: Values, reports: Sequence[Any]) -> int:
+    with telling(f"commit {storage.url}"):
+        return commit(storage, save_id, plan, values, reports)

@@ -6,22 +6,21 @@ A storage is one directory (a prefix, on an object store). Names are relative to
 from __future__ import annotations
 
 import os
+import stat
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
 
 import fsspec  # type: ignore[import-untyped]  # has no type hints
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]  # as above
 
-from shardopt.errors import CorruptionError, Problem
+from shardopt.errors import CheckpointError, CorruptionError, Problem, ShardoptError
 
 _BUFFERS_PER_CALL = min(os.sysconf("SC_IOV_MAX"), 1024)
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """Bytes of a file, from `offset` on, and the writable memory that they are wanted in."""
 
     offset: int
@@ -77,24 +76,44 @@ class Storage(ABC):
         return True
 
 
-def storage_of(url: str | os.PathLike[str]) -> Storage:
-    """The storage at a path or at any URL that fsspec knows, with fsspec's own configuration and credentials."""
+def storage_of(url: str | os.PathLike[str], durable: bool = True) -> Storage:
+    """The storage at a path or at any URL that fsspec knows, with fsspec's own configuration and credentials.
+
+    Args:
+        durable: whether local files and directories are flushed to the disk before a write returns.
+    """
     fs, path = fsspec.core.url_to_fs(os.fspath(url))
-    return LocalStorage(path) if isinstance(fs, LocalFileSystem) else RemoteStorage(fs, path)
+    return LocalStorage(path, durable) if isinstance(fs, LocalFileSystem) else RemoteStorage(fs, path)
+
+
+@contextmanager
+def telling(doing: str) -> Iterator[None]:
+    """Turns an error of the operating system, or of a file system of fsspec, into a CheckpointError that says more."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, ShardoptError):
+            raise
+        raise CheckpointError(f"cannot {doing}: {error}") from error
 
 
 class LocalStorage(Storage):
     """A directory of a file system with atomic renames, POSIX durability and vectored I/O."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, durable: bool = True) -> None:
         self.url = os.path.abspath(path)
+        self._durable = durable
 
     def _path(self, name: str) -> str:
         return os.path.join(self.url, name)
 
     def make(self) -> None:
+        missing = [self.url]
+        while not os.path.isdir(os.path.dirname(missing[-1])):
+            missing.append(os.path.dirname(missing[-1]))
         os.makedirs(self.url, exist_ok=True)
-        _sync_directory(os.path.dirname(self.url))
+        for path in missing:
+            self._sync_directory(os.path.dirname(path))  # a new name is in the directory above it
 
     def names(self) -> list[str]:
         try:
@@ -104,9 +123,12 @@ class LocalStorage(Storage):
 
     def size(self, name: str) -> int:
         try:
-            return os.stat(self._path(name)).st_size
+            found = os.stat(self._path(name))
         except NotADirectoryError:
             raise FileNotFoundError(self._path(name)) from None
+        if not stat.S_ISREG(found.st_mode):
+            raise FileNotFoundError(f"{self._path(name)} is no file")
+        return found.st_size
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
         with open(self._path(name), "rb") as file:
@@ -140,10 +162,10 @@ class LocalStorage(Storage):
                     total += _write_all(fd, batch)
                     batch = []
             total += _write_all(fd, batch)
-            os.fsync(fd)
+            self._sync(fd)
         finally:
             os.close(fd)
-        _sync_directory(self.url)
+        self._sync_directory(self.url)
         return total
 
     def publish(self, name: str, data: bytes) -> None:
@@ -151,16 +173,28 @@ class LocalStorage(Storage):
         with open(temporary, "wb") as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())
+            self._sync(file.fileno())
         os.replace(temporary, self._path(name))
-        _sync_directory(self.url)
+        self._sync_directory(self.url)
 
     def remove(self, name: str) -> None:
         with suppress(FileNotFoundError):
             os.unlink(self._path(name))
 
     def child(self, name: str) -> Storage:
-        return LocalStorage(self._path(name))
+        return LocalStorage(self._path(name), self._durable)
+
+    def _sync(self, fd: int) -> None:
+        if self._durable:
+            os.fsync(fd)
+
+    def _sync_directory(self, path: str) -> None:
+        """Makes the names in a directory durable; without it a crash may lose a file whose bytes are safe."""
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            self._sync(fd)
+        finally:
+            os.close(fd)
 
 
 class RemoteStorage(Storage):
@@ -252,15 +286,6 @@ def _skip(buffers: list[memoryview], nbytes: int) -> list[memoryview]:
             return [buffer[nbytes:], *buffers[i + 1 :]]
         nbytes -= buffer.nbytes
     return []
-
-
-def _sync_directory(path: str) -> None:
-    """Makes the names in a directory durable; without it a crash may lose a file whose bytes are safe."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _too_short(path: str, offset: int) -> CorruptionError:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
 import xxhash
 from torch import Tensor
 
 from shardopt.checkpoint.datafile import build_header
+from shardopt.checkpoint.describe import Geometry
 from shardopt.checkpoint.format import DTYPES, PER_RANK_PREFIX, SEGMENT_BYTES, Dtype, file_name, file_stem
-from shardopt.checkpoint.manifest import DataFile
+from shardopt.checkpoint.manifest import DataFile, StoredTensors
 from shardopt.checkpoint.memory import bytes_of, is_plain_memory
-from shardopt.checkpoint.plan import Assignment, Member
+from shardopt.checkpoint.plan import assign, check_covers
 from shardopt.checkpoint.storage import Storage
 from shardopt.sharding.box import Box, whole
 from shardopt.sharding.view import View
@@ -21,79 +22,148 @@ from shardopt.sharding.view import View
 _CHUNK_BYTES = 16 * SEGMENT_BYTES  # small enough that what was just summed is still in the cache when it is written
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One box of a tensor that this rank writes; `tensor` holds just the box."""
+class Part(NamedTuple):
+    """One box of a tensor that this rank writes: `piece` of its view, narrowed to `inner` if that is not all of it."""
 
     key: str
     dtype: Dtype
     box: Box
-    tensor: Tensor
+    piece: int
+    inner: Box | None
 
 
-def own_parts(
-    rank: int, members: Mapping[str, Member], assigned: Mapping[str, Assignment], views: Mapping[str, View]
-) -> dict[int, list[Part]]:
-    """What `rank` writes, by slot: the number of the data file among this rank's."""
-    slots: defaultdict[int, list[Part]] = defaultdict(list)
-    for key, view in views.items():
-        assignment = assigned[key]
+class SavePlan:
+    """Who writes what of a job's state; the same on every rank. Holds no tensor.
+
+    Raises:
+        LayoutError: the boxes of a tensor do not make up the tensor.
+    """
+
+    def __init__(self, geometry: Geometry, world_size: int) -> None:
+        check_covers(geometry.members)
+        self.geometry = geometry
+        self.assigned = assign(geometry.members)
+        writers = {writer for assignment in set(self.assigned.values()) for writer in assignment.writers}
+        if geometry.per_rank:
+            writers |= {(rank, 0) for rank in range(world_size)}
+        self.files = sorted(writers)  # rank and slot of every data file
+        self.stored: StoredTensors | None = None  # made at the first commit, and kept
+
+    def boxes_of(self, rank: int, key: str) -> Iterator[tuple[Box, int]]:
+        """The boxes of a tensor that a rank writes, and into which of its files."""
+        assignment = self.assigned[key]
         for box, (writer, slot) in zip(assignment.boxes, assignment.writers, strict=True):
             if writer == rank:
-                slots[slot].append(Part(key, members[key].dtype, box, _tensor_of(view, box)))
-    return slots
+                yield box, slot
+
+
+class OwnParts:
+    """What one rank writes, by the number of its data file and in the order of its bytes.
+
+    Args:
+        views: what the rank holds, of which only the places count; None where the bytes come from elsewhere.
+    """
+
+    def __init__(self, plan: SavePlan, rank: int, views: Mapping[str, View] | None = None) -> None:
+        self.rank = rank
+        self.slots: defaultdict[int, list[Part]] = defaultdict(list)
+        for key in plan.assigned if views is None else views:
+            for box, slot in plan.boxes_of(rank, key):
+                piece, inner = (0, None) if views is None else _place_in(views[key], box)
+                self.slots[slot].append(Part(key, plan.geometry.members[key].dtype, box, piece, inner))
+        for parts in self.slots.values():
+            parts.sort(key=lambda part: (-part.dtype.itemsize, part.key))
+        self._headers: dict[int, tuple[int, bytes]] = {}  # by slot: the bytes per rank that it was made for, and it
+
+    def header(self, slot: int, per_rank_bytes: int) -> bytes:
+        """The header of one of this rank's data files."""
+        made_for, found = self._headers.get(slot, (-1, b""))
+        if made_for != per_rank_bytes:
+            stem = file_stem(self.rank, slot)
+            members = [(part.key, part.dtype, part.box) for part in self.slots.get(slot, ())]
+            if per_rank_bytes:
+                members.append((PER_RANK_PREFIX + stem, DTYPES["uint8"], whole((per_rank_bytes,))))
+            found = build_header(stem, members)
+            self._headers[slot] = per_rank_bytes, found
+        return found
+
+
+Chunks = Callable[[Part], Iterator[memoryview]]
+"""The bytes of a part in pieces, of whole segments each but the last."""
 
 
 def write_files(
-    storage: Storage, save_id: str, rank: int, slots: Mapping[int, Sequence[Part]], per_rank: Tensor | None
+    storage: Storage, save_id: str, own: OwnParts, chunks_of: Chunks, per_rank: bytes | None
 ) -> list[DataFile]:
-    """Writes this rank's data files; durable on return.
+    """Writes a rank's data files; durable on return.
 
     Args:
-        per_rank: uint8, the rank's own values; goes into its first file under a key of its own.
+        chunks_of: where the bytes of a part come from; `from_memory` in a save.
+        per_rank: the rank's own values; they go into its first file under a key of their own.
     """
-    extra = {0: [_per_rank_part(rank, per_rank)]} if per_rank is not None else {}
-    written = []
-    for slot in sorted({*slots, *extra}):
-        parts = sorted(slots.get(slot, ()), key=lambda part: (-part.dtype.itemsize, part.key)) + extra.get(slot, [])
-        written.append(_write_file(storage, save_id, rank, slot, parts))
-    return written
+    slots = sorted({*own.slots, *([0] if per_rank is not None else [])})
+    return [_write_file(storage, save_id, own, slot, chunks_of, per_rank if slot == 0 else None) for slot in slots]
 
 
-def _write_file(storage: Storage, save_id: str, rank: int, slot: int, parts: Sequence[Part]) -> DataFile:
-    header, _ = build_header(file_stem(rank, slot), [(part.key, part.dtype, part.box) for part in parts])
+def from_memory(views: Mapping[str, View]) -> Chunks:
+    """Takes the bytes of parts from the tensors' own memory; without a copy where that is plain."""
+
+    def chunks_of(part: Part) -> Iterator[memoryview]:
+        tensor = views[part.key].pieces[part.piece].tensor
+        if part.inner is not None:
+            tensor = narrowed(tensor, part.inner)
+        memory = bytes_of(tensor if is_plain_memory(tensor) else _gathered(tensor))
+        if memory.nbytes <= _CHUNK_BYTES:
+            return iter((memory,))
+        return (memory[begin : begin + _CHUNK_BYTES] for begin in range(0, memory.nbytes, _CHUNK_BYTES))
+
+    return chunks_of
+
+
+def _write_file(
+    storage: Storage, save_id: str, own: OwnParts, slot: int, chunks_of: Chunks, per_rank: bytes | None
+) -> DataFile:
+    header = own.header(slot, len(per_rank or b""))
     digest = xxhash.xxh3_64(header)
 
     def stream() -> Iterator[memoryview]:
         yield memoryview(header)
-        sums = bytearray()
-        for part in parts:
-            memory = bytes_of(part.tensor if is_plain_memory(part.tensor) else _gathered(part.tensor))
-            for begin in range(0, memory.nbytes, _CHUNK_BYTES):
-                chunk = memory[begin : begin + _CHUNK_BYTES]
-                for i in range(0, chunk.nbytes, SEGMENT_BYTES):
-                    sums += xxhash.xxh3_64_digest(chunk[i : i + SEGMENT_BYTES])
+        sums: list[bytes] = []
+        for part in own.slots.get(slot, ()):
+            for chunk in chunks_of(part):
+                sums += _sums(chunk)
                 yield chunk
-        digest.update(sums)
-        yield memoryview(sums)
+        if per_rank:
+            sums += _sums(memoryview(per_rank))
+            yield memoryview(per_rank)
+        checksums = b"".join(sums)
+        digest.update(checksums)
+        yield memoryview(checksums)
 
-    name = file_name(save_id, rank, slot)
+    name = file_name(save_id, own.rank, slot)
     nbytes = storage.write(name, stream())
     return DataFile(name, nbytes, digest.hexdigest())
+
+
+def _sums(chunk: memoryview) -> list[bytes]:
+    """The checksums of the segments that a chunk begins with."""
+    if 0 < chunk.nbytes <= SEGMENT_BYTES:
+        return [xxhash.xxh3_64_digest(chunk)]
+    return [xxhash.xxh3_64_digest(chunk[i : i + SEGMENT_BYTES]) for i in range(0, chunk.nbytes, SEGMENT_BYTES)]
 
 
 def _gathered(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
 
 
-def _tensor_of(view: View, box: Box) -> Tensor:
-    for piece in view.pieces:
-        if piece.box == box:
-            return piece.tensor
-    for piece in view.pieces:
+def _place_in(view: View, box: Box) -> tuple[int, Box | None]:
+    """Which piece of the view holds the box, and where in it; None for all of it."""
+    for i, piece in enumerate(view.pieces):
+        if piece.box is box or piece.box == box:
+            return i, None
+    for i, piece in enumerate(view.pieces):
         if piece.box.contains(box):
-            inner = box.within(piece.box)
-            return narrowed(piece.tensor, inner)
+            return i, box.within(piece.box)
     raise AssertionError(f"no piece of this rank contains {box}")
 
 
@@ -103,7 +173,3 @@ def narrowed(tensor: Tensor, box: Box) -> Tensor:
         if size != tensor.shape[dim]:
             tensor = tensor.narrow(dim, offset, size)
     return tensor
-
-
-def _per_rank_part(rank: int, data: Tensor) -> Part:
-    return Part(PER_RANK_PREFIX + file_stem(rank, 0), DTYPES["uint8"], whole(data.shape), data)

@@ -16,9 +16,12 @@ from shardopt.algorithms.torch_private import (
     before_state_dict,
 )
 from shardopt.errors import Problem, StateError
+from shardopt.optim.agreement import differences
 from shardopt.optim.groups import first_names, listed, named, refuse_non_leaves
 from shardopt.optim.loading import LoadPlan, Unmatched
 from shardopt.optim.saved import PARAM_GROUPS, PARAMS, STATE, KeyedGroup, as_saved, plan_all, saved_options
+from shardopt.optim.scaler import refuse_torchs_scaler
+from shardopt.ranks import ranks_of
 
 StateDict = dict[str, Any]
 
@@ -69,6 +72,9 @@ class KeyedOptimizer(Optimizer):
         The tensors are the optimizer's own (sharded ones put together without a copy), so writing into them changes
         it. Groups go by the least FQN in them: `{least fqn: {"params": [sorted fqns], option: value, ...}}`; options
         that say how to compute (`foreach`, `fused`, `capturable`, `differentiable`) are left out. Local to the rank.
+
+        torch's `get_optimizer_state_dict` and its setter take parameters by position, and so raise KeyError or
+        TypeError on a keyed optimizer; this and `load_state_dict` are what to call in their place.
 
         Raises:
             StateError: groups are saved, and one has an option that cannot be stored.
@@ -131,6 +137,20 @@ class KeyedOptimizer(Optimizer):
             )
             raise StateError("a parameter is not known", [problem])
 
+    def check_agreement(self) -> None:
+        """Finds options and counters that ranks no longer share. Collective; to be called now and then.
+
+        Compared are learning rates and all other options (but those that say how to compute), step counters and other
+        numbers in state, of every parameter that several ranks have.
+
+        Raises:
+            StateError: for each option and each number that differs, names the first parameter, with what is on which
+                rank. Every rank raises.
+        """
+        found = differences(ranks_of(), first_names(self.params), self.param_groups, lambda: self._gather()[STATE])
+        if found:
+            raise StateError("ranks have drifted apart", found)
+
     def save_param_groups(self, save: bool) -> None:
         """Whether `state_dict` has the groups, and `load_state_dict` needs them."""
         self._save_param_groups = save
@@ -158,6 +178,12 @@ class KeyedOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         own = {name: self.__dict__[name] for name in ("_params", "_names", "_save_param_groups")}
         return {**super().__getstate__(), **own}
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """torch's GradScaler asks for this before it steps an optimizer: the moment to refuse where it must not."""
+        refuse_torchs_scaler(self.param_groups)
+        return False
 
     # An optimizer made of others overrides the four below, and calls those of its parts.
 

@@ -124,8 +124,7 @@ class CombinedOptimizer(CompositeOptimizer):
         if there:
             problems = [Problem(name, "a parameter of this optimizer", "a new one", "add it once") for name in there]
             raise StateError("a parameter is added twice", problems)
-        meant = [{i for i, key in enumerate(self._keys) if _begins(name, key)} for name in params]
-        candidates = set.intersection(*meant)
+        candidates = set.intersection(*(self._meant(name) for name in params))
         if len(candidates) != 1:
             problem = Problem(
                 key=listed(params),
@@ -212,34 +211,39 @@ class CombinedOptimizer(CompositeOptimizer):
 
     def _plan(self, plan: LoadPlan, offered: Mapping[str, Any]) -> None:
         plan_keys(plan, self._saves_groups, offered)
-        sections = [STATE, PARAM_GROUPS] if self._saves_groups else [STATE]
-        shares = {section: self._shared_out(plan, section, offered.get(section, {})) for section in sections}
-        for index, (key, part) in enumerate(self.optimizers):
-            wanted = [section for section in sections if section == STATE or part._saves_groups]
-            part.plan_load(plan.part(key), {section: shares[section][index] for section in wanted})
+        shares: list[dict[str, Any]] = [{STATE: {}} for _ in self._parts]
+        for share, part in zip(shares, self._parts, strict=True):
+            if part._saves_groups:
+                share[PARAM_GROUPS] = {}
+        for section in (STATE, PARAM_GROUPS) if self._saves_groups else (STATE,):
+            self._share_out(plan, section, offered.get(section, {}), shares)
+        for key, part, share in zip(self._keys, self._parts, shares, strict=True):
+            part.plan_load(plan.part(key), share)
 
-    def _shared_out(self, plan: LoadPlan, section: str, offered: Any) -> list[dict[str, Any]]:
-        """What is offered under "state" or "param_groups", sorted to the children and named as they name it."""
-        shares: list[dict[str, Any]] = [{} for _ in self._parts]
+    def _share_out(self, plan: LoadPlan, section: str, offered: Any, shares: list[dict[str, Any]]) -> None:
+        """Sorts what is offered under "state" or "param_groups" to the children, by the names that they have for it."""
         if not isinstance(offered, Mapping):
             remedy = "load what state_dict() of a combined optimizer gave"
             plan.problem(plan.section(section), f"a {type(offered).__name__}", "a mapping by name", remedy)
-            return shares
+            return
         known = {
-            self.prepend_opt_key(name, key): index
+            self.prepend_opt_key(name, key): {index}
             for index, (key, part) in enumerate(self.optimizers)
             for name in part._state_names()
         }
         for name, value in offered.items():
-            fits = [index for index, key in enumerate(self._keys) if key and _begins(name, key)]
-            index = known.get(name, fits[0] if len(fits) == 1 else None)
-            if index is None:
+            meant = [index for index in known.get(name) or self._meant(name) if section in shares[index]]
+            if len(meant) != 1:
                 plan.unexpected(f"{plan.section(section)}.{name}", "combine the optimizers as when it was saved")
-            else:
-                key = self._keys[index]
-                renamed = _renamed(value, partial(_inner, opt_key=key)) if section == PARAM_GROUPS else value
-                shares[index][_inner(name, key)] = renamed
-        return shares
+                continue
+            key = self._keys[meant[0]]
+            renamed = _renamed(value, partial(_inner, opt_key=key)) if section == PARAM_GROUPS else value
+            shares[meant[0]][section][_inner(name, key)] = renamed
+
+    def _meant(self, name: str) -> set[int]:
+        """The children whose key a new name begins with; where there is none, those without a key."""
+        keyed = {index for index, key in enumerate(self._keys) if key and _begins(name, key)}
+        return keyed or {index for index, key in enumerate(self._keys) if not key}
 
 
 class CombinedState(MutableMapping[Any, Any]):

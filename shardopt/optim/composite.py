@@ -56,6 +56,7 @@ class CompositeOptimizer(KeyedOptimizer):
         self._before_step()
         for part in self._parts:
             step_nested(part)
+        self._after_step()
         return loss
 
     def _before_step(self) -> None:
@@ -63,6 +64,9 @@ class CompositeOptimizer(KeyedOptimizer):
 
         Gradients may be changed in place, and options of the groups.
         """
+
+    def _after_step(self) -> None:
+        """Called in each step when the parts have stepped; does nothing here."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Every part's."""

@@ -8,6 +8,7 @@ stand there.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from functools import partial
 from itertools import chain
 from typing import Any, cast
 
@@ -19,7 +20,7 @@ from shardopt.algorithms.fresh import fresh_state
 from shardopt.algorithms.registry import MakesState, StepsOn, find_spec, unknown
 from shardopt.algorithms.torch_private import step_without_hooks
 from shardopt.errors import AlgorithmError, Problem, StateError
-from shardopt.optim.leaves import ShardedState, Shards, State, moved_state, zero_gradients
+from shardopt.optim.leaves import GroupLeaves, Loan, ShardedState, Shards, State, moved_state, zero_gradients
 from shardopt.sharding.view import leaves_of, requires_gradient, view_of
 
 Group = dict[str, Any]
@@ -68,6 +69,7 @@ class LocalOptimizer:
     def __init__(self, names: Mapping[Tensor, str], optim_factory: Callable[[list[Tensor]], Optimizer]) -> None:
         self.shards: dict[Tensor, Shards] = {}
         self.untouched: dict[Tensor, Untouched] = {}
+        self._grouped: list[GroupLeaves] = []
         leaves = {parameter: self._bind(name, parameter) for parameter, name in names.items()}
         self.optimizer = optim_factory(list(chain.from_iterable(leaves.values())))
         self.spec = spec = find_spec(type(self.optimizer))
@@ -127,17 +129,20 @@ class LocalOptimizer:
             told = inner_step(self.optimizer, closure)
             return told if loss is None else loss
         parameters = [group["params"] for group in self.groups]
+        if not all(map(GroupLeaves.are_of, self._grouped, parameters)) or len(self._grouped) != len(parameters):
+            self._grouped = [GroupLeaves(its, self.shards) for its in parameters]
+        loan = Loan()
         try:
             with torch.no_grad():
-                for group in self.groups:
-                    group["params"] = [leaf for parameter in group["params"] for leaf in self._ready(parameter, group)]
+                for group, leaves in zip(self.groups, self._grouped, strict=True):
+                    leaves.lend(loan, partial(self._follow, group=group))
+                    group["params"] = leaves.leaves
             self._hand_over()
             inner_step(self.optimizer)
         finally:
             for group, its in zip(self.groups, parameters, strict=True):
                 group["params"] = its
-            for shards in self.shards.values():
-                shards.give_gradients_back()
+            loan.give_back()
         return loss
 
     def zero_grad(self, set_to_none: bool) -> None:
@@ -250,14 +255,6 @@ class LocalOptimizer:
             return untouched.entries
         state: State = self.optimizer.state[leaf]
         return state
-
-    def _ready(self, parameter: Tensor, group: Group) -> tuple[Tensor, ...]:
-        shards = self.shards.get(parameter)
-        if shards is None:
-            return (parameter,)
-        self._follow(shards, group)
-        shards.take_gradients()
-        return shards.leaves
 
     def _follow(self, shards: Shards, group: Group) -> None:
         replaced = shards.moved()

@@ -153,6 +153,7 @@ def _plan_groups(plan: LoadPlan, mine: Mapping[str, KeyedGroup], offered: Any) -
     for key in offered.keys() - mine.keys():
         plan.unexpected(f"{section}.{key}", remedy)
     for key in mine.keys() & offered.keys():
+        plan.loaded_groups.append(mine[key].live)
         where, saved, theirs = f"{section}.{key}", mine[key].saved, offered[key]
         if isinstance(theirs, Mapping):
             theirs = {name: value for name, value in theirs.items() if name not in IMPLEMENTATION_OPTIONS}

@@ -1,11 +1,22 @@
 """Every kind of keyed optimizer over the same three parameters, each to train as torch's Adam does."""
 
+import copy
 from collections.abc import Callable
 
 import torch
 
 import shardopt
-from shardopt import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper
+from shardopt import (
+    CombinedOptimizer,
+    GradientClipping,
+    GradientClippingOptimizer,
+    KeyedOptimizer,
+    KeyedOptimizerWrapper,
+    OptimizerWrapper,
+    WarmupOptimizer,
+    WarmupPolicy,
+    WarmupStage,
+)
 
 Parameters = dict[str, torch.nn.Parameter]
 OPTIONS = {"lr": 0.05, "betas": (0.8, 0.95), "weight_decay": 0.1}
@@ -30,7 +41,7 @@ def train(optimizer, params: Parameters, steps=1, first=0) -> None:
 
 
 def same(one, other) -> bool:
-    """Whether nested state is equal, bit for bit and type for type."""
+    """Whether nested state is equal in every value, type and dtype."""
     if isinstance(one, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
     if isinstance(one, dict):
@@ -38,6 +49,15 @@ def same(one, other) -> bool:
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(same, one, other))
     return type(one) is type(other) and one == other
+
+
+def snapshot(optimizer, params: Parameters):
+    """A copy of all that a step or a load could change."""
+    return copy.deepcopy((list(params.values()), optimizer.state_dict(), [_options(g) for g in optimizer.param_groups]))
+
+
+def _options(group):
+    return {name: value for name, value in group.items() if name != "params"}
 
 
 def inner(params: Parameters, prefix: str) -> Parameters:
@@ -108,6 +128,22 @@ def counting(params: Parameters) -> KeyedOptimizer:
     return Counting(adam(params))
 
 
+def warm(optimizer: KeyedOptimizer) -> KeyedOptimizer:
+    """Its stages are over, so that the rates are the user's; what they are before is for test_warmup.py."""
+    warmup = WarmupOptimizer(optimizer, [WarmupStage(WarmupPolicy.NONE, max_iters=1)], lr=OPTIONS["lr"])
+    warmup.state_dict()["state"]["__warmup"]["warmup"].fill_(1)
+    return warmup
+
+
+def warmed_up(params: Parameters) -> KeyedOptimizer:
+    return warm(adam(params))
+
+
+def clipped(params: Parameters) -> KeyedOptimizer:
+    """So widely that nothing is clipped; what clipping does is for test_clipping.py."""
+    return GradientClippingOptimizer(adam(params), GradientClipping.NORM, max_gradient=1e6)
+
+
 def combined(params: Parameters) -> KeyedOptimizer:
     return CombinedOptimizer([("layer", adam(inner(params, "layer."))), ("head", adam(inner(params, "head.")))])
 
@@ -124,13 +160,22 @@ def nested(params: Parameters) -> KeyedOptimizer:
     return Counting(CombinedOptimizer([("layer", OptimizerWrapper(parts)), head]), "__outer")
 
 
+def everything(params: Parameters) -> KeyedOptimizer:
+    head = OptimizerWrapper(GradientClippingOptimizer(adam(inner(params, "head."))))
+    parts = CombinedOptimizer([("layer", clipped(inner(params, "layer."))), ("head", head)])
+    return GradientClippingOptimizer(warm(parts), GradientClipping.VALUE, max_gradient=1e6)
+
+
 BUILDERS: dict[str, Callable[[Parameters], KeyedOptimizer]] = {
     "own": OwnOptimizer,
     "keyed": adam,
     "keyed wrapper": keyed_wrapper,
     "wrapper": wrapper,
     "wrapper with state": counting,
+    "warmed up": warmed_up,
+    "clipped": clipped,
     "combined": combined,
     "combined without keys": combined_without_keys,
     "nested": nested,
+    "everything": everything,
 }

@@ -33,10 +33,16 @@ SHAPES = {
 }
 
 
-def values(seed, shapes=SHAPES, dtype=torch.float32):
-    """Global values by name, the same on every rank."""
+HALF = ("even", "vector", "grid", "strided", "table", "plain")
+
+
+def values(seed, dtype=torch.float32):
+    """Global values by name, the same on every rank; under the dtype "mixed" those of `HALF` are in bfloat16."""
     generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+    every = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    if dtype == "mixed":
+        return {name: value.bfloat16() if name in HALF else value for name, value in every.items()}
+    return {name: value.to(dtype) for name, value in every.items()}
 
 
 def meshes():

@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Partial, Shard, distribute_tensor
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 from shardopt import checkpoint
 from shardopt.checkpoint.storage import LocalStorage
@@ -223,6 +223,12 @@ def save_with_rank_differences(path, kind):
     if kind == "partial":
         app["same"] = distribute_tensor(torch.ones(3), mesh, [Shard(0)], src_data_rank=None)
         app["partial"] = torch.distributed.tensor.DTensor.from_local(torch.ones(3), mesh, [Partial()])
+    if kind == "drift":
+        app["same"] = torch.full((3,), float(rank == 1))
+    if kind == "drift of shards":
+        rows = init_device_mesh("cpu", (2, 2))
+        local = torch.full((2, 5), float(rank))
+        app["same"] = torch.distributed.tensor.DTensor.from_local(local, rows, [Replicate(), Shard(0)])
     if kind == "collision":
         app |= {"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}
     checkpoint.save(path, app)
@@ -236,14 +242,36 @@ def save_with_rank_differences(path, kind):
         ("dtype", StateError, "float32 on rank 0, float64 on rank 1"),
         ("kind", StateError, "tensors on some ranks"),
         ("object", StateError, "on rank 1: a value cannot be stored"),
+        ("drift", StateError, "same: found other bytes of [0:3] on rank 1 than on rank 0"),
+        ("drift of shards", StateError, "same: found other bytes of [2:4, 0:5] on rank 3 than on rank 1"),
         ("partial", LayoutError, "artial"),
         ("collision", StateError, "two paths give one key"),
     ],
 )
 def test_what_cannot_be_saved_is_refused_by_all(tmp_path, kind, error, said):
-    text = outcomes_alike(run_ranks_outcomes(3, save_with_rank_differences, str(tmp_path / "c"), kind), error)
+    size = 4 if kind == "drift of shards" else 3
+    text = outcomes_alike(run_ranks_outcomes(size, save_with_rank_differences, str(tmp_path / "c"), kind), error)
     assert said in text
     assert not list(tmp_path.glob("c/*"))
+
+
+def save_drifted(path, check):
+    big = torch.zeros(3000)
+    big[-1] = dist.get_rank()
+    checkpoint.save(path, {"big": big, "small": torch.tensor(float(dist.get_rank()))}, check_replicas=check)
+
+
+def save_big_drifted(path, check):
+    big = torch.zeros(3000)
+    big[-1] = dist.get_rank()
+    checkpoint.save(path, {"big": big}, check_replicas=check)
+
+
+def test_large_replicas_are_compared_on_request(tmp_path):
+    run_ranks(2, save_drifted, str(tmp_path / "none"), "none")
+    run_ranks(2, save_big_drifted, str(tmp_path / "small"), "small")
+    text = outcomes_alike(run_ranks_outcomes(2, save_big_drifted, str(tmp_path / "all"), "all"), StateError)
+    assert "check_replicas" in text
 
 
 def save_by_stages(path):

@@ -21,7 +21,7 @@ SHAPES = {
 }
 ABSENT = {0: {"late"}, 1: {"late", "vector"}, 4: {"matrix", "cube"}}
 MORE = [
-    ("eps", {"eps": (1e-3, 1e-2)}),
+    ("large eps", {"eps": (0.9, 1e-2)}),
     ("tensor lr", {"lr": torch.tensor(0.02, dtype=torch.float64)}),
     ("large lr", {"lr": 3.0, "weight_decay": 0.01}),
 ]
@@ -32,7 +32,7 @@ OPTIONS = [
     for foreach in (None, True)
 ]
 # Relative to the largest element of a tensor. In bfloat16 torch rounds the statistics that are kept in float32 here.
-TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 0.03}
+TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 0.05}
 
 
 def parameters(dtype):

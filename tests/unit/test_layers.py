@@ -30,6 +30,7 @@ LAYERS = {
 # The files that may touch private parts of torch, and what for.
 PRIVATE_PLACES = {
     "sharding/view.py": "DTensor specs, _StridedShard, ShardedTensor, LocalShardsWrapper: all tensor classes",
+    "sharding/along.py": "the same classes, for what is left of a tensor when a dimension of it is summed over",
     "algorithms/torch_private.py": "the lazy state of torch's optimizers, made without a step",
 }
 # Private by name only: torch's multi-tensor operations, a tensor's version counter, what a namedtuple offers.

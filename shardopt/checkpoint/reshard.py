@@ -1,0 +1,139 @@
+"""A checkpoint rewritten as other ranks would have written it; offline, in one process, a piece at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator
+
+from shardopt.checkpoint.commit import commit, discard, refuse_committed
+from shardopt.checkpoint.describe import Geometry
+from shardopt.checkpoint.format import SEGMENT_BYTES
+from shardopt.checkpoint.manifest import StoredLayout
+from shardopt.checkpoint.memory import bytes_of
+from shardopt.checkpoint.plan import Member
+from shardopt.checkpoint.read import pieces_in_order
+from shardopt.checkpoint.reader import CheckpointReader, open_checkpoint
+from shardopt.checkpoint.save import SaveReport
+from shardopt.checkpoint.storage import storage_of
+from shardopt.checkpoint.write import OwnParts, Part, SavePlan, write_files
+from shardopt.errors import MismatchError, Problem
+from shardopt.sharding.layout import Layout, everywhere
+from shardopt.sharding.mesh import Mesh, Split, mesh_layout
+from shardopt.values import encode_value
+
+ChooseLayout = Callable[[str, StoredLayout], Layout]
+"""Gets a key and its stored layout; the layout's holders are ranks of the job that is to be."""
+
+
+def reshard(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    world_size: int | None = None,
+    layout: ChooseLayout | None = None,
+    drop_per_rank: bool = False,
+    progress: Callable[[int, int], object] | None = None,
+) -> SaveReport:
+    """Writes the checkpoint at `src` to `dst` as other ranks would have written it. Local; needs no accelerator.
+
+    A load reshards anyway: this is for handing a checkpoint on in another shape, or for reading it once instead of at
+    every start. At most some 20 MiB of tensors are in memory at a time.
+
+    Args:
+        src: of a committed checkpoint.
+        dst: a directory that holds no committed checkpoint.
+        world_size: of ranks that hold each tensor as it is stored now, in this many chunks along the dimension that has
+            most parts; what is stored in one part is whole on every rank, and they share the writing.
+        layout: instead of `world_size`, chooses the layout of each tensor.
+        drop_per_rank: leave out values per rank; they cannot be kept where the number of ranks changes.
+        progress: called with the bytes of tensors that are written and those there are.
+
+    Raises:
+        CheckpointNotFoundError, CorruptionError, FormatError: as for `open`.
+        CheckpointExistsError: a committed checkpoint stands at `dst`.
+        MismatchError: there are values per rank, and neither their number fits nor are they to be dropped.
+        LayoutError: a chosen layout does not make up its tensor.
+    """
+    if (world_size is None) == (layout is None):
+        raise ValueError("world_size and layout: found both or neither; required one of them; give one")
+    begin = time.monotonic()
+    target = storage_of(dst)
+    refuse_committed(target)
+    with open_checkpoint(src) as reader:
+        choose = layout or _as_stored(world_size or 0)
+        tensors = reader.manifest.tensors
+        layouts = {key: choose(key, tensor.layout) for key, tensor in tensors.items()}
+        named = [rank for each in set(layouts.values()) for ranks in each.holders or () for rank in ranks]
+        size = world_size or 1 + max(named, default=0)
+        everyone = tuple(range(size))
+        members = {key: Member(t.path, t.dtype, layouts[key], everyone) for key, t in tensors.items()}
+        keep_per_rank = _keeps_per_rank(reader, size, drop_per_rank)
+        plan = SavePlan(Geometry(members, reader.manifest.per_rank if keep_per_rank else {}), size)
+
+        target.make()
+        save_id = secrets.token_hex(6)
+        source = _Source(reader, sum(member.nbytes for member in members.values()), progress)
+        try:
+            reports = []
+            for rank in everyone:
+                per_rank = _per_rank(reader, rank) if keep_per_rank else None
+                files = write_files(target, save_id, OwnParts(plan, rank), source.chunks_of, per_rank)
+                reports.append([[file.name, file.nbytes, file.digest] for file in files])
+            values = {key: (path, encode_value(value, key)) for key, (path, value) in reader.manifest.values.items()}
+            total = commit(target, save_id, plan, values, reports)
+        except BaseException:
+            discard(target, save_id)
+            raise
+    return SaveReport(target.url, save_id, len(members), total, total, time.monotonic() - begin)
+
+
+def _as_stored(world_size: int) -> ChooseLayout:
+    mesh = Mesh((world_size,), tuple(range(world_size)))
+
+    def choose(key: str, stored: StoredLayout) -> Layout:
+        parts = [len({box.offsets[dim] for box in stored.boxes}) for dim in range(len(stored.shape))]
+        if max(parts, default=1) <= 1:
+            return everywhere(stored.shape)
+        return mesh_layout(stored.shape, mesh, (Split(0, parts.index(max(parts))),))
+
+    return choose
+
+
+def _keeps_per_rank(reader: CheckpointReader, size: int, drop: bool) -> bool:
+    stored = reader.manifest
+    if drop or not stored.per_rank:
+        return False
+    if stored.world_size != size:
+        found = f"values of {stored.world_size} ranks"
+        problem = Problem(", ".join(stored.per_rank), found, f"{size} ranks", "keep the number, or drop_per_rank=True")
+        raise MismatchError("values per rank do not fit another number of ranks", [problem])
+    return True
+
+
+def _per_rank(reader: CheckpointReader, rank: int) -> bytes:
+    return json.dumps({key: encode_value(value, key) for key, value in reader.per_rank(rank).items()}).encode()
+
+
+class _Source:
+    """The bytes of parts, read from a checkpoint a piece at a time."""
+
+    def __init__(self, reader: CheckpointReader, total: int, progress: Callable[[int, int], object] | None) -> None:
+        self._reader, self._total, self._progress, self._done = reader, total, progress, 0
+
+    def chunks_of(self, part: Part) -> Iterator[memoryview]:
+        left = bytearray()
+        for box in pieces_in_order(part.box, part.dtype.itemsize):
+            piece = bytes_of(self._reader.read(part.key, box))
+            self._done += piece.nbytes
+            if self._progress is not None:
+                self._progress(self._done, self._total)
+            left += piece
+            whole_segments = len(left) - len(left) % SEGMENT_BYTES
+            if whole_segments:
+                yield memoryview(bytes(left[:whole_segments]))
+                del left[:whole_segments]
+        if left:
+            yield memoryview(bytes(left))

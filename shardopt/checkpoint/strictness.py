@@ -1,0 +1,112 @@
+"""What a load makes of differences, and of the names in a checkpoint."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, TypeVar
+
+from shardopt.checkpoint.manifest import Manifest, StoredTensors
+from shardopt.errors import MismatchError, Problem
+from shardopt.state import FlatState, Path
+
+T = TypeVar("T")
+
+Choice = Literal["raise", "warn", "ignore"]
+
+
+@dataclass(frozen=True, slots=True)
+class Strictness:
+    """One choice for each kind of difference between a checkpoint and an app; "raise" is the default for all.
+
+    Args:
+        missing: keys of the app that the checkpoint has not; they stay as they are.
+        unexpected: keys of the checkpoint that the app has not; they are left out.
+        dtype: "cast" converts floating point and complex values to the dtype that the app has.
+        uninitialized: an optimizer that has state on one side only; it stays as it is.
+    """
+
+    missing: Choice = "raise"
+    unexpected: Choice = "raise"
+    dtype: Literal["raise", "cast"] = "raise"
+    uninitialized: Choice = "raise"
+
+    def __post_init__(self) -> None:
+        allowed = {"dtype": ("raise", "cast")}
+        for name in ("missing", "unexpected", "dtype", "uninitialized"):
+            choices = allowed.get(name, ("raise", "warn", "ignore"))
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}: found {getattr(self, name)!r}; required one of {choices}")
+
+
+def strictness_of(strict: bool | Strictness) -> Strictness:
+    """What `load(..., strict=...)` means: True raises for everything, False ignores keys that only one side has."""
+    if isinstance(strict, Strictness):
+        return strict
+    return Strictness() if strict else Strictness(missing="ignore", unexpected="ignore")
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """A checkpoint under the names of an app.
+
+    Args:
+        manifest: with the app's keys and paths, without what is not selected.
+        renamed: key of the app → key in the data files, where they differ.
+        chosen: the app's keys that are to be loaded.
+    """
+
+    manifest: Manifest
+    renamed: Mapping[str, str]
+    chosen: frozenset[str]
+
+
+def under_names_of(manifest: Manifest, flat: FlatState, select: str | None, rename: Mapping[str, str] | None) -> Names:
+    """Applies `rename` (regex → replacement, in turn) to stored keys, and `select` (a regex) to keys on both sides.
+
+    Raises:
+        MismatchError: two stored keys get one name.
+    """
+    if not select and not rename:
+        return Names(manifest, {}, frozenset(flat.leaves))
+    keys = [*manifest.tensors, *manifest.values, *manifest.per_rank]
+    rules = [(re.compile(pattern), into) for pattern, into in (rename or {}).items()]
+    wanted = re.compile(select or "")
+    new_key = {}
+    for key in keys:
+        name = key
+        for pattern, into in rules:
+            name = pattern.sub(into, name)
+        new_key[key] = name
+    _refuse_collisions(keys, new_key)
+
+    def path_of(key: str, path: Path) -> Path:
+        leaf = flat.leaves.get(new_key[key])
+        if leaf is not None:
+            return leaf.path
+        return path if new_key[key] == key else tuple(new_key[key].split("."))
+
+    def chosen(stored: Mapping[str, T]) -> Iterable[tuple[str, T]]:
+        return ((key, value) for key, value in stored.items() if wanted.search(new_key[key]))
+
+    named_anew = replace(
+        manifest,
+        tensors=StoredTensors(
+            (new_key[key], tensor._replace(path=path_of(key, tensor.path))) for key, tensor in chosen(manifest.tensors)
+        ),
+        values={new_key[key]: (path_of(key, path), value) for key, (path, value) in chosen(manifest.values)},
+        per_rank={new_key[key]: path_of(key, path) for key, path in chosen(manifest.per_rank)},
+    )
+    changed = {new: key for key, new in new_key.items() if new != key}
+    return Names(named_anew, changed, frozenset(key for key in flat.leaves if wanted.search(key)))
+
+
+def _refuse_collisions(keys: Iterable[str], new_key: Mapping[str, str]) -> None:
+    taken: dict[str, str] = {}
+    for key in keys:
+        name = new_key[key]
+        if name in taken:
+            problem = Problem(name, f"{taken[name]} and {key}", "one stored key for a name", "mend the rules")
+            raise MismatchError("the rules of rename give two keys one name", [problem])
+        taken[name] = key

@@ -1,0 +1,146 @@
+"""Is a checkpoint what was written? Every structure, size and checksum, without a process group and without an app."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from shardopt.checkpoint.commit import read_manifest
+from shardopt.checkpoint.format import CHECKSUMS_PREFIX, DATA_SUFFIX, PER_RANK_PREFIX
+from shardopt.checkpoint.manifest import DataFile, Manifest, StoredTensor
+from shardopt.checkpoint.read import OpenFile, damaged_segments
+from shardopt.checkpoint.storage import Storage, storage_of
+from shardopt.errors import CorruptionError, Problem
+from shardopt.sharding.box import Box, cover_faults
+
+_THREADS = 4
+_REMEDY = "restore from another checkpoint"
+
+Progress = Callable[[int, int], object]
+"""Gets the bytes that are done and the bytes there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What `verify` found.
+
+    Args:
+        url: where the checkpoint is.
+        tensors: how many tensors it holds.
+        files: how many data files it has.
+        bytes_read: of data files.
+        problems: everything that is not as it was written, each with file, key and segment; empty if all is well.
+    """
+
+    url: str
+    tensors: int
+    files: int
+    bytes_read: int
+    problems: tuple[Problem, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every byte is as it was written."""
+        return not self.problems
+
+    def raise_if_damaged(self) -> None:
+        """Raises CorruptionError with all problems, if there are any."""
+        if self.problems:
+            raise CorruptionError(f"the checkpoint at {self.url} is damaged", self.problems)
+
+
+def verify(url: str | os.PathLike[str], *, progress: Progress | None = None) -> VerifyReport:
+    """Reads all of a committed checkpoint and checks structure, coverage, sizes and every checksum. Local.
+
+    Damage does not end it: all of it is reported. At most a few pieces of 8 MiB are in memory.
+
+    Args:
+        progress: called with the bytes done and the bytes there are, now and then, from several threads.
+
+    Raises:
+        CheckpointNotFoundError: there is no committed checkpoint here.
+        FormatError: it needs a newer reader.
+    """
+    storage = storage_of(url)
+    try:
+        manifest, _ = read_manifest(storage)
+    except CorruptionError as error:
+        return VerifyReport(storage.url, 0, 0, 0, error.problems)
+    problems = [*_cover_problems(storage, manifest), *_stray_files(storage, manifest)]
+    members = _members_by_file(manifest)
+    done = _Counter(sum(file.nbytes for file in manifest.files), progress)
+    with ThreadPoolExecutor(_THREADS, "shardopt-verify") as pool:
+        checks = [
+            pool.submit(_check_file, storage, file, members[number], done) for number, file in enumerate(manifest.files)
+        ]
+        for check in checks:
+            problems += check.result()
+    return VerifyReport(storage.url, len(manifest.tensors), len(manifest.files), done.nbytes, tuple(problems))
+
+
+class _Counter:
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self.nbytes, self._total, self._progress, self._lock = 0, total, progress, threading.Lock()
+
+    def add(self, nbytes: int) -> None:
+        with self._lock:
+            self.nbytes += nbytes
+            if self._progress is not None:
+                self._progress(self.nbytes, self._total)
+
+
+def _cover_problems(storage: Storage, manifest: Manifest) -> Iterator[Problem]:
+    faults: dict[int, list[str]] = {}
+    for key, tensor in manifest.tensors.items():
+        layout = tensor.layout
+        if id(layout) not in faults:
+            faults[id(layout)] = cover_faults(layout.shape, layout.boxes)
+        for fault in faults[id(layout)]:
+            yield Problem(f"{storage.url}: {key}", fault, "boxes that make up the tensor", _REMEDY)
+
+
+def _stray_files(storage: Storage, manifest: Manifest) -> Iterator[Problem]:
+    known = {file.name for file in manifest.files}
+    for name in storage.names():
+        if name.endswith(DATA_SUFFIX) and name not in known:
+            yield Problem(f"{storage.url}/{name}", "a data file of another save", "only the manifest's", "remove it")
+
+
+def _members_by_file(manifest: Manifest) -> defaultdict[int, list[tuple[str, StoredTensor, Box]]]:
+    members: defaultdict[int, list[tuple[str, StoredTensor, Box]]] = defaultdict(list)
+    for key, tensor in manifest.tensors.items():
+        for box, file in zip(tensor.layout.boxes, tensor.layout.files, strict=True):
+            members[file].append((key, tensor, box))
+    return members
+
+
+def _check_file(
+    storage: Storage, file: DataFile, members: list[tuple[str, StoredTensor, Box]], done: _Counter
+) -> list[Problem]:
+    problems: list[Problem] = []
+    try:
+        opened = OpenFile(storage, file)
+    except CorruptionError as error:
+        done.add(file.nbytes)
+        return [*error.problems]
+    known = set()
+    for key, tensor, box in members:
+        known.add(key)
+        try:
+            opened.entry(key, tensor.dtype, box)
+        except CorruptionError as error:
+            problems += error.problems
+    for key, entry in opened.entries.items():
+        if key.startswith(CHECKSUMS_PREFIX):
+            continue
+        if key not in known and not key.startswith(PER_RANK_PREFIX):
+            problems.append(Problem(opened.where, f"{key!r}", "only what the manifest has", _REMEDY))
+        try:
+            problems += damaged_segments(opened, entry, done.add)
+        except CorruptionError as error:
+            problems += error.problems
+    return problems

@@ -1,0 +1,238 @@
+"""Stages of a warm-up: what they are made of, which can be, and the multiplier at every iteration of a list of them."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum, unique
+from typing import NamedTuple
+
+from shardopt.errors import Problem, StateError
+from shardopt.optim import multipliers
+
+
+@unique
+class WarmupPolicy(Enum):
+    """How a stage's multiplier goes with the iteration i, from the stage's begin s to its end N, with its value v.
+
+    A stage multiplies the full rate by `lr_scale` times:
+
+    NONE: 1.
+
+    LINEAR: v + (1 − v)·(i − s)/(N − s).
+
+    CONSTANT: v.
+
+    POLY: max(0, 1 − (i − s)/(decay_iters − s))^v.
+
+    STEP: v^(⌊i/decay_iters⌋ − ⌊s/decay_iters⌋).
+
+    INVSQRT: √max(s, 1) / √max(i, 1).
+
+    COSINE_ANNEALING_WARM_RESTARTS: v + (1 − v)·(1 + cos(π·t/sgdr_period))/2, t = (i − s) mod sgdr_period.
+
+    INTERPOLATE: v + (end_value − v)·(i − a)/(N − a), a = start_interpolating_iters; v before a.
+
+    The sources, and how later stages differ from torchrec's, stand at the functions of `shardopt.optim.multipliers`.
+    """
+
+    NONE = "none"
+    LINEAR = "linear"
+    CONSTANT = "constant"
+    POLY = "poly"
+    STEP = "step"
+    INVSQRT = "inv_sqrt"
+    COSINE_ANNEALING_WARM_RESTARTS = "cosine_annealing_warm_restarts"
+    INTERPOLATE = "interpolate"
+
+
+@dataclass
+class WarmupStage:
+    """One stage; `WarmupPolicy` has the formulas. A `WarmupOptimizer` takes a copy.
+
+    Args:
+        policy: how the multiplier goes.
+        max_iters: the iteration at which the stage ends, counted from the beginning of training; each stage's is
+            larger than that of the stage before.
+        value: v of the policy: a multiplier, for POLY the exponent; >= 0.
+        lr_scale: multiplies the whole stage; >= 0.
+        decay_iters: of POLY, the iteration at which the multiplier reaches 0; of STEP, the iterations from one
+            multiplication to the next. 0 and less stands for `max_iters` with POLY and for 1 with STEP.
+        sgdr_period: of COSINE_ANNEALING_WARM_RESTARTS, in iterations; >= 1.
+        start_interpolating_iters: of INTERPOLATE, which needs it: the iteration up to which the multiplier is `value`.
+        end_value: of INTERPOLATE, which needs it: the multiplier at `max_iters`; >= 0.
+    """
+
+    policy: WarmupPolicy = WarmupPolicy.LINEAR
+    max_iters: int = 1
+    value: float = 1.0
+    lr_scale: float = 1.0
+    decay_iters: int = -1
+    sgdr_period: int = 1
+    start_interpolating_iters: int | None = None
+    end_value: float | None = None
+
+
+class _Policy(NamedTuple):
+    """What a policy takes of a stage besides `max_iters` and `lr_scale`, and its multiplier from stage, s and i."""
+
+    fields: tuple[str, ...]
+    multiplier: Callable[[WarmupStage, int, int], float]
+
+
+_POLICIES = {
+    WarmupPolicy.NONE: _Policy((), lambda stage, s, i: 1.0),
+    WarmupPolicy.LINEAR: _Policy(
+        ("value",), lambda stage, s, i: multipliers.linear(stage.value, s, stage.max_iters, i)
+    ),
+    WarmupPolicy.CONSTANT: _Policy(("value",), lambda stage, s, i: stage.value),
+    WarmupPolicy.POLY: _Policy(
+        ("value", "decay_iters"), lambda stage, s, i: multipliers.poly(stage.value, s, stage.decay_iters, i)
+    ),
+    WarmupPolicy.STEP: _Policy(
+        ("value", "decay_iters"), lambda stage, s, i: multipliers.step(stage.value, s, stage.decay_iters, i)
+    ),
+    WarmupPolicy.INVSQRT: _Policy((), lambda stage, s, i: multipliers.inverse_sqrt(s, i)),
+    WarmupPolicy.COSINE_ANNEALING_WARM_RESTARTS: _Policy(
+        ("value", "sgdr_period"),
+        lambda stage, s, i: multipliers.cosine_restarts(stage.value, stage.sgdr_period, s, stage.max_iters, i),
+    ),
+    WarmupPolicy.INTERPOLATE: _Policy(
+        ("value", "start_interpolating_iters", "end_value"),
+        lambda stage, s, i: multipliers.interpolate(
+            # `Schedule` refuses stages without these two.
+            stage.value,
+            stage.end_value or 0.0,
+            stage.start_interpolating_iters or 0,
+            stage.max_iters,
+            i,
+        ),
+    ),
+}
+
+
+class Schedule:
+    """The multiplier at every iteration, through all stages; after the last one it stays what it was at its end.
+
+    Args:
+        stages: are copied.
+
+    Raises:
+        StateError: there are none, or a field cannot be what it is; names each.
+    """
+
+    def __init__(self, stages: Sequence[WarmupStage]) -> None:
+        if not stages:
+            remedy = "pass a stage, as [WarmupStage(WarmupPolicy.LINEAR, max_iters=1000, value=0.01)]"
+            raise StateError("a warm-up has no stages", [Problem("stages", "none", "at least one", remedy)])
+        problems = [problem for k in range(len(stages)) for problem in _wrong_fields(stages, k)]
+        if problems:
+            raise StateError("a warm-up cannot have these stages", problems)
+        self._stages = [_with_defaults(stage) for stage in stages]
+        self._ends = [stage.max_iters for stage in stages]
+        self._starts = [0, *self._ends[:-1]]
+        problems = list(self._wrong_multipliers())
+        if problems:
+            raise StateError("a warm-up cannot have these stages", problems)
+
+    @property
+    def end(self) -> int:
+        """The last iteration of the last stage."""
+        return self._ends[-1]
+
+    def stage_at(self, iteration: int) -> int:
+        """The position of the stage that an iteration is in; the number of stages after the last one's end."""
+        return bisect_left(self._ends, iteration)
+
+    def multiplier(self, iteration: int) -> float:
+        """What the full rate is multiplied by in step `iteration + 1`."""
+        k = min(self.stage_at(iteration), len(self._stages) - 1)
+        return self._at(k, min(max(iteration, self._starts[k]), self._ends[k]))
+
+    def described(self) -> list[str]:
+        """Each stage in a line: all that its multiplier depends on, and nothing else."""
+        return [
+            " ".join(
+                [stage.policy.value]
+                + [f"{name}={getattr(stage, name)!r}" for name in ("max_iters", "lr_scale", *_fields(stage))]
+            )
+            for stage in self._stages
+        ]
+
+    def _at(self, k: int, iteration: int) -> float:
+        stage = self._stages[k]
+        return _POLICIES[stage.policy].multiplier(stage, self._starts[k], iteration) * stage.lr_scale
+
+    def _wrong_multipliers(self) -> Iterator[Problem]:
+        """What can be told of one stage only with the others: a decay that is over before it begins, an overflow."""
+        for k, (stage, start) in enumerate(zip(self._stages, self._starts, strict=True)):
+            if stage.policy is WarmupPolicy.POLY and stage.decay_iters <= start:
+                found = f"{stage.decay_iters}, while the stage begins at {start}"
+                remedy = "count it from the beginning of training"
+                yield Problem(f"stages[{k}].decay_iters", found, "a later iteration", remedy)
+            elif self._overflows(k):
+                found = f"{self.described()[k]}, which overflows"
+                yield Problem(f"stages[{k}]", found, "a finite multiplier", "lower its value")
+
+    def _overflows(self, k: int) -> bool:
+        try:
+            return not math.isfinite(self._at(k, self._ends[k]))
+        except OverflowError:
+            return True
+
+
+def _fields(stage: WarmupStage) -> tuple[str, ...]:
+    return _POLICIES[stage.policy].fields
+
+
+def _with_defaults(stage: WarmupStage) -> WarmupStage:
+    """A copy, with numbers of Python's own types, and `decay_iters` as meant."""
+    decay_iters = int(stage.decay_iters)
+    if decay_iters <= 0:
+        decay_iters = 1 if stage.policy is WarmupPolicy.STEP else stage.max_iters
+    end_value = None if stage.end_value is None else float(stage.end_value)
+    return replace(
+        stage, value=float(stage.value), lr_scale=float(stage.lr_scale), decay_iters=decay_iters, end_value=end_value
+    )
+
+
+def _wrong_fields(stages: Sequence[WarmupStage], k: int) -> Iterator[Problem]:
+    stage = stages[k]
+    if not isinstance(stage, WarmupStage) or not isinstance(stage.policy, WarmupPolicy):
+        remedy = "write WarmupStage(WarmupPolicy.LINEAR, max_iters=1000, value=0.01)"
+        yield Problem(f"stages[{k}]", repr(stage), "a WarmupStage with a WarmupPolicy", remedy)
+        return
+    before = stages[k - 1].max_iters if k and isinstance(stages[k - 1], WarmupStage) else 0
+    least = before + 1 if isinstance(before, int) else 1
+    needed: dict[str, str] = {}
+    if not is_integer(stage.max_iters) or stage.max_iters < least:
+        needed["max_iters"] = f"an integer of at least {least}, counted from the beginning of training"
+    for name in ("value", "lr_scale"):
+        if not is_rate(getattr(stage, name)):
+            needed[name] = "a finite number that is not negative"
+    if not is_integer(stage.decay_iters):
+        needed["decay_iters"] = "an integer"
+    if "sgdr_period" in _fields(stage) and not (is_integer(stage.sgdr_period) and stage.sgdr_period >= 1):
+        needed["sgdr_period"] = "an integer of at least 1"
+    if stage.policy is WarmupPolicy.INTERPOLATE:
+        a = stage.start_interpolating_iters
+        if not is_integer(a) or "max_iters" in needed or not 0 <= a < stage.max_iters:  # type: ignore[operator]  # an integer here
+            needed["start_interpolating_iters"] = "an integer from 0 to below max_iters"
+        if not is_rate(stage.end_value):
+            needed["end_value"] = "a finite number that is not negative"
+    for name, required in needed.items():
+        yield Problem(
+            f"stages[{k}].{name}", repr(getattr(stage, name)), required, f"mend this {stage.policy.value} stage"
+        )
+
+
+def is_integer(value: object) -> bool:
+    """Whether it counts iterations: an int, and not a bool."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_rate(value: object) -> bool:
+    """Whether it is a finite number that is not negative."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0

@@ -1,0 +1,208 @@
+"""A wrapper that takes the learning rate through the stages of a warm-up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardopt.errors import Problem, StateError
+from shardopt.optim.base import KeyedOptimizer
+from shardopt.optim.loading import LoadPlan
+from shardopt.optim.saved import PARAMS, STATE
+from shardopt.optim.stages import Schedule, WarmupPolicy, WarmupStage, is_rate
+from shardopt.optim.wrapper import OptimizerWrapper, OwnState
+
+__all__ = ["WarmupOptimizer", "WarmupPolicy", "WarmupStage"]
+
+POSITION = "warmup"
+STAGES = "stages"
+
+
+class WarmupOptimizer(OptimizerWrapper):
+    """Another keyed optimizer whose learning rate goes through stages.
+
+    Step i + 1 is taken at the full rate times the stages' multiplier at iteration i (`WarmupPolicy` has the formulas).
+
+    **Full rates.** `lr` is the full rate of the groups that have the wrapped optimizer's default one; if none has, of
+    the first group. The others keep their ratios: a group with twice that rate has twice `lr`, one with rate 0 stays
+    at 0. Where no group has a rate other than 0, every one gets `lr`. A group that is added later gets its rate in the
+    same way. The full rate of a group stands in it as "initial_lr", from which torch's schedulers start. A rate that
+    is a tensor is filled in place.
+
+    **When the rate changes.** It is set when this optimizer is made (for step 1; optimizers that step during backward
+    use it before the first `step()`), at the end of each `step()` (for the next one), and when state is loaded. Until
+    the last stage has ended it is also set when a step begins, so that these steps are the warm-up's, whatever was
+    written into the groups between them. When the last stage has ended the rate stays as it is, and is never written
+    again: it belongs to the user, and to schedulers.
+
+    **A scheduler of torch's** is attached to this optimizer (or to the one in it) after this one is made. What it
+    writes while stages last is not used. Afterwards its rates are: one that multiplies the rate (StepLR,
+    CosineAnnealingLR, ReduceLROnPlateau, ...) goes on from where the warm-up has ended, one that computes it from
+    "initial_lr" (LambdaLR, ...) from the full rate.
+
+    **What is saved.** `state_dict()["state"][param_name]` has "warmup", an int64 tensor (iteration, position of the
+    stage), equal on all ranks, and "stages", their descriptions. Loading refuses state of other stages; further stages
+    may be appended. Rates are saved where groups are (`save_param_groups(True)`), and then loaded with the full ones;
+    otherwise they follow from `lr` and the iteration.
+
+    Args:
+        optimizer: is wrapped. Of two warm-ups around one optimizer, the outer one's rates are used.
+        stages: at least one; copied.
+        lr: the full rate, >= 0.
+        lr_param: the option of the groups that is set; the full one is "initial_" and this.
+        param_name: the name that the warm-up's own state goes by.
+
+    Raises:
+        StateError: there are no stages, an argument is not what it has to be, a group has no number under `lr_param`,
+            or `param_name` is taken.
+    """
+
+    def __init__(
+        self,
+        optimizer: KeyedOptimizer,
+        stages: Sequence[WarmupStage],
+        lr: float = 0.1,
+        lr_param: str = "lr",
+        param_name: str = "__warmup",
+    ) -> None:
+        super().__init__(optimizer)
+        self._schedule = Schedule(stages)
+        problems = [
+            *_wrong_arguments(lr, lr_param, param_name, optimizer._state_names()),
+            *self._wrong_groups(lr_param),
+        ]
+        if problems:
+            raise StateError("a warm-up cannot be made", problems)
+        self._lr, self._lr_param, self._param_name = float(lr), lr_param, param_name
+        self._own: dict[str, Any] = {
+            POSITION: torch.zeros(2, dtype=torch.int64, device="cpu"),
+            STAGES: self._schedule.described(),
+        }
+        nominal = [self._nominal(group) for group in self.param_groups]
+        self._reference = self._nominal_default(nominal)
+        for group, rate in zip(self.param_groups, nominal, strict=True):
+            group[self._full] = self._full_rate(rate)
+        self._set_rates()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """The wrapped optimizer's; the group's rate is that of this iteration, as of all groups."""
+        super().add_param_group(param_group)
+        if "_reference" in self.__dict__:  # torch's constructor calls this, too
+            self._adopt()
+
+    def __repr__(self) -> str:
+        stages = ", ".join(self._own[STAGES])
+        return f"{type(self).__name__} (iteration {self._iteration} of {stages}) of {self._parts[0]!r}"
+
+    @property
+    def _iteration(self) -> int:
+        return int(self._own[POSITION][0])
+
+    @property
+    def _full(self) -> str:
+        return f"initial_{self._lr_param}"
+
+    def _own_state(self) -> OwnState:
+        return {self._param_name: self._own}
+
+    def _before_step(self) -> None:
+        self._adopt()
+        if self._iteration < self._schedule.end:
+            self._set_rates()
+
+    def _after_step(self) -> None:
+        iteration = self._iteration + 1
+        self._own[POSITION][0] = iteration
+        self._own[POSITION][1] = self._schedule.stage_at(iteration)
+        if iteration <= self._schedule.end:
+            self._set_rates()
+
+    def _plan(self, plan: LoadPlan, offered: Mapping[str, Any]) -> None:
+        state = offered.get(STATE)
+        entries = state.get(self._param_name) if isinstance(state, Mapping) else None
+        if isinstance(state, Mapping) and isinstance(entries, Mapping) and STAGES in entries:
+            saved, mine = entries[STAGES], self._own[STAGES]
+            if not isinstance(saved, list) or not saved or mine[: len(saved)] != saved:
+                plan.problem(
+                    f"{plan.section(STATE)}.{self._param_name}.{STAGES}",
+                    f"a warm-up through {saved}",
+                    f"one through {mine}, or the first of them",
+                    "build the optimizer with the stages that were saved; others can only be appended to them",
+                )
+            offered = {**offered, STATE: {**state, self._param_name: {**entries, STAGES: mine}}}
+        super()._plan(plan, offered)
+        plan.then(lambda: self._follow(plan))
+
+    def _follow(self, plan: LoadPlan) -> None:
+        """Sets the rates of the loaded iteration in all groups that were not loaded themselves."""
+        self._own[POSITION][1] = self._schedule.stage_at(self._iteration)  # stages may have been appended
+        loaded = {id(group) for group in plan.loaded_groups}
+        self._set_rates([group for group in self.param_groups if id(group) not in loaded])
+
+    def _set_rates(self, groups: Sequence[dict[str, Any]] | None = None) -> None:
+        """Writes the rate of this iteration into groups; all if None."""
+        multiplier = self._schedule.multiplier(self._iteration)
+        with torch.no_grad():
+            for group in self.param_groups if groups is None else groups:
+                rate = group[self._full] * multiplier
+                if isinstance(group.get(self._lr_param), Tensor):
+                    group[self._lr_param].fill_(rate)
+                else:
+                    group[self._lr_param] = rate
+
+    def _adopt(self) -> None:
+        """Takes up groups that were added since, here or at the wrapped optimizer."""
+        new = [group for group in self.param_groups if self._full not in group]
+        for group in new:
+            rate = group.get(self._lr_param)
+            # torch lets groups share the tensor of the default rate, which by now has been multiplied.
+            twins = [other for other in self.param_groups if self._full in other and other[self._lr_param] is rate]
+            shared = isinstance(rate, Tensor) and twins
+            group[self._full] = twins[0][self._full] if shared else self._full_rate(self._nominal(group))
+        self._set_rates(new)
+
+    def _full_rate(self, nominal: float | None) -> float:
+        return self._lr if nominal is None or not self._reference else self._lr * (nominal / self._reference)
+
+    def _nominal(self, group: Mapping[str, Any]) -> float | None:
+        """A group's rate as it was given: before other warm-ups or schedulers, if there are any."""
+        return _number(group.get(self._full, group.get(self._lr_param)))
+
+    def _nominal_default(self, nominal: Sequence[float | None]) -> float | None:
+        """The rate that `lr` stands for; None if there is none."""
+        default = _number(self.defaults.get(self._lr_param))
+        # A default that no group has may be one that nobody chose, or that another warm-up has replaced.
+        candidates = [default, *nominal] if default in nominal else nominal
+        return next((rate for rate in candidates if rate), None)
+
+    def _wrong_groups(self, lr_param: str) -> Iterator[Problem]:
+        for k, group in enumerate(self.param_groups):
+            options = sorted(name for name in group if name != PARAMS)
+            if lr_param not in group:
+                if options:  # without any, as tests and fused optimizers have it, the rate is for others to read
+                    remedy = f"pass lr_param, one of {options}"
+                    yield Problem(f"param_groups[{k}].{lr_param}", "no such option", "a learning rate", remedy)
+            elif _number(group[lr_param]) is None:
+                found, required = repr(group[lr_param]), "a number that is not negative, or a tensor of one"
+                remedy = f"pass as lr_param the one of {options} that is the learning rate"
+                yield Problem(f"param_groups[{k}].{lr_param}", found, required, remedy)
+
+
+def _number(rate: Any) -> float | None:
+    """A rate as a float; None if it is none."""
+    return float(rate) if is_rate(rate) or (isinstance(rate, Tensor) and rate.numel() == 1) else None
+
+
+def _wrong_arguments(lr: object, lr_param: object, param_name: object, taken: set[str]) -> Iterator[Problem]:
+    if not is_rate(lr):
+        yield Problem("lr", repr(lr), "a finite number that is not negative", "pass the full learning rate")
+    if not isinstance(lr_param, str) or not lr_param:
+        yield Problem("lr_param", repr(lr_param), "the name of an option", 'pass "lr"')
+    if not isinstance(param_name, str) or not param_name:
+        yield Problem("param_name", repr(param_name), "a name", 'pass "__warmup"')
+    elif param_name in taken:
+        found = f"{param_name!r}, which has state in the wrapped optimizer already"
+        yield Problem("param_name", found, "another name", "give each warm-up a name of its own")

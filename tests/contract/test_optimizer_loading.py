@@ -1,0 +1,297 @@
+"""What every kind of keyed optimizer saves and loads: exact, in place, and all or nothing."""
+
+import copy
+import re
+
+import pytest
+import torch
+
+from shardopt import checkpoint
+from shardopt.errors import MismatchError, StateError
+from tests.contract.optimizers import BUILDERS, parameters, same, snapshot, train
+
+each_kind = pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS)
+
+
+@each_kind
+def test_init_state_is_invisible_and_gives_a_destination(build):
+    params, plain = parameters(), parameters()
+    optimizer, trained = build(params), build(plain)
+    before = copy.deepcopy(list(params.values()))
+    optimizer.init_state([next(iter(params))])
+    assert all(map(torch.equal, params.values(), before))
+    assert all(parameter.grad is None for parameter in params.values())
+    saved = optimizer.state_dict()["state"]
+    assert all(saved[name]["step"] == 0 for name in params)
+    train(optimizer, params, 3)
+    train(trained, plain, 3)
+    assert same(optimizer.state_dict(), trained.state_dict())
+    assert all(map(torch.equal, params.values(), plain.values()))
+    with pytest.raises(StateError, match="found nobody"):
+        optimizer.init_state(["nobody"])
+
+
+@each_kind
+def test_loading_is_in_place_and_exact(build):
+    params, plain = parameters(), parameters(1)
+    optimizer, trained = build(params), build(plain)
+    train(trained, plain, 3)
+    optimizer.init_state()
+    addresses = {
+        (name, entry): value.data_ptr()
+        for name, entries in optimizer.state_dict()["state"].items()
+        for entry, value in entries.items()
+        if isinstance(value, torch.Tensor)
+    }
+    saved = trained.state_dict()
+    for group in trained.param_groups:
+        group["lr"] = 0.125
+    saved = trained.state_dict()
+    assert optimizer.load_state_dict(saved) == ([], [])
+    loaded = optimizer.state_dict()
+    assert same(loaded, saved)
+    assert {group["lr"] for group in optimizer.param_groups} == {0.125}
+    for (name, entry), address in addresses.items():
+        assert loaded["state"][name][entry].data_ptr() == address
+
+
+def drop_parameter(saved):
+    del saved["state"]["layer.b"]
+    return r"state\.layer\.b: found nothing|found no state; required state of layer\.b"
+
+
+def add_parameter(saved):
+    saved["state"]["layer.new"] = {"step": torch.tensor(1.0)}
+    return r"state\.layer\.new: found a value"
+
+
+def rename_parameter(saved):
+    saved["state"]["elsewhere"] = saved["state"].pop("head.w")
+    return r"state\.elsewhere: found a value"
+
+
+def drop_entry(saved):
+    del saved["state"]["head.w"]["exp_avg_sq"]
+    return r"state\.head\.w\.exp_avg_sq: found nothing"
+
+
+def add_entry(saved):
+    saved["state"]["head.w"]["max_exp_avg_sq"] = torch.zeros(3)
+    return r"state\.head\.w\.max_exp_avg_sq: found a value"
+
+
+def other_shape(saved):
+    saved["state"]["head.w"]["exp_avg"] = torch.zeros(1)  # would broadcast
+    return r"state\.head\.w\.exp_avg: found shape \(1,\); required \(3,\)"
+
+
+def other_dtype(saved):
+    saved["state"]["layer.w"]["exp_avg"] = torch.zeros(4, 2, dtype=torch.float64)
+    return r"state\.layer\.w\.exp_avg: found dtype torch\.float64; required torch\.float32"
+
+
+def other_kind(saved):
+    saved["state"]["layer.w"]["step"] = 3
+    return r"state\.layer\.w\.step: found a plain value; required a tensor"
+
+
+def no_values(saved):
+    saved["state"]["layer.w"]["exp_avg"] = torch.zeros(4, 2, device="meta")
+    return r"state\.layer\.w\.exp_avg: found a tensor on the meta device"
+
+
+def no_state(saved):
+    saved["state"] = {name: {} for name in saved["state"]}
+    return "found no state; .* call init_state"
+
+
+def state_is_no_mapping(saved):
+    saved["state"] = []
+    return "state: found a"
+
+
+def drop_section(saved):
+    del saved["param_groups"]
+    return "param_groups: found nothing"
+
+
+def add_section(saved):
+    saved["more"] = {}
+    return "more: found a value"
+
+
+def groups_are_torchs(saved):
+    saved["param_groups"] = list(saved["param_groups"].values())
+    return "param_groups: found a list"
+
+
+def drop_group(saved):
+    saved["param_groups"].pop("head.w", None) or saved["param_groups"].clear()
+    return r"param_groups\.(head\.w|layer\.b): found nothing"
+
+
+def rename_group(saved):
+    saved["param_groups"]["other"] = saved["param_groups"].popitem()[1]
+    return r"param_groups\.other: found a value"
+
+
+def other_members(saved):
+    next(iter(saved["param_groups"].values()))["params"] = ["nobody"]
+    return r"\.params: \S+: found nothing"
+
+
+def drop_option(saved):
+    del next(iter(saved["param_groups"].values()))["betas"]
+    return r"param_groups\.\S+\.betas: found nothing"
+
+
+def add_option(saved):
+    next(iter(saved["param_groups"].values()))["momentum"] = 0.9
+    return r"param_groups\.\S+\.momentum: found a value"
+
+
+def other_option_kind(saved):
+    next(iter(saved["param_groups"].values()))["lr"] = torch.tensor(0.1)
+    return r"param_groups\.\S+\.lr: found a tensor; required a plain value"
+
+
+MISMATCHES = [
+    drop_parameter, add_parameter, rename_parameter, drop_entry, add_entry, other_shape, other_dtype, other_kind,
+    no_values, no_state, state_is_no_mapping, drop_section, add_section, groups_are_torchs, drop_group, rename_group,
+    other_members, drop_option, add_option, other_option_kind,
+]  # fmt: skip
+
+
+@each_kind
+@pytest.mark.parametrize("change", MISMATCHES, ids=lambda change: change.__name__)
+def test_what_does_not_fit_is_refused_and_nothing_is_changed(build, change):
+    params, plain = parameters(), parameters(1)
+    optimizer, trained = build(params), build(plain)
+    train(optimizer, params, 2)
+    train(trained, plain, 3)
+    for group in trained.param_groups:
+        group["lr"] = 0.5
+    saved = copy.deepcopy(trained.state_dict())
+    message = change(saved)
+    before = snapshot(optimizer, params)
+    with pytest.raises(MismatchError, match=message) as error:
+        optimizer.load_state_dict(saved)
+    assert all(problem.found and problem.required and problem.remedy for problem in error.value.problems)
+    assert same(snapshot(optimizer, params), before)
+    if change is not no_values:  # stands for values that are still to be read
+        with pytest.raises(MismatchError, match=message):
+            optimizer.check_state_dict(saved)
+    assert same(snapshot(optimizer, params), before)
+
+
+@each_kind
+def test_every_problem_is_told_at_once(build):
+    params = parameters()
+    optimizer = build(params)
+    train(optimizer, params)
+    saved = copy.deepcopy(optimizer.state_dict())
+    changes = [drop_entry, other_dtype, add_section, add_option]
+    messages = [change(saved) for change in changes]
+    with pytest.raises(MismatchError) as error:
+        optimizer.load_state_dict(saved)
+    assert len(error.value.problems) == len(changes)
+    for message in messages:
+        assert any(re.search(message, str(problem)) for problem in error.value.problems)
+
+
+@each_kind
+def test_state_into_an_optimizer_that_has_none_names_init_state(build):
+    params, plain = parameters(), parameters()
+    optimizer, trained = build(params), build(plain)
+    train(trained, plain)
+    with pytest.raises(MismatchError, match=r"none, as this optimizer has none yet; call init_state\(\)"):
+        optimizer.load_state_dict(trained.state_dict())
+    assert len(optimizer.state) == 0
+
+
+@each_kind
+def test_not_strict_loads_what_fits_and_tells_the_rest(build):
+    params, plain = parameters(), parameters(1)
+    optimizer, trained = build(params), build(plain)
+    optimizer.init_state()
+    train(trained, plain, 3)
+    saved = copy.deepcopy(trained.state_dict())
+    drop_parameter(saved)
+    add_parameter(saved)
+    add_section(saved)
+    missing, unexpected = optimizer.load_state_dict(saved, strict=False)
+    assert (missing, sorted(unexpected)) == (["state.layer.b"], ["more", "state.layer.new"])
+    state = optimizer.state_dict()["state"]
+    assert same(state["layer.w"], saved["state"]["layer.w"])
+    assert state["layer.b"]["step"] == 0
+    other_shape(saved)
+    with pytest.raises(MismatchError):
+        optimizer.load_state_dict(saved, strict=False)
+
+
+@each_kind
+def test_dtypes_are_converted_on_request_alone(build):
+    params, plain = parameters(), parameters(1)
+    optimizer, trained = build(params), build(plain)
+    train(optimizer, params)
+    train(trained, plain, 3)
+    saved = copy.deepcopy(trained.state_dict())
+    for name in params:
+        saved["state"][name]["exp_avg"] = saved["state"][name]["exp_avg"].bfloat16()
+    with pytest.raises(MismatchError, match="convert_dtype=True"):
+        optimizer.load_state_dict(saved)
+    optimizer.check_state_dict(saved, convert_dtype=True)
+    optimizer.load_state_dict(saved, convert_dtype=True)
+    for name, entries in optimizer.state_dict()["state"].items():
+        if name in params:
+            assert same(entries["exp_avg"], saved["state"][name]["exp_avg"].float())
+    saved["state"]["head.w"]["exp_avg"] = torch.zeros(3, dtype=torch.int64)
+    with pytest.raises(MismatchError, match=r"dtype torch\.int64"):
+        optimizer.load_state_dict(saved, convert_dtype=True)
+
+
+@each_kind
+def test_groups_are_saved_on_request(build):
+    params = parameters()
+    optimizer = build(params)
+    train(optimizer, params)
+    with_groups = optimizer.state_dict()
+    assert sorted(name for group in with_groups["param_groups"].values() for name in group["params"]) == sorted(params)
+    assert all(key == group["params"][0] for key, group in with_groups["param_groups"].items())
+    optimizer.save_param_groups(False)
+    assert list(optimizer.state_dict()) == ["state"]
+    optimizer.load_state_dict(optimizer.state_dict())
+    with pytest.raises(MismatchError, match="param_groups: found a value"):
+        optimizer.load_state_dict(with_groups)
+
+
+@each_kind
+def test_steps_after_a_checkpoint_are_those_of_an_uninterrupted_run(build, tmp_path):
+    params = parameters()
+    optimizer = build(params)
+    train(optimizer, params, 3)
+    optimizer.param_groups[0]["lr"] = 0.0625
+    checkpoint.save(tmp_path, {"model": dict(params), "optimizer": optimizer})
+    resumed = parameters(1)
+    other = build(resumed)
+    other.init_state()
+    checkpoint.load(tmp_path, {"model": dict(resumed), "optimizer": other})
+    train(optimizer, params, 3, first=3)
+    train(other, resumed, 3, first=3)
+    assert same(snapshot(other, resumed), snapshot(optimizer, params))
+
+
+@each_kind
+def test_a_checkpoint_that_does_not_fit_changes_nothing(build, tmp_path):
+    params, resumed = parameters(), parameters(1)
+    optimizer, other = build(params), build(resumed)
+    train(optimizer, params, 3)
+    app = {"optimizer": optimizer.state_dict()}
+    del app["optimizer"]["state"]["head.w"]["exp_avg_sq"]
+    checkpoint.save(tmp_path, app)
+    other.init_state()
+    before = snapshot(other, resumed)
+    with pytest.raises(MismatchError, match=r"optimizer\.state\.head\.w\.exp_avg_sq"):
+        checkpoint.load(tmp_path, {"optimizer": other})
+    assert same(snapshot(other, resumed), before)
+    train(other, resumed)

@@ -1,0 +1,305 @@
+"""The API that torchrec.optim documents, by its names, signatures and uses, in both spellings that import it.
+
+A user of torchrec.optim moves over by changing the import (docs/migrating-from-torchrec.md has the differences).
+"""
+
+import copy
+import importlib
+import inspect
+import io
+from enum import Enum
+
+import pytest
+import torch
+
+import shardopt
+import shardopt.optim
+
+REQUIRED = inspect.Parameter.empty
+
+
+def names(module):
+    """The namespace that `from shardopt.optim.<module> import *` or, for "", `from shardopt import *` would give."""
+    return vars(importlib.import_module(f"shardopt.optim.{module}" if module else "shardopt"))
+
+
+# Module of torchrec.optim → class → arguments of its constructor with their defaults, in order.
+SIGNATURES = {
+    "keyed": {
+        "KeyedOptimizer": {"params": REQUIRED, "state": REQUIRED, "param_groups": REQUIRED},
+        "KeyedOptimizerWrapper": {"params": REQUIRED, "optim_factory": REQUIRED},
+        "OptimizerWrapper": {"optimizer": REQUIRED},
+        "CombinedOptimizer": {"optims": REQUIRED},
+    },
+    "clipping": {
+        "GradientClippingOptimizer": {
+            "optimizer": REQUIRED,
+            "clipping": "none",
+            "max_gradient": 0.1,
+            "norm_type": 2.0,
+            "enable_global_grad_clip": False,
+            "param_to_pgs": None,
+        },
+    },
+    "warmup": {
+        "WarmupOptimizer": {
+            "optimizer": REQUIRED,
+            "stages": REQUIRED,
+            "lr": 0.1,
+            "lr_param": "lr",
+            "param_name": "__warmup",
+        },
+        "WarmupStage": {
+            "policy": "linear",
+            "max_iters": 1,
+            "value": 1.0,
+            "lr_scale": 1.0,
+            "decay_iters": -1,
+            "sgdr_period": 1,
+            "start_interpolating_iters": None,
+            "end_value": None,
+        },
+    },
+    "fused": {"FusedOptimizer": {}, "EmptyFusedOptimizer": {}, "FusedOptimizerModule": {}},
+}
+# Class → method → arguments.
+METHODS = {
+    "KeyedOptimizer": {
+        "state_dict": {},
+        "load_state_dict": {"state_dict": REQUIRED},
+        "post_load_state_dict": {},
+        "add_param_group": {"param_group": REQUIRED},
+        "init_state": {"sparse_grad_parameter_names": None},
+        "save_param_groups": {"save": REQUIRED},
+    },
+    "KeyedOptimizerWrapper": {"step": {"closure": None}},
+    "OptimizerWrapper": {"step": {"closure": None}},
+    "CombinedOptimizer": {"step": {"closure": None}, "prepend_opt_key": {"name": REQUIRED, "opt_key": REQUIRED}},
+    "GradientClippingOptimizer": {"step": {"closure": None}, "clip_grad_norm_": {}},
+    "WarmupOptimizer": {"step": {"closure": None}, "post_load_state_dict": {}},
+    "FusedOptimizer": {"step": {"closure": None}},
+}
+ENUMS = {
+    "GradientClipping": {"NORM": "norm", "VALUE": "value", "NONE": "none"},
+    "WarmupPolicy": {
+        "NONE": "none",
+        "LINEAR": "linear",
+        "CONSTANT": "constant",
+        "POLY": "poly",
+        "STEP": "step",
+        "INVSQRT": "inv_sqrt",
+        "COSINE_ANNEALING_WARM_RESTARTS": "cosine_annealing_warm_restarts",
+        "INTERPOLATE": "interpolate",
+    },
+}
+MODULES = {name: module for module, classes in SIGNATURES.items() for name in classes}
+MODULES |= {"GradientClipping": "clipping", "WarmupPolicy": "warmup"}
+
+
+def assert_takes(function, documented):
+    """The documented arguments come first, in order and with their defaults; what is added has a default."""
+    taken = [a for a in inspect.signature(function).parameters.values() if a.name != "self"]
+    defaults = {a.name: a.default.value if isinstance(a.default, Enum) else a.default for a in taken}
+    assert list(defaults.items())[: len(documented)] == list(documented.items())
+    assert REQUIRED not in list(defaults.values())[len(documented) :]
+    assert {a.kind for a in taken[: len(documented)]} <= {inspect.Parameter.POSITIONAL_OR_KEYWORD}
+
+
+@pytest.mark.parametrize(("name", "module"), MODULES.items(), ids=MODULES)
+def test_names_are_found_in_both_spellings(name, module):
+    assert names(module)[name] is names("")[name] is vars(shardopt.optim)[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "documented"),
+    [(name, documented) for classes in SIGNATURES.values() for name, documented in classes.items()],
+)
+def test_constructors_take_what_is_documented(name, documented):
+    if documented:  # the abstract ones document none
+        assert_takes(getattr(shardopt, name), documented)
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "documented"),
+    [(name, method, documented) for name, methods in METHODS.items() for method, documented in methods.items()],
+)
+def test_methods_take_what_is_documented(name, method, documented):
+    assert_takes(getattr(getattr(shardopt, name), method), documented)
+
+
+@pytest.mark.parametrize("name", ENUMS)
+def test_enums_have_the_documented_members_and_values(name):
+    assert {member.name: member.value for member in getattr(shardopt, name)} == ENUMS[name]
+
+
+def test_class_relations_are_the_documented_ones():
+    for name in ("KeyedOptimizerWrapper", "OptimizerWrapper", "CombinedOptimizer", "FusedOptimizer"):
+        assert issubclass(getattr(shardopt, name), shardopt.KeyedOptimizer)
+    assert issubclass(shardopt.KeyedOptimizer, torch.optim.Optimizer)
+    assert issubclass(shardopt.WarmupOptimizer, shardopt.OptimizerWrapper)
+    assert issubclass(shardopt.GradientClippingOptimizer, shardopt.OptimizerWrapper)
+    assert issubclass(shardopt.EmptyFusedOptimizer, shardopt.FusedOptimizer)
+
+
+# How its documentation and its examples use it.
+
+SPELLINGS = [lambda module: names(module), lambda module: names("")]
+in_both_spellings = pytest.mark.parametrize("spelling", SPELLINGS, ids=["by module", "from the package"])
+
+
+def model():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.EmbeddingBag(10, 4, mode="sum"), torch.nn.Linear(4, 1))
+
+
+def train(network, optimizer, steps=1):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        network(torch.arange(6).view(3, 2)).square().sum().backward()
+        optimizer.step()
+
+
+@in_both_spellings
+def test_a_keyed_optimizer_around_any_state(spelling):
+    """Nested dicts and objects with `state_dict` among them; loaded in place and by name."""
+
+    class Holder:
+        def __init__(self, value):
+            self.tensor = torch.tensor(value)
+
+        def state_dict(self):
+            return {"tensor": self.tensor}
+
+        def load_state_dict(self, state_dict):
+            self.tensor.copy_(state_dict["tensor"])
+
+    one, two = torch.ones(2), torch.ones(2)
+    state = {
+        one: {"count": 1.0, "sum": torch.zeros(2), "nested": {"tensor": torch.zeros(2)}, "object": Holder([0.0, 0.0])},
+        two: {"count": 2.0},
+    }
+    groups = [{"params": [one], "option": 3.0}, {"params": [two], "option": 4.0}]
+    optimizer = spelling("keyed")["KeyedOptimizer"]({"one": one, "two": two}, state, groups)
+    optimizer.save_param_groups(True)
+    saved = copy.deepcopy(optimizer.state_dict())
+    assert saved["state"]["one"]["object"]["tensor"].tolist() == [0.0, 0.0]
+    saved["state"]["one"]["count"] = 9.0
+    saved["state"]["one"]["nested"]["tensor"].fill_(7.0)
+    saved["state"]["one"]["object"]["tensor"].fill_(8.0)
+    saved["param_groups"]["two"]["option"] = 5.0
+    nested = state[one]["nested"]["tensor"]
+    optimizer.load_state_dict(saved)
+    assert (state[one]["count"], nested.tolist()) == (9.0, [7.0, 7.0])
+    assert state[one]["object"].tensor.tolist() == [8.0, 8.0]
+    assert [group["option"] for group in groups] == [3.0, 5.0]
+
+
+@in_both_spellings
+def test_state_by_name_from_a_factory(spelling):
+    network = model()
+    optimizer = spelling("keyed")["KeyedOptimizerWrapper"](
+        dict(network.named_parameters()), lambda params: torch.optim.Adagrad(params, lr=0.1)
+    )
+    optimizer.init_state({"0.weight"})
+    train(network, optimizer)
+    saved = optimizer.state_dict()
+    assert list(saved) == ["state"]  # groups on request
+    assert {name: sorted(entries) for name, entries in saved["state"].items()} == {
+        name: ["step", "sum"] for name in ("0.weight", "1.weight", "1.bias")
+    }
+
+
+@in_both_spellings
+def test_combined_optimizers_by_module(spelling):
+    """The arrangement of torchrec's model-parallel models: tables under one optimizer, the rest under another."""
+    keyed, network = spelling("keyed"), model()
+    tables, dense = (
+        keyed["KeyedOptimizerWrapper"](dict(network[i].named_parameters()), factory)
+        for i, factory in enumerate((lambda params: torch.optim.SGD(params, lr=0.1), torch.optim.Adam))
+    )
+    optimizer = keyed["CombinedOptimizer"]([("tables", tables), dense])
+    assert optimizer.optimizers == [("tables", tables), ("", dense)]
+    assert list(optimizer.params) == ["tables.weight", "weight", "bias"]
+    assert keyed["CombinedOptimizer"].prepend_opt_key("weight", "tables") == "tables.weight"
+    assert keyed["CombinedOptimizer"].prepend_opt_key("weight", "") == "weight"
+    train(network, optimizer)
+    assert set(optimizer.state_dict()["state"]) == {"weight", "bias"}
+    assert len(optimizer.param_groups) == 2
+
+
+@in_both_spellings
+def test_an_optimizer_wrapper_is_the_wrapped_one(spelling):
+    keyed, parameter = spelling("keyed"), torch.ones(2)
+    inner = keyed["KeyedOptimizer"](
+        {"one": parameter}, {parameter: {"count": 1.0}}, [{"params": [parameter], "x": 2.0}]
+    )
+    wrapper = keyed["OptimizerWrapper"](inner)
+    wrapper.save_param_groups(True)
+    saved = wrapper.state_dict()
+    saved["state"]["one"] = {"count": 999}
+    saved["param_groups"]["one"]["x"] = 998
+    wrapper.load_state_dict(saved)
+    assert inner.state[parameter] == wrapper.state[parameter] == {"count": 999}
+    assert inner.param_groups[0]["x"] == wrapper.param_groups[0]["x"] == 998
+
+
+@in_both_spellings
+def test_warm_up_around_a_keyed_optimizer(spelling):
+    warmup, network = spelling("warmup"), model()
+    optimizer = warmup["WarmupOptimizer"](
+        spelling("keyed")["KeyedOptimizerWrapper"](
+            dict(network.named_parameters()), lambda params: torch.optim.SGD(params, lr=0.01)
+        ),
+        stages=[
+            warmup["WarmupStage"](warmup["WarmupPolicy"].LINEAR, max_iters=100, value=1e-2, lr_scale=1),
+            warmup["WarmupStage"](warmup["WarmupPolicy"].CONSTANT, max_iters=200),
+        ],
+    )
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1 * 1e-2]
+    train(network, optimizer, 10)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * (0.01 + 0.99 * 0.1))
+    assert optimizer.state_dict()["state"]["__warmup"]["warmup"].tolist() == [10, 0]
+
+
+@in_both_spellings
+@pytest.mark.parametrize("norm_type", [2.0, "inf"])
+def test_clipping_around_a_keyed_optimizer(spelling, norm_type):
+    clipping, network = spelling("clipping"), model()
+    inner = spelling("keyed")["KeyedOptimizerWrapper"](
+        dict(network.named_parameters()), lambda params: torch.optim.SGD(params, lr=1.0)
+    )
+    optimizer = clipping["GradientClippingOptimizer"](
+        optimizer=inner, max_gradient=1e-3, clipping=clipping["GradientClipping"].NORM, norm_type=norm_type
+    )
+    before = torch.cat([parameter.detach().flatten() for parameter in network.parameters()])
+    train(network, optimizer)
+    moved = before - torch.cat([parameter.detach().flatten() for parameter in network.parameters()])
+    assert torch.linalg.vector_norm(moved, float(norm_type)).item() == pytest.approx(1e-3, rel=1e-3)
+
+
+@in_both_spellings
+def test_fused_contracts(spelling):
+    fused = spelling("fused")
+
+    class Table(fused["FusedOptimizerModule"], torch.nn.Module):
+        @property
+        def fused_optimizer(self):
+            return fused["EmptyFusedOptimizer"]()
+
+    optimizer = Table().fused_optimizer
+    assert isinstance(optimizer, fused["FusedOptimizer"])
+    optimizer.zero_grad(set_to_none=True)
+    optimizer.step()
+    with pytest.raises(TypeError, match="abstract"):
+        fused["FusedOptimizer"]({}, {}, [])
+
+
+def test_pickling_as_torchrecs_users_do():
+    network = model()
+    optimizer = shardopt.KeyedOptimizerWrapper(dict(network.named_parameters()), torch.optim.Adam)
+    train(network, optimizer)
+    stream = io.BytesIO()
+    torch.save(optimizer, stream)
+    stream.seek(0)
+    loaded = torch.load(stream, weights_only=False)
+    assert str(loaded.state_dict()) == str(optimizer.state_dict())

@@ -1,0 +1,189 @@
+"""What a load makes of differences: strictness by kind, selection, renaming, conversion, verification first."""
+
+import pytest
+import torch
+
+import shardopt
+from shardopt import checkpoint
+from shardopt.checkpoint import Strictness
+from shardopt.errors import CorruptionError, MismatchError, TornStateError
+
+
+def model_and_optimizer(init=True):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    optimizer = shardopt.keyed("adamw", model.named_parameters(), lr=0.1)
+    if init:
+        optimizer.init_state()
+    return model, optimizer
+
+
+def train(model, optimizer):
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def app_of(model, optimizer):
+    return {"model": model, "optimizer": optimizer, "step": 0}
+
+
+def bits(app):
+    flat = [value.clone() for value in app["model"].state_dict().values()]
+    for entries in app["optimizer"].state_dict()["state"].values():
+        flat += [value.clone() for value in entries.values()]
+    return flat
+
+
+def same(left, right):
+    return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+@pytest.fixture
+def saved(tmp_path):
+    app = app_of(*model_and_optimizer())
+    train(app["model"], app["optimizer"])
+    app["step"] = 1
+    checkpoint.save(tmp_path / "c", app)
+    return tmp_path / "c", bits(app)
+
+
+def test_state_into_an_optimizer_without_is_one_error_that_names_init_state(saved):
+    app = app_of(*model_and_optimizer(init=False))
+    before = bits(app)
+    with pytest.raises(MismatchError, match="init_state") as caught:
+        checkpoint.load(saved[0], app)
+    assert len(caught.value.problems) == 1
+    assert caught.value.problems[0].key == "optimizer.state"
+    assert same(bits(app), before)
+
+
+def test_no_state_into_an_optimizer_with_state_is_one_error(tmp_path):
+    checkpoint.save(tmp_path / "c", app_of(*model_and_optimizer(init=False)))
+    app = app_of(*model_and_optimizer())
+    with pytest.raises(MismatchError, match="init_state") as caught:
+        checkpoint.load(tmp_path / "c", app)
+    assert len(caught.value.problems) == 1
+
+
+@pytest.mark.parametrize("stepped", [True, False])
+def test_a_torch_optimizer_that_never_stepped(tmp_path, stepped):
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.Adam([weight])
+    if stepped:
+        weight.sum().backward()
+        optimizer.step()
+    checkpoint.save(tmp_path / "c", {"optimizer": optimizer, "w": weight})
+    other = torch.optim.Adam([weight])
+    if not stepped:
+        weight.sum().backward()
+        other.step()
+    with pytest.raises(MismatchError, match="init_state") as caught:
+        checkpoint.load(tmp_path / "c", {"optimizer": other, "w": weight})
+    assert len(caught.value.problems) == 1
+
+
+def test_one_sided_optimizer_state_may_be_left(saved):
+    app = app_of(*model_and_optimizer(init=False))
+    report = checkpoint.load(saved[0], app, strict=Strictness(uninitialized="ignore"))
+    assert app["step"] == 1
+    assert "model.0.weight" in report.loaded
+    assert not any(key.startswith("optimizer.") for key in report.loaded)
+    train(app["model"], app["optimizer"])
+    with pytest.warns(UserWarning, match="never initialized"):
+        checkpoint.load(saved[0], app_of(*model_and_optimizer(False)), strict=Strictness(uninitialized="warn"))
+
+
+def test_missing_and_unexpected_have_a_choice_each(saved):
+    app = app_of(*model_and_optimizer()) | {"extra": torch.full((2,), 5.0)}
+    del app["step"]
+    with pytest.raises(MismatchError) as caught:
+        checkpoint.load(saved[0], app)
+    assert {problem.key for problem in caught.value.problems} == {"extra", "step"}
+    with pytest.raises(MismatchError, match="extra"):
+        checkpoint.load(saved[0], app, strict=Strictness(unexpected="ignore"))
+    with pytest.warns(UserWarning, match="extra"):
+        report = checkpoint.load(saved[0], app, strict=Strictness(unexpected="ignore", missing="warn"))
+    assert report.missing == ("extra",)
+    assert report.unexpected == ("step",)
+    assert app["extra"].tolist() == [5.0, 5.0]
+    assert same(bits(app), saved[1])
+
+
+def test_conversion_only_on_request_and_only_of_inexact_dtypes(tmp_path):
+    numbers = torch.arange(300_000, dtype=torch.float32).reshape(600, 500) / 7
+    checkpoint.save(tmp_path / "c", {"x": numbers, "n": torch.arange(3)})
+    app = {"x": torch.zeros(600, 500, dtype=torch.bfloat16), "n": torch.zeros(3, dtype=torch.int64)}
+    with pytest.raises(MismatchError, match="Strictness"):
+        checkpoint.load(tmp_path / "c", app)
+    report = checkpoint.load(tmp_path / "c", app, strict=Strictness(dtype="cast"))
+    assert report.cast == ("x",)
+    assert torch.equal(app["x"], numbers.to(torch.bfloat16))
+    with pytest.raises(MismatchError, match="int64"):
+        checkpoint.load(tmp_path / "c", {"x": app["x"], "n": torch.zeros(3)}, strict=Strictness(dtype="cast"))
+
+
+def test_only_what_is_selected_is_loaded(saved):
+    app = app_of(*model_and_optimizer())
+    before = app["optimizer"].state_dict()["state"]["0.weight"]["exp_avg"].clone()
+    report = checkpoint.load(saved[0], app, select=r"^model\.")
+    assert sorted(report.loaded) == ["model.0.bias", "model.0.weight", "model.1.bias", "model.1.weight"]
+    assert report.missing == report.unexpected == ()
+    assert app["step"] == 0
+    assert torch.equal(app["optimizer"].state_dict()["state"]["0.weight"]["exp_avg"], before)
+    train(app["model"], app["optimizer"])
+    checkpoint.load(saved[0], app, select=r"exp_avg|\.step$")
+    assert same(bits(app)[4:], saved[1][4:])
+
+
+def test_keys_are_renamed_by_rules(tmp_path):
+    checkpoint.save(tmp_path / "c", {"model": {"module.a": torch.ones(3), "module.b": torch.zeros(2)}, "n": 3})
+    app = {"net": {"a": torch.zeros(3), "b": torch.ones(2)}, "n": 0}
+    report = checkpoint.load(tmp_path / "c", app, rename={r"^model\.module\.": "net."})
+    assert app["net"]["a"].tolist() == [1.0] * 3
+    assert app["net"]["b"].tolist() == [0.0] * 2
+    assert report.renamed == {"net.a": "model.module.a", "net.b": "model.module.b"}
+    with pytest.raises(MismatchError, match="one name"):
+        checkpoint.load(tmp_path / "c", app, rename={r"module\.[ab]": "a"})
+
+
+def test_an_unknown_choice_is_refused():
+    with pytest.raises(ValueError, match="missing"):
+        Strictness(missing="maybe")
+
+
+def flip_last_byte_of(path, key):
+    (file,) = path.glob("*.safetensors")
+    with checkpoint.open(path) as reader:
+        (wanted,) = [want for _, want in reader.wants(key, shardopt.sharding.view.view_of(reader.read(key)).pieces)]
+    data = bytearray(file.read_bytes())
+    data[wanted.entry.end - 1] ^= 1
+    file.write_bytes(data)
+
+
+def test_damage_met_in_the_middle_keeps_the_optimizer_from_stepping(saved):
+    path, expected = saved
+    whole = {file.name: file.read_bytes() for file in path.iterdir()}
+    flip_last_byte_of(path, "optimizer.state.1.weight.exp_avg")
+    app = app_of(*model_and_optimizer())
+    with pytest.raises(CorruptionError, match="exp_avg"):
+        checkpoint.load(path, app)
+    with pytest.raises(TornStateError, match="load it again"):
+        train(app["model"], app["optimizer"])
+    for name, data in whole.items():
+        (path / name).write_bytes(data)
+    app["optimizer"].zero_grad()
+    checkpoint.load(path, app)
+    assert same(bits(app), expected)
+    train(app["model"], app["optimizer"])
+
+
+def test_transactional_load_finds_damage_before_anything_changes(saved):
+    path, _ = saved
+    flip_last_byte_of(path, "optimizer.state.1.weight.exp_avg")
+    app = app_of(*model_and_optimizer())
+    before = bits(app)
+    with pytest.raises(CorruptionError, match="nothing was changed"):
+        checkpoint.load(path, app, transactional=True)
+    assert same(bits(app), before)
+    train(app["model"], app["optimizer"])

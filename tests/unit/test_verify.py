@@ -1,0 +1,107 @@
+"""`verify` finds every kind of damage and names it; whole checkpoints pass."""
+
+import random
+import shutil
+
+import pytest
+import torch
+
+from shardopt import checkpoint
+from shardopt.errors import CheckpointNotFoundError, CorruptionError
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    path = tmp_path_factory.mktemp("verify") / "whole"
+    big = torch.arange(200_000, dtype=torch.float64).reshape(400, 500)
+    app = {"big": big, "small": {str(i): torch.full((3, i), i) for i in range(20)}, "step": 3}
+    checkpoint.save(path, app | {"mine": checkpoint.PerRank([1, 2])})
+    return path
+
+
+@pytest.fixture
+def copy(whole, tmp_path):
+    return shutil.copytree(whole, tmp_path / "copy")
+
+
+def data_file(path):
+    (file,) = path.glob("*.safetensors")
+    return file
+
+
+def test_a_whole_checkpoint_is_ok(whole):
+    seen = []
+    report = checkpoint.verify(whole, progress=lambda done, total: seen.append((done, total)))
+    assert report.ok
+    report.raise_if_damaged()
+    assert (report.tensors, report.files) == (21, 1)
+    assert seen[-1][0] == report.bytes_read > 1_600_000
+
+
+def test_every_flipped_byte_is_found_and_named(whole, tmp_path):
+    numbers = random.Random(0)
+    size = data_file(whole).stat().st_size
+    places = [0, 7, 8, 100, size - 1, *(numbers.randrange(size) for _ in range(60))]
+    for place in places:
+        path = shutil.copytree(whole, tmp_path / str(place), dirs_exist_ok=True)
+        data = bytearray(data_file(path).read_bytes())
+        data[place] ^= 1 << numbers.randrange(8)
+        data_file(path).write_bytes(data)
+        report = checkpoint.verify(path)
+        assert not report.ok, place
+        assert data_file(path).name in report.problems[0].key
+        with pytest.raises(CorruptionError):
+            report.raise_if_damaged()
+        shutil.rmtree(path)
+
+
+def test_a_flipped_byte_of_a_tensor_is_named_by_key_and_segment(copy):
+    data = bytearray(data_file(copy).read_bytes())
+    data[4096 + 300_000] ^= 1
+    data_file(copy).write_bytes(data)
+    (problem,) = checkpoint.verify(copy).problems
+    assert "segment 1 of 'big'" in problem.found
+
+
+def test_every_flipped_byte_of_the_manifest_is_found(copy):
+    manifest = copy / "manifest.json"
+    whole = manifest.read_bytes()
+    for place in range(0, len(whole), 7):
+        manifest.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        assert not checkpoint.verify(copy).ok, place
+
+
+@pytest.mark.parametrize("damage", ["truncated", "longer", "missing", "stray"])
+def test_files_that_are_not_as_they_were(copy, damage):
+    file = data_file(copy)
+    data = file.read_bytes()
+    if damage == "truncated":
+        file.write_bytes(data[:-1])
+    if damage == "longer":
+        file.write_bytes(data + b"\0")
+    if damage == "missing":
+        file.unlink()
+    if damage == "stray":
+        (copy / "ffffffffffff-r00000.safetensors").write_bytes(data)
+    report = checkpoint.verify(copy)
+    assert len(report.problems) == 1
+    assert ".safetensors" in report.problems[0].key
+
+
+def test_all_damage_is_reported_not_only_the_first(copy):
+    data = bytearray(data_file(copy).read_bytes())
+    for place in (4096, 4096 + 300_000, 4096 + 1_000_000):
+        data[place] ^= 1
+    data_file(copy).write_bytes(data)
+    assert len(checkpoint.verify(copy).problems) == 3
+
+
+def test_a_file_of_another_save_is_found(copy, tmp_path):
+    checkpoint.save(tmp_path / "other", {"big": torch.zeros(400, 500, dtype=torch.float64)})
+    data_file(copy).write_bytes(data_file(tmp_path / "other").read_bytes())
+    assert not checkpoint.verify(copy).ok
+
+
+def test_nothing_to_verify(tmp_path):
+    with pytest.raises(CheckpointNotFoundError):
+        checkpoint.verify(tmp_path)
