@@ -90,6 +90,9 @@ class AlgorithmSpec:
         state: what it keeps for a parameter, in the order in which it is made.
         why_not: where it is not elementwise, what on shards would be computed differently.
         state_at_construction: whether the class makes all state when it is constructed, not at the first gradient.
+        takes_sparse: whether it steps with sparse gradients too, on plain parameters.
+        fused_agrees: the dtypes in which torch's fused implementation for the CPU computes what its for-loop computes,
+            up to the rounding of the last bits.
         needs_closure: whether a step has to evaluate the model again itself, maybe several times.
     """
 
@@ -99,6 +102,8 @@ class AlgorithmSpec:
     state: tuple[StateEntry, ...] = ()
     why_not: str = ""
     state_at_construction: bool = False
+    takes_sparse: bool = False
+    fused_agrees: tuple[torch.dtype, ...] = ()
     needs_closure: bool = False
 
     @property
@@ -200,6 +205,9 @@ def _centered(options: Options) -> bool:
     return bool(options["centered"])
 
 
+# float16 is in neither: for-loops overflow in it, and fused implementations do not.
+_EXACT = (torch.float64, torch.float32)
+_WITH_BF16 = (*_EXACT, torch.bfloat16)
 _STEP = _scalar("step")
 _ADAM = (_STEP, _like("exp_avg"), _like("exp_avg_sq"), _like("max_exp_avg_sq", exists=_amsgrad))
 _LR = AtFirstStep.LEARNING_RATE
@@ -212,9 +220,11 @@ for _spec in (
         True,
         (_STEP, _like("sum", initial="initial_accumulator_value")),
         state_at_construction=True,
+        takes_sparse=True,
+        fused_agrees=_WITH_BF16,
     ),
-    AlgorithmSpec(torch.optim.Adam, "Adam", True, _ADAM),
-    AlgorithmSpec(torch.optim.AdamW, "AdamW", True, _ADAM),
+    AlgorithmSpec(torch.optim.Adam, "Adam", True, _ADAM, fused_agrees=_WITH_BF16),
+    AlgorithmSpec(torch.optim.AdamW, "AdamW", True, _ADAM, fused_agrees=_WITH_BF16),
     AlgorithmSpec(torch.optim.Adamax, "Adamax", True, (_STEP, _like("exp_avg"), _like("exp_inf"))),
     AlgorithmSpec(torch.optim.ASGD, "ASGD", True, (_STEP, _scalar("eta", _LR), _scalar("mu", 1.0), _like("ax"))),
     AlgorithmSpec(
@@ -238,6 +248,8 @@ for _spec in (
         "SGD",
         True,
         (_like("momentum_buffer", initial=AtFirstStep.GRADIENT, exists=_has_momentum),),
+        takes_sparse=True,
+        fused_agrees=_EXACT,  # in bfloat16 it is off by more than the size of a step
     ),
     AlgorithmSpec(
         torch.optim.Adafactor,
