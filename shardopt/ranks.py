@@ -1,8 +1,9 @@
 """How ranks talk, and how they fail: all of them, with one error.
 
 What ranks must do together is one call of `Ranks.agree`: each does its own work, rank 0 looks at what all have
-reported and decides, and either every rank gets the decision or every rank raises the same error. The exception is
-`Ranks.add_up`, for the few numbers that every step needs: the one collective of this package.
+reported and decides, and either every rank gets the decision or every rank raises the same error. The exceptions are
+`Ranks.add_up`, for the few numbers that every step needs, and `Ranks.exchange`, for algorithms that need whole
+parameters: the only collectives of this package.
 
 Reports and decisions travel as JSON through the job's store (the one that `init_process_group` made), not through a
 collective: when a peer is dead a collective fails without a name or hangs, while the store, which lives outside the
@@ -20,7 +21,7 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -41,6 +42,8 @@ _POLL_SECONDS = (0.0005, 0.01)  # first pause between two looks at the store, an
 class Ranks:
     """The ranks of one process group, or this process alone where there is none.
 
+    Of each the number in the job is in `members`.
+
     All ranks must make the same calls in the same order. After an error that a silent rank caused, the ranks may
     have lost step, and every further call raises at once.
     """
@@ -48,6 +51,7 @@ class Ranks:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.rank = group.rank() if group is not None else 0
         self.size = group.size() if group is not None else 1
+        self.members = _members(group)
         # Weak: `_of_group` is to forget the group, and these ranks with it, once nobody else has it.
         self._group = None if group is None else weakref.ref(group)
         self._accelerator = None if group is None else _accelerator(group)
@@ -73,6 +77,26 @@ class Ranks:
         if group is not None:
             dist.all_reduce(numbers, group=group)
         return numbers
+
+    def exchange(self, sent: Tensor, sent_counts: Sequence[int], got_counts: Sequence[int]) -> Exchange:
+        """Sends a part of a vector to each of the ranks, and gets theirs. Collective: one all-to-all.
+
+        It is only begun here: `wait` of what this returns gives the vector that was got.
+
+        Args:
+            sent: contiguous, on a device that the group communicates on; not to be changed before `wait`. The parts
+                stand in it in the order of the ranks.
+            sent_counts, got_counts: how many elements go to and come from each of them.
+        """
+        group = self._group and self._group()
+        if group is None or self.size == 1:
+            return Exchange(sent, sent, None)
+        got = sent.new_empty(sum(got_counts))
+        # As bytes: gloo knows fewer dtypes than there are.
+        got_bytes, sent_bytes = ([n * sent.element_size() for n in counts] for counts in (got_counts, sent_counts))
+        outputs, inputs = got.view(torch.uint8), sent.view(torch.uint8)
+        work = dist.all_to_all_single(outputs, inputs, got_bytes, sent_bytes, group=group, async_op=True)
+        return Exchange(got, sent, work)
 
     def agree(
         self,
@@ -131,6 +155,28 @@ class Ranks:
         return outcome[0], answer["decision"]
 
 
+def _members(group: dist.ProcessGroup | None) -> tuple[int, ...]:
+    if group is not None:
+        return tuple(dist.get_process_group_ranks(group))
+    return (dist.get_rank() if dist.is_available() and dist.is_initialized() else 0,)
+
+
+class Exchange:
+    """An exchange under way; it keeps what was sent until it is done."""
+
+    def __init__(self, got: Tensor, sent: Tensor, work: dist.Work | None) -> None:
+        self._got = got
+        self._sent: Tensor | None = sent
+        self._work = work
+
+    def wait(self) -> Tensor:
+        """What was got, once it is there; on an accelerator only the current stream waits, not this process."""
+        if self._work is not None:
+            self._work.wait()
+        self._sent = None
+        return self._got
+
+
 def _accelerator(group: dist.ProcessGroup) -> str | None:
     """The kind of device that the group's own backend for accelerators (NCCL, not gloo) works on, if it has one."""
     for pair in dist.get_backend_config(group).split(","):
@@ -153,6 +199,34 @@ def ranks_of(group: dist.ProcessGroup | None = None) -> Ranks:
     if group not in _of_group:
         _of_group[group] = Ranks(group)
     return _of_group[group]
+
+
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Groups that were made for want of others, by those whom they are made of; kept while the job's group is."""
+
+
+def ranks_among(members: tuple[int, ...], known: Iterable[dist.ProcessGroup] = ()) -> Ranks:
+    """The ranks with these numbers, through the job's own group or one of `known` where it is made of just them.
+
+    Otherwise through a new group, for which all members must call; those who call for several do it in the same order.
+
+    Args:
+        members: global numbers, ascending; this rank's is among them.
+        known: groups that there are.
+    """
+    if len(members) == 1:
+        return Ranks(None)
+    job = dist.group.WORLD
+    assert job is not None
+    made = _made.setdefault(job, {})
+    for group in (job, *known):
+        if sorted(dist.get_process_group_ranks(group)) == list(members):
+            return ranks_of(group)
+    if members not in made:
+        made[members] = dist.new_group(list(members), use_local_synchronization=True)
+    return ranks_of(made[members])
 
 
 class _Silent(Exception):

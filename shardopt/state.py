@@ -177,7 +177,7 @@ def _descend_stateful(node: Stateful, path: Path, flat: FlatState) -> None:
     if not isinstance(state, dict):
         problem = Problem(join(path), f"state_dict() gave a {type(state).__name__}", "a dict", "return a dict by name")
         raise StateError("state must have names", [problem])
-    handback = Handback(path, node, _shallow(state))
+    handback = Handback(path, node, _shallow(state, set()))
 
     def replace_state(value: dict[str, Any]) -> None:
         handback.state.clear()
@@ -216,20 +216,28 @@ def _is_branch(node: Mapping[Any, Any], within: bool) -> bool:
     return not within and len(node) > 0 and not isinstance(node, Counter)
 
 
-def _shallow(node: Any) -> Any:
-    """A copy of the containers alone, so that what a load puts in does not reach into the object that gave them."""
+def _shallow(node: Any, seen: set[int]) -> Any:
+    """A copy of the containers alone, so that what a load puts in does not reach into the object that gave them.
+
+    A number that stands in two places (schedules share the tensors of rates) is copied where it is met again: what is
+    loaded may differ in these places, and one memory cannot take both.
+    """
     if isinstance(node, Mapping):
         # A copy of a dict keeps what rides on a module's state dict as an attribute: its version notes.
         copied = copy.copy(node) if isinstance(node, dict) else dict(node)
         for part, child in node.items():
-            copied[part] = _shallow(child)  # one by one: a Counter's update adds
+            copied[part] = _shallow(child, seen)  # one by one: a Counter's update adds
         return copied
     if isinstance(node, list):
         copied_list = copy.copy(node)
-        copied_list[:] = map(_shallow, node)
+        copied_list[:] = [_shallow(child, seen) for child in node]
         return copied_list
     if isinstance(node, tuple) and _holds_tensors(node):
-        return _like_tuple(node, map(_shallow, node))
+        return _like_tuple(node, [_shallow(child, seen) for child in node])
+    if type(node) is torch.Tensor and node.ndim == 0:
+        if id(node) in seen:
+            return node.clone()
+        seen.add(id(node))
     return node
 
 
