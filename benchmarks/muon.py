@@ -1,6 +1,6 @@
 """Muon's step on sharded matrices: ours against torch's on DTensors, in the same run; collectives counted.
 
-    python benchmarks/muon.py [--ranks 2 4] [--repetitions 7]
+python benchmarks/muon.py [--ranks 2 4] [--repetitions 7]
 """
 
 from __future__ import annotations

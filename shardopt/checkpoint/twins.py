@@ -81,7 +81,7 @@ def _stored(reader: CheckpointReader, key: str, box: Box, dtype: torch.dtype) ->
 
 
 def _checksums(stored: list[tuple[OpenFile, Want]]) -> Iterator[bytes]:
-    """Of all segments of the stored boxes. Equal ones tell of equal boxes; others may be of what is not wanted."""
+    """Of all segments of the stored boxes. Equal ones tell of equal boxes; others may be of bytes not asked for."""
     return (file.checksums(want.entry) for file, want in stored)
 
 

@@ -11,6 +11,7 @@ from torch.distributed.tensor import Replicate, Shard
 import shardopt
 from shardopt import CombinedOptimizer, GradientClipping, GradientClippingOptimizer, KeyedOptimizer
 from shardopt.errors import GradientError, StateError
+from shardopt.optim.gradients import alike
 from shardopt.optim.joint_norm import _RUN, JointNorm
 from shardopt.optim.norms import GradientNorm
 from shardopt.ranks import Ranks
@@ -275,7 +276,7 @@ def test_joint_norm_of_tensors_of_any_size(dtype, order):
         wide = torch.cat([tensor.flatten() for tensor in tensors]).to(
             torch.complex128 if dtype.is_complex else torch.float64
         )
-        found = norm(tensors, order, torch.device("cpu"))
+        found = norm(alike(tensors), order, torch.device("cpu"))
         torch.testing.assert_close(found, torch.linalg.vector_norm(wide, order), rtol=1e-12, atol=0)
 
 

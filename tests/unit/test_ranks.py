@@ -31,6 +31,11 @@ class Group:
         return self._store
 
 
+@pytest.fixture(autouse=True)
+def stubs_have_no_backend(monkeypatch):
+    monkeypatch.setattr(ranks_module, "_accelerator", lambda group: None)
+
+
 class Job:
     """Stores for the ranks of one job after the other: `start` makes ranks that know of nothing yet."""
 
