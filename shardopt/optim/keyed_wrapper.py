@@ -93,6 +93,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({**state, "state": LocalState(state["_names"], state["_local"])})
+        self._local.hand_over_parameters(self._names)
 
     @property
     def _needs_closure(self) -> bool:

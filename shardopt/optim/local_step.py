@@ -83,7 +83,7 @@ class LocalOptimizer:
         owners = {leaf: parameter for parameter, its in leaves.items() for leaf in its}
         for group in self.groups:
             group["params"] = _parameters_of(group["params"], owners, leaves, names)
-        self._hand_over_parameters(names)
+        self.hand_over_parameters(names)
 
     @property
     def groups(self) -> list[Group]:
@@ -116,9 +116,18 @@ class LocalOptimizer:
                 self.shards.pop(parameter, None)
             raise
         self.groups[-1]["params"] = list(names)
-        self._hand_over_parameters({**getattr(self.optimizer, "names", {}), **names})
+        self.hand_over_parameters({**getattr(self.optimizer, "names", {}), **names})
         if self.spec is not None and self.spec.state_at_construction:
             self.make_state(names)
+
+    def hand_over_parameters(self, names: Mapping[Tensor, str]) -> None:
+        """Where the algorithm steps on parameters: makes them their own leaves, and tells it how they are called.
+
+        Until here local tensors stood in for them, whose class torch knows.
+        """
+        if self.steps_on_parameters:
+            self.shards.clear()
+            cast(MakesState, self.optimizer).names = names
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
         """One step of the algorithm without hooks; returns the closure's loss."""
@@ -225,15 +234,6 @@ class LocalOptimizer:
             return held
         self.shards[parameter] = Shards(name, parameter)
         return self.shards[parameter].leaves
-
-    def _hand_over_parameters(self, names: Mapping[Tensor, str]) -> None:
-        """Where the algorithm steps on parameters: makes them their own leaves, and tells it how they are called.
-
-        Until here local tensors stood in for them, whose class torch knows.
-        """
-        if self.steps_on_parameters:
-            self.shards.clear()
-            cast(MakesState, self.optimizer).names = names
 
     def _refuse(self, names: Mapping[Tensor, str]) -> None:
         if self.steps_on_parameters:
