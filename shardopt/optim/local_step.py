@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardopt.algorithms.fresh import fresh_state
-from shardopt.algorithms.registry import MakesState, StepsOn, find_spec, unknown
+from shardopt.algorithms.registry import MakesGlobalState, MakesState, StepsOn, find_spec, unknown
 from shardopt.algorithms.torch_private import step_without_hooks
 from shardopt.errors import AlgorithmError, Problem, StateError
 from shardopt.optim.leaves import ShardedState, Shards, State, moved_state, zero_gradients
@@ -168,6 +168,8 @@ class LocalOptimizer:
                     self.untouched[leaf] = Untouched(made)
                 elif made:
                     self.optimizer.state[leaf] = made
+        if self.spec.has_global_state:
+            cast(MakesGlobalState, self.optimizer).make_global()
 
     def state_of(self, parameter: Tensor) -> MutableMapping[str, Any]:
         """The live state of a parameter; empty if there is none yet."""
