@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardopt.algorithms.fresh import fresh_state
-from shardopt.algorithms.registry import AlgorithmSpec, MakesState, StepsOn, find_spec, unknown
+from shardopt.algorithms.registry import AlgorithmSpec, MakesGlobalState, MakesState, StepsOn, find_spec, unknown
 from shardopt.algorithms.torch_private import step_without_hooks
 from shardopt.errors import AlgorithmError, Problem, StateError
 from shardopt.optim.implementation import all_have, any_sparse, names_from_gradients, prefers_fused, some_are_late
@@ -187,6 +187,8 @@ class LocalOptimizer:
                     self.untouched[leaf] = Untouched(made)
                 elif made:
                     self.optimizer.state[leaf] = made
+        if self.spec.has_global_state:
+            cast(MakesGlobalState, self.optimizer).make_global()
 
     def state_of(self, parameter: Tensor) -> MutableMapping[str, Any]:
         """The live state of a parameter; empty if there is none yet."""
