@@ -138,6 +138,9 @@ class AlgorithmSpec:
         stands_for: a class of torch in whose place it runs, on plain parameters too: with the same options and state.
         unsuitable: what keeps a parameter from being optimized with it, in a few words; "" where nothing does. Asked
             where it steps on parameters only.
+        takes_sparse: whether it steps with sparse gradients too, on plain parameters.
+        fused_agrees: the dtypes in which torch's fused implementation for the CPU computes what its for-loop computes,
+            up to the rounding of the last bits.
         needs_closure: whether a step has to evaluate the model again itself, maybe several times.
     """
 
@@ -150,6 +153,8 @@ class AlgorithmSpec:
     steps_on: StepsOn = StepsOn.LEAVES
     stands_for: type[Optimizer] | None = None
     unsuitable: Callable[[View], str] = _suits
+    takes_sparse: bool = False
+    fused_agrees: tuple[torch.dtype, ...] = ()
     needs_closure: bool = False
 
     @property
@@ -261,6 +266,9 @@ def _is_vector(dimensions: int) -> bool:
     return dimensions < 2
 
 
+# float16 is in neither: for-loops overflow in it, and fused implementations do not.
+_EXACT = (torch.float64, torch.float32)
+_WITH_BF16 = (*_EXACT, torch.bfloat16)
 _STEP = _scalar("step")
 _ADAM = (_STEP, _like("exp_avg"), _like("exp_avg_sq"), _like("max_exp_avg_sq", exists=_amsgrad))
 _LR = AtFirstStep.LEARNING_RATE
@@ -273,9 +281,11 @@ for _spec in (
         True,
         (_STEP, _like("sum", initial="initial_accumulator_value")),
         state_at_construction=True,
+        takes_sparse=True,
+        fused_agrees=_WITH_BF16,
     ),
-    AlgorithmSpec(torch.optim.Adam, "Adam", True, _ADAM),
-    AlgorithmSpec(torch.optim.AdamW, "AdamW", True, _ADAM),
+    AlgorithmSpec(torch.optim.Adam, "Adam", True, _ADAM, fused_agrees=_WITH_BF16),
+    AlgorithmSpec(torch.optim.AdamW, "AdamW", True, _ADAM, fused_agrees=_WITH_BF16),
     AlgorithmSpec(torch.optim.Adamax, "Adamax", True, (_STEP, _like("exp_avg"), _like("exp_inf"))),
     AlgorithmSpec(torch.optim.ASGD, "ASGD", True, (_STEP, _scalar("eta", _LR), _scalar("mu", 1.0), _like("ax"))),
     AlgorithmSpec(
@@ -299,6 +309,8 @@ for _spec in (
         "SGD",
         True,
         (_like("momentum_buffer", initial=AtFirstStep.GRADIENT, exists=_has_momentum),),
+        takes_sparse=True,
+        fused_agrees=_EXACT,  # in bfloat16 it is off by more than the size of a step
     ),
     AlgorithmSpec(
         Adafactor,

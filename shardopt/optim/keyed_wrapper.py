@@ -57,6 +57,10 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         """As torch's; gradients of ShardedTensor parameters are those of their local shards."""
         self._local.zero_grad(set_to_none)
 
+    def choose_implementation(self) -> None:
+        """From now on steps with the fastest implementation where a group names none, as `keyed` says."""
+        self._local.chooses = True
+
     def init_state(self, sparse_grad_parameter_names: Iterable[str] | None = None) -> None:
         """Makes the state of every trained parameter that has none, so that there is a destination for loading.
 

@@ -7,9 +7,11 @@ same names and counters.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from copy import deepcopy
 from dataclasses import replace
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -17,9 +19,40 @@ from torch import Tensor
 
 from shardopt.algorithms.registry import AlgorithmSpec, Kind
 from shardopt.errors import GradientError, Problem, StateError
-from shardopt.sharding.view import assemble, empty_leaf, gradient_leaves, leaves_of, requires_gradient, takes_gradient
+from shardopt.sharding.view import (
+    GradientReader,
+    assemble,
+    empty_leaf,
+    gradient_leaves,
+    leaves_of,
+    lend_gradients,
+    requires_gradient,
+    takes_gradient,
+)
 
 State = dict[str, Any]
+
+
+class Loan:
+    """Gradients that leaves have only for the time of a step."""
+
+    def __init__(self) -> None:
+        self.leaves: list[Tensor] = []
+        self._own: list[tuple[Tensor, Tensor]] = []
+
+    def lend(self, leaf: Tensor, gradient: Tensor) -> None:
+        """Gives a leaf a gradient in the place of its own, if it has one."""
+        if leaf.grad is not None:
+            self._own.append((leaf, leaf.grad))
+        self.leaves.append(leaf)
+        leaf.grad = gradient
+
+    def give_back(self) -> None:
+        """Leaves every leaf with what it had."""
+        for leaf in self.leaves:
+            leaf.grad = None
+        for leaf, gradient in self._own:
+            leaf.grad = gradient
 
 
 class Shards:
@@ -36,7 +69,7 @@ class Shards:
         held = leaves_of(parameter)
         self.stands_in = not held
         self.leaves = held or (empty_leaf(parameter),)
-        self._kept: list[tuple[Tensor, Tensor | None]] = []
+        self.reader = GradientReader(parameter)
 
     def moved(self) -> tuple[Tensor, ...]:
         """The leaves that were replaced since the last call, if the parameter got other local tensors; else ().
@@ -61,8 +94,8 @@ class Shards:
         replaced, self.leaves = self.leaves, held
         return replaced
 
-    def take_gradients(self) -> None:
-        """Gives each leaf its part of the parameter's gradient, until `give_gradients_back`.
+    def lend_gradients(self, loan: Loan) -> None:
+        """Gives each leaf its part of the parameter's gradient.
 
         Where one shard has a gradient the whole parameter has one, which is zero on the shards without.
         A rank without a shard cannot see whether the others have one, and takes it that they do.
@@ -75,22 +108,17 @@ class Shards:
         except GradientError as error:
             problems = [replace(problem, key=f"{self.name}.grad") for problem in error.problems]
             raise GradientError(error.message, problems) from None
-        self._kept = [(leaf, leaf.grad) for leaf in self.leaves]
         if self.stands_in and requires_gradient(self.parameter):
             gradients = (None,)
         elif all(gradient is None for gradient in gradients):
+            self.reader.accepted()
             return
         for leaf, gradient in zip(self.leaves, gradients, strict=True):
             if gradient is not None and gradient.dtype != leaf.dtype:
                 problem = Problem(f"{self.name}.grad", f"{gradient.dtype}", f"{leaf.dtype}", "cast it before the step")
                 raise GradientError("a gradient does not fit its parameter", [problem])
-            leaf.grad = torch.zeros_like(leaf) if gradient is None else gradient
-
-    def give_gradients_back(self) -> None:
-        """Undoes `take_gradients`; gradients of shards that carry their own stay where they were."""
-        for leaf, gradient in self._kept:
-            leaf.grad = gradient
-        self._kept = []
+            loan.lend(leaf, torch.zeros_like(leaf) if gradient is None else gradient)
+        self.reader.accepted()
 
     def put_together(self, parts: tuple[Tensor, ...]) -> Tensor:
         """A tensor that lies like the parameter, made of one tensor per leaf without a copy."""
@@ -109,6 +137,50 @@ def zero_gradients(parameter: Tensor, set_to_none: bool) -> None:
             holder.grad = None
         elif holder.grad is not None:
             holder.grad.detach_().zero_()
+
+
+class GroupLeaves:
+    """The leaves of a group's parameters, kept from step to step.
+
+    `settled` is for who steps on them: names of state that all of them are known to have.
+
+    Args:
+        parameters: of the group, in its order.
+        shards: parameter → its shards, of the sharded ones.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], shards: Mapping[Tensor, Shards]) -> None:
+        self._parameters = list(parameters)
+        self._shards = [shards.get(parameter) for parameter in self._parameters]
+        self._readers = {its.reader: its for its in self._shards if its is not None}
+        self.settled: tuple[str, ...] | None = None
+        self._refresh()
+
+    def are_of(self, parameters: list[Tensor]) -> bool:
+        """Whether the group still has the same parameters."""
+        return len(parameters) == len(self._parameters) and all(map(is_, parameters, self._parameters))
+
+    def lend(self, loan: Loan, follow: Callable[[Shards], None]) -> None:
+        """Gives every leaf of a sharded parameter its gradient.
+
+        Args:
+            loan: what to undo afterwards.
+            follow: called with shards whose local tensors may have been replaced, before their gradients are looked at.
+
+        Raises:
+            GradientError: a gradient does not fit its parameter.
+        """
+        others = [self._readers[reader] for reader in lend_gradients(self._readers, loan.leaves)]
+        for shards in others:
+            follow(shards)
+            shards.lend_gradients(loan)
+        if others:
+            self._refresh()
+
+    def _refresh(self) -> None:
+        both = zip(self._parameters, self._shards, strict=True)
+        self.leaves = list(chain.from_iterable((tensor,) if its is None else its.leaves for tensor, its in both))
+        self.kinds = {(leaf.device.type, leaf.dtype) for leaf in self.leaves}
 
 
 class ShardedState(MutableMapping[str, Any]):

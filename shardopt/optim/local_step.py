@@ -8,6 +8,7 @@ stand there.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from functools import partial
 from itertools import chain
 from typing import Any, cast
 
@@ -16,10 +17,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardopt.algorithms.fresh import fresh_state
-from shardopt.algorithms.registry import MakesState, StepsOn, find_spec, unknown
+from shardopt.algorithms.registry import AlgorithmSpec, MakesState, StepsOn, find_spec, unknown
 from shardopt.algorithms.torch_private import step_without_hooks
 from shardopt.errors import AlgorithmError, Problem, StateError
-from shardopt.optim.leaves import ShardedState, Shards, State, moved_state, zero_gradients
+from shardopt.optim.implementation import all_have, any_sparse, names_from_gradients, prefers_fused, some_are_late
+from shardopt.optim.leaves import GroupLeaves, Loan, ShardedState, Shards, State, moved_state, zero_gradients
 from shardopt.sharding.view import leaves_of, requires_gradient, view_of
 
 Group = dict[str, Any]
@@ -56,6 +58,8 @@ class Untouched:
 class LocalOptimizer:
     """A torch optimizer over the leaves of parameters, with its state and its groups as seen from outside.
 
+    Where `chooses` is set, groups that name no implementation step with the fastest that agrees with the for-loop.
+
     Args:
         names: parameter → FQN.
         optim_factory: makes the optimizer from the list of all leaves, in the order of `names`.
@@ -68,6 +72,8 @@ class LocalOptimizer:
     def __init__(self, names: Mapping[Tensor, str], optim_factory: Callable[[list[Tensor]], Optimizer]) -> None:
         self.shards: dict[Tensor, Shards] = {}
         self.untouched: dict[Tensor, Untouched] = {}
+        self.chooses = False
+        self._grouped: list[GroupLeaves] = []
         leaves = {parameter: self._bind(name, parameter) for parameter, name in names.items()}
         self.optimizer = optim_factory(list(chain.from_iterable(leaves.values())))
         self.spec = spec = find_spec(type(self.optimizer))
@@ -116,28 +122,32 @@ class LocalOptimizer:
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
         """One step of the algorithm without hooks; returns the closure's loss."""
+        inner_step = step_without_hooks(type(self.optimizer))
+        if self.spec is None or not self.spec.elementwise:
+            self._hand_over()
+            return inner_step(self.optimizer, closure)
         loss = None
-        if closure is not None and self.spec is not None and self.spec.elementwise:
+        if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-            closure = None
-        inner_step = step_without_hooks(type(self.optimizer))
-        if not self.shards:
-            self._hand_over()
-            told = inner_step(self.optimizer, closure)
-            return told if loss is None else loss
-        parameters = [group["params"] for group in self.groups]
+        seen = [(group["params"], group.get("fused")) for group in self.groups]
+        loan = Loan()
         try:
-            with torch.no_grad():
-                for group in self.groups:
-                    group["params"] = [leaf for parameter in group["params"] for leaf in self._ready(parameter, group)]
+            for group, leaves in zip(self.groups, self._leaves_of_groups(), strict=True):
+                with torch.no_grad():
+                    leaves.lend(loan, partial(self._follow, group=group))
+                group["params"] = leaves.leaves
             self._hand_over()
+            for group, leaves in zip(self.groups, self._grouped, strict=True):
+                if "fused" in group:
+                    group["fused"] = self._fused_now(self.spec, group, leaves)
             inner_step(self.optimizer)
         finally:
-            for group, its in zip(self.groups, parameters, strict=True):
-                group["params"] = its
-            for shards in self.shards.values():
-                shards.give_gradients_back()
+            for group, (parameters, fused) in zip(self.groups, seen, strict=True):
+                group["params"] = parameters
+                if "fused" in group:
+                    group["fused"] = fused
+            loan.give_back()
         return loss
 
     def zero_grad(self, set_to_none: bool) -> None:
@@ -193,6 +203,7 @@ class LocalOptimizer:
             parameter: has state.
             untouched: whether the loaded state is that of a parameter which never had a step.
         """
+        self.state_changed()
         for leaf in self.leaves(parameter):
             early = self.untouched.pop(leaf, None)
             if untouched:
@@ -203,6 +214,10 @@ class LocalOptimizer:
         state = self.state_of(parameter)
         if isinstance(state, ShardedState):
             state.share_scalars()
+
+    def state_changed(self) -> None:
+        """Drops what is kept about the state from step to step: someone else than the inner optimizer changed it."""
+        self._grouped.clear()
 
     def _bind(self, name: str, parameter: Tensor) -> tuple[Tensor, ...]:
         held = leaves_of(parameter)
@@ -251,13 +266,25 @@ class LocalOptimizer:
         state: State = self.optimizer.state[leaf]
         return state
 
-    def _ready(self, parameter: Tensor, group: Group) -> tuple[Tensor, ...]:
-        shards = self.shards.get(parameter)
-        if shards is None:
-            return (parameter,)
-        self._follow(shards, group)
-        shards.take_gradients()
-        return shards.leaves
+    def _leaves_of_groups(self) -> list[GroupLeaves]:
+        parameters = [group["params"] for group in self.groups]
+        if len(self._grouped) != len(parameters) or not all(map(GroupLeaves.are_of, self._grouped, parameters)):
+            self._grouped = [GroupLeaves(its, self.shards) for its in parameters]
+        return self._grouped
+
+    def _fused_now(self, spec: AlgorithmSpec, group: Group, leaves: GroupLeaves) -> bool | None:
+        """What a group's "fused" is to be in this step."""
+        fused: bool | None = group["fused"]
+        if self.chooses and prefers_fused(spec, group, leaves.kinds):
+            fused = not (spec.takes_sparse and any_sparse(leaves.leaves))
+        if fused and spec.settled_at_first_step:
+            names = names_from_gradients(spec, group)
+            if leaves.settled != names:
+                if some_are_late(names, leaves.leaves, self.optimizer.state):
+                    return False
+                if all_have(names, leaves.leaves, self.optimizer.state):
+                    leaves.settled = names
+        return fused
 
     def _follow(self, shards: Shards, group: Group) -> None:
         replaced = shards.moved()
@@ -306,12 +333,14 @@ class LocalState(MutableMapping[Any, Any]):
         if not isinstance(key, Tensor):
             self._local.optimizer.state[key] = value
             return
+        self._local.state_changed()
         state = self[key]
         entries = dict(value)
         state.clear()
         state.update(entries)
 
     def __delitem__(self, key: Any) -> None:
+        self._local.state_changed()
         for leaf in self._local.leaves(key) if isinstance(key, Tensor) else (key,):
             self._local.untouched.pop(leaf, None)
             self._local.optimizer.state.pop(leaf, None)

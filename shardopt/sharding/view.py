@@ -8,7 +8,7 @@ except that `gradient_leaves` redistributes a gradient that has another placemen
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -183,13 +183,17 @@ class GradientReader:
     found good. Calling it gives None where there is no gradient, and where only `gradient_leaves` can tell.
     """
 
-    __slots__ = ("_have", "_param", "_want")
+    __slots__ = ("_have", "_leaf", "_param", "_want")
 
     def __init__(self, param: Tensor) -> None:
-        self._param = param
+        self._param: Any = param
         # A placement of the gradient and one of the parameter that were found equal.
         self._have: DTensorSpec | None = None
         self._want: DTensorSpec | None = None
+        self._leaf: Tensor | None = None  # the local tensor of a DTensor that `lend_gradients` may go by
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return GradientReader, (self._param,)  # a copy is to look for itself
 
     def __call__(self) -> Tensor | None:
         param = self._param
@@ -200,7 +204,7 @@ class GradientReader:
                 return None
             have, want = whole._spec, param._spec
             if have is not self._have or want is not self._want:
-                if have != want:
+                if have.mesh != want.mesh or have.placements != want.placements or have.shape != want.shape:
                     return None
                 self._have, self._want = have, want
             wanted, grad = param._local_tensor, whole._local_tensor
@@ -211,6 +215,50 @@ class GradientReader:
         # Of another class are unfinished results of collectives, and several shards in one.
         plainly = type(grad) is Tensor and grad.shape == wanted.shape and grad.layout is torch.strided
         return grad if plainly else None
+
+    def accepted(self) -> None:
+        """Tells that `gradient_leaves` has looked at the parameter and its gradient, and refused neither."""
+        param = self._param
+        if isinstance(param, DTensor) and type(param._local_tensor) is Tensor:
+            if param._spec is not self._want:
+                self._have, self._want = None, param._spec
+            self._leaf = param._local_tensor
+            self()
+
+
+def lend_gradients(readers: Iterable[GradientReader], lent: list[Tensor]) -> list[GradientReader]:
+    """Sets `grad` of the local tensors of DTensors to their local gradients, where all lies as when it was accepted.
+
+    That is known by the very same objects: on small parameters a step's time is made of such checks, and this loop
+    touches as few objects as it can.
+
+    Args:
+        readers: of different parameters.
+        lent: gets the local tensors that were given a gradient; before, they had none of their own.
+
+    Returns:
+        Those that must be looked at; their local tensors were left alone. A steady parameter without a gradient is not
+        among them.
+    """
+    others = []
+    for reader in readers:
+        param, leaf = reader._param, reader._leaf
+        if leaf is not None and param._local_tensor is leaf and param._spec is reader._want and leaf.grad is None:
+            grad = param.grad
+            if grad is None:
+                continue
+            if type(grad) is DTensor and grad._spec is reader._have:
+                local = grad._local_tensor
+                if type(local) is Tensor:
+                    try:
+                        leaf.grad = local
+                    except (RuntimeError, TypeError):  # another size or dtype: gradient_leaves tells what is wrong
+                        pass
+                    else:
+                        lent.append(leaf)
+                        continue
+        others.append(reader)
+    return others
 
 
 def takes_gradient(param: Tensor) -> bool:

@@ -18,6 +18,7 @@ from tests.distributed.layouts import (
     give_gradient,
     meshes,
     place,
+    table,
     trained,
     values,
     worst_difference,
@@ -252,3 +253,25 @@ def step_where_a_gradient_is_on_one_rank_only():
 
 def test_a_gradient_on_some_ranks_only_is_told_by_all():
     run_ranks(2, step_where_a_gradient_is_on_one_rank_only)
+
+
+def step_a_table_with_gradients_on_one_rank_only():
+    full, gradient = torch.randn(2, 11, 4, generator=torch.Generator().manual_seed(3))
+    weight = trained(table(full, 1))
+    optimizer = shardopt.keyed("adafactor", {"w": weight})
+    if dist.get_rank() == 0:
+        give_gradient(weight, table(gradient, 1))
+    else:
+        table(gradient, 1)  # is collective
+    optimizer.step()
+    shown = torch.nn.Parameter(full.clone())
+    shown.grad = gradient.clone()
+    shown.grad[3:] = 0  # rank 0 has the first three rows
+    torchs = torch.optim.Adafactor([shown])
+    torchs.step()
+    return compare(optimizer, {"w": weight}, {"w": {"": shown.detach(), **torchs.state[shown]}})
+
+
+def test_where_some_shards_of_a_table_have_a_gradient_the_others_have_zeros():
+    value, key = worst(run_ranks(3, step_a_table_with_gradients_on_one_rank_only))
+    assert value <= TOLERANCE, key

@@ -1,13 +1,14 @@
 """Muon on real ranks: the same bits as torch's Muon on whole matrices in one process, however they are sharded."""
 
 import math
+import re
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import shardopt
@@ -103,20 +104,62 @@ def differing_in_groups():
         {"match": "rows|table", "ns_dtype": "float32", "lr": 0.5},
         {"match": "uneven|cut", "ns_steps": 3, "weight_decay": 0.0},
     ]
-
-    def make(parameters, **options):
-        return shardopt.keyed("muon", parameters, groups=groups, **options)
-
     parameters = matrices()
     names = sorted(parameters, reverse=dist.get_rank() % 2 == 1)
-    optimizer = make({name: parameters[name] for name in names}, **OPTIONS)
+    optimizer = shardopt.keyed("muon", {name: parameters[name] for name in names}, groups=groups, **OPTIONS)
     train(optimizer, parameters)
-    whole, _ = alone(OPTIONS, make)
-    return [name for name in whole if not same(parameters[name], whole[name].detach())]
+    options = {
+        name: {k: v for group in groups if re.search(group["match"], name) for k, v in group.items()} for name in names
+    }
+    found = []
+    for name in SHAPES.keys() - {"empty"}:
+        whole = {name: torch.nn.Parameter(value(name, 0))}
+        its = {**OPTIONS, **options[name]}
+        its.pop("match", None)
+        by_itself = ours(whole, **its)
+        for step in range(STEPS):
+            whole[name].grad = gradient(name, step)
+            by_itself.step()
+        if not same(parameters[name], whole[name].detach()):
+            found.append(name)
+    return found
 
 
 def test_groups_and_the_order_of_parameters():
     assert run_ranks(4, differing_in_groups) == [[]] * 4
+
+
+def differing_on_a_part_of_the_ranks():
+    """A mesh that is no group of the job, and one rank that has nothing to do with it."""
+    inside = dist.get_rank() != 2
+    everyone = init_device_mesh("cpu", (5,))
+    part = DeviceMesh("cpu", [[0, 1], [3, 4]])
+    places = {
+        "rows": (everyone, [Shard(0)]),
+        "grid": (part, [Shard(0), Shard(1)]),
+        "hsdp": (part, [Replicate(), Shard(0)]),
+    }
+    parameters = {}
+    for name, (mesh, placements) in places.items():
+        full = value(name, 0)
+        parameters[name] = torch.nn.Parameter(distribute_tensor(full, mesh, placements, src_data_rank=None))
+    optimizer = ours(parameters, **OPTIONS)
+    for step in range(STEPS):
+        for name, parameter in parameters.items():
+            give_gradient(parameter, value(name, step + 1) if inside or name == "rows" else None)
+        optimizer.step()
+    whole = {name: torch.nn.Parameter(value(name, 0)) for name in places}
+    reference = torchs(whole, **OPTIONS)
+    for step in range(STEPS):
+        for name, parameter in whole.items():
+            parameter.grad = value(name, step + 1)
+        reference.step()
+    assert set(optimizer.state_dict()["state"]) == (places.keys() if inside else {"rows"})
+    return [name for name in places if not same(parameters[name], whole[name].detach())]
+
+
+def test_meshes_over_a_part_of_the_ranks():
+    assert run_ranks(5, differing_on_a_part_of_the_ranks) == [[]] * 5
 
 
 def with_init_state(calls_at):

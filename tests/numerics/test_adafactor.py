@@ -21,7 +21,7 @@ SHAPES = {
 }
 ABSENT = {0: {"late"}, 1: {"late", "vector"}, 4: {"matrix", "cube"}}
 MORE = [
-    ("eps", {"eps": (1e-3, 1e-2)}),
+    ("large eps", {"eps": (0.9, 1e-2)}),
     ("tensor lr", {"lr": torch.tensor(0.02, dtype=torch.float64)}),
     ("large lr", {"lr": 3.0, "weight_decay": 0.01}),
 ]

@@ -86,6 +86,13 @@ def test_work_is_balanced(given):
     assert max(loads) <= average + largest
 
 
+def test_the_largest_are_dealt_first():
+    layout = held((4, 2), {whole((4, 2)): (0, 1)})
+    them = tuple(Job(layout, cost) for cost in (1, 1, 1, 1, 1, 1, 6))
+    for rank in (0, 1):
+        assert sum(them[job].cost for job in plan(them, (0, 1), rank, 1 << 40)[0].owned) == 6
+
+
 @given(jobs(), st.integers(1, 60))
 def test_a_round_is_not_larger_than_asked_unless_it_has_one_matrix(given, most):
     them, ranks = given

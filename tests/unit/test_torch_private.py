@@ -4,7 +4,13 @@ import pytest
 import torch
 
 from shardopt.algorithms import StepsOn, algorithms
-from shardopt.algorithms.torch_private import can_make_lazy_state, lazy_state, scale_and_look, step_without_hooks
+from shardopt.algorithms.torch_private import (
+    BatchNorm,
+    can_make_lazy_state,
+    lazy_state,
+    scale_and_look,
+    step_without_hooks,
+)
 
 WITH_INIT_GROUP = [
     spec for spec in algorithms() if spec.steps_on is StepsOn.LEAVES and spec.name not in ("LBFGS", "SparseAdam")
@@ -43,6 +49,12 @@ def test_init_group_makes_what_the_first_step_makes(spec):
     assert all(made[name].shape == value.shape for name, value in optimizers[0].state[stepped].items())
     assert asked.grad is None
     assert len(optimizers[1].state) == 0
+
+
+def test_every_batch_norm_has_one_base():
+    for layer in (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm):
+        assert issubclass(layer, BatchNorm)
+    assert not issubclass(torch.nn.InstanceNorm1d, BatchNorm)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
