@@ -265,13 +265,18 @@ def test_a_reader_gives_what_plainly_lies_there_and_nothing_else(rank_0):
         rows.grad = None
         rows.grad = other
         assert read_rows() is None
-    # What it has found good does not outlive a parameter that is placed in another way.
-    gradient = placed(torch.ones(8, 2))
-    rows.grad = gradient
-    assert read_rows() is not None
-    torch.utils.swap_tensors(rows, torch.nn.Parameter(placed(torch.ones(8, 2), Replicate())))
-    rows.grad = gradient
-    assert read_rows() is None
+
+
+def test_a_reader_notices_a_parameter_that_is_placed_in_another_way(rank_0):
+    """Even where the local shapes are the same."""
+    placed = [distribute_tensor(torch.ones(1, 1), rank_0, [Shard(dim)], src_data_rank=None) for dim in (0, 1)]
+    param, gradient = torch.nn.Parameter(placed[0]), placed[0].detach()
+    read = GradientReader(param)
+    param.grad = gradient
+    assert read() is not None
+    torch.utils.swap_tensors(param, torch.nn.Parameter(placed[1]))
+    param.grad = gradient
+    assert read() is None
 
 
 @pytest.mark.parametrize("kind", ["ShardedTensor", "wrapper"])

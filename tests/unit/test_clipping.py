@@ -47,6 +47,15 @@ def test_norm_clipping_does_what_torch_does(order, max_gradient):
         torch.testing.assert_close(ours[name].grad, param.grad)
 
 
+def test_tiny_norms_are_scaled_as_torchs():
+    """1e-6 is added to the norm, so that nothing is divided by zero."""
+    ours, theirs = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+    ours.grad, theirs.grad = (torch.tensor([6e-7, 8e-7]) for _ in range(2))
+    clipping({"w": ours}, max_gradient=1e-6).clip_grad_norm_()
+    torch.nn.utils.clip_grad_norm_([theirs], 1e-6)
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-6, atol=0)
+
+
 def test_gradients_below_the_limit_keep_every_bit():
     params = parameters()
     before = {name: param.grad.clone() for name, param in params.items()}
