@@ -78,6 +78,7 @@ class LocalOptimizer:
         self.optimizer = optim_factory(list(chain.from_iterable(leaves.values())))
         self.spec = find_spec(type(self.optimizer))
         self._refuse_shards_for_others()
+        self._refuse_graphs_of_shards(self.groups)
         owners = {leaf: parameter for parameter, its in leaves.items() for leaf in its}
         for group in self.groups:
             group["params"] = _parameters_of(group["params"], owners, leaves, names)
@@ -102,6 +103,7 @@ class LocalOptimizer:
         leaves = list(chain.from_iterable(self._bind(name, parameter) for parameter, name in names.items()))
         try:
             self._refuse_shards_for_others()
+            self._refuse_graphs_of_shards([*self.groups, {**self.optimizer.defaults, **options}])
             self.optimizer.add_param_group({**options, "params": leaves})
         except Exception:
             for parameter in names:
@@ -236,6 +238,16 @@ class LocalOptimizer:
             remedy=f"give this parameter to another optimizer, or keep it whole on every rank for {self.spec.name}",
         )
         raise AlgorithmError(f"{self.spec.name} may not step on shards", [problem])
+
+    def _refuse_graphs_of_shards(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        if self.shards and any(group.get("differentiable") for group in groups):
+            problem = Problem(
+                key=next(iter(self.shards.values())).name,
+                found="a sharded parameter in a step with differentiable=True",
+                required="plain parameters, as local tensors take no part in autograd",
+                remedy="leave differentiable out, or keep the parameters whole",
+            )
+            raise AlgorithmError("a step on shards cannot be differentiated", [problem])
 
     def _leaf_state(self, leaf: Tensor) -> State:
         untouched = self.untouched.get(leaf)
