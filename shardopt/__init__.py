@@ -1,12 +1,17 @@
 """Optimizers and checkpoints for sharded training, keyed by fully qualified parameter name."""
 
+from shardopt.optim.averaging import EMA, SWA
+from shardopt.optim.batch_norm import update_bn
 from shardopt.optim.clipping import GradientClipping, GradientClippingOptimizer
 from shardopt.optim.fused import EmptyFusedOptimizer, FusedOptimizer, FusedOptimizerModule
 from shardopt.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper, keyed
 from shardopt.optim.scaler import GradScaler
+from shardopt.optim.schedules import ReduceLROnPlateau
 from shardopt.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 __all__ = [
+    "EMA",
+    "SWA",
     "CombinedOptimizer",
     "EmptyFusedOptimizer",
     "FusedOptimizer",
@@ -17,8 +22,10 @@ __all__ = [
     "KeyedOptimizer",
     "KeyedOptimizerWrapper",
     "OptimizerWrapper",
+    "ReduceLROnPlateau",
     "WarmupOptimizer",
     "WarmupPolicy",
     "WarmupStage",
     "keyed",
+    "update_bn",
 ]

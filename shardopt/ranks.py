@@ -1,22 +1,27 @@
 """How ranks talk, and how they fail: all of them, with one error.
 
 What ranks must do together is one call of `Ranks.agree`: each does its own work, rank 0 looks at what all have
-reported and decides, and either every rank gets the decision or every rank raises the same error. The exception is
-`Ranks.add_up`, for the few numbers that every step needs: the one collective of this package.
+reported and decides, and either every rank gets the decision or every rank raises the same error. The exceptions are
+`Ranks.add_up`, for the few numbers that every step needs, and `Ranks.exchange`, for algorithms that need whole
+parameters: the only collectives of this package.
 
 Reports and decisions travel as JSON through the job's store (the one that `init_process_group` made), not through a
 collective: when a peer is dead a collective fails without a name or hangs, while the store, which lives outside the
 ranks, still tells who has not answered. A rank that works or waits writes a heartbeat to the store; one that has
 neither answered nor beaten for `deadline_seconds` is named as dead. Clocks of different hosts are never compared.
+
+A store may outlive the job that filled it: torchrun restarts ranks on the same one. What is left there must not be
+taken for an answer, so every job talks under a random session name, which its ranks agree on in their first round.
 """
 
 from __future__ import annotations
 
 import json
+import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -37,6 +42,8 @@ _POLL_SECONDS = (0.0005, 0.01)  # first pause between two looks at the store, an
 class Ranks:
     """The ranks of one process group, or this process alone where there is none.
 
+    Of each the number in the job is in `members`.
+
     All ranks must make the same calls in the same order. After an error that a silent rank caused, the ranks may
     have lost step, and every further call raises at once.
     """
@@ -44,11 +51,12 @@ class Ranks:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.rank = group.rank() if group is not None else 0
         self.size = group.size() if group is not None else 1
+        self.members = _members(group)
         # Weak: `_of_group` is to forget the group, and these ranks with it, once nobody else has it.
         self._group = None if group is None else weakref.ref(group)
         self._accelerator = None if group is None else _accelerator(group)
         self._channel: _Channel | None = None
-        if group is not None:
+        if group is not None and self.size > 1:
             self._channel = _Channel(PrefixStore("shardopt", group.get_group_store()), self.rank, self.size)
         self._broken: str | None = None
 
@@ -69,6 +77,26 @@ class Ranks:
         if group is not None:
             dist.all_reduce(numbers, group=group)
         return numbers
+
+    def exchange(self, sent: Tensor, sent_counts: Sequence[int], got_counts: Sequence[int]) -> Exchange:
+        """Sends a part of a vector to each of the ranks, and gets theirs. Collective: one all-to-all.
+
+        It is only begun here: `wait` of what this returns gives the vector that was got.
+
+        Args:
+            sent: contiguous, on a device that the group communicates on; not to be changed before `wait`. The parts
+                stand in it in the order of the ranks.
+            sent_counts, got_counts: how many elements go to and come from each of them.
+        """
+        group = self._group and self._group()
+        if group is None or self.size == 1:
+            return Exchange(sent, sent, None)
+        got = sent.new_empty(sum(got_counts))
+        # As bytes: gloo knows fewer dtypes than there are.
+        got_bytes, sent_bytes = ([n * sent.element_size() for n in counts] for counts in (got_counts, sent_counts))
+        outputs, inputs = got.view(torch.uint8), sent.view(torch.uint8)
+        work = dist.all_to_all_single(outputs, inputs, got_bytes, sent_bytes, group=group, async_op=True)
+        return Exchange(got, sent, work)
 
     def agree(
         self,
@@ -114,6 +142,10 @@ class Ranks:
             except (_Silent, DistError) as silent:
                 self._broken = str(silent) if isinstance(silent, _Silent) else f"the job's store is lost: {silent}"
                 raise RankError(f"{what}: {self._broken}") from cause
+            except BaseException as interrupt:
+                if not channel.told:
+                    self._broken = f"{type(interrupt).__name__} before the other ranks were told"
+                raise
         if cause is not None and not isinstance(cause, Exception):
             raise cause  # an interrupt stays an interrupt here; the other ranks have been told
         if "error" in answer:
@@ -121,6 +153,28 @@ class Ranks:
                 self._broken = answer["error"]["message"]
             raise ShardoptError.from_json(answer["error"]) from cause
         return outcome[0], answer["decision"]
+
+
+def _members(group: dist.ProcessGroup | None) -> tuple[int, ...]:
+    if group is not None:
+        return tuple(dist.get_process_group_ranks(group))
+    return (dist.get_rank() if dist.is_available() and dist.is_initialized() else 0,)
+
+
+class Exchange:
+    """An exchange under way; it keeps what was sent until it is done."""
+
+    def __init__(self, got: Tensor, sent: Tensor, work: dist.Work | None) -> None:
+        self._got = got
+        self._sent: Tensor | None = sent
+        self._work = work
+
+    def wait(self) -> Tensor:
+        """What was got, once it is there; on an accelerator only the current stream waits, not this process."""
+        if self._work is not None:
+            self._work.wait()
+        self._sent = None
+        return self._got
 
 
 def _accelerator(group: dist.ProcessGroup) -> str | None:
@@ -147,74 +201,152 @@ def ranks_of(group: dist.ProcessGroup | None = None) -> Ranks:
     return _of_group[group]
 
 
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Groups that were made for want of others, by those whom they are made of; kept while the job's group is."""
+
+
+def ranks_among(members: tuple[int, ...], known: Iterable[dist.ProcessGroup] = ()) -> Ranks:
+    """The ranks with these numbers, through the job's own group or one of `known` where it is made of just them.
+
+    Otherwise through a new group, for which all members must call; those who call for several do it in the same order.
+
+    Args:
+        members: global numbers, ascending; this rank's is among them.
+        known: groups that there are.
+    """
+    if len(members) == 1:
+        return Ranks(None)
+    job = dist.group.WORLD
+    assert job is not None
+    made = _made.setdefault(job, {})
+    for group in (job, *known):
+        if sorted(dist.get_process_group_ranks(group)) == list(members):
+            return ranks_of(group)
+    if members not in made:
+        made[members] = dist.new_group(list(members), use_local_synchronization=True)
+    return ranks_of(made[members])
+
+
 class _Silent(Exception):
     """Some rank shows no sign of life."""
 
 
 class _Channel:
-    """Rounds of `agree` in the store. Keys: `<round>/r<rank>/…` reports, `<round>/answer/…`, `beat/<rank>`."""
+    """Rounds of `agree` in the store.
+
+    Keys: `session`, `<session>/welcome/<rank>`, `beat/<rank>`; and in parts, as values may be large, the reports
+    `<session>/<round>/r<rank>/…` and the answers `<session>/<round>/answer/…`.
+    """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self.store, self.rank, self.size = store, rank, size
+        self.told = False  # whether the others have all that they need of this rank in this round
+        self._session = secrets.token_hex(8) if rank == 0 else ""
         self._round = 0
-        self._spent: list[str] = []  # keys of the round before, which all have read once all report in this one
+        self._spent: list[str] = []  # keys that all have read once all have reported in the next round
 
     def round(self, what: str, deadline_seconds: float) -> _Heartbeat:
         """Begins a round; within the context that this gives, the rank beats."""
         self._round += 1
+        self.told = False
         self.what, self.deadline_seconds = what, deadline_seconds
         return _Heartbeat(self.store, f"beat/{self.rank}", deadline_seconds / 5)
 
     def decide(self, mine: dict[str, Any], decide: Callable[[list[Any]], Any]) -> dict[str, Any]:
-        """Rank 0: gathers, decides, answers."""
-        answer: dict[str, Any]
+        """Rank 0: gathers, decides, answers. What interrupts it is raised when the others have been told."""
+        interrupt: BaseException | None = None
         try:
-            gathered = [mine, *self._gather()]
-            failures = [(rank, each["error"]) for rank, each in enumerate(gathered) if "error" in each]
-            if failures:
-                answer = {"error": _merge(self.what, failures, self.size)}
-            else:
-                answer = {"decision": decide([each["report"] for each in gathered])}
-        except _Silent as silent:
-            answer = {"error": RankError(f"{self.what}: {silent}").to_json(), "broken": True}
-        except Exception as error:
+            answer = self._decided(mine, decide)
+            data = _pack(answer)
+        except DistError:
+            raise
+        except BaseException as error:
+            interrupt = None if isinstance(error, Exception) else error
             answer = {"error": _merge(self.what, [(0, _describe(error))], self.size)}
-        self._spent += self._put(f"{self._round}/answer", answer)
+            data = _pack(answer)
+        self._spent += self._put(self._key("answer"), data)
+        self.told = True
+        if interrupt is not None:
+            raise interrupt
         return answer
 
     def follow(self, mine: dict[str, Any]) -> dict[str, Any]:
         """Any other rank: reports, and waits for the answer."""
-        self._put(f"{self._round}/r{self.rank}", mine)
+        token = secrets.token_hex(8)
+        try:
+            data = _pack({**mine, "token": token})
+        except Exception as error:  # a report that is not JSON
+            data = _pack({"error": _describe(error), "token": token})
+        if self._round == 1:
+            self._join(data, token.encode())
+        else:
+            self._put(self._key(f"r{self.rank}"), data)
+        self.told = True
         # Rank 0 waits up to a deadline for the others, and beats all the while.
-        answer: dict[str, Any] = self._get_all({0: f"{self._round}/answer"})[0][0]
+        self._wait_for_rank_0(lambda: self.store.check([self._key("answer/0")]))
+        answer: dict[str, Any] = self._get(self._key("answer"))[0]
         return answer
 
-    def _gather(self) -> list[dict[str, Any]]:
-        got = self._get_all({rank: f"{self._round}/r{rank}" for rank in range(1, self.size)})
-        for key in self._spent:
-            self.store.delete_key(key)
-        self._spent = [key for _, keys in got.values() for key in keys]
-        return [got[rank][0] for rank in range(1, self.size)]
+    def _decided(self, mine: dict[str, Any], decide: Callable[[list[Any]], Any]) -> dict[str, Any]:
+        heard, silent = self._gather()
+        heard[0] = mine
+        failures = [(rank, heard[rank]["error"]) for rank in sorted(heard) if "error" in heard[rank]]
+        if silent:
+            others = "".join(f" (on rank {rank}: {error['message']})" for rank, error in failures)
+            return {"error": RankError(f"{self.what}: {self._silence(silent)}{others}").to_json(), "broken": True}
+        if failures:
+            return {"error": _merge(self.what, failures, self.size)}
+        return {"decision": decide([heard[rank]["report"] for rank in range(self.size)])}
 
-    def _get_all(self, keys: dict[int, str]) -> dict[int, tuple[Any, list[str]]]:
-        """The values under `keys` by rank, awaited, each with all keys that hold it.
+    def _gather(self) -> tuple[dict[int, dict[str, Any]], list[int]]:
+        """What the other ranks report, by rank; and the silent ranks, for which others may be missing too."""
+        if self._round == 1:
+            self._set("session", self._session.encode())
+        ranks = range(1, self.size)
+        silent = self._wait(ranks, lambda some: self.store.check([self._key(f"r{rank}/0") for rank in some]))
+        arrived = [rank for rank in ranks if not silent or self.store.check([self._key(f"r{rank}/0")])]
+        got = {rank: self._get(self._key(f"r{rank}")) for rank in arrived}
+        if not silent:
+            for key in self._spent:
+                self.store.delete_key(key)
+            self._spent = [key for _, keys in got.values() for key in keys]
+        if self._round == 1:
+            for rank, (report, _) in got.items():
+                self._set(f"{self._session}/welcome/{rank}", report["token"].encode())
+                self._spent.append(f"{self._session}/welcome/{rank}")
+        return {rank: report for rank, (report, _) in got.items()}, silent
 
-        Watches the heartbeats of the ranks that have not written yet.
-        """
-        waiting = dict(keys)
+    def _join(self, data: bytes, token: bytes) -> None:
+        """Reports in the session whose rank 0 welcomes this rank; at first it may see one of ranks that are gone."""
+
+        def welcomed() -> bool:
+            session = self.store.get("session").decode() if self.store.check(["session"]) else ""
+            if session != self._session:
+                self._session = session
+                self._put(self._key(f"r{self.rank}"), data)
+            welcome = f"{session}/welcome/{self.rank}"
+            return self.store.check([welcome]) and self.store.get(welcome) == token
+
+        self._wait_for_rank_0(welcomed)
+
+    def _wait_for_rank_0(self, there: Callable[[], bool]) -> None:
+        silent = self._wait([0], lambda _: there())
+        if silent:
+            raise _Silent(self._silence(silent))
+
+    def _wait(self, ranks: Sequence[int], there: Callable[[Sequence[int]], bool]) -> list[int]:
+        """Waits until what is wanted of `ranks` is there; gives up once some whose part is not there are silent."""
         life = _SignsOfLife(self.store, self.deadline_seconds)
         pause, longest = _POLL_SECONDS
-        while waiting:
-            if self.store.check([f"{key}/0" for key in waiting.values()]):
-                break
+        while not there(ranks):
+            silent = [rank for rank in life.silent(ranks) if not there([rank])] if life.due() else []
+            if silent:
+                return silent
             time.sleep(pause)
             pause = min(2 * pause, longest)
-            if life.due():
-                waiting = {rank: key for rank, key in waiting.items() if not self.store.check([f"{key}/0"])}
-                silent = life.silent(waiting)
-                if silent:
-                    raise _Silent(self._silence(silent))
-        return {rank: self._get(key) for rank, key in keys.items()}
+        return []
 
     def _silence(self, silent: Sequence[int]) -> str:
         names = _rank_names(silent)
@@ -223,8 +355,11 @@ class _Channel:
             "or not in this call (every rank of the group must make it)"
         )
 
-    def _put(self, key: str, value: Any) -> list[str]:
-        data = json.dumps(value, separators=(",", ":")).encode()
+    def _key(self, name: str) -> str:
+        return f"{self._session}/{self._round}/{name}"
+
+    def _put(self, key: str, data: bytes) -> list[str]:
+        """Writes data in as many parts as it takes; gives their keys."""
         parts = [data[i : i + _PART_BYTES] for i in range(0, len(data), _PART_BYTES)]
         keys = [f"{key}/{i}" for i in range(len(parts))]
         for part_key, part in zip(keys[1:], parts[1:], strict=True):
@@ -236,6 +371,7 @@ class _Channel:
         self.store.set(key, data)  # type: ignore[arg-type]  # declared as str, takes bytes as they are
 
     def _get(self, key: str) -> tuple[Any, list[str]]:
+        """What was written with `_put`, and the keys of its parts."""
         count, _, first = self.store.get(f"{key}/0").partition(b"\n")
         keys = [f"{key}/{i}" for i in range(int(count))]
         rest = [self.store.get(part_key) for part_key in keys[1:]]
@@ -272,25 +408,31 @@ class _SignsOfLife:
     def __init__(self, store: Store, deadline_seconds: float) -> None:
         self._store, self._deadline_seconds = store, deadline_seconds
         self._interval_seconds = min(deadline_seconds / 5, 1.0)
-        self._begin = self._looked = time.monotonic()
-        self._seen: dict[int, tuple[int, float]] = {}  # rank -> its last count, and when that was new
+        self._looked = time.monotonic()
+        self._seen: dict[int, tuple[int, float]] = {}  # rank -> its last count, and for how many seconds it has stood
 
     def due(self) -> bool:
         return time.monotonic() - self._looked >= self._interval_seconds
 
-    def silent(self, ranks: Sequence[int] | dict[int, str]) -> list[int]:
+    def silent(self, ranks: Sequence[int]) -> list[int]:
         """Those of `ranks` whose count has not changed for the deadline."""
-        now = self._looked = time.monotonic()
+        now = time.monotonic()
+        # A look that comes late may be late because this process, or the whole machine, was stopped for a while; the
+        # others had no chance to be heard then.
+        passed, self._looked = min(now - self._looked, 2 * self._interval_seconds), now
         silent = []
         for rank in ranks:
             count = self._store.add(f"beat/{rank}", 0)
-            known, since = self._seen.get(rank, (None, self._begin))
-            if count != known:
-                since = now if known is not None else self._begin
-                self._seen[rank] = (count, since)
-            if now - since > self._deadline_seconds:
+            known, stood = self._seen.get(rank, (count, 0.0))
+            stood = stood + passed if count == known else 0.0
+            self._seen[rank] = (count, stood)
+            if stood > self._deadline_seconds:
                 silent.append(rank)
         return silent
+
+
+def _pack(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
 
 
 def _describe(error: BaseException) -> dict[str, Any]:
@@ -301,15 +443,15 @@ def _describe(error: BaseException) -> dict[str, Any]:
 
 def _merge(what: str, failures: list[tuple[int, dict[str, Any]]], size: int) -> dict[str, Any]:
     """One error for all ranks: the first failure's type and text, the ranks it came from, and what others met."""
-    first = failures[0][1]
-    same = [rank for rank, error in failures if error == first]
-    where = "" if len(same) == size and size > 1 else f" on {_rank_names(same)}"
-    others = "; ".join(f"on rank {rank}: {error['message']}" for rank, error in failures if error != first)
-    message = f"{what} failed{where}: {first['message']}" + (f" (and {others})" if others else "")
-    problems = list(first["problems"])
-    for _, error in failures:
-        problems += [problem for problem in error["problems"] if problem not in problems]
-    return {"type": first["type"], "message": message, "problems": problems}
+    ranks_with: dict[tuple[str, str], list[int]] = {}
+    for rank, error in failures:
+        ranks_with.setdefault((error["type"], error["message"]), []).append(rank)
+    (first, ranks), *others = ranks_with.items()
+    where = "" if len(ranks) == size and size > 1 else f" on {_rank_names(ranks)}"
+    also = "; ".join(f"on {_rank_names(those)}: {text}" for (_, text), those in others)
+    message = f"{what} failed{where}: {first[1]}" + (f" (and {also})" if also else "")
+    problems = {json.dumps(problem, sort_keys=True): problem for _, error in failures for problem in error["problems"]}
+    return {"type": first[0], "message": message, "problems": list(problems.values())}
 
 
 def _rank_names(ranks: Sequence[int]) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -109,14 +109,19 @@ def flatten(app: Mapping[str, Any]) -> FlatState:
     """The flat state of `app`; calls `state_dict()` once on every object in it. Copies no tensor.
 
     Raises:
-        StateError: two paths give one key, a dict key is neither str nor int, a key is reserved, or a value that has
-            a `state_dict` gives something else than a dict.
+        StateError: two paths give one key, a dict key is neither str nor int, a key is reserved, a value that has a
+            `state_dict` gives something else than a dict, a mapping or array cannot be written to, or a container is
+            within itself.
     """
     if not isinstance(app, Mapping):
         problem = Problem("app", f"a {type(app).__name__}", "a dict by name", 'pass {"model": model, ...}')
         raise StateError("state must have names", [problem])
     flat = FlatState()
-    _descend(app, (), _no_replace, False, flat)
+    try:
+        _descend(app, (), _no_replace, False, flat)
+    except RecursionError:
+        problem = Problem("app", "containers nested without end", "a tree", "take out what contains itself")
+        raise StateError("state cannot be walked through", [problem]) from None
     return flat
 
 
@@ -151,6 +156,7 @@ def _descend(node: Any, path: Path, replace: Callable[[Any], None], within: bool
     elif isinstance(node, Stateful) and not isinstance(node, type):
         _descend_stateful(node, path, flat)
     elif isinstance(node, Mapping) and (_is_branch(node, within) or not path):
+        _check_mutable(node, path)
         for part, child in node.items():
             _check_part(part, path)
             _descend(child, (*path, part), _set_item(node, part), within, flat)
@@ -171,18 +177,20 @@ def _descend_stateful(node: Stateful, path: Path, flat: FlatState) -> None:
     if not isinstance(state, dict):
         problem = Problem(join(path), f"state_dict() gave a {type(state).__name__}", "a dict", "return a dict by name")
         raise StateError("state must have names", [problem])
-    handback = Handback(path, node, _shallow(state))
-    flat.handbacks.append(handback)
+    handback = Handback(path, node, _shallow(state, set()))
 
-    def replace_state(value: Any) -> None:
-        handback.state = value
+    def replace_state(value: dict[str, Any]) -> None:
+        handback.state.clear()
+        for part, child in value.items():
+            handback.state[part] = child
 
     if _holds_tensors(handback.state):
         for part, child in handback.state.items():
             _check_part(part, path)
             _descend(child, (*path, part), _set_item(handback.state, part), True, flat)
     else:
-        _add(flat, path, handback.state, replace_state)
+        _add(flat, path, dict(handback.state), replace_state)
+    flat.handbacks.append(handback)  # after those within: an object gets its parts back whole
 
 
 def _descend_tuple(
@@ -194,8 +202,7 @@ def _descend_tuple(
     def setter(i: int) -> Callable[[Any], None]:
         def set_one(value: Any) -> None:
             current[i] = value
-            named = hasattr(node, "_fields")
-            replace(type(node)(*current) if named else type(node)(current))
+            replace(_like_tuple(node, current))
 
         return set_one
 
@@ -209,15 +216,33 @@ def _is_branch(node: Mapping[Any, Any], within: bool) -> bool:
     return not within and len(node) > 0 and not isinstance(node, Counter)
 
 
-def _shallow(node: Any) -> Any:
-    """A copy of the containers alone, so that what a load puts in does not reach into the object that gave them."""
-    if isinstance(node, dict | list):
-        copied = copy.copy(node)  # keeps what rides on a module's state dict as an attribute, its version notes
-        for part, child in copied.items() if isinstance(copied, dict) else enumerate(copied):
-            if isinstance(child, dict | list):
-                copied[part] = _shallow(child)
+def _shallow(node: Any, seen: set[int]) -> Any:
+    """A copy of the containers alone, so that what a load puts in does not reach into the object that gave them.
+
+    A number that stands in two places (schedules share the tensors of rates) is copied where it is met again: what is
+    loaded may differ in these places, and one memory cannot take both.
+    """
+    if isinstance(node, Mapping):
+        # A copy of a dict keeps what rides on a module's state dict as an attribute: its version notes.
+        copied = copy.copy(node) if isinstance(node, dict) else dict(node)
+        for part, child in node.items():
+            copied[part] = _shallow(child, seen)  # one by one: a Counter's update adds
         return copied
+    if isinstance(node, list):
+        copied_list = copy.copy(node)
+        copied_list[:] = [_shallow(child, seen) for child in node]
+        return copied_list
+    if isinstance(node, tuple) and _holds_tensors(node):
+        return _like_tuple(node, [_shallow(child, seen) for child in node])
+    if type(node) is torch.Tensor and node.ndim == 0:
+        if id(node) in seen:
+            return node.clone()
+        seen.add(id(node))
     return node
+
+
+def _like_tuple(node: tuple[Any, ...], items: Iterable[Any]) -> tuple[Any, ...]:
+    return type(node)(*items) if hasattr(node, "_fields") else type(node)(items)
 
 
 def _holds_tensors(node: Any) -> bool:
@@ -232,11 +257,18 @@ def _holds_tensors(node: Any) -> bool:
 
 
 def _as_tensor(array: np.ndarray[Any, Any], path: Path) -> torch.Tensor:
-    try:
-        return torch.from_numpy(array)  # shares the memory, so loading in place reaches the array
-    except TypeError:
-        problem = Problem(join(path), f"a NumPy array of {array.dtype}", "a dtype that torch has", "convert it")
-        raise StateError("an array cannot be stored", [problem]) from None
+    """A tensor that shares the array's memory, so that loading in place reaches the array."""
+    if isinstance(array, np.ma.MaskedArray):
+        found, required = "a masked array", "a plain one"
+    elif not array.flags.writeable:
+        found, required = "a read-only NumPy array", "one that a load can write to"
+    else:
+        try:
+            return torch.from_numpy(array)
+        except (TypeError, ValueError):
+            found = f"a NumPy array of {array.dtype} with strides {array.strides}"
+            required = "a dtype that torch has, in this machine's byte order, and no negative strides"
+    raise StateError("an array cannot be stored", [Problem(join(path), found, required, "convert or copy it")])
 
 
 def _set_item(container: Any, part: Any) -> Callable[[Any], None]:
@@ -246,8 +278,17 @@ def _set_item(container: Any, part: Any) -> Callable[[Any], None]:
     return replace
 
 
+def _check_mutable(node: Mapping[Any, Any], path: Path) -> None:
+    if not isinstance(node, MutableMapping):
+        problem = Problem(
+            join(path) or "app", f"a {type(node).__name__}", "a dict, which can be loaded into", "use one"
+        )
+        raise StateError("state must be in dicts", [problem])
+
+
 def _check_part(part: Any, path: Path) -> None:
-    if type(part) is not int and not isinstance(part, str):
+    # Exact types: a StrEnum, or a bool, spells itself otherwise than it is stored.
+    if type(part) is not int and type(part) is not str:
         problem = Problem(join((*path, str(part))), f"a key of type {type(part).__name__}", "str or int", "rename it")
         raise StateError("a key cannot be stored", [problem])
 

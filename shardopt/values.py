@@ -1,7 +1,7 @@
 """Plain values as typed JSON: what comes back has the exact type of what went in.
 
     None, bool, str, finite float, |int| < 2**53, list      as JSON has them
-    larger int                                              {"int": "<decimal>"}
+    larger int                                              {"int": "<decimal>"}, from 2**8192 on "0x<hexadecimal>"
     inf, -inf, nan                                          {"float": "inf" | "-inf" | "nan"}
     bytes                                                   {"bytes": "<base64>"}
     tuple, set                                              {"tuple": [...]}, {"set": [...]}
@@ -10,7 +10,8 @@
     tensor (small, on the CPU; within PerRank)              {"tensor": ["float32", shape, "<base64>"]}
 
 A JSON object therefore always has exactly one member, whose name is its type. Anything else is refused by name:
-a subclass is not its base, because it would come back as something that it was not.
+a subclass is not its base, because it would come back as something that it was not. (Of two NumPy scalar types that
+are one dtype, such as int64 and longlong, the sized one comes back.)
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import re
 from collections import Counter
 from typing import Any
 
@@ -27,8 +29,15 @@ import torch
 from shardopt.errors import Problem, StateError
 
 _EXACT_INT = 2**53  # larger ones lose digits in readers that hold numbers as doubles
+_LONG_INT_BITS = 8192  # Python takes no decimals of more than 4300 digits, for which it needs quadratic time
+_DECIMAL, _HEXADECIMAL = re.compile(r"-?[0-9]{1,4096}"), re.compile(r"-?0x[0-9a-f]+")
+_NUMPY_DTYPE = re.compile(r"[<>|][biufc]\d{1,2}")  # what else np.dtype takes for a name has side effects
+_TORCH_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and not re.match(r"torch\.(q|bits)", str(dtype))
+}
 _DEPTH_LIMIT = 64
-_DIGITS_LIMIT = 4096
 _REMEDY = (
     "store plain values (None, bool, int, float, str, bytes, list, tuple, set, dict, Counter, NumPy scalars), "
     "tensors, or an object with state_dict and load_state_dict"
@@ -51,7 +60,9 @@ def _encode(value: Any, key: str, depth: int) -> Any:
     if value is None or kind is bool:
         return value
     if kind is int:
-        return value if abs(value) < _EXACT_INT else {"int": str(value)} if _short(value) else _too_long(key)
+        if abs(value) < _EXACT_INT:
+            return value
+        return {"int": str(value) if value.bit_length() <= _LONG_INT_BITS else hex(value)}
     if kind is float:
         return value if math.isfinite(value) else {"float": repr(value)}
     if kind is str:
@@ -66,21 +77,24 @@ def _encode(value: Any, key: str, depth: int) -> Any:
         return {"set": sorted((_encode(item, f"{key}{{}}", depth + 1) for item in value), key=repr)}
     if kind is dict or kind is Counter:
         return {"dict" if kind is dict else "counter": [_encode_item(k, v, key, depth) for k, v in value.items()]}
-    if isinstance(value, np.generic | np.ndarray) and value.dtype.kind in "biufc":
-        shape = list(value.shape) if isinstance(value, np.ndarray) else None
+    if _is_numpy(value):
+        shape = list(value.shape) if kind is np.ndarray else None
         return {"numpy": [value.dtype.str, shape, base64.b64encode(value.tobytes()).decode()]}
     if kind is torch.Tensor and value.device.type == "cpu" and value.layout == torch.strided:
-        raw = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), base64.b64encode(raw).decode()]}
+        name = str(value.dtype).removeprefix("torch.")
+        if name in _TORCH_DTYPES:
+            plain = value.detach().resolve_conj().resolve_neg().contiguous()
+            raw = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
+            return {"tensor": [name, list(value.shape), base64.b64encode(raw).decode()]}
     raise _refused(key, f"a value of type {kind.__module__}.{kind.__qualname__}")
 
 
-def _short(value: int) -> bool:
-    return value.bit_length() < 3 * _DIGITS_LIMIT
-
-
-def _too_long(key: str) -> Any:
-    raise _refused(key, f"an int of more than {3 * _DIGITS_LIMIT} bits")
+def _is_numpy(value: Any) -> bool:
+    """Whether it is an array, or a scalar of NumPy's own, of a dtype that its name alone gives back."""
+    if type(value) is not np.ndarray and not (isinstance(value, np.generic) and type(value).__module__ == "numpy"):
+        return False
+    name = value.dtype.str
+    return bool(_NUMPY_DTYPE.fullmatch(name)) and np.dtype(name) == value.dtype
 
 
 def _encode_item(k: Any, v: Any, key: str, depth: int) -> list[Any]:
@@ -127,25 +141,27 @@ def decode_value(wire: Any) -> Any:
 
 def _decode(wire: Any, depth: int) -> Any:
     if depth > 2 * _DEPTH_LIMIT:
-        raise _malformed("nested too deep")
-    if wire is None or isinstance(wire, bool | str | int | float):
+        raise _malformed("a value nested too deep")
+    if isinstance(wire, str):
+        return _text(wire, "value")
+    if wire is None or isinstance(wire, bool | int | float):
         return wire
     if isinstance(wire, list):
         return [_decode(item, depth + 1) for item in wire]
     if not isinstance(wire, dict) or len(wire) != 1:
-        raise _malformed(f"{str(wire)[:80]}")
+        raise _malformed("an object that has not one member")
     ((kind, body),) = wire.items()
     try:
         return _decode_typed(kind, body, depth)
-    except (TypeError, ValueError, IndexError, RuntimeError, AttributeError, OverflowError) as error:
-        if isinstance(error, StateError):
-            raise
-        raise _malformed(f"{kind}: {str(body)[:80]}") from error
+    except StateError:
+        raise
+    except (TypeError, ValueError, LookupError, RuntimeError, OverflowError) as error:
+        raise _malformed(f"a malformed {kind[:20]!r}") from error
 
 
 def _decode_typed(kind: str, body: Any, depth: int) -> Any:
-    if kind == "int" and isinstance(body, str) and len(body) <= _DIGITS_LIMIT:
-        return int(body)
+    if kind == "int" and (_DECIMAL.fullmatch(body) or _HEXADECIMAL.fullmatch(body)):
+        return int(body, 0 if "x" in body else 10)
     if kind == "float" and body in ("inf", "-inf", "nan"):
         return float(body)
     if kind == "bytes":
@@ -158,23 +174,27 @@ def _decode_typed(kind: str, body: Any, depth: int) -> Any:
         return pairs if kind == "dict" else Counter(pairs)
     if kind == "numpy":
         name, shape, raw = body
-        dtype = np.dtype(name)
-        if dtype.kind in "biufc":
-            flat = np.frombuffer(base64.b64decode(raw, validate=True), dtype=dtype)
-            return flat[0] if shape is None else flat.reshape(shape).copy()
+        if _NUMPY_DTYPE.fullmatch(name):
+            flat = np.frombuffer(base64.b64decode(raw, validate=True), dtype=np.dtype(name))
+            array = flat.reshape(() if shape is None else _sizes(shape))
+            return array[()] if shape is None else array.copy()
     if kind == "tensor":
         name, shape, raw = body
-        known = getattr(torch, name)
-        if isinstance(known, torch.dtype):
-            data = bytearray(base64.b64decode(raw, validate=True))
-            flat_tensor = torch.frombuffer(data, dtype=known) if data else torch.empty(0, dtype=known)
-            return flat_tensor.reshape(shape)
-    raise _malformed(f"{kind}: {str(body)[:80]}")
+        data, dtype = bytearray(base64.b64decode(raw, validate=True)), _TORCH_DTYPES[name]
+        flat_tensor = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+        return flat_tensor.reshape(_sizes(shape))
+    raise _malformed(f"a malformed or unknown {kind[:20]!r}")
+
+
+def _sizes(shape: Any) -> tuple[int, ...]:
+    if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+        raise _malformed("a malformed shape")
+    return tuple(shape)
 
 
 def _dict_key(key: Any) -> str | int:
     if type(key) is not str and type(key) is not int:
-        raise _malformed(f"dict key {str(key)[:80]}")
+        raise _malformed(f"a dict key of type {type(key).__name__}")
     return key
 
 

@@ -5,10 +5,23 @@ from shardopt.algorithms.registry import (
     AtFirstStep,
     Dtype,
     Kind,
+    MakesState,
     StateEntry,
+    StepsOn,
     algorithms,
     register,
     spec_of,
 )
 
-__all__ = ["AlgorithmSpec", "AtFirstStep", "Dtype", "Kind", "StateEntry", "algorithms", "register", "spec_of"]
+__all__ = [
+    "AlgorithmSpec",
+    "AtFirstStep",
+    "Dtype",
+    "Kind",
+    "MakesState",
+    "StateEntry",
+    "StepsOn",
+    "algorithms",
+    "register",
+    "spec_of",
+]

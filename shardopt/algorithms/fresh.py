@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardopt.algorithms.registry import AlgorithmSpec, Kind
+from shardopt.algorithms.registry import AlgorithmSpec, Kind, MakesState, StepsOn
 from shardopt.algorithms.torch_private import can_make_lazy_state, lazy_state
 from shardopt.errors import AlgorithmError, Problem
 
@@ -25,11 +25,14 @@ def fresh_state(spec: AlgorithmSpec, optimizer: Optimizer, group: Mapping[str, A
         spec: of the optimizer's class.
         optimizer: steps on `leaf` or on tensors like it.
         group: the options of the leaf's group.
-        leaf: a local tensor; one gradient of its size is held for the time of the call.
+        leaf: a local tensor; one gradient of its size is held for the time of the call. The parameter itself for an
+            algorithm that steps on parameters.
 
     Raises:
         AlgorithmError: the algorithm's state cannot be made without a step.
     """
+    if spec.steps_on is StepsOn.PARAMETERS:
+        return cast(MakesState, optimizer).fresh_state(group, leaf)
     if not can_make_lazy_state(optimizer):
         raise AlgorithmError(
             "state cannot be made before the first step",

@@ -13,13 +13,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
+from shardopt.algorithms.adafactor import Adafactor, unsuitable_for_adafactor
+from shardopt.algorithms.muon import Muon, unsuitable_for_muon
 from shardopt.algorithms.torch_private import step_without_hooks
 from shardopt.errors import AlgorithmError, Problem
+from shardopt.sharding.view import View
 
 Options = Mapping[str, Any]
 
@@ -31,6 +35,10 @@ class Kind(Enum):
     """Shape and placement of the parameter."""
     SCALAR = "scalar"
     """One number for the whole parameter, the same on every rank."""
+    ROWS = "rows"
+    """The shape of the parameter, but for a last dimension of size 1; placed as the parameter along the others."""
+    COLUMNS = "columns"
+    """The shape of the parameter, but for a last dimension but one of size 1; placed as it along the others."""
 
 
 class Dtype(Enum):
@@ -47,6 +55,31 @@ class Dtype(Enum):
         return torch.float64 if wide else torch.float32
 
 
+class StepsOn(Enum):
+    """What an algorithm's optimizer is built over, where parameters are sharded."""
+
+    LEAVES = "local tensors"
+    """The plain local tensors of the parameters, as torch's own elementwise optimizers."""
+    PARAMETERS = "the parameters themselves"
+    """The user's tensors, sharded as they are. The class does its own communication and takes gradients with
+    `gradient_leaves`; its `state[parameter]` holds finished tensors, whose global shapes do not depend on the number
+    of ranks; and it has a method `fresh_state` (`MakesState`)."""
+
+
+class MakesState(Protocol):
+    """What keyed optimizers ask of one that steps on parameters.
+
+    Args:
+        names: parameter → FQN, set by the keyed optimizer; for errors, and for an order of parameters that is the same
+            however they are given.
+    """
+
+    names: Mapping[Tensor, str]
+
+    def fresh_state(self, group: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
+        """New state of a parameter that has none, as its first step would make it; changes nothing."""
+
+
 class AtFirstStep(Enum):
     """Initial values that are not known before the first step, so that making state early must not fix them."""
 
@@ -56,6 +89,14 @@ class AtFirstStep(Enum):
 
 def _always(options: Options) -> bool:
     return True
+
+
+def _any_number(dimensions: int) -> bool:
+    return True
+
+
+def _suits(parameter: View) -> str:
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +110,7 @@ class StateEntry:
         initial: the number that every element has before the first step, the name of the option that holds this
             number (of a complex parameter: both of its parts), or what the first step takes it from.
         exists: whether a group with these options has it.
+        suits: whether a parameter with that number of dimensions has it.
     """
 
     name: str
@@ -76,6 +118,7 @@ class StateEntry:
     dtype: Dtype = Dtype.PARAMETER
     initial: float | str | AtFirstStep = 0.0
     exists: Callable[[Options], bool] = _always
+    suits: Callable[[int], bool] = _any_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +133,11 @@ class AlgorithmSpec:
         state: what it keeps for a parameter, in the order in which it is made.
         why_not: where it is not elementwise, what on shards would be computed differently.
         state_at_construction: whether the class makes all state when it is constructed, not at the first gradient.
+        steps_on: what its optimizer is built over, where parameters are sharded. One that steps on parameters is never
+            refused for shards.
+        stands_for: a class of torch in whose place it runs, on plain parameters too: with the same options and state.
+        unsuitable: what keeps a parameter from being optimized with it, in a few words; "" where nothing does. Asked
+            where it steps on parameters only.
         takes_sparse: whether it steps with sparse gradients too, on plain parameters.
         fused_agrees: the dtypes in which torch's fused implementation for the CPU computes what its for-loop computes,
             up to the rounding of the last bits.
@@ -102,6 +150,9 @@ class AlgorithmSpec:
     state: tuple[StateEntry, ...] = ()
     why_not: str = ""
     state_at_construction: bool = False
+    steps_on: StepsOn = StepsOn.LEAVES
+    stands_for: type[Optimizer] | None = None
+    unsuitable: Callable[[View], str] = _suits
     takes_sparse: bool = False
     fused_agrees: tuple[torch.dtype, ...] = ()
     needs_closure: bool = False
@@ -111,9 +162,9 @@ class AlgorithmSpec:
         """Whether some state takes its initial value only at the first step."""
         return any(isinstance(entry.initial, AtFirstStep) for entry in self.state)
 
-    def entries(self, options: Options) -> tuple[StateEntry, ...]:
-        """The state that a parameter in a group with these options has."""
-        return tuple(entry for entry in self.state if entry.exists(options))
+    def entries(self, options: Options, dimensions: int = 2) -> tuple[StateEntry, ...]:
+        """The state that a parameter with so many dimensions has in a group with these options."""
+        return tuple(entry for entry in self.state if entry.exists(options) and entry.suits(dimensions))
 
 
 _SPECS: dict[type[Optimizer], AlgorithmSpec] = {}
@@ -139,12 +190,14 @@ def register(spec: AlgorithmSpec) -> AlgorithmSpec:
                 ],
             )
     _SPECS[spec.optimizer] = spec
+    if spec.stands_for is not None:
+        _SPECS[spec.stands_for] = spec
     return spec
 
 
 def algorithms() -> tuple[AlgorithmSpec, ...]:
     """Every registered algorithm, by name."""
-    return tuple(sorted(_SPECS.values(), key=lambda spec: spec.name))
+    return tuple(sorted(dict.fromkeys(_SPECS.values()), key=lambda spec: spec.name))
 
 
 def find_spec(optimizer: type[Optimizer]) -> AlgorithmSpec | None:
@@ -205,6 +258,14 @@ def _centered(options: Options) -> bool:
     return bool(options["centered"])
 
 
+def _is_matrix(dimensions: int) -> bool:
+    return dimensions > 1
+
+
+def _is_vector(dimensions: int) -> bool:
+    return dimensions < 2
+
+
 # float16 is in neither: for-loops overflow in it, and fused implementations do not.
 _EXACT = (torch.float64, torch.float32)
 _WITH_BF16 = (*_EXACT, torch.bfloat16)
@@ -252,10 +313,19 @@ for _spec in (
         fused_agrees=_EXACT,  # in bfloat16 it is off by more than the size of a step
     ),
     AlgorithmSpec(
-        torch.optim.Adafactor,
+        Adafactor,
         "Adafactor",
         False,
+        (
+            _STEP,
+            StateEntry("row_var", Kind.ROWS, suits=_is_matrix),
+            StateEntry("col_var", Kind.COLUMNS, suits=_is_matrix),
+            _like("variance", suits=_is_vector),
+        ),
         why_not="it divides by means over rows, columns and whole parameters, and a shard has only its own",
+        steps_on=StepsOn.PARAMETERS,
+        stands_for=torch.optim.Adafactor,
+        unsuitable=unsuitable_for_adafactor,
     ),
     AlgorithmSpec(
         torch.optim.LBFGS,
@@ -265,10 +335,13 @@ for _spec in (
         needs_closure=True,
     ),
     AlgorithmSpec(
-        torch.optim.Muon,
+        Muon,
         "Muon",
         False,
-        why_not="it orthogonalises whole matrices, and a shard is not one",
+        (_like("momentum_buffer"),),
+        steps_on=StepsOn.PARAMETERS,
+        stands_for=torch.optim.Muon,
+        unsuitable=unsuitable_for_muon,
     ),
     AlgorithmSpec(
         torch.optim.SparseAdam,

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from shardopt.checkpoint.describe import Values
-from shardopt.checkpoint.format import DATA_SUFFIX, MANIFEST_NAME, file_name
+from shardopt.checkpoint.format import FILE_NAME, MANIFEST_LIMIT_BYTES, MANIFEST_NAME, damaged, file_name
 from shardopt.checkpoint.manifest import (
     DataFile,
     Manifest,
@@ -17,7 +17,7 @@ from shardopt.checkpoint.manifest import (
     decode_manifest,
     encode_manifest,
 )
-from shardopt.checkpoint.storage import Storage
+from shardopt.checkpoint.storage import Storage, telling
 from shardopt.checkpoint.write import SavePlan
 from shardopt.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, Problem
 from shardopt.values import decode_value
@@ -44,13 +44,22 @@ def commit(
         The bytes of all data files.
     """
     manifest = manifest_of(save_id, plan, values, reports)
-    names = {file.name for file in manifest.files}
+    data = encode_manifest(manifest)
+    wanted, there = {file.name for file in manifest.files}, set(storage.names())
+    # A listing may be older than a file (NFS keeps them for a while): what is not in it is asked for by name.
+    unseen = [name for name in sorted(wanted - there) if not storage.exists(name)]
+    if unseen:
+        remedy = "give all ranks the same path, on storage that they share"
+        problems = [
+            Problem(f"{storage.url}/{name}", "no such file on rank 0", "what was written", remedy) for name in unseen
+        ]
+        raise CheckpointError("rank 0 does not see the files of other ranks", problems)
     # torch's reader takes every data file in the directory, those of a save that died included.
-    for name in storage.names():
-        if name.endswith(DATA_SUFFIX) and name not in names:
+    for name in there - wanted:
+        if FILE_NAME.fullmatch(name):
             storage.remove(name)
     refuse_committed(storage)
-    storage.publish(MANIFEST_NAME, encode_manifest(manifest))
+    storage.publish(MANIFEST_NAME, data)
     return sum(file.nbytes for file in manifest.files)
 
 
@@ -108,11 +117,16 @@ def read_manifest(storage: Storage) -> tuple[Manifest, bytes]:
         CheckpointNotFoundError: there is none; what lies in the directory besides does not matter.
         CorruptionError, FormatError: it is damaged, or for a newer reader.
     """
-    try:
-        data = storage.read(MANIFEST_NAME)
-    except (FileNotFoundError, NotADirectoryError):
-        there = storage.names()
-        found = f"{len(there)} files of a save that was not finished" if there else "nothing"
-        problem = Problem(storage.url, found, f"a committed checkpoint (with {MANIFEST_NAME})", "give another path")
-        raise CheckpointNotFoundError("there is no checkpoint", [problem]) from None
-    return decode_manifest(data, f"{storage.url}/{MANIFEST_NAME}"), data
+    where = f"{storage.url}/{MANIFEST_NAME}"
+    with telling(f"read {where}"):
+        try:
+            nbytes = storage.size(MANIFEST_NAME)
+            if nbytes > MANIFEST_LIMIT_BYTES:
+                raise damaged(where, f"{nbytes} bytes, more than the limit of {MANIFEST_LIMIT_BYTES}")
+            data = storage.read(MANIFEST_NAME, 0, nbytes)
+        except FileNotFoundError:
+            there = storage.names()
+            found = f"{len(there)} files of a save that was not finished" if there else "nothing"
+            problem = Problem(storage.url, found, f"a committed checkpoint (with {MANIFEST_NAME})", "give another path")
+            raise CheckpointNotFoundError("there is no checkpoint", [problem]) from None
+    return decode_manifest(data, where), data

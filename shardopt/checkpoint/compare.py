@@ -113,13 +113,16 @@ def _key_problems(
     tensor, view = manifest.tensors.get(key), views.get(key)
     if tensor is not None and view is not None:
         dtype = torch_dtype(tensor.dtype)
-        casts = dtype != view.dtype and strictness.dtype == "cast" and _is_inexact(dtype) and _is_inexact(view.dtype)
+        casts = dtype != view.dtype and strictness.dtype == "cast" and _can_cast(dtype, view.dtype)
         if tensor.layout.shape != view.shape or (dtype != view.dtype and not casts):
             remedy = "load it into a tensor of the shape and dtype that were saved"
-            if tensor.layout.shape == view.shape and _is_inexact(dtype) and _is_inexact(view.dtype):
+            if tensor.layout.shape == view.shape and _can_cast(dtype, view.dtype):
                 remedy += ', or with Strictness(dtype="cast")'
             yield Problem(key, _kind_of_stored(manifest, key), _kind_of_leaf(flat, views, key), remedy)
             return
+        unfit = _unfit_memory(key, view)
+        if unfit is not None:
+            yield unfit
         match.tensors[key] = (view, tensor)
         if casts:
             match.cast.append(key)
@@ -131,14 +134,35 @@ def _key_problems(
             remedy = 'use as many ranks, or PerRank(..., on_resize="keep") to keep the values that are there'
             yield Problem(key, found, required, remedy)
     elif key in manifest.values and view is None and not isinstance(value, PerRank):
-        match.values[key] = manifest.values[key][1]
+        found = manifest.values[key][1]
+        if not isinstance(found, dict) and any(each.path == flat.leaves[key].path for each in flat.handbacks):
+            yield Problem(key, _kind_of_stored(manifest, key), "the state of an object", "give the key what was saved")
+        match.values[key] = found
     else:
         remedy = "give the key the kind that it was saved with"
         yield Problem(key, _kind_of_stored(manifest, key), _kind_of_leaf(flat, views, key), remedy)
 
 
+def _can_cast(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether a conversion loses no more than digits."""
+    return wanted.is_complex if stored.is_complex else stored.is_floating_point and _is_inexact(wanted)
+
+
 def _is_inexact(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
+
+
+def _unfit_memory(key: str, view: View) -> Problem | None:
+    """What speaks against reading into the memory of a tensor."""
+    for piece in view.pieces:
+        if piece.tensor.is_meta:
+            return Problem(key, "a tensor on the meta device", "memory to load into", "call to_empty(device=...) first")
+        strides = piece.tensor.stride()
+        if 0 in strides and any(
+            stride == 0 and size > 1 for stride, size in zip(strides, piece.box.sizes, strict=True)
+        ):
+            return Problem(key, "an expanded tensor", "a place for each element", "call contiguous() first")
+    return None
 
 
 def _one_sided_state(handback: Handback, flat: FlatState, stored: Mapping[str, Path], names: Names) -> Problem | None:
@@ -196,12 +220,7 @@ def _description(key: str, flat: FlatState, manifest: Manifest, strictness: Stri
         tensor = manifest.tensors[key]
         dtype = torch_dtype(tensor.dtype)
         own = flat.leaves[key].value if key in flat.leaves else None
-        if (
-            strictness.dtype == "cast"
-            and isinstance(own, torch.Tensor)
-            and _is_inexact(dtype)
-            and _is_inexact(own.dtype)
-        ):
+        if strictness.dtype == "cast" and isinstance(own, torch.Tensor) and _can_cast(dtype, own.dtype):
             dtype = own.dtype
         return torch.empty(tensor.layout.shape, dtype=dtype, device="meta")
     return manifest.values[key][1] if key in manifest.values else None

@@ -19,6 +19,7 @@ from shardopt.checkpoint.format import (
     segment_count,
     stored_shape,
 )
+from shardopt.errors import Problem, StateError
 from shardopt.sharding.box import Box
 
 
@@ -58,6 +59,10 @@ def build_header(stem: str, members: Sequence[tuple[str, Dtype, Box]]) -> bytes:
     tensors["__metadata__"] = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": told}
     text = json.dumps(tensors, separators=(",", ":"), ensure_ascii=False).encode()
     padded = -(-(8 + len(text)) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    if padded > HEADER_LIMIT_BYTES:
+        found, required = f"a header of {padded} bytes", f"at most {HEADER_LIMIT_BYTES}"
+        problem = Problem(stem, found, required, "have fewer tensors, shorter keys, or more ranks")
+        raise StateError("a data file would be unreadable", [problem])
     return struct.pack("<Q", padded - 8) + text.ljust(padded - 8)
 
 
@@ -84,7 +89,12 @@ def parse_header(header: bytes, file_bytes: int, where: str) -> dict[str, Entry]
     for key, info in table.items():
         try:
             dtype, shape, (begin, end) = info["dtype"], tuple(info["shape"]), info["data_offsets"]
-            fits = begin + length == offset and begin <= end < 2**63 and all_sizes((begin, end, *shape))
+            fits = (
+                type(dtype) is str
+                and begin + length == offset
+                and begin <= end < 2**63
+                and all_sizes((begin, end, *shape))
+            )
         except (KeyError, TypeError, ValueError):
             raise damaged(where, f"a malformed entry for {key!r}") from None
         if not fits:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,8 @@ from shardopt.checkpoint.manifest import decode_path, encode_path
 from shardopt.checkpoint.memory import stored_dtype
 from shardopt.checkpoint.plan import Member
 from shardopt.checkpoint.replicas import CheckReplicas, Contents, contents_of, summary_of
-from shardopt.errors import Problem, StateError
-from shardopt.sharding.layout import Layout, joined
+from shardopt.errors import LayoutError, Problem, ShardoptError, StateError
+from shardopt.sharding.layout import Layout, held, joined
 from shardopt.sharding.view import View, view_of
 from shardopt.state import FlatState, Path, PerRank
 from shardopt.values import canonical, decode_value, encode_value
@@ -44,8 +44,8 @@ class Description:
         """Equal on two ranks, and in two saves, if they describe the same tensors in the same places."""
         words = [*self.per_rank, ""]
         for key in sorted(self.tensors):
-            _, dtype, layout = self.tensors[key]
-            words += (key, dtype.name, layout.fingerprint)
+            path, dtype, layout = self.tensors[key]
+            words += (key, dtype.name, layout.fingerprint, str(len(path)))
         return xxhash.xxh3_128_hexdigest("\0".join(words).encode())
 
     def values_fingerprint(self) -> str:
@@ -92,20 +92,30 @@ def describe(flat: FlatState, check_replicas: CheckReplicas) -> Description:
         check_replicas: of which tensors that other ranks hold too the bytes are looked at.
 
     Raises:
-        StateError, LayoutError: something in it cannot be stored.
+        StateError, LayoutError: something in it cannot be stored; all that cannot is named.
     """
     views: dict[str, View] = {}
     tensors: dict[str, tuple[Path, Dtype, Layout]] = {}
     values: dict[str, tuple[Path, Any]] = {}
     per_rank: dict[str, Path] = {}
+    refused: list[ShardoptError] = []
     for key, leaf in flat.leaves.items():
-        if isinstance(leaf.value, Tensor):
-            view = views[key] = view_of(leaf.value, key)
-            tensors[key] = leaf.path, stored_dtype(view.dtype, key), view.layout
-        elif isinstance(leaf.value, PerRank):
-            per_rank[key] = leaf.path
-        else:
-            values[key] = leaf.path, encode_value(leaf.value, key)
+        try:
+            if isinstance(leaf.value, Tensor):
+                view = views[key] = view_of(leaf.value, key)
+                tensors[key] = leaf.path, stored_dtype(view.dtype, key), view.layout
+                if any(piece.tensor.is_meta for piece in view.pieces):
+                    problem = Problem(key, "a tensor on the meta device", "a tensor with values", "initialize it first")
+                    raise StateError("a tensor cannot be stored", [problem])
+            elif isinstance(leaf.value, PerRank):
+                per_rank[key] = leaf.path
+            else:
+                values[key] = leaf.path, encode_value(leaf.value, key)
+        except (StateError, LayoutError) as error:
+            refused.append(error)
+    if refused:
+        kind, message = type(refused[0]), refused[0].message
+        raise kind(message, [problem for error in refused for problem in error.problems])
     return Description(views, tensors, values, per_rank, contents_of(views, check_replicas))
 
 
@@ -179,7 +189,17 @@ def _merge_tensor(key: str, by_rank: Mapping[int, tuple[Any, ...]]) -> Member:
             found = f"{_place(layout)} on rank {first_rank}, {_place(other)} on rank {rank}"
             raise StateError("", [_differs(key, found)])
     whole_layout = joined({rank: each[2] for rank, each in knowing.items()}, key) if layout.local else layout
-    return Member(path, DTYPES[dtype], whole_layout, tuple(sorted(by_rank)))
+    return Member(path, DTYPES[dtype], _held_by(whole_layout, by_rank), tuple(sorted(by_rank)))
+
+
+def _held_by(layout: Layout, ranks: Collection[int]) -> Layout:
+    """The layout without the holders that have not passed the tensor, and without the boxes that only they hold."""
+    if layout.holders is None or all(rank in ranks for by in layout.holders for rank in by):
+        return layout
+    holders = {
+        box: [rank for rank in by if rank in ranks] for box, by in zip(layout.boxes, layout.holders, strict=True)
+    }
+    return held(layout.shape, {box: by for box, by in holders.items() if by})
 
 
 def _place(layout: Layout) -> str:

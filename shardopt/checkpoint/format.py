@@ -12,6 +12,7 @@ docs/format.md tells it all to a reader who has only the bytes.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +60,10 @@ _DTYPE_TABLE = (
 DTYPES: Mapping[str, Dtype] = {dtype.name: dtype for dtype in _DTYPE_TABLE}
 
 
+FILE_NAME = re.compile(r"[0-9A-Za-z]{1,64}-r\d{5,9}(-[1-9]\d{0,8})?" + re.escape(DATA_SUFFIX), re.ASCII)
+"""What `file_name` gives. Nothing else is ever opened or removed because a manifest or a listing names it."""
+
+
 def file_name(save_id: str, rank: int, slot: int) -> str:
     return f"{save_id}-{file_stem(rank, slot)}{DATA_SUFFIX}"
 
@@ -96,8 +101,9 @@ def all_sizes(numbers: Iterable[Any]) -> bool:
 def load_json(data: bytes, where: str, members: Callable[[list[tuple[str, Any]]], Any] = dict) -> dict[str, Any]:
     """Parses bytes that nobody vouches for; `members` makes each object of its members."""
     try:
+        text = data.decode()  # json would take UTF-16 and worse
         # json has a much faster way where it need not ask.
-        loaded = json.loads(data) if members is dict else json.loads(data, object_pairs_hook=members)
+        loaded = json.loads(text) if members is dict else json.loads(text, object_pairs_hook=members)
     except (ValueError, RecursionError) as error:
         raise damaged(where, f"no valid JSON ({error})") from None
     if not isinstance(loaded, dict):

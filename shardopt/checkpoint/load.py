@@ -18,10 +18,10 @@ from shardopt.checkpoint.compare import Match, compare
 from shardopt.checkpoint.pause import gc_paused
 from shardopt.checkpoint.read import OpenFile, Want, check_all, fetch
 from shardopt.checkpoint.reader import CheckpointReader, open_checkpoint
-from shardopt.checkpoint.storage import storage_of
 from shardopt.checkpoint.strictness import Names, Strictness, strictness_of, under_names_of
 from shardopt.checkpoint.torn import mark_torn, unmark_torn
-from shardopt.errors import CheckpointError, Problem
+from shardopt.checkpoint.twins import refuse_unequal, twins_in
+from shardopt.errors import CheckpointError, MismatchError, Problem
 from shardopt.ranks import DEADLINE_SECONDS, ranks_of
 from shardopt.sharding.view import view_of
 from shardopt.state import FlatState, Handback, PerRank, flatten
@@ -99,7 +99,7 @@ def load(
     """
     begin = time.monotonic()
     ranks = ranks_of()
-    what = f"loading {storage_of(url).url}"
+    what = f"loading {os.fspath(url)}"
 
     with gc_paused():
         plan, _ = ranks.agree(
@@ -151,8 +151,22 @@ def _plan(
     views = {key: view_of(tensor, key) for key, tensor in flat.tensors().items()}
     match = compare(flat, views, names, strictness, size)
     old = names.renamed
-    wants = [want for key, (view, _) in match.tensors.items() for want in reader.wants(old.get(key, key), view.pieces)]
-    return _Plan(reader, flat, names, match, wants, reader.per_rank(rank) if match.per_rank else {})
+    per_rank = reader.per_rank(rank) if match.per_rank else {}
+    _refuse_missing([key for key in match.per_rank if old.get(key, key) not in per_rank], rank)
+    into = {key: view for key, (view, _) in match.tensors.items()}
+    twins = twins_in(into)
+    refuse_unequal(reader, into, twins, old)
+    wants = [
+        want for key, view in into.items() if key not in twins for want in reader.wants(old.get(key, key), view.pieces)
+    ]
+    return _Plan(reader, flat, names, match, wants, per_rank)
+
+
+def _refuse_missing(keys: list[str], rank: int) -> None:
+    if keys:
+        remedy = "pass it on the ranks that saved it"
+        problems = [Problem(key, f"no value of rank {rank}", "one, as this rank passes it", remedy) for key in keys]
+        raise MismatchError("the checkpoint does not fit the app; nothing was changed", problems)
 
 
 def _same_checkpoint(url: str, digests: list[str]) -> None:

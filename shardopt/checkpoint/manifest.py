@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import xxhash
 
 from shardopt.checkpoint.format import (
-    DATA_SUFFIX,
     DTYPES,
+    FILE_NAME,
     FORMAT_NAME,
     FORMAT_VERSION,
     MANIFEST_LIMIT_BYTES,
@@ -25,7 +25,7 @@ from shardopt.checkpoint.format import (
     read_sizes,
     without_duplicates,
 )
-from shardopt.errors import FormatError, Problem
+from shardopt.errors import FormatError, Problem, StateError
 from shardopt.sharding.box import Box, grid_boxes, grid_cuts
 from shardopt.state import Index, Path
 from shardopt.values import decode_value, encode_value
@@ -101,6 +101,10 @@ def encode_manifest(manifest: Manifest) -> bytes:
         "per_rank": {key: encode_path(key, path) for key, path in manifest.per_rank.items()},
     }
     text = f"{_dump(head)[:-1]},{manifest.tensors.members}".encode()
+    if len(text) + _SEAL_BYTES > MANIFEST_LIMIT_BYTES:
+        found, required = f"{len(text)} bytes of plain values and layouts", f"at most {MANIFEST_LIMIT_BYTES}"
+        problem = Problem("manifest", found, required, "store large values as tensors or NumPy arrays")
+        raise StateError("the manifest would be unreadable", [problem])
     return text + b',"xxh3":"' + xxhash.xxh3_64_hexdigest(text).encode() + b'"}'
 
 
@@ -130,9 +134,11 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
     try:
         files = tuple(_decode_file(*file) for file in body["files"])
         layouts = [_decode_layout(layout, len(files)) for layout in body["layouts"]]
+        if len({file.name for file in files}) < len(files) or type(body["save_id"]) is not str:
+            raise ValueError("a file that stands twice, or a save_id that is no string")
         return Manifest(
-            save_id=str(body["save_id"]),
-            world_size=int(body["world_size"]),
+            save_id=body["save_id"],
+            world_size=read_size(body["world_size"]),
             files=files,
             tensors=StoredTensors(
                 (key, StoredTensor(decode_path(key, path), DTYPES[dtype], layouts[read_size(layout)]))
@@ -141,7 +147,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
             values={key: (decode_path(key, path), decode_value(v)) for key, (path, v) in body["values"].items()},
             per_rank={key: decode_path(key, path) for key, path in body["per_rank"].items()},
         )
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise damaged(where, f"a field that is missing or malformed ({type(error).__name__}: {error})") from error
 
 
@@ -155,9 +161,9 @@ def encode_path(key: str, path: Path) -> Any:
 def decode_path(key: str, wire: Any) -> Path:
     if wire is None:
         return tuple(key.split("."))
-    path = tuple(Index(read_size(part[0])) if isinstance(part, list) else part for part in wire)
-    if ".".join(map(str, path)) != key or not all(isinstance(part, str | int) for part in path):
-        raise ValueError(f"the path {wire!r} of {key!r}")
+    path = tuple(Index(read_size(*part)) if isinstance(part, list) else part for part in wire)
+    if not all(type(part) in (str, int, Index) for part in path) or ".".join(map(str, path)) != key:
+        raise ValueError(f"a path that is not that of {key!r}")
     return path
 
 
@@ -180,12 +186,14 @@ def _decode_layout(wire: Mapping[str, Any], file_count: int) -> StoredLayout:
         boxes = tuple(Box(read_sizes(offsets), read_sizes(sizes)) for offsets, sizes in wire["boxes"])
     if len(boxes) != len(files) or any(file >= file_count for file in files):
         raise ValueError("boxes in files that are not there")
+    if prod(shape) >= 2**58:  # of items of up to 16 bytes; nothing may overflow that is computed from here on
+        raise ValueError(f"the shape {list(shape)}")
     if any(len(box.offsets) != len(shape) or min(box.sizes, default=0) < 0 for box in boxes):
         raise ValueError("a box that is not within its tensor")
     return StoredLayout(shape, boxes, files)
 
 
 def _decode_file(name: Any, nbytes: Any, digest: Any) -> DataFile:
-    if not isinstance(name, str) or "/" in name or "\\" in name or "\0" in name or not name.endswith(DATA_SUFFIX):
-        raise ValueError(f"the file name {name!r}")
-    return DataFile(name, read_size(nbytes), str(digest))
+    if type(name) is not str or not FILE_NAME.fullmatch(name) or type(digest) is not str:
+        raise ValueError("a file name or digest that is none")
+    return DataFile(name, read_size(nbytes), digest)

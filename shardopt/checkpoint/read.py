@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from typing import NamedTuple
@@ -19,10 +20,10 @@ import xxhash
 from torch import Tensor
 
 from shardopt.checkpoint.datafile import Entry, header_length, parse_header
-from shardopt.checkpoint.format import SEGMENT_BYTES, Dtype, damaged, stored_shape
+from shardopt.checkpoint.format import SEGMENT_BYTES, Dtype, damaged, segment_count, stored_shape
 from shardopt.checkpoint.manifest import DataFile
 from shardopt.checkpoint.memory import bytes_of, is_plain_memory, tensor_over, torch_dtype
-from shardopt.checkpoint.storage import Span, Storage
+from shardopt.checkpoint.storage import Span, Storage, telling
 from shardopt.checkpoint.write import narrowed
 from shardopt.errors import CorruptionError, Problem
 from shardopt.sharding.box import Box
@@ -50,21 +51,36 @@ class OpenFile:
     def __init__(self, storage: Storage, file: DataFile) -> None:
         self.storage, self.file = storage, file
         self.where = f"{storage.url}/{file.name}"
-        try:
+        with self.reading():
             found = storage.size(file.name)
-        except FileNotFoundError:
-            raise damaged(self.where, "no such file") from None
-        if found != file.nbytes:
-            raise damaged(self.where, f"{found} bytes where {file.nbytes} were written")
-        length = header_length(storage.read(file.name, 0, 8), file.nbytes, self.where)
-        header = storage.read(file.name, 0, length)
-        self.entries = parse_header(header, file.nbytes, self.where)
-        last = next(reversed(self.entries.values()))
-        self.sums = storage.read(file.name, last.begin, last.end)
+            if found != file.nbytes:
+                raise damaged(self.where, f"{found} bytes where {file.nbytes} were written")
+            length = header_length(storage.read(file.name, 0, 8), file.nbytes, self.where)
+            header = storage.read(file.name, 0, length)
+            self.entries = parse_header(header, file.nbytes, self.where)
+            last = next(reversed(self.entries.values()))
+            self.sums = storage.read(file.name, last.begin, last.end)
         digest = xxhash.xxh3_64(header)
         digest.update(self.sums)
         if digest.hexdigest() != file.digest:
             raise damaged(self.where, "a header or checksums that are not what was written")
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Tells what goes wrong while this file is read."""
+        with telling(f"read {self.where}"):
+            try:
+                yield
+            except FileNotFoundError:
+                raise damaged(self.where, "no such file") from None
+
+    def read_into(self, spans: Sequence[Span]) -> None:
+        with self.reading():
+            self.storage.read_into(self.file.name, spans)
+
+    def checksums(self, entry: Entry) -> bytes:
+        """Of all segments of an entry, one after the other."""
+        return self.sums[8 * entry.segment : 8 * (entry.segment + segment_count(entry.end - entry.begin))]
 
     def entry(self, key: str, dtype: Dtype, box: Box) -> Entry:
         """Where a box is in this file; the header must agree with what the manifest says of it."""
@@ -100,7 +116,7 @@ class _Batch:
             self.nbytes += memory.nbytes
 
     def run(self, file: OpenFile) -> None:
-        file.storage.read_into(file.file.name, self.spans)
+        file.read_into(self.spans)
         for entry, segment, parts in self.checks:
             if _sum(parts) != file.sums[8 * segment : 8 * segment + 8]:
                 raise damaged(file.where, _failed_segment(entry, segment))
@@ -155,12 +171,29 @@ def damaged_segments(
     segment = entry.segment
     for begin in range(entry.begin, entry.end, _BATCH_BYTES):
         chunk = buffer[: min(_BATCH_BYTES, entry.end - begin)]
-        file.storage.read_into(file.file.name, [Span(begin, chunk)])
+        file.read_into([Span(begin, chunk)])
         progress(chunk.nbytes)
         for i in range(0, chunk.nbytes, SEGMENT_BYTES):
             if xxhash.xxh3_64_digest(chunk[i : i + SEGMENT_BYTES]) != file.sums[8 * segment : 8 * segment + 8]:
                 yield from damaged(file.where, _failed_segment(entry, segment)).problems
             segment += 1
+
+
+def pieces_in_order(box: Box, itemsize: int) -> Iterator[Box]:
+    """Boxes of bounded size that hold a box's elements one after the other in C order."""
+    row_bytes = prod(box.sizes[1:]) * itemsize
+    if not box.sizes or box.numel * itemsize <= _BATCH_BYTES:
+        if box.numel:
+            yield box
+        return
+    step = _BATCH_BYTES // row_bytes
+    for begin in range(0, box.sizes[0], max(step, 1)):
+        offsets = (box.offsets[0] + begin, *box.offsets[1:])
+        if step:
+            yield Box(offsets, (min(step, box.sizes[0] - begin), *box.sizes[1:]))
+        else:
+            for inner in pieces_in_order(Box(box.offsets[1:], box.sizes[1:]), itemsize):
+                yield Box((offsets[0], *inner.offsets), (1, *inner.sizes))
 
 
 def _failed_segment(entry: Entry, segment: int) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,13 +11,21 @@ import torch
 import xxhash
 
 from shardopt.checkpoint.commit import read_manifest
-from shardopt.checkpoint.format import DTYPES, PER_RANK_PREFIX, damaged, file_name, file_stem
+from shardopt.checkpoint.format import (
+    DTYPES,
+    PER_RANK_PREFIX,
+    damaged,
+    file_name,
+    file_stem,
+    load_json,
+    without_duplicates,
+)
 from shardopt.checkpoint.manifest import Manifest, StoredLayout
 from shardopt.checkpoint.memory import torch_dtype
 from shardopt.checkpoint.read import OpenFile, Want, fetch
 from shardopt.checkpoint.storage import Storage, storage_of
 from shardopt.checkpoint.write import narrowed
-from shardopt.errors import MismatchError, Problem
+from shardopt.errors import MismatchError, Problem, StateError
 from shardopt.sharding.box import Box, cover_faults, whole
 from shardopt.sharding.view import Piece
 from shardopt.values import decode_value
@@ -92,6 +99,9 @@ class CheckpointReader:
         if len(box.sizes) != len(info.shape) or not whole(info.shape).contains(box) or min(box.sizes, default=0) < 0:
             problem = Problem(key, f"the box {box}", f"a box within {list(info.shape)}", "ask for a part of the tensor")
             raise MismatchError("the tensor has no such part", [problem])
+        # Without memory at first: the files must bear out the size that the manifest tells before any is taken for it.
+        for _ in self.wants(key, [Piece(box, torch.empty(box.sizes, dtype=info.dtype, device="meta"))]):
+            pass
         target = torch.empty(box.sizes, dtype=info.dtype)
         fetch(list(self.wants(key, [Piece(box, target)])))
         return target
@@ -122,7 +132,12 @@ class CheckpointReader:
         target = torch.empty(nbytes, dtype=torch.uint8)
         entry = file.entry(key, DTYPES["uint8"], whole((nbytes,)))
         fetch([(file, Want(entry, DTYPES["uint8"], (nbytes,), whole((nbytes,)), target))])
-        return {name: decode_value(value) for name, value in json.loads(target.numpy().tobytes()).items()}
+        where = f"{file.where}: {key}"
+        try:
+            found = load_json(target.numpy().tobytes(), where, without_duplicates)
+            return {name: decode_value(value) for name, value in found.items()}
+        except (StateError, RecursionError) as error:
+            raise damaged(where, "a malformed value") from error
 
     def close(self) -> None:
         """Forgets the files. Nothing is held open between reads."""

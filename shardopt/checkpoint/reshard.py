@@ -7,7 +7,6 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from math import prod
 
 from shardopt.checkpoint.commit import commit, discard, refuse_committed
 from shardopt.checkpoint.describe import Geometry
@@ -15,17 +14,15 @@ from shardopt.checkpoint.format import SEGMENT_BYTES
 from shardopt.checkpoint.manifest import StoredLayout
 from shardopt.checkpoint.memory import bytes_of
 from shardopt.checkpoint.plan import Member
+from shardopt.checkpoint.read import pieces_in_order
 from shardopt.checkpoint.reader import CheckpointReader, open_checkpoint
 from shardopt.checkpoint.save import SaveReport
 from shardopt.checkpoint.storage import storage_of
 from shardopt.checkpoint.write import OwnParts, Part, SavePlan, write_files
 from shardopt.errors import MismatchError, Problem
-from shardopt.sharding.box import Box
 from shardopt.sharding.layout import Layout, everywhere
 from shardopt.sharding.mesh import Mesh, Split, mesh_layout
 from shardopt.values import encode_value
-
-_PIECE_BYTES = 8 << 20
 
 ChooseLayout = Callable[[str, StoredLayout], Layout]
 """Gets a key and its stored layout; the layout's holders are ranks of the job that is to be."""
@@ -128,7 +125,7 @@ class _Source:
 
     def chunks_of(self, part: Part) -> Iterator[memoryview]:
         left = bytearray()
-        for box in _pieces(part.box, part.dtype.itemsize):
+        for box in pieces_in_order(part.box, part.dtype.itemsize):
             piece = bytes_of(self._reader.read(part.key, box))
             self._done += piece.nbytes
             if self._progress is not None:
@@ -140,20 +137,3 @@ class _Source:
                 del left[:whole_segments]
         if left:
             yield memoryview(bytes(left))
-
-
-def _pieces(box: Box, itemsize: int) -> Iterator[Box]:
-    """Boxes of bounded size that hold a box's elements one after the other in C order."""
-    row_bytes = prod(box.sizes[1:]) * itemsize
-    if not box.sizes or box.numel * itemsize <= _PIECE_BYTES:
-        if box.numel:
-            yield box
-        return
-    step = _PIECE_BYTES // row_bytes
-    for begin in range(0, box.sizes[0], max(step, 1)):
-        offsets = (box.offsets[0] + begin, *box.offsets[1:])
-        if step:
-            yield Box(offsets, (min(step, box.sizes[0] - begin), *box.sizes[1:]))
-        else:
-            for inner in _pieces(Box(box.offsets[1:], box.sizes[1:]), itemsize):
-                yield Box((offsets[0], *inner.offsets), (1, *inner.sizes))

@@ -11,7 +11,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,16 +29,15 @@ from shardopt.checkpoint.describe import (
 from shardopt.checkpoint.manifest import DataFile
 from shardopt.checkpoint.pause import gc_paused
 from shardopt.checkpoint.replicas import CheckReplicas, refuse_drifted, summaries_agree
-from shardopt.checkpoint.storage import Storage, storage_of
+from shardopt.checkpoint.storage import Storage, storage_of, telling
 from shardopt.checkpoint.write import OwnParts, SavePlan, from_memory, write_files
-from shardopt.errors import CheckpointError
 from shardopt.ranks import DEADLINE_SECONDS, Ranks, ranks_of
 from shardopt.state import FlatState, flatten
 from shardopt.values import encode_value
 
 _MOST_KEPT = 2
-_kept: dict[str, tuple[SavePlan, OwnParts]] = {}
-"""Plans of the last saves, by the fingerprint of what all ranks described."""
+_kept: dict[tuple[str, int], tuple[SavePlan, OwnParts]] = {}
+"""Plans of the last saves, by the fingerprint of what all ranks described and the rank that this process was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,15 +91,15 @@ def save(
         RankError: a rank failed in another way, died, or did not make the call.
     """
     begin = time.monotonic()
-    storage, ranks = storage_of(url, durable), ranks_of()
-    what = f"saving {storage.url}"
+    ranks = ranks_of()
+    what = f"saving {os.fspath(url)}"
 
     with gc_paused():
-        (flat, description), opened = ranks.agree(
+        (storage, flat, description), opened = ranks.agree(
             what,
-            work=lambda: _describe(app, check_replicas if ranks.size > 1 else "none"),
-            report=lambda described: _fingerprints(described[1]),
-            decide=lambda reports: _open(storage, reports),
+            work=lambda: (storage_of(url, durable), *_describe(app, check_replicas if ranks.size > 1 else "none")),
+            report=lambda done: _fingerprints(done[2], ranks.rank),
+            decide=lambda reports: _open(storage_of(url, durable), reports),
             deadline_seconds=deadline_seconds,
         )
         plan, own, values = _plan(ranks, what, description, opened, deadline_seconds)
@@ -110,7 +109,7 @@ def save(
                 what,
                 work=lambda: _write(storage, save_id, plan, own, flat, description),
                 report=lambda files: [[file.name, file.nbytes, file.digest] for file in files],
-                decide=lambda reports: commit(storage, save_id, plan, values, reports),
+                decide=lambda reports: _commit(storage, save_id, plan, values, reports),
                 deadline_seconds=deadline_seconds,
             )
         except BaseException:
@@ -129,15 +128,17 @@ def _describe(app: Mapping[str, Any], check_replicas: CheckReplicas) -> tuple[Fl
     return flat, describe(flat, check_replicas)
 
 
-def _fingerprints(description: Description) -> list[Any]:
+def _fingerprints(description: Description, rank: int) -> list[Any]:
     geometry, values = description.geometry_fingerprint(), description.values_fingerprint()
-    return [geometry, description.is_partial, values, description.contents_summary(), [*_kept]]
+    kept = [job for job, kept_for in _kept if kept_for == rank]
+    return [geometry, description.is_partial, values, description.contents_summary(), kept]
 
 
 def _open(storage: Storage, reports: list[Any]) -> dict[str, Any]:
     """On rank 0: refuses a path that is taken, names the save, and tells what ranks must exchange."""
-    refuse_committed(storage)
-    storage.make()
+    with telling(f"make {storage.url}"):
+        refuse_committed(storage)
+        storage.make()
     geometries, partial, values, contents, kept = zip(*reports, strict=True)
     job = xxhash.xxh3_128_hexdigest("".join(geometries).encode())
     return {
@@ -170,10 +171,10 @@ def _plan(
         else:
             geometry = geometry_of(description, ranks.size)
         plan = SavePlan(geometry, ranks.size)
-        _kept[opened["geometry"]] = plan, OwnParts(plan, ranks.rank, description.views)
+        _kept[opened["geometry"], ranks.rank] = plan, OwnParts(plan, ranks.rank, description.views)
         while len(_kept) > _MOST_KEPT:
             del _kept[next(iter(_kept))]
-    plan, own = _kept[opened["geometry"]]
+    plan, own = _kept[opened["geometry"], ranks.rank]
     if "contents" in wire:
         refuse_drifted([each["contents"] for each in all_wires])
     if opened["values_alike"]:
@@ -199,7 +200,10 @@ def _write(
 ) -> list[DataFile]:
     values = {key: encode_value(each.value, key) for key, each in flat.per_rank().items()}
     per_rank = json.dumps(values).encode() if plan.geometry.per_rank else None
-    try:
+    with telling(f"write to {storage.url}"):
         return write_files(storage, save_id, own, from_memory(description.views), per_rank)
-    except OSError as error:
-        raise CheckpointError(f"cannot write: {error}") from error
+
+
+def _commit(storage: Storage, save_id: str, plan: SavePlan, values: Values, reports: Sequence[Any]) -> int:
+    with telling(f"commit {storage.url}"):
+        return commit(storage, save_id, plan, values, reports)

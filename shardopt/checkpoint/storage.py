@@ -6,15 +6,16 @@ A storage is one directory (a prefix, on an object store). Names are relative to
 from __future__ import annotations
 
 import os
+import stat
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import fsspec  # type: ignore[import-untyped]  # has no type hints
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]  # as above
 
-from shardopt.errors import CorruptionError, Problem
+from shardopt.errors import CheckpointError, CorruptionError, Problem, ShardoptError
 
 _BUFFERS_PER_CALL = min(os.sysconf("SC_IOV_MAX"), 1024)
 
@@ -85,6 +86,17 @@ def storage_of(url: str | os.PathLike[str], durable: bool = True) -> Storage:
     return LocalStorage(path, durable) if isinstance(fs, LocalFileSystem) else RemoteStorage(fs, path)
 
 
+@contextmanager
+def telling(doing: str) -> Iterator[None]:
+    """Turns an error of the operating system, or of a file system of fsspec, into a CheckpointError that says more."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, ShardoptError):
+            raise
+        raise CheckpointError(f"cannot {doing}: {error}") from error
+
+
 class LocalStorage(Storage):
     """A directory of a file system with atomic renames, POSIX durability and vectored I/O."""
 
@@ -96,8 +108,12 @@ class LocalStorage(Storage):
         return os.path.join(self.url, name)
 
     def make(self) -> None:
+        missing = [self.url]
+        while not os.path.isdir(os.path.dirname(missing[-1])):
+            missing.append(os.path.dirname(missing[-1]))
         os.makedirs(self.url, exist_ok=True)
-        self._sync_directory(os.path.dirname(self.url))
+        for path in missing:
+            self._sync_directory(os.path.dirname(path))  # a new name is in the directory above it
 
     def names(self) -> list[str]:
         try:
@@ -107,9 +123,12 @@ class LocalStorage(Storage):
 
     def size(self, name: str) -> int:
         try:
-            return os.stat(self._path(name)).st_size
+            found = os.stat(self._path(name))
         except NotADirectoryError:
             raise FileNotFoundError(self._path(name)) from None
+        if not stat.S_ISREG(found.st_mode):
+            raise FileNotFoundError(f"{self._path(name)} is no file")
+        return found.st_size
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
         with open(self._path(name), "rb") as file:

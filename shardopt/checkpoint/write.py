@@ -73,17 +73,18 @@ class OwnParts:
                 self.slots[slot].append(Part(key, plan.geometry.members[key].dtype, box, piece, inner))
         for parts in self.slots.values():
             parts.sort(key=lambda part: (-part.dtype.itemsize, part.key))
-        self._headers: dict[tuple[int, int], bytes] = {}
+        self._headers: dict[int, tuple[int, bytes]] = {}  # by slot: the bytes per rank that it was made for, and it
 
     def header(self, slot: int, per_rank_bytes: int) -> bytes:
         """The header of one of this rank's data files."""
-        found = self._headers.get((slot, per_rank_bytes))
-        if found is None:
+        made_for, found = self._headers.get(slot, (-1, b""))
+        if made_for != per_rank_bytes:
             stem = file_stem(self.rank, slot)
             members = [(part.key, part.dtype, part.box) for part in self.slots.get(slot, ())]
             if per_rank_bytes:
                 members.append((PER_RANK_PREFIX + stem, DTYPES["uint8"], whole((per_rank_bytes,))))
-            found = self._headers[slot, per_rank_bytes] = build_header(stem, members)
+            found = build_header(stem, members)
+            self._headers[slot] = per_rank_bytes, found
         return found
 
 

@@ -3,13 +3,18 @@
 The function that builds one by algorithm and pattern is `shardopt.keyed`; here `keyed` is the module.
 """
 
+from shardopt.optim.averaging import EMA, SWA
+from shardopt.optim.batch_norm import update_bn
 from shardopt.optim.clipping import GradientClipping, GradientClippingOptimizer
 from shardopt.optim.fused import EmptyFusedOptimizer, FusedOptimizer, FusedOptimizerModule
 from shardopt.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper
 from shardopt.optim.scaler import GradScaler
+from shardopt.optim.schedules import ReduceLROnPlateau
 from shardopt.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 __all__ = [
+    "EMA",
+    "SWA",
     "CombinedOptimizer",
     "EmptyFusedOptimizer",
     "FusedOptimizer",
@@ -20,7 +25,9 @@ __all__ = [
     "KeyedOptimizer",
     "KeyedOptimizerWrapper",
     "OptimizerWrapper",
+    "ReduceLROnPlateau",
     "WarmupOptimizer",
     "WarmupPolicy",
     "WarmupStage",
+    "update_bn",
 ]

@@ -15,13 +15,14 @@ from torch import Tensor
 from shardopt.errors import Problem
 from shardopt.optim.saved import IMPLEMENTATION_OPTIONS, PARAMS
 from shardopt.ranks import Ranks
-from shardopt.sharding.view import leaves_of
+from shardopt.sharding.view import leaves_of, takes_gradient
 
 Texts = dict[str, str]
 """Name of an option, or of an entry of state → its value, in words that are equal for equal values."""
 
 _WHAT = "comparing optimizers between ranks"
 _ABSENT = "nothing"
+_FEW = 16  # elements of a tensor that is an option, or a wrapper's own state
 
 
 def differences(
@@ -55,26 +56,25 @@ def _options(names: Mapping[Tensor, str], param_groups: Any) -> Iterator[tuple[l
     """The names in each group, sorted, and its options."""
     for group in param_groups:
         options = {name: value for name, value in group.items() if name not in {PARAMS, *IMPLEMENTATION_OPTIONS}}
-        yield sorted(names[param] for param in group[PARAMS]), _texts(options, scalars=True)
+        yield sorted(names[param] for param in group[PARAMS]), _texts(options)
 
 
 def _numbers(names: Mapping[Tensor, str], state: Mapping[str, Mapping[str, Any]]) -> dict[str, Texts]:
-    scalars = {name for param, name in names.items() if param.ndim == 0}
-    return {name: _texts(entries, scalars=name not in scalars) for name, entries in state.items()}
+    """What can be compared of state. Its tensors may differ a little between replicas; its counters may not."""
+    most_elements = {name: 1 for name in names.values()}
+    # The moments of a parameter without dimensions look like counters.
+    most_elements |= {name: 0 for param, name in names.items() if takes_gradient(param) and param.numel() == 1}
+    return {name: _texts(entries, most_elements.get(name, _FEW)) for name, entries in state.items()}
 
 
-def _texts(values: Mapping[str, Any], scalars: bool) -> Texts:
-    """What can be compared of some values.
-
-    Args:
-        scalars: whether tensors without dimensions are: not in the state of a parameter that has none itself, whose
-            moments look the same.
-    """
+def _texts(values: Mapping[str, Any], most_elements: int = _FEW) -> Texts:
+    """What can be compared of some values: plain ones, and plain tensors up to a size."""
     texts = {}
     for name, value in values.items():
         if isinstance(value, Tensor):
-            if scalars and value.ndim == 0 and leaves_of(value)[0] is value:
-                texts[name] = repr(value.item())
+            leaves = leaves_of(value)
+            if len(leaves) == 1 and leaves[0] is value and value.numel() <= most_elements:
+                texts[name] = repr(value.tolist())
         elif isinstance(value, bool | int | float | str | tuple | list | None):
             texts[name] = repr(value)
     return texts

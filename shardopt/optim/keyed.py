@@ -66,7 +66,7 @@ def keyed(
 
 def _class_of(algorithm: Any) -> Any:
     spec = spec_of(algorithm)
-    return spec.optimizer if isinstance(algorithm, str) else algorithm
+    return spec.optimizer if isinstance(algorithm, str) or algorithm is spec.stands_for else algorithm
 
 
 def _build(optimizer: Any, grouped: Iterable[Grouped], defaults: Mapping[str, Any]) -> KeyedOptimizer:

@@ -71,11 +71,6 @@ class Shards:
         self.leaves = held or (empty_leaf(parameter),)
         self.reader = GradientReader(parameter)
 
-    @property
-    def trained(self) -> bool:
-        """Whether the parameter may get a gradient."""
-        return requires_gradient(self.parameter)
-
     def moved(self) -> tuple[Tensor, ...]:
         """The leaves that were replaced since the last call, if the parameter got other local tensors; else ().
 
@@ -113,7 +108,7 @@ class Shards:
         except GradientError as error:
             problems = [replace(problem, key=f"{self.name}.grad") for problem in error.problems]
             raise GradientError(error.message, problems) from None
-        if self.stands_in and self.trained:
+        if self.stands_in and requires_gradient(self.parameter):
             gradients = (None,)
         elif all(gradient is None for gradient in gradients):
             self.reader.accepted()
@@ -125,14 +120,6 @@ class Shards:
             loan.lend(leaf, torch.zeros_like(leaf) if gradient is None else gradient)
         self.reader.accepted()
 
-    def zero_gradients(self, set_to_none: bool) -> None:
-        """`zero_grad` for this parameter, wherever its gradients are."""
-        for holder in (*self.leaves, self.parameter) if takes_gradient(self.parameter) else self.leaves:
-            if set_to_none:
-                holder.grad = None
-            elif holder.grad is not None:
-                holder.grad.detach_().zero_()
-
     def put_together(self, parts: tuple[Tensor, ...]) -> Tensor:
         """A tensor that lies like the parameter, made of one tensor per leaf without a copy."""
         return assemble(self.parameter, () if self.stands_in else parts)
@@ -140,6 +127,16 @@ class Shards:
     def take_apart(self, whole: Tensor) -> tuple[Tensor, ...]:
         """The reverse of `put_together`; a stand-in gets an empty tensor of that dtype."""
         return (torch.zeros_like(self.leaves[0], dtype=whole.dtype),) if self.stands_in else leaves_of(whole)
+
+
+def zero_gradients(parameter: Tensor, set_to_none: bool) -> None:
+    """`zero_grad` for one parameter of any kind, wherever its gradients are."""
+    leaves = leaves_of(parameter)
+    for holder in (*leaves, parameter) if takes_gradient(parameter) else leaves:
+        if set_to_none:
+            holder.grad = None
+        elif holder.grad is not None:
+            holder.grad.detach_().zero_()
 
 
 class GroupLeaves:

@@ -34,9 +34,17 @@ class LoadPlan:
         convert_dtype: whether floating-point values may be offered in another dtype.
         descriptions: whether tensors on the meta device may stand for what will be read later; such a tensor is
             compared by shape and dtype, and nothing is copied from it.
+        into: what is loaded into, in errors.
     """
 
-    def __init__(self, strict: bool = True, convert_dtype: bool = False, descriptions: bool = False) -> None:
+    def __init__(
+        self,
+        strict: bool = True,
+        convert_dtype: bool = False,
+        descriptions: bool = False,
+        into: str = "optimizer",
+    ) -> None:
+        self._into = into
         self.strict = strict
         self.convert_dtype = convert_dtype
         self.descriptions = descriptions
@@ -70,13 +78,13 @@ class LoadPlan:
         """Notes that nothing was offered for `key`."""
         self.unmatched.missing_keys.append(key)
         if self.strict:
-            self.problem(key, "nothing", "a value, as this optimizer has one", remedy)
+            self.problem(key, "nothing", f"a value, as this {self._into} has one", remedy)
 
     def unexpected(self, key: str, remedy: str) -> None:
         """Notes that there is no place for what was offered as `key`."""
         self.unmatched.unexpected_keys.append(key)
         if self.strict:
-            self.problem(key, "a value", "nothing, as this optimizer has no such key", remedy)
+            self.problem(key, "a value", f"nothing, as this {self._into} has no such key", remedy)
 
     def mapping(self, key: str, into: MutableMapping[Any, Any], offered: Any, remedy: str) -> None:
         """Plans to load a mapping into another, which keeps its tensors, inner mappings and lists.
@@ -108,7 +116,7 @@ class LoadPlan:
         """
         if self.problems:
             problems = sorted(self.problems, key=lambda problem: problem.key)
-            raise MismatchError("the state does not fit this optimizer; nothing was changed", problems)
+            raise MismatchError(f"the state does not fit this {self._into}; nothing was changed", problems)
 
     def apply(self) -> None:
         """Carries the plan out: copies into tensors where they lie, replaces plain values."""

@@ -10,19 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from shardopt.algorithms.fresh import fresh_state
-from shardopt.algorithms.registry import AlgorithmSpec, find_spec, unknown
+from shardopt.algorithms.registry import AlgorithmSpec, MakesState, StepsOn, find_spec, unknown
 from shardopt.algorithms.torch_private import step_without_hooks
 from shardopt.errors import AlgorithmError, Problem, StateError
 from shardopt.optim.implementation import all_have, any_sparse, names_from_gradients, prefers_fused, some_are_late
-from shardopt.optim.leaves import GroupLeaves, Loan, ShardedState, Shards, State, moved_state
-from shardopt.sharding.view import leaves_of
+from shardopt.optim.leaves import GroupLeaves, Loan, ShardedState, Shards, State, moved_state, zero_gradients
+from shardopt.sharding.view import leaves_of, requires_gradient, view_of
 
 Group = dict[str, Any]
 
@@ -76,12 +76,15 @@ class LocalOptimizer:
         self._grouped: list[GroupLeaves] = []
         leaves = {parameter: self._bind(name, parameter) for parameter, name in names.items()}
         self.optimizer = optim_factory(list(chain.from_iterable(leaves.values())))
-        self.spec = find_spec(type(self.optimizer))
-        self._refuse_shards_for_others()
+        self.spec = spec = find_spec(type(self.optimizer))
+        if spec is not None and spec.stands_for is not None and not isinstance(self.optimizer, spec.optimizer):
+            self.optimizer = spec.optimizer(self.optimizer.param_groups, **self.optimizer.defaults)
+        self._refuse(names)
         self._refuse_graphs_of_shards(self.groups)
         owners = {leaf: parameter for parameter, its in leaves.items() for leaf in its}
         for group in self.groups:
             group["params"] = _parameters_of(group["params"], owners, leaves, names)
+        self._hand_over_parameters(names)
 
     @property
     def groups(self) -> list[Group]:
@@ -93,6 +96,11 @@ class LocalOptimizer:
         """Whether state made before the first step is kept from the inner optimizer until then."""
         return self.spec is not None and self.spec.settled_at_first_step
 
+    @property
+    def steps_on_parameters(self) -> bool:
+        """Whether the inner optimizer is handed the user's own tensors, sharded as they are."""
+        return self.spec is not None and self.spec.steps_on is StepsOn.PARAMETERS
+
     def leaves(self, parameter: Tensor) -> tuple[Tensor, ...]:
         """The tensors that are stepped on in place of a parameter."""
         shards = self.shards.get(parameter)
@@ -102,7 +110,7 @@ class LocalOptimizer:
         """Adds parameters; as torch's `add_param_group`, and with state where the class makes it at construction."""
         leaves = list(chain.from_iterable(self._bind(name, parameter) for parameter, name in names.items()))
         try:
-            self._refuse_shards_for_others()
+            self._refuse(names)
             self._refuse_graphs_of_shards([*self.groups, {**self.optimizer.defaults, **options}])
             self.optimizer.add_param_group({**options, "params": leaves})
         except Exception:
@@ -110,6 +118,7 @@ class LocalOptimizer:
                 self.shards.pop(parameter, None)
             raise
         self.groups[-1]["params"] = list(names)
+        self._hand_over_parameters({**getattr(self.optimizer, "names", {}), **names})
         if self.spec is not None and self.spec.state_at_construction:
             self.make_state(names)
 
@@ -145,16 +154,11 @@ class LocalOptimizer:
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Drops or zeroes the gradients of all parameters."""
-        if not self.shards:
+        if not self.shards and not self.steps_on_parameters:
             self.optimizer.zero_grad(set_to_none)
             return
         for parameter in chain.from_iterable(group["params"] for group in self.groups):
-            if parameter in self.shards:
-                self.shards[parameter].zero_gradients(set_to_none)
-            elif set_to_none:
-                parameter.grad = None
-            elif parameter.grad is not None:
-                parameter.grad.detach_().zero_()
+            zero_gradients(parameter, set_to_none)
 
     def make_state(self, parameters: Iterable[Tensor]) -> None:
         """Makes state for those parameters that have none and may get a gradient; changes nothing else.
@@ -166,8 +170,7 @@ class LocalOptimizer:
             raise AlgorithmError("an optimizer is not known here", [unknown(type(self.optimizer))])
         group_of = {parameter: group for group in self.groups for parameter in group["params"]}
         for parameter in filter(group_of.__contains__, parameters):
-            shards = self.shards.get(parameter)
-            if not (parameter.requires_grad if shards is None else shards.trained):
+            if not requires_gradient(parameter):
                 continue
             for leaf in self.leaves(parameter):
                 if leaf in self.untouched or self.optimizer.state.get(leaf):
@@ -225,8 +228,27 @@ class LocalOptimizer:
         self.shards[parameter] = Shards(name, parameter)
         return self.shards[parameter].leaves
 
-    def _refuse_shards_for_others(self) -> None:
-        if not self.shards or (self.spec is not None and self.spec.elementwise):
+    def _hand_over_parameters(self, names: Mapping[Tensor, str]) -> None:
+        """Where the algorithm steps on parameters: makes them their own leaves, and tells it how they are called.
+
+        Until here local tensors stood in for them, whose class torch knows.
+        """
+        if self.steps_on_parameters:
+            self.shards.clear()
+            cast(MakesState, self.optimizer).names = names
+
+    def _refuse(self, names: Mapping[Tensor, str]) -> None:
+        if self.steps_on_parameters:
+            assert self.spec is not None
+            found = {name: self.spec.unsuitable(view_of(parameter, name)) for parameter, name in names.items()}
+            problems = [
+                Problem(name, what, f"a parameter that {self.spec.name} can step", "give it to another optimizer")
+                for name, what in found.items()
+                if what
+            ]
+            if problems:
+                raise AlgorithmError(f"{self.spec.name} cannot step these parameters", problems)
+        if not self.shards or (self.spec is not None and (self.spec.elementwise or self.steps_on_parameters)):
             return
         if self.spec is None:
             raise AlgorithmError("an unknown optimizer may not step on shards", [unknown(type(self.optimizer))])

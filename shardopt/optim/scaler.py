@@ -54,9 +54,7 @@ class GradScaler(torch.amp.GradScaler):
             GradientError: a gradient does not fit its parameter, or is fp16, which cannot be told from overflow. The
                 other ranks skip this step then.
         """
-        if self.is_enabled():
-            # A rank whose losses are computed on another one (a stage of a pipeline) has no scale yet.
-            self.scale(torch.zeros((), device=self._works_on))
+        self._make_scale()
         super().unscale_(optimizer)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -65,11 +63,17 @@ class GradScaler(torch.amp.GradScaler):
         Returns:
             What the optimizer's step returned; None where it was skipped.
         """
+        self._make_scale()
         before = _stepping.set(True)
         try:
             return super().step(optimizer, *args, **kwargs)
         finally:
             _stepping.reset(before)
+
+    def _make_scale(self) -> None:
+        """torch makes it at the first loss; a stage in the middle of a pipeline has none."""
+        if self.is_enabled():
+            self.scale(torch.zeros((), device=self._works_on))
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool

@@ -19,9 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata
 from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
+from torch.distributed._shard.sharding_spec.api import ShardingSpec
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -271,15 +273,43 @@ def requires_gradient(param: Tensor) -> bool:
     return param.requires_grad
 
 
+def members_of(tensor: Tensor) -> tuple[int, ...]:
+    """The ranks over which a tensor is sharded or replicated: global numbers, ascending, with those that hold nothing.
+
+    Of a tensor that does not tell of other ranks (plain, LocalShardsWrapper) it is this rank.
+    """
+    if isinstance(tensor, DTensor) and not _is_wrapper(tensor._local_tensor):
+        return tuple(sorted(_mesh_of(tensor._spec.mesh).ranks))
+    if isinstance(tensor, ShardedTensor):
+        return tuple(sorted(dist.get_process_group_ranks(tensor._process_group)))
+    return (dist.get_rank() if dist.is_initialized() else 0,)
+
+
+def groups_of(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """The process groups that a sharded tensor was made over, as far as this rank is in them."""
+    if isinstance(tensor, DTensor):
+        mesh = tensor._spec.mesh
+        return () if mesh.get_coordinate() is None else tuple(mesh.get_all_groups())
+    if isinstance(tensor, ShardedTensor):
+        return (tensor._process_group,)
+    return ()
+
+
+def device_of(param: Tensor) -> torch.device:
+    """Where its local tensors lie, or would lie on a rank that has none."""
+    leaves = leaves_of(param)
+    return (leaves[0] if leaves else empty_leaf(param)).device
+
+
 def empty_leaf(param: Tensor) -> Tensor:
-    """An empty tensor with the dtype and device that local tensors of `param` have, for a rank that has none."""
+    """An empty tensor with the dtype, device and dimensions that local tensors of `param` have, for a rank without."""
     if isinstance(param, ShardedTensor):
         metadata = param.metadata()
         placement = metadata.shards_metadata[0].placement
         # The type only: a shard's device has the index that it has on its own rank.
         kind = "cpu" if placement is None else placement.device().type
-        return torch.empty(0, dtype=metadata.tensor_properties.dtype, device=kind)
-    return torch.empty(0, dtype=param.dtype, device=param.device)
+        return torch.empty(0, *metadata.size[1:], dtype=metadata.tensor_properties.dtype, device=kind)
+    return torch.empty(0, *param.shape[1:], dtype=param.dtype, device=param.device)
 
 
 def _refusal(key: str, found: str, required: str, remedy: str) -> LayoutError:
@@ -550,24 +580,43 @@ def _sharded_layout(
 
 
 def _sharded_tensor(like: ShardedTensor, leaves: Sequence[Tensor]) -> ShardedTensor:
-    # torch's own constructor from local shards refuses the empty chunks past the end that its ChunkShardingSpec makes.
     metadata = like.metadata()
     properties = copy.copy(metadata.tensor_properties)
     properties.dtype = leaves[0].dtype if leaves else properties.dtype
     properties.requires_grad = properties.pin_memory = False
+    told = ShardedTensorMetadata(metadata.shards_metadata, metadata.size, properties)
+    here = [shard.metadata for shard in like.local_shards()]
+    return sharded_tensor_of(like, like.sharding_spec(), told, here, leaves)
+
+
+def sharded_tensor_of(
+    like: ShardedTensor,
+    spec: ShardingSpec,
+    metadata: ShardedTensorMetadata,
+    here: Sequence[ShardMetadata],
+    leaves: Sequence[Tensor],
+) -> ShardedTensor:
+    """A ShardedTensor on the ranks of another, without a collective or a copy.
+
+    Args:
+        like: the tensor whose process group is taken.
+        spec: how the new one is sharded.
+        metadata: of the whole, with the properties of the new one.
+        here: the metadata of this rank's shards.
+        leaves: this rank's shards, in the order of `here`.
+    """
+    # torch's own constructor from local shards refuses the empty chunks past the end that its ChunkShardingSpec makes.
     made: ShardedTensor = ShardedTensor.__new__(
         ShardedTensor,
-        like.sharding_spec(),
+        spec,
         metadata.size,
-        dtype=properties.dtype,
+        dtype=metadata.tensor_properties.dtype,
         layout=torch.strided,
         pin_memory=False,
         requires_grad=False,
     )
-    made._metadata = ShardedTensorMetadata(metadata.shards_metadata, metadata.size, properties)
+    made._metadata = metadata
     # torch leaves this untyped; it sets the process group and the (empty) remote shards.
     made._prepare_init(process_group=like._process_group, init_rrefs=False)  # type: ignore[no-untyped-call]
-    made._local_shards = [
-        LocalShard(leaf, shard.metadata) for leaf, shard in zip(leaves, like.local_shards(), strict=True)
-    ]
+    made._local_shards = [LocalShard(leaf, told) for leaf, told in zip(leaves, here, strict=True)]
     return made

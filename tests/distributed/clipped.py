@@ -78,7 +78,8 @@ def table(full, meshes):
     bounds = [0, *(min(1 + 2 * i, len(full)) for i in range(len(holders) - 1)), len(full)]
     shards = [
         LocalShard(
-            full[begin:end].clone(), ShardMetadata([begin, 0], [end - begin, full.shape[1]], f"rank:{holder}/cpu")
+            full[begin:end].clone().requires_grad_(),
+            ShardMetadata([begin, 0], [end - begin, full.shape[1]], f"rank:{holder}/cpu"),
         )
         for holder, begin, end in zip(holders, bounds, bounds[1:], strict=False)
         if holder == meshes.rank
@@ -155,7 +156,7 @@ def make_job(cases: dict[str, Case], meshes: Meshes) -> dict[str, Tensor]:
         if case.place in (table, wrapper):  # their shards carry the gradients
             params[name] = placed
             for leaf in leaves_of(placed):
-                leaf.grad = leaf.clone()
+                leaf.grad = leaf.detach().clone()
         else:
             params[name] = torch.nn.Parameter(torch.zeros_like(placed))
             params[name].grad = placed

@@ -142,6 +142,20 @@ def test_a_rank_without_parameters_takes_part():
     assert run_ranks(3, clip_where_one_rank_has_no_parameter) == [expected] * 3
 
 
+def clip_what_rank_0_does_not_train():
+    meshes = Meshes()
+    params = make_job(LAYOUTS["replicated"] | LAYOUTS["uneven"], meshes)
+    if meshes.rank == 0:
+        del params["b"]  # it holds a copy, but its optimizer does not have it
+    return clipping(params, max_gradient=INF).clip_grad_norm_().item()
+
+
+def test_a_copy_counts_where_it_is_trained():
+    cases = LAYOUTS["replicated"] | LAYOUTS["uneven"]
+    expected = one_process_norm([full_gradient(name, case) for name, case in cases.items()], 2.0)
+    assert run_ranks(3, clip_what_rank_0_does_not_train) == pytest.approx([expected] * 3, rel=1e-12)
+
+
 # --- What cannot be clipped ------------------------------------------------------------------------------------------
 
 

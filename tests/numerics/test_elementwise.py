@@ -11,7 +11,7 @@ import shardopt
 from shardopt.algorithms import Kind, spec_of
 from shardopt.errors import AlgorithmError
 from shardopt.sharding.view import leaves_of
-from tests.cases import ELEMENTWISE_CASES, EXTRA_CASES, refused
+from tests.cases import ELEMENTWISE, ELEMENTWISE_CASES, EXTRA_CASES, refused
 from tests.fake_rank import fake_rank, part_of, shard
 from tests.numerics.table import LAYOUTS, MIXED, RANKS, Place, our_run, same, torch_run, values, whole, whole_vectors
 
@@ -147,7 +147,7 @@ def test_the_layouts_are_what_they_are_called(ranks):
             assert laid_out["grid"].device_mesh.ndim == 2
 
 
-@pytest.mark.parametrize("name", ["Adafactor", "LBFGS", "Muon", "SparseAdam"])
+@pytest.mark.parametrize("name", ["LBFGS", "SparseAdam"])
 def test_what_is_not_elementwise_is_refused_on_shards_and_let_through_on_plain(name):
     shardopt.keyed(name, {"w": torch.nn.Parameter(torch.zeros(4, 4))})
     with fake_rank(0, 2) as mesh:
@@ -155,3 +155,22 @@ def test_what_is_not_elementwise_is_refused_on_shards_and_let_through_on_plain(n
         with pytest.raises(AlgorithmError, match="w: found a sharded parameter under " + name) as caught:
             shardopt.keyed(name, sharded)
     assert spec_of(name).why_not in str(caught.value)
+
+
+def differentiate(name, make):
+    """The gradients of a function of a step, by the parameter before it and by the factor of its gradient."""
+    generator = torch.Generator().manual_seed(5)
+    start, factor = (torch.rand(6, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(2))
+    parameter = start.clone()
+    parameter.grad = factor * start
+    make(parameter).step()
+    return torch.autograd.grad(parameter.square().sum(), [start, factor])
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_a_step_on_plain_parameters_can_be_differentiated(name):
+    options = {"lr": 0.1, "differentiable": True, "foreach": False}
+    ours = differentiate(name, lambda tensor: shardopt.keyed(name, {"w": tensor}, **options))
+    assert all(
+        map(torch.equal, ours, differentiate(name, lambda tensor: getattr(torch.optim, name)([tensor], **options)))
+    )

@@ -19,17 +19,18 @@ LAYERS = {
     "values": 1,
     "sharding": 1,
     "ranks": 2,
-    "algorithms": 2,
-    "optim": 3,
-    "checkpoint": 3,
-    "nn": 3,
-    "cli": 4,
-    "": 5,  # shardopt/__init__.py
+    "algorithms": 3,
+    "optim": 4,
+    "checkpoint": 4,
+    "nn": 4,
+    "cli": 5,
+    "": 6,  # shardopt/__init__.py
 }
 
 # The files that may touch private parts of torch, and what for.
 PRIVATE_PLACES = {
     "sharding/view.py": "DTensor specs, _StridedShard, ShardedTensor, LocalShardsWrapper: all tensor classes",
+    "sharding/along.py": "the same classes, for what is left of a tensor when a dimension of it is summed over",
     "algorithms/torch_private.py": "the lazy state of torch's optimizers, made without a step",
 }
 # Private by name only: torch's multi-tensor operations, a tensor's version counter, what a namedtuple offers.

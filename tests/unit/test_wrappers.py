@@ -1,9 +1,12 @@
 """Optimizers made of optimizers: names, state of their own, and what cannot be combined."""
 
 import copy
+import tempfile
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -12,12 +15,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import shardopt
-from shardopt import (
-    CombinedOptimizer,
-    KeyedOptimizer,
-    OptimizerWrapper,
-    checkpoint,
-)
+from shardopt import CombinedOptimizer, KeyedOptimizer, OptimizerWrapper, checkpoint
+from shardopt.algorithms import spec_of
 from shardopt.errors import AlgorithmError, MismatchError, StateError
 from shardopt.optim.fused import EmptyFusedOptimizer, FusedOptimizer, FusedOptimizerModule
 from tests.contract.optimizers import Counting, same, train
@@ -113,28 +112,6 @@ def test_a_group_goes_to_the_optimizer_whose_key_its_names_have():
     with pytest.raises(StateError, match="added twice"):
         optimizer.add_param_group({"params": {"a.again": new}})
     assert optimizer.state_dict() == before
-
-
-def test_a_group_goes_to_the_one_optimizer_without_a_key_if_its_names_have_none():
-    optimizer = CombinedOptimizer([("a", sgd("w")), sgd("w")])
-    optimizer.add_param_group({"params": {"new": weight()}})
-    optimizer.add_param_group({"params": {"a.new": weight()}})
-    assert [list(child.params) for _, child in optimizer.optimizers] == [["w", "new"], ["w", "new"]]
-    with pytest.raises(StateError, match="fit 0 of the optimizers"):
-        optimizer.add_param_group({"params": {"a.newer": weight(), "newer": weight()}})
-
-
-def test_groups_are_saved_and_required_of_those_that_save_them():
-    optimizer = CombinedOptimizer([("a", sgd("w")), ("b", sgd("w"))])
-    step(optimizer)
-    all_groups = copy.deepcopy(optimizer.state_dict())
-    optimizer.optimizers[1][1].save_param_groups(False)
-    saved = optimizer.state_dict()
-    assert list(saved["param_groups"]) == ["a.w"]
-    assert optimizer.load_state_dict(saved) == ([], [])
-    with pytest.raises(MismatchError, match=r"param_groups\.b\.w: found a value"):
-        optimizer.load_state_dict(all_groups)
-    assert optimizer.load_state_dict(all_groups, strict=False) == ([], ["param_groups.b.w"])
 
 
 def test_a_group_that_is_added_to_a_child_is_seen():
@@ -456,7 +433,7 @@ def test_groups_may_have_algorithms_of_their_own():
     assert isinstance(optimizer, CombinedOptimizer)
     assert optimizer.params == params
     sgd, muon, adamw = (child._local.optimizer for _, child in optimizer.optimizers)
-    assert (type(sgd), type(muon), type(adamw)) == (torch.optim.SGD, torch.optim.Muon, torch.optim.AdamW)
+    assert (type(sgd), type(muon), type(adamw)) == (torch.optim.SGD, spec_of("muon").optimizer, torch.optim.AdamW)
     assert [group["lr"] for group in muon.param_groups] == [0.125, muon.defaults["lr"]]
     assert (adamw.param_groups[0]["lr"], adamw.param_groups[0]["betas"]) == (0.25, (0.5, 0.5))
     assert muon.param_groups[0]["weight_decay"] == muon.defaults["weight_decay"] != 0
@@ -474,7 +451,7 @@ def test_one_algorithm_by_several_names_is_one_optimizer():
     assert isinstance(optimizer, shardopt.KeyedOptimizerWrapper)
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
     only = shardopt.keyed("adam", {"w": weight(2, 2)}, groups=[{"match": "w", "algorithm": "muon"}])
-    assert isinstance(only._local.optimizer, torch.optim.Muon)
+    assert type(only._local.optimizer) is spec_of("muon").optimizer
 
 
 def test_options_are_those_of_the_groups_own_algorithm():
@@ -549,3 +526,88 @@ def test_an_empty_fused_optimizer_takes_part_in_a_combined_one():
     assert list(saved["state"]) == ["dense.w"]
     optimizer.load_state_dict(saved)
     assert EmptyFusedOptimizer().state_dict() == {"state": {}}
+
+
+# --- any nesting -----------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def trees(draw, depth=4):
+    """Nested tuples: ("adam",), ("wrap", tree), ("count", tree) or ("combine", [(key or None, tree), ...])."""
+    kind = draw(st.sampled_from(["leaf", "wrap", "count", "combine", "combine"] if depth else ["leaf"]))
+    if kind == "leaf":
+        return (draw(st.sampled_from(["adam", "sgd", "adagrad", "rprop"])),)
+    if kind != "combine":
+        return kind, draw(trees(depth=depth - 1))
+    keys = draw(st.lists(st.sampled_from(["a", "b", None]), min_size=1, max_size=3))
+    return kind, [(key, draw(trees(depth=depth - 1))) for key in keys]
+
+
+OF_LEAVES = {
+    "adam": {"lr": 0.1},
+    "sgd": {"lr": 0.1, "momentum": 0.9, "dampening": 0.5},
+    "adagrad": {"lr": 0.1, "initial_accumulator_value": 0.1},
+    "rprop": {"lr": 0.01},
+}
+
+
+def built(tree, numbers=None):
+    """The optimizer that a tree tells of; every parameter and every wrapper with state has a name of its own."""
+    numbers = iter(range(10_000)) if numbers is None else numbers
+    kind, *parts = tree
+    number = next(numbers)
+    if kind in OF_LEAVES:
+        params = {f"{number}.w": weight(2, 2), f"{number}.b": weight(3, fill=0.5)}
+        return shardopt.keyed(kind, params, groups=[{"match": "b", "lr": 0.03}], **OF_LEAVES[kind])
+    if kind == "combine":
+        children = [(f"{key}{i}" if key else "", built(part, numbers)) for i, (key, part) in enumerate(parts[0])]
+        return CombinedOptimizer([child if child[0] else child[1] for child in children])
+    inner = built(parts[0], numbers)
+    return OptimizerWrapper(inner) if kind == "wrap" else Counting(inner, f"__count{number}")
+
+
+def alike(one, other):
+    assert same(one.state_dict(), other.state_dict())
+    assert list(one.params) == list(other.params)
+    assert all(map(torch.equal, one.params.values(), other.params.values()))
+
+
+@settings(max_examples=60)
+@given(tree=trees(), steps=st.integers(0, 2))
+def test_loading_what_was_saved_is_the_identity_for_any_nesting(tree, steps):
+    optimizer, untouched = built(tree), built(tree)
+    optimizer.init_state()
+    untouched.init_state()
+    for i in range(steps):
+        step(optimizer, i)
+        step(untouched, i)
+    alike(optimizer, untouched)
+    saved = copy.deepcopy(optimizer.state_dict())
+    assert optimizer.load_state_dict(saved) == ([], [])
+    alike(optimizer, untouched)
+    step(optimizer, steps)
+    for group in optimizer.param_groups:
+        group["lr"] *= 2
+    optimizer.load_state_dict(saved)
+    assert same(optimizer.state_dict(), saved)
+    assert len(optimizer.state) == len(optimizer.params) == len(saved["state"]) - str(tree).count("count")
+
+
+@settings(max_examples=40)
+@given(tree=trees(), steps=st.integers(1, 2))
+def test_steps_after_a_checkpoint_of_any_nesting_are_those_of_an_uninterrupted_run(tree, steps):
+    optimizer, resumed = built(tree), built(tree)
+    for i in range(steps):
+        step(optimizer, i)
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.5
+    for parameter in resumed.params.values():
+        parameter.data.fill_(7)
+    resumed.init_state()
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint.save(folder, {"model": dict(optimizer.params), "optimizer": optimizer})
+        checkpoint.load(folder, {"model": dict(resumed.params), "optimizer": resumed})
+    for i in range(steps, steps + 2):
+        step(optimizer, i)
+        step(resumed, i)
+    alike(optimizer, resumed)

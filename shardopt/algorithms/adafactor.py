@@ -1,0 +1,326 @@
+"""Adafactor on sharded parameters: its means over rows, columns and whole parameters are taken over all ranks.
+
+A parameter with at least two dimensions is [..., N rows, D columns]; those before the last two are a batch.
+G gradient, θ parameter, t step, R row_var [..., N, 1], C col_var [..., 1, D], M [..., 1, 1].
+
+    w = t^beta2_decay            ρ = min(lr, 1 / √t)            α = ρ max(ε₂, RMS(θ))
+    R ← R + w (mean of G² over columns − R)            C ← C + w (mean of G² over rows − C)
+    V = R C / max(M, ε₁), where M is the mean of R over rows
+    U = G / √max(V, ε₁²)
+    θ ← (1 − lr · weight_decay) θ − α U / max(1, RMS(U) / d)
+
+A parameter with fewer dimensions has a variance V ← V + w (G² − V) of its own shape instead.
+Source: Shazeer and Stern, Adafactor: Adaptive Learning Rates with Sublinear Memory Cost (2018), with lr and ε₁ where
+torch.optim.Adafactor puts them.
+
+All sums run over a dimension or over all of them, and are made complete over the process groups among which these are
+cut, in two rounds: first R, C, M and RMS(θ), then RMS(U), which needs the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from math import prod
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardopt.errors import GradientError, Problem
+from shardopt.ranks import ranks_of
+from shardopt.sharding.along import Cut, cuts_of, parts_for, sum_like, sum_memory
+from shardopt.sharding.box import cover_faults
+from shardopt.sharding.view import (
+    View,
+    assemble,
+    device_of,
+    gradient_leaves,
+    leaves_of,
+    requires_gradient,
+    takes_gradient,
+    view_of,
+)
+
+Group = Mapping[str, Any]
+Term = tuple[Tensor, tuple[Cut, ...]]
+
+
+class Adafactor(torch.optim.Adafactor):
+    """torch.optim.Adafactor for parameters of which some or all are sharded.
+
+    Options, their defaults and their limits are torch's. Where `foreach` is true all updates of a step are in memory at
+    once; otherwise those of sharded parameters are computed again once their RMS is known. Where `eps[0]` is None each
+    parameter has the machine epsilon of its own dtype.
+
+    State of a parameter: `step`, without dimensions, on the CPU, float32 (float64 where that is torch's default dtype);
+    `row_var` and `col_var`, or `variance`, in the parameter's dtype, each cut as the parameter is.
+    """
+
+    names: Mapping[Tensor, str] = MappingProxyType({})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step. Collective: for every process group among which parameters are cut, two all-reduces.
+
+        No device is waited for, unless a `step` was put on one, or where a parameter is a ShardedTensor: then ranks
+        ask each other whether it has a gradient.
+
+        Args:
+            closure: evaluates the model again and returns the loss, which is returned; called once.
+
+        Raises:
+            GradientError: a gradient is sparse or does not fit its parameter; or, told on the CPU only but there by all
+                ranks, a DTensor has one on some of its ranks and not on others. Nothing was changed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        works = [_Work(self, group, parameter) for group in self.param_groups for parameter in group["params"]]
+        # All that may have a gradient on some rank, so that ranks always add up the same.
+        works = [work for work in works if work.gradients or requires_gradient(work.parameter)]
+        # Where a number stands among others decides in which order ranks add it up, and so its last bit.
+        works.sort(key=lambda work: self.names.get(work.parameter, ""))
+        add_up(chain.from_iterable(work.statistics() for work in works))
+        due = [work for work in works if work.is_due()]
+        for work in due:
+            work.take_statistics()
+            work.measure_update()
+            if not work.cuts:
+                work.apply()
+        add_up((work.update_square, work.cuts) for work in works)
+        for work in due:
+            if work.cuts:
+                work.apply()
+        return loss
+
+    def fresh_state(self, group: Group, parameter: Tensor) -> dict[str, Any]:
+        """New state of a parameter that has none, as its first step would make it; changes nothing."""
+        wide = torch.get_default_dtype() == torch.float64
+        step = torch.zeros((), dtype=torch.float64 if wide else torch.float32, device="cpu")
+        dimensions = len(view_of(parameter).shape)
+        if dimensions < 2:
+            variance = assemble(parameter, [torch.zeros_like(leaf) for leaf in leaves_of(parameter)])
+            return {"step": step, "variance": variance}
+        rows, columns = sum_like(parameter, dimensions - 1), sum_like(parameter, dimensions - 2)
+        return {"step": step, "row_var": rows, "col_var": columns}
+
+
+def unsuitable_for_adafactor(view: View) -> str:
+    """What keeps a parameter from being optimized with Adafactor; "" where nothing does."""
+    if view.dtype.is_complex:
+        return f"elements of {view.dtype}, of which it could not take rows and columns"
+    if cover_faults(view.shape, view.layout.boxes):
+        return "shards that do not tell where the rest of the parameter is"
+    return ""
+
+
+def add_up(terms: Iterable[Term]) -> None:
+    """Adds up each tensor, in place, over the groups of its cuts: one all-reduce for each group (and dtype).
+
+    All ranks of a group must pass tensors of the same shapes, in the same order.
+    """
+    by_group: dict[Any, dict[Any, list[Tensor]]] = {}
+    for tensor, cuts in terms:
+        for cut in cuts:
+            by_group.setdefault(cut.group, {}).setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for group, kinds in by_group.items():
+        ranks = ranks_of(group)
+        for tensors in kinds.values():
+            flat = ranks.add_up(torch.cat([tensor.flatten() for tensor in tensors]).to(ranks.device))
+            parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+            sums = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+            torch._foreach_copy_(tensors, sums)
+
+
+class _Work:
+    """What one step does with one parameter on this rank."""
+
+    def __init__(self, optimizer: Adafactor, group: Group, parameter: Tensor) -> None:
+        self.optimizer, self.group, self.parameter = optimizer, group, parameter
+        view = view_of(parameter)
+        self.shape, self.dtype = view.shape, view.dtype
+        self.sum_dtype = torch.promote_types(view.dtype, torch.float32)
+        self.row_dim, self.column_dim = len(view.shape) - 2, len(view.shape) - 1
+        self.factored = len(view.shape) > 1
+        self.leaves = leaves_of(parameter)
+        self.cuts = cuts_of(parameter)
+        self.gradients = _gradients(parameter, view.dtype)
+        self.state: dict[str, Any] = optimizer.state.get(parameter, {})
+        self.time = 1.0 + (float(self.state["step"]) if self.state else 0.0)
+        self.weight = self.time ** group["beta2_decay"]
+        self.kept: list[Tensor] = []
+        first = group["eps"][0]
+        self.eps = torch.finfo(view.dtype).eps if first is None else first
+
+    # --- first round ---
+
+    def statistics(self) -> Iterator[Term]:
+        """This rank's share in what is added up before the update."""
+        # RMS(θ)², how many ranks have a gradient, and how many have shards but no gradient.
+        self.numbers: Tensor = torch.zeros(3, dtype=self.sum_dtype, device=device_of(self.parameter))
+        self.update_square = self.numbers.new_zeros(())
+        self.numbers[0] = _mean_of_squares(self.leaves, self.shape, self.numbers)
+        if self.leaves:
+            self.numbers[1 if self.gradients else 2] = 1.0
+        yield self.numbers, self.cuts
+        if not self.factored:
+            return
+        rows, columns, both = [self.column_dim], [self.row_dim], [self.row_dim, self.column_dim]
+        self.row_means = sum_memory(self.parameter, rows, self.sum_dtype)
+        self.column_means = sum_memory(self.parameter, columns, self.sum_dtype)
+        self.means = sum_memory(self.parameter, both, self.sum_dtype)
+        self._take_in_gradients(parts_for(self.parameter, both, self.means))
+        self._take_in_old_rows()
+        yield from ((sums, self._cuts_along(rows)) for sums in self.row_means)
+        yield from ((sums, self._cuts_along(columns)) for sums in self.column_means)
+        yield from ((sums, self._cuts_along(both)) for sums in self.means)
+
+    def _take_in_gradients(self, means: tuple[Tensor, ...]) -> None:
+        """Adds the means of G² over this rank's part of rows, of columns, and (times w) of both."""
+        rows = parts_for(self.parameter, [self.column_dim], self.row_means)
+        columns = parts_for(self.parameter, [self.row_dim], self.column_means)
+        height, width = max(self.shape[self.row_dim], 1), max(self.shape[self.column_dim], 1)
+        for gradient, row, column, mean in zip(self.gradients, rows, columns, means, strict=False):
+            squares = _squares_along(gradient, self.column_dim, self.sum_dtype).div_(width)
+            row.add_(squares)
+            column.add_(_squares_along(gradient, self.row_dim, self.sum_dtype).div_(height))
+            mean.add_(squares.sum(self.row_dim, keepdim=True), alpha=self.weight / height)
+
+    def _take_in_old_rows(self) -> None:
+        """Adds (1 − w) times the mean of R over this rank's rows, if it is the first of the ranks that have them.
+
+        So M comes out of the same round as R: the mean of the new R is the mean of the old one, moved by w.
+        """
+        along_rows = self._cuts_along([self.column_dim])
+        if not self.state or any(cut.group.rank() for cut in along_rows):
+            return
+        old = leaves_of(self.state["row_var"])
+        means = self.means if along_rows else parts_for(self.parameter, [self.row_dim, self.column_dim], self.means)
+        height = max(self.shape[self.row_dim], 1)
+        for rows, mean in zip(old, means, strict=True):
+            total = rows.sum(self.row_dim, keepdim=True, dtype=self.sum_dtype)
+            mean.add_(total, alpha=(1 - self.weight) / height)
+
+    def _cuts_along(self, dims: Collection[int]) -> tuple[Cut, ...]:
+        return tuple(cut for cut in self.cuts if not cut.dims.isdisjoint(dims))
+
+    # --- between the rounds ---
+
+    def is_due(self) -> bool:
+        """Whether the parameter has a gradient."""
+        if not takes_gradient(self.parameter):
+            # Gradients are with the shards: one on any rank is one for the whole parameter, zero elsewhere.
+            due = bool(self.numbers[1] > 0)
+            if due and not self.gradients:
+                self.gradients = tuple(map(torch.zeros_like, self.leaves))
+            return due
+        if self.numbers.is_cpu and self.cuts:
+            _, have, lack = self.numbers.tolist()
+            if have and lack:
+                problem = Problem(
+                    key=f"the gradient of a parameter of shape {self.shape}",
+                    found=f"one on {have:g} of its ranks, none on {lack:g}",
+                    required="one on all of its ranks, or on none",
+                    remedy="give it zeros where a rank had nothing to do with it",
+                )
+                raise GradientError("a gradient is absent on some ranks", [problem])
+        return bool(self.gradients)
+
+    def take_statistics(self) -> None:
+        """Moves the state by what the ranks have added up."""
+        if not self.state:
+            self.state = self.optimizer.state[self.parameter]
+            self.state.update(self.optimizer.fresh_state(self.group, self.parameter))
+        self.state["step"] += 1
+        if self.factored:
+            for name, means in (("row_var", self.row_means), ("col_var", self.column_means)):
+                for memory, mean in zip(leaves_of(self.state[name]), means, strict=True):
+                    memory.lerp_(mean.to(memory.dtype), self.weight)
+            for mean in self.means:
+                mean.clamp_(min=self.eps)
+        else:
+            for memory, gradient in zip(leaves_of(self.state["variance"]), self.gradients, strict=True):
+                memory.lerp_(gradient * gradient, self.weight)
+
+    # --- second round ---
+
+    def measure_update(self) -> None:
+        """Works out U, and this rank's share in RMS(U)²."""
+        updates = self._updates()
+        self.update_square = _mean_of_squares(updates, self.shape, self.numbers)
+        if self.group["foreach"] or not self.cuts:
+            self.kept = updates
+
+    def _updates(self) -> list[Tensor]:
+        """U for each leaf."""
+        if self.factored:
+            rows, columns, both = [self.column_dim], [self.row_dim], [self.row_dim, self.column_dim]
+            parts = zip(
+                parts_for(self.parameter, rows, leaves_of(self.state["row_var"])),
+                parts_for(self.parameter, columns, leaves_of(self.state["col_var"])),
+                parts_for(self.parameter, both, self.means),
+                strict=True,
+            )
+            estimates = [(row * column).div_(mean.to(row.dtype)) for row, column, mean in parts]
+        else:
+            estimates = [memory.clone() for memory in leaves_of(self.state["variance"])]
+        for estimate, gradient in zip(estimates, self.gradients, strict=True):
+            estimate.clamp_(min=self.eps**2).rsqrt_().mul_(gradient)
+        return estimates
+
+    def apply(self) -> None:
+        """Moves the parameter."""
+        lr, decay = self._lr(), self.group["weight_decay"]
+        inverse_root = self.time**-0.5
+        rho = lr.clamp(max=inverse_root) if isinstance(lr, Tensor) else min(lr, inverse_root)
+        alpha = self.numbers[0].sqrt().clamp_(min=self.group["eps"][1]) * rho
+        scale = alpha / (self.update_square.sqrt() / self.group["d"]).clamp_(min=1.0)
+        for leaf, update in zip(self.leaves, self.kept or self._updates(), strict=True):
+            if decay != 0:
+                leaf.mul_(1 - lr * decay)
+            leaf.add_(update.mul_(scale), alpha=1 if self.group["maximize"] else -1)
+        self.kept = []
+
+    def _lr(self) -> float | Tensor:
+        """The learning rate; one that is on an accelerator stays there, so that nothing has to be waited for."""
+        lr = self.group["lr"]
+        if not isinstance(lr, Tensor):
+            return float(lr)
+        return float(lr) if lr.is_cpu else lr.to(self.numbers.device, non_blocking=True).reshape(())
+
+
+def _gradients(parameter: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """The gradient of each leaf; empty if there is none. Where one shard has one, those without have zeros."""
+    found = gradient_leaves(parameter)
+    if all(gradient is None for gradient in found):
+        return ()
+    for gradient in found:
+        if gradient is not None and (gradient.dtype != dtype or gradient.layout is not torch.strided):
+            problem = Problem(
+                key="gradient",
+                found=f"one of {gradient.dtype}, {gradient.layout}, for elements of {dtype}",
+                required=f"{dtype}, {torch.strided}",
+                remedy="convert it before the step",
+            )
+            raise GradientError("a gradient does not fit its parameter", [problem])
+    return tuple(
+        torch.zeros_like(leaf) if gradient is None else gradient
+        for leaf, gradient in zip(leaves_of(parameter), found, strict=True)
+    )
+
+
+def _squares_along(gradient: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    """The sum of the squares along a dimension, without a tensor of all squares."""
+    norm: Tensor = torch.linalg.vector_norm(gradient, dim=dim, keepdim=True, dtype=dtype)
+    return norm.square_()
+
+
+def _mean_of_squares(parts: Sequence[Tensor], shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """The squares of this rank's parts of a tensor, divided by the number of elements of the whole."""
+    total = like.new_zeros(())
+    for part in parts:
+        total += torch.linalg.vector_norm(part, dtype=like.dtype).square_()
+    return total / max(prod(shape), 1)

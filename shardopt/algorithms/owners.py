@@ -1,0 +1,156 @@
+"""Which rank works on which whole matrix, and which boxes travel for it. Integers only, no tensors.
+
+M matrices that lie in boxes over the same R ranks. Each is given to one owner, which gathers its boxes, works on the
+whole and hands each box back to all who hold it. All ranks work out the same plan from the same layouts, without a
+word between them.
+
+Plans are made of rounds, each with one exchange to the owners and one back, so that an owner need not have all of its
+matrices in memory at once.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from shardopt.sharding.box import Box
+from shardopt.sharding.layout import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One matrix: where it lies, and how much work it is.
+
+    Args:
+        layout: with the holders of each box.
+        cost: in any unit that is the same for all.
+    """
+
+    layout: Layout
+    cost: int
+
+    @property
+    def elements(self) -> int:
+        """What the owner sends back, counted per holder; it gathers no more than that."""
+        holders = self.layout.holders or ((),)
+        return sum(box.numel * len(its) for box, its in zip(self.layout.boxes, holders, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The boxes that a rank sends or gets in one exchange, one behind the other as they lie in its buffer.
+
+    Args:
+        parts: the number of the matrix, and the box.
+        counts: how many elements go to or come from each of the ranks.
+    """
+
+    parts: tuple[tuple[int, Box], ...]
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What one rank does in a round.
+
+    Args:
+        owned: the numbers of the matrices that it works on.
+        gives, gathers: what it sends to the owners of others, and gets for its own matrices.
+        returns, takes: what it sends of the results, and gets of those of others.
+    """
+
+    owned: tuple[int, ...]
+    gives: Route
+    gathers: Route
+    returns: Route
+    takes: Route
+
+
+@lru_cache(maxsize=256)
+def plan(jobs: tuple[Job, ...], ranks: tuple[int, ...], rank: int, most_elements: int) -> tuple[Round, ...]:
+    """The rounds in which `rank` plays its part. The other ranks have as many, of the same matrices.
+
+    Args:
+        jobs: matrices that `ranks` and no others hold (not all of them need), in the same order on every rank.
+        ranks: global numbers, in the order of the process group through which they exchange.
+        rank: one of them.
+        most_elements: at which size of its matrices an owner puts the next one into a later round.
+    """
+    owners = _owners([job.cost for job in jobs], len(ranks))
+    rounds = _rounds([job.elements for job in jobs], owners, most_elements)
+    return tuple(_round(jobs, [ranks[owner] for owner in owners], its, ranks, rank) for its in rounds)
+
+
+def _owners(costs: Sequence[int], count: int) -> list[int]:
+    """For each job one of `count` owners: the largest first, each to who has least so far.
+
+    No owner gets more than 4/3 of what the best division would give the busiest (Graham 1969).
+    """
+    loads = [(0, owner) for owner in range(count)]
+    owners = [0] * len(costs)
+    for job in sorted(range(len(costs)), key=lambda job: -costs[job]):
+        load, owners[job] = loads[0]
+        heapq.heapreplace(loads, (load + costs[job], owners[job]))
+    return owners
+
+
+def _rounds(sizes: Sequence[int], owners: Sequence[int], most: int) -> list[list[int]]:
+    """The jobs of each round: of every owner a run of its jobs that is not larger than `most`, or a single one."""
+    rounds: list[list[int]] = [[]]
+    filled: dict[int, tuple[int, int]] = {}  # owner -> the round of its last job, and the size of its jobs there
+    for job, (size, owner) in enumerate(zip(sizes, owners, strict=True)):
+        at, full = filled.get(owner, (0, 0))
+        at, full = (at + 1, size) if full and full + size > most else (at, full + size)
+        filled[owner] = at, full
+        if at == len(rounds):
+            rounds.append([])
+        rounds[at].append(job)
+    return rounds
+
+
+def _round(jobs: Sequence[Job], owners: Sequence[int], its: Sequence[int], ranks: Sequence[int], rank: int) -> Round:
+    owned = tuple(job for job in its if owners[job] == rank)
+    mine = [(job, box, holders) for job in its for box, holders in _boxes_of(jobs[job].layout, rank)]
+    whole = [(job, box, holders) for job in owned for box, holders in _boxes(jobs[job].layout)]
+    return Round(
+        owned,
+        gives=_route(
+            ((owners[job], job, box) for job, box, holders in mine if _giver(holders, owners[job], ranks) == rank),
+            ranks,
+        ),
+        gathers=_route(((_giver(holders, rank, ranks), job, box) for job, box, holders in whole), ranks),
+        returns=_route(((holder, job, box) for job, box, holders in whole for holder in holders), ranks),
+        takes=_route(((owners[job], job, box) for job, box, _ in mine), ranks),
+    )
+
+
+def _boxes(layout: Layout) -> Iterable[tuple[Box, tuple[int, ...]]]:
+    assert layout.holders is not None  # a tensor of which it is not said who holds it stays where it is
+    return zip(layout.boxes, layout.holders, strict=True)
+
+
+@lru_cache(maxsize=4096)
+def _boxes_of(layout: Layout, rank: int) -> tuple[tuple[Box, tuple[int, ...]], ...]:
+    return tuple((box, holders) for box, holders in _boxes(layout) if rank in holders)
+
+
+def _giver(holders: Sequence[int], owner: int, ranks: Sequence[int]) -> int:
+    """Which of those who hold a box sends it to the owner: the owner itself, or the one in the owner's replica.
+
+    Replicas are taken to be runs of ranks of equal length, as in a mesh whose first dimension replicates; then a box
+    does not leave the hosts of a replica.
+    """
+    return owner if owner in holders else holders[ranks.index(owner) * len(holders) // len(ranks)]
+
+
+def _route(parts: Iterable[tuple[int, int, Box]], ranks: Sequence[int]) -> Route:
+    """The route of parts (peer, job, box); what goes to or comes from one peer stands in the same order on both."""
+    position = {rank: i for i, rank in enumerate(ranks)}
+    ordered = sorted(parts, key=lambda part: position[part[0]])  # stable: jobs and boxes stay in ascending order
+    counts = [0] * len(ranks)
+    for peer, _, box in ordered:
+        counts[position[peer]] += prod(box.sizes)
+    return Route(tuple((job, box) for _, job, box in ordered), tuple(counts))

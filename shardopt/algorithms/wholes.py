@@ -1,0 +1,113 @@
+"""Work on whole matrices that are sharded: gather each at its owner, work there, hand the results back.
+
+Everything that all ranks must agree on is in the plan (`owners.py`); here are the buffers and the exchanges. While an
+owner works, the next round's matrices are on their way to it and the last round's results on their way back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shardopt.algorithms.owners import Job, Round, Route, plan
+from shardopt.ranks import Exchange, Ranks
+from shardopt.sharding.box import Box
+
+
+class Task(Protocol):
+    """What is to be done with one matrix."""
+
+    @property
+    def job(self) -> Job:
+        """Where the matrix lies, and how much work it is."""
+
+    def parts(self) -> Mapping[Box, Tensor]:
+        """What this rank has of the matrix; asked once, when it is to be sent. Converted to the buffers' dtype."""
+
+    def work(self, whole: Tensor) -> Tensor:
+        """The result, of the same shape and dtype. Owner only; `whole` is its own to overwrite."""
+
+    def take(self, box: Box, part: Tensor) -> None:
+        """Uses a part of the result, of the box's sizes: once for each box that this rank holds."""
+
+
+class Together:
+    """Tasks of matrices that lie over the same ranks.
+
+    Args:
+        ranks: to exchange with.
+        dtype: in which matrices travel and are worked on.
+        device: where.
+        round_bytes: at which size of its matrices an owner puts the next one into a later round; the same on each rank.
+    """
+
+    def __init__(self, ranks: Ranks, dtype: torch.dtype, device: torch.device, round_bytes: int) -> None:
+        self._ranks, self._dtype, self._device = ranks, dtype, device
+        self._most_elements = round_bytes // dtype.itemsize
+
+    def run(self, tasks: Sequence[Task]) -> None:
+        """Does the tasks, which are the same in the same order on every rank. Collective: two exchanges a round."""
+        ranks = self._ranks
+        rounds = plan(tuple(task.job for task in tasks), ranks.members, ranks.members[ranks.rank], self._most_elements)
+        gathering = self._gather(rounds[0], tasks)
+        returning: tuple[Round, Exchange] | None = None
+        for number, here in enumerate(rounds):
+            wholes = gathering.wait()
+            if number + 1 < len(rounds):
+                gathering = self._gather(rounds[number + 1], tasks)
+            results = self._return(here, wholes, tasks)
+            if returning is not None:
+                _take(*returning, tasks)
+            returning = here, results
+        if returning is not None:
+            _take(*returning, tasks)
+
+    def _gather(self, here: Round, tasks: Sequence[Task]) -> Exchange:
+        sent = self._buffer(here.gives)
+        for number, segments in _by_matrix(here.gives, sent):
+            parts = tasks[number].parts()
+            for box, segment in segments:
+                segment.copy_(parts[box])
+        return self._ranks.exchange(sent, here.gives.counts, here.gathers.counts)
+
+    def _return(self, here: Round, gathered: Tensor, tasks: Sequence[Task]) -> Exchange:
+        sent = self._buffer(here.returns)
+        wholes: dict[int, Tensor] = {}
+        for number, segments in _by_matrix(here.gathers, gathered):
+            if number not in wholes:
+                # Memory of its own even where the matrix came as one box: the bits of a product may depend on where
+                # its factors are aligned.
+                wholes[number] = gathered.new_empty(tasks[number].job.layout.shape)
+            for box, segment in segments:
+                _at(wholes[number], box).copy_(segment)
+        for number in here.owned:
+            wholes[number] = tasks[number].work(wholes[number])
+        for number, segments in _by_matrix(here.returns, sent):
+            for box, segment in segments:
+                segment.copy_(_at(wholes[number], box))
+        return self._ranks.exchange(sent, here.returns.counts, here.takes.counts)
+
+    def _buffer(self, route: Route) -> Tensor:
+        return torch.empty(sum(route.counts), dtype=self._dtype, device=self._device)
+
+
+def _take(here: Round, exchange: Exchange, tasks: Sequence[Task]) -> None:
+    for number, segments in _by_matrix(here.takes, exchange.wait()):
+        for box, segment in segments:
+            tasks[number].take(box, segment)
+
+
+def _by_matrix(route: Route, buffer: Tensor) -> Iterator[tuple[int, list[tuple[Box, Tensor]]]]:
+    """The boxes of a route and where they lie in its buffer, for each run of boxes of one matrix."""
+    lying = torch.split(buffer, [box.numel for _, box in route.parts])
+    parts = zip(route.parts, lying, strict=True)
+    for number, run in groupby(parts, key=lambda part: part[0][0]):
+        yield number, [(box, memory.view(box.sizes)) for (_, box), memory in run]
+
+
+def _at(whole: Tensor, box: Box) -> Tensor:
+    return whole[tuple(map(slice, box.offsets, box.ends))]

@@ -1,0 +1,369 @@
+"""Averages of a model's weights over training, plain or sharded: exponential (EMA) and equal (SWA).
+
+    opt = shardopt.keyed("adamw", model.named_parameters())
+    ema = shardopt.EMA(model, decay=0.999)
+    ema.attach(opt)                              # an update after each step
+    with ema.swap():
+        evaluate(model)                          # with the averages; afterwards all is as it was
+    checkpoint.save(url, {"model": model, "optimizer": opt, "ema": ema})
+
+Averages lie like the weights that they are of, part by part, so an update neither communicates nor waits for a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+
+from shardopt.errors import Problem, StateError
+from shardopt.optim.loading import LoadPlan, Unmatched
+from shardopt.optim.saved import STATE, plan_keys
+from shardopt.sharding.view import assemble, leaves_of, view_of
+
+OWN = "__averaging"
+N_AVERAGED = "n_averaged"
+"""In the state under OWN: the number of updates, an int64 scalar on the CPU."""
+
+_SCRATCH_BYTES = 64 << 20  # converted weights that an update holds at a time
+
+Pair = tuple[Tensor, Tensor]
+
+
+class Averaging:
+    """Averages of the weights of a model, by name; the base of `EMA` and `SWA`.
+
+    The first update copies the weights, later ones move the averages towards them. What is not floating or complex
+    (counters, masks, positions) has no average: its last value stands for it.
+
+    Everything here is local to the rank; ranks stay together because they update at the same steps.
+
+    Args:
+        model: sharded already, or plain. Its parameters are averaged, tied ones once, by the names that
+            `named_parameters()` gives.
+        dtype: of the averages of real floating-point weights, torch.float32 for bf16 weights, in which small changes
+            are lost; None for that of each weight.
+        use_buffers: whether buffers are averaged as well, as far as they are floating-point.
+
+    Raises:
+        LayoutError: a weight is sharded in a way that cannot be described, or has no memory yet.
+        StateError: the dtype is not a floating-point one.
+    """
+
+    _entry: ClassVar[str]
+    """The name of an average in state, so that no kind is loaded as another."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype | None = None, use_buffers: bool = False) -> None:
+        if dtype is not None and not dtype.is_floating_point:
+            problem = Problem("dtype", str(dtype), "a floating-point dtype", "pass torch.float32")
+            raise StateError("averages cannot be made", [problem])
+        self._model = model
+        self._use_buffers = use_buffers
+        _reshard(model)
+        self._params: dict[str, Tensor] = dict(model.named_parameters())
+        for name, tensor in self._tensors().items():
+            view_of(tensor, name)  # refuses what could not be saved
+        self._averages = {
+            name: [_copied(leaf, dtype) for leaf in leaves_of(tensor)] for name, tensor in self._tensors().items()
+        }
+        self._n_averaged = torch.zeros((), dtype=torch.int64, device="cpu")
+        self._kept: dict[str, list[Tensor]] | None = None
+
+    @property
+    def n_averaged(self) -> int:
+        """The number of updates."""
+        return int(self._n_averaged)
+
+    @property
+    def swapped(self) -> bool:
+        """Whether the averages stand in the model."""
+        return self._kept is not None
+
+    def update(self) -> None:
+        """Takes the model's weights of now into the averages. No device is waited for.
+
+        Where averages have another dtype than weights, up to 64 MiB (or one weight) are converted at a time.
+
+        Raises:
+            StateError: the averages stand in the model, or a weight was sharded in another way since; nothing was
+                changed.
+        """
+        self._refuse_swapped("averages cannot be updated")
+        n = self.n_averaged
+        with torch.no_grad():
+            for averages, weights in _buckets(list(self._pairs())):
+                if n == 0 or not _is_inexact(averages[0].dtype):
+                    torch._foreach_copy_(averages, weights)
+                else:
+                    # torch's formulas take the step towards the weights as one weight for all: a lerp.
+                    dtype = averages[0].dtype
+                    torch._foreach_lerp_(averages, [weight.to(dtype) for weight in weights], self._step_size(n))
+        self._n_averaged += 1
+
+    def attach(self, optimizer: Optimizer) -> Callable[[], None]:
+        """Updates after each step of `optimizer`, and lets it refuse to step while the averages stand in the model.
+
+        Steps that a GradScaler skips do not count. A copy of the optimizer is not attached.
+
+        Returns:
+            A function that ends this.
+        """
+        before = optimizer.register_step_pre_hook(
+            lambda *unused: self._refuse_swapped("a step would train the averages, and be lost")
+        )
+        after = optimizer.register_step_post_hook(lambda *unused: self.update())
+
+        def detach() -> None:
+            before.remove()
+            after.remove()
+
+        return detach
+
+    def swap(self) -> _Swapped:
+        """Puts the averages in the model, in its own memory; called again, puts back what was there, bit for bit.
+
+        All parameters and buffers come back as they were, so batch-norm statistics may be computed anew in between
+        (`update_bn`). While the averages stand in the model its own weights are kept beside it: memory for one more
+        copy of what this rank holds. Until then nothing here can be updated, saved or loaded, and an attached
+        optimizer refuses to step; the model alone can be saved, and is then that of the averages. The unsharded
+        parameters that a forward of `fully_shard` has left are freed. Local, but every rank must swap.
+
+        Returns:
+            A context that puts the weights back at its end: `with ema.swap(): evaluate(model)`.
+
+        Raises:
+            StateError: the model has other parameters than when the averages were made, or a weight is sharded in
+                another way; nothing was changed.
+        """
+        _reshard(self._model)
+        with torch.no_grad():
+            if self._kept is None:
+                self._swap_in()
+            else:
+                self._swap_back(self._kept)
+        return _Swapped(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """`{"state": {fqn: {"ema" or "swa": average}, "__averaging": {"n_averaged": int64 scalar}}}`.
+
+        Averages are placed like their weights, and are the live ones: writing into them changes them. The decay is an
+        argument, and not saved.
+
+        Raises:
+            StateError: the averages stand in the model, where a checkpoint would take them for its weights.
+        """
+        self._refuse_swapped("averages cannot be saved or loaded")
+        return {STATE: self._state()}
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, convert_dtype: bool = False
+    ) -> Unmatched:
+        """Loads averages in place and all or nothing, as a keyed optimizer loads its state.
+
+        Args:
+            state_dict: as from `state_dict()`.
+            strict: whether names on one side only are errors; otherwise they are passed over, and returned.
+            convert_dtype: whether averages of another floating-point dtype are converted to the one that is here.
+
+        Raises:
+            MismatchError: lists everything that does not fit; nothing was changed.
+            StateError: the averages stand in the model.
+        """
+        plan = LoadPlan(strict, convert_dtype, into="averaging")
+        self._plan(plan, state_dict)
+        plan.apply()
+        return plan.unmatched
+
+    def check_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, convert_dtype: bool = False) -> None:
+        """Raises what `load_state_dict` would, and changes nothing. Tensors on the meta device stand for stored ones.
+
+        Raises:
+            MismatchError: lists everything that does not fit.
+            StateError: the averages stand in the model.
+        """
+        plan = LoadPlan(strict, convert_dtype, descriptions=True, into="averaging")
+        self._plan(plan, state_dict)
+        plan.check()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__} of {len(self._averages)} tensors after {self.n_averaged} updates"
+
+    def _step_size(self, n: int) -> float:
+        """How far the averages of `n` >= 1 models go towards the next."""
+        raise NotImplementedError
+
+    def _plan(self, plan: LoadPlan, offered: Mapping[str, Any]) -> None:
+        self._refuse_swapped("averages cannot be saved or loaded")
+        plan_keys(plan, saves_groups=False, offered=offered)
+        if STATE in offered:
+            remedy = "load what was saved from the same model and kind of average, or pass strict=False"
+            plan.mapping(STATE, self._state(), offered[STATE], remedy)
+
+    def _state(self) -> dict[str, Any]:
+        list(self._pairs())  # averages follow their weights
+        tensors = self._tensors()
+        state: dict[str, Any] = {
+            name: {self._entry: assemble(tensors[name], its)} for name, its in self._averages.items()
+        }
+        return {**state, OWN: {N_AVERAGED: self._n_averaged}}
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """What is averaged. Buffers are looked up each time: a module puts new tensors in their places."""
+        return self._whole_model() if self._use_buffers else self._params
+
+    def _whole_model(self) -> dict[str, Tensor]:
+        return {**self._params, **dict(self._model.named_buffers())}
+
+    def _pairs(self) -> Iterator[Pair]:
+        """Each average and the local tensor it is of. Averages follow weights that went to another device."""
+        tensors = self._tensors()
+        for name, averages in self._averages.items():
+            leaves = leaves_of(tensors[name]) if name in tensors else ()
+            _refuse_other_shapes(name, leaves, averages, "when the averages were made")
+            for i, leaf in enumerate(leaves):
+                if averages[i].device != leaf.device:
+                    averages[i] = averages[i].to(leaf.device)
+                yield averages[i], leaf
+
+    def _swap_in(self) -> None:
+        now = dict(self._model.named_parameters())
+        replaced = [name for name in {**self._params, **now} if self._params.get(name) is not now.get(name)]
+        if replaced:
+            remedy = "make the averages anew when parameters are replaced by others"
+            found, required = "another parameter in the model, or none", "the one that is averaged"
+            raise StateError("a model has changed", [Problem(name, found, required, remedy) for name in replaced])
+        pairs = list(self._pairs())
+        self._kept = {
+            name: [leaf.detach().clone() for leaf in leaves_of(tensor)] for name, tensor in self._whole_model().items()
+        }
+        for average, leaf in pairs:
+            leaf.copy_(average)
+
+    def _swap_back(self, kept: Mapping[str, list[Tensor]]) -> None:
+        pairs: list[Pair] = []
+        for name, tensor in self._whole_model().items():
+            leaves = leaves_of(tensor)
+            if name in kept:  # a buffer may have come or gone
+                _refuse_other_shapes(name, leaves, kept[name], "when the averages were put in the model")
+                pairs.extend(zip(leaves, kept[name], strict=True))
+        for leaf, own in pairs:
+            leaf.copy_(own)
+        self._kept = None
+
+    def _refuse_swapped(self, why: str) -> None:
+        if self._kept is not None:
+            problem = Problem(
+                type(self).__name__, "averages in the model", "its own weights", "call swap() to put them back"
+            )
+            raise StateError(why, [problem])
+
+
+class EMA(Averaging):
+    """Exponential moving averages: average ← decay · average + (1 - decay) · weight.
+
+    Bit-identical to torch's `AveragedModel` with `get_ema_multi_avg_fn(decay)`, but for what is not floating-point.
+
+    Args:
+        model: as for `Averaging`.
+        decay: in [0, 1].
+        dtype, use_buffers: as for `Averaging`.
+
+    Raises:
+        LayoutError, StateError: as for `Averaging`; the decay is not in [0, 1].
+    """
+
+    _entry = "ema"
+
+    def __init__(
+        self, model: nn.Module, decay: float = 0.999, dtype: torch.dtype | None = None, use_buffers: bool = False
+    ) -> None:
+        if not 0 <= decay <= 1:
+            problem = Problem("decay", repr(decay), "a number in [0, 1]", "pass 0.999 or the like")
+            raise StateError("averages cannot be made", [problem])
+        super().__init__(model, dtype, use_buffers)
+        self.decay = decay
+
+    def _step_size(self, n: int) -> float:
+        return 1 - self.decay
+
+
+class SWA(Averaging):
+    """Stochastic weight averaging (arXiv:1803.05407): the mean of the weights at all updates, each counted alike.
+
+    Bit-identical to torch's `AveragedModel` with `get_swa_multi_avg_fn()`, which is its default on CUDA (that on the
+    CPU rounds otherwise), but for what is not floating-point. The arguments are `Averaging`'s.
+    """
+
+    _entry = "swa"
+
+    def _step_size(self, n: int) -> float:
+        # Rounded to fp32 as torch's, whose counter is a tensor.
+        return float(1 / torch.tensor(n + 1, device="cpu"))
+
+
+class _Swapped:
+    """A context at whose end the model has its own weights again."""
+
+    def __init__(self, averaging: Averaging) -> None:
+        self._averaging = averaging
+
+    def __enter__(self) -> None:
+        if not self._averaging.swapped:
+            problem = Problem("swap()", "averages in the model already", "its own weights", "do not nest swap()")
+            raise StateError("the model's own weights were put back", [problem])
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._averaging.swapped:
+            self._averaging.swap()
+
+
+def _reshard(model: nn.Module) -> None:
+    """Makes the modules of `fully_shard` have their sharded parameters. Local.
+
+    A forward without a backward leaves unsharded copies (the root's always), which the next forward would take
+    although the shards have changed since.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _copied(leaf: Tensor, dtype: torch.dtype | None) -> Tensor:
+    wanted = dtype if dtype is not None and leaf.is_floating_point() else leaf.dtype
+    return leaf.detach().to(dtype=wanted, copy=True)
+
+
+def _refuse_other_shapes(name: str, leaves: Sequence[Tensor], before: Sequence[Tensor], when: str) -> None:
+    found, required = [tuple(leaf.shape) for leaf in leaves], [tuple(leaf.shape) for leaf in before]
+    if found != required:
+        remedy = "make the averages after the model is complete and sharded, and keep its tensors"
+        problem = Problem(name, f"local shapes {found}", f"{required}, as {when}", remedy)
+        raise StateError("a tensor has changed under its average", [problem])
+
+
+def _is_inexact(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _buckets(pairs: Iterable[Pair]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Averages and weights on one device and of one dtype each, for one multi-tensor operation.
+
+    Where weights have to be converted a bucket ends at `_SCRATCH_BYTES` of them, or with the weight that exceeds it.
+    """
+    buckets: dict[tuple[torch.device, torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+    scratch_bytes = 0
+    for average, weight in pairs:
+        key = average.device, average.dtype, weight.dtype
+        averages, weights = buckets.setdefault(key, ([], []))
+        averages.append(average)
+        weights.append(weight)
+        if average.dtype != weight.dtype:
+            scratch_bytes += average.numel() * average.element_size()
+            if scratch_bytes > _SCRATCH_BYTES:
+                yield buckets.pop(key)
+                scratch_bytes = 0
+    yield from buckets.values()

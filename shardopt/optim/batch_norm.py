@@ -1,0 +1,64 @@
+"""Batch-norm statistics for weights that were not trained with: those of an average."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.optim import swa_utils
+
+from shardopt.algorithms.torch_private import BatchNorm
+from shardopt.ranks import ranks_of
+
+
+def update_bn(
+    loader: Iterable[Any],
+    model: nn.Module,
+    device: int | torch.device | None = None,
+    group: ProcessGroup | None = None,
+) -> None:
+    """Computes the running statistics of all batch-norm layers anew, over the batches of all ranks. Collective.
+
+    As torch's `update_bn`, whose arguments it has: means over batches of the batches' means and variances. Each rank
+    passes its own batches through the model; then all ranks get the mean of what they found, weighted by numbers of
+    batches, by one all-reduce, and so the same statistics, which may be saved. With one rank it is torch's, bit for
+    bit. Where the forward is collective (`fully_shard`), ranks must have equal numbers of batches.
+
+    To be called while averages stand in the model (`swap()`); they take the statistics with them when they leave.
+
+    Args:
+        loader: this rank's batches; of a tuple or list the first element is used.
+        model: in which every rank has the same layers.
+        device: to which batches are moved first.
+        group: the ranks that share the layers; default: all.
+    """
+    swa_utils.update_bn(loader, model, device)
+    ranks = ranks_of(group)
+    layers = [layer for layer in model.modules() if isinstance(layer, BatchNorm) and layer.track_running_stats]
+    if ranks.size == 1 or not layers:
+        return
+    with torch.no_grad():
+        # fp64: the sum of equal statistics is then exact, and so is the mean.
+        own = [torch.cat([part.to(ranks.device, torch.float64).flatten() for part in _statistics(it)]) for it in layers]
+        counts = torch.stack([_batches(layer).to(ranks.device, torch.float64) for layer in layers])
+        weighted = [part * count for part, count in zip(own, counts, strict=True)]
+        total = ranks.add_up(torch.cat([counts, *weighted]))
+        summed = total[len(layers) :].split_with_sizes([part.numel() for part in own])
+        for layer, of_layer, count in zip(layers, summed, total[: len(layers)], strict=True):
+            mean, variance = (of_layer / count.clamp(min=1)).chunk(2)
+            for into, value in zip(_statistics(layer), (mean, variance), strict=True):
+                into.copy_(value)
+            _batches(layer).copy_(count)
+
+
+def _statistics(layer: BatchNorm) -> tuple[Tensor, Tensor]:
+    assert layer.running_mean is not None and layer.running_var is not None  # it tracks them
+    return layer.running_mean, layer.running_var
+
+
+def _batches(layer: BatchNorm) -> Tensor:
+    assert layer.num_batches_tracked is not None  # it tracks them
+    return layer.num_batches_tracked

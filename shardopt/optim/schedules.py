@@ -1,0 +1,36 @@
+"""Schedules of the learning rate.
+
+All of torch's work on keyed optimizers and on wrappers of them, since groups are live there. A schedule is an entry of
+its own in a checkpoint, beside the optimizer whose groups it changes. One of them looks at what ranks may see
+differently, and is here in a form in which they cannot drift apart.
+"""
+
+from __future__ import annotations
+
+from typing import SupportsFloat
+
+import torch
+from torch.optim import lr_scheduler
+
+from shardopt.ranks import ranks_of
+
+
+class ReduceLROnPlateau(lr_scheduler.ReduceLROnPlateau):
+    """torch's, by the mean of a metric over all ranks, so that every rank reduces its rate at the same step.
+
+    Arguments and state are those of torch's. Given the loss of a rank's own batch, torch's reduces the rate on some
+    ranks and not on others, which then train different models (`KeyedOptimizer.check_agreement` finds it).
+    """
+
+    def step(self, metrics: SupportsFloat, epoch: int | None = None) -> None:  # type: ignore[override]  # as torch's
+        """Takes a metric of this rank. Collective: every rank must call, and one all-reduce is made.
+
+        Args:
+            metrics: a number or a tensor of one element. Each rank's counts alike; one that is NaN anywhere counts as
+                worse on all ranks. In place of a sum over ranks with unequal shares, pass the same reduced value
+                everywhere.
+            epoch: as torch's.
+        """
+        ranks = ranks_of()
+        mean = ranks.add_up(torch.tensor(float(metrics), dtype=torch.float64, device=ranks.device)) / ranks.size
+        super().step(float(mean), epoch)

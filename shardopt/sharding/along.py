@@ -1,0 +1,182 @@
+"""What a sharded tensor's sums over some of its dimensions look like, and which ranks share them.
+
+A sum over dimension d is complete on a rank unless the tensor is cut along d. Where it is, each rank of a process group
+has a summand, and all of them need the sum. So the sum lies like the tensor along its other dimensions, and is the same
+on all ranks that hold what lies one behind the other along d:
+
+    [N rows, D columns] placed [Shard(0)]              summed over 1: [N, 1] placed [Shard(0)]
+    [N rows, D columns] placed [Shard(0)]              summed over 0: [1, D] placed [Replicate()]
+    [N rows, D columns] placed [Shard(0), Shard(1)]    summed over 1: [N, 1] placed [Shard(0), Replicate()]
+
+A ShardedTensor cannot hold copies: there what is summed over a dimension that is cut is a plain tensor, whole on every
+rank of its process group.
+
+LocalShardsWrapper is not for this file: its ranks do not know how it is cut.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata
+from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from shardopt.sharding.view import empty_leaf, leaves_of, sharded_tensor_of
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Ranks among which a tensor is cut: no two of them hold the same element.
+
+    Args:
+        group: their process group.
+        dims: the dimensions along which they hold different indices; not negative.
+    """
+
+    group: dist.ProcessGroup
+    dims: frozenset[int]
+
+
+def cuts_of(tensor: Tensor) -> tuple[Cut, ...]:
+    """The cuts through a tensor that this rank is part of, in the same order on each of its ranks.
+
+    Replicas are in none of the groups, so local sums that are added up over the group of each cut in turn make up the
+    sum of the whole. A plain tensor has no cut. Local, no collective.
+    """
+    if isinstance(tensor, DTensor):
+        mesh = tensor.device_mesh
+        if mesh.get_coordinate() is None:
+            return ()
+        return tuple(
+            Cut(mesh.get_group(mesh_dim), frozenset([placement.dim % tensor.ndim]))
+            for mesh_dim, placement in enumerate(tensor.placements)
+            if isinstance(placement, Shard | _StridedShard) and mesh.size(mesh_dim) > 1
+        )
+    if isinstance(tensor, ShardedTensor):
+        group = tensor._process_group
+        return () if group is None else (Cut(group, _cut_dims(tensor.metadata())),)
+    return ()
+
+
+def sum_memory(tensor: Tensor, dims: Collection[int], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Zeros to take up a tensor's sum over some dimensions, which are kept with size 1, for what this rank holds.
+
+    Args:
+        tensor: what is to be summed.
+        dims: not negative.
+        dtype: of the sum.
+    """
+    if isinstance(tensor, ShardedTensor) and _is_whole(tensor.metadata(), dims):
+        shapes: Iterable[tuple[int, ...]] = [tuple(tensor.metadata().size)]
+    elif isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None:
+        return (torch.zeros(0, dtype=dtype, device=tensor.device),)  # as torch's own for such ranks
+    else:
+        shapes = [tuple(leaf.shape) for leaf in leaves_of(tensor)]
+    device = next((leaf.device for leaf in leaves_of(tensor)), None) or empty_leaf(tensor).device
+    return tuple(torch.zeros(_with_ones(shape, dims), dtype=dtype, device=device) for shape in shapes)
+
+
+def parts_for(tensor: Tensor, dims: Collection[int], memory: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """For each of `leaves_of(tensor)` the part of the sum over some dimensions that its elements belong to.
+
+    Args:
+        tensor: what is summed.
+        dims: those that are summed over, not negative.
+        memory: what `sum_memory(tensor, dims, …)` made, or tensors like it.
+
+    Returns:
+        Views with the shapes of the leaves, but for ones in the place of `dims`.
+    """
+    if isinstance(tensor, ShardedTensor) and _is_whole(tensor.metadata(), dims):
+        (whole,) = memory
+        return tuple(whole[_window(shard.metadata, dims)] for shard in tensor.local_shards())
+    return tuple(memory)
+
+
+def sum_like(tensor: Tensor, dim: int) -> Tensor:
+    """Zeros in the dtype of a tensor, placed as its sum over one dimension is, which is kept with size 1.
+
+    Local, no collective. Its memory is what `sum_memory` would make.
+    """
+    if isinstance(tensor, DTensor):
+        return _dtensor_sum_like(tensor, dim)
+    if isinstance(tensor, ShardedTensor):
+        metadata = tensor.metadata()
+        memory = sum_memory(tensor, [dim], metadata.tensor_properties.dtype)
+        return memory[0] if _is_whole(metadata, [dim]) else _sharded_sum_like(tensor, metadata, dim, memory)
+    return sum_memory(tensor, [dim], tensor.dtype)[0]
+
+
+def _with_ones(shape: Sequence[int], dims: Collection[int]) -> tuple[int, ...]:
+    return tuple(1 if dim in dims else size for dim, size in enumerate(shape))
+
+
+def _dtensor_sum_like(tensor: DTensor, dim: int) -> DTensor:
+    spec: Any = tensor._spec
+    placements = tuple(Replicate() if _splits(each, tensor.ndim, dim) else each for each in spec.placements)
+    # The splits of one dimension stay or go together, so what stays is read as before.
+    strided = any(isinstance(placement, _StridedShard) for placement in placements)
+    order = None if strided or not spec.shard_order else tuple(e for e in spec.shard_order if e.tensor_dim != dim)
+    (local,) = sum_memory(tensor, [dim], tensor.dtype)
+    whole = torch.empty(_with_ones(tensor.shape, [dim]), device="meta")
+    kept = DTensorSpec(
+        spec.mesh,
+        placements,
+        TensorMeta(whole.shape, whole.stride(), local.dtype),
+        shard_order=order,  # type: ignore[arg-type]  # None is its default
+        use_strided_shard_as_shard_order=spec.use_strided_shard_as_shard_order if strided else None,
+    )
+    return DTensor(local, kept, requires_grad=False)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+
+def _splits(placement: Placement, dimensions: int, dim: int) -> bool:
+    return isinstance(placement, Shard | _StridedShard) and placement.dim % dimensions == dim
+
+
+def _cut_dims(metadata: ShardedTensorMetadata) -> frozenset[int]:
+    """The dimensions along which a ShardedTensor is cut."""
+    return frozenset(
+        dim
+        for dim, size in enumerate(metadata.size)
+        if any(shard.shard_sizes[dim] != size for shard in metadata.shards_metadata)
+    )
+
+
+def _is_whole(metadata: ShardedTensorMetadata, dims: Collection[int]) -> bool:
+    """Whether a ShardedTensor's sum over these dimensions is a plain tensor on every rank."""
+    return not _cut_dims(metadata).isdisjoint(dims)
+
+
+def _sharded_sum_like(
+    tensor: ShardedTensor, metadata: ShardedTensorMetadata, dim: int, memory: Sequence[Tensor]
+) -> ShardedTensor:
+    def summed(shard: ShardMetadata) -> ShardMetadata:
+        offsets, sizes = list(shard.shard_offsets), list(shard.shard_sizes)
+        offsets[dim], sizes[dim] = 0, 1
+        return dataclasses.replace(shard, shard_offsets=offsets, shard_sizes=sizes)
+
+    shards = [summed(shard) for shard in metadata.shards_metadata]
+    properties = dataclasses.replace(metadata.tensor_properties, requires_grad=False, pin_memory=False)
+    told = ShardedTensorMetadata(shards, torch.Size(_with_ones(metadata.size, [dim])), properties)
+    here = [summed(shard.metadata) for shard in tensor.local_shards()]
+    spec = tensor.sharding_spec()
+    if isinstance(spec, EnumerableShardingSpec):
+        spec = EnumerableShardingSpec(shards)
+    return sharded_tensor_of(tensor, spec, told, here, memory)
+
+
+def _window(shard: ShardMetadata, dims: Collection[int]) -> tuple[slice, ...]:
+    """The index that takes a shard's part out of a whole sum over some dimensions."""
+    spans = zip(shard.shard_offsets, shard.shard_sizes, strict=True)
+    return tuple(slice(None) if dim in dims else slice(at, at + size) for dim, (at, size) in enumerate(spans))

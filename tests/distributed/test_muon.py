@@ -1,0 +1,343 @@
+"""Muon on real ranks: the same bits as torch's Muon on whole matrices in one process, however they are sharded."""
+
+import math
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+import shardopt
+from shardopt import checkpoint
+from shardopt.algorithms.muon import Muon
+from shardopt.errors import GradientError
+from shardopt.sharding.view import leaves_of, view_of
+from tests.distributed.matrices import SHAPES, give_gradient, matrices, same, value
+from tests.harness import run_ranks
+
+STEPS = 6
+ABSENT = {2: {"plain", "rows", "table", "grid"}, 4: SHAPES.keys() - {"uneven"}}
+OPTIONS = {"lr": 0.03, "momentum": 0.9}
+
+
+def gradient(name, step, dtype=torch.float32):
+    return None if name in ABSENT.get(step, ()) else value(name, step + 1, dtype)
+
+
+def alone(options, make, dtype=torch.float32):
+    """Parameters and momentum after steps on whole matrices, with an optimizer that is not told of any ranks."""
+    whole = {name: torch.nn.Parameter(value(name, 0, dtype)) for name in SHAPES if 0 not in SHAPES[name]}
+    optimizer = make(whole, **options)
+    for step in range(STEPS):
+        for name, parameter in whole.items():
+            parameter.grad = gradient(name, step, dtype)
+        optimizer.step()
+    return whole, {name: optimizer.state[parameter]["momentum_buffer"] for name, parameter in whole.items()}
+
+
+def torchs(parameters, **options):
+    return torch.optim.Muon(parameters.values(), **options)
+
+
+def ours(parameters, **options):
+    return shardopt.keyed("muon", parameters, **options)
+
+
+def train(optimizer, parameters, steps=range(STEPS), dtype=torch.float32):
+    for step in steps:
+        for name, parameter in parameters.items():
+            give_gradient(parameter, gradient(name, step, dtype))
+        optimizer.step()
+
+
+def differing(options, make=torchs, dtype=torch.float32):
+    """The names of parameters and momenta on this rank that differ from those of whole matrices."""
+    parameters = matrices(dtype)
+    optimizer = ours(parameters, **options)
+    train(optimizer, parameters, dtype=dtype)
+    whole, momentum = alone(options, make, dtype)
+    state = optimizer.state_dict()["state"]
+    assert state.keys() - {"empty"} == whole.keys()
+    found = [name for name in whole if not same(parameters[name], whole[name].detach())]
+    return found + [f"{name}.momentum" for name in whole if not same(state[name]["momentum_buffer"], momentum[name])]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_same_bits_as_torch_on_whole_matrices(ranks):
+    assert run_ranks(ranks, differing, OPTIONS) == [[]] * ranks
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [
+        ({**OPTIONS, "ns_dtype": "float32"}, torch.float32),
+        (OPTIONS, torch.bfloat16),
+        ({**OPTIONS, "nesterov": False, "adjust_lr_fn": "match_rms_adamw"}, torch.bfloat16),
+    ],
+    ids=["float32", "bfloat16", "bfloat16-adjusted"],
+)
+def test_same_bits_on_any_number_of_ranks(options, dtype):
+    assert run_ranks(4, differing, options, ours, dtype) == [[]] * 4
+
+
+def differing_in_rounds():
+    Muon.round_bytes = 600
+    with CommDebugMode() as counted:
+        found = differing(OPTIONS)
+    return found, counted.get_total_counts()
+
+
+def test_large_matrices_take_several_rounds():
+    """All matrices together have 5 kB in bfloat16."""
+    for found, collectives in run_ranks(4, differing_in_rounds):
+        assert found == []
+        assert collectives > STEPS * 10
+
+
+def differing_in_groups():
+    """Groups differ in how they orthogonalise, and parameters come in another order on each rank."""
+    groups = [
+        {"match": "rows|table", "ns_dtype": "float32", "lr": 0.5},
+        {"match": "uneven|cut", "ns_steps": 3, "weight_decay": 0.0},
+    ]
+    parameters = matrices()
+    names = sorted(parameters, reverse=dist.get_rank() % 2 == 1)
+    optimizer = shardopt.keyed("muon", {name: parameters[name] for name in names}, groups=groups, **OPTIONS)
+    train(optimizer, parameters)
+    options = {
+        name: {k: v for group in groups if re.search(group["match"], name) for k, v in group.items()} for name in names
+    }
+    found = []
+    for name in SHAPES.keys() - {"empty"}:
+        whole = {name: torch.nn.Parameter(value(name, 0))}
+        its = {**OPTIONS, **options[name]}
+        its.pop("match", None)
+        by_itself = ours(whole, **its)
+        for step in range(STEPS):
+            whole[name].grad = gradient(name, step)
+            by_itself.step()
+        if not same(parameters[name], whole[name].detach()):
+            found.append(name)
+    return found
+
+
+def test_groups_and_the_order_of_parameters():
+    assert run_ranks(4, differing_in_groups) == [[]] * 4
+
+
+def differing_on_a_part_of_the_ranks():
+    """A mesh that is no group of the job, and one rank that has nothing to do with it."""
+    inside = dist.get_rank() != 2
+    everyone = init_device_mesh("cpu", (5,))
+    part = DeviceMesh("cpu", [[0, 1], [3, 4]])
+    places = {
+        "rows": (everyone, [Shard(0)]),
+        "grid": (part, [Shard(0), Shard(1)]),
+        "hsdp": (part, [Replicate(), Shard(0)]),
+    }
+    parameters = {}
+    for name, (mesh, placements) in places.items():
+        full = value(name, 0)
+        parameters[name] = torch.nn.Parameter(distribute_tensor(full, mesh, placements, src_data_rank=None))
+    optimizer = ours(parameters, **OPTIONS)
+    for step in range(STEPS):
+        for name, parameter in parameters.items():
+            give_gradient(parameter, value(name, step + 1) if inside or name == "rows" else None)
+        optimizer.step()
+    whole = {name: torch.nn.Parameter(value(name, 0)) for name in places}
+    reference = torchs(whole, **OPTIONS)
+    for step in range(STEPS):
+        for name, parameter in whole.items():
+            parameter.grad = value(name, step + 1)
+        reference.step()
+    assert set(optimizer.state_dict()["state"]) == (places.keys() if inside else {"rows"})
+    return [name for name in places if not same(parameters[name], whole[name].detach())]
+
+
+def test_meshes_over_a_part_of_the_ranks():
+    assert run_ranks(5, differing_on_a_part_of_the_ranks) == [[]] * 5
+
+
+def with_init_state(calls_at):
+    parameters = matrices()
+    optimizer = shardopt.keyed("muon", parameters, **OPTIONS)
+    names = []
+    for step in range(STEPS):
+        if step in calls_at:
+            optimizer.init_state()
+            names = list(optimizer.state_dict()["state"])
+        train(optimizer, parameters, [step])
+    whole, momentum = alone(OPTIONS, torchs)
+    state = optimizer.state_dict()["state"]
+    assert all(same(parameters[name], whole[name].detach()) for name in whole)
+    assert all(same(state[name]["momentum_buffer"], momentum[name]) for name in whole)
+    return names
+
+
+@pytest.mark.parametrize("calls_at", [(0,), (1, 3)])
+def test_init_state_is_invisible(calls_at):
+    assert run_ranks(2, with_init_state, calls_at) == [list(SHAPES)] * 2
+
+
+# --- gradients that only some ranks have -----------------------------------------------------------------------------
+
+
+def table_with_one_gradient(holders):
+    """Shards without a gradient have zeros where any has one."""
+    tables = {name: matrices()["table"] for name in ("partly", "wholly", "never")}
+    full = value("table", 1)
+    for name, parameter in tables.items():
+        give_gradient(parameter, full if name == "wholly" else None)
+    gradient = torch.zeros_like(full)
+    for position, piece in enumerate(view_of(tables["partly"]).pieces):
+        if dist.get_rank() in holders and position == 0:
+            rows = slice(piece.box.offsets[0], piece.box.ends[0])
+            leaves_of(tables["partly"])[0].grad = full[rows].clone()
+            gradient[rows] = full[rows]
+    dist.all_reduce(gradient)
+    shardopt.keyed("muon", tables, **OPTIONS).step()
+    whole = {name: torch.nn.Parameter(value("table", 0)) for name in tables}
+    whole["partly"].grad, whole["wholly"].grad = gradient, full
+    torchs(whole, **OPTIONS).step()
+    return [name for name, parameter in whole.items() if not same(tables[name], parameter.detach())]
+
+
+@pytest.mark.parametrize("holders", [[0], [1], [0, 1]])
+def test_one_shard_with_a_gradient_is_enough(holders):
+    assert run_ranks(3, table_with_one_gradient, holders) == [[]] * 3
+
+
+def gradient_on_one_rank():
+    parameters = {name: matrices()[name] for name in ("rows", "columns")}
+    optimizer = shardopt.keyed("muon", parameters)
+    give_gradient(parameters["rows"], value("rows", 1))
+    give_gradient(parameters["columns"], value("columns", 1) if dist.get_rank() == 1 else None)
+    with pytest.raises(GradientError, match=r"columns\.grad: found a gradient on 1 of its 2 ranks"):
+        optimizer.step()
+    assert all(same(parameter, value(name, 0)) for name, parameter in parameters.items())
+
+
+def test_a_gradient_on_some_ranks_only_is_refused_by_all():
+    run_ranks(2, gradient_on_one_rank)
+
+
+# --- costs -----------------------------------------------------------------------------------------------------------
+
+
+def collectives_of_a_step():
+    """Of ours over twelve matrices, and of torch's."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    counts = []
+    for make in (ours, torchs):
+        parameters = {}
+        for i in range(12):
+            full = torch.randn(16, 8, generator=torch.Generator().manual_seed(i))
+            placed = distribute_tensor(full, mesh, [Shard(i % 2)], src_data_rank=None)
+            parameters[f"w{i}"] = torch.nn.Parameter(placed)
+            parameters[f"w{i}"].grad = placed.clone()
+        optimizer = make(parameters)
+        optimizer.step()
+        with CommDebugMode() as counted:
+            optimizer.step()
+        counts.append(counted.get_total_counts())
+    return counts
+
+
+def test_a_quarter_of_torchs_collectives_at_most():
+    for our_count, torchs_count in run_ranks(4, collectives_of_a_step):
+        assert our_count == 3  # who has gradients, to the owners, and back
+        assert our_count <= torchs_count / 4
+
+
+def state_bytes():
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    parameters = {
+        f"w{i}": torch.nn.Parameter(
+            distribute_tensor(torch.zeros(64, 48 + i), mesh, [Shard(i % 2)], src_data_rank=None)
+        )
+        for i in range(4)
+    }
+    optimizer = shardopt.keyed("muon", parameters)
+    optimizer.init_state()
+    held = [leaf for its in optimizer.state_dict()["state"].values() for t in its.values() for leaf in leaves_of(t)]
+    return sum(leaf.nbytes for leaf in held)
+
+
+def test_state_is_sharded():
+    (alone_bytes,) = run_ranks(1, state_bytes)
+    assert all(each <= 0.26 * alone_bytes for each in run_ranks(4, state_bytes))
+
+
+# --- through a checkpoint --------------------------------------------------------------------------------------------
+
+
+def save_halfway(folder):
+    parameters = matrices()
+    optimizer = shardopt.keyed("muon", parameters, **OPTIONS)
+    train(optimizer, parameters, range(STEPS // 2))
+    checkpoint.save(folder, {"model": parameters, "optimizer": optimizer})
+
+
+def resume(folder):
+    """The rest of the steps after loading into an optimizer over another order of parameters."""
+    parameters = dict(reversed(matrices().items()))
+    optimizer = shardopt.keyed("muon", parameters, lr=7.0)
+    optimizer.init_state()
+    checkpoint.load(folder, {"model": parameters, "optimizer": optimizer})
+    train(optimizer, parameters, range(STEPS // 2, STEPS))
+    whole, momentum = alone(OPTIONS, torchs)
+    state = optimizer.state_dict()["state"]
+    found = [name for name in whole if not same(parameters[name], whole[name].detach())]
+    return found + [name for name in whole if not same(state[name]["momentum_buffer"], momentum[name])]
+
+
+@pytest.mark.parametrize(("saved", "resumed"), [(2, 2), (4, 2), (1, 3), (3, 4)])
+def test_resume_is_exact_on_any_number_of_ranks(saved, resumed, tmp_path):
+    run_ranks(saved, save_halfway, str(tmp_path / "half"))
+    assert run_ranks(resumed, resume, str(tmp_path / "half")) == [[]] * resumed
+
+
+# --- as users have it ------------------------------------------------------------------------------------------------
+
+
+def model():
+    torch.manual_seed(5)
+    return torch.nn.Sequential(
+        torch.nn.Linear(6, 24), torch.nn.Tanh(), torch.nn.Linear(24, 9, bias=False), torch.nn.Linear(9, 3)
+    )
+
+
+def train_model(net, ranks=1, rank=0):
+    """Hidden matrices to Muon, the first layer, the last one and the biases to AdamW."""
+    hidden = [{"match": r"^2\.weight", "algorithm": "muon", "lr": 0.02, "ns_dtype": "float32"}]
+    optimizer = shardopt.keyed("adamw", net.named_parameters(), lr=1e-3, groups=hidden)
+    for step in range(STEPS):
+        batch = torch.randn(12, 6, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        net(batch.chunk(ranks)[rank]).square().mean().backward()
+        optimizer.step()
+    entries = {name: set(its) for name, its in optimizer.state_dict()["state"].items()}
+    assert entries == {
+        name: {"momentum_buffer"} if name == "2.weight" else {"step", "exp_avg", "exp_avg_sq"}
+        for name, _ in net.named_parameters()
+    }
+    return {name: getattr(p, "full_tensor", p.clone)().detach() for name, p in net.named_parameters()}
+
+
+def train_sharded_model(shape):
+    net = model()
+    names = ("replicate", "shard")[2 - len(shape) :]
+    fully_shard(net, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
+    return train_model(net, dist.get_world_size(), dist.get_rank())
+
+
+@pytest.mark.parametrize("shape", [(2,), (3,), (2, 2)])
+def test_a_fully_sharded_model_with_muon_for_its_hidden_matrices(shape):
+    alone = train_model(model())
+    for result in run_ranks(math.prod(shape), train_sharded_model, shape):
+        for name, expected in alone.items():
+            torch.testing.assert_close(result[name], expected, rtol=2e-5, atol=2e-6)

@@ -1,0 +1,19 @@
+"""Writes the golden checkpoint of the current format version: once, when there is a new one.
+
+python -m tests.golden.make
+"""
+
+from pathlib import Path
+
+from shardopt import checkpoint
+from shardopt.checkpoint.format import FORMAT_VERSION
+from tests.golden.state import state
+from tests.harness import run_ranks
+
+
+def save(path):
+    checkpoint.save(path, state())
+
+
+if __name__ == "__main__":
+    run_ranks(2, save, str(Path(__file__).parent / f"v{FORMAT_VERSION}"))

@@ -1,0 +1,195 @@
+"""Muon in one process: torch's bits where it computes in bfloat16, a plain reference where it computes in float32."""
+
+import math
+
+import pytest
+import torch
+
+import shardopt
+from shardopt.algorithms import StepsOn, spec_of
+from shardopt.algorithms.newton_schulz import orthogonalised
+from shardopt.errors import AlgorithmError, GradientError, StateError
+from tests.cases import option_sets
+
+SHAPES = [(33, 17), (17, 65), (64, 64), (7, 5), (1, 9), (9, 1), (3, 1)]
+STEPS, ABSENT = 8, {3: {2}, 5: {0, 1, 4}}  # step: matrices without a gradient
+OPTION_SETS = [
+    *option_sets("Muon"),
+    ("torch's class", {}),
+    ("no nesterov", {"nesterov": False}),
+    ("adjusted", {"adjust_lr_fn": "match_rms_adamw", "lr": 0.3}),
+    ("original", {"adjust_lr_fn": "original"}),
+    ("no momentum", {"momentum": 0.0, "weight_decay": 0.0}),
+    ("large eps", {"eps": 100.0}),
+    ("no iteration", {"ns_steps": 0}),
+]
+
+
+def matrices(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return {
+        f"w{i}": torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for i, shape in enumerate(SHAPES)
+    }
+
+
+def train(optimizer, parameters, steps=STEPS):
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(1 + step)
+        for i, parameter in enumerate(parameters.values()):
+            gradient = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+            parameter.grad = None if i in ABSENT.get(step, ()) else gradient
+        optimizer.step()
+
+
+@pytest.mark.parametrize(("what", "options"), OPTION_SETS, ids=[what.replace(" ", "_") for what, _ in OPTION_SETS])
+def test_same_bits_as_torch(what, options):
+    ours, theirs = matrices(), matrices()
+    optimizer = shardopt.keyed(torch.optim.Muon if what == "torch's class" else "muon", ours, **options)
+    torchs = torch.optim.Muon(theirs.values(), **options)
+    train(optimizer, ours)
+    train(torchs, theirs)
+    for name, parameter in ours.items():
+        assert torch.equal(parameter, theirs[name]), name
+        state, expected = optimizer.state[parameter], torchs.state[theirs[name]]
+        assert state.keys() == expected.keys()
+        assert torch.equal(state["momentum_buffer"], expected["momentum_buffer"])
+
+
+def test_bfloat16_parameters_are_within_a_rounding_of_torchs():
+    ours, theirs = matrices(torch.bfloat16), matrices(torch.bfloat16)
+    train(shardopt.keyed("muon", ours), ours)
+    train(torch.optim.Muon(theirs.values()), theirs)
+    for name, parameter in ours.items():
+        assert parameter.dtype == torch.bfloat16
+        torch.testing.assert_close(parameter, theirs[name], rtol=2**-7, atol=1e-4)
+
+
+def reference(parameters, lr, momentum, weight_decay, nesterov, steps=STEPS):
+    """The equations, one after the other, on matrices as they stand."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    values = [parameter.detach().clone() for parameter in parameters.values()]
+    momenta = [torch.zeros_like(value) for value in values]
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(1 + step)
+        for i, value in enumerate(values):
+            gradient = torch.randn(value.shape, generator=generator).to(value.dtype)
+            if i in ABSENT.get(step, ()):
+                continue
+            momenta[i] = momentum * momenta[i] + (1 - momentum) * gradient
+            update = momentum * momenta[i] + (1 - momentum) * gradient if nesterov else momenta[i]
+            x = update / update.square().sum().sqrt()
+            wide = x if x.shape[0] <= x.shape[1] else x.T
+            for _ in range(5):
+                gram = wide @ wide.T
+                wide = a * wide + (b * gram + c * gram @ gram) @ wide
+            x = wide if x.shape[0] <= x.shape[1] else wide.T
+            values[i] = value * (1 - lr * weight_decay) - lr * math.sqrt(max(1, value.shape[0] / value.shape[1])) * x
+    return dict(zip(parameters, values, strict=True))
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize(
+    ("ns_dtype", "dtype", "most"), [("float32", torch.float32, 1e-5), ("float64", torch.float64, 1e-13)]
+)
+def test_wider_than_torch_against_a_plain_reference(ns_dtype, dtype, most, nesterov):
+    parameters = matrices(dtype)
+    options = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.2, "nesterov": nesterov}
+    expected = reference(parameters, **options)
+    train(shardopt.keyed("muon", parameters, ns_dtype=ns_dtype, **options), parameters)
+    for name, parameter in parameters.items():
+        distance = (parameter.detach() - expected[name]).norm() / expected[name].norm()
+        assert distance <= most, (name, distance)
+
+
+@pytest.mark.parametrize("shape", [(40, 40), (20, 60), (60, 20)])
+def test_singular_values_come_near_one(shape):
+    matrix = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    values = torch.linalg.svdvals(orthogonalised(matrix, (3.4445, -4.7750, 2.0315), 8, 1e-7))
+    assert 0.6 < values.min() < values.max() < 1.3
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"lr": -1.0}, "Muon's lr is -1.0; required at least 0"),
+        ({"lr": torch.tensor([0.1, 0.2])}, "a tensor of one element"),
+        ({"weight_decay": -0.1}, "weight_decay"),
+        ({"momentum": -0.1}, "momentum"),
+        ({"ns_steps": 100}, "ns_steps"),
+        ({"ns_coefficients": (1.0, 2.0)}, "three numbers"),
+        ({"adjust_lr_fn": "arbitrary"}, "'match_rms_adamw'"),
+        ({"ns_dtype": "int8"}, "'bfloat16'"),
+    ],
+)
+def test_options_out_of_range_are_refused(options, told):
+    with pytest.raises(ValueError, match=told):
+        shardopt.keyed("muon", matrices(), **options)
+    with pytest.raises(ValueError, match=told):
+        shardopt.keyed("muon", matrices(), groups=[{"match": "w1", **options}])
+
+
+@pytest.mark.parametrize(
+    ("tensor", "found"),
+    [
+        (torch.zeros(4), r"shape \(4,\)"),
+        (torch.zeros(2, 2, 2), r"shape \(2, 2, 2\)"),
+        (torch.zeros(()), r"shape \(\)"),
+        (torch.zeros(2, 2, dtype=torch.complex64), "dtype torch.complex64"),
+    ],
+)
+def test_what_is_no_matrix_of_real_numbers_is_refused_by_name(tensor, found):
+    with pytest.raises(AlgorithmError, match=f"odd: found {found}"):
+        shardopt.keyed("muon", {**matrices(), "odd": torch.nn.Parameter(tensor)})
+
+
+def test_gradients_that_do_not_fit_are_refused_by_name_and_nothing_is_changed():
+    parameters = matrices()
+    before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    optimizer = shardopt.keyed("muon", parameters)
+    for parameter in parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    parameters["w3"].grad = torch.ones(7, 5).to_sparse()
+    with pytest.raises(GradientError, match=r"w3\.grad: found torch.sparse_coo"):
+        optimizer.step()
+    assert all(torch.equal(parameter, before[name]) for name, parameter in parameters.items())
+    assert optimizer.state_dict()["state"] == {}
+
+
+def test_a_momentum_of_another_shape_is_refused():
+    parameters = matrices()
+    optimizer = shardopt.keyed("muon", parameters)
+    optimizer.init_state()
+    parameters["w0"].data = torch.zeros(1, 17)
+    parameters["w0"].grad = torch.ones(1, 17)
+    with pytest.raises(StateError, match=r"w0: found local shapes \[\(1, 17\)\]; required \[\(33, 17\)\]"):
+        optimizer.step()
+
+
+def test_closure_is_called_once_under_autograd_and_its_loss_returned():
+    parameters = matrices()
+    optimizer = shardopt.keyed("muon", parameters)
+    calls = []
+
+    def closure():
+        optimizer.zero_grad()
+        loss = sum(parameter.square().sum() for parameter in parameters.values())
+        loss.backward()
+        calls.append(loss)
+        return loss
+
+    before = parameters["w0"].detach().clone()
+    assert optimizer.step(closure) is calls[0]
+    assert len(calls) == 1
+    assert not torch.equal(parameters["w0"], before)
+
+
+def test_the_registry_says_what_it_is():
+    spec = spec_of(torch.optim.Muon)
+    assert spec is spec_of("muon")
+    assert (spec.steps_on, spec.stands_for) == (StepsOn.PARAMETERS, torch.optim.Muon)
+    optimizer = shardopt.keyed("muon", matrices())
+    optimizer.init_state()
+    for parameter in optimizer.params.values():
+        state = optimizer.state[parameter]
+        assert list(state) == [entry.name for entry in spec.entries(optimizer.param_groups[0])]
+        assert torch.equal(state["momentum_buffer"], torch.zeros_like(parameter))

@@ -1,0 +1,389 @@
+"""EMA and SWA in one process: torch's own averages bit for bit, swapped in and out, saved and loaded."""
+
+import pytest
+import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
+
+import shardopt
+from shardopt import checkpoint
+from shardopt.errors import LayoutError, MismatchError, StateError
+from shardopt.optim import averaging
+
+KINDS = {
+    "ema": (lambda model, **o: shardopt.EMA(model, 0.9, **o), get_ema_multi_avg_fn(0.9)),
+    "swa": (shardopt.SWA, get_swa_multi_avg_fn()),
+}
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def model(dtype=torch.float32, seed=0):
+    torch.manual_seed(seed)
+    layers = torch.nn.Linear(5, 7), torch.nn.BatchNorm1d(7), torch.nn.Linear(7, 3)
+    return torch.nn.Sequential(*layers).to(dtype)
+
+
+def batch(step):
+    return torch.randn(6, 5, generator=torch.Generator().manual_seed(step))
+
+
+def train(net, optimizer, steps, after_step=lambda: None):
+    dtype = next(net.parameters()).dtype
+    for step in steps:
+        optimizer.zero_grad()
+        net(batch(step).to(dtype)).square().mean().backward()
+        optimizer.step()
+        after_step()
+
+
+def sgd(net):
+    return shardopt.keyed("sgd", net.named_parameters(), lr=0.1)
+
+
+def averages(averaging):
+    return {name: its for name, entries in averaging.state_dict()["state"].items() for its in entries.values()}
+
+
+def values(net):
+    return {name: tensor.detach().clone() for name, tensor in net.state_dict().items()}
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("use_buffers", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@every_kind
+def test_averages_are_torchs_bit_for_bit(kind, dtype, use_buffers):
+    net = model(dtype)
+    make, torchs = KINDS[kind]
+    # torch's SWA has no rule for the integers that batch norm counts with.
+    theirs = AveragedModel(net, multi_avg_fn=torchs, use_buffers=use_buffers and kind == "ema")
+    ours = make(net, use_buffers=use_buffers)
+    optimizer = sgd(net)
+    ours.attach(optimizer)
+    train(net, optimizer, range(6), lambda: theirs.update_parameters(net))
+
+    assert ours.n_averaged == int(theirs.n_averaged) == 6
+    found = averages(ours)
+    assert found.pop("__averaging") == 6
+    compared = dict(theirs.module.named_parameters())
+    if use_buffers and kind == "ema":
+        compared |= {name: b for name, b in theirs.module.named_buffers() if b.is_floating_point()}
+    for name, value in compared.items():
+        assert torch.equal(found[name], value), name
+    assert not torch.equal(found["2.weight"], net[2].weight)
+    assert ("1.running_mean" in found) == use_buffers
+
+
+def test_complex_weights_are_averaged_as_torch_does():
+    net = torch.nn.ParameterDict({"w": torch.nn.Parameter(torch.randn(4, dtype=torch.complex64))})
+    theirs, ours = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9)), shardopt.EMA(net, 0.9, torch.float32)
+    for step in range(4):
+        with torch.no_grad():
+            net["w"] += step
+        theirs.update_parameters(net)
+        ours.update()
+    assert torch.equal(averages(ours)["w"], theirs.module["w"])
+
+
+def test_the_mean_of_buffers_and_the_last_of_what_cannot_be_averaged():
+    net = model()
+    net.register_buffer("positions", torch.arange(9))
+    net.register_buffer("mask", torch.tensor([True, False]))
+    swa = shardopt.SWA(net, use_buffers=True)
+    seen = []
+    train(net, sgd(net), range(3), lambda: (swa.update(), seen.append(net[1].running_mean.clone())))
+    found = averages(swa)
+    torch.testing.assert_close(found["1.running_mean"], torch.stack(seen).mean(0))
+    assert found["1.num_batches_tracked"] == 3
+    assert torch.equal(found["positions"], torch.arange(9))
+    assert torch.equal(found["mask"], torch.tensor([True, False]))
+
+
+@every_kind
+def test_fp32_averages_of_bf16_weights(kind, monkeypatch):
+    """They are those of the same weights in fp32, in one bucket or in many."""
+    net, twin = model(torch.bfloat16), model()
+    ours, reference = KINDS[kind][0](net, dtype=torch.float32), KINDS[kind][0](twin)
+    monkeypatch.setattr(averaging, "_SCRATCH_BYTES", 50)
+
+    def follow():
+        twin.load_state_dict(net.state_dict())
+        reference.update()
+        ours.update()
+
+    train(net, sgd(net), range(5), follow)
+    assert {average.dtype for name, average in averages(ours).items() if name != "__averaging"} == {torch.float32}
+    assert_equal(averages(ours), averages(reference))
+    with ours.swap():
+        for name, parameter in net.named_parameters():
+            assert torch.equal(parameter, averages(reference)[name].bfloat16())
+
+
+@every_kind
+def test_swap_gives_the_averages_and_everything_back(kind):
+    net = model()
+    ours = KINDS[kind][0](net)
+    optimizer = sgd(net)
+    ours.attach(optimizer)
+    train(net, optimizer, range(4))
+    with torch.no_grad():
+        net[0].weight[0, 0] = float("nan")
+        net[0].weight[0, 1] = -0.0
+    own, means = values(net), averages(ours)
+    means = {name: value.clone() for name, value in means.items()}
+    memory = {name: tensor.data_ptr() for name, tensor in net.state_dict().items()}
+
+    with ours.swap():
+        assert ours.swapped
+        for name, parameter in net.named_parameters():
+            assert torch.equal(parameter, means[name])
+        net(batch(9))  # in training mode: changes the buffers
+        assert not torch.equal(net[1].running_mean, own["1.running_mean"])
+    assert not ours.swapped
+    assert {name: tensor.data_ptr() for name, tensor in net.state_dict().items()} == memory
+    for name, tensor in net.state_dict().items():
+        bits = torch.int64 if tensor.dtype == torch.int64 else torch.int32
+        assert torch.equal(tensor.view(bits), own[name].view(bits)), name
+    assert_equal(averages(ours), means)
+
+    ours.swap()
+    ours.swap()
+    assert torch.equal(net[2].weight, own["2.weight"])
+
+
+def test_training_goes_on_after_a_swap_as_if_there_was_none():
+    results = []
+    for swapping in (False, True):
+        net = model()
+        ema, optimizer = shardopt.EMA(net, 0.9), sgd(net)
+        ema.attach(optimizer)
+        train(net, optimizer, range(3))
+        if swapping:
+            with ema.swap():
+                net(batch(7))
+        train(net, optimizer, range(3, 6))
+        results.append((values(net), averages(ema)))
+    assert_equal(results[1][0], results[0][0])
+    assert_equal(results[1][1], results[0][1])
+
+
+def test_a_step_that_a_scaler_skips_does_not_count():
+    net = model()
+    ema, optimizer = shardopt.EMA(net), sgd(net)
+    ema.attach(optimizer)
+    scaler = shardopt.GradScaler("cpu")
+    for factor in (1.0, float("inf"), 1.0):
+        optimizer.zero_grad()
+        scaler.scale(net(batch(0)).square().mean() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert ema.n_averaged == 2
+
+
+@pytest.mark.parametrize("place", ["around", "inside"])
+def test_a_wrapped_optimizer_can_be_attached_at_either_end(place):
+    net = model()
+    ema, inner = shardopt.EMA(net, 0.5), sgd(net)
+    outer = shardopt.GradientClippingOptimizer(inner, clipping=shardopt.GradientClipping.NORM)
+    ema.attach(outer if place == "around" else inner)
+    before = net[2].weight.detach().clone()
+    train(net, outer, range(2))
+    assert ema.n_averaged == 2 and not torch.equal(averages(ema)["2.weight"], before)
+
+
+def test_weights_come_back_when_an_evaluation_fails():
+    net = model()
+    ema, own = shardopt.EMA(net), values(net)
+    with pytest.raises(ZeroDivisionError), ema.swap():
+        raise ZeroDivisionError
+    assert_equal(values(net), own)
+
+
+def test_while_swapped_nothing_is_trained_saved_or_loaded(tmp_path):
+    net = model()
+    ema, optimizer = shardopt.EMA(net), sgd(net)
+    detach = ema.attach(optimizer)
+    app = {"model": net, "ema": ema}
+    checkpoint.save(tmp_path / "c", app)
+    saved = ema.state_dict()
+    with ema.swap():
+        own = values(net)
+        for refused in (
+            ema.update,
+            ema.state_dict,
+            lambda: ema.load_state_dict(saved),
+            lambda: ema.check_state_dict(saved),
+            lambda: checkpoint.save(tmp_path / "d", app),
+            lambda: checkpoint.load(tmp_path / "c", app),
+            lambda: train(net, optimizer, [0]),
+        ):
+            with pytest.raises(StateError, match=r"swap\(\) to put them back"):
+                refused()
+            own |= {name: t for name, t in values(net).items() if name.startswith("1.")}  # training-mode statistics
+            assert_equal(values(net), own)
+    with ema.swap(), pytest.raises(StateError, match="do not nest"), ema.swap():
+        pass
+    assert not ema.swapped and ema.n_averaged == 0
+    detach()
+    train(net, optimizer, [0])
+    assert ema.n_averaged == 0
+
+
+@every_kind
+def test_resumed_averages_go_on_bit_for_bit(kind, tmp_path):
+    def fresh(seed):
+        net = model(seed=seed)
+        optimizer = sgd(net)
+        ours = KINDS[kind][0](net, use_buffers=True)
+        ours.attach(optimizer)
+        return net, optimizer, ours
+
+    net, optimizer, ours = fresh(0)
+    train(net, optimizer, range(4))
+    checkpoint.save(tmp_path / "c", dict(model=net, optimizer=optimizer, averages=ours))
+    train(net, optimizer, range(4, 8))
+
+    other, its_optimizer, resumed = fresh(1)
+    memory = {name: tensor.data_ptr() for name, tensor in averages(resumed).items()}
+    checkpoint.load(tmp_path / "c", dict(model=other, optimizer=its_optimizer, averages=resumed))
+    assert {name: tensor.data_ptr() for name, tensor in averages(resumed).items()} == memory
+    train(other, its_optimizer, range(4, 8))
+    assert resumed.n_averaged == 8
+    assert_equal(averages(resumed), averages(ours))
+
+
+def test_what_does_not_fit_is_refused_whole():
+    net = model()
+    ema = shardopt.EMA(net, use_buffers=True)
+    before = {name: value.clone() for name, value in averages(ema).items()}
+
+    def state(other, **options):
+        saved = ema_of(other, **options).state_dict()
+        for entries in saved["state"].values():
+            for value in entries.values():
+                value += 1
+        return saved
+
+    def ema_of(other, kind=shardopt.EMA, **options):
+        return kind(other, use_buffers=True, **options)
+
+    wider = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3))
+    for offered, told in (
+        (state(net, kind=shardopt.SWA), "0.weight.ema: found nothing"),
+        (state(net, kind=shardopt.SWA), "no such key"),
+        (state(wider), r"0.weight.ema: found shape \(8, 5\)"),
+        (state(net, dtype=torch.float64), "0.weight.ema: found dtype torch.float64"),
+        ({"state": {}}, "__averaging: found nothing"),
+        ({}, "as this averaging has one"),
+    ):
+        for call in (ema.load_state_dict, ema.check_state_dict):
+            with pytest.raises(MismatchError, match=told):
+                call(offered)
+            assert_equal(averages(ema), before)
+    part = state(net)
+    del part["state"]["0.weight"]
+    told = ema.load_state_dict(part, strict=False)
+    assert told.missing_keys == ["state.0.weight"] and not told.unexpected_keys
+    assert torch.equal(averages(ema)["0.bias"], before["0.bias"] + 1)
+    ema.load_state_dict(state(net, dtype=torch.float64), convert_dtype=True)
+    assert averages(ema)["0.weight"].dtype == torch.float32
+
+
+def test_changes_of_the_model_are_noticed():
+    net = model()
+    ema = shardopt.EMA(net, 0.5)
+    ema.update()
+    net.double()  # the same parameters with other memory: averages keep their dtype
+    with torch.no_grad():
+        net[0].bias += 1
+    ema.update()
+    found = averages(ema)["0.bias"]
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), net[0].bias.detach() - 0.5)
+
+    net[2].bias.data = torch.zeros(4, dtype=torch.float64)
+    with pytest.raises(StateError, match=r"2\.bias: found local shapes \[\(4,\)\]"):
+        ema.update()
+    assert ema.n_averaged == 2
+
+    other = model()
+    ema = shardopt.EMA(other)
+    other[2].weight = torch.nn.Parameter(torch.zeros(3, 7))
+    with pytest.raises(StateError, match=r"2\.weight: found another parameter"):
+        ema.swap()
+    assert not ema.swapped
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="moves a model to a GPU")
+def test_averages_follow_a_model_to_a_gpu_and_are_torchs_there():
+    net = model()
+    ema = shardopt.EMA(net, 0.9)
+    theirs = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    net.cuda()
+    theirs.cuda()
+    for _ in range(3):
+        with torch.no_grad():
+            net[0].weight += 1
+        ema.update()
+        theirs.update_parameters(net)
+    assert averages(ema)["0.weight"].is_cuda
+    assert torch.equal(averages(ema)["0.weight"], theirs.module[0].weight)
+
+
+def test_buffers_that_were_replaced_are_found_again():
+    net = model()
+    ema = shardopt.EMA(net, 0.5, use_buffers=True)
+    ema.update()
+    net[1].running_mean = net[1].running_mean + 2
+    ema.update()
+    assert torch.equal(averages(ema)["1.running_mean"], torch.ones(7))
+    with ema.swap():
+        net[1].running_mean = torch.zeros(7)
+    assert torch.equal(net[1].running_mean, torch.full((7,), 2.0))
+    ema.swap()
+    net[1].running_mean = torch.zeros(8)
+    with pytest.raises(StateError, match=r"1\.running_mean"):
+        ema.swap()
+
+
+def test_tied_weights_are_averaged_once():
+    net = torch.nn.ModuleList([torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)])
+    net[1].weight = net[0].weight
+    ema = shardopt.EMA(net)
+    assert averages(ema).keys() == {"0.weight", "0.bias", "1.bias", "__averaging"}
+
+
+def test_arguments_that_make_no_averages():
+    with pytest.raises(StateError, match="decay"):
+        shardopt.EMA(model(), decay=1.1)
+    with pytest.raises(StateError, match="dtype"):
+        shardopt.SWA(model(), dtype=torch.int32)
+    with pytest.raises(LayoutError, match=r"weight.*lazy"):
+        shardopt.EMA(torch.nn.LazyLinear(3))
+
+
+def test_update_bn_is_torchs_in_one_process():
+    ours, theirs = model(), model()
+    loader = [(batch(step), step) for step in range(5)]
+    ours.eval()
+    theirs.eval()
+    shardopt.update_bn(loader, ours)
+    torch.optim.swa_utils.update_bn(loader, theirs)
+    assert_equal(values(ours), values(theirs))
+    assert ours[1].num_batches_tracked == 5 and not ours.training
+
+
+def test_the_statistics_of_the_averages_leave_with_them():
+    net = model()
+    swa, optimizer = shardopt.SWA(net), sgd(net)
+    swa.attach(optimizer)
+    train(net, optimizer, range(4))
+    own = values(net)
+    with swa.swap():
+        shardopt.update_bn([batch(step) for step in range(3)], net)
+        assert net[1].num_batches_tracked == 3
+    assert_equal(values(net), own)

@@ -1,0 +1,255 @@
+"""The manifest: what is written is what is read, and what was not written is refused with our error."""
+
+import json
+from collections import Counter
+
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardopt.checkpoint import format as format_module
+from shardopt.checkpoint import manifest as manifest_module
+from shardopt.checkpoint.format import DTYPES
+from shardopt.checkpoint.manifest import (
+    DataFile,
+    Manifest,
+    StoredLayout,
+    StoredTensor,
+    StoredTensors,
+    decode_manifest,
+    decode_path,
+    encode_manifest,
+    encode_path,
+)
+from shardopt.errors import CorruptionError, FormatError, ShardoptError, StateError
+from shardopt.sharding.box import Box, grid_boxes
+from shardopt.state import Index, join
+from tests.unit.boxes import partitions
+
+PARTS = st.text(max_size=3) | st.integers(0, 3) | st.integers(0, 3).map(Index)
+PATHS = st.lists(PARTS, min_size=1, max_size=4).map(tuple)
+VALUES = st.none() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3) | st.binary(max_size=3)
+
+
+@st.composite
+def manifests(draw):
+    files = tuple(DataFile(f"0a-r{i:05d}.safetensors", 100 + i, f"{i:016x}") for i in range(draw(st.integers(1, 5))))
+    layouts = []
+    for _ in range(draw(st.integers(1, 3))):
+        shape, boxes = draw(partitions())
+        where = draw(st.lists(st.integers(0, len(files) - 1), min_size=len(boxes), max_size=len(boxes)))
+        layouts.append(StoredLayout(tuple(shape), tuple(boxes), tuple(where)))
+    tensors, values, per_rank = StoredTensors(), {}, {}
+    for path in draw(st.lists(PATHS, max_size=6, unique_by=join)):
+        kind = draw(st.integers(0, 2))
+        if kind == 0:
+            dtype = DTYPES[draw(st.sampled_from(sorted(DTYPES)))]
+            tensors[join(path)] = StoredTensor(path, dtype, draw(st.sampled_from(layouts)))
+        elif kind == 1:
+            values[join(path)] = (path, draw(VALUES))
+        else:
+            per_rank[join(path)] = path
+    return Manifest("0a", len(files), files, tensors, values, per_rank)
+
+
+def plain(manifest):
+    """The manifest in terms that can be compared, kinds of parts included."""
+    tensors = {
+        key: (path, [type(part) for part in path], dtype, layout.shape, layout.boxes, layout.files)
+        for key, (path, dtype, layout) in manifest.tensors.items()
+    }
+    values = {key: (path, [type(part) for part in path], value) for key, (path, value) in manifest.values.items()}
+    return manifest.save_id, manifest.world_size, manifest.files, tensors, values, dict(manifest.per_rank)
+
+
+@given(manifests())
+def test_what_is_written_is_read(manifest):
+    try:
+        data = encode_manifest(manifest)
+    except StateError:  # a text that is no Unicode, as a value
+        return
+    assert plain(decode_manifest(data, "m")) == plain(manifest)
+    assert json.loads(data)["version"] == 1
+
+
+@given(PATHS)
+def test_paths_come_back_with_their_kinds(path):
+    wire = json.loads(json.dumps(encode_path(join(path), path)))
+    back = decode_path(join(path), wire)
+    assert back == path and [type(part) for part in back] == [type(part) for part in path]
+
+
+def test_a_layout_of_many_boxes_is_as_small_as_its_edges():
+    boxes = grid_boxes([range(0, 513, 1), range(0, 9, 1)])
+    files = tuple(DataFile(f"0a-r{i:05d}.safetensors", 1, "0" * 16) for i in range(4096))
+    layout = StoredLayout((512, 8), boxes, tuple(range(4096)))
+    tensors = StoredTensors(
+        (f"layer.{i}", StoredTensor(("layer", str(i)), DTYPES["float32"], layout)) for i in range(50)
+    )
+    assert len(json.dumps(json.loads(encode_manifest(Manifest("0a", 4096, files, tensors)))["layouts"])) < 40_000
+
+
+@pytest.fixture(scope="module")
+def sound():
+    files = (DataFile("0a-r00000.safetensors", 9000, "0" * 16), DataFile("0a-r00001-1.safetensors", 9000, "1" * 16))
+    grid = StoredLayout((4, 2), grid_boxes([(0, 3, 4), (0, 2)]), (0, 1))
+    odd = StoredLayout((3,), (Box((0,), (2,)), Box((2,), (1,))), (1, 0))
+    tensors = StoredTensors(
+        {
+            "a.b": StoredTensor(("a", "b"), DTYPES["float32"], grid),
+            "l.0": StoredTensor(("l", Index(0)), DTYPES["bool"], odd),
+        }
+    )
+    values = {"v.x": (("v", "x"), [1, (2**60, Counter("a"), float("inf"))])}
+    return encode_manifest(Manifest("0a", 2, files, tensors, values, {"rng": ("rng",)}))
+
+
+def test_every_truncation_is_found(sound):
+    for length in range(len(sound)):
+        with pytest.raises(CorruptionError, match="torn or changed"):
+            decode_manifest(sound[:length], "here/manifest.json")
+
+
+def test_every_flipped_bit_is_found(sound):
+    for at in range(len(sound)):
+        for bit in range(8):
+            changed = bytearray(sound)
+            changed[at] ^= 1 << bit
+            with pytest.raises(CorruptionError, match=r"here/manifest\.json: found"):
+                decode_manifest(bytes(changed), "here/manifest.json")
+
+
+def test_what_comes_behind_the_seal_is_found(sound):
+    with pytest.raises(CorruptionError):
+        decode_manifest(sound + b" ", "m")
+    with pytest.raises(CorruptionError):
+        decode_manifest(sound + sound, "m")
+
+
+def sealed(body):
+    text = body if isinstance(body, bytes) else json.dumps(body).encode()[:-1]
+    return text + b',"xxh3":"' + xxhash.xxh3_64_hexdigest(text).encode() + b'"}'
+
+
+def nested(levels, inside="1"):
+    return json.loads("[" * levels + inside + "]" * levels)
+
+
+ODD = [None, True, -1, 1.5, 2**63, 2**80, "x", "\ud800", [], {}, [None], {"x": 1}, nested(60), nested(900)]
+PLACES = [
+    *(("save_id",), ("world_size",), ("files",), ("layouts",), ("tensors",), ("values",), ("per_rank",)),
+    *(("files", 0), ("files", 0, 0), ("files", 0, 1), ("files", 0, 2), ("layouts", 0), ("layouts", 1)),
+    *(("layouts", 0, name) for name in ("shape", "cuts", "files")),
+    *(("layouts", 1, name) for name in ("shape", "cuts", "files")),
+    *(("layouts", 0, "cuts", 0), ("layouts", 0, "cuts", 0, 1), ("layouts", 0, "shape", 0), ("layouts", 0, "files", 0)),
+    *(
+        ("tensors", "a.b"),
+        ("tensors", "a.b", 0),
+        ("tensors", "a.b", 1),
+        ("tensors", "l.0", 2),
+        ("tensors", "l.0", 2, 1),
+    ),
+    *(("values", "v.x"), ("values", "v.x", 0), ("values", "v.x", 1), ("values", "v.x", 1, 1), ("per_rank", "rng")),
+    ("min_reader_version",),
+    ("format",),
+]
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: ".".join(map(str, place)))
+def test_odd_values_anywhere_are_read_or_refused(sound, place):
+    for odd in ODD:
+        body = json.loads(sound)
+        del body["xxh3"]
+        node = body
+        for part in place[:-1]:
+            node = node[part]
+        node[place[-1]] = odd
+        try:
+            decode_manifest(sealed(body), "m")
+        except ShardoptError as error:
+            assert len(str(error)) < 2000
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("../0a-r00000.safetensors", "/0a-r00000.safetensors", "a/0a-r00000.safetensors", "..\\0a-r00000.safetensors"),
+        *(
+            "0a-r00000.safetensors\0",
+            "0a-r00000.safetensors/..",
+            "0a-r00000",
+            "manifest.json",
+            "",
+            ".",
+            "C:0a.safetensors",
+        ),
+        *(
+            "0a-r00000.safetensors?x",
+            "0a-r*.safetensors",
+            "\ud800-r00000.safetensors",
+            "a" * 300 + "-r00000.safetensors",
+        ),
+        *(
+            "0a-r00000.safetensors\n",
+            "0a-r" + "\N{ARABIC-INDIC DIGIT ZERO}" * 5 + ".safetensors",
+            "0a-r00000-0.safetensors",
+            "0a-r00001-1.safetensors",
+        ),
+    ],
+)
+def test_only_names_of_data_files_are_names(sound, name):
+    """No file outside the directory, nor one of another kind, is ever opened because a manifest names it."""
+    body = json.loads(sound)
+    del body["xxh3"]
+    body["files"][0][0] = name
+    with pytest.raises(CorruptionError):
+        decode_manifest(sealed(body), "m")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"format":"shardopt","format":"shardopt","min_reader_version":1',
+        b'{"format":"shardopt","min_reader_version":1,"files":[],"layouts":[],"tensors":{"a":1,"a":1}',
+        '{"format":"shardopt"'.encode("utf-16"),
+        b'{"format":"\xff"',
+        b'{"format":"\xed\xa0\x80"',
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b'{"a":' + b"9" * 5000,
+        b"{",
+        b"",
+        b"[1",
+    ],
+    ids=lambda text: repr(text[:20]),
+)
+def test_what_is_no_plain_json_object_is_refused(text):
+    with pytest.raises(CorruptionError):
+        decode_manifest(sealed(text), "m")
+
+
+def test_other_formats_and_newer_ones_are_told_apart_from_damage(sound):
+    for change, said in (
+        ({"format": "other"}, "is not a manifest"),
+        ({"min_reader_version": 2}, "needs a newer reader"),
+        ({"min_reader_version": None}, "is not a manifest"),
+    ):
+        body = json.loads(sound) | change
+        del body["xxh3"]
+        with pytest.raises(FormatError, match=said):
+            decode_manifest(sealed(body), "m")
+    body = json.loads(sound) | {"version": 7, "new": {"x": [1]}}
+    del body["xxh3"]
+    assert decode_manifest(sealed(body), "m").save_id == "0a"
+
+
+def test_a_manifest_over_the_limit_is_neither_written_nor_read(monkeypatch):
+    manifest = Manifest("0a", 1, (), StoredTensors(), {"big": (("big",), b"x" * 3000)})
+    data = encode_manifest(manifest)
+    for module in (format_module, manifest_module):
+        monkeypatch.setattr(module, "MANIFEST_LIMIT_BYTES", 2000)
+    with pytest.raises(StateError, match="store large values as tensors"):
+        encode_manifest(manifest)
+    with pytest.raises(CorruptionError, match="more than the limit"):
+        decode_manifest(data, "m")

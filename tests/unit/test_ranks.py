@@ -1,0 +1,458 @@
+"""How ranks agree: here each rank is a thread of this process, with a store of its own kind.
+
+What only processes can show (death, real process groups) is in tests/distributed/test_ranks.py.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch.distributed as dist
+
+from shardopt import ranks as ranks_module
+from shardopt.errors import CheckpointError, CheckpointExistsError, MismatchError, Problem, RankError, StateError
+from shardopt.ranks import Ranks, _SignsOfLife, ranks_of
+
+
+class Group:
+    """What `Ranks` asks of a process group."""
+
+    def __init__(self, rank, size, store):
+        self._rank, self._size, self._store = rank, size, store
+
+    def rank(self):
+        return self._rank
+
+    def size(self):
+        return self._size
+
+    def get_group_store(self):
+        return self._store
+
+
+@pytest.fixture(autouse=True)
+def stubs_have_no_backend(monkeypatch):
+    monkeypatch.setattr(ranks_module, "_accelerator", lambda group: None)
+
+
+class Job:
+    """Stores for the ranks of one job after the other: `start` makes ranks that know of nothing yet."""
+
+    def __init__(self, kind, folder):
+        self.kind, self.path = kind, str(folder / "store")
+        self.master = None
+        if kind == "tcp":
+            self.master = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        if kind == "hash":
+            self.master = dist.HashStore()
+
+    def store(self):
+        if self.kind == "tcp":
+            return dist.TCPStore("localhost", self.master.port, is_master=False)
+        return dist.FileStore(self.path) if self.kind == "file" else self.master
+
+    def start(self, size=3):
+        return [Ranks(Group(rank, size, self.store())) for rank in range(size)]
+
+
+@pytest.fixture
+def job(tmp_path):
+    return Job("hash", tmp_path)
+
+
+@pytest.fixture(params=["hash", "tcp", "file"])
+def any_job(request, tmp_path):
+    return Job(request.param, tmp_path)
+
+
+def together(ranks: list[Ranks], each: Callable[[Ranks], object], absent=()) -> list:
+    """What `each` gives or raises on every rank, all at once; None for the absent."""
+    outcomes: list = [None] * len(ranks)
+
+    def run(i):
+        try:
+            outcomes[i] = each(ranks[i])
+        except BaseException as error:
+            outcomes[i] = error
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(ranks)) if i not in absent]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive(), "a rank hangs"
+    return outcomes
+
+
+def alike(errors, kind):
+    """All are the same error; gives its text."""
+    assert [type(error) for error in errors] == [kind] * len(errors), errors
+    assert len({str(error) for error in errors}) == 1
+    return str(errors[0])
+
+
+def fail(error):
+    raise error
+
+
+# Without a failure.
+
+
+def test_one_process_alone_is_a_job_of_one():
+    here = ranks_of()
+    assert (here.rank, here.size) == (0, 1)
+    assert here.agree("x", lambda: 3, lambda n: n + 1, lambda reports: [*reports, 7]) == (3, [4, 7])
+    error = ValueError("as it is")
+    with pytest.raises(ValueError) as raised:
+        here.agree("x", lambda: fail(error))
+    assert raised.value is error
+
+
+def test_a_group_of_one_needs_no_store():
+    assert Ranks(Group(0, 1, None)).agree("x", lambda: 3, lambda n: n, sum) == (3, 3)
+
+
+def test_every_rank_has_its_own_result_and_the_one_decision(any_job):
+    deciders = []
+
+    def decide(reports):
+        deciders.append(threading.current_thread())
+        return {"sum": sum(reports), "reports": reports}
+
+    def two_rounds(here):
+        first = here.agree("x", lambda: here.rank * 10, lambda n: n + 1, decide)
+        return first, here.agree("y", lambda: "done"), threading.current_thread()
+
+    outcomes = together(any_job.start(4), two_rounds)
+    assert [first for first, _, _ in outcomes] == [
+        (rank * 10, {"sum": 64, "reports": [1, 11, 21, 31]}) for rank in range(4)
+    ]
+    assert [second for _, second, _ in outcomes] == [("done", None)] * 4
+    assert deciders == [outcomes[0][2]]
+
+
+def test_large_reports_and_decisions_travel_in_parts(any_job):
+    """A TCPStore takes no value of more than 8 MiB."""
+    large = "x" * (9 << 20)
+    outcomes = together(
+        any_job.start(2), lambda here: here.agree("x", lambda: large, lambda r: r, lambda rs: rs[1] + "y")
+    )
+    assert outcomes == [(large, large + "y")] * 2
+
+
+def test_many_rounds_leave_few_keys(any_job):
+    def rounds(count):
+        large = "x" * (5 << 20)  # two parts
+        return lambda here: [
+            here.agree("x", lambda: large if i == 0 else "", lambda report: report, len)  # noqa: B023  # called at once
+            for i in range(count)
+        ]
+
+    ranks, store = any_job.start(), any_job.store()
+    together(ranks, rounds(5))
+    keys = store.num_keys()
+    together(ranks, rounds(40))
+    assert store.num_keys() <= keys <= 20
+
+
+def test_slow_work_that_beats_is_waited_for(any_job):
+    def slow(here):
+        return here.agree("x", lambda: time.sleep(0.9 if here.rank == 1 else 0), deadline_seconds=0.4)
+
+    assert together(any_job.start(), slow) == [(None, None)] * 3
+
+
+def test_a_slow_decision_that_beats_is_waited_for(job):
+    def slow(here):
+        return here.agree("x", lambda: None, decide=lambda _: time.sleep(0.9), deadline_seconds=0.4)
+
+    assert together(job.start(), slow) == [(None, None)] * 3
+
+
+# Work or decision fails: all raise the same, and stay in step.
+
+
+def then_once_more(here, call):
+    """The error of a call, once a further round has shown that the ranks are still in step."""
+    try:
+        call(here)
+    except BaseException as error:
+        assert here.agree("after", lambda: here.rank, lambda n: n, lambda reports: reports)[1] == list(range(here.size))
+        return error
+    raise AssertionError("no error")
+
+
+@pytest.mark.parametrize("bad", [(0,), (1,), (1, 2), (0, 1, 2)], ids=str)
+def test_the_failing_ranks_are_named_by_all(any_job, bad):
+    problem = Problem("key", "this", "that", "mend it")
+
+    def work(here):
+        if here.rank in bad:
+            raise StateError("it does not fit", [problem])
+
+    outcomes = together(
+        any_job.start(), lambda here: then_once_more(here, lambda here: here.agree("loading x", lambda: work(here)))
+    )
+    text = alike(outcomes, StateError)
+    where = {1: f" on rank {bad[0]}", 2: " on ranks 1, 2", 3: ""}[len(bad)]
+    assert text.startswith(f"loading x failed{where}: it does not fit\n")
+    assert all(error.problems == (problem,) for error in outcomes)
+    for rank, error in enumerate(outcomes):  # a rank that failed by itself keeps its own error as the cause
+        assert isinstance(error.__cause__, StateError) == (rank in bad)
+
+
+def test_different_failures_are_all_told(job):
+    shared = Problem("shared", "this", "that", "mend it")
+
+    def work(here):
+        if here.rank == 1:
+            raise MismatchError("one does not fit", [shared, Problem("a", "this", "that", "mend it")])
+        if here.rank == 2:
+            raise CheckpointError("no space left", [shared, Problem("b", "this", "that", "mend it")])
+        if here.rank == 3:
+            raise ZeroDivisionError("a bug")
+
+    outcomes = together(
+        job.start(4), lambda here: then_once_more(here, lambda here: here.agree("x", lambda: work(here)))
+    )
+    text = alike(outcomes, MismatchError)
+    assert text.startswith(
+        "x failed on rank 1: one does not fit (and on rank 2: no space left; on rank 3: ZeroDivisionError: a bug)\n"
+    )
+    assert [problem.key for problem in outcomes[0].problems] == ["shared", "a", "b"]
+
+
+def test_many_problems_of_many_ranks_are_merged_quickly(job):
+    problems = [Problem(f"key {i}", "this", "that", "mend it") for i in range(5000)]
+
+    def work(here):
+        raise MismatchError("nothing fits", [*problems, Problem(f"of {here.rank}", "", "", "")])
+
+    start = time.monotonic()
+    outcomes = together(job.start(), lambda here: here.agree("x", lambda: work(here)))
+    assert time.monotonic() - start < 5
+    assert [len(error.problems) for error in outcomes] == [5003] * 3
+
+
+def test_a_decision_that_fails_is_everybodys_error(any_job):
+    def decide(reports):
+        raise CheckpointExistsError("the path is taken", [Problem("p", "a checkpoint", "none", "another path")])
+
+    outcomes = together(
+        any_job.start(),
+        lambda here: then_once_more(here, lambda here: here.agree("saving p", lambda: None, decide=decide)),
+    )
+    assert alike(outcomes, CheckpointExistsError).startswith("saving p failed on rank 0: the path is taken\n")
+
+
+@pytest.mark.parametrize("where", ["report", "decide"])
+def test_what_is_no_json_is_everybodys_error(job, where):
+    """Our own bug; but it must not show as a rank that gives no sign of life."""
+
+    def call(here):
+        here.agree(
+            "x",
+            lambda: None,
+            lambda _: object() if where == "report" and here.rank == 1 else 0,
+            lambda _: object() if where == "decide" else 0,
+        )
+
+    text = alike(together(job.start(), lambda here: then_once_more(here, call)), RankError)
+    assert text.startswith(f"x failed on rank {1 if where == 'report' else 0}: TypeError")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_stays_one_and_the_others_are_told(job, rank, kind):
+    def call(here):
+        here.agree("x", lambda: fail(kind("stop")) if here.rank == rank else None)
+
+    outcomes = together(job.start(), lambda here: then_once_more(here, call))
+    assert type(outcomes.pop(rank)) is kind
+    assert alike(outcomes, RankError) == f"x failed on rank {rank}: {kind.__name__}: stop"
+
+
+def test_an_interrupted_decision_is_told(job):
+    def call(here):
+        here.agree("x", lambda: None, decide=lambda _: fail(KeyboardInterrupt()))
+
+    outcomes = together(job.start(), lambda here: then_once_more(here, call))
+    assert type(outcomes.pop(0)) is KeyboardInterrupt
+    assert alike(outcomes, RankError).startswith("x failed on rank 0: KeyboardInterrupt")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_interrupt_while_waiting_leaves_the_ranks_in_step(job, rank):
+    """The usual place to be in when the user interrupts: all do, and then want to save a last time."""
+    ranks = job.start()
+    channel = ranks[rank]._channel
+    wait = channel._wait
+
+    def interrupted(*args):
+        if channel._round == 2:
+            raise KeyboardInterrupt
+        return wait(*args)
+
+    channel._wait = interrupted
+    together(ranks, lambda here: here.agree("w", lambda: None))
+    outcomes = together(
+        ranks, lambda here: then_once_more(here, lambda here: here.agree("x", lambda: fail(OSError("?"))))
+    )
+    assert type(outcomes.pop(rank)) is KeyboardInterrupt
+    assert all(type(error) is RankError for error in outcomes)
+
+
+# Ranks that are silent.
+
+
+@pytest.mark.parametrize("absent", [0, 2])
+def test_a_rank_that_does_not_come_is_named_and_then_all_is_over(any_job, absent):
+    ranks = any_job.start()
+    start = time.monotonic()
+    outcomes = together(ranks, lambda here: here.agree("saving p", lambda: None, deadline_seconds=0.4), absent=[absent])
+    assert time.monotonic() - start < 3
+    del outcomes[absent]
+    text = alike(outcomes, RankError)
+    assert text.startswith(
+        f"saving p: rank {absent} gave no sign of life for 0.4 s: dead, cut off, or not in this call"
+    )
+    start = time.monotonic()
+    late = together(ranks, lambda here: here.agree("again", lambda: None, deadline_seconds=0.4))
+    assert all(
+        "lost step" in str(error) and f"rank {absent}" in str(error) for error in late if error is not late[absent]
+    )
+    assert isinstance(late[absent], RankError)  # it comes too late, and is told so
+
+
+def test_a_rank_that_comes_once_the_others_gave_up_is_told_at_once(job):
+    ranks = job.start()
+    together(ranks, lambda here: here.agree("w", lambda: None))
+    together(ranks, lambda here: here.agree("x", lambda: None, deadline_seconds=0.3), absent=[2])
+    start = time.monotonic()
+    with pytest.raises(RankError, match="rank 2 gave no sign"):
+        ranks[2].agree("x", lambda: None, deadline_seconds=30)
+    assert time.monotonic() - start < 1
+    with pytest.raises(RankError, match="lost step"):
+        ranks[2].agree("x", lambda: None)
+
+
+def test_silence_does_not_hide_what_others_met(job):
+    def call(here):
+        here.agree(
+            "x", lambda: fail(CheckpointError("no space left")) if here.rank == 1 else None, deadline_seconds=0.3
+        )
+
+    outcomes = together(job.start(4), call, absent=[3])
+    text = alike(outcomes[:3], RankError)
+    assert "rank 3 gave no sign of life" in text
+    assert "on rank 1: no space left" in text
+
+
+def test_a_rank_that_stops_between_rounds_is_named(any_job):
+    def call(here):
+        here.agree("first", lambda: None, deadline_seconds=0.4)
+        if here.rank != 1:
+            here.agree("second", lambda: None, deadline_seconds=0.4)
+
+    outcomes = together(any_job.start(), call)
+    assert outcomes.pop(1) is None
+    assert alike(outcomes, RankError).startswith("second: rank 1 gave no sign of life")
+
+
+def test_a_lost_store_is_an_error(tmp_path):
+    job = Job("tcp", tmp_path)
+    ranks = job.start()
+    together(ranks, lambda here: here.agree("x", lambda: None))
+    lost = threading.Timer(0.2, lambda: setattr(job, "master", None))
+    lost.start()
+    outcomes = together(ranks, lambda here: here.agree("x", lambda: None), absent=[1])
+    lost.join()
+    assert [type(outcomes[rank]) for rank in (0, 2)] == [RankError] * 2
+    assert all("the job's store is lost" in str(outcomes[rank]) for rank in (0, 2))
+    with pytest.raises(RankError, match="lost step"):
+        ranks[0].agree("x", lambda: None)
+
+
+class Counts:
+    """A store that has heartbeats only."""
+
+    def __init__(self):
+        self.beats = {}
+
+    def add(self, key, amount):
+        return self.beats.get(key, 0)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(ranks_module.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_only_ranks_that_do_not_beat_are_silent(clock):
+    store = Counts()
+    life = _SignsOfLife(store, 5.0)
+    named = []
+    for second in range(1, 12):
+        clock[0] += 1
+        store.beats = {"beat/1": second, "beat/3": min(second, 3)}
+        assert life.due()
+        named.append(life.silent([1, 2, 3]))
+    assert named == [[]] * 5 + [[2]] * 3 + [[2, 3]] * 3
+
+
+@pytest.mark.parametrize("before", [0, 3])
+def test_who_was_stopped_itself_calls_nobody_dead(clock, before):
+    """A process, or a machine with all its ranks, that stood still for long: nobody could beat, or be heard."""
+    store = Counts()
+    life = _SignsOfLife(store, 5.0)
+    for _ in range(before):
+        clock[0] += 1
+        assert life.silent([1]) == []
+    clock[0] += 1000
+    assert life.silent([1]) == []
+    store.beats["beat/1"] = 1
+    clock[0] += 1
+    assert life.silent([1]) == []
+
+
+# A store that is not new.
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+@pytest.mark.parametrize("first", [0, 1, None], ids=lambda rank: f"rank {rank} first")
+def test_what_another_job_left_in_the_store_is_no_answer(any_job, rounds, first):
+    """torchrun restarts ranks on the store that they had."""
+
+    def some_rounds(count, number):
+        return lambda here: [
+            here.agree("x", lambda: [number, here.rank, i], lambda report: report, lambda reports: reports)[1]  # noqa: B023  # called at once
+            for i in range(count)
+        ]
+
+    def expected(count, number):
+        return [[[[number, rank, i] for rank in range(3)] for i in range(count)]] * 3
+
+    assert together(any_job.start(), some_rounds(rounds, 1)) == expected(rounds, 1)
+    aborted = any_job.start()
+    together(aborted, lambda here: here.agree("x", lambda: None, lambda _: "stale", lambda _: "stale", 0.3), absent=[2])
+    for number in (3, 4):
+        fresh = any_job.start()
+
+        def late(here, number=number):
+            time.sleep(0 if first is None or here.rank == first else 0.1)
+            return some_rounds(rounds + 1, number)(here)
+
+        assert together(fresh, late) == expected(rounds + 1, number)
+
+
+def test_groups_do_not_meet_in_one_store(job):
+    """Two channels over two prefixes of a store, as two process groups have them, used turn by turn."""
+    one = [Ranks(Group(r, 2, dist.PrefixStore("one", job.store()))) for r in range(2)]
+    two = [Ranks(Group(r, 2, dist.PrefixStore("two", job.store()))) for r in range(2)]
+    for i in range(3):
+        for name, ranks in (("one", one), ("two", two)):
+            outcomes = together(ranks, lambda here: here.agree("x", lambda: None, lambda _: [name, i], lambda r: r)[1])  # noqa: B023  # called at once
+            assert outcomes == [[[name, i]] * 2] * 2
