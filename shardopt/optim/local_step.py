@@ -80,6 +80,7 @@ class LocalOptimizer:
         if spec is not None and spec.stands_for is not None and not isinstance(self.optimizer, spec.optimizer):
             self.optimizer = spec.optimizer(self.optimizer.param_groups, **self.optimizer.defaults)
         self._refuse(names)
+        self._refuse_graphs_of_shards(self.groups)
         owners = {leaf: parameter for parameter, its in leaves.items() for leaf in its}
         for group in self.groups:
             group["params"] = _parameters_of(group["params"], owners, leaves, names)
@@ -110,6 +111,7 @@ class LocalOptimizer:
         leaves = list(chain.from_iterable(self._bind(name, parameter) for parameter, name in names.items()))
         try:
             self._refuse(names)
+            self._refuse_graphs_of_shards([*self.groups, {**self.optimizer.defaults, **options}])
             self.optimizer.add_param_group({**options, "params": leaves})
         except Exception:
             for parameter in names:
@@ -260,6 +262,16 @@ class LocalOptimizer:
             remedy=f"give this parameter to another optimizer, or keep it whole on every rank for {self.spec.name}",
         )
         raise AlgorithmError(f"{self.spec.name} may not step on shards", [problem])
+
+    def _refuse_graphs_of_shards(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        if self.shards and any(group.get("differentiable") for group in groups):
+            problem = Problem(
+                key=next(iter(self.shards.values())).name,
+                found="a sharded parameter in a step with differentiable=True",
+                required="plain parameters, as local tensors take no part in autograd",
+                remedy="leave differentiable out, or keep the parameters whole",
+            )
+            raise AlgorithmError("a step on shards cannot be differentiated", [problem])
 
     def _leaf_state(self, leaf: Tensor) -> State:
         untouched = self.untouched.get(leaf)
