@@ -151,7 +151,7 @@ class LBFGS(Optimizer):
                 break
             before = now.loss
             last = iteration == group["max_iter"]
-            now, spent = self._move(space, memory, closure, replace(now, slope=slope), length, evaluations, last)
+            now, spent = self._move(space, memory, closure, replace(now, step=0.0, slope=slope), length, evaluations, last)
             memory.set("t", now.step)
             evaluations += spent
             memory.add("func_evals", spent)
