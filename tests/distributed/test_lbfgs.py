@@ -99,7 +99,9 @@ def train_torchs(dtype, options, steps):
     return params, optimizer.state[params["even"]]
 
 
-def train_sharded(options, dtype, steps):
+def train_sharded(options, dtype):
+    # In fp32 not up to the minimum, where the loss has no digits left to search by.
+    options, steps = (options | {"max_iter": 6}, 1) if dtype is torch.float32 else (options, 3)
     problem = Problem(dtype)
     optimizer = shardopt.keyed("lbfgs", problem.params, **options)
     train(optimizer, problem, range(steps))
@@ -115,16 +117,16 @@ def worst(results):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "desc", "dtype", "steps"),
+    ("ranks", "desc", "dtype"),
     [
-        (1, "strong_wolfe", torch.float32, 1),
-        (2, "default", torch.float32, 1),
-        (3, "strong_wolfe", torch.float64, 2),
-        (4, "non-default lr", torch.float32, 1),
+        (1, "strong_wolfe", torch.float32),
+        (2, "default", torch.float32),
+        (3, "strong_wolfe", torch.float64),
+        (4, "non-default lr", torch.float32),
     ],
 )
-def test_every_placement_is_torchs_step(ranks, desc, dtype, steps):
-    value, key = worst(run_ranks(ranks, train_sharded, OPTIONS[desc], dtype, steps))
+def test_every_placement_is_torchs_step(ranks, desc, dtype):
+    value, key = worst(run_ranks(ranks, train_sharded, OPTIONS[desc], dtype))
     assert value <= (1e-5 if dtype is torch.float32 else 1e-9), key
 
 
@@ -133,8 +135,7 @@ def test_every_placement_is_torchs_step(ranks, desc, dtype, steps):
 @pytest.mark.parametrize("desc", OPTIONS)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_every_placement_and_option_is_torchs_step(ranks, desc, dtype):
-    steps = 1 if dtype is torch.float32 else 3  # see the numerics test
-    value, key = worst(run_ranks(ranks, train_sharded, OPTIONS[desc], dtype, steps))
+    value, key = worst(run_ranks(ranks, train_sharded, OPTIONS[desc], dtype))
     assert value <= (1e-5 if dtype is torch.float32 else 1e-9), key
 
 
