@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardopt.algorithms.fresh import fresh_state
-from shardopt.algorithms.registry import AlgorithmSpec, MakesState, StepsOn, find_spec, unknown
+from shardopt.algorithms.registry import AlgorithmSpec, MakesGlobalState, MakesState, StepsOn, find_spec, unknown
 from shardopt.algorithms.torch_private import step_without_hooks
 from shardopt.errors import AlgorithmError, Problem, StateError
 from shardopt.optim.implementation import all_have, any_sparse, names_from_gradients, prefers_fused, some_are_late
@@ -80,10 +80,11 @@ class LocalOptimizer:
         if spec is not None and spec.stands_for is not None and not isinstance(self.optimizer, spec.optimizer):
             self.optimizer = spec.optimizer(self.optimizer.param_groups, **self.optimizer.defaults)
         self._refuse(names)
+        self._refuse_graphs_of_shards(self.groups)
         owners = {leaf: parameter for parameter, its in leaves.items() for leaf in its}
         for group in self.groups:
             group["params"] = _parameters_of(group["params"], owners, leaves, names)
-        self._hand_over_parameters(names)
+        self.hand_over_parameters(names)
 
     @property
     def groups(self) -> list[Group]:
@@ -110,15 +111,25 @@ class LocalOptimizer:
         leaves = list(chain.from_iterable(self._bind(name, parameter) for parameter, name in names.items()))
         try:
             self._refuse(names)
+            self._refuse_graphs_of_shards([*self.groups, {**self.optimizer.defaults, **options}])
             self.optimizer.add_param_group({**options, "params": leaves})
         except Exception:
             for parameter in names:
                 self.shards.pop(parameter, None)
             raise
         self.groups[-1]["params"] = list(names)
-        self._hand_over_parameters({**getattr(self.optimizer, "names", {}), **names})
+        self.hand_over_parameters({**getattr(self.optimizer, "names", {}), **names})
         if self.spec is not None and self.spec.state_at_construction:
             self.make_state(names)
+
+    def hand_over_parameters(self, names: Mapping[Tensor, str]) -> None:
+        """Where the algorithm steps on parameters: makes them their own leaves, and tells it how they are called.
+
+        Until here local tensors stood in for them, whose class torch knows.
+        """
+        if self.steps_on_parameters:
+            self.shards.clear()
+            cast(MakesState, self.optimizer).names = names
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
         """One step of the algorithm without hooks; returns the closure's loss."""
@@ -178,6 +189,8 @@ class LocalOptimizer:
                     self.untouched[leaf] = Untouched(made)
                 elif made:
                     self.optimizer.state[leaf] = made
+        if self.spec.has_global_state:
+            cast(MakesGlobalState, self.optimizer).make_global()
 
     def state_of(self, parameter: Tensor) -> MutableMapping[str, Any]:
         """The live state of a parameter; empty if there is none yet."""
@@ -226,15 +239,6 @@ class LocalOptimizer:
         self.shards[parameter] = Shards(name, parameter)
         return self.shards[parameter].leaves
 
-    def _hand_over_parameters(self, names: Mapping[Tensor, str]) -> None:
-        """Where the algorithm steps on parameters: makes them their own leaves, and tells it how they are called.
-
-        Until here local tensors stood in for them, whose class torch knows.
-        """
-        if self.steps_on_parameters:
-            self.shards.clear()
-            cast(MakesState, self.optimizer).names = names
-
     def _refuse(self, names: Mapping[Tensor, str]) -> None:
         if self.steps_on_parameters:
             assert self.spec is not None
@@ -258,6 +262,16 @@ class LocalOptimizer:
             remedy=f"give this parameter to another optimizer, or keep it whole on every rank for {self.spec.name}",
         )
         raise AlgorithmError(f"{self.spec.name} may not step on shards", [problem])
+
+    def _refuse_graphs_of_shards(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        if self.shards and any(group.get("differentiable") for group in groups):
+            problem = Problem(
+                key=next(iter(self.shards.values())).name,
+                found="a sharded parameter in a step with differentiable=True",
+                required="plain parameters, as local tensors take no part in autograd",
+                remedy="leave differentiable out, or keep the parameters whole",
+            )
+            raise AlgorithmError("a step on shards cannot be differentiated", [problem])
 
     def _leaf_state(self, leaf: Tensor) -> State:
         untouched = self.untouched.get(leaf)

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardopt.algorithms.holders import Share, shares
 from shardopt.errors import GradientError, Problem, RankError
 from shardopt.optim.gradients import alike, local_gradients
-from shardopt.optim.holders import Share, shares
 from shardopt.optim.joint_norm import JointNorm, norm_of_each
 from shardopt.ranks import Ranks, ranks_of
 from shardopt.sharding.view import GradientReader

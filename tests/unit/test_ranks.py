@@ -34,6 +34,7 @@ class Group:
 @pytest.fixture(autouse=True)
 def stubs_have_no_backend(monkeypatch):
     monkeypatch.setattr(ranks_module, "_accelerator", lambda group: None)
+    monkeypatch.setattr(ranks_module, "_members", lambda group: tuple(range(group.size())) if group else (0,))
 
 
 class Job:

@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from shardopt import checkpoint
-from shardopt.errors import MismatchError, StateError
+from shardopt.errors import StateError
 from shardopt.state import Index, PerRank, Stateful, flatten, join, nest
 
 Pair = namedtuple("Pair", "left right")
@@ -503,11 +503,6 @@ def test_schedules_resume_exactly(tmp_path, kind, lr):
     optimizer, schedule = make(5)
     other, resumed = make(1)
     checkpoint.save(tmp_path / "c", {"o": optimizer, "s": schedule})
-    if kind == "sequence" and isinstance(lr, torch.Tensor):
-        # torch ties the rates of a young schedule, and unties them later: there is no memory for what was saved.
-        with pytest.raises(MismatchError, match="both are one tensor in the app"):
-            checkpoint.load(tmp_path / "c", {"o": other, "s": resumed})
-        return
     checkpoint.load(tmp_path / "c", {"o": other, "s": resumed})
     for _ in range(5):
         assert advance(optimizer, schedule) == advance(other, resumed)

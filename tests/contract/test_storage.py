@@ -1,0 +1,281 @@
+"""What every storage keeps, wherever the bytes lie."""
+
+import errno
+import importlib
+import os
+import uuid
+
+import fsspec
+import pytest
+import torch
+from fsspec.implementations.dirfs import DirFileSystem
+from fsspec.implementations.local import LocalFileSystem
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardopt import checkpoint
+from shardopt.checkpoint.storage import LocalStorage, RemoteStorage, Span, storage_of, telling
+from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError
+from tests.harness import Fault
+from tests.harness.faults import watched
+
+KINDS = ["local", "memory", "directory", "generic local"]
+
+
+def make(kind, folder):
+    if kind == "local":
+        return storage_of(folder / "root")
+    if kind == "memory":
+        return storage_of(f"memory://shardopt-tests/{uuid.uuid4().hex}")
+    if kind == "directory":
+        return RemoteStorage(DirFileSystem(str(folder), fs=LocalFileSystem()), "root")
+    return RemoteStorage(
+        fsspec.filesystem("file"), str(folder / "root")
+    )  # a file system as fsspec's own classes have it
+
+
+@pytest.fixture(params=KINDS)
+def storage(request, tmp_path):
+    made = make(request.param, tmp_path)
+    made.make()
+    return made
+
+
+def views(*parts):
+    return [memoryview(part) for part in parts]
+
+
+def test_what_is_written_is_read(storage):
+    data = bytes(range(256)) * 20
+    assert storage.write("a", views(data[:7], b"", data[7:1000], data[1000:])) == len(data)
+    assert storage.names() == ["a"]
+    assert storage.size("a") == len(data)
+    assert storage.exists("a")
+    assert storage.read("a") == data
+    assert storage.read("a", 3) == data[3:]
+    assert storage.read("a", 3, 10) == data[3:10]
+    assert storage.read("a", 0, 8) == data[:8]
+    assert storage.read("a", 5, 5) == b""
+    assert storage.read("a", len(data) - 2, len(data) + 10) == data[-2:]
+
+
+def test_an_empty_file_and_many_buffers(storage):
+    assert storage.write("none", []) == 0
+    assert storage.write("empties", views(b"", b"")) == 0
+    assert storage.write("many", (memoryview(bytes([i % 256])) for i in range(5000))) == 5000
+    assert (storage.size("none"), storage.size("empties")) == (0, 0)
+    assert storage.read("none") == b""
+    assert storage.read("many") == bytes(i % 256 for i in range(5000))
+
+
+@given(
+    kind=st.sampled_from(["local", "memory"]),
+    data=st.binary(min_size=1, max_size=3000),
+    cuts=st.lists(st.integers(0, 3000), max_size=12),
+    taken=st.lists(st.booleans(), min_size=13, max_size=13),
+)
+def test_spans_are_filled(tmp_path_factory, kind, data, cuts, taken):
+    """Whatever of the file is wanted, in ascending order, with and without gaps, empty spans among them."""
+    storage = make(kind, tmp_path_factory.mktemp("spans"))
+    storage.make()
+    storage.write("a", views(data))
+    points = sorted({0, len(data), *(cut % len(data) for cut in cuts)})
+    wanted = [(begin, end) for begin, end, take in zip(points, points[1:], taken, strict=False) if take]
+    wanted += [(end, end) for _, end in wanted[:1]]
+    wanted.sort()
+    memory = [bytearray(end - begin) for begin, end in wanted]
+    storage.read_into("a", [Span(begin, memoryview(m)) for (begin, _), m in zip(wanted, memory, strict=True)])
+    assert [bytes(m) for m in memory] == [data[begin:end] for begin, end in wanted]
+
+
+def test_more_spans_than_one_call_takes(storage):
+    data = os.urandom(3000)
+    storage.write("a", views(data))
+    memory = bytearray(3000)
+    storage.read_into("a", [Span(i, memoryview(memory)[i : i + 1]) for i in range(3000)])
+    assert bytes(memory) == data
+
+
+@pytest.mark.parametrize("spans", [[(0, 11)], [(8, 3)], [(0, 2), (9, 2)], [(10, 1)], [(50, 1)]], ids=str)
+def test_a_file_that_ends_too_soon_is_named(storage, spans):
+    storage.write("a", views(b"0123456789"))
+    with pytest.raises(CorruptionError, match=r"/a: found its end before byte 1?\d"):
+        storage.read_into("a", [Span(begin, memoryview(bytearray(size))) for begin, size in spans])
+
+
+def test_what_is_not_there(storage):
+    assert not storage.exists("a")
+    assert storage.names() == []
+    for call in (storage.size, storage.read, lambda name: storage.read_into(name, [Span(0, memoryview(bytearray(1)))])):
+        with pytest.raises(FileNotFoundError):
+            call("a")
+    storage.remove("a")
+    nowhere = storage.child("none").child("below")
+    assert nowhere.names() == [] and not nowhere.exists("a")
+    nowhere.remove("a")
+
+
+def test_names_change_at_once(storage):
+    """Also for another who looks: a listing or size that was kept would hide what has been committed."""
+    other = type(storage)(*([storage._fs, storage._root] if isinstance(storage, RemoteStorage) else [storage.url]))
+    assert other.names() == []
+    assert not other.exists("b")
+    storage.write("b", views(b"12"))
+    storage.write("a", views(b"1"))
+    assert other.names() == ["a", "b"]
+    assert other.size("b") == 2
+    storage.remove("b")
+    assert other.names() == ["a"]
+    assert not other.exists("b")
+
+
+def test_children(storage):
+    child = storage.child("step-1")
+    child.make()
+    child.make()  # it may be there
+    child.write("a", views(b"1"))
+    assert storage.child("step-1").read("a") == b"1"
+    assert "step-1" in storage.names()
+    assert not storage.exists("step-1"), "a directory is no file"
+    assert child.url.rstrip("/").endswith("step-1")
+
+
+def test_published_at_once_and_over_what_was_there(storage):
+    storage.publish("manifest.json", b"1" * 5000)
+    assert storage.names() == ["manifest.json"]
+    storage.publish("manifest.json", b"2")
+    assert storage.read("manifest.json") == b"2"
+    assert storage.names() == ["manifest.json"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_takes_the_same_line_everywhere(tmp_path, monkeypatch, kind):
+    for module in ("save", "reader"):
+        there = importlib.import_module(f"shardopt.checkpoint.{module}")
+        monkeypatch.setattr(there, "storage_of", lambda url, durable=True: make_again(kind, tmp_path))
+    value = torch.arange(200_000.0).reshape(400, 500)
+    checkpoint.save("x", {"a": value, "b": value[:, 3:7], "n": 3})
+    app = {"a": torch.zeros(400, 500), "b": torch.zeros(4, 400).T, "n": 0}
+    checkpoint.load("x", app)
+    assert torch.equal(app["a"], value) and torch.equal(app["b"], value[:, 3:7]) and app["n"] == 3
+
+
+def make_again(kind, folder):
+    return storage_of(f"memory://shardopt-tests{folder}") if kind == "memory" else make(kind, folder)
+
+
+# Local directories.
+
+
+def test_a_local_file_is_not_written_over(tmp_path):
+    storage = LocalStorage(str(tmp_path))
+    storage.write("a", views(b"1"))
+    with pytest.raises(FileExistsError):
+        storage.write("a", views(b"2"))
+    assert storage.read("a") == b"1"
+
+
+def test_new_directories_are_durable_up_to_the_first_that_was_there(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(LocalStorage, "_sync_directory", lambda self, path: synced.append(path))
+    LocalStorage(str(tmp_path / "a" / "b" / "c")).make()
+    assert synced == [str(tmp_path / "a" / "b"), str(tmp_path / "a"), str(tmp_path)]
+    LocalStorage(str(tmp_path / "a" / "b" / "c")).make()
+    assert synced[3:] == [str(tmp_path / "a" / "b")]  # who made it may not have come that far
+    LocalStorage("/").make()
+
+
+def flushed(tmp_path, durable):
+    storage = LocalStorage(str(tmp_path / "a" / "b"), durable)
+    with watched([], ["os:fsync", "os:writev", "os:replace", "os:open", "os:close"]) as watch:
+        storage.make()
+        storage.write("a", views(b"1"))
+        storage.publish("m", b"2")
+        storage.child("c").make()
+    assert watch.calls.count("os:open") == watch.calls.count("os:close")
+    return watch.calls
+
+
+def test_bytes_are_flushed_before_they_are_named(tmp_path):
+    calls = [call for call in flushed(tmp_path, True) if call in ("os:fsync", "os:writev", "os:replace")]
+    # Two directories; the file, its directory; the temporary file, its new name; one directory.
+    assert calls == [
+        *["os:fsync"] * 2,
+        "os:writev",
+        *["os:fsync"] * 2,
+        "os:fsync",
+        "os:replace",
+        "os:fsync",
+        "os:fsync",
+    ]
+    assert "os:fsync" not in flushed(tmp_path / "again", False)
+
+
+def test_short_reads_and_writes_are_gone_on_with(tmp_path):
+    storage, data = LocalStorage(str(tmp_path)), os.urandom(100_000)
+    parts = [data[:1], data[1:40_000], data[40_000:40_003], data[40_003:]]
+    faults = [Fault(0, "os:writev", action="short", times=9), Fault(0, "os:preadv", action="short", times=9)]
+    with watched(faults, []) as watch:
+        assert storage.write("a", views(*parts)) == len(data)
+        memory = bytearray(len(data))
+        whole = memoryview(memory)
+        storage.read_into("a", [Span(0, whole[:5]), Span(5, whole[5:70_000]), Span(70_000, whole[70_000:])])
+    assert watch.calls.count("os:writev") == watch.calls.count("os:preadv") == 10
+    assert bytes(memory) == data == storage.read("a")
+
+
+@pytest.mark.parametrize("operation", ["os:writev", "os:fsync", "os:open"])
+@pytest.mark.parametrize("kind", ["ENOSPC", "EIO"])
+def test_a_failing_call_is_an_error_and_leaves_no_file_open(tmp_path, operation, kind):
+    storage = LocalStorage(str(tmp_path))
+    before = len(os.listdir("/proc/self/fd"))
+    with watched([Fault(0, operation, action=kind)], []), pytest.raises(OSError) as caught:
+        storage.write("a", views(b"1"))
+    assert caught.value.errno == getattr(errno, kind)
+    with watched([Fault(0, "os:fsync", action=kind)], []), pytest.raises(OSError):
+        storage.publish("m", b"1")
+    assert not storage.exists("m")
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_directory_or_a_path_below_a_file_is_no_file(tmp_path):
+    storage = LocalStorage(str(tmp_path))
+    (tmp_path / "manifest.json").mkdir()
+    (tmp_path / "file").touch()
+    assert not storage.exists("manifest.json")
+    assert not storage.child("file").exists("manifest.json")
+    assert storage.child("file").names() == []
+    for path in (tmp_path, tmp_path / "file", tmp_path / "nowhere"):
+        with pytest.raises(CheckpointNotFoundError):
+            checkpoint.open(path)
+
+
+@pytest.mark.parametrize("path", ["file", "file/below"])
+def test_what_the_system_refuses_is_our_error(tmp_path, path):
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"cannot make .*file"):
+        checkpoint.save(tmp_path / path, {"n": 1})
+
+
+def test_telling_keeps_what_is_ours():
+    with pytest.raises(CheckpointNotFoundError, match=r"^as it is$"), telling("read x"):
+        raise CheckpointNotFoundError("as it is")  # a FileNotFoundError too
+    with pytest.raises(CheckpointError, match=r"^cannot read x: \[Errno 5\] io$") as caught, telling("read x"):
+        raise OSError(5, "io")
+    assert isinstance(caught.value.__cause__, OSError)
+    with pytest.raises(ZeroDivisionError), telling("read x"):
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize(("operation", "said"), [("os:preadv", "EIO"), ("os:preadv", "short"), ("os:open", "EIO")])
+def test_reading_through_errors(tmp_path, operation, said):
+    checkpoint.save(tmp_path / "c", {"x": torch.arange(9.0)})
+    app = {"x": torch.zeros(9)}
+    with watched([Fault(0, operation, action=said, at=1)], []) as watch:
+        if said == "short":
+            checkpoint.load(tmp_path / "c", app)
+            assert app["x"].tolist() == list(range(9))
+        else:
+            with pytest.raises(CheckpointError, match=r"cannot read .*Input/output error"):
+                checkpoint.load(tmp_path / "c", app)
+    assert watch.struck
