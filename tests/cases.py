@@ -1,6 +1,7 @@
 """Every elementwise algorithm with every CPU option set of torch's own database and every implementation it has."""
 
 import pytest
+import torch
 from torch.testing._internal.common_optimizers import optim_db
 
 from shardopt.algorithms import algorithms
@@ -14,10 +15,48 @@ def option_sets(name):
     return [(inputs.desc, inputs.kwargs) for inputs in INFOS[name].optim_inputs_func(device="cpu")]
 
 
+def implementations(name):
+    """Those that an algorithm has; the database leaves foreach out on the CPU, where it works."""
+    return [how for how in IMPLEMENTATIONS if how == "for-loop" or how in INFOS[name].supported_impls]
+
+
+def case(name, desc, options, how):
+    return pytest.param(name, {**options, **IMPLEMENTATIONS[how]}, id=f"{name}-{desc}-{how}".replace(" ", "_"))
+
+
 ELEMENTWISE_CASES = [
-    pytest.param(name, {**options, **IMPLEMENTATIONS[how]}, id=f"{name}-{desc}-{how}".replace(" ", "_"))
+    case(name, desc, options, how)
     for name in ELEMENTWISE
     for desc, options in option_sets(name)
-    for how in IMPLEMENTATIONS
-    if how == "for-loop" or how in INFOS[name].supported_impls
+    for how in implementations(name)
 ]
+
+# What the database has on CUDA only, or not at all.
+EXTRA_OPTIONS = {
+    "tensor_rate": {"lr": torch.tensor(0.01)},
+    "capturable": {"capturable": True},
+    "differentiable": {"differentiable": True},
+}
+EXTRA_CASES = [
+    case(name, desc, options, how)
+    for name in ELEMENTWISE
+    for desc, options in EXTRA_OPTIONS.items()
+    for how in implementations(name)
+]
+
+
+def refused(name, options, dtype):
+    """What torch says of a combination that it refuses on plain parameters on the CPU; None where it steps.
+
+    The whole list: a test holds torch against it.
+    """
+    how = next(key for key, chosen in IMPLEMENTATIONS.items() if chosen.items() <= options.items())
+    if dtype.is_complex and how == "fused":
+        return "floating point Tensors"
+    if isinstance(options.get("lr"), torch.Tensor) and how == "foreach" and name in ("Adam", "AdamW"):
+        return "lr as a Tensor is not supported"
+    if options.get("capturable") and (how, name) not in (("fused", "Adam"), ("fused", "AdamW")):
+        return "capturable"  # there is no such option, or only for other devices
+    if options.get("differentiable"):
+        return "does not support .differentiable.|support autograd|leaf Variable|be differentiated"
+    return None

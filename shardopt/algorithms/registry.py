@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardopt.algorithms.adafactor import Adafactor, unsuitable_for_adafactor
+from shardopt.algorithms.lbfgs import LBFGS, unsuitable_for_lbfgs
 from shardopt.algorithms.muon import Muon, unsuitable_for_muon
 from shardopt.algorithms.torch_private import step_without_hooks
 from shardopt.errors import AlgorithmError, Problem
@@ -39,6 +40,10 @@ class Kind(Enum):
     """The shape of the parameter, but for a last dimension of size 1; placed as the parameter along the others."""
     COLUMNS = "columns"
     """The shape of the parameter, but for a last dimension but one of size 1; placed as it along the others."""
+    HISTORY = "history × parameter"
+    """As many tensors like the parameter as the option `history_size` says, stacked along a new first dimension."""
+    GLOBAL = "global"
+    """What belongs to no parameter, the same on every rank; its dtype is a rule of its own."""
 
 
 class Dtype(Enum):
@@ -46,11 +51,13 @@ class Dtype(Enum):
 
     PARAMETER = "the parameter's"
     COUNTER = "float32; float64 where that is torch's default dtype and the step is not fused"
+    COUNT = "int64"
+    WIDE = "float64"
 
     def of(self, parameter: torch.dtype, options: Options) -> torch.dtype:
         """The dtype in a group with these options, for a parameter of that dtype."""
-        if self is Dtype.PARAMETER:
-            return parameter
+        if self is not Dtype.COUNTER:
+            return {Dtype.PARAMETER: parameter, Dtype.COUNT: torch.int64, Dtype.WIDE: torch.float64}[self]
         wide = torch.get_default_dtype() == torch.float64 and not options.get("fused")
         return torch.float64 if wide else torch.float32
 
@@ -78,6 +85,13 @@ class MakesState(Protocol):
 
     def fresh_state(self, group: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
         """New state of a parameter that has none, as its first step would make it; changes nothing."""
+
+
+class MakesGlobalState(MakesState, Protocol):
+    """What is asked as well where some state belongs to no parameter."""
+
+    def make_global(self) -> Mapping[str, Tensor]:
+        """Makes that state, under a name in `state`, where there is none yet."""
 
 
 class AtFirstStep(Enum):
@@ -138,6 +152,9 @@ class AlgorithmSpec:
         stands_for: a class of torch in whose place it runs, on plain parameters too: with the same options and state.
         unsuitable: what keeps a parameter from being optimized with it, in a few words; "" where nothing does. Asked
             where it steps on parameters only.
+        takes_sparse: whether it steps with sparse gradients too, on plain parameters.
+        fused_agrees: the dtypes in which torch's fused implementation for the CPU computes what its for-loop computes,
+            up to the rounding of the last bits.
         needs_closure: whether a step has to evaluate the model again itself, maybe several times.
     """
 
@@ -150,6 +167,8 @@ class AlgorithmSpec:
     steps_on: StepsOn = StepsOn.LEAVES
     stands_for: type[Optimizer] | None = None
     unsuitable: Callable[[View], str] = _suits
+    takes_sparse: bool = False
+    fused_agrees: tuple[torch.dtype, ...] = ()
     needs_closure: bool = False
 
     @property
@@ -159,7 +178,16 @@ class AlgorithmSpec:
 
     def entries(self, options: Options, dimensions: int = 2) -> tuple[StateEntry, ...]:
         """The state that a parameter with so many dimensions has in a group with these options."""
-        return tuple(entry for entry in self.state if entry.exists(options) and entry.suits(dimensions))
+        return tuple(
+            entry
+            for entry in self.state
+            if entry.kind is not Kind.GLOBAL and entry.exists(options) and entry.suits(dimensions)
+        )
+
+    @property
+    def has_global_state(self) -> bool:
+        """Whether it keeps something that belongs to no parameter."""
+        return any(entry.kind is Kind.GLOBAL for entry in self.state)
 
 
 _SPECS: dict[type[Optimizer], AlgorithmSpec] = {}
@@ -261,6 +289,9 @@ def _is_vector(dimensions: int) -> bool:
     return dimensions < 2
 
 
+# float16 is in neither: for-loops overflow in it, and fused implementations do not.
+_EXACT = (torch.float64, torch.float32)
+_WITH_BF16 = (*_EXACT, torch.bfloat16)
 _STEP = _scalar("step")
 _ADAM = (_STEP, _like("exp_avg"), _like("exp_avg_sq"), _like("max_exp_avg_sq", exists=_amsgrad))
 _LR = AtFirstStep.LEARNING_RATE
@@ -273,9 +304,11 @@ for _spec in (
         True,
         (_STEP, _like("sum", initial="initial_accumulator_value")),
         state_at_construction=True,
+        takes_sparse=True,
+        fused_agrees=_WITH_BF16,
     ),
-    AlgorithmSpec(torch.optim.Adam, "Adam", True, _ADAM),
-    AlgorithmSpec(torch.optim.AdamW, "AdamW", True, _ADAM),
+    AlgorithmSpec(torch.optim.Adam, "Adam", True, _ADAM, fused_agrees=_WITH_BF16),
+    AlgorithmSpec(torch.optim.AdamW, "AdamW", True, _ADAM, fused_agrees=_WITH_BF16),
     AlgorithmSpec(torch.optim.Adamax, "Adamax", True, (_STEP, _like("exp_avg"), _like("exp_inf"))),
     AlgorithmSpec(torch.optim.ASGD, "ASGD", True, (_STEP, _scalar("eta", _LR), _scalar("mu", 1.0), _like("ax"))),
     AlgorithmSpec(
@@ -299,6 +332,8 @@ for _spec in (
         "SGD",
         True,
         (_like("momentum_buffer", initial=AtFirstStep.GRADIENT, exists=_has_momentum),),
+        takes_sparse=True,
+        fused_agrees=_EXACT,  # in bfloat16 it is off by more than the size of a step
     ),
     AlgorithmSpec(
         Adafactor,
@@ -316,11 +351,20 @@ for _spec in (
         unsuitable=unsuitable_for_adafactor,
     ),
     AlgorithmSpec(
-        torch.optim.LBFGS,
+        LBFGS,
         "LBFGS",
         False,
-        why_not="it takes dot products over all parameters, and a rank has only its shards",
+        (
+            _like("d"),
+            _like("prev_flat_grad"),
+            *(StateEntry(name, Kind.HISTORY) for name in ("old_dirs", "old_stps")),
+            *(StateEntry(name, Kind.GLOBAL, Dtype.COUNT) for name in ("func_evals", "n_iter", "pairs", "next")),
+            *(StateEntry(name, Kind.GLOBAL, Dtype.WIDE) for name in ("t", "H_diag", "prev_loss", "s_dot_y", "y_dot_y")),
+        ),
         needs_closure=True,
+        steps_on=StepsOn.PARAMETERS,
+        stands_for=torch.optim.LBFGS,
+        unsuitable=unsuitable_for_lbfgs,
     ),
     AlgorithmSpec(
         Muon,

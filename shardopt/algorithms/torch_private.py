@@ -1,4 +1,4 @@
-"""The private parts of torch.optim and torch.amp that shardopt leans on, all of them in this one place.
+"""The private parts of torch.optim, torch.amp and torch.nn that shardopt leans on, all of them in this one place.
 
 Each is present and behaves alike in torch 2.11 to 2.13; a test of each fails by name where a later torch differs.
 """
@@ -11,7 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
+
+BatchNorm = _BatchNorm
+"""All batch-norm layers, those of users as well: what torch's `update_bn` looks for."""
 
 
 def step_without_hooks(optimizer: type[Optimizer]) -> Callable[..., Any]:

@@ -129,7 +129,8 @@ class Averaging:
         All parameters and buffers come back as they were, so batch-norm statistics may be computed anew in between
         (`update_bn`). While the averages stand in the model its own weights are kept beside it: memory for one more
         copy of what this rank holds. Until then nothing here can be updated, saved or loaded, and an attached
-        optimizer refuses to step. The unsharded parameters that a forward of `fully_shard` has left are freed.
+        optimizer refuses to step; the model alone can be saved, and is then that of the averages. The unsharded
+        parameters that a forward of `fully_shard` has left are freed. Local, but every rank must swap.
 
         Returns:
             A context that puts the weights back at its end: `with ema.swap(): evaluate(model)`.

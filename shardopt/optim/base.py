@@ -49,7 +49,7 @@ class KeyedOptimizer(Optimizer):
         self._params = dict(params)
         self._names = first_names(self._params)
         self._save_param_groups = False
-        refuse_non_leaves(self._params)
+        refuse_non_leaves(self._params, param_groups)
         grouped = list(chain.from_iterable(group[PARAMS] for group in param_groups))
         strangers = [key for key in (*state, *grouped) if isinstance(key, Tensor) and key not in self._names]
         if strangers:
@@ -167,6 +167,7 @@ class KeyedOptimizer(Optimizer):
             return
         options = dict(param_group)
         params = self._new_params(options.pop(PARAMS))
+        refuse_non_leaves(params, [self.defaults, options])
         self._add_group(first_names(params), options)
         self._params.update(params)
         self._names.update(first_names(params))
@@ -268,5 +269,4 @@ class KeyedOptimizer(Optimizer):
         ]
         if problems:
             raise StateError("a parameter is added twice", problems)
-        refuse_non_leaves(new)
         return new

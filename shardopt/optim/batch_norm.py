@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import swa_utils
 
+from shardopt.algorithms.torch_private import BatchNorm
 from shardopt.ranks import ranks_of
 
 
@@ -37,7 +37,7 @@ def update_bn(
     """
     swa_utils.update_bn(loader, model, device)
     ranks = ranks_of(group)
-    layers = [layer for layer in model.modules() if isinstance(layer, _BatchNorm) and layer.track_running_stats]
+    layers = [layer for layer in model.modules() if isinstance(layer, BatchNorm) and layer.track_running_stats]
     if ranks.size == 1 or not layers:
         return
     with torch.no_grad():
@@ -54,11 +54,11 @@ def update_bn(
             _batches(layer).copy_(count)
 
 
-def _statistics(layer: _BatchNorm) -> tuple[Tensor, Tensor]:
+def _statistics(layer: BatchNorm) -> tuple[Tensor, Tensor]:
     assert layer.running_mean is not None and layer.running_var is not None  # it tracks them
     return layer.running_mean, layer.running_var
 
 
-def _batches(layer: _BatchNorm) -> Tensor:
+def _batches(layer: BatchNorm) -> Tensor:
     assert layer.num_batches_tracked is not None  # it tracks them
     return layer.num_batches_tracked

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from shardopt.errors import Problem, StateError
 from shardopt.optim.base import KeyedOptimizer
-from shardopt.optim.gradients import clamp, local_gradients, scale
+from shardopt.optim.gradients import alike, clamp, local_gradients, scale
 from shardopt.optim.groups import first_names
 from shardopt.optim.norms import GradientNorm
 from shardopt.optim.saved import PARAMS
@@ -102,7 +102,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
         if self._error_if_nonfinite:
             measured.refuse_nonfinite()
         with torch.no_grad():
-            scale(measured.gradients, (self._max_gradient / (measured.total + _EPSILON)).clamp(max=1.0))
+            scale(measured.kinds, (self._max_gradient / (measured.total + _EPSILON)).clamp(max=1.0))
         return measured.total
 
     def _before_step(self) -> None:
@@ -112,7 +112,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
             names = first_names(self.params)
             found = chain.from_iterable(local_gradients(names[its], its) for its in self._parameters())
             with torch.no_grad():
-                clamp([gradient for gradient in found if gradient is not None], self._max_gradient)
+                clamp(alike(gradient for gradient in found if gradient is not None), self._max_gradient)
 
     def _parameters(self) -> list[Tensor]:
         return list(chain.from_iterable(group[PARAMS] for group in self.param_groups))

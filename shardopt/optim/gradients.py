@@ -46,24 +46,27 @@ def local_gradients(name: str, parameter: Tensor) -> tuple[Tensor | None, ...]:
     return tuple(map(_memory, found)) if sparse else found
 
 
-def scale(gradients: Iterable[Tensor], factor: Tensor) -> None:
+def scale(kinds: Iterable[list[Tensor]], factor: Tensor) -> None:
     """Multiplies local gradients in place.
 
     Args:
+        kinds: gradients of one device and dtype each, as from `alike`.
         factor: fp64, without dimensions, anywhere. What is not on the gradients' device has to be waited for.
     """
-    for same in alike(gradients):
-        first = same[0]
-        if first.dtype in _SHORT:  # a factor of their own precision could be off by half a percent
-            scale_and_look(same, factor.to(first.device, torch.float32), torch.zeros((), device=first.device))
+    if factor.device.type == "cpu" and factor.item() == 1.0:  # as in most steps; elsewhere to look is to wait
+        return
+    for same in kinds:
+        device, dtype = same[0].device, same[0].dtype
+        if dtype in _SHORT:  # a factor of their own precision could be off by half a percent
+            scale_and_look(same, factor.to(device, torch.float32), torch.zeros((), device=device))
         else:
             # Of another dtype, a factor would keep CUDA from multiplying all of them at once.
-            torch._foreach_mul_(same, factor.to(first.device, first.dtype))
+            torch._foreach_mul_(same, factor.to(device, dtype))
 
 
-def clamp(gradients: Iterable[Tensor], largest: float) -> None:
+def clamp(kinds: Iterable[list[Tensor]], largest: float) -> None:
     """Limits every element of local gradients to [-largest, largest], in place; NaN stays NaN."""
-    for same in alike(gradients):
+    for same in kinds:
         torch._foreach_clamp_min_(same, -largest)
         torch._foreach_clamp_max_(same, largest)
 

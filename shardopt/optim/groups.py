@@ -49,12 +49,18 @@ def first_names(parameters: Mapping[str, Tensor]) -> dict[Tensor, str]:
     return names
 
 
-def refuse_non_leaves(parameters: Mapping[str, Tensor]) -> None:
-    """As torch: what autograd computed is not optimized.
+def refuse_non_leaves(parameters: Mapping[str, Tensor], groups: Iterable[Mapping[str, Any]] = ()) -> None:
+    """As torch: what autograd computed is not optimized, but by a step that is differentiable itself.
+
+    Args:
+        parameters: name → tensor.
+        groups: options that say whether it is.
 
     Raises:
         StateError: names each such tensor.
     """
+    if any(group.get("differentiable") for group in groups):
+        return
     problems = [
         Problem(name, "a tensor that autograd computed", "a parameter", "pass the leaf, or a detached tensor")
         for name, tensor in parameters.items()

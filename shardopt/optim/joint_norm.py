@@ -26,9 +26,10 @@ class JointNorm:
     def __init__(self) -> None:
         self._widened: dict[torch.dtype, _Widened] = {}
 
-    def __call__(self, tensors: Iterable[Tensor], order: float, device: torch.device) -> Tensor:
+    def __call__(self, kinds: Iterable[list[Tensor]], order: float, device: torch.device) -> Tensor:
+        """Of tensors of one device and dtype each, as from `alike`."""
         parts = []
-        for same in alike(tensors):
+        for same in kinds:
             if same[0].device.type == "cpu":
                 norms = [torch.linalg.vector_norm(run, order) for run in self._widened_of(same[0]).runs(same)]
             else:
@@ -83,16 +84,16 @@ class _Widened:
             yield self._memory[:end], places
 
 
-def norm_of_each(gradients: Sequence[Tensor], order: float, device: torch.device) -> Tensor:
-    """The norm of each gradient, none of them empty: fp64, in their order."""
-    kinds = alike(gradients)
+def norm_of_each(tensors: Sequence[Tensor], order: float, device: torch.device) -> Tensor:
+    """The norm of each tensor, none of them empty: fp64, in their order."""
+    kinds = alike(tensors)
     norms = [torch.stack(torch._foreach_norm(same, order, dtype=_wide(same[0]))).to(device) for same in kinds]
     if len(norms) == 1:
         return norms[0]
-    place_of = {id(gradient): place for place, gradient in enumerate(chain.from_iterable(kinds))}
-    index = torch.tensor([place_of[id(gradient)] for gradient in gradients])
+    place_of = {id(tensor): place for place, tensor in enumerate(chain.from_iterable(kinds))}
+    index = torch.tensor([place_of[id(tensor)] for tensor in tensors])
     return torch.cat(norms)[index.to(device, non_blocking=True)]
 
 
-def _wide(gradient: Tensor) -> torch.dtype:
-    return torch.complex128 if gradient.is_complex() else torch.float64
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.complex128 if tensor.is_complex() else torch.float64

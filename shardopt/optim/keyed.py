@@ -37,7 +37,9 @@ def keyed(
         groups: `{"match": regex, option: value, ...}`; each parameter goes to the first group whose regex is found in
             its name, and to a group of its own with the defaults where none is. A group with an "algorithm" of its
             own (class or name) starts from that algorithm's defaults, not from those given here.
-        defaults: options of `algorithm`.
+        defaults: options of `algorithm`. Where neither `foreach` nor `fused` is among them, each step takes the
+            fastest implementation that computes what the for-loop computes: on the CPU the fused one of Adam, AdamW,
+            Adagrad and SGD (but SGD's not in bfloat16, and none in float16), elsewhere what torch takes by itself.
 
     Returns:
         A KeyedOptimizerWrapper, or where there are several algorithms a CombinedOptimizer of one for each, in which
@@ -72,4 +74,5 @@ def _build(optimizer: Any, grouped: Iterable[Grouped], defaults: Mapping[str, An
     made = KeyedOptimizerWrapper(members, lambda leaves: optimizer([{PARAMS: leaves, **options}], **defaults))
     for options, members in others:
         made.add_param_group({PARAMS: members, **options})
+    made.choose_implementation()
     return made

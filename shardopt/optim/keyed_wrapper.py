@@ -30,9 +30,11 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
 
     def __init__(self, params: Mapping[str, Tensor], optim_factory: Callable[[list[Tensor]], Optimizer]) -> None:
         params = named(params)
-        refuse_non_leaves(params)
-        names = first_names(params)
-        self._local = LocalOptimizer(names, optim_factory)
+        try:
+            self._local = LocalOptimizer(first_names(params), optim_factory)
+        except ValueError:
+            refuse_non_leaves(params)  # torch does too, but names none of them
+            raise
         super().__init__(params, {}, self._local.groups)
         self.defaults = self._local.optimizer.defaults
         self.state = cast(Any, LocalState(self._names, self._local))
@@ -56,6 +58,10 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; gradients of ShardedTensor parameters are those of their local shards."""
         self._local.zero_grad(set_to_none)
+
+    def choose_implementation(self) -> None:
+        """From now on steps with the fastest implementation where a group names none, as `keyed` says."""
+        self._local.chooses = True
 
     def init_state(self, sparse_grad_parameter_names: Iterable[str] | None = None) -> None:
         """Makes the state of every trained parameter that has none, so that there is a destination for loading.
@@ -89,6 +95,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({**state, "state": LocalState(state["_names"], state["_local"])})
+        self._local.hand_over_parameters(self._names)
 
     @property
     def _needs_closure(self) -> bool:

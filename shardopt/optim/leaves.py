@@ -142,6 +142,8 @@ def zero_gradients(parameter: Tensor, set_to_none: bool) -> None:
 class GroupLeaves:
     """The leaves of a group's parameters, kept from step to step.
 
+    `settled` is for who steps on them: names of state that all of them are known to have.
+
     Args:
         parameters: of the group, in its order.
         shards: parameter → its shards, of the sharded ones.
@@ -151,7 +153,8 @@ class GroupLeaves:
         self._parameters = list(parameters)
         self._shards = [shards.get(parameter) for parameter in self._parameters]
         self._readers = {its.reader: its for its in self._shards if its is not None}
-        self.leaves = self._all_leaves()
+        self.settled: tuple[str, ...] | None = None
+        self._refresh()
 
     def are_of(self, parameters: list[Tensor]) -> bool:
         """Whether the group still has the same parameters."""
@@ -172,11 +175,12 @@ class GroupLeaves:
             follow(shards)
             shards.lend_gradients(loan)
         if others:
-            self.leaves = self._all_leaves()
+            self._refresh()
 
-    def _all_leaves(self) -> list[Tensor]:
+    def _refresh(self) -> None:
         both = zip(self._parameters, self._shards, strict=True)
-        return list(chain.from_iterable((tensor,) if its is None else its.leaves for tensor, its in both))
+        self.leaves = list(chain.from_iterable((tensor,) if its is None else its.leaves for tensor, its in both))
+        self.kinds = {(leaf.device.type, leaf.dtype) for leaf in self.leaves}
 
 
 class ShardedState(MutableMapping[str, Any]):

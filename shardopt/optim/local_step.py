@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardopt.algorithms.fresh import fresh_state
-from shardopt.algorithms.registry import MakesState, StepsOn, find_spec, unknown
+from shardopt.algorithms.registry import AlgorithmSpec, MakesGlobalState, MakesState, StepsOn, find_spec, unknown
 from shardopt.algorithms.torch_private import step_without_hooks
 from shardopt.errors import AlgorithmError, Problem, StateError
+from shardopt.optim.implementation import all_have, any_sparse, names_from_gradients, prefers_fused, some_are_late
 from shardopt.optim.leaves import GroupLeaves, Loan, ShardedState, Shards, State, moved_state, zero_gradients
 from shardopt.sharding.view import leaves_of, requires_gradient, view_of
 
@@ -57,6 +58,8 @@ class Untouched:
 class LocalOptimizer:
     """A torch optimizer over the leaves of parameters, with its state and its groups as seen from outside.
 
+    Where `chooses` is set, groups that name no implementation step with the fastest that agrees with the for-loop.
+
     Args:
         names: parameter → FQN.
         optim_factory: makes the optimizer from the list of all leaves, in the order of `names`.
@@ -69,6 +72,7 @@ class LocalOptimizer:
     def __init__(self, names: Mapping[Tensor, str], optim_factory: Callable[[list[Tensor]], Optimizer]) -> None:
         self.shards: dict[Tensor, Shards] = {}
         self.untouched: dict[Tensor, Untouched] = {}
+        self.chooses = False
         self._grouped: list[GroupLeaves] = []
         leaves = {parameter: self._bind(name, parameter) for parameter, name in names.items()}
         self.optimizer = optim_factory(list(chain.from_iterable(leaves.values())))
@@ -76,10 +80,11 @@ class LocalOptimizer:
         if spec is not None and spec.stands_for is not None and not isinstance(self.optimizer, spec.optimizer):
             self.optimizer = spec.optimizer(self.optimizer.param_groups, **self.optimizer.defaults)
         self._refuse(names)
+        self._refuse_graphs_of_shards(self.groups)
         owners = {leaf: parameter for parameter, its in leaves.items() for leaf in its}
         for group in self.groups:
             group["params"] = _parameters_of(group["params"], owners, leaves, names)
-        self._hand_over_parameters(names)
+        self.hand_over_parameters(names)
 
     @property
     def groups(self) -> list[Group]:
@@ -106,42 +111,53 @@ class LocalOptimizer:
         leaves = list(chain.from_iterable(self._bind(name, parameter) for parameter, name in names.items()))
         try:
             self._refuse(names)
+            self._refuse_graphs_of_shards([*self.groups, {**self.optimizer.defaults, **options}])
             self.optimizer.add_param_group({**options, "params": leaves})
         except Exception:
             for parameter in names:
                 self.shards.pop(parameter, None)
             raise
         self.groups[-1]["params"] = list(names)
-        self._hand_over_parameters({**getattr(self.optimizer, "names", {}), **names})
+        self.hand_over_parameters({**getattr(self.optimizer, "names", {}), **names})
         if self.spec is not None and self.spec.state_at_construction:
             self.make_state(names)
 
+    def hand_over_parameters(self, names: Mapping[Tensor, str]) -> None:
+        """Where the algorithm steps on parameters: makes them their own leaves, and tells it how they are called.
+
+        Until here local tensors stood in for them, whose class torch knows.
+        """
+        if self.steps_on_parameters:
+            self.shards.clear()
+            cast(MakesState, self.optimizer).names = names
+
     def step(self, closure: Callable[[], Any] | None) -> Any:
         """One step of the algorithm without hooks; returns the closure's loss."""
+        inner_step = step_without_hooks(type(self.optimizer))
+        if self.spec is None or not self.spec.elementwise:
+            self._hand_over()
+            return inner_step(self.optimizer, closure)
         loss = None
-        if closure is not None and self.spec is not None and self.spec.elementwise:
+        if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-            closure = None
-        inner_step = step_without_hooks(type(self.optimizer))
-        if not self.shards:
-            self._hand_over()
-            told = inner_step(self.optimizer, closure)
-            return told if loss is None else loss
-        parameters = [group["params"] for group in self.groups]
-        if not all(map(GroupLeaves.are_of, self._grouped, parameters)) or len(self._grouped) != len(parameters):
-            self._grouped = [GroupLeaves(its, self.shards) for its in parameters]
+        seen = [(group["params"], group.get("fused")) for group in self.groups]
         loan = Loan()
         try:
-            with torch.no_grad():
-                for group, leaves in zip(self.groups, self._grouped, strict=True):
+            for group, leaves in zip(self.groups, self._leaves_of_groups(), strict=True):
+                with torch.no_grad():
                     leaves.lend(loan, partial(self._follow, group=group))
-                    group["params"] = leaves.leaves
+                group["params"] = leaves.leaves
             self._hand_over()
+            for group, leaves in zip(self.groups, self._grouped, strict=True):
+                if "fused" in group:
+                    group["fused"] = self._fused_now(self.spec, group, leaves)
             inner_step(self.optimizer)
         finally:
-            for group, its in zip(self.groups, parameters, strict=True):
-                group["params"] = its
+            for group, (parameters, fused) in zip(self.groups, seen, strict=True):
+                group["params"] = parameters
+                if "fused" in group:
+                    group["fused"] = fused
             loan.give_back()
         return loss
 
@@ -173,6 +189,8 @@ class LocalOptimizer:
                     self.untouched[leaf] = Untouched(made)
                 elif made:
                     self.optimizer.state[leaf] = made
+        if self.spec.has_global_state:
+            cast(MakesGlobalState, self.optimizer).make_global()
 
     def state_of(self, parameter: Tensor) -> MutableMapping[str, Any]:
         """The live state of a parameter; empty if there is none yet."""
@@ -198,6 +216,7 @@ class LocalOptimizer:
             parameter: has state.
             untouched: whether the loaded state is that of a parameter which never had a step.
         """
+        self.state_changed()
         for leaf in self.leaves(parameter):
             early = self.untouched.pop(leaf, None)
             if untouched:
@@ -209,21 +228,16 @@ class LocalOptimizer:
         if isinstance(state, ShardedState):
             state.share_scalars()
 
+    def state_changed(self) -> None:
+        """Drops what is kept about the state from step to step: someone else than the inner optimizer changed it."""
+        self._grouped.clear()
+
     def _bind(self, name: str, parameter: Tensor) -> tuple[Tensor, ...]:
         held = leaves_of(parameter)
         if len(held) == 1 and held[0] is parameter:
             return held
         self.shards[parameter] = Shards(name, parameter)
         return self.shards[parameter].leaves
-
-    def _hand_over_parameters(self, names: Mapping[Tensor, str]) -> None:
-        """Where the algorithm steps on parameters: makes them their own leaves, and tells it how they are called.
-
-        Until here local tensors stood in for them, whose class torch knows.
-        """
-        if self.steps_on_parameters:
-            self.shards.clear()
-            cast(MakesState, self.optimizer).names = names
 
     def _refuse(self, names: Mapping[Tensor, str]) -> None:
         if self.steps_on_parameters:
@@ -249,12 +263,42 @@ class LocalOptimizer:
         )
         raise AlgorithmError(f"{self.spec.name} may not step on shards", [problem])
 
+    def _refuse_graphs_of_shards(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        if self.shards and any(group.get("differentiable") for group in groups):
+            problem = Problem(
+                key=next(iter(self.shards.values())).name,
+                found="a sharded parameter in a step with differentiable=True",
+                required="plain parameters, as local tensors take no part in autograd",
+                remedy="leave differentiable out, or keep the parameters whole",
+            )
+            raise AlgorithmError("a step on shards cannot be differentiated", [problem])
+
     def _leaf_state(self, leaf: Tensor) -> State:
         untouched = self.untouched.get(leaf)
         if untouched is not None:
             return untouched.entries
         state: State = self.optimizer.state[leaf]
         return state
+
+    def _leaves_of_groups(self) -> list[GroupLeaves]:
+        parameters = [group["params"] for group in self.groups]
+        if len(self._grouped) != len(parameters) or not all(map(GroupLeaves.are_of, self._grouped, parameters)):
+            self._grouped = [GroupLeaves(its, self.shards) for its in parameters]
+        return self._grouped
+
+    def _fused_now(self, spec: AlgorithmSpec, group: Group, leaves: GroupLeaves) -> bool | None:
+        """What a group's "fused" is to be in this step."""
+        fused: bool | None = group["fused"]
+        if self.chooses and prefers_fused(spec, group, leaves.kinds):
+            fused = not (spec.takes_sparse and any_sparse(leaves.leaves))
+        if fused and spec.settled_at_first_step:
+            names = names_from_gradients(spec, group)
+            if leaves.settled != names:
+                if some_are_late(names, leaves.leaves, self.optimizer.state):
+                    return False
+                if all_have(names, leaves.leaves, self.optimizer.state):
+                    leaves.settled = names
+        return fused
 
     def _follow(self, shards: Shards, group: Group) -> None:
         replaced = shards.moved()
@@ -303,12 +347,14 @@ class LocalState(MutableMapping[Any, Any]):
         if not isinstance(key, Tensor):
             self._local.optimizer.state[key] = value
             return
+        self._local.state_changed()
         state = self[key]
         entries = dict(value)
         state.clear()
         state.update(entries)
 
     def __delitem__(self, key: Any) -> None:
+        self._local.state_changed()
         for leaf in self._local.leaves(key) if isinstance(key, Tensor) else (key,):
             self._local.untouched.pop(leaf, None)
             self._local.optimizer.state.pop(leaf, None)

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardopt.algorithms.holders import Share, shares
 from shardopt.errors import GradientError, Problem, RankError
-from shardopt.optim.gradients import local_gradients
-from shardopt.optim.holders import Share, shares
+from shardopt.optim.gradients import alike, local_gradients
 from shardopt.optim.joint_norm import JointNorm, norm_of_each
 from shardopt.ranks import Ranks, ranks_of
 from shardopt.sharding.view import GradientReader
@@ -36,13 +36,13 @@ class Measured:
     Args:
         total: fp64, without dimensions, on the device that ranks communicate on.
         of_ranks: shape (R,), fp64: what each rank counted.
-        gradients: the local gradients of this rank, those that others count too; none of them empty.
+        kinds: the local gradients of this rank, those that others count too, by device and dtype; none of them empty.
         shares: the parameters of this rank.
     """
 
     total: Tensor
     of_ranks: Tensor
-    gradients: list[Tensor]
+    kinds: list[list[Tensor]]
     shares: list[Share]
 
     def refuse_nonfinite(self) -> None:
@@ -115,12 +115,13 @@ class _Plan:
     def __init__(self, ranks: Ranks, parameters: Sequence[Tensor], mine: list[Share], shared: int) -> None:
         self._ranks = (ranks.rank, ranks.size)
         self._parameters = list(parameters)
+        self._shares = mine
         # Whether it is one local tensor that only this rank counts, as it mostly is, is not asked anew in every step.
         self._mine = [
             (share, GradientReader(share.parameter), share.counted == (True,) and share.shared is None)
             for share in mine
         ]
-        self._shared = shared
+        self._shared_count = shared
         self._places: tuple[list[int], Tensor] = ([], torch.zeros(0))
         self._joint_norm = JointNorm()
 
@@ -134,12 +135,12 @@ class _Plan:
 
     def measure(self, ranks: Ranks, order: float) -> Measured:
         """As `GradientNorm.measure`."""
-        buffer = torch.zeros(ranks.size + 4 * self._shared, dtype=torch.float64, device=ranks.device)
-        of_ranks, of_shared = torch.split(buffer, [ranks.size, 4 * self._shared])
-        gradients: list[Tensor] = []
+        buffer = torch.zeros(ranks.size + 4 * self._shared_count, dtype=torch.float64, device=ranks.device)
+        of_ranks, of_shared = torch.split(buffer, [ranks.size, 4 * self._shared_count])
+        kinds: list[list[Tensor]] = []
         failure = None
         try:
-            self._fill(of_ranks[ranks.rank], of_shared, gradients, order)
+            kinds = self._fill(of_ranks[ranks.rank], of_shared, order)
         except Exception as error:  # whatever it is: the other ranks are on their way to the all-reduce
             failure = error
             buffer.zero_()
@@ -152,13 +153,14 @@ class _Plan:
         first, first_has, others, others_have = of_shared.view(4, -1)
         whole = torch.where(first_has > 0, first, others / others_have.clamp(min=1))
         total = torch.linalg.vector_norm(torch.cat([of_ranks, whole]), order)
-        return Measured(total, of_ranks, gradients, [share for share, _, _ in self._mine])
+        return Measured(total, of_ranks, kinds, self._shares)
 
-    def _fill(self, own: Tensor, of_shared: Tensor, gradients: list[Tensor], order: float) -> None:
-        """Writes what this rank counts; and collects all its gradients."""
+    def _fill(self, own: Tensor, of_shared: Tensor, order: float) -> list[list[Tensor]]:
+        """Writes what this rank counts, and gives all its gradients."""
         alone: list[Tensor] = []
         shared: list[Tensor] = []
         places: list[int] = []
+        counted_by_others: list[Tensor] = []
         for share, read, simple in self._mine:
             ready = read()
             if simple and ready is not None:
@@ -171,19 +173,19 @@ class _Plan:
                     continue
                 if share.shared is not None:
                     shared.append(gradient)
-                    places.append(share.shared + (0 if counted else 2 * self._shared))
+                    places.append(share.shared + (0 if counted else 2 * self._shared_count))
                 elif counted:
                     alone.append(gradient)
                 else:
-                    gradients.append(gradient)
-        gradients += alone
-        gradients += shared
-        if alone:
-            own.copy_(self._joint_norm(alone, order, own.device))
+                    counted_by_others.append(gradient)
+        kinds = alike(alone)
+        if kinds:
+            own.copy_(self._joint_norm(kinds, order, own.device))
         if shared:
             index = self._index(places, own.device)
             of_shared.index_copy_(0, index, norm_of_each(shared, order, own.device))
-            of_shared.index_fill_(0, index + self._shared, 1.0)
+            of_shared.index_fill_(0, index + self._shared_count, 1.0)
+        return [*kinds, *alike(shared), *alike(counted_by_others)]
 
     def _index(self, places: list[int], device: torch.device) -> Tensor:
         """The places as a tensor; kept, since the same parameters have gradients in most steps."""

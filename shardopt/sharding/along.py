@@ -1,4 +1,6 @@
-"""What a sharded tensor's sums over some of its dimensions look like, and which ranks share them.
+"""Tensors with a dimension less or more than a sharded tensor that they belong to.
+
+Less: what sums over some dimensions look like, and which ranks share them. More: several tensors like it in a stack.
 
 A sum over dimension d is complete on a rank unless the tensor is cut along d. Where it is, each rank of a process group
 has a summand, and all of them need the sum. So the sum lies like the tensor along its other dimensions, and is the same
@@ -17,7 +19,7 @@ LocalShardsWrapper is not for this file: its ranks do not know how it is cut.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +30,7 @@ from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata
 from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
+from torch.distributed._shard.sharding_spec.chunk_sharding_spec import ChunkShardingSpec
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -118,6 +121,35 @@ def sum_like(tensor: Tensor, dim: int) -> Tensor:
     return sum_memory(tensor, [dim], tensor.dtype)[0]
 
 
+def stack_like(tensor: Tensor, count: int) -> Tensor:
+    """Zeros for `count` tensors of a tensor's dtype, stacked along a new first dimension and placed as it is.
+
+    Local, no collective. Its leaves are contiguous, [count, *shape of the tensor's leaf].
+    """
+    leaves = leaves_of(tensor)
+    made = [torch.zeros((count, *leaf.shape), dtype=leaf.dtype, device=leaf.device) for leaf in leaves]
+    if isinstance(tensor, ShardedTensor):
+        return _sharded_stack_like(tensor, count, made)
+    if not isinstance(tensor, DTensor):
+        return made[0]
+    if tensor.device_mesh.get_coordinate() is None:
+        made = [made[0].flatten()]  # as torch's own for ranks outside of the mesh
+    spec: Any = tensor._spec
+    moved = tuple(_moved(placement, tensor.ndim) for placement in spec.placements)
+    order = spec.shard_order and tuple(entry._replace(tensor_dim=entry.tensor_dim + 1) for entry in spec.shard_order)
+    whole = torch.empty((count, *tensor.shape), device="meta")
+    return _dtensor(spec, moved, order, whole, made[0])
+
+
+def _moved(placement: Placement, dimensions: int) -> Placement:
+    if not isinstance(placement, Shard | _StridedShard):
+        return placement
+    dim = placement.dim % dimensions + 1
+    return (
+        _StridedShard(dim, split_factor=placement.split_factor) if isinstance(placement, _StridedShard) else Shard(dim)
+    )
+
+
 def _with_ones(shape: Sequence[int], dims: Collection[int]) -> tuple[int, ...]:
     return tuple(1 if dim in dims else size for dim, size in enumerate(shape))
 
@@ -125,16 +157,22 @@ def _with_ones(shape: Sequence[int], dims: Collection[int]) -> tuple[int, ...]:
 def _dtensor_sum_like(tensor: DTensor, dim: int) -> DTensor:
     spec: Any = tensor._spec
     placements = tuple(Replicate() if _splits(each, tensor.ndim, dim) else each for each in spec.placements)
-    # The splits of one dimension stay or go together, so what stays is read as before.
-    strided = any(isinstance(placement, _StridedShard) for placement in placements)
-    order = None if strided or not spec.shard_order else tuple(e for e in spec.shard_order if e.tensor_dim != dim)
+    order = spec.shard_order and tuple(entry for entry in spec.shard_order if entry.tensor_dim != dim)
     (local,) = sum_memory(tensor, [dim], tensor.dtype)
-    whole = torch.empty(_with_ones(tensor.shape, [dim]), device="meta")
+    return _dtensor(spec, placements, order, torch.empty(_with_ones(tensor.shape, [dim]), device="meta"), local)
+
+
+def _dtensor(spec: Any, placements: tuple[Placement, ...], order: Any, whole: Tensor, local: Tensor) -> DTensor:
+    """A DTensor of the global shape of `whole`, on the mesh of another's spec, whose splits are read as there.
+
+    Splits of one dimension stay or go together, so what stays of placements or of their order means what it did.
+    """
+    strided = any(isinstance(placement, _StridedShard) for placement in placements)
     kept = DTensorSpec(
         spec.mesh,
         placements,
         TensorMeta(whole.shape, whole.stride(), local.dtype),
-        shard_order=order,  # type: ignore[arg-type]  # None is its default
+        shard_order=None if strided else order,  # type: ignore[arg-type]  # None is its default
         use_strided_shard_as_shard_order=spec.use_strided_shard_as_shard_order if strided else None,
     )
     return DTensor(local, kept, requires_grad=False)  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -166,13 +204,40 @@ def _sharded_sum_like(
         offsets[dim], sizes[dim] = 0, 1
         return dataclasses.replace(shard, shard_offsets=offsets, shard_sizes=sizes)
 
-    shards = [summed(shard) for shard in metadata.shards_metadata]
+    return _resharded(tensor, summed, _with_ones(metadata.size, [dim]), memory, moved=0)
+
+
+def _sharded_stack_like(tensor: ShardedTensor, count: int, memory: Sequence[Tensor]) -> ShardedTensor:
+    def stacked(shard: ShardMetadata) -> ShardMetadata:
+        offsets, sizes = [0, *shard.shard_offsets], [count, *shard.shard_sizes]
+        return dataclasses.replace(shard, shard_offsets=offsets, shard_sizes=sizes)
+
+    return _resharded(tensor, stacked, (count, *tensor.metadata().size), memory, moved=1)
+
+
+def _resharded(
+    tensor: ShardedTensor,
+    change: Callable[[ShardMetadata], ShardMetadata],
+    shape: tuple[int, ...],
+    memory: Sequence[Tensor],
+    moved: int,
+) -> ShardedTensor:
+    """A ShardedTensor whose shards are those of another, changed.
+
+    Args:
+        change: gives the metadata of a shard from that of the other's.
+        moved: by how much the number of a dimension has grown.
+    """
+    metadata = tensor.metadata()
+    shards = [change(shard) for shard in metadata.shards_metadata]
     properties = dataclasses.replace(metadata.tensor_properties, requires_grad=False, pin_memory=False)
-    told = ShardedTensorMetadata(shards, torch.Size(_with_ones(metadata.size, [dim])), properties)
-    here = [summed(shard.metadata) for shard in tensor.local_shards()]
     spec = tensor.sharding_spec()
     if isinstance(spec, EnumerableShardingSpec):
         spec = EnumerableShardingSpec(shards)
+    elif isinstance(spec, ChunkShardingSpec) and isinstance(spec.dim, int) and spec.dim >= 0:
+        spec = ChunkShardingSpec(spec.dim + moved, spec.placements)
+    told = ShardedTensorMetadata(shards, torch.Size(shape), properties)
+    here = [change(shard.metadata) for shard in tensor.local_shards()]
     return sharded_tensor_of(tensor, spec, told, here, memory)
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardopt.errors import GradientError, LayoutError
 from shardopt.sharding.box import Box
-from shardopt.sharding.view import assemble, gradient_leaves, leaves_of, view_of
+from shardopt.sharding.view import GradientReader, assemble, gradient_leaves, leaves_of, view_of
 from tests.contract.fake_ranks import as_rank, counting, placed
 from tests.contract.test_view_shards import ChunkShardingSpec, enumerable, sharded, wrapped
 
@@ -244,6 +244,49 @@ def test_sparse_gradients_are_handed_through(rank_0):
     rows.grad = DTensor(sparse, rows._spec, requires_grad=False)
     (gradient,) = gradient_leaves(rows)
     assert gradient.is_sparse and gradient.shape == leaves_of(rows)[0].shape
+
+
+def test_a_reader_gives_what_plainly_lies_there_and_nothing_else(rank_0):
+    def placed(tensor, placement=None):
+        return distribute_tensor(tensor, rank_0, [placement or Shard(0)], src_data_rank=None)
+
+    rows, plain = torch.nn.Parameter(placed(torch.ones(8, 2))), torch.nn.Parameter(torch.ones(2, 2))
+    read_rows, read_plain = GradientReader(rows), GradientReader(plain)
+    assert read_rows() is None and read_plain() is None
+    for _ in range(2):  # a new gradient in every step
+        rows.grad, plain.grad = placed(torch.rand(8, 2)), torch.rand(2, 2)
+        for _ in range(2):
+            assert read_rows() is gradient_leaves(rows)[0]
+            assert read_plain() is plain.grad
+    sparse = torch.sparse_coo_tensor([[0]], torch.ones(1, 2), (2, 2))
+    plain.grad, rows.grad = sparse, DTensor(sparse, rows._spec, requires_grad=False)
+    assert read_rows() is None and read_plain() is None
+    for other in (placed(torch.ones(8, 2), Shard(1)), placed(torch.ones(8, 2), Replicate())):
+        rows.grad = None
+        rows.grad = other
+        assert read_rows() is None
+
+
+def test_a_reader_notices_a_parameter_that_is_placed_in_another_way(rank_0):
+    """Even where the local shapes are the same."""
+    placed = [distribute_tensor(torch.ones(1, 1), rank_0, [Shard(dim)], src_data_rank=None) for dim in (0, 1)]
+    param, gradient = torch.nn.Parameter(placed[0]), placed[0].detach()
+    read = GradientReader(param)
+    param.grad = gradient
+    assert read() is not None
+    torch.utils.swap_tensors(param, torch.nn.Parameter(placed[1]))
+    param.grad = gradient
+    assert read() is None
+
+
+@pytest.mark.parametrize("kind", ["ShardedTensor", "wrapper"])
+def test_a_reader_leaves_shards_to_others(kind):
+    with as_rank(1, RANKS):
+        param = KINDS[kind](world(), 1)
+        for leaf in leaves_of(param):
+            leaf.grad = torch.ones_like(leaf)
+        assert GradientReader(param)() is None
+        assert all(gradient is not None for gradient in gradient_leaves(param))
 
 
 @pytest.mark.parametrize("kind", ["ShardedTensor", "wrapper"])

@@ -1,5 +1,6 @@
 """The seam for algorithms that are not elementwise: their optimizer is handed the user's own tensors."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -147,3 +148,11 @@ def test_unsuitable_parameters_are_named():
     with pytest.raises(AlgorithmError, match="bias: found 1 dimensions"):
         optimizer.add_param_group({"params": {"bias": params["bias"]}})
     assert len(optimizer.param_groups) == 1
+
+
+def test_a_copy_knows_the_names_of_its_own_parameters():
+    params = {"w": torch.nn.Parameter(torch.zeros(2, 2)), "v": torch.nn.Parameter(torch.ones(2, 2))}
+    optimizer = shardopt.keyed("ours", {"w": params["w"]})
+    optimizer.add_param_group({"params": {"v": params["v"]}})
+    for keyed in (optimizer, copy.deepcopy(optimizer)):
+        assert keyed._local.optimizer.names == {parameter: name for name, parameter in keyed.params.items()}

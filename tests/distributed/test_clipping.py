@@ -131,6 +131,27 @@ def test_absent_gradients_count_nothing_and_what_is_there_counts_once(ranks, wit
         assert second == 0.0
 
 
+def clip_in_turns():
+    """Both ranks have a gradient of `a`, and in the next step each has one of another parameter."""
+    meshes = Meshes()
+    params = make_job({"a": Case((3,), whole), "b": Case((4,), whole)}, meshes)
+    kept = params["b"].grad
+    optimizer = clipping(params, max_gradient=INF)
+    drop_gradient(params["b"])
+    first = optimizer.clip_grad_norm_().item()
+    if meshes.rank == 1:
+        drop_gradient(params["a"])
+        params["b"].grad = kept
+    return first, optimizer.clip_grad_norm_().item()
+
+
+def test_gradients_may_be_absent_in_some_steps_only():
+    a, b = (full_gradient(name, Case(shape, whole)) for name, shape in (("a", (3,)), ("b", (4,))))
+    for first, second in run_ranks(2, clip_in_turns):
+        assert first == pytest.approx(one_process_norm([a], 2.0), rel=1e-12)
+        assert second == pytest.approx(one_process_norm([a, b], 2.0), rel=1e-12)
+
+
 def clip_where_one_rank_has_no_parameter():
     meshes = Meshes()
     params = make_job({"w": Case((4, 2), whole)}, meshes) if meshes.rank == 0 else {}
@@ -140,6 +161,20 @@ def clip_where_one_rank_has_no_parameter():
 def test_a_rank_without_parameters_takes_part():
     expected = one_process_norm([full_gradient("w", Case((4, 2), whole))], INF)
     assert run_ranks(3, clip_where_one_rank_has_no_parameter) == [expected] * 3
+
+
+def clip_what_half_of_the_ranks_train():
+    meshes = Meshes()
+    params = make_job(LAYOUTS["hybrid"] | {"b": Case((), on("line", Replicate()))}, meshes)
+    if meshes.rank < 2:
+        del params["w"], params["b"]  # they hold copies, but their optimizers do not have them
+    return clipping(params, max_gradient=INF).clip_grad_norm_().item()
+
+
+def test_copies_count_where_they_are_trained():
+    cases = LAYOUTS["hybrid"] | {"b": Case((), whole)}
+    expected = one_process_norm([full_gradient(name, case) for name, case in cases.items()], 2.0)
+    assert run_ranks(4, clip_what_half_of_the_ranks_train) == pytest.approx([expected] * 4, rel=1e-12)
 
 
 # --- What cannot be clipped ------------------------------------------------------------------------------------------

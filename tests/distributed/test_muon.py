@@ -18,6 +18,7 @@ from shardopt.errors import GradientError
 from shardopt.sharding.view import leaves_of, view_of
 from tests.distributed.matrices import SHAPES, give_gradient, matrices, same, value
 from tests.harness import run_ranks
+from tests.numerics.test_muon import OPTION_SETS
 
 STEPS = 6
 ABSENT = {2: {"plain", "rows", "table", "grid"}, 4: SHAPES.keys() - {"uneven"}}
@@ -82,6 +83,13 @@ def test_same_bits_as_torch_on_whole_matrices(ranks):
 )
 def test_same_bits_on_any_number_of_ranks(options, dtype):
     assert run_ranks(4, differing, options, ours, dtype) == [[]] * 4
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize(("what", "options"), OPTION_SETS, ids=[what.replace(" ", "_") for what, _ in OPTION_SETS])
+def test_every_option_set_on_every_number_of_ranks(what, options, ranks):
+    assert run_ranks(ranks, differing, options) == [[]] * ranks
 
 
 def differing_in_rounds():

@@ -1,128 +1,176 @@
-"""Elementwise algorithms on shards: bit-identical to torch over the same boxes as plain parameters, and to the whole.
+"""The table: every elementwise algorithm, option set and implementation, in every layout, on every rank of 1, 2 and 4.
 
-Every CPU option set of torch's own database, every implementation that an algorithm has, and one optimizer over plain
-parameters and DTensors of several placements at once, as each rank of four sees it.
+Bit-identical to torch over the same boxes as plain parameters, whether `init_state` was called or not; and to the whole
+where every box ends with a vector of the CPU, or no vectors are fused.
 """
-
-from functools import cache
 
 import pytest
 import torch
-from torch.distributed.tensor import Replicate, Shard
 
 import shardopt
 from shardopt.algorithms import Kind, spec_of
 from shardopt.errors import AlgorithmError
 from shardopt.sharding.view import leaves_of
-from tests.cases import ELEMENTWISE_CASES
+from tests.cases import ELEMENTWISE, ELEMENTWISE_CASES, EXTRA_CASES, refused
 from tests.fake_rank import fake_rank, part_of, shard
+from tests.numerics.table import LAYOUTS, MIXED, RANKS, Place, our_run, same, torch_run, values, whole, whole_vectors
 
-RANKS, STEPS = 4, 8
-SHAPES = {
-    "even": ((8, 6), Shard(0)),
-    "uneven": ((9, 5), Shard(0)),
-    "empty": ((2, 3), Shard(0)),
-    "columns": ((3, 10), Shard(1)),
-    "whole": ((5, 3), Replicate()),
-    "scalar": ((), Replicate()),
-    "plain": ((7, 2), None),
-}
-ABSENT = {3: {"even", "plain"}, 5: SHAPES.keys() - {"uneven"}}  # step: parameters without a gradient
+EXACT = (torch.float32, torch.float64, torch.complex64)
+DTYPES = (*EXACT, torch.bfloat16)
+ALONE = "alone"
 
 
-@cache
-def values(dtype=torch.float32):
-    """Parameters, then gradients of every step."""
-    generator = torch.Generator().manual_seed(7)
-    return [
-        {name: torch.randn(shape, generator=generator).to(dtype) for name, (shape, _) in SHAPES.items()}
-        for _ in range(STEPS + 1)
-    ]
+def rows():
+    """Algorithm, options, dtype, number of ranks, layouts, and the ranks that look; what is not `usual` is exhaustive.
+
+    Usually every case is seen on four ranks in fp32, all layouts under one optimizer; the first options of every
+    algorithm and implementation also on fewer ranks and in the other dtypes. All means each layout by itself too.
+    """
+    met = set()
+    for case in (*ELEMENTWISE_CASES, *EXTRA_CASES):
+        name, options = case.values
+        kind = (name, options.get("foreach"), options.get("fused"))
+        first = kind not in met
+        met.add(kind)
+        for dtype in DTYPES:
+            for ranks in RANKS:
+                for layouts in (MIXED, ALONE) if dtype == torch.float32 else (MIXED,):
+                    usual = layouts is MIXED and ranks == 4 and (dtype == torch.float32 or first)
+                    usual = usual or (layouts is MIXED and dtype == torch.float32 and first)
+                    kind_of = "alone" if layouts is ALONE else "mixed"
+                    yield pytest.param(
+                        name,
+                        options,
+                        dtype,
+                        ranks,
+                        [(layout,) for layout in LAYOUTS] if layouts is ALONE else [MIXED],
+                        id=f"{case.id}-{str(dtype).removeprefix('torch.')}-{ranks}-{kind_of}",
+                        marks=() if usual else pytest.mark.exhaustive,
+                    )
 
 
-def sharded_or_plain(mesh, full, name):
-    placement = SHAPES[name][1]
-    return full.clone() if placement is None else shard(full, mesh, placement)
+@pytest.mark.parametrize(("name", "options", "dtype", "ranks", "layouts"), list(rows()))
+def test_step_on_shards_is_torchs_step(name, options, dtype, ranks, layouts, request):
+    reason = refused(name, options, dtype)
+    looking = range(ranks) if request.config.getoption("--exhaustive") else sorted({0, ranks - 1})
+    for names in layouts:
+        if reason is not None:
+            refuses_as_torch(name, options, names, dtype, reason)
+            continue
+        full = torch_run(name, options, names, dtype, whole)
+        for rank in looking:
+            with fake_rank(rank, ranks):
+                place = Place(rank, ranks)
+                boxes = torch_run(name, options, names, dtype, lambda *of, at=place: leaves_of(at(*of))[0])
+                ours = our_run(name, options, names, dtype, place).steps()
+                early = our_run(name, options, names, dtype, place)
+                early.steps(before=lambda step, of=early: of.optimizer.init_state() if step in (0, 3) else None)
+                for layout in names:
+                    is_torchs(name, ours, boxes, layout)
+                    is_torchs(name, early, boxes, layout)
+                    goes_with_the_whole(options, dtype, ours, full, layout)
 
 
-def run(make, parameters, gradient_of, steps=range(STEPS)):
-    """Steps an optimizer over parameters; a name in `ABSENT` has no gradient at that step."""
-    for step in steps:
-        for name, parameter in parameters.items():
-            absent = name.split("@")[0] in ABSENT.get(step, ())
-            parameter.grad = None if absent else gradient_of(step, name)
-        make.step()
+def refuses_as_torch(name, options, names, dtype, reason):
+    refusals = (AssertionError, RuntimeError, TypeError, ValueError)
+    with pytest.raises(refusals, match=reason):
+        torch_run(name, options, names, dtype, whole)
+    with fake_rank(0, 2), pytest.raises((*refusals, AlgorithmError), match=reason):
+        our_run(name, options, names, dtype, Place(0, 2)).steps()
 
 
-def torch_run(name, options, tensors, gradient_of):
-    parameters = {key: torch.nn.Parameter(tensor) for key, tensor in tensors.items()}
-    optimizer = getattr(torch.optim, name)(parameters.values(), **options)
-    run(optimizer, parameters, gradient_of)
-    return parameters, {key: dict(optimizer.state[parameter]) for key, parameter in parameters.items()}
+def is_torchs(name, ours, boxes, layout):
+    """The parameter and its state are what torch makes of this rank's box; state lies like the parameter."""
+    parameter, state, wanted = ours.parameters[layout], ours.state(layout), boxes.state(layout)
+    assert same(leaves_of(parameter)[0].detach(), boxes.parameters[layout].detach()), layout
+    assert list(state) == list(wanted), layout
+    kinds = {entry.name: entry.kind for entry in spec_of(name).state}
+    for entry, value in state.items():
+        if wanted[entry] is None:  # torch's SGD keeps this where there is no momentum
+            assert value is None
+            continue
+        assert same(leaves_of(value)[0], wanted[entry]), (layout, entry)
+        if kinds[entry] is Kind.PARAMETER and layout != "plain":
+            assert (value.shape, value.placements) == (parameter.shape, parameter.placements), (layout, entry)
+        else:
+            assert type(value) is torch.Tensor
 
 
-def same(found, wanted):
-    return found.dtype == wanted.dtype and found.shape == wanted.shape and torch.equal(found, wanted)
+def goes_with_the_whole(options, dtype, ours, full, layout):
+    parameter = ours.parameters[layout]
+    exact = (not options.get("fused") and dtype in EXACT) or whole_vectors(parameter)
+    wanted = {"": full.parameters[layout].detach(), **full.state(layout)}
+    for entry, value in {"": parameter, **ours.state(layout)}.items():
+        if value is None:
+            continue
+        parts = part_of(wanted[entry], value) if value.shape == parameter.shape else [wanted[entry]]
+        for leaf, part in zip(leaves_of(value), parts, strict=False):  # a rank may hold nothing
+            if exact:
+                assert torch.equal(leaf.detach(), part), (layout, entry)
+            else:
+                # A few units in the last place of the largest element.
+                atol = 4 * torch.finfo(dtype).eps * wanted[entry].abs().max().item()
+                assert (leaf.detach() - part).abs().max() <= atol if part.numel() else True, (layout, entry)
 
 
 @pytest.mark.parametrize(("name", "options"), ELEMENTWISE_CASES)
-def test_step_on_shards_is_torchs_step(name, options):
-    start, *gradients = values()
-    try:
-        copies = {key: full.clone() for key, full in start.items()}
-        whole, whole_state = torch_run(name, options, copies, lambda step, key: gradients[step][key].clone())
-    except (ValueError, RuntimeError) as refusal:
-        with pytest.raises(type(refusal)):
-            shardopt.keyed(name, {"w": torch.nn.Parameter(torch.zeros(2))}, **options)
-        return
-    for rank in range(RANKS):
-        with fake_rank(rank, RANKS) as mesh:
-            ours = {key: torch.nn.Parameter(sharded_or_plain(mesh, full, key)) for key, full in start.items()}
-            optimizer = shardopt.keyed(name, ours, **options)
-            run(optimizer, ours, lambda step, key, mesh=mesh: sharded_or_plain(mesh, gradients[step][key], key))
-
-            boxes, box_state = torch_run(
-                name,
-                options,
-                {key: leaves_of(sharded_or_plain(mesh, full, key))[0] for key, full in start.items()},
-                lambda step, key, mesh=mesh: leaves_of(sharded_or_plain(mesh, gradients[step][key], key))[0],
-            )
-            for key, parameter in ours.items():
-                (leaf,) = leaves_of(parameter)
-                assert same(leaf.detach(), boxes[key].detach()), (rank, key)
-                state = optimizer.state[parameter]
-                assert list(state) == list(box_state[key])
-                for entry, value in state.items():
-                    assert same(leaves_of(value)[0], box_state[key][entry]), (rank, key, entry)
-                    if lies_like_parameter(name, entry, key):
-                        assert (value.shape, value.placements) == (parameter.shape, parameter.placements)
-                    else:
-                        assert type(value) is torch.Tensor
-                    compare(options, value, whole_state[key][entry])
-                compare(options, parameter, whole[key].detach())
+def test_state_is_divided_among_ranks(name, options):
+    """Bytes on a rank of four, of the state of an evenly sharded parameter: 1/4 but for the counters."""
+    with fake_rank(3, 4) as mesh:
+        bytes_held = []
+        for tensor in (torch.ones(64, 64), shard(torch.ones(64, 64), mesh, *LAYOUTS["even"].placements)):
+            optimizer = shardopt.keyed(name, {"w": torch.nn.Parameter(tensor)}, **options)
+            optimizer.init_state()
+            state = [leaf for its in optimizer.state.values() for value in its.values() for leaf in leaves_of(value)]
+            bytes_held.append(sum(leaf.nbytes for leaf in state))
+    alone, one_of_four = bytes_held
+    keeps = any(entry.kind is Kind.PARAMETER for entry in spec_of(name).entries(optimizer.param_groups[0]))
+    assert (alone > 64 * 64) == keeps
+    if keeps:
+        assert one_of_four <= 0.26 * alone
 
 
-def lies_like_parameter(name, entry, key):
-    kinds = {known.name: known.kind for known in spec_of(name).state}
-    return kinds[entry] is Kind.PARAMETER and key != "plain"
-
-
-def compare(options, ours, whole):
-    """Against the run without shards: exact, but for fused kernels, whose vectors end where a shard ends."""
-    pieces = part_of(whole, ours) if ours.shape == whole.shape else [whole]
-    for leaf, wanted in zip(leaves_of(ours), pieces, strict=False):
-        if options.get("fused"):
-            atol = 1e-6 * whole.abs().max().item()
-            torch.testing.assert_close(leaf.detach(), wanted, rtol=0, atol=atol)
-        else:
-            assert torch.equal(leaf.detach(), wanted)
+@pytest.mark.parametrize("ranks", RANKS)
+def test_the_layouts_are_what_they_are_called(ranks):
+    start = values(torch.float32)[0]
+    for rank in range(ranks):
+        with fake_rank(rank, ranks):
+            place = Place(rank, ranks)
+            laid_out = {name: place(start[name], name) for name in LAYOUTS}
+            for name, tensor in laid_out.items():
+                parts = part_of(start[name], tensor)
+                (leaf,) = leaves_of(tensor)
+                assert torch.equal(leaf, parts[0]) if parts else leaf.numel() == 0
+            assert whole_vectors(laid_out["even"]) and not whole_vectors(laid_out["uneven"])
+            assert (leaves_of(laid_out["empty"])[0].numel() == 0) == (rank > 0)
+            assert "_StridedShard" in repr(laid_out["strided"].placements)
+            assert laid_out["grid"].device_mesh.ndim == 2
 
 
 @pytest.mark.parametrize("name", ["LBFGS", "SparseAdam"])
 def test_what_is_not_elementwise_is_refused_on_shards_and_let_through_on_plain(name):
     shardopt.keyed(name, {"w": torch.nn.Parameter(torch.zeros(4, 4))})
     with fake_rank(0, 2) as mesh:
-        sharded = {"w": torch.nn.Parameter(shard(torch.zeros(4, 4), mesh, Shard(0)))}
+        sharded = {"w": torch.nn.Parameter(shard(torch.zeros(4, 4), mesh, *LAYOUTS["even"].placements))}
         with pytest.raises(AlgorithmError, match="w: found a sharded parameter under " + name) as caught:
             shardopt.keyed(name, sharded)
     assert spec_of(name).why_not in str(caught.value)
+
+
+def differentiate(name, make):
+    """The gradients of a function of a step, by the parameter before it and by the factor of its gradient."""
+    generator = torch.Generator().manual_seed(5)
+    start, factor = (torch.rand(6, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(2))
+    parameter = start.clone()
+    parameter.grad = factor * start
+    make(parameter).step()
+    return torch.autograd.grad(parameter.square().sum(), [start, factor])
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_a_step_on_plain_parameters_can_be_differentiated(name):
+    options = {"lr": 0.1, "differentiable": True, "foreach": False}
+    ours = differentiate(name, lambda tensor: shardopt.keyed(name, {"w": tensor}, **options))
+    assert all(
+        map(torch.equal, ours, differentiate(name, lambda tensor: getattr(torch.optim, name)([tensor], **options)))
+    )

@@ -171,6 +171,30 @@ def test_training_goes_on_after_a_swap_as_if_there_was_none():
     assert_equal(results[1][1], results[0][1])
 
 
+def test_a_step_that_a_scaler_skips_does_not_count():
+    net = model()
+    ema, optimizer = shardopt.EMA(net), sgd(net)
+    ema.attach(optimizer)
+    scaler = shardopt.GradScaler("cpu")
+    for factor in (1.0, float("inf"), 1.0):
+        optimizer.zero_grad()
+        scaler.scale(net(batch(0)).square().mean() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert ema.n_averaged == 2
+
+
+@pytest.mark.parametrize("place", ["around", "inside"])
+def test_a_wrapped_optimizer_can_be_attached_at_either_end(place):
+    net = model()
+    ema, inner = shardopt.EMA(net, 0.5), sgd(net)
+    outer = shardopt.GradientClippingOptimizer(inner, clipping=shardopt.GradientClipping.NORM)
+    ema.attach(outer if place == "around" else inner)
+    before = net[2].weight.detach().clone()
+    train(net, outer, range(2))
+    assert ema.n_averaged == 2 and not torch.equal(averages(ema)["2.weight"], before)
+
+
 def test_weights_come_back_when_an_evaluation_fails():
     net = model()
     ema, own = shardopt.EMA(net), values(net)
@@ -292,6 +316,22 @@ def test_changes_of_the_model_are_noticed():
     with pytest.raises(StateError, match=r"2\.weight: found another parameter"):
         ema.swap()
     assert not ema.swapped
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="moves a model to a GPU")
+def test_averages_follow_a_model_to_a_gpu_and_are_torchs_there():
+    net = model()
+    ema = shardopt.EMA(net, 0.9)
+    theirs = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    net.cuda()
+    theirs.cuda()
+    for _ in range(3):
+        with torch.no_grad():
+            net[0].weight += 1
+        ema.update()
+        theirs.update_parameters(net)
+    assert averages(ema)["0.weight"].is_cuda
+    assert torch.equal(averages(ema)["0.weight"], theirs.module[0].weight)
 
 
 def test_buffers_that_were_replaced_are_found_again():

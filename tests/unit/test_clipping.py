@@ -11,6 +11,7 @@ from torch.distributed.tensor import Replicate, Shard
 import shardopt
 from shardopt import CombinedOptimizer, GradientClipping, GradientClippingOptimizer, KeyedOptimizer
 from shardopt.errors import GradientError, StateError
+from shardopt.optim.gradients import alike
 from shardopt.optim.joint_norm import _RUN, JointNorm
 from shardopt.optim.norms import GradientNorm
 from shardopt.ranks import Ranks
@@ -44,6 +45,15 @@ def test_norm_clipping_does_what_torch_does(order, max_gradient):
     torch.testing.assert_close(norm, expected, check_dtype=False)
     for name, param in theirs.items():
         torch.testing.assert_close(ours[name].grad, param.grad)
+
+
+def test_tiny_norms_are_scaled_as_torchs():
+    """1e-6 is added to the norm, so that nothing is divided by zero."""
+    ours, theirs = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+    ours.grad, theirs.grad = (torch.tensor([6e-7, 8e-7]) for _ in range(2))
+    clipping({"w": ours}, max_gradient=1e-6).clip_grad_norm_()
+    torch.nn.utils.clip_grad_norm_([theirs], 1e-6)
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-6, atol=0)
 
 
 def test_gradients_below_the_limit_keep_every_bit():
@@ -275,7 +285,7 @@ def test_joint_norm_of_tensors_of_any_size(dtype, order):
         wide = torch.cat([tensor.flatten() for tensor in tensors]).to(
             torch.complex128 if dtype.is_complex else torch.float64
         )
-        found = norm(tensors, order, torch.device("cpu"))
+        found = norm(alike(tensors), order, torch.device("cpu"))
         torch.testing.assert_close(found, torch.linalg.vector_norm(wide, order), rtol=1e-12, atol=0)
 
 

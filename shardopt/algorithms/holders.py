@@ -22,6 +22,8 @@ from shardopt.sharding.layout import Layout, held, joined
 from shardopt.sharding.view import View, leaves_of, view_of
 
 _WHAT = "finding out who holds which parameter"
+# As long as torch's own collectives wait: before their first step, ranks may be far apart (one compiles, one does not).
+_DEADLINE_SECONDS = 1800.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,7 @@ def shares(ranks: Ranks, names: Mapping[Tensor, str]) -> tuple[list[Share], int]
         work=lambda: {name: view_of(parameter, name) for parameter, name in names.items()},
         report=_fingerprint,
         decide=lambda fingerprints: len(set(fingerprints)) == 1,
+        deadline_seconds=_DEADLINE_SECONDS,
     )
     known = {name: view.layout for name, view in views.items()}
     if alike:

@@ -1,0 +1,61 @@
+"""Which of an algorithm's implementations in torch takes a step: its for-loop, foreach or fused one.
+
+Who names one (`foreach`, `fused`) gets it. Who names none gets, from `keyed`, the fastest that computes what the loop
+computes: on the CPU the fused one where `AlgorithmSpec.fused_agrees` says that it does, else the for-loop; elsewhere
+what torch takes by itself. Nothing of this choice is kept: the group's options stay as they were given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardopt.algorithms.registry import AlgorithmSpec, AtFirstStep
+
+Group = Mapping[str, Any]
+LeafStates = Mapping[Tensor, Mapping[str, Any]]
+LeafKinds = Collection[tuple[str, torch.dtype]]
+"""Device types and dtypes of a group's leaves."""
+
+
+def prefers_fused(spec: AlgorithmSpec, group: Group, kinds: LeafKinds) -> bool:
+    """Whether a group names no implementation, and the fused one is the fastest that agrees.
+
+    It is not where the for-loop refuses the options, takes numbers that the fused one does not, or keeps other state.
+    """
+    return (
+        group["fused"] is None
+        and group["foreach"] is None
+        and all(device == "cpu" and dtype in spec.fused_agrees for device, dtype in kinds)
+        and not group["differentiable"]
+        and not group.get("capturable")  # refused on the CPU
+        and not any(isinstance(value, Tensor) for name, value in group.items() if name != "lr")
+        and torch.get_default_dtype() != torch.float64  # which would be the dtype of the for-loop's counters
+    )
+
+
+def any_sparse(leaves: Collection[Tensor]) -> bool:
+    """Whether a leaf has a sparse gradient, of which fused implementations know nothing."""
+    return any(leaf.grad is not None and leaf.grad.is_sparse for leaf in leaves)
+
+
+def names_from_gradients(spec: AlgorithmSpec, group: Group) -> tuple[str, ...]:
+    """The state that a group's parameters have only from their first gradient on."""
+    return tuple(entry.name for entry in spec.entries(group) if entry.initial is AtFirstStep.GRADIENT)
+
+
+def some_are_late(names: Collection[str], leaves: Collection[Tensor], state: LeafStates) -> bool:
+    """Whether of the leaves with a gradient some have such state and some do not.
+
+    torch's fused implementations make it for all of their parameters or for none, and fail otherwise.
+    """
+    stepped = [state.get(leaf, {}) for leaf in leaves if leaf.grad is not None]
+    return any(len({entries.get(name) is None for entries in stepped}) > 1 for name in names)
+
+
+def all_have(names: Collection[str], leaves: Collection[Tensor], state: LeafStates) -> bool:
+    """Whether every leaf has all of that state, so that none can be late any more."""
+    return all(state.get(leaf, {}).get(name) is not None for leaf in leaves for name in names)
