@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardopt.algorithms.dense_gradients import dense_gradients
 from shardopt.errors import GradientError, Problem
 from shardopt.ranks import ranks_of
 from shardopt.sharding.along import Cut, cuts_of, parts_for, sum_like, sum_memory
@@ -36,7 +37,6 @@ from shardopt.sharding.view import (
     View,
     assemble,
     device_of,
-    gradient_leaves,
     leaves_of,
     requires_gradient,
     takes_gradient,
@@ -79,8 +79,8 @@ class Adafactor(torch.optim.Adafactor):
             with torch.enable_grad():
                 loss = closure()
         works = [_Work(self, group, parameter) for group in self.param_groups for parameter in group["params"]]
-        # All that may have a gradient on some rank, so that ranks always add up the same.
-        works = [work for work in works if work.gradients or requires_gradient(work.parameter)]
+        # Those that another rank may have a gradient of as well, so that all ranks add up the same.
+        works = [work for work in works if work.may_have_gradient]
         # Where a number stands among others decides in which order ranks add it up, and so its last bit.
         works.sort(key=lambda work: self.names.get(work.parameter, ""))
         add_up(chain.from_iterable(work.statistics() for work in works))
@@ -147,7 +147,10 @@ class _Work:
         self.factored = len(view.shape) > 1
         self.leaves = leaves_of(parameter)
         self.cuts = cuts_of(parameter)
-        self.gradients = _gradients(parameter, view.dtype)
+        self.name = optimizer.names.get(parameter, f"a parameter of shape {view.shape}")
+        found = dense_gradients(parameter, self.name)
+        self.gradients: Sequence[Tensor] = found or ()
+        self.may_have_gradient = found is not None or requires_gradient(parameter)
         self.state: dict[str, Any] = optimizer.state.get(parameter, {})
         self.time = 1.0 + (float(self.state["step"]) if self.state else 0.0)
         self.weight = self.time ** group["beta2_decay"]
@@ -215,13 +218,13 @@ class _Work:
             # Gradients are with the shards: one on any rank is one for the whole parameter, zero elsewhere.
             due = bool(self.numbers[1] > 0)
             if due and not self.gradients:
-                self.gradients = tuple(map(torch.zeros_like, self.leaves))
+                self.gradients = [torch.zeros_like(leaf) for leaf in self.leaves]
             return due
         if self.numbers.is_cpu and self.cuts:
             _, have, lack = self.numbers.tolist()
             if have and lack:
                 problem = Problem(
-                    key=f"the gradient of a parameter of shape {self.shape}",
+                    key=f"{self.name}.grad",
                     found=f"one on {have:g} of its ranks, none on {lack:g}",
                     required="one on all of its ranks, or on none",
                     remedy="give it zeros where a rank had nothing to do with it",
@@ -290,26 +293,6 @@ class _Work:
         if not isinstance(lr, Tensor):
             return float(lr)
         return float(lr) if lr.is_cpu else lr.to(self.numbers.device, non_blocking=True).reshape(())
-
-
-def _gradients(parameter: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """The gradient of each leaf; empty if there is none. Where one shard has one, those without have zeros."""
-    found = gradient_leaves(parameter)
-    if all(gradient is None for gradient in found):
-        return ()
-    for gradient in found:
-        if gradient is not None and (gradient.dtype != dtype or gradient.layout is not torch.strided):
-            problem = Problem(
-                key="gradient",
-                found=f"one of {gradient.dtype}, {gradient.layout}, for elements of {dtype}",
-                required=f"{dtype}, {torch.strided}",
-                remedy="convert it before the step",
-            )
-            raise GradientError("a gradient does not fit its parameter", [problem])
-    return tuple(
-        torch.zeros_like(leaf) if gradient is None else gradient
-        for leaf, gradient in zip(leaves_of(parameter), found, strict=True)
-    )
 
 
 def _squares_along(gradient: Tensor, dim: int, dtype: torch.dtype) -> Tensor:

@@ -19,7 +19,6 @@ large. The owner computes on the whole matrix, so that the result is the same bi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -27,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shardopt.algorithms.dense_gradients import dense_gradients
 from shardopt.algorithms.newton_schulz import adjustment, orthogonalised
 from shardopt.algorithms.owners import Job
 from shardopt.algorithms.wholes import Together
@@ -38,7 +38,6 @@ from shardopt.sharding.view import (
     View,
     assemble,
     device_of,
-    gradient_leaves,
     groups_of,
     leaves_of,
     members_of,
@@ -176,7 +175,7 @@ class _Matrix:
     def __init__(self, parameter: Tensor, group: Mapping[str, Any], name: str) -> None:
         self.parameter, self.group, self.name = parameter, group, name
         self.view = view_of(parameter, name)
-        self.gradients = _gradients(parameter, name)
+        self.gradients = dense_gradients(parameter, name)
         self._momentum: tuple[Tensor, ...] = ()
 
     @property
@@ -245,30 +244,6 @@ def unsuitable_for_muon(view: View) -> str:
     if cover_faults(view.shape, view.layout.boxes):
         return "shards that do not tell where the rest of the matrix is"
     return ""
-
-
-def _gradients(parameter: Tensor, name: str) -> list[Tensor] | None:
-    """The gradient on this rank, as local tensors; None where there is none. Zero where only some shards have one."""
-    leaves = leaves_of(parameter)
-    try:
-        found = gradient_leaves(parameter)
-    except GradientError as error:
-        raise GradientError(error.message, [replace(each, key=f"{name}.grad") for each in error.problems]) from None
-    if all(gradient is None for gradient in found):
-        # A rank without a shard has nothing to say: `_agree_on_gradients` asks the others.
-        return None
-    for gradient, leaf in zip(found, leaves, strict=True):
-        if gradient is not None and (gradient.layout, gradient.dtype) != (torch.strided, leaf.dtype):
-            problem = Problem(
-                key=f"{name}.grad",
-                found=f"{gradient.layout}, {gradient.dtype}",
-                required=f"{torch.strided}, {leaf.dtype}",
-                remedy="make it dense, or cast it, before the step",
-            )
-            raise GradientError("a gradient does not fit its parameter", [problem])
-    return [
-        torch.zeros_like(leaf) if gradient is None else gradient for leaf, gradient in zip(leaves, found, strict=True)
-    ]
 
 
 def _agree_on_gradients(ranks: Ranks, matrices: Sequence[_Matrix]) -> None:

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardopt.algorithms.dense_gradients import dense_gradients
 from shardopt.algorithms.dots import as_rows, products
 from shardopt.algorithms.holders import shares
 from shardopt.algorithms.strong_wolfe import Trial
 from shardopt.errors import GradientError, Problem, RankError
 from shardopt.ranks import Ranks
-from shardopt.sharding.view import device_of, gradient_leaves, leaves_of, view_of
+from shardopt.sharding.view import device_of, leaves_of, view_of
 
 _SAME = 1e-5  # relative; ranks may round a loss differently, but losses of different batches are further apart
 
@@ -54,8 +55,9 @@ class Space:
 
     def fits(self, ranks: Ranks, parameters: Sequence[Tensor]) -> bool:
         """Whether it is that of these parameters, given in this order."""
-        same = len(parameters) == len(self._given) and all(map(is_, parameters, self._given))
-        return same and (ranks.rank, ranks.size) == (self.ranks.rank, self.ranks.size)
+        # Ranks of another process group than then may have the same numbers.
+        ranks_too = ranks is self.ranks or ranks.size == self.ranks.size == 1
+        return ranks_too and len(parameters) == len(self._given) and all(map(is_, parameters, self._given))
 
     def leaves(self) -> list[Tensor]:
         """The local tensors of the parameters."""
@@ -106,8 +108,8 @@ class Space:
         along = direction or gradient
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         for leaf, other in self.counted_of(gradient, along) if failure is None else ():
-            sums[0] += products([as_rows(leaf)], [as_rows(other)])[0, 0]
-            sums[1] += torch.linalg.vector_norm(as_rows(leaf), 1, dtype=torch.float64)
+            sums[0] += products([as_rows(leaf)], [as_rows(other)])[0, 0].to(self.device)
+            sums[1] += torch.linalg.vector_norm(as_rows(leaf), 1, dtype=torch.float64).to(self.device)
         own = [_as_number(loss, self.device), self._largest(gradient), self._largest(direction or ())]
         own.append(torch.full_like(own[0], failure is not None))
         (slope, total), of_ranks = self.add_up(sums, torch.stack(own))
@@ -141,13 +143,13 @@ class Space:
 
     def _gradient(self) -> list[Tensor]:
         """The gradient, copied, since the next evaluation writes over it; zero where there is none."""
-        gradient = []
+        gradient: list[Tensor] = []
         for parameter, name in self._names.items():
-            for leaf, its in zip(leaves_of(parameter), gradient_leaves(parameter), strict=True):
-                if its is not None and its.layout is not torch.strided:
-                    problem = Problem(f"{name}.grad", f"{its.layout}", "a dense gradient", "make the layer dense")
-                    raise GradientError("LBFGS takes no sparse gradients", [problem])
-                gradient.append(torch.zeros_like(leaf) if its is None else its.to(leaf.dtype, copy=True))
+            found = dense_gradients(parameter, name)
+            if found is None:
+                gradient += [torch.zeros_like(leaf) for leaf in leaves_of(parameter)]
+            else:
+                gradient += [its.clone() for its in found]
         return gradient
 
     def _largest(self, vector: Sequence[Tensor]) -> Tensor:
