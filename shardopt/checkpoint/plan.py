@@ -27,7 +27,7 @@ Load = npt.NDArray[np.float64]
 Parts = tuple[tuple[float, int], ...]
 """Up to which fraction of a box's rows it goes to the holder at which position."""
 
-_CUT_BYTES = 1 << 20  # a share is not cut to win less than this: a cut makes one more layout for the manifest
+_CUT_BYTES = 512 << 10  # a share is not cut to win less than this: a cut makes one more layout for the manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def assign(members: Mapping[str, Member]) -> dict[str, Assignment]:
     Tensors whose boxes have the same holders form a group. A group's tensors are laid end to end, and that line of
     bytes is cut into one piece for each of the H positions among a box's holders, so long that the ranks come out
     even with what they already have to write. A tensor that lies across an end is cut there along its first dimension
-    if that moves at least 1 MiB, which bounds the load of a rank to its fair share and 1 MiB.
+    if that moves at least 512 KiB at both sides, which bounds the load of a rank to its fair share and 1 MiB.
     """
     groups: defaultdict[Holders, list[str]] = defaultdict(list)
     holders_of = _Holders()

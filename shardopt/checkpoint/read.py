@@ -213,25 +213,26 @@ def _settle(running: set[Future[None]]) -> set[Future[None]]:
 
 
 def _batches(wants: Sequence[Want]) -> Iterator[_Batch]:
+    """Batches of at most the bytes of one, or of one run."""
     batch = _Batch()
     for want in wants:
         entry = want.entry
         nbytes = entry.end - entry.begin
         if nbytes <= SEGMENT_BYTES and want.wanted.sizes == want.sizes and _takes_bytes(want):
             # All of a small box, which is what most tensors of most checkpoints are.
+            if batch.spans and batch.nbytes + nbytes > _BATCH_BYTES:
+                yield batch
+                batch = _Batch()
             memory = bytes_of(want.target)
             batch.spans.append(Span(entry.begin, memory))
             batch.checks.append((entry, entry.segment, (memory,)))
             batch.nbytes += nbytes
-        else:
-            for run in _direct(want) if _is_one_run(want) else _through_scratch(want):
-                batch.add(entry, *run)
-                if batch.nbytes >= _BATCH_BYTES:
-                    yield batch
-                    batch = _Batch()
-        if batch.nbytes >= _BATCH_BYTES:
-            yield batch
-            batch = _Batch()
+            continue
+        for run in _direct(want) if _is_one_run(want) else _through_scratch(want):
+            if batch.spans and batch.nbytes + sum(part.nbytes for part in run[1]) > _BATCH_BYTES:
+                yield batch
+                batch = _Batch()
+            batch.add(entry, *run)
     if batch.spans:
         yield batch
 

@@ -6,6 +6,7 @@ it, or the one that comes last would silently win.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -19,16 +20,17 @@ from shardopt.sharding.view import Piece, View
 
 def twins_in(views: Mapping[str, View]) -> dict[str, str]:
     """Key → the first key with the very same memory, for each key that has such a twin."""
-    first_at: dict[int, list[str]] = {}
+    addresses = {key: view.pieces[0].tensor.data_ptr() for key, view in views.items() if view.pieces}
+    if len(set(addresses.values())) == len(addresses):
+        return {}
+    first_at: defaultdict[int, list[str]] = defaultdict(list)
     twins: dict[str, str] = {}
-    for key, view in views.items():
-        address = view.pieces[0].tensor.data_ptr() if view.pieces else 0
-        if not address:  # it holds nothing here
+    for key, address in addresses.items():
+        if not address:  # a tensor without elements
             continue
-        others = first_at.setdefault(address, [])
-        twin = next((other for other in others if _is_same(views[other], view)), None)
+        twin = next((other for other in first_at[address] if _is_same(views[other], views[key])), None)
         if twin is None:
-            others.append(key)
+            first_at[address].append(key)
         else:
             twins[key] = twin
     return twins

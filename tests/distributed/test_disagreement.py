@@ -1,0 +1,212 @@
+"""Ranks that do not do the same: one lacks a tensor, sees another directory, or meets damage that others do not."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import shardopt
+from shardopt import checkpoint
+from shardopt.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptionError,
+    LayoutError,
+    MismatchError,
+    RankError,
+    StateError,
+    TornStateError,
+)
+from tests.distributed.test_save_load import outcomes_alike
+from tests.harness import run_ranks, run_ranks_outcomes
+
+VALUE = torch.arange(24.0).reshape(8, 3)
+
+
+def spread(value, placement):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return distribute_tensor(value, mesh, [placement], src_data_rank=None)
+
+
+def save_without(path, placement, others):
+    """The last rank does not pass the tensor; it writes another, so that its file is there."""
+    app = {"x": spread(VALUE, placement)} | ({"y": spread(VALUE, Shard(0))} if others else {})
+    if dist.get_rank() == 2:
+        del app["x"]
+    checkpoint.save(path, app)
+
+
+@pytest.mark.parametrize("others", [True, False])
+def test_a_shard_that_its_rank_does_not_pass_is_a_hole(tmp_path, others):
+    outcomes = run_ranks_outcomes(3, save_without, str(tmp_path / "c"), Shard(0), others)
+    text = outcomes_alike(outcomes, LayoutError)
+    assert "x: found no box holds offsets (6, 0) sizes (2, 3)" in text
+    assert not list(tmp_path.glob("c/*"))
+
+
+def test_a_replica_that_its_rank_does_not_pass_is_written_by_others(tmp_path):
+    run_ranks(3, save_without, str(tmp_path / "c"), Replicate(), True)
+    assert checkpoint.verify(tmp_path / "c").ok
+    with checkpoint.open(tmp_path / "c") as reader:
+        assert torch.equal(reader.read("x"), VALUE)
+
+
+def save_to_own(folder, there):
+    path = f"{folder}/{dist.get_rank()}"
+    if there:
+        os.makedirs(path, exist_ok=True)
+    checkpoint.save(path, {"x": spread(VALUE, Shard(0))})
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_ranks_that_save_to_other_places_make_no_checkpoint(tmp_path, there):
+    """A time in the path, or a disk that is not shared."""
+    outcomes = run_ranks_outcomes(2, save_to_own, str(tmp_path), there)
+    text = outcomes_alike(outcomes, CheckpointError)
+    assert ("rank 0 does not see the files of other ranks" if there else "No such file or directory") in text
+    with pytest.raises(CheckpointNotFoundError):
+        checkpoint.open(tmp_path / "0")
+
+
+def use_unknown_protocol(call):
+    url = "nosuch://x" if dist.get_rank() == 1 else "memory://shardopt-tests/x"
+    getattr(checkpoint, call)(url, {"x": torch.ones(1)}, deadline_seconds=20)
+
+
+@pytest.mark.parametrize("call", ["save", "load"])
+def test_a_path_that_one_rank_cannot_open_is_everybodys_error(call):
+    text = outcomes_alike(run_ranks_outcomes(2, use_unknown_protocol, call), RankError if call == "save" else Exception)
+    assert "rank 1" in text and "nosuch" in text
+
+
+def save_of_some(path):
+    """Only the first rank has a value of its own."""
+    app = {"x": torch.ones(2)} | ({"mine": checkpoint.PerRank("first")} if dist.get_rank() == 0 else {})
+    checkpoint.save(path, app)
+    app = {"x": torch.zeros(2)} | ({"mine": checkpoint.PerRank("")} if dist.get_rank() == 0 else {})
+    report = checkpoint.load(path, app, strict=False)
+    all_have = {"x": torch.zeros(2), "mine": checkpoint.PerRank("")}
+    with pytest.raises(MismatchError, match="on ranks 1, 2: the checkpoint does not fit") as caught:
+        checkpoint.load(path, all_have)
+    assert not all_have["x"].any()
+    return app["x"].tolist(), app.get("mine"), report.unexpected, [problem.found for problem in caught.value.problems]
+
+
+def test_a_value_that_only_some_ranks_saved(tmp_path):
+    outcomes = run_ranks(3, save_of_some, str(tmp_path / "c"))
+    found = ["no value of rank 1", "no value of rank 2"]
+    assert outcomes[0] == ([1, 1], checkpoint.PerRank("first"), (), found)
+    assert outcomes[1:] == [([1, 1], None, ("mine",), found)] * 2
+
+
+# The plan that is kept for the next save.
+
+
+def save_again_and_again(folder):
+    """The same tensors in other places, of other types, with other values, and back; plans are kept for two of them."""
+    rank = dist.get_rank()
+    states = [
+        {"x": spread(VALUE, Shard(0)), "n": 1},
+        {"x": spread(VALUE + 1, Shard(0)), "n": 2},
+        {"x": spread(VALUE + 2, Shard(1)), "n": 3},
+        {"x": spread((VALUE + 3).bfloat16(), Shard(0)), "n": 4},
+        {"x": spread(VALUE + 4, Shard(0)), "n": 5, "mine": checkpoint.PerRank([rank])},
+        {"x": spread(VALUE + 5, Shard(0)), "n": 6},
+        {"x": spread(VALUE + 6, Shard(0)), "n": 7} | ({"only": torch.ones(1)} if rank == 1 else {}),
+        {"x": spread(VALUE + 7, Shard(0)), "n": 8} | ({"only": torch.ones(1)} if rank == 0 else {}),
+        {"x": spread(VALUE + 8, Shard(0)), "n": {"a": rank}},
+        {"x": spread(VALUE + 9, Shard(0)), "n": 10},
+    ]
+    refused = []
+    for number, state in enumerate(states):
+        try:
+            checkpoint.save(f"{folder}/{number}", state)
+        except StateError:
+            refused.append(number)
+    return refused
+
+
+def test_a_kept_plan_is_only_used_for_what_it_was_made_for(tmp_path):
+    assert run_ranks(2, save_again_and_again, str(tmp_path)) == [[8]] * 2
+    for number in [0, 1, 2, 3, 4, 5, 6, 7, 9]:
+        assert checkpoint.verify(tmp_path / str(number)).ok
+        with checkpoint.open(tmp_path / str(number)) as reader:
+            expected = (VALUE + number).bfloat16() if number == 3 else VALUE + number
+            assert torch.equal(reader.read("x"), expected), number
+            assert reader.read("n") == number + 1
+            assert ("only" in [*reader.keys()]) == (number in (6, 7))
+    with checkpoint.open(tmp_path / "4") as reader:
+        assert [reader.per_rank(rank) for rank in (0, 1)] == [{"mine": [0]}, {"mine": [1]}]
+
+
+def in_turn_of_ranks(folder):
+    """A process that is another rank in the next process group."""
+    store, rank = f"file://{folder}/store", dist.get_rank()
+    for number, own in enumerate([rank, 1 - rank]):
+        dist.barrier()
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", init_method=f"{store}-{number}", rank=own, world_size=2)
+        checkpoint.save(f"{folder}/{number}", {"x": spread(VALUE + number, Shard(0))})
+
+
+def test_a_process_that_became_another_rank_plans_anew(tmp_path):
+    run_ranks(2, in_turn_of_ranks, str(tmp_path))
+    for number in (0, 1):
+        with checkpoint.open(tmp_path / str(number)) as reader:
+            assert torch.equal(reader.read("x"), VALUE + number)
+
+
+# Damage that one rank alone meets.
+
+
+def load_damaged(path, sound):
+    rank = dist.get_rank()
+    weight = torch.nn.Parameter(spread(torch.zeros(64, 50), Shard(0)))
+    optimizer = shardopt.keyed("adam", {"w": weight}, lr=0.1)
+    optimizer.init_state()
+    errors = []
+    for _ in range(2):
+        with pytest.raises(CorruptionError) as caught:
+            checkpoint.load(path, {"optimizer": optimizer, "w": weight})
+        errors.append(str(caught.value))
+        weight.grad = spread(torch.ones(64, 50), Shard(0))
+        with pytest.raises(TornStateError):
+            optimizer.step()
+    dist.barrier()
+    if rank == 0:
+        mend(path, sound)
+    dist.barrier()
+    checkpoint.load(path, {"optimizer": optimizer, "w": weight})
+    optimizer.step()
+    return errors
+
+
+def save_trained(path):
+    weight = torch.nn.Parameter(spread(torch.ones(64, 50), Shard(0)))
+    optimizer = shardopt.keyed("adam", {"w": weight}, lr=0.1)
+    weight.grad = spread(torch.ones(64, 50), Shard(0))
+    optimizer.step()
+    checkpoint.save(path, {"optimizer": optimizer, "w": weight})
+
+
+def mend(path, sound):
+    for name, data in sound.items():
+        with open(f"{path}/{name}", "wb") as file:
+            file.write(data)
+
+
+def test_damage_in_the_second_file_tears_the_optimizers_of_all_ranks(tmp_path):
+    path = tmp_path / "c"
+    run_ranks(2, save_trained, str(path))
+    file = max(path.glob("*.safetensors"))
+    sound = {file.name: file.read_bytes()}
+    with checkpoint.open(path) as reader:
+        at = reader._open(1).entries["optimizer.state.w.exp_avg"].begin
+    file.write_bytes(sound[file.name][:at] + b"\xff" + sound[file.name][at + 1 :])
+    first, second = run_ranks(2, load_damaged, str(path), sound)
+    assert first == second
+    assert "on rank 1: a checkpoint is damaged" in first[0]
+    assert f"{file}: found segment 0 of 'optimizer.state.w.exp_avg'" in first[0]

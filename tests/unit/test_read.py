@@ -1,0 +1,355 @@
+"""Reading: any part of anything stored, into any memory, each byte checked, and few bytes more than are wanted."""
+
+import importlib
+import random
+import time
+import tracemalloc
+from itertools import pairwise
+from math import prod
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shardopt import checkpoint
+from shardopt.checkpoint import read as read_module
+from shardopt.checkpoint.commit import commit
+from shardopt.checkpoint.describe import Geometry
+from shardopt.checkpoint.format import DTYPES, SEGMENT_BYTES
+from shardopt.checkpoint.plan import Member
+from shardopt.checkpoint.read import fetch, pieces_in_order
+from shardopt.checkpoint.storage import LocalStorage, storage_of
+from shardopt.checkpoint.write import OwnParts, SavePlan, from_memory, write_files
+from shardopt.errors import CheckpointError, CorruptionError
+from shardopt.sharding.box import Box, whole
+from shardopt.sharding.layout import held
+from shardopt.sharding.view import Piece, View
+from tests.unit.boxes import partitions
+
+TYPES = ["float32", "bfloat16", "int64", "bool", "complex128", "float8_e5m2", "float8_e8m0fnu", "uint16", "complex64"]
+
+
+def numbers(shape, dtype, seed=0):
+    """A tensor of random bytes, so that nothing is equal to its neighbour."""
+    itemsize = DTYPES[dtype].itemsize
+    generator = torch.Generator().manual_seed(seed)
+    raw = torch.randint(0, 2 if dtype == "bool" else 256, (prod(shape) * itemsize,), generator=generator)
+    return raw.to(torch.uint8).view(getattr(torch, dtype)).reshape(shape)
+
+
+def same(a, b):
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))
+    )
+
+
+def at(box):
+    return tuple(slice(start, end) for start, end in zip(box.offsets, box.ends, strict=True))
+
+
+def store(path, tensors, boxes, ranks=1):
+    """Stores tensors in these boxes, dealt out to ranks: a save by ranks that are not there."""
+    layouts = {
+        key: held(tuple(tensors[key].shape), {box: [i % ranks] for i, box in enumerate(boxes[key])}) for key in tensors
+    }
+    members = {
+        key: Member((key,), DTYPES[str(t.dtype).removeprefix("torch.")], layouts[key], tuple(range(ranks)))
+        for key, t in tensors.items()
+    }
+    plan, storage, reports = SavePlan(Geometry(members, {}), ranks), storage_of(path), []
+    storage.make()
+    for rank in range(ranks):
+        views = {
+            key: View(
+                tuple(t.shape),
+                t.dtype,
+                tuple(
+                    Piece(box, t[at(box)])
+                    for box, by in zip(layouts[key].boxes, layouts[key].holders, strict=True)
+                    if rank in by
+                ),
+                layouts[key],
+            )
+            for key, t in tensors.items()
+        }
+        files = write_files(storage, "0a", OwnParts(plan, rank, views), from_memory(views), None)
+        reports.append([[file.name, file.nbytes, file.digest] for file in files])
+    commit(storage, "0a", plan, {}, reports)
+    return path
+
+
+MEMORIES = ["contiguous", "turned", "strided", "offset"]
+
+
+def destination(sizes, dtype, memory):
+    """Memory of that kind for a box, and the tensor over all of it, to see that nothing else is touched."""
+    dtype = str(dtype).removeprefix("torch.")
+    if memory == "turned" and len(sizes) > 1:
+        base = numbers(tuple(reversed(sizes)), dtype, 7)
+        return base.permute(*reversed(range(len(sizes)))), base
+    if memory == "strided" and sizes:
+        base = numbers((*sizes[:-1], 2 * sizes[-1] + 1), dtype, 7)
+        return base[..., : 2 * sizes[-1] : 2], base
+    base = numbers((prod(sizes) + 3,), dtype, 7)
+    return base[1 : 1 + prod(sizes)].view(sizes), base
+
+
+@st.composite
+def wanted_boxes(draw, shape):
+    sizes = tuple(draw(st.integers(0, size)) for size in shape)
+    return Box(tuple(draw(st.integers(0, size - n)) for size, n in zip(shape, sizes, strict=True)), sizes)
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data(), segment=st.sampled_from([16, 64, SEGMENT_BYTES]), batch=st.sampled_from([1, 4, 32]))
+def test_any_part_into_any_memory(tmp_path_factory, data, segment, batch):
+    """Against slices of the whole. Segments and batches of a few bytes, so that all their borders are met."""
+    patch = pytest.MonkeyPatch()
+    for name in ("format", "read", "write"):  # all that take the length of segments
+        patch.setattr(importlib.import_module(f"shardopt.checkpoint.{name}"), "SEGMENT_BYTES", segment)
+    patch.setattr(read_module, "_BATCH_BYTES", segment * batch)
+    try:
+        tensors, boxes = {}, {}
+        for key in data.draw(st.lists(st.sampled_from("abcd"), min_size=1, max_size=3, unique=True)):
+            shape, parts = data.draw(partitions())
+            tensors[key] = numbers(shape, data.draw(st.sampled_from(TYPES)), ord(key))
+            boxes[key] = parts
+        path = store(tmp_path_factory.mktemp("read") / "c", tensors, boxes, data.draw(st.integers(1, 3)))
+        with checkpoint.open(path) as reader:
+            wants, expected = [], []
+            for key in data.draw(st.lists(st.sampled_from(sorted(tensors)), min_size=1, max_size=4)):
+                tensor = tensors[key]
+                box = data.draw(wanted_boxes(tensor.shape))
+                memory = data.draw(st.sampled_from(MEMORIES))
+                target, base = destination(box.sizes, tensor.dtype, memory)
+                wants += reader.wants(key, [Piece(box, target)])
+                shown, expected_base = destination(box.sizes, tensor.dtype, memory)
+                shown.copy_(tensor[at(box)])
+                expected.append((base, expected_base))
+            fetch(wants)
+            assert all(same(base, expected_base) for base, expected_base in expected)  # and nothing beside it changed
+            for key, tensor in tensors.items():
+                assert same(reader.read(key), tensor)
+    finally:
+        patch.undo()
+
+
+def test_pieces_follow_one_another():
+    """What reshard and the comparison of twins walk through a box in."""
+    sizes = (3, 5, 1 << 19)
+    for box in (Box((1, 2, 3), sizes), Box((0, 0, 0), (0, 5, 3)), Box((), ()), whole((1 << 22,))):
+        parts = list(pieces_in_order(box, 8))
+        assert sum(part.numel for part in parts) == box.numel
+        assert all(part.numel * 8 <= 8 << 20 and box.contains(part) for part in parts)
+        assert all(one.offsets < other.offsets for one, other in pairwise(parts))
+
+
+# Bytes read.
+
+
+ROWS, COLUMNS = 4096, 1024  # 16 MiB of float32
+FIRST = 3072
+
+
+@pytest.fixture(scope="module")
+def big(tmp_path_factory):
+    value = torch.arange(ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS)
+    parts = [Box((0, 0), (FIRST, COLUMNS)), Box((FIRST, 0), (ROWS - FIRST, COLUMNS))]  # the first is of 12 MiB
+    return store(tmp_path_factory.mktemp("big") / "c", {"x": value}, {"x": parts}, 2), value
+
+
+@pytest.mark.parametrize(("first", "rows"), [(0, ROWS), (17, 3000), (1000, 2000), (3072, 1), (17, 4000), (4095, 1)])
+def test_rows_cost_their_own_bytes_and_the_ends_of_segments(big, first, rows):
+    path, value = big
+    target = torch.zeros(rows, COLUMNS)
+    with checkpoint.open(path) as reader:
+        nbytes = fetch(list(reader.wants("x", [Piece(Box((first, 0), (rows, COLUMNS)), target)])))
+    assert torch.equal(target, value[first : first + rows])
+    expected = 0
+    for start, end in ((0, FIRST), (FIRST, ROWS)):
+        begin, stop = ((min(max(row, start), end) - start) * COLUMNS * 4 for row in (first, first + rows))
+        if stop > begin:
+            upward = -(-stop // SEGMENT_BYTES) * SEGMENT_BYTES
+            expected += min(upward, (end - start) * COLUMNS * 4) - begin // SEGMENT_BYTES * SEGMENT_BYTES
+    assert nbytes == expected <= target.nbytes + 4 * SEGMENT_BYTES
+
+
+def test_columns_take_bounded_memory(big):
+    """A tensor's worth of bytes is read, but never held: 64 MiB are allowed for tensors of any size."""
+    path, value = big
+    target = torch.zeros(ROWS, 8)
+    with checkpoint.open(path) as reader:
+        wants = list(reader.wants("x", [Piece(Box((0, 100), (ROWS, 8)), target)]))
+        fetch(wants)  # warm
+        tracemalloc.start()
+        nbytes = fetch(wants * 8)  # as if it were 128 MiB
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert torch.equal(target, value[:, 100:108])
+    assert nbytes == 8 * ROWS * COLUMNS * 4
+    assert peak <= 64 << 20
+
+
+def test_columns_of_many_tensors_take_bounded_memory(tmp_path, monkeypatch):
+    """Of just under the size of a batch each, which two of them make too large; on a slow disk, so that all wait."""
+    read_into = LocalStorage.read_into
+    monkeypatch.setattr(LocalStorage, "read_into", lambda *args: [time.sleep(0.3), read_into(*args)])
+    value = numbers((1900, 1024), "float32")
+    keys = [f"t{i}" for i in range(16)]
+    path = store(tmp_path / "c", dict.fromkeys(keys, value), {key: [whole((1900, 1024))] for key in keys})
+    targets = {key: torch.zeros(1900, 4) for key in keys}
+    with checkpoint.open(path) as reader:
+        wants = [want for key in keys for want in reader.wants(key, [Piece(Box((0, 9), (1900, 4)), targets[key])])]
+        tracemalloc.start()
+        fetch(wants)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert all(same(target, value[:, 9:13]) for target in targets.values())
+    assert peak <= 64 << 20
+
+
+def test_rows_wider_than_the_scratch_are_read_in_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(read_module, "_BATCH_BYTES", 2 * SEGMENT_BYTES)
+    value = numbers((3, 4, SEGMENT_BYTES), "float32")
+    path = store(tmp_path / "c", {"x": value}, {"x": [whole((3, 4, SEGMENT_BYTES))]})
+    target = torch.zeros(2, 2, 100)
+    with checkpoint.open(path) as reader:
+        nbytes = fetch(list(reader.wants("x", [Piece(Box((1, 1, 7), (2, 2, 100)), target)])))
+    assert same(target, value[1:3, 1:3, 7:107])
+    assert nbytes <= 4 * 2 * SEGMENT_BYTES
+
+
+# Damage.
+
+
+def damage_everywhere(path, wanted, count, seed=0):
+    """Flips one byte after the other at random places of all files; gives the errors of loading `wanted`."""
+    pick = random.Random(seed)
+    files = sorted(path.glob("*.safetensors"))
+    for _ in range(count):
+        file = pick.choice(files)
+        data = file.read_bytes()
+        at = pick.randrange(len(data))
+        file.write_bytes(data[:at] + bytes([data[at] ^ pick.randrange(1, 256)]) + data[at + 1 :])
+        try:
+            checkpoint.load(path, {key: torch.zeros_like(value) for key, value in wanted.items()})
+        except CorruptionError as error:
+            yield file, at, data, error
+        else:
+            yield file, at, data, None
+        file.write_bytes(data)
+
+
+def test_each_flipped_byte_is_found_and_named(tmp_path):
+    tensors = {
+        "big": numbers((300, 1000), "float32"),
+        "small": numbers((7,), "int64"),
+        "turned": numbers((100, 9), "bool"),
+    }
+    boxes = {"big": [Box((0, 0), (111, 1000)), Box((111, 0), (189, 1000))]}
+    boxes |= {key: [whole(tuple(tensors[key].shape))] for key in ("small", "turned")}
+    path = store(tmp_path / "c", tensors, boxes, 2)
+    with checkpoint.open(path) as reader:
+        entries = {path / reader._open(i).file.name: reader._open(i).entries for i in range(2)}
+    named = 0
+    for file, at, data, error in damage_everywhere(path, tensors, 60):
+        assert error is not None, (file, at)
+        entry = next((each for each in entries[file].values() if each.begin <= at < each.end), None)
+        (problem,) = error.problems
+        assert problem.key == str(file)
+        if entry is not None and not entry.key.startswith("__xxh3__"):
+            assert f"segment {(at - entry.begin) // SEGMENT_BYTES} of {entry.key!r}" in problem.found
+            named += 1
+        else:
+            assert at < 4096 or "header" in problem.found, (at, len(data))
+    assert named > 40
+
+
+def test_only_what_is_read_is_checked(tmp_path):
+    value = numbers((2000, 200), "float32")
+    path = store(tmp_path / "c", {"x": value, "y": value}, {"x": [whole((2000, 200))], "y": [whole((2000, 200))]})
+    (file,) = path.glob("*.safetensors")
+    with checkpoint.open(path) as reader:
+        begin = reader._open(0).entries["x"].begin
+    data = bytearray(file.read_bytes())
+    data[begin + 3 * SEGMENT_BYTES] ^= 1
+    file.write_bytes(data)
+    with checkpoint.open(path) as reader:
+        assert same(reader.read("y"), value)
+        assert same(reader.read("x", Box((0, 0), (900, 200))), value[:900])
+        with pytest.raises(CorruptionError, match="segment 3 of 'x'"):
+            reader.read("x", Box((1000, 0), (1000, 200)))
+        with pytest.raises(CorruptionError, match="segment 3 of 'x'"):
+            reader.read("x", Box((0, 5), (2000, 1)))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda file, other: file.unlink(), "no such file"),
+        (lambda file, other: file.write_bytes(file.read_bytes()[:-1]), "bytes where"),
+        (lambda file, other: file.write_bytes(b""), "0 bytes where"),
+        (lambda file, other: file.write_bytes(file.read_bytes() + b"\0"), "bytes where"),
+        (lambda file, other: file.write_bytes(other.read_bytes()), "header or checksums"),
+        (lambda file, other: (file.unlink(), file.mkdir()), "no such file"),
+    ],
+    ids=["gone", "shorter", "empty", "longer", "of another save", "a directory"],
+)
+def test_a_file_that_is_not_the_one_that_was_written_is_named(tmp_path, damage, said):
+    """And nothing has been changed: all files that are needed are opened first."""
+    for name, seed in (("c", 0), ("d", 1)):
+        boxes = {"x": [Box((0,), (500,)), Box((500,), (500,))]}
+        store(tmp_path / name, {"x": numbers((1000,), "int64", seed)}, boxes, 2)
+    file = tmp_path / "c" / "0a-r00001.safetensors"
+    damage(file, tmp_path / "d" / file.name)
+    app = {"x": torch.zeros(1000, dtype=torch.int64)}
+    with pytest.raises(CorruptionError) as caught:
+        checkpoint.load(tmp_path / "c", app)
+    (problem,) = caught.value.problems
+    assert problem.key == str(file) and said in problem.found
+    assert not app["x"].any()
+
+
+def test_a_file_that_goes_while_it_is_read_is_named(tmp_path):
+    path = store(tmp_path / "c", {"x": numbers((9,), "int64")}, {"x": [whole((9,))]})
+    with checkpoint.open(path) as reader:
+        wants = list(reader.wants("x", [Piece(whole((9,)), torch.zeros(9, dtype=torch.int64))]))
+        (file,) = path.glob("*.safetensors")
+        file.rename(path / "elsewhere")
+        with pytest.raises(CorruptionError, match=r"0a-r00000\.safetensors: found no such file"):
+            fetch(wants)
+        file.mkdir()
+        with pytest.raises(CheckpointError, match="cannot read"):
+            fetch(wants)
+
+
+def test_what_a_rank_has_for_itself_may_be_hostile(tmp_path):
+    """Its text is JSON that only its own checksums vouch for."""
+    app = {"mine": checkpoint.PerRank({"a": (1, b"x")}), "x": torch.ones(2)}
+    checkpoint.save(tmp_path / "sound", app)
+    with checkpoint.open(tmp_path / "sound") as reader:
+        assert reader.per_rank(0) == {"mine": {"a": (1, b"x")}}
+        with pytest.raises(CorruptionError, match="no such file in the manifest"):
+            reader.per_rank(1)
+    hostile = [
+        b"",
+        b"[]",
+        b"{",
+        b'{"mine":',
+        b'{"a":1,"a":1}',
+        b'{"mine":{"int":"x"}}',
+        b"\xff",
+        b'{"a":' + b"[" * 9000,
+    ]
+    for number, text in enumerate(hostile):
+        path = tmp_path / str(number)
+        storage = storage_of(path)
+        storage.make()
+        plan = SavePlan(Geometry({}, {"mine": ("mine",)}), 1)
+        files = write_files(storage, "0a", OwnParts(plan, 0), iter, text)
+        commit(storage, "0a", plan, {}, [[[file.name, file.nbytes, file.digest] for file in files]])
+        with checkpoint.open(path) as reader, pytest.raises(CorruptionError):
+            reader.per_rank(0)
