@@ -151,7 +151,8 @@ class LBFGS(Optimizer):
                 break
             before = now.loss
             last = iteration == group["max_iter"]
-            now, spent = self._move(space, memory, closure, replace(now, slope=slope), length, evaluations, last)
+            start = replace(now, step=0.0, slope=slope)
+            now, spent = self._move(space, memory, closure, start, length, evaluations, last)
             memory.set("t", now.step)
             evaluations += spent
             memory.add("func_evals", spent)

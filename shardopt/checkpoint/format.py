@@ -65,14 +65,17 @@ FILE_NAME = re.compile(r"[0-9A-Za-z]{1,64}-r\d{5,9}(-[1-9]\d{0,8})?" + re.escape
 
 
 def file_name(save_id: str, rank: int, slot: int) -> str:
+    """The name of a data file: the save, the rank that wrote it, and which of the rank's files it is."""
     return f"{save_id}-{file_stem(rank, slot)}{DATA_SUFFIX}"
 
 
 def file_stem(rank: int, slot: int) -> str:
+    """The part of a data file's name that is its own within a save."""
     return f"r{rank:05d}" + (f"-{slot}" if slot else "")
 
 
 def segment_count(nbytes: int) -> int:
+    """How many checksums so many bytes of a tensor have."""
     return -(-nbytes // SEGMENT_BYTES)
 
 
@@ -82,16 +85,19 @@ def stored_shape(dtype: Dtype, shape: Sequence[int]) -> list[int]:
 
 
 def read_sizes(wire: Iterable[Any]) -> tuple[int, ...]:
+    """Sizes from untrusted JSON. Raises ValueError for anything else."""
     return tuple(map(read_size, wire))
 
 
 def read_size(wire: Any) -> int:
+    """A size from untrusted JSON. Raises ValueError for anything else."""
     if type(wire) is not int or not 0 <= wire < 2**63:
         raise ValueError(f"{str(wire)[:40]!r} where a size is wanted")
     return wire
 
 
 def all_sizes(numbers: Iterable[Any]) -> bool:
+    """Whether all of these are sizes; as `read_size`, for callers that tell more than that."""
     for number in numbers:  # noqa: SIM110  # a generator would cost twice as much, for every tensor
         if type(number) is not int or not 0 <= number < 2**63:
             return False
@@ -125,5 +131,6 @@ def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def damaged(where: str, found: str) -> CorruptionError:
+    """The error for stored bytes that are not what was written."""
     remedy = "restore from another checkpoint"
     return CorruptionError("a checkpoint is damaged", [Problem(where, found, "what was written", remedy)])

@@ -44,6 +44,8 @@ class StoredLayout:
 
 
 class StoredTensor(NamedTuple):
+    """One tensor of a checkpoint: its path in the nested state, how its items are stored, and where its boxes lie."""
+
     path: Path
     dtype: Dtype
     layout: StoredLayout
@@ -88,6 +90,7 @@ class Manifest:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
+    """The bytes of a manifest, sealed."""
     head = {
         "format": FORMAT_NAME,
         "version": FORMAT_VERSION,
@@ -159,6 +162,7 @@ def encode_path(key: str, path: Path) -> Any:
 
 
 def decode_path(key: str, wire: Any) -> Path:
+    """The path that `encode_path` wrote. Raises ValueError if it is not one of this key."""
     if wire is None:
         return tuple(key.split("."))
     path = tuple(Index(read_size(*part)) if isinstance(part, list) else part for part in wire)

@@ -15,6 +15,7 @@ _TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in 
 
 
 def dtype_name(dtype: torch.dtype) -> str:
+    """torch's name of a dtype, without the prefix."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -31,6 +32,7 @@ def stored_dtype(dtype: torch.dtype, key: str) -> Dtype:
 
 
 def torch_dtype(dtype: Dtype) -> torch.dtype:
+    """torch's dtype of a stored one."""
     return _TORCH_DTYPES[dtype.name]
 
 

@@ -120,18 +120,20 @@ class Run:
         dtype: torch.dtype,
         make: Callable[[dict[str, Parameter]], Any],
         laid_out: LaysOut,
+        without_gradient: Callable[[str, int, bool], bool] = absent,
     ) -> None:
         start, *gradients = values(dtype)
         self.names = tuple(names)
         self.parameters = {name: Parameter(laid_out(start[name], name)) for name in self.names}
         self._gradients = [{name: laid_out(its[name], name) for name in self.names} for its in gradients]
+        self._without_gradient = without_gradient
         self.optimizer = make(self.parameters)
 
     def steps(self, first: int = 0, last: int = STEPS, before: Callable[[int], None] = lambda step: None) -> "Run":
         """Takes the steps, calling `before` with the gradients of each in place."""
         for step in range(first, last):
             for name, parameter in self.parameters.items():
-                here = not absent(name, step, len(self.names) == 1)
+                here = not self._without_gradient(name, step, len(self.names) == 1)
                 parameter.grad = self._gradients[step][name].clone() if here else None
             before(step)
             self.optimizer.step()

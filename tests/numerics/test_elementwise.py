@@ -147,7 +147,7 @@ def test_the_layouts_are_what_they_are_called(ranks):
             assert laid_out["grid"].device_mesh.ndim == 2
 
 
-@pytest.mark.parametrize("name", ["LBFGS", "SparseAdam"])
+@pytest.mark.parametrize("name", ["SparseAdam"])
 def test_what_is_not_elementwise_is_refused_on_shards_and_let_through_on_plain(name):
     shardopt.keyed(name, {"w": torch.nn.Parameter(torch.zeros(4, 4))})
     with fake_rank(0, 2) as mesh:
