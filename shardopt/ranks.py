@@ -321,13 +321,18 @@ class _Channel:
     def _join(self, data: bytes, token: bytes) -> None:
         """Reports in the session whose rank 0 welcomes this rank; at first it may see one of ranks that are gone."""
 
+        def is_welcome() -> bool:
+            welcome = f"{self._session}/welcome/{self.rank}"
+            return self.store.check([welcome]) and self.store.get(welcome) == token
+
         def welcomed() -> bool:
             session = self.store.get("session").decode() if self.store.check(["session"]) else ""
-            if session != self._session:
+            # Rank 0 may have welcomed this rank, and opened its next session, since the last look: asked again after
+            # the session was read, the welcome of the session before is there, and this round belongs to that one.
+            if session != self._session and not is_welcome():
                 self._session = session
                 self._put(self._key(f"r{self.rank}"), data)
-            welcome = f"{session}/welcome/{self.rank}"
-            return self.store.check([welcome]) and self.store.get(welcome) == token
+            return is_welcome()
 
         self._wait_for_rank_0(welcomed)
 

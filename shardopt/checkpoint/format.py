@@ -104,12 +104,17 @@ def all_sizes(numbers: Iterable[Any]) -> bool:
     return True
 
 
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
 def load_json(data: bytes, where: str, members: Callable[[list[tuple[str, Any]]], Any] = dict) -> dict[str, Any]:
     """Parses bytes that nobody vouches for; `members` makes each object of its members."""
     try:
         text = data.decode()  # json would take UTF-16 and worse
         # json has a much faster way where it need not ask.
         loaded = json.loads(text) if members is dict else json.loads(text, object_pairs_hook=members)
+        if _SURROGATE.search(text):  # json takes half of a pair, which nothing can print or store
+            json.dumps(loaded, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise damaged(where, f"no valid JSON ({error})") from None
     if not isinstance(loaded, dict):

@@ -116,11 +116,9 @@ class _Plan:
         self._ranks = (ranks.rank, ranks.size)
         self._parameters = list(parameters)
         self._shares = mine
-        # Whether it is one local tensor that only this rank counts, as it mostly is, is not asked anew in every step.
-        self._mine = [
-            (share, GradientReader(share.parameter), share.counted == (True,) and share.shared is None)
-            for share in mine
-        ]
+        self._readers = [GradientReader(share.parameter) for share in mine]
+        # Whether it is one local tensor that this rank alone counts, as it mostly is.
+        self._simple = [share.counted == (True,) and share.shared is None for share in mine]
         self._shared_count = shared
         self._places: tuple[list[int], Tensor] = ([], torch.zeros(0))
         self._joint_norm = JointNorm()
@@ -157,17 +155,17 @@ class _Plan:
 
     def _fill(self, own: Tensor, of_shared: Tensor, order: float) -> list[list[Tensor]]:
         """Writes what this rank counts, and gives all its gradients."""
-        alone: list[Tensor] = []
+        ready = [read() for read in self._readers]
+        # Apart from the rest, as it is most of the work of a step.
+        simple = zip(ready, self._simple, strict=True)
+        alone = [gradient for gradient, is_simple in simple if is_simple and gradient is not None and gradient.numel()]
         shared: list[Tensor] = []
         places: list[int] = []
         counted_by_others: list[Tensor] = []
-        for share, read, simple in self._mine:
-            ready = read()
-            if simple and ready is not None:
-                if ready.numel():
-                    alone.append(ready)
+        for share, there, is_simple in zip(self._shares, ready, self._simple, strict=True):
+            if is_simple and there is not None:
                 continue
-            found = local_gradients(share.name, share.parameter) if ready is None else (ready,)
+            found = local_gradients(share.name, share.parameter) if there is None else (there,)
             for counted, gradient in zip(share.counted, found, strict=True):
                 if gradient is None or not gradient.numel():
                     continue

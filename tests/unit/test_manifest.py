@@ -73,6 +73,13 @@ def test_what_is_written_is_read(manifest):
     assert json.loads(data)["version"] == 1
 
 
+def test_text_beyond_the_basic_plane_comes_back():
+    manifest = Manifest(
+        "0a", 1, (), StoredTensors(), {"\N{GRINNING FACE}": (("\N{GRINNING FACE}",), "\U0010ffff\ud7ff\ue000")}
+    )
+    assert plain(decode_manifest(encode_manifest(manifest), "m")) == plain(manifest)
+
+
 @given(PATHS)
 def test_paths_come_back_with_their_kinds(path):
     wire = json.loads(json.dumps(encode_path(join(path), path)))
@@ -215,6 +222,8 @@ def test_only_names_of_data_files_are_names(sound, name):
         '{"format":"shardopt"'.encode("utf-16"),
         b'{"format":"\xff"',
         b'{"format":"\xed\xa0\x80"',
+        rb'{"format":"\ud800"',
+        rb'{"format":"shardopt","min_reader_version":1,"tensors":{"\uDFFF":1}',
         b"[" * 100_000,
         b'{"a":' * 100_000,
         b'{"a":' + b"9" * 5000,
