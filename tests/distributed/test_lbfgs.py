@@ -223,6 +223,26 @@ def test_memory_falls_with_the_number_of_ranks():
     assert max(run_ranks(4, state_bytes)) <= 0.26 * alone
 
 
+def step_where_only_the_last_rank_has_to_move():
+    mesh = init_device_mesh("cpu", (2,))
+    target = torch.tensor([1.0, 1.0, 2.0, 5.0])
+    weight = torch.nn.Parameter(shard(torch.ones(4), mesh, Shard(0)))
+    optimizer = shardopt.keyed("lbfgs", {"w": weight}, lr=0.3)
+
+    def closure():
+        gap = weight.detach().full_tensor() - target
+        weight.grad = shard(gap + gap**3, mesh, Shard(0))
+        return (gap**2 / 2 + gap**4 / 4).sum()
+
+    optimizer.step(closure)
+    assert optimizer.state_dict()["state"]["global.w"]["n_iter"] > 5
+    torch.testing.assert_close(weight.detach().full_tensor(), target, rtol=0, atol=0.5)
+
+
+def test_the_largest_element_on_any_rank_counts():
+    run_ranks(2, step_where_only_the_last_rank_has_to_move)
+
+
 def step_with_losses_of_its_own(search):
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer = shardopt.keyed("lbfgs", {"w": weight}, line_search_fn=search)
