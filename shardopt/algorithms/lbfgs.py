@@ -141,8 +141,9 @@ class LBFGS(Optimizer):
         memory.add("func_evals", 1)
         if now.peak <= group["tolerance_grad"]:
             return first_loss
+        lr = float(group["lr"])
         for iteration in range(1, group["max_iter"] + 1):
-            length = float(group["lr"])
+            length = lr
             if memory.number("n_iter") == 0:
                 length *= min(1.0, 1.0 / now.total)
             slope = memory.turn(now)
@@ -185,8 +186,10 @@ class LBFGS(Optimizer):
 
         def evaluate(step: float) -> Trial:
             space.add(step, direction)
-            trial = space.evaluate(closure, direction)[1]
-            space.restore(here)
+            try:
+                trial = space.evaluate(closure, direction)[1]
+            finally:
+                space.restore(here)
             return replace(trial, step=step)
 
         def too_short(steps: float) -> bool:
