@@ -13,10 +13,11 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import matplotlib.pyplot as plt
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from peers import interleaved, on_ranks, write_table
+from peers import RESULTS, interleaved, on_ranks, write_table
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -216,8 +217,8 @@ def _small_two(folder: str, n: int) -> list[tuple[str, dict[str, float]]]:
 @case("large-save")
 def _large_save(folder: str, n: int) -> list[tuple[str, dict[str, float]]]:
     return [
-        ("2 GiB, 2 ranks, save, without fsync", on_ranks(2, time_saves, large, (0,), folder, n, True, False)),
-        ("2 GiB, 2 ranks, save, with fsync", on_ranks(2, time_saves, large, (0,), folder, n, True, True)),
+        ("2 GiB, 2 ranks, save, without fsync", on_ranks(2, time_saves, large, (0,), f"{folder}/not", n, True, False)),
+        ("2 GiB, 2 ranks, save, with fsync", on_ranks(2, time_saves, large, (0,), f"{folder}/synced", n, True, True)),
     ]
 
 
@@ -240,6 +241,38 @@ def _large_reshard(folder: str, n: int) -> list[tuple[str, dict[str, float]]]:
     ]
 
 
+TARGETS = {
+    "10,000 small tensors, 1 rank, save": "20",
+    "10,000 small tensors, 1 rank, load": "25",
+    "the same over 2 ranks, first save": "12",
+    "the same over 2 ranks, first load": "12",
+    "the same over 2 ranks, repeated save": "20",
+    "the same over 2 ranks, repeated load": "15",
+    "2 GiB, 2 ranks, save, without fsync": "1.1; raw 0.85",
+    "2 GiB, 2 ranks, save, with fsync": "1.0; raw 0.85",
+    "2 GiB, 2 ranks, load": "5; raw 0.65",
+    "2 GiB, 2 → 3 ranks, load": "8",
+    "2 GiB, 4 → 3 ranks, load": "8",
+    "2 GiB, 4 → 1 ranks, load": "8",
+    "2 GiB, rows → columns, 4 ranks, load": "4",
+}
+"""What each DCP / ours, and where it says so the fraction of raw I/O, should at least be."""
+
+
+def plot(rows: list[tuple[str, ...]]) -> None:
+    """Draws DCP / ours of each case beside its target."""
+    names = [row[0] for row in rows][::-1]
+    figure, axes = plt.subplots(figsize=(9, 0.42 * len(rows) + 1.2), layout="constrained")
+    axes.barh(names, [float(row[3]) for row in rows][::-1], color="#4477aa", label="DCP time / shardopt time")
+    targets = [float(TARGETS[name].split(";")[0]) for name in names]
+    axes.plot(targets, names, "k|", markersize=16, markeredgewidth=2, label="target")
+    axes.axvline(1, color="grey", linewidth=0.8)
+    axes.set_xscale("log")
+    axes.set_xlabel("times faster than torch.distributed.checkpoint")
+    axes.legend(loc="lower right")
+    figure.savefig(RESULTS / "checkpoint.png", dpi=120)
+
+
 def main() -> None:
     warnings.filterwarnings("ignore")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -254,10 +287,13 @@ def main() -> None:
                 raw = f"{times['raw'] / times['ours']:.2f}" if "raw" in times else ""
                 amplification = f"{times['read'] / times['wanted']:.3f}" if times.get("wanted") else ""
                 ratio = f"{times['dcp'] / times['ours']:.1f}"
-                rows.append((label, f"{times['ours']:.3f}", f"{times['dcp']:.3f}", ratio, raw, amplification))
+                seconds = f"{times['ours']:.3f}", f"{times['dcp']:.3f}"
+                rows.append((label, *seconds, ratio, TARGETS[label], raw, amplification))
                 print(*rows[-1], sep="  ", flush=True)
-    header = ("case", "ours, s", "DCP, s", "DCP / ours", "of raw I/O", "bytes read / wanted")
-    print(write_table("checkpoint", "Checkpoints against torch.distributed.checkpoint", header, rows))
+    if arguments.only == list(CASES):
+        header = ("case", "ours, s", "DCP, s", "DCP / ours", "target", "of raw I/O", "bytes read / wanted")
+        write_table("checkpoint", "Checkpoints against torch.distributed.checkpoint", header, rows)
+        plot(rows)
 
 
 if __name__ == "__main__":

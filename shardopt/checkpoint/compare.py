@@ -65,22 +65,24 @@ def compare(flat: FlatState, views: Mapping[str, View], names: Names, strictness
         if found:
             problems += found
             settled.append(handback.path)
-    paths = {key: leaf.path for key, leaf in flat.leaves.items()} | stored
-    singly = [key for key in paths if not _below(paths[key], settled)] if settled else list(paths)
-    remaining = set(singly)
-    for key in singly:
-        if key in names.chosen and key in stored:
-            problems += _key_problems(key, flat, views, names, match, strictness, world_size)
+    for key, leaf in flat.leaves.items():
+        if key in stored and key in names.chosen and not (settled and _below(leaf.path, settled)):
+            view, tensor = views.get(key), manifest.tensors.get(key)
+            if view is not None and tensor is not None:
+                problem = _match_tensors(key, view, tensor, match, strictness)
+            else:
+                problem = _match_values(key, flat, views, names, match, world_size)
+            if problem is not None:
+                problems.append(problem)
     for key in match.missing:
-        if key in remaining:
+        if not _below(flat.leaves[key].path, settled):
             problem = Problem(key, "nothing in the checkpoint", _kind_of_leaf(flat, views, key), _MISSING)
             _note(problem, strictness.missing, problems, match)
     for key in match.unexpected:
-        if key in remaining:
+        if not _below(stored[key], settled):
             found_kind = f"{_kind_of_stored(manifest, key)} in the checkpoint"
-            _note(
-                Problem(key, found_kind, "nothing under this key", _UNEXPECTED), strictness.unexpected, problems, match
-            )
+            problem = Problem(key, found_kind, "nothing under this key", _UNEXPECTED)
+            _note(problem, strictness.unexpected, problems, match)
     if problems:
         raise MismatchError("the checkpoint does not fit the app; nothing was changed", problems)
     return match
@@ -99,48 +101,42 @@ def _stored_paths(manifest: Manifest) -> Iterator[tuple[str, Path]]:
     yield from manifest.per_rank.items()
 
 
-def _key_problems(
-    key: str,
-    flat: FlatState,
-    views: Mapping[str, View],
-    names: Names,
-    match: Match,
-    strictness: Strictness,
-    world_size: int,
-) -> Iterator[Problem]:
-    """What is wrong with a key that both sides have; puts it into `match` if nothing is."""
-    manifest, value = names.manifest, flat.leaves[key].value
-    tensor, view = manifest.tensors.get(key), views.get(key)
-    if tensor is not None and view is not None:
-        dtype = torch_dtype(tensor.dtype)
-        casts = dtype != view.dtype and strictness.dtype == "cast" and _can_cast(dtype, view.dtype)
-        if tensor.layout.shape != view.shape or (dtype != view.dtype and not casts):
+def _match_tensors(key: str, view: View, tensor: StoredTensor, match: Match, strictness: Strictness) -> Problem | None:
+    """Puts a tensor of both sides into `match`, or tells what is wrong with it."""
+    dtype = torch_dtype(tensor.dtype)
+    if tensor.layout.shape != view.shape or dtype != view.dtype:
+        castable = tensor.layout.shape == view.shape and _can_cast(dtype, view.dtype)
+        if not castable or strictness.dtype != "cast":
             remedy = "load it into a tensor of the shape and dtype that were saved"
-            if tensor.layout.shape == view.shape and _can_cast(dtype, view.dtype):
+            if castable:
                 remedy += ', or with Strictness(dtype="cast")'
-            yield Problem(key, _kind_of_stored(manifest, key), _kind_of_leaf(flat, views, key), remedy)
-            return
-        unfit = _unfit_memory(key, view)
-        if unfit is not None:
-            yield unfit
-        match.tensors[key] = (view, tensor)
-        if casts:
-            match.cast.append(key)
-    elif key in manifest.per_rank and isinstance(value, PerRank):
+            return Problem(key, _described(tensor.layout.shape, dtype), _described(view.shape, view.dtype), remedy)
+        match.cast.append(key)
+    match.tensors[key] = (view, tensor)
+    return _unfit_memory(key, view)
+
+
+def _match_values(
+    key: str, flat: FlatState, views: Mapping[str, View], names: Names, match: Match, world_size: int
+) -> Problem | None:
+    """The same of what is not a tensor on both sides."""
+    manifest, value = names.manifest, flat.leaves[key].value
+    if key in manifest.per_rank and isinstance(value, PerRank):
         if world_size == manifest.world_size:
             match.per_rank.append(key)
         elif value.on_resize == "raise":
             found, required = f"values of {manifest.world_size} ranks", f"{world_size} ranks"
             remedy = 'use as many ranks, or PerRank(..., on_resize="keep") to keep the values that are there'
-            yield Problem(key, found, required, remedy)
-    elif key in manifest.values and view is None and not isinstance(value, PerRank):
+            return Problem(key, found, required, remedy)
+        return None
+    if key in manifest.values and key not in views and not isinstance(value, PerRank):
         found = manifest.values[key][1]
-        if not isinstance(found, dict) and any(each.path == flat.leaves[key].path for each in flat.handbacks):
-            yield Problem(key, _kind_of_stored(manifest, key), "the state of an object", "give the key what was saved")
         match.values[key] = found
-    else:
-        remedy = "give the key the kind that it was saved with"
-        yield Problem(key, _kind_of_stored(manifest, key), _kind_of_leaf(flat, views, key), remedy)
+        if not isinstance(found, dict) and any(each.path == flat.leaves[key].path for each in flat.handbacks):
+            return Problem(key, _kind_of_stored(manifest, key), "the state of an object", "give the key what was saved")
+        return None
+    remedy = "give the key the kind that it was saved with"
+    return Problem(key, _kind_of_stored(manifest, key), _kind_of_leaf(flat, views, key), remedy)
 
 
 def _can_cast(stored: torch.dtype, wanted: torch.dtype) -> bool:
@@ -229,7 +225,7 @@ def _description(key: str, flat: FlatState, manifest: Manifest, strictness: Stri
 def _kind_of_stored(manifest: Manifest, key: str) -> str:
     if key in manifest.tensors:
         tensor = manifest.tensors[key]
-        return f"a tensor of {tensor.dtype.name} {list(tensor.layout.shape)}"
+        return _described(tensor.layout.shape, torch_dtype(tensor.dtype))
     if key in manifest.values:
         return f"a plain value ({type(manifest.values[key][1]).__name__})"
     return "a value per rank"
@@ -237,9 +233,13 @@ def _kind_of_stored(manifest: Manifest, key: str) -> str:
 
 def _kind_of_leaf(flat: FlatState, views: Mapping[str, View], key: str) -> str:
     if key in views:
-        return f"a tensor of {dtype_name(views[key].dtype)} {list(views[key].shape)}"
+        return _described(views[key].shape, views[key].dtype)
     value = flat.leaves[key].value
     return "a value per rank" if isinstance(value, PerRank) else f"a plain value ({type(value).__name__})"
+
+
+def _described(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    return f"a tensor of {dtype_name(dtype)} {list(shape)}"
 
 
 def _below(path: Path, roots: Iterable[Path]) -> bool:

@@ -97,29 +97,43 @@ def load(
             `app` refuse to step until a load is whole.
         RankError: a rank failed in another way, died, or did not make the call.
     """
+    with gc_paused():  # around a call, so that the collector finds the plan gone when it wakes
+        report, differences = _load(url, app, strictness_of(strict), select, rename, transactional, deadline_seconds)
+    for difference in differences:
+        warnings.warn(f"loading {report.url}: {difference}", stacklevel=2)
+    return report
+
+
+def _load(
+    url: str | os.PathLike[str],
+    app: Mapping[str, Any],
+    strictness: Strictness,
+    select: str | None,
+    rename: Mapping[str, str] | None,
+    transactional: bool,
+    deadline_seconds: float,
+) -> tuple[LoadReport, list[Problem]]:
+    """The line itself; returns what to warn of as well."""
     begin = time.monotonic()
     ranks = ranks_of()
     what = f"loading {os.fspath(url)}"
 
-    with gc_paused():
-        plan, _ = ranks.agree(
-            what,
-            work=lambda: _plan(url, app, strictness_of(strict), select, rename, ranks.rank, ranks.size),
-            report=lambda plan: plan.reader.digest,
-            decide=lambda digests: _same_checkpoint(str(url), digests),
-            deadline_seconds=deadline_seconds,
-        )
-        if transactional:
-            ranks.agree(what, work=lambda: check_all(plan.wants), deadline_seconds=deadline_seconds)
-        loaded = [each for each in plan.flat.handbacks if plan.match.loads_into(each.path, plan.flat)]
-        optimizers = [each.target for each in loaded if isinstance(each.target, Optimizer)]
-        mark_torn(optimizers, what)
-        bytes_read, _ = ranks.agree(what, work=lambda: _execute(plan, loaded), deadline_seconds=deadline_seconds)
-        unmark_torn(optimizers)
-    for warning in plan.match.warnings:
-        warnings.warn(f"{what}: {warning}", stacklevel=2)
+    plan, _ = ranks.agree(
+        what,
+        work=lambda: _plan(url, app, strictness, select, rename, ranks.rank, ranks.size),
+        report=lambda plan: plan.reader.digest,
+        decide=lambda digests: _same_checkpoint(str(url), digests),
+        deadline_seconds=deadline_seconds,
+    )
+    if transactional:
+        ranks.agree(what, work=lambda: check_all(plan.wants), deadline_seconds=deadline_seconds)
+    loaded = [each for each in plan.flat.handbacks if plan.match.loads_into(each.path, plan.flat)]
+    optimizers = [each.target for each in loaded if isinstance(each.target, Optimizer)]
+    mark_torn(optimizers, what)
+    bytes_read, _ = ranks.agree(what, work=lambda: _execute(plan, loaded), deadline_seconds=deadline_seconds)
+    unmark_torn(optimizers)
 
-    return LoadReport(
+    report = LoadReport(
         url=plan.reader.url,
         save_id=plan.reader.manifest.save_id,
         loaded=(*plan.match.tensors, *plan.match.values, *plan.match.per_rank),
@@ -133,6 +147,7 @@ def load(
         bytes_read=bytes_read,
         seconds=time.monotonic() - begin,
     )
+    return report, plan.match.warnings
 
 
 def _plan(

@@ -52,7 +52,7 @@ def summary_of(contents: Contents, views: Mapping[str, View]) -> dict[str, str]:
     for key, boxes in contents.items():
         layout = views[key].layout
         for box, found in boxes.items():
-            groups[_holders_by_box(layout).get(box)].append((key, box, found))
+            groups[_shared_by_name(layout).get(box)].append((key, box, found))
     summary = {}
     for holders, members in groups.items():
         members.sort()
@@ -89,17 +89,12 @@ def refuse_drifted(contents: Sequence[Contents]) -> None:
 
 
 def _is_shared(layout: Layout, box: Box) -> bool:
-    if layout.holders is None or layout.local:
-        return True
-    holders = _holders_by_box(layout).get(str(box), ())
-    return len(holders) > 1
+    return layout.holders is None or layout.local or box in layout.shared
 
 
 @lru_cache(maxsize=4096)
-def _holders_by_box(layout: Layout) -> Mapping[str, tuple[int, ...]]:
-    """The ranks that hold each box, where there is more than one."""
-    together = zip(layout.boxes, layout.holders or (), strict=True) if layout.holders else ()
-    return {str(box): holders for box, holders in together if len(holders) > 1}
+def _shared_by_name(layout: Layout) -> Mapping[str, tuple[int, ...]]:
+    return {str(box): holders for box, holders in layout.shared.items()}
 
 
 def _on_host(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -90,34 +90,45 @@ def save(
         CheckpointError: a rank could not write.
         RankError: a rank failed in another way, died, or did not make the call.
     """
+    with gc_paused():  # around a call, so that the collector finds nothing left of it when it wakes
+        return _save(url, app, durable, check_replicas, deadline_seconds)
+
+
+def _save(
+    url: str | os.PathLike[str],
+    app: Mapping[str, Any],
+    durable: bool,
+    check_replicas: CheckReplicas,
+    deadline_seconds: float,
+) -> SaveReport:
+    """The line itself."""
     begin = time.monotonic()
     ranks = ranks_of()
     what = f"saving {os.fspath(url)}"
 
-    with gc_paused():
-        (storage, flat, description), opened = ranks.agree(
+    (storage, flat, description), opened = ranks.agree(
+        what,
+        work=lambda: (storage_of(url, durable), *_describe(app, check_replicas if ranks.size > 1 else "none")),
+        report=lambda done: _fingerprints(done[2], ranks.rank),
+        decide=lambda reports: _open(storage_of(url, durable), reports),
+        deadline_seconds=deadline_seconds,
+    )
+    plan, own, values = _plan(ranks, what, description, opened, deadline_seconds)
+    save_id = opened["save_id"]
+    try:
+        files, bytes_total = ranks.agree(
             what,
-            work=lambda: (storage_of(url, durable), *_describe(app, check_replicas if ranks.size > 1 else "none")),
-            report=lambda done: _fingerprints(done[2], ranks.rank),
-            decide=lambda reports: _open(storage_of(url, durable), reports),
+            work=lambda: _write(storage, save_id, plan, own, flat, description),
+            report=lambda files: [[file.name, file.nbytes, file.digest] for file in files],
+            decide=lambda reports: _commit(storage, save_id, plan, values, reports),
             deadline_seconds=deadline_seconds,
         )
-        plan, own, values = _plan(ranks, what, description, opened, deadline_seconds)
-        save_id = opened["save_id"]
-        try:
-            files, bytes_total = ranks.agree(
-                what,
-                work=lambda: _write(storage, save_id, plan, own, flat, description),
-                report=lambda files: [[file.name, file.nbytes, file.digest] for file in files],
-                decide=lambda reports: _commit(storage, save_id, plan, values, reports),
-                deadline_seconds=deadline_seconds,
-            )
-        except BaseException:
-            # Rank 0 alone: it is the one that could still commit, and has now failed to. Were another to clear up, it
-            # might take the files from under a commit that it has not heard of.
-            if ranks.rank == 0:
-                discard(storage, save_id)
-            raise
+    except BaseException:
+        # Rank 0 alone: it is the one that could still commit, and has now failed to. Were another to clear up, it
+        # might take the files from under a commit that it has not heard of.
+        if ranks.rank == 0:
+            discard(storage, save_id)
+        raise
     bytes_written = sum(file.nbytes for file in files)
     seconds = time.monotonic() - begin
     return SaveReport(storage.url, save_id, len(plan.geometry.members), bytes_written, bytes_total, seconds)

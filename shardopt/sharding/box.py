@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise, product
 from math import prod
+from typing import NamedTuple
 
 MOST_FAULTS = 16
 """How many faults `cover_faults` names before it stops looking for more."""
@@ -17,8 +17,7 @@ MOST_FAULTS = 16
 _MOST_HOLE_VISITS = 200_000
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
+class Box(NamedTuple):
     """The elements whose index is at least `offsets` and less than `offsets + sizes`, in every dimension.
 
     A box of a 0-dimensional tensor is `Box((), ())`; it holds one element.

@@ -43,6 +43,12 @@ class Layout:
         return grid_cuts(self.shape, self.boxes)
 
     @cached_property
+    def shared(self) -> Mapping[Box, tuple[int, ...]]:
+        """The boxes that several ranks are known to hold, and which."""
+        together = () if self.holders is None else zip(self.boxes, self.holders, strict=True)
+        return {box: holders for box, holders in together if len(holders) > 1}
+
+    @cached_property
     def fingerprint(self) -> str:
         """32 hexadecimal digits that are equal for equal layouts, on every rank and in every version of Python."""
         text = json.dumps(self.to_json(), separators=(",", ":"), sort_keys=True)

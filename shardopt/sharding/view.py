@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
-from typing import Any, Protocol, TypeGuard
+from typing import Any, NamedTuple, Protocol, TypeGuard
 from weakref import WeakKeyDictionary
 
 import torch
@@ -37,8 +37,7 @@ from shardopt.sharding.layout import Layout, everywhere, held
 from shardopt.sharding.mesh import Mesh, Split, boxes_of, in_order, mesh_layout, runs_of
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """A box of a tensor and the local memory that it lies in.
 
     Args:
@@ -51,8 +50,7 @@ class Piece:
     tensor: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class View:
+class View(NamedTuple):
     """What this rank knows and holds of a tensor.
 
     Args:
@@ -279,7 +277,7 @@ def members_of(tensor: Tensor) -> tuple[int, ...]:
     Of a tensor that does not tell of other ranks (plain, LocalShardsWrapper) it is this rank.
     """
     if isinstance(tensor, DTensor) and not _is_wrapper(tensor._local_tensor):
-        return tuple(sorted(_mesh_of(tensor._spec.mesh).ranks))
+        return tuple(sorted(_on_mesh(tensor._spec.mesh).mesh.ranks))
     if isinstance(tensor, ShardedTensor):
         return tuple(sorted(dist.get_process_group_ranks(tensor._process_group)))
     return (dist.get_rank() if dist.is_initialized() else 0,)
@@ -358,6 +356,9 @@ def _empty_piece(shape: tuple[int, ...], dtype: torch.dtype, memory: Sequence[Te
 # --- DTensor ---------------------------------------------------------------------------------------------------------
 
 
+_MOST_PLACES = 4096
+
+
 @dataclass(frozen=True, slots=True)
 class _Place:
     """What placements come to for one rank: the layout, and where the rank's boxes lie in its local tensor."""
@@ -367,50 +368,69 @@ class _Place:
     slots: tuple[tuple[Box, Box], ...]
 
 
-_meshes: WeakKeyDictionary[DeviceMesh, dict[int, Mesh]] = WeakKeyDictionary()
+@dataclass(slots=True)
+class _OnMesh:
+    """What is known of one rank of a mesh: where it is, and what placements came to on it so far."""
+
+    mesh: Mesh
+    coordinate: tuple[int, ...] | None
+    places: dict[Any, _Place] = field(default_factory=dict)
+
+
+_meshes: WeakKeyDictionary[DeviceMesh, dict[int, _OnMesh]] = WeakKeyDictionary()
 """By mesh, then by rank: a mesh cut out of a larger one compares equal on ranks that lie in different cuts. Weak, so
 that no mesh, and with it no process group, is kept beyond `destroy_process_group`."""
 
 
-def _mesh_of(mesh: DeviceMesh) -> Mesh:
-    by_rank = _meshes.setdefault(mesh, {})
+def _on_mesh(mesh: DeviceMesh) -> _OnMesh:
+    by_rank = _meshes.get(mesh)
+    if by_rank is None:
+        by_rank = _meshes[mesh] = {}
     known = by_rank.get(mesh._rank)
     if known is None:
         ranks = mesh.mesh
         cut = mesh._get_root_mesh().size() > mesh.size()
-        known = by_rank[mesh._rank] = Mesh(tuple(ranks.shape), tuple(ranks.flatten().tolist()), cut)
+        coordinate = mesh.get_coordinate()
+        known = by_rank[mesh._rank] = _OnMesh(
+            Mesh(tuple(ranks.shape), tuple(ranks.flatten().tolist()), cut),
+            None if coordinate is None else tuple(coordinate),
+        )
     return known
 
 
 def _view_of_dtensor(tensor: DTensor, local: Tensor, key: str) -> View:
-    _refuse_placements(tensor, key)
     spec = tensor._spec
-    shape = tuple(tensor.shape)
+    shape = spec.shape
     memory = _memory(_awaited(local), key)
-    mesh = _mesh_of(spec.mesh)
-    coordinate = spec.mesh.get_coordinate()
-    place = _place(
+    here = _on_mesh(spec.mesh)
+    told = (
         shape,
-        mesh,
-        None if coordinate is None else tuple(coordinate),
         spec.placements,
+        *map(type, spec.placements),
         spec.shard_order,
-        bool(spec.use_strided_shard_as_shard_order),
+        spec.use_strided_shard_as_shard_order,
     )
-    if coordinate is None:  # torch gives such ranks a 1-dimensional empty tensor, whatever the shape
-        return View(shape, memory.dtype, (), place.layout)
-    if tuple(memory.shape) != place.local_shape:
+    place = here.places.get(told)
+    if place is None:
+        _refuse_placements(tensor, key)
+        place = _place(tuple(shape), here, spec.placements, spec.shard_order, strided_is_order)
+        while len(here.places) >= _MOST_PLACES:
+            del here.places[next(iter(here.places))]
+        here.places[told] = place
+    if here.coordinate is None:  # torch gives such ranks a 1-dimensional empty tensor, whatever the shape
+        return View(place.layout.shape, memory.dtype, (), place.layout)
+    if memory.shape != place.local_shape:
         raise _refusal(
             key,
             f"a local tensor of shape {tuple(memory.shape)} on rank {spec.mesh._rank}",
-            f"{place.local_shape}, what {spec.placements} over {spec.mesh} make of {shape}",
+            f"{place.local_shape}, what {spec.placements} over {spec.mesh} make of {tuple(shape)}",
             "pass shape and stride to DTensor.from_local, and split as torch.chunk does",
         )
-    if prod(shape) == 0:
-        pieces = _empty_piece(shape, memory.dtype, [memory])
+    if 0 in shape:
+        pieces = _empty_piece(place.layout.shape, memory.dtype, [memory])
     else:
-        pieces = tuple(Piece(box, _part(memory, slot)) for box, slot in place.slots)
-    return View(shape, memory.dtype, pieces, place.layout)
+        pieces = tuple([Piece(box, _part(memory, slot)) for box, slot in place.slots])
+    return View(place.layout.shape, memory.dtype, pieces, place.layout)
 
 
 def _refuse_placements(tensor: DTensor, key: str) -> None:
@@ -433,14 +453,12 @@ def _part(memory: Tensor, slot: Box) -> Tensor:
     return memory
 
 
-@lru_cache(maxsize=4096)
 def _place(
     shape: tuple[int, ...],
-    mesh: Mesh,
-    coordinate: tuple[int, ...] | None,
+    here: _OnMesh,
     placements: tuple[Placement, ...],
     shard_order: Sequence[Any] | None,
-    strided_is_order: bool,
+    strided_is_order: bool | None,
 ) -> _Place:
     """What placements of these kinds come to.
 
@@ -455,13 +473,13 @@ def _place(
         if isinstance(placement, Shard | _StridedShard)
     )
     if strided_is_order:
-        splits = in_order(splits, mesh.shape) or splits
+        splits = in_order(splits, here.mesh.shape) or splits
     elif all(split.factor == 1 for split in splits) and shard_order:
         splits = tuple(Split(mesh_dim, dim) for dim, mesh_dims in shard_order for mesh_dim in mesh_dims)
-    layout = mesh_layout(shape, mesh, splits)
-    if coordinate is None:
+    layout = mesh_layout(shape, here.mesh, splits)
+    if here.coordinate is None:
         return _Place(layout, (0,), ())
-    runs = runs_of(shape, mesh.shape, splits, coordinate)
+    runs = runs_of(shape, here.mesh.shape, splits, here.coordinate)
     local_shape = tuple(sum(end - start for start, end in dim_runs) for dim_runs in runs)
     return _Place(layout, local_shape, boxes_of(runs))
 
