@@ -403,13 +403,9 @@ def _view_of_dtensor(tensor: DTensor, local: Tensor, key: str) -> View:
     shape = spec.shape
     memory = _memory(_awaited(local), key)
     here = _on_mesh(spec.mesh)
-    told = (
-        shape,
-        spec.placements,
-        *map(type, spec.placements),
-        spec.shard_order,
-        spec.use_strided_shard_as_shard_order,
-    )
+    strided_is_order = spec.use_strided_shard_as_shard_order
+    # The classes too: a subclass of Shard equals it, and may mean something else.
+    told = (shape, spec.placements, *map(type, spec.placements), spec.shard_order, strided_is_order)
     place = here.places.get(told)
     if place is None:
         _refuse_placements(tensor, key)
