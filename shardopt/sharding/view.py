@@ -404,9 +404,9 @@ def _view_of_dtensor(tensor: DTensor, local: Tensor, key: str) -> View:
     memory = _memory(_awaited(local), key)
     here = _on_mesh(spec.mesh)
     strided_is_order = spec.use_strided_shard_as_shard_order
-    # The classes too: a subclass of Shard equals it, and may mean something else.
-    told = (shape, spec.placements, *map(type, spec.placements), spec.shard_order, strided_is_order)
-    place = here.places.get(told)
+    told = (shape, spec.placements, spec.shard_order, strided_is_order)
+    # A subclass of Shard equals it, and may mean something else; others refuse even to be looked up.
+    place = here.places.get(told) if _KNOWN_PLACEMENTS.issuperset(map(type, spec.placements)) else None
     if place is None:
         _refuse_placements(tensor, key)
         place = _place(tuple(shape), here, spec.placements, spec.shard_order, strided_is_order)
@@ -429,11 +429,14 @@ def _view_of_dtensor(tensor: DTensor, local: Tensor, key: str) -> View:
     return View(place.layout.shape, memory.dtype, pieces, place.layout)
 
 
+_KNOWN_PLACEMENTS = frozenset({Replicate, Shard, _StridedShard})
+
+
 def _refuse_placements(tensor: DTensor, key: str) -> None:
     """Refuses placements that do not say which elements a rank holds."""
     for placement in tensor._spec.placements:
         # A subclass may mean something else by the same name, so it is as unknown as any other class.
-        if type(placement) not in (Replicate, Shard, _StridedShard):
+        if type(placement) not in _KNOWN_PLACEMENTS:
             required, remedy = "only Shard and Replicate placements", "redistribute the tensor first"
         elif isinstance(placement, Shard | _StridedShard) and not -tensor.ndim <= placement.dim < tensor.ndim:
             required, remedy = f"a dimension of shape {tuple(tensor.shape)}", "place it on one of its dimensions"
