@@ -8,8 +8,9 @@ Every rank knows all layouts, so every rank works out the whole assignment alone
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 
 import numpy as np
@@ -84,23 +85,15 @@ def assign(members: Mapping[str, Member]) -> dict[str, Assignment]:
     for key in sorted(members):
         groups[holders_of(members[key])].append(key)
     load = np.zeros(1 + max((ranks[-1] for holders in groups for ranks in holders.ranks), default=0))
-    splits: dict[tuple[Layout, Holders, Parts], _Split] = {}
+    splits: dict[tuple[Layout, Holders, tuple[Parts, ...]], _Split] = {}
     assigned: dict[str, Assignment] = {}
     # Those that have least choice come first, and the others fill up what they leave.
     for holders in sorted(groups, key=lambda holders: (holders.positions, holders.ranks)):
         keys = groups[holders]
-        ends = _ends(holders, load, sum(members[key].nbytes for key in keys))
-        position, done = 0, 0
+        lines = _lines(holders, load, [members[key] for key in keys])
         for key in keys:
-            member, parts = members[key], []
-            begin = done
-            done += member.nbytes
-            while position + 1 < len(ends) and ends[position] < done - _CUT_BYTES:
-                if ends[position] > begin + _CUT_BYTES:
-                    parts.append(((ends[position] - begin) / member.nbytes, position))
-                position += 1
-            parts.append((1.0, position))
-            choice = member.layout, holders, tuple(parts)
+            member = members[key]
+            choice = member.layout, holders, tuple(line.take(member) for line in lines)
             split = splits.get(choice) or splits.setdefault(choice, _split(*choice))
             assigned[key] = split.assignment
             load[split.ranks] += split.numels * member.dtype.itemsize
@@ -132,19 +125,54 @@ class _Holders:
         return found
 
 
-def _ends(holders: Holders, load: Load, nbytes: int) -> list[int]:
-    """Where each position's piece of the group's bytes ends, such that the fullest rank stays as low as can be."""
-    if holders.positions == 1:
-        return [nbytes]
-    boxes = len(holders.ranks)
-    before = [float(max(load[ranks[i]] for ranks in holders.ranks)) for i in range(holders.positions)]
-    level = _level(before, nbytes / boxes)
-    ends, total = [], 0.0
-    for position in range(holders.positions):
-        total += max(level - before[position], 0.0) * boxes
-        ends.append(round(total))
-    ends[-1] = nbytes
-    return ends
+class _Line:
+    """The bytes of a group's tensors end to end, and where each position's piece of it ends.
+
+    Args:
+        boxes: of each layout the boxes that this line is of; all of them, or one.
+        ranks: their holders.
+        load: what ranks have to write already; the pieces are such that the fullest rank stays as low as can be.
+        members: the tensors.
+    """
+
+    def __init__(self, boxes: slice, ranks: Sequence[tuple[int, ...]], load: Load, members: Sequence[Member]) -> None:
+        self._boxes = boxes
+        self._position = self._done = 0
+        positions = min(map(len, ranks))
+        nbytes = sum(map(self._nbytes, members))
+        self._ends = [nbytes] * positions
+        if positions > 1:
+            before = [float(max(load[held[i]] for held in ranks)) for i in range(positions)]
+            level = _level(before, nbytes / len(ranks))
+            shares = [max(level - height, 0.0) * len(ranks) for height in before]
+            self._ends[:-1] = [round(end) for end in accumulate(shares[:-1])]
+
+    def take(self, member: Member) -> Parts:
+        """How the next tensor is cut."""
+        nbytes, begin, parts = self._nbytes(member), self._done, []
+        self._done += nbytes
+        while self._position + 1 < len(self._ends) and self._ends[self._position] < self._done - _CUT_BYTES:
+            if self._ends[self._position] > begin + _CUT_BYTES:
+                parts.append(((self._ends[self._position] - begin) / nbytes, self._position))
+            self._position += 1
+        return *parts, (1.0, self._position)
+
+    def _nbytes(self, member: Member) -> int:
+        if self._boxes == _ALL:
+            return member.nbytes
+        return sum(box.numel for box in member.layout.boxes[self._boxes]) * member.dtype.itemsize
+
+
+_ALL = slice(None)
+
+
+def _lines(holders: Holders, load: Load, members: Sequence[Member]) -> list[_Line]:
+    """One line for all boxes, so that they are cut alike and a grid stays one; but where ranks at one position have
+    unlike loads, which uneven shards of other tensors leave behind, one for each box."""
+    at_position = np.array([[load[rank] for rank in ranks[: holders.positions]] for ranks in holders.ranks])
+    if np.ptp(at_position, axis=0).max() <= _CUT_BYTES or holders.positions == 1:
+        return [_Line(_ALL, holders.ranks, load, members)]
+    return [_Line(slice(i, i + 1), [ranks], load, members) for i, ranks in enumerate(holders.ranks)]
 
 
 def _level(before: list[float], amount: float) -> float:
@@ -168,14 +196,19 @@ class _Split:
     numels: npt.NDArray[np.float64]
 
 
-def _split(layout: Layout, holders: Holders, parts: Parts) -> _Split:
-    """Gives each box to its holder at the position of `parts`, cut at fractions of its rows where there are several."""
+def _split(layout: Layout, holders: Holders, parts: tuple[Parts, ...]) -> _Split:
+    """Gives each box to its holder at the position of its parts, cut at fractions of its rows where there are several.
+
+    Args:
+        parts: of each box, or what holds for all of them.
+    """
     boxes: list[Box] = []
     writers: list[tuple[int, int]] = []
     slots: defaultdict[int, int] = defaultdict(int)
     numels: defaultdict[int, int] = defaultdict(int)
-    for box, ranks in zip(layout.boxes, holders.ranks, strict=True):
-        for piece, position in _cut(box, parts):
+    of_each = parts * len(layout.boxes) if len(parts) == 1 else parts
+    for box, ranks, cuts in zip(layout.boxes, holders.ranks, of_each, strict=True):
+        for piece, position in _cut(box, cuts):
             rank = ranks[position]
             boxes.append(piece)
             writers.append((rank, slots[rank]))
