@@ -55,7 +55,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(memory).cast("B")
 
 
-def tensor_over(buffer: bytearray, begin: int, dtype: Dtype, shape: tuple[int, ...]) -> Tensor:
+def tensor_over(buffer: memoryview, begin: int, dtype: Dtype, shape: tuple[int, ...]) -> Tensor:
     """A tensor whose memory is `buffer` from `begin` on."""
     flat = torch.frombuffer(buffer, dtype=torch.uint8, offset=begin, count=prod(shape) * dtype.itemsize)
     return flat.view(torch_dtype(dtype)).reshape(shape)

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import NamedTuple
 
@@ -29,7 +29,9 @@ from shardopt.errors import CorruptionError, Problem
 from shardopt.sharding.box import Box
 
 _THREADS = 4
-_BATCH_BYTES = 8 << 20  # read by one thread at a time; at most _THREADS + 1 are under way, which bounds the scratch
+_BATCH_BYTES = 2 << 20  # read by one thread at a time, and still in its cache when it is summed and copied
+_ALIGNMENT = 64  # of what is taken from scratch, so that there can be tensors of any dtype over it
+_SCRATCH_BYTES = _BATCH_BYTES + 2 * SEGMENT_BYTES  # at most _THREADS + 2 batches are under way or being made
 
 
 class Want(NamedTuple):
@@ -95,33 +97,83 @@ class OpenFile:
         return entry
 
 
-@dataclass(slots=True)
+class _Run(NamedTuple):
+    """Bytes of a stored box that lie in one run in the file, of whole segments.
+
+    Args:
+        offset: in the file.
+        head: bytes before what is wanted, to make up its first segment.
+        memory: for what is wanted; None where all of the run goes to scratch.
+        tail: bytes behind what is wanted; all of the run where it goes to scratch.
+        copy: for a run in scratch: where its bytes are → what to copy from them, and where to.
+    """
+
+    offset: int
+    head: int
+    memory: memoryview | None
+    tail: int
+    copy: Callable[[memoryview], tuple[Tensor, Tensor]] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.head + (self.memory.nbytes if self.memory else 0) + self.tail
+
+
 class _Batch:
-    """Spans to read in one go, the segments that are complete with them, and copies to make once they are verified."""
+    """Spans to read in one go, the segments that are complete with them, and copies to make once they are verified.
 
-    spans: list[Span] = field(default_factory=list)
-    checks: list[tuple[Entry, int, Sequence[memoryview]]] = field(default_factory=list)
-    copies: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    nbytes: int = 0
+    Args:
+        scratch: buffers for what is not read in place; the batch takes one when it needs it, and gives it back.
+    """
 
-    def add(
-        self, entry: Entry, offset: int, parts: Sequence[memoryview], copies: Sequence[tuple[Tensor, Tensor]]
-    ) -> None:
-        """Adds bytes of an entry that lie in one run from `offset` on in the file, and go to `parts` in turn."""
+    def __init__(self, scratch: list[bytearray]) -> None:
+        self.spans: list[Span] = []
+        self.checks: list[tuple[Entry, int, Sequence[memoryview]]] = []
+        self.nbytes = 0
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        self._scratch = scratch
+        self._buffer: bytearray | None = None
+        self._used = 0
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether a run of that size may be added; a first one always may."""
+        return not self.spans or self.nbytes + nbytes <= _BATCH_BYTES
+
+    def add(self, entry: Entry, run: _Run) -> None:
+        parts = [self._take(run.head), run.memory, self._take(run.tail)] if run.memory else [self._take(run.tail)]
+        parts = [part for part in parts if part]
+        if run.copy is not None:
+            self._copies.append(run.copy(parts[0]))
+        offset = run.offset
         self.checks += _segments(entry, offset, parts)
-        self.copies += copies
         for memory in parts:
             self.spans.append(Span(offset, memory))
             offset += memory.nbytes
-            self.nbytes += memory.nbytes
+        self.nbytes += run.nbytes
 
-    def run(self, file: OpenFile) -> None:
+    def read(self, file: OpenFile) -> None:
+        """Fills, verifies and copies; the batch is done with then."""
         file.read_into(self.spans)
         for entry, segment, parts in self.checks:
             if _sum(parts) != file.sums[8 * segment : 8 * segment + 8]:
                 raise damaged(file.where, _failed_segment(entry, segment))
-        for target, source in self.copies:
-            target.copy_(source)
+        with torch.no_grad():  # a thread has a grad mode of its own
+            for target, source in self._copies:
+                target.copy_(source)
+        if self._buffer is not None:
+            self._scratch.append(self._buffer)
+
+    def _take(self, nbytes: int) -> memoryview:
+        """Scratch memory. Fresh memory costs more than what is read into it, so buffers are used again."""
+        if not nbytes:
+            return memoryview(b"")
+        if self._buffer is None:
+            self._buffer = self._scratch.pop() if self._scratch else bytearray(_SCRATCH_BYTES)
+        begin = self._used
+        self._used += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        if self._used > len(self._buffer):  # thousands of crumbs, which alignment has made larger
+            return memoryview(bytearray(nbytes))
+        return memoryview(self._buffer)[begin : begin + nbytes]
 
 
 def fetch(wants: Sequence[tuple[OpenFile, Want]]) -> int:
@@ -133,14 +185,15 @@ def fetch(wants: Sequence[tuple[OpenFile, Want]]) -> int:
     by_file: defaultdict[OpenFile, list[Want]] = defaultdict(list)
     for file, want in wants:
         by_file[file].append(want)
+    scratch: list[bytearray] = []
     with torch.no_grad(), ThreadPoolExecutor(_THREADS, "shardopt-read") as pool:
         running: set[Future[None]] = set()
         nbytes = 0
         for file, wanted in by_file.items():
-            for batch in _batches(sorted(wanted, key=lambda want: want.entry.begin)):
+            for batch in _batches(sorted(wanted, key=lambda want: want.entry.begin), scratch):
                 if len(running) > _THREADS:
                     running = _settle(running)
-                running.add(pool.submit(_run, batch, file))
+                running.add(pool.submit(batch.read, file))
                 nbytes += batch.nbytes
         while running:
             running = _settle(running)
@@ -200,11 +253,6 @@ def _failed_segment(entry: Entry, segment: int) -> str:
     return f"segment {segment - entry.segment} of {entry.key!r} with bytes that fail their checksum"
 
 
-def _run(batch: _Batch, file: OpenFile) -> None:
-    with torch.no_grad():  # a thread has a grad mode of its own
-        batch.run(file)
-
-
 def _settle(running: set[Future[None]]) -> set[Future[None]]:
     done, rest = wait(running, return_when=FIRST_COMPLETED)
     for future in done:
@@ -212,33 +260,29 @@ def _settle(running: set[Future[None]]) -> set[Future[None]]:
     return rest
 
 
-def _batches(wants: Sequence[Want]) -> Iterator[_Batch]:
+def _batches(wants: Sequence[Want], scratch: list[bytearray]) -> Iterator[_Batch]:
     """Batches of at most the bytes of one, or of one run."""
-    batch = _Batch()
+    batch = _Batch(scratch)
     for want in wants:
         entry = want.entry
         nbytes = entry.end - entry.begin
         if nbytes <= SEGMENT_BYTES and want.wanted.sizes == want.sizes and _takes_bytes(want):
             # All of a small box, which is what most tensors of most checkpoints are.
-            if batch.spans and batch.nbytes + nbytes > _BATCH_BYTES:
+            if not batch.has_room(nbytes):
                 yield batch
-                batch = _Batch()
+                batch = _Batch(scratch)
             memory = bytes_of(want.target)
             batch.spans.append(Span(entry.begin, memory))
             batch.checks.append((entry, entry.segment, (memory,)))
             batch.nbytes += nbytes
             continue
         for run in _direct(want) if _is_one_run(want) else _through_scratch(want):
-            if batch.spans and batch.nbytes + sum(part.nbytes for part in run[1]) > _BATCH_BYTES:
+            if not batch.has_room(run.nbytes):
                 yield batch
-                batch = _Batch()
-            batch.add(entry, *run)
+                batch = _Batch(scratch)
+            batch.add(entry, run)
     if batch.spans:
         yield batch
-
-
-_Run = tuple[int, list[memoryview], list[tuple[Tensor, Tensor]]]
-"""File offset of the first byte, the memory for the bytes from there on, copies to make afterwards."""
 
 
 def _is_one_run(want: Want) -> bool:
@@ -262,8 +306,7 @@ def _direct(want: Want) -> Iterator[_Run]:
         # One run ends where a segment ends, so that no segment is read twice.
         stop = min(end, begin - begin % SEGMENT_BYTES + _BATCH_BYTES)
         head, tail = begin % SEGMENT_BYTES, min(-stop % SEGMENT_BYTES, total - stop)
-        parts = [memoryview(bytearray(head)), memory[: stop - begin], memoryview(bytearray(tail))]
-        yield want.entry.begin + begin - head, [part for part in parts if part.nbytes], []
+        yield _Run(want.entry.begin + begin - head, head, memory[: stop - begin], tail)
         memory = memory[stop - begin :]
         begin = stop
 
@@ -288,12 +331,20 @@ def _scratch_rows(want: Want, base: int, sizes: tuple[int, ...], wanted: Box, ta
         begin = base + (first + i) * row_bytes
         stop = begin + rows * row_bytes
         aligned = begin - begin % SEGMENT_BYTES
-        buffer = bytearray(min(-(-stop // SEGMENT_BYTES) * SEGMENT_BYTES, total) - aligned)
-        source = tensor_over(buffer, begin - aligned, want.dtype, (rows, *sizes[1:]) if sizes else ())
-        if sizes:
-            source = narrowed(source, Box((0, *wanted.offsets[1:]), (rows, *wanted.sizes[1:])))
+        nbytes = min(-(-stop // SEGMENT_BYTES) * SEGMENT_BYTES, total) - aligned
         part = target.narrow(0, i, rows) if sizes else target
-        yield want.entry.begin + aligned, [memoryview(buffer)], [(part, source)]
+        box = Box((0, *wanted.offsets[1:]), (rows, *wanted.sizes[1:])) if sizes else None
+        shape = (rows, *sizes[1:]) if sizes else ()
+        copy = partial(_copy_of, part, begin - aligned, want.dtype, shape, box)
+        yield _Run(want.entry.begin + aligned, 0, None, nbytes, copy)
+
+
+def _copy_of(
+    target: Tensor, begin: int, dtype: Dtype, shape: tuple[int, ...], box: Box | None, memory: memoryview
+) -> tuple[Tensor, Tensor]:
+    """A target, and the tensor to fill it with: the part `box` of one of that shape, which begins in `memory`."""
+    source = tensor_over(memory, begin, dtype, shape)
+    return target, source if box is None else narrowed(source, box)
 
 
 def _segments(
