@@ -16,6 +16,7 @@ from shardopt.checkpoint.commit import manifest_of
 from shardopt.checkpoint.describe import Description, geometry_of
 from shardopt.checkpoint.format import DTYPES, file_name
 from shardopt.checkpoint.manifest import decode_manifest, encode_manifest
+from shardopt.checkpoint.pause import gc_paused
 from shardopt.checkpoint.write import OwnParts, SavePlan
 from shardopt.sharding.layout import everywhere
 from shardopt.sharding.mesh import Mesh, Split, mesh_layout
@@ -67,9 +68,10 @@ def plan(mesh: Mesh) -> SavePlan:
 
 
 def timed(function, *args):
-    begin = time.perf_counter()
-    result = function(*args)
-    return time.perf_counter() - begin, result
+    with gc_paused():  # as in a save
+        begin = time.perf_counter()
+        result = function(*args)
+        return time.perf_counter() - begin, result
 
 
 def main() -> None:

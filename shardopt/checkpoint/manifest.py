@@ -25,6 +25,7 @@ from shardopt.checkpoint.format import (
     read_sizes,
     without_duplicates,
 )
+from shardopt.checkpoint.pause import gc_paused
 from shardopt.errors import FormatError, Problem, StateError
 from shardopt.sharding.box import Box, grid_boxes, grid_cuts
 from shardopt.state import Index, Path
@@ -122,6 +123,11 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
         CorruptionError: it is torn, fails its seal, or says what cannot be.
         FormatError: it is not ours or needs a newer reader.
     """
+    with gc_paused():  # objects by the hundred thousand, none of them garbage
+        return _decode(data, where)
+
+
+def _decode(data: bytes, where: str) -> Manifest:
     seal = _SEAL.fullmatch(data[-_SEAL_BYTES:])
     if len(data) > MANIFEST_LIMIT_BYTES:
         raise damaged(where, f"{len(data)} bytes, more than the limit of {MANIFEST_LIMIT_BYTES}")
