@@ -10,13 +10,12 @@ makes more of a difference than what is measured; a second bare optimizer shows 
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from peers import interleaved, on_ranks, write_table
+from peers import in_turns, on_ranks, write_table
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -65,16 +64,6 @@ def optimizers(options: dict[str, Any]) -> dict[str, Optimizer]:
     return peers
 
 
-def timed(peers: dict[str, Callable[[int], Any]], repetitions: int, rounds: int) -> dict[str, float]:
-    """Medians over rounds of the medians in each; peers change places, as some places may be better than others."""
-    medians: dict[str, list[float]] = {name: [] for name in peers}
-    for turn in range(rounds):
-        order = [*peers][turn % len(peers) :] + [*peers][: turn % len(peers)]
-        for name, seconds in interleaved({name: peers[name] for name in order}, repetitions, warm_up=5).items():
-            medians[name].append(seconds)
-    return {name: statistics.median(each) for name, each in medians.items()}
-
-
 def target(value: float, most: float, unit: str = "") -> str:
     return f"≤ {most:g}{unit}: {'met' if value <= most else 'missed'}"
 
@@ -83,7 +72,7 @@ def steps(repetitions: int, rounds: int) -> list[Row]:
     rows = []
     for implementation, options in IMPLEMENTATIONS.items():
         peers = optimizers(options)
-        seconds = timed({name: lambda _, o=o: o.step() for name, o in peers.items()}, repetitions, rounds)
+        seconds = in_turns({name: lambda _, o=o: o.step() for name, o in peers.items()}, repetitions, rounds)
         for name, each in seconds.items():
             ratio = each / seconds[BARE]
             met = target(ratio, 1.05) if name in (KEYED, WRAPPED) else ""
@@ -93,7 +82,7 @@ def steps(repetitions: int, rounds: int) -> list[Row]:
 
 def state_dicts(repetitions: int, rounds: int) -> list[Row]:
     peers = optimizers(IMPLEMENTATIONS["for-loop"])
-    seconds = timed({name: lambda _, o=o: o.state_dict() for name, o in peers.items()}, repetitions, rounds)
+    seconds = in_turns({name: lambda _, o=o: o.state_dict() for name, o in peers.items()}, repetitions, rounds)
     rows = []
     for name, each in seconds.items():
         microseconds = each / PARAMETERS * 1e6
@@ -116,7 +105,7 @@ def clipping(limit: float, repetitions: int, rounds: int) -> dict[str, float]:
         TORCHS: lambda _: torch.nn.utils.clip_grad_norm_(named.values(), limit),
         OURS: lambda _: ours.clip_grad_norm_(),
     }
-    return timed(peers, repetitions, rounds)
+    return in_turns(peers, repetitions, rounds)
 
 
 def clipping_rows(repetitions: int, rounds: int) -> list[Row]:

@@ -40,25 +40,46 @@ def _rank(rank: int, n: int, folder: str, function: Callable[..., Any], args: tu
     dist.destroy_process_group()
 
 
-def interleaved(peers: dict[str, Callable[[int], Any]], repetitions: int, warm_up: int = 1) -> dict[str, float]:
+def interleaved(
+    peers: dict[str, Callable[[int], Any]],
+    repetitions: int,
+    warm_up: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, float]:
     """The median seconds of each peer, which take turns. Collective where the peers are: the slowest rank counts.
 
     Args:
         peers: name → what to time; gets the number of the repetition.
+        clock: `time.thread_time` for what neither waits nor starts threads, on a machine that others use too.
     """
     seconds: dict[str, list[float]] = {name: [] for name in peers}
     for repetition in range(-warm_up, repetitions):
         for name, run in peers.items():
             if dist.is_initialized():
                 dist.barrier()
-            begin = time.perf_counter()
+            begin = clock()
             run(repetition)
-            took = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
+            took = torch.tensor(clock() - begin, dtype=torch.float64)
             if dist.is_initialized():
                 dist.all_reduce(took, dist.ReduceOp.MAX)
             if repetition >= 0:
                 seconds[name].append(took.item())
     return {name: statistics.median(times) for name, times in seconds.items()}
+
+
+def in_turns(
+    peers: dict[str, Callable[[int], Any]],
+    repetitions: int,
+    rounds: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, float]:
+    """Medians over rounds of the medians in each; peers change places, as some places may be better than others."""
+    medians: dict[str, list[float]] = {name: [] for name in peers}
+    for turn in range(rounds):
+        order = [*peers][turn % len(peers) :] + [*peers][: turn % len(peers)]
+        for name, seconds in interleaved({name: peers[name] for name in order}, repetitions, 3, clock).items():
+            medians[name].append(seconds)
+    return {name: statistics.median(each) for name, each in medians.items()}
 
 
 def write_table(name: str, title: str, header: Sequence[str], rows: Sequence[Sequence[str]], notes: str = "") -> str:
