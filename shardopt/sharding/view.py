@@ -239,23 +239,25 @@ def lend_gradients(readers: Iterable[GradientReader], lent: list[Tensor]) -> lis
         among them.
     """
     others = []
-    for reader in readers:
-        param, leaf = reader._param, reader._leaf
-        if leaf is not None and param._local_tensor is leaf and param._spec is reader._want and leaf.grad is None:
-            grad = param.grad
-            if grad is None:
-                continue
-            if type(grad) is DTensor and grad._spec is reader._have:
-                local = grad._local_tensor
-                if type(local) is Tensor:
-                    try:
-                        leaf.grad = local
-                    except (RuntimeError, TypeError):  # another size or dtype: gradient_leaves tells what is wrong
-                        pass
-                    else:
-                        lent.append(leaf)
-                        continue
-        others.append(reader)
+    # Asking a DTensor for its gradient takes three times as long where torch looks for overrides, of which it has none.
+    with torch._C.DisableTorchFunctionSubclass():
+        for reader in readers:
+            param, leaf = reader._param, reader._leaf
+            if leaf is not None and param._local_tensor is leaf and param._spec is reader._want and leaf.grad is None:
+                grad = param.grad
+                if grad is None:
+                    continue
+                if type(grad) is DTensor and grad._spec is reader._have:
+                    local = grad._local_tensor
+                    if type(local) is Tensor:
+                        try:
+                            leaf.grad = local
+                        except (RuntimeError, TypeError):  # another size or dtype: gradient_leaves tells what is wrong
+                            pass
+                        else:
+                            lent.append(leaf)
+                            continue
+            others.append(reader)
     return others
 
 
