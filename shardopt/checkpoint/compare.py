@@ -104,7 +104,9 @@ def _stored_paths(manifest: Manifest) -> Iterator[tuple[str, Path]]:
 def _match_tensors(key: str, view: View, tensor: StoredTensor, match: Match, strictness: Strictness) -> Problem | None:
     """Puts a tensor of both sides into `match`, or tells what is wrong with it."""
     dtype = torch_dtype(tensor.dtype)
-    if tensor.layout.shape != view.shape or dtype != view.dtype:
+    # A rank without a shard of a LocalShardsWrapper cannot know its dtype.
+    known = view.dtype if view.pieces or not view.layout.local else dtype
+    if tensor.layout.shape != view.shape or dtype != known:
         castable = tensor.layout.shape == view.shape and _can_cast(dtype, view.dtype)
         if not castable or strictness.dtype != "cast":
             remedy = "load it into a tensor of the shape and dtype that were saved"
