@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from shardopt.algorithms.registry import unknown
+from shardopt.algorithms.registry import spec_of
 from shardopt.algorithms.torch_private import backward_under_way, gradient_hooks, in_forward_of_ddp
 from shardopt.errors import AlgorithmError, Problem, StateError
 from shardopt.optim.fused import FusedOptimizer
@@ -213,11 +213,7 @@ class InBackwardOptimizer(KeyedOptimizerWrapper, FusedOptimizer):
         return {**super().__getstate__(), "_started": bool(self._handles)}
 
     def _refuse(self, params: Mapping[str, Tensor], groups: Collection[Mapping[str, Any]]) -> None:
-        spec = self._local.spec
-        if spec is None:
-            raise AlgorithmError(
-                "an unknown optimizer may not step in backward", [unknown(type(self._local.optimizer))]
-            )
+        spec = spec_of(type(self._local.optimizer))
         if not spec.elementwise:
             found = f"{spec.name}, {spec.why_not or 'which computes on whole matrices, and exchanges their parts'}"
             required = "an algorithm that needs nothing but the gradient of the element that it updates"
