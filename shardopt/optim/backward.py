@@ -48,7 +48,10 @@ def in_backward(
             loss_of(model, last).backward()                  # updates
             optimizer.step()                                 # for schedulers, hooks and the like
 
-    Not for gradients that are looked at after backward: clipping and GradScaler refuse it.
+    Every backward outside of `accumulate` updates, so one with several losses belongs into it, all but the last. The
+    parts of a gradient from within one backward (tied parameters, modules that run twice) are added up first; but
+    activation checkpointing with `use_reentrant=True` makes a backward of its own of each region, so that no parameter
+    may be in two. Not for gradients that are looked at after backward: clipping and GradScaler refuse it.
 
     Args:
         module: what is trained, after it was sharded; or parameters by name, if others have another optimizer.
@@ -184,8 +187,8 @@ class InBackwardOptimizer(KeyedOptimizerWrapper, FusedOptimizer):
                 self._backward, self._updated = backward, set()
             if parameter in self._updated:
                 raise _in_parts(self._names[parameter])
-            self._update(parameter)
             self._updated.add(parameter)
+            self._update(parameter)
 
     def _update(self, parameter: Tensor) -> None:
         self._waiting.pop(parameter, None)
@@ -255,8 +258,9 @@ def _in_parts(name: str) -> StateError:
     problem = Problem(
         key=name,
         found="a second part of its gradient in one backward, after the first has updated it",
-        required="one complete gradient: a module with fully_shard is run once in a forward",
-        remedy="run backward within optimizer.accumulate(), and call optimizer.step() after it",
+        required="a gradient that comes whole, unlike that of a module which runs twice in a forward and for which "
+        "fully_shard holds gradients back (set_requires_gradient_sync(False))",
+        remedy="accumulate with optimizer.accumulate() in its place, and load a checkpoint from before this backward",
     )
     return StateError("a gradient came in parts", [problem])
 
