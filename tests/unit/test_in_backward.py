@@ -28,6 +28,7 @@ from shardopt import (
 from shardopt.checkpoint.torn import mark_torn, unmark_torn
 from shardopt.errors import AlgorithmError, GradientError, StateError, TornStateError
 from tests.contract.optimizers import same
+from tests.fake_rank import fake_rank, sharded_tensor
 
 GROUPS = [{"match": "bias", "weight_decay": 0.0, "lr": 0.02}]
 ALGORITHMS = [
@@ -290,6 +291,15 @@ def test_what_cannot_step_in_backward_is_refused_and_leaves_no_hook(algorithm, o
     assert not net.weight._post_accumulate_grad_hooks
 
 
+def test_parameters_whose_shards_carry_gradients_are_refused():
+    """A hook on a ShardedTensor is never called."""
+    whole = nn.Parameter(torch.zeros(4))
+    with fake_rank(0, 2), pytest.raises(StateError, match=r"complete(.|\n)*table(.|\n)*a ShardedTensor"):
+        table = sharded_tensor(torch.zeros(2, 4), [(1, 0), (1, 1)], 0, requires_grad=True)
+        shardopt.in_backward({"whole": whole, "table": table}, "sgd", lr=0.1)
+    assert not whole._post_accumulate_grad_hooks
+
+
 def test_a_bad_group_leaves_no_hook():
     net = Net()
     with pytest.raises(ValueError, match="Invalid"):
@@ -329,6 +339,7 @@ def test_an_optimizer_torn_by_a_load_refuses_before_backward_changes_anything(ma
     for _ in range(2):
         with pytest.raises(TornStateError, match="loading x"):
             loss_of(net, 0).backward()
+        whole.zero_grad()
         assert same(dict(net.state_dict()), dict(before)) and not fused.state_dict()["state"]
     with pytest.raises(TornStateError):
         whole.step()
