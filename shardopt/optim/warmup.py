@@ -113,6 +113,10 @@ class WarmupOptimizer(OptimizerWrapper):
         if self._iteration < self._schedule.end:
             self._set_rates()
 
+    def _before_backward(self) -> None:
+        super()._before_backward()
+        self._before_step()  # for what updates in backward, a step begins there
+
     def _after_step(self) -> None:
         iteration = self._iteration + 1
         self._own[POSITION][0] = iteration
