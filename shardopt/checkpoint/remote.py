@@ -112,7 +112,10 @@ class RemoteStorage(Storage):
             total = upload(self._fs, self._requests, path, _chained(first, second, parts))
         else:
             total = self._stream(path, _chained(first, second, parts))
-        found = self.size(name) if self.exists(name) else 0
+        try:
+            found = self.size(name)
+        except FileNotFoundError:
+            found = 0
         if found != total:
             raise ConnectionError(f"the store has {found} bytes where {total} were sent")
         return total

@@ -1,0 +1,67 @@
+"""An S3 server in a process of its own (`s3_server.py`), and how file systems of tests and their ranks reach it."""
+
+import json
+import os
+import subprocess
+import sys
+import urllib.request
+import uuid
+from contextlib import contextmanager
+from pathlib import Path
+
+import fsspec
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+class S3:
+    """A server that is running."""
+
+    def __init__(self, port):
+        self.endpoint = f"http://127.0.0.1:{port}"
+
+    def options(self, **more):
+        """What s3fs needs to reach it; without the client's own retries, so that those above it are tested."""
+        config = {"retries": {"max_attempts": 0}, **more}
+        return {"endpoint_url": self.endpoint, "key": "test", "secret": "test", "config_kwargs": config}
+
+    def new_root(self):
+        """The URL of a bucket of its own."""
+        name = f"b-{uuid.uuid4().hex}"
+        urllib.request.urlopen(urllib.request.Request(f"{self.endpoint}/{name}", method="PUT")).close()
+        return f"s3://{name}/run"
+
+    def plan(self, *faults):
+        body = json.dumps(faults).encode()
+        urllib.request.urlopen(urllib.request.Request(f"{self.endpoint}/-/plan", body, method="PUT")).close()
+
+    def log(self):
+        with urllib.request.urlopen(f"{self.endpoint}/-/log") as answer:
+            return json.loads(answer.read())
+
+
+@contextmanager
+def s3_server():
+    """A server, for as long as the block lasts."""
+    command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("s3_server.py"))]
+    environment = {**os.environ, "MOTO_ALLOW_NONEXISTENT_REGION": "true", "AWS_EC2_METADATA_DISABLED": "true"}
+    with subprocess.Popen(
+        command, cwd=_ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield S3(int(process.stdout.readline()))
+        finally:
+            process.stdin.close()
+            process.terminate()
+
+
+@contextmanager
+def reached(options):
+    """fsspec's configuration in this process, for as long as the block lasts; no file system is kept from before."""
+    before = dict(fsspec.config.conf)
+    fsspec.config.conf["s3"] = options
+    try:
+        yield
+    finally:
+        fsspec.config.conf.clear()
+        fsspec.config.conf.update(before)

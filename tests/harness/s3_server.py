@@ -1,0 +1,130 @@
+"""An S3 server on loopback for tests, with faults given as data: moto's, behind a middleware that breaks requests.
+
+Run as a program it serves on a free port, which it prints. What it is told over HTTP:
+
+    PUT /-/plan    JSON, the faults from here on: [{"kind": "503", "match": "^PUT .*partNumber", "times": 1, …}, …]
+    GET /-/log     JSON, the requests since the plan: {"requests": ["PUT /bucket/key", …], "most_at_once": 3}
+
+Kinds: "503"; "close" (the connection ends without an answer); "hang" (no answer for `seconds`); "lose" (a success is
+answered, and nothing done); "slow" (done `seconds` later); "deaf" (done, and the connection ends without an answer).
+A fault strikes each distinct request that its pattern is found in `times` times, or altogether so often with `all`.
+"""
+
+import hashlib
+import json
+import re
+import socket
+import sys
+import threading
+import time
+from collections import Counter
+
+from moto.server import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import WSGIRequestHandler, make_server
+
+_ERROR = b'<?xml version="1.0"?><Error><Code>ServiceUnavailable</Code><Message>by plan</Message></Error>'
+
+
+class _Plan:
+    """The faults, and what has been asked since they were given."""
+
+    def __init__(self, faults=()):
+        self.faults, self.struck, self.requests, self.lock = list(faults), Counter(), [], threading.Lock()
+        self.at_once = Counter()
+
+    def meet(self, request):
+        with self.lock:
+            self.requests.append(request)
+            for i, fault in enumerate(self.faults):
+                key = (i, None if fault.get("all") else request)
+                if re.search(fault.get("match", ""), request) and self.struck[key] < fault.get("times", 1):
+                    self.struck[key] += 1
+                    return fault
+        return None
+
+    def count(self, method, by):
+        with self.lock:
+            self.at_once[method] += by
+            self.at_once[f"most {method}"] = max(self.at_once[f"most {method}"], self.at_once[method])
+
+
+class Middleware:
+    """Answers what the tests ask of it, and hands other requests on, unless they are to fail."""
+
+    def __init__(self, app):
+        self.app, self.plan = app, _Plan()
+
+    def __call__(self, environ, start_response):
+        method, path, query = environ["REQUEST_METHOD"], environ["PATH_INFO"], environ["QUERY_STRING"]
+        if path == "/-/plan":
+            self.plan = _Plan(json.loads(_body(environ)))
+            return _answer(start_response, b"")
+        if path == "/-/log":
+            most = {key[5:]: n for key, n in self.plan.at_once.items() if key.startswith("most ")}
+            log = {"requests": self.plan.requests, "most_at_once": most, "struck": sum(self.plan.struck.values())}
+            return _answer(start_response, json.dumps(log).encode())
+        plan = self.plan
+        request = " ".join(filter(None, [method, path + (query and "?" + query), environ.get("HTTP_RANGE", "")]))
+        plan.count(method, 1)
+        try:
+            return self._serve(plan.meet(request), environ, start_response)
+        finally:
+            plan.count(method, -1)
+
+    def _serve(self, fault, environ, start_response):
+        kind = fault and fault["kind"]
+        if kind == "503":
+            _body(environ)
+            return _answer(start_response, _ERROR, "503 Service Unavailable")
+        if kind == "lose":
+            tag = hashlib.md5(_body(environ)).hexdigest()
+            return _answer(start_response, b"", headers=[("ETag", f'"{tag}"')])
+        if kind in ("hang", "slow"):
+            time.sleep(fault["seconds"])
+        if kind == "deaf":
+            list(self.app(environ, lambda status, headers, exc_info=None: None))
+        if kind in ("close", "hang", "deaf"):
+            environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
+            return []
+        return list(self.app(environ, start_response))
+
+
+class _Quiet(WSGIRequestHandler):
+    """Logs nothing, and is not upset by connections that are gone."""
+
+    protocol_version = "HTTP/1.1"
+
+    def log(self, type, message, *args):
+        pass
+
+    def handle(self):
+        try:
+            super().handle()
+        except (ConnectionError, AssertionError, ValueError):  # what a closed socket makes of the handler
+            self.close_connection = True
+
+
+def _body(environ):
+    return environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+
+
+def _answer(start_response, data, status="200 OK", headers=()):
+    start_response(status, [("Content-Length", str(len(data))), *headers])
+    return [data]
+
+
+def main():
+    server = make_server(
+        "127.0.0.1",
+        0,
+        Middleware(DomainDispatcherApplication(create_backend_app)),
+        threaded=True,
+        request_handler=_Quiet,
+    )
+    print(server.server_port, flush=True)
+    threading.Thread(target=lambda: (sys.stdin.read(), server.shutdown()), daemon=True).start()  # ends with its parent
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()
