@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from itertools import islice
 from typing import Any
 
 from shardopt.checkpoint.directory import Span, Storage, runs, too_short
@@ -104,14 +105,15 @@ class RemoteStorage(Storage):
 
     def _write_once(self, name: str, buffers: Iterable[memoryview]) -> int:
         path, parts = self._path(name), _parts(iter(buffers))
-        first, second = next(parts, bytearray()), next(parts, None)
-        if second is None:
-            self._ask("write", "pipe_file", name, bytes(first))
-            return len(first)
+        head = list(islice(parts, 2))
+        if len(head) < 2:
+            whole = bytes(head[0]) if head else b""
+            self._ask("write", "pipe_file", name, whole)
+            return len(whole)
         if has_multipart(self._fs):
-            total = upload(self._fs, self._requests, path, _chained(first, second, parts))
+            total = upload(self._fs, self._requests, path, _after(head, parts))
         else:
-            total = self._stream(path, _chained(first, second, parts))
+            total = self._stream(path, _after(head, parts))
         try:
             found = self.size(name)
         except FileNotFoundError:
@@ -171,7 +173,8 @@ def _parts(buffers: Iterator[memoryview]) -> Iterator[bytearray]:
         yield part
 
 
-def _chained(first: bytearray, second: bytearray, rest: Iterable[bytearray]) -> Iterator[bytearray]:
-    yield first
-    yield second
+def _after(head: list[bytearray], rest: Iterable[bytearray]) -> Iterator[bytearray]:
+    """First what is in `head`, which nobody holds on to then."""
+    while head:
+        yield head.pop(0)
     yield from rest

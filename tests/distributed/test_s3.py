@@ -35,10 +35,9 @@ def s3():
 
 @pytest.fixture
 def here(s3, monkeypatch):
-    """The server, reached from this process, with parts as small as S3 takes and little patience."""
+    """The server, reached from this process, with small parts and little patience."""
     monkeypatch.setattr(retry, "PATIENCE", IMPATIENT)
-    monkeypatch.setattr(multipart, "PART_BYTES", 5 << 20)
-    monkeypatch.setattr(remote, "PART_BYTES", 5 << 20)
+    monkeypatch.setattr(remote, "PART_BYTES", 1 << 20)
     s3.plan()
     with reached(s3.options()):
         yield s3
@@ -46,7 +45,7 @@ def here(s3, monkeypatch):
 
 
 def value(step=1):
-    return torch.arange(ROWS * 768, dtype=torch.float32).reshape(ROWS, 768) + step  # 12 MiB: three parts
+    return torch.arange(ROWS * 192, dtype=torch.float32).reshape(ROWS, 192) + step  # 3 MiB: four parts
 
 
 def app_of(step=1):
@@ -68,19 +67,18 @@ def uploads_left(root):
 
 def test_parts_go_several_at_a_time_and_few_are_in_memory(here, monkeypatch):
     monkeypatch.setattr(multipart, "PARTS_AT_ONCE", 2)
-    here.plan({"kind": "slow", "seconds": 0.2, "match": "partNumber", "times": 100})
     root = here.new_root() + "/c"
-    app = {"x": torch.arange(10 << 20, dtype=torch.float32)}  # 40 MiB: nine parts
-    storage = checkpoint.save(root, {"n": 1})  # what is made only once is not counted
+    app = {"x": torch.arange(5 << 20, dtype=torch.float32)}  # 20 MiB: 21 parts
+    checkpoint.save(root, app_of())  # what the client makes only once, more than these parts, is not counted
+    here.plan({"kind": "slow", "seconds": 0.1, "match": "partNumber", "times": 100})
     tracemalloc.start()
     checkpoint.save(root + "2", app)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     log = here.log()
-    assert storage.tensors == 0
-    assert len([request for request in log["requests"] if "partNumber" in request]) == 9
+    assert len([request for request in log["requests"] if "partNumber" in request]) == 21
     assert log["most_at_once"]["PUT"] == 2
-    assert peak < 22 << 20  # two parts on their way, one in the making, and change
+    assert peak < 6 << 20  # two parts on their way, which the socket may copy, two in the making, and change
     assert checkpoint.verify(root + "2").ok
 
 
@@ -91,7 +89,7 @@ def test_every_request_fails_once(here, kind):
     here.plan({"kind": kind})
     manager = checkpoint.Manager(root)
     manager.save(1, app_of())
-    app = {"x": torch.zeros(ROWS, 768), "small": torch.zeros(10), "step": 0}
+    app = {"x": torch.zeros(ROWS, 192), "small": torch.zeros(10), "step": 0}
     assert manager.restore(app) == 1
     assert torch.equal(app["x"], value()) and app["step"] == 1
     assert checkpoint.verify(manager.path(1)).ok
@@ -161,7 +159,7 @@ def test_an_object_that_is_cut_short_is_corruption(here):
     checkpoint.save(root, app_of())
     fs = fsspec.filesystem("s3")
     (name,) = fs.glob(root + "/*.safetensors")
-    fs.pipe_file(name, fs.cat_file(name, 0, 1000))
+    fs.pipe_file(name, fs.cat_file(name, start=0, end=1000))
     report = checkpoint.verify(root)
     assert not report.ok and "1000 bytes where" in str(report.problems[0])
 
@@ -201,7 +199,7 @@ def zeros():
 
 
 def save_on_ranks(options, root, step):
-    retry.PATIENCE = IMPATIENT
+    retry.PATIENCE, remote.PART_BYTES = IMPATIENT, 1 << 19
     with reached(options):
         return checkpoint.Manager(root, deadline_seconds=10).save(step, state(step), force=True)
 
@@ -225,7 +223,7 @@ def test_saved_on_four_ranks_loaded_on_three(here):
     reports = run_ranks(4, save_on_ranks, here.options(), root, 1)
     assert sum(report.bytes_written for report in reports) == reports[0].bytes_total
     run_ranks(3, restore_on_ranks, here.options(), root, 1)
-    assert here.log()["struck"] >= 50
+    assert here.log()["struck"] >= 30
     here.plan()
     assert checkpoint.verify(checkpoint.Manager(root).path(1)).ok
     checkpoint.reshard(checkpoint.Manager(root).path(1), root + "/step-00000002", world_size=2)
@@ -240,7 +238,7 @@ def test_a_rank_that_dies_in_an_upload(here):
     """Nothing of its save is seen; the others name it, and what it left is in nobody's way."""
     root = here.new_root()
     run_ranks(4, save_on_ranks, here.options(), root, 1)
-    fault = Fault(2, "shardopt.checkpoint.retry:Requests.once", at=2)
+    fault = Fault(2, "shardopt.checkpoint.retry:Requests.once", at=3)
     outcomes = run_ranks_outcomes(4, save_on_ranks, here.options(), root, 2, faults=[fault])
     assert outcomes[2].signal is not None
     for rank in (0, 1, 3):

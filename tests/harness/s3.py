@@ -44,7 +44,7 @@ class S3:
 def s3_server():
     """A server, for as long as the block lasts."""
     command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("s3_server.py"))]
-    environment = {**os.environ, "MOTO_ALLOW_NONEXISTENT_REGION": "true", "AWS_EC2_METADATA_DISABLED": "true"}
+    environment = {**os.environ, "S3_UPLOAD_PART_MIN_SIZE": "1024"}  # so that parts of tests may be small
     with subprocess.Popen(
         command, cwd=_ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:

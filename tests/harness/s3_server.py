@@ -85,7 +85,7 @@ class Middleware:
             list(self.app(environ, lambda status, headers, exc_info=None: None))
         if kind in ("close", "hang", "deaf"):
             environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
-            return []
+            raise ConnectionAbortedError("by plan")  # which the handler takes for a client that has gone
         return list(self.app(environ, start_response))
 
 
