@@ -35,6 +35,11 @@ class CompositeOptimizer(KeyedOptimizer):
         Optimizer.__init__(self, [{PARAMS: []}], {})
         self._parts = tuple(parts)
 
+    @property
+    def parts(self) -> tuple[KeyedOptimizer, ...]:
+        """What it is made of."""
+        return self._parts
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Evaluates the closure, does what this optimizer is for, and steps its parts.
 

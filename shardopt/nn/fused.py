@@ -1,0 +1,57 @@
+"""The optimizer of tables whose rows are updated inside of backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardopt.algorithms.torch_private import step_nested
+from shardopt.optim.base import KeyedOptimizer
+from shardopt.optim.fused import FusedOptimizer
+from shardopt.optim.wrapper import OptimizerWrapper
+
+
+class FusedTables(OptimizerWrapper, FusedOptimizer):
+    """Updates the rows of tables at the end of each backward that came to them, by a step of another optimizer.
+
+    All lookups that one backward comes to make one update. Options that are changed before a backward hold in it.
+    Hooks that are registered here run at `step()`; those of the inner optimizer, `parts[0]`, around each update. While
+    a load is not whole, updates are refused as steps are.
+
+    Args:
+        optimizer: of the tables' parameters; not to be stepped by anyone else.
+    """
+
+    def __init__(self, optimizer: KeyedOptimizer) -> None:
+        super().__init__(optimizer)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Changes no parameter, as backward has; evaluates a closure, whose loss is returned."""
+        if closure is None:
+            return None
+        with torch.enable_grad():
+            return closure()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Has no gradient to drop."""
+
+    def update(self, gradients: Mapping[Tensor, Tensor]) -> None:
+        """One step with gradients that the parameters have for this time only.
+
+        Args:
+            gradients: parameter → its gradient, placed as it is.
+
+        Raises:
+            TornStateError: the optimizer, or one that it is part of, is only partly loaded.
+        """
+        before = {parameter: parameter.grad for parameter in self.params.values()}
+        try:
+            for parameter in before:
+                parameter.grad = gradients.get(parameter)
+            step_nested(self._optimizer)
+        finally:
+            for parameter, gradient in before.items():
+                parameter.grad = gradient
