@@ -1,0 +1,311 @@
+"""Sharded embedding tables on real ranks: the vectors, gradients and tables of torch's own modules in one process."""
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+import shardopt
+from shardopt import CombinedOptimizer, WarmupOptimizer, WarmupPolicy, WarmupStage, checkpoint
+from shardopt.checkpoint.torn import mark_torn, unmark_torn
+from shardopt.errors import InputError, TornStateError
+from shardopt.nn import ShardedEmbedding, ShardedEmbeddingBag, Table
+from shardopt.sharding.view import leaves_of
+from tests.distributed.embeddings import STEPS, TABLES, batch, in_one_process, loss_of, mesh, sharded, torchs, unchecked
+from tests.harness import run_ranks, run_ranks_outcomes
+
+ALGORITHMS = {
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.1}),
+    "sgd": (torch.optim.SGD, {"lr": 0.01}),
+}
+DTYPES = (torch.float32, torch.float64)
+
+
+def of_dtype(dtype):
+    return tuple(replace(table, dtype=dtype) for table in TABLES)
+
+
+@functools.cache
+def alone(algorithm, dtype, ranks, rate=lambda step: 1.0):
+    """Vectors by step, rank and table, gradients of weights as well; and the tables after all steps."""
+    tables = of_dtype(dtype)
+    modules = in_one_process(tables)
+    make, options = ALGORITHMS[algorithm]
+    optimizer = make(modules.parameters(), **options)
+    seen = []
+    for step in range(STEPS):
+        optimizer.param_groups[0]["lr"] = options["lr"] * rate(step)
+        optimizer.zero_grad()
+        total = torch.zeros(())
+        given = {}
+        for rank in range(ranks):
+            for table in tables:
+                given[rank, table.name] = batch(table, step, rank, ranks)
+                vectors = torchs(table, modules[table.name].weight, *given[rank, table.name])
+                seen.append(((step, rank, table.name), vectors.detach()))
+                total = total + loss_of(vectors)
+        total.backward()
+        for (rank, name), its in given.items():
+            if its[-1] is not None and its[-1].requires_grad:
+                seen.append(((step, rank, f"{name}.weights"), its[-1].grad))
+        with unchecked():
+            optimizer.step()
+    return dict(seen), {name: module.weight.detach() for name, module in modules.items()}
+
+
+def train(algorithm, dtype, fused=False, rate=lambda step: 1.0):
+    """The same on ranks: this rank's vectors and gradients of weights, and its tables made whole."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    tables = of_dtype(dtype)
+    module = sharded(tables)
+    options = ALGORITHMS[algorithm][1]
+    if fused:
+        optimizer = module.fuse(algorithm, **options)
+    else:
+        optimizer = shardopt.keyed(algorithm, module.named_parameters(), **options)
+    seen = {}
+    for step in range(STEPS):
+        optimizer.param_groups[0]["lr"] = options["lr"] * rate(step)
+        given = {table.name: batch(table, step, rank, ranks) for table in tables}
+        found = module(given)
+        with unchecked():
+            sum(loss_of(vectors) for vectors in found.values()).backward()
+        seen.update({(step, rank, name): vectors.detach() for name, vectors in found.items()})
+        for name, its in given.items():
+            if its[-1] is not None and its[-1].requires_grad:
+                seen[step, rank, f"{name}.weights"] = its[-1].grad
+        for name, parameter in module.named_parameters():
+            if fused:
+                assert parameter.grad is None, name
+            else:
+                assert leaves_of(parameter.grad)[0].is_sparse, name
+        with unchecked():
+            optimizer.step()
+        optimizer.zero_grad()
+    return seen, {table.name: getattr(module, table.name).weight.detach().full_tensor() for table in tables}
+
+
+def assert_near(found, wanted, name, relative):
+    """The largest difference, relative to the largest element."""
+    assert found.shape == wanted.shape, name
+    assert found.dtype == wanted.dtype, name
+    if wanted.numel():
+        assert (found - wanted).abs().max() <= relative * wanted.abs().max(), name
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_trains_as_one_process_does(algorithm, ranks):
+    for dtype, relative in ((torch.float32, 1e-6), (torch.float64, 1e-13)):
+        wanted, tables = alone(algorithm, dtype, ranks)
+        results = run_ranks(ranks, train, algorithm, dtype)
+        assert {key for seen, _ in results for key in seen} == wanted.keys()
+        for seen, found in results:
+            for key, value in seen.items():
+                assert_near(value, wanted[key], key, relative)
+            for name, value in found.items():
+                assert_near(value, tables[name], name, relative)
+
+
+def fused_and_not(algorithm):
+    rate = lambda step: 1.0 + step  # noqa: E731  # a schedule that a constant rate cannot be taken for
+    seen, tables = train(algorithm, torch.float32, rate=rate)
+    fused, its = train(algorithm, torch.float32, fused=True, rate=rate)
+    constant = train(algorithm, torch.float32, fused=True)[1]
+    assert any(not torch.equal(constant[name], its[name]) for name in its)
+    differing = [name for name in tables if not torch.equal(tables[name], its[name])]
+    return differing + [key for key in seen if not torch.equal(seen[key], fused[key])]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_fused_into_backward_gives_the_same_bits(algorithm, ranks):
+    assert run_ranks(ranks, fused_and_not, algorithm) == [[]] * ranks
+
+
+PAIR = (Table("left", 11, 4, mode="sum"), Table("right", 3, 2, mode="none"))
+LOOKUPS = (
+    {"left": (torch.tensor([1, 10, 1]), torch.tensor([0, 2])), "right": torch.tensor([[2, 2], [0, 1]])},
+    {"left": (torch.tensor([1, 5]), torch.tensor([0, 2]))},
+    {"right": torch.tensor([2])},
+)
+
+
+def several_lookups(fused):
+    """Three lookups, in which tables and rows come again, and one backward for all of them."""
+    module = sharded(PAIR)
+    optimizer = (
+        module.fuse("adagrad", lr=0.1) if fused else shardopt.keyed("adagrad", module.named_parameters(), lr=0.1)
+    )
+    for _ in range(2):
+        found = [module(lookup) for lookup in LOOKUPS]
+        with unchecked():
+            sum(loss_of(vectors) for its in found for vectors in its.values()).backward()
+            optimizer.step()
+        optimizer.zero_grad()
+    return {name: parameter.detach().full_tensor() for name, parameter in module.named_parameters()}
+
+
+def several_in_one_process(ranks):
+    modules = in_one_process(PAIR)
+    optimizer = torch.optim.Adagrad(modules.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        losses = [
+            loss_of(torchs(table, modules[table.name].weight, *(its if isinstance(its, tuple) else (its,))))
+            for lookup in LOOKUPS
+            for table in PAIR
+            if (its := lookup.get(table.name)) is not None
+        ]
+        (ranks * sum(losses)).backward()
+        with unchecked():
+            optimizer.step()
+    return {f"{name}.weight": module.weight.detach() for name, module in modules.items()}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_all_lookups_before_one_backward_make_one_update(fused):
+    wanted = several_in_one_process(2)
+    for found in run_ranks(2, several_lookups, fused):
+        for name, value in wanted.items():
+            assert_near(found[name], value, name, 1e-6)
+
+
+def gradients_of_two_backwards():
+    """Their sum stays until it is dropped; a table that nobody looks up has none, nor has a frozen one."""
+    module = sharded((*PAIR, Table("unused", 4, 2), Table("frozen", 4, 2)))
+    module.frozen.weight.requires_grad_(False)
+    for lookup in LOOKUPS:
+        frozen = (torch.tensor([1]), torch.tensor([0])) if dist.get_rank() == 0 else (torch.tensor([]).long(),) * 2
+        found = module({**lookup, "frozen": frozen})
+        sum(loss_of(vectors) for vectors in found.values()).backward()
+    assert module.unused.weight.grad is None
+    assert module.frozen.weight.grad is None
+    return {name: leaves_of(parameter.grad)[0].to_dense() for name, parameter in module.left.named_parameters()}
+
+
+def test_gradients_add_up_until_they_are_dropped():
+    modules = in_one_process(PAIR)
+    for lookup in LOOKUPS:
+        if "left" in lookup:
+            loss_of(torchs(PAIR[0], modules["left"].weight, *lookup["left"])).mul(3).backward()
+    found = torch.cat([its["weight"] for its in run_ranks(3, gradients_of_two_backwards)])
+    assert_near(found, modules["left"].weight.grad.to_dense(), "left", 1e-6)
+
+
+def subsets():
+    """Each rank passes another table: gradients come to all that anybody passed, by a rank that passed none."""
+    module = sharded(PAIR, mean_gradients=True)
+    rank = dist.get_rank()
+    lookup = [{"left": torch.tensor([[3, 4]])}, {"right": torch.tensor([0])}, {}][rank]
+    found = module(lookup)
+    assert found.keys() == lookup.keys()
+    total = sum(vectors.sum() for vectors in found.values()) + 0 * sum(p.to_local().sum() for p in module.parameters())
+    total.backward()
+    return {name: leaves_of(parameter.grad)[0] for name, parameter in module.named_parameters()}
+
+
+def refuse(case):
+    module = ShardedEmbeddingBag([Table("users", 10, 4), Table("items", 5, 2, mode="sum")], mesh())
+    good = {"users": torch.tensor([[0, 9]]), "items": (torch.tensor([4]), torch.tensor([0]))}
+    bad = {
+        "id": {**good, "items": (torch.tensor([0, 5, 7]), torch.tensor([0]))},
+        "negative": {**good, "users": torch.tensor([[-1, 2]])},
+        "name": {**good, "user": torch.tensor([1])},
+        "offsets": {**good, "items": (torch.tensor([4]), torch.tensor([0, 2]))},
+        "dtype": {**good, "users": torch.tensor([[0.0, 9.0]])},
+    }[case]
+    try:
+        module(bad if dist.get_rank() == 1 else good)
+    except InputError as error:
+        again = module(good)  # ranks are still in step
+        return str(error), tuple(again["users"].shape)
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("id", ["rank 1", "items: found id 5 (and 1 more)", "ids from 0 to 4"]),
+        ("negative", ["rank 1", "users: found id -1", "ids from 0 to 9"]),
+        ("name", ["rank 1", "user: found", "['items', 'users']"]),
+        ("offsets", ["rank 1", "items: found offsets [0, 2]", "within 1 ids"]),
+        ("dtype", ["rank 1", "users: found ids of torch.float32"]),
+    ],
+)
+def test_what_one_rank_cannot_look_up_all_refuse(case, words):
+    results = run_ranks(3, refuse, case, deadline_seconds=30)
+    assert len(set(results)) == 1
+    for word in words:
+        assert word in results[0][0]
+    assert results[0][1] == (1, 4)
+
+
+def refuse_alone(where):
+    """A mistake in the call itself, on one rank: told to the others as well."""
+    module = ShardedEmbedding([Table("users", 10, 4), Table("items", 5, 2)], mesh())
+    module(torch.tensor([1]) if dist.get_rank() == where else {"users": torch.tensor([1])})
+
+
+def test_ids_without_a_table_are_refused_on_all_ranks():
+    for outcome in run_ranks_outcomes(2, refuse_alone, 1, deadline_seconds=30):
+        assert "users, items" in str(outcome.exception)
+
+
+def save(path):
+    module, optimizer = step_fused(Model())
+    checkpoint.save(path, {"module": module, "optimizer": optimizer})
+    return everything(module, optimizer)
+
+
+def load(path):
+    module, optimizer = step_fused(Model(), steps=0)
+    optimizer.init_state()
+    checkpoint.load(path, {"module": module, "optimizer": optimizer})
+    after = everything(module, optimizer)
+    step_fused(module, optimizer)
+    return after, everything(module, optimizer)
+
+
+class Model(nn.Module):
+    """Tables with an optimizer fused into backward, and a dense layer with another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.tables = sharded(TABLES)
+        torch.manual_seed(1)
+        self.dense = nn.Linear(8, 1)
+
+    def optimizer(self):
+        dense = shardopt.keyed("adamw", {"weight": self.dense.weight, "bias": self.dense.bias}, lr=0.01)
+        return CombinedOptimizer([("tables", self.tables.fuse("adagrad", lr=0.1)), ("dense", dense)])
+
+
+def step_fused(model, optimizer=None, steps=3):
+    optimizer = optimizer or model.optimizer()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for step in range(steps):
+        found = model.tables({table.name: batch(table, step, rank, ranks) for table in TABLES})
+        (sum(loss_of(its) for its in found.values()) + model.dense(found["sums"]).sum()).backward()
+        for parameter in model.dense.parameters():
+            dist.all_reduce(parameter.grad)
+        with unchecked():
+            optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def everything(model, optimizer):
+    state = {
+        f"{name}.{entry}": value
+        for name, its in optimizer.state_dict()["state"].items()
+        for entry, value in its.items()
+    }
+    both = {**dict(model.named_parameters()), **state}
+    return {
+        name: value.detach().full_tensor() if hasattr(value, "full_tensor") else value.detach()
+        for name, value in both.items()
+    }
