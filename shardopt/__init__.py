@@ -1,6 +1,7 @@
 """Optimizers and checkpoints for sharded training, keyed by fully qualified parameter name."""
 
 from shardopt.optim.averaging import EMA, SWA
+from shardopt.optim.backward import in_backward
 from shardopt.optim.batch_norm import update_bn
 from shardopt.optim.clipping import GradientClipping, GradientClippingOptimizer
 from shardopt.optim.fused import EmptyFusedOptimizer, FusedOptimizer, FusedOptimizerModule
@@ -26,6 +27,7 @@ __all__ = [
     "WarmupOptimizer",
     "WarmupPolicy",
     "WarmupStage",
+    "in_backward",
     "keyed",
     "update_bn",
 ]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 BatchNorm = _BatchNorm
@@ -36,6 +37,24 @@ def step_nested(optimizer: Optimizer) -> Any:
     Raises:
         RuntimeError: a hook returns neither None nor (args, kwargs); whatever a hook or the step raises.
     """
+    args, kwargs = before_step(optimizer)
+    told = step_without_hooks(type(optimizer))(*args, **kwargs)
+    for after in optimizer._optimizer_step_post_hooks.values():
+        after(optimizer, args, kwargs)
+    # A schedule that is attached to this optimizer watches `optimizer.step`, and warns where it finds this unset.
+    optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedules set it
+    return told
+
+
+def before_step(optimizer: Optimizer) -> tuple[Any, Any]:
+    """Fires the hooks of `register_step_pre_hook`, but not torch's global ones.
+
+    Returns:
+        The arguments of `step`, the optimizer first, as the hooks have left them.
+
+    Raises:
+        RuntimeError: a hook returns neither None nor (args, kwargs); whatever a hook raises.
+    """
     args: Any = (optimizer,)
     kwargs: Any = {}
     for before in optimizer._optimizer_step_pre_hooks.values():
@@ -44,12 +63,26 @@ def step_nested(optimizer: Optimizer) -> Any:
             if not (isinstance(changed, tuple) and len(changed) == 2):
                 raise RuntimeError(f"a step pre-hook must return None or (args, kwargs), but returned {changed!r}")
             args, kwargs = changed
-    told = step_without_hooks(type(optimizer))(*args, **kwargs)
-    for after in optimizer._optimizer_step_post_hooks.values():
-        after(optimizer, args, kwargs)
-    # A schedule that is attached to this optimizer watches `optimizer.step`, and warns where it finds this unset.
-    optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedules set it
-    return told
+    return args, kwargs
+
+
+def backward_under_way() -> int:
+    """A number that no other backward of the process has; -1 outside of backwards.
+
+    `fully_shard` finishes some gradients in a callback at the end of backward, which has the number of that backward.
+    """
+    return torch._C._current_graph_task_id()
+
+
+def gradient_hooks(parameter: Tensor) -> list[Callable[[Tensor], None]]:
+    """The hooks of `register_post_accumulate_grad_hook`, which torch's autograd and `fully_shard` call."""
+    hooks: Mapping[int, Callable[[Tensor], None]] | None = parameter._post_accumulate_grad_hooks
+    return list((hooks or {}).values())
+
+
+def in_forward_of_ddp() -> bool:
+    """Whether DistributedDataParallel is running the forward of a module."""
+    return DistributedDataParallel._active_ddp_module is not None
 
 
 def is_torchs(attribute: str) -> bool:

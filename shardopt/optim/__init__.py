@@ -4,6 +4,7 @@ The function that builds one by algorithm and pattern is `shardopt.keyed`; here 
 """
 
 from shardopt.optim.averaging import EMA, SWA
+from shardopt.optim.backward import in_backward
 from shardopt.optim.batch_norm import update_bn
 from shardopt.optim.clipping import GradientClipping, GradientClippingOptimizer
 from shardopt.optim.fused import EmptyFusedOptimizer, FusedOptimizer, FusedOptimizerModule
@@ -29,5 +30,6 @@ __all__ = [
     "WarmupOptimizer",
     "WarmupPolicy",
     "WarmupStage",
+    "in_backward",
     "update_bn",
 ]

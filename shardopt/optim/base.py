@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
 from itertools import chain
 from typing import Any, cast
+from weakref import WeakSet
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -14,13 +15,14 @@ from shardopt.algorithms.torch_private import (
     after_state_dict,
     before_load_state_dict,
     before_state_dict,
+    before_step,
 )
 from shardopt.errors import Problem, StateError
 from shardopt.optim.agreement import differences
 from shardopt.optim.groups import first_names, listed, named, refuse_non_leaves
 from shardopt.optim.loading import LoadPlan, Unmatched
 from shardopt.optim.saved import PARAM_GROUPS, PARAMS, STATE, KeyedGroup, as_saved, plan_all, saved_options
-from shardopt.optim.scaler import refuse_torchs_scaler
+from shardopt.optim.scaler import refuse_scaled_backward, refuse_torchs_scaler
 from shardopt.ranks import ranks_of
 
 StateDict = dict[str, Any]
@@ -60,6 +62,14 @@ class KeyedOptimizer(Optimizer):
                 f"name them in params, which has {listed(self._params)}",
             )
             raise StateError("all state keys must be params", [problem])
+
+    @property
+    def updates_in_backward(self) -> bool:
+        """Whether any parameter is updated while backward runs, and not by `step` alone.
+
+        Its gradients are then gone after backward, and cannot be clipped or unscaled.
+        """
+        return False
 
     @property
     def params(self) -> Mapping[str, Tensor]:
@@ -183,8 +193,20 @@ class KeyedOptimizer(Optimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """torch's GradScaler asks for this before it steps an optimizer: the moment to refuse where it must not."""
+        if self.updates_in_backward:
+            refuse_scaled_backward()
         refuse_torchs_scaler(self.param_groups)
         return False
+
+    def _is_part_of(self, owner: KeyedOptimizer) -> None:
+        """Tells that another optimizer is made of this one; it is not kept alive by this."""
+        self.__dict__.setdefault("_part_of", WeakSet()).add(owner)
+
+    def _before_backward(self) -> None:
+        """Fires the step-pre-hooks of all optimizers that this one is part of, then its own; they may refuse."""
+        for owner in list(self.__dict__.get("_part_of", ())):
+            owner._before_backward()
+        before_step(self)
 
     # An optimizer made of others overrides the four below, and calls those of its parts.
 

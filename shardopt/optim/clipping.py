@@ -57,7 +57,8 @@ class GradientClippingOptimizer(OptimizerWrapper):
             for the norm in every step. Otherwise gradients become zero or NaN, as torch's do.
 
     Raises:
-        StateError: an argument out of range, or an optimizer without names.
+        StateError: an argument out of range, or an optimizer without names; or gradients are to be clipped, and the
+            optimizer or a part of it updates in backward, so that they are gone before they could be.
     """
 
     def __init__(
@@ -77,6 +78,8 @@ class GradientClippingOptimizer(OptimizerWrapper):
         self._error_if_nonfinite = error_if_nonfinite
         self._total_norm: Tensor | None = None
         self._refuse_bad_arguments()
+        if self._clipping is not GradientClipping.NONE:
+            self._refuse_updates_in_backward()
 
     @property
     def total_norm(self) -> Tensor | None:
@@ -93,10 +96,12 @@ class GradientClippingOptimizer(OptimizerWrapper):
             The norm before that, as `total_norm`.
 
         Raises:
+            StateError: a part of the optimizer updates in backward.
             GradientError: a gradient does not fit its parameter; or the norm is not finite, and that is an error.
             LayoutError: a parameter cannot be described, or its parts on different ranks do not fit together.
             RankError: another rank failed; nothing was changed.
         """
+        self._refuse_updates_in_backward()
         measured = self._norm.measure(self._parameters(), lambda: first_names(self.params))
         self._total_norm = measured.total
         if self._error_if_nonfinite:
@@ -116,6 +121,16 @@ class GradientClippingOptimizer(OptimizerWrapper):
 
     def _parameters(self) -> list[Tensor]:
         return list(chain.from_iterable(group[PARAMS] for group in self.param_groups))
+
+    def _refuse_updates_in_backward(self) -> None:
+        if self.updates_in_backward:
+            problem = Problem(
+                key=type(self).__name__,
+                found="an optimizer that updates parameters in backward, or has such a part",
+                required="gradients that are there until the step",
+                remedy="clip the other optimizers before they are combined, or step after backward (shardopt.keyed)",
+            )
+            raise StateError("gradients that backward has used up cannot be clipped", [problem])
 
     def _refuse_bad_arguments(self) -> None:
         problems = []

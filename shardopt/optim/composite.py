@@ -34,6 +34,7 @@ class CompositeOptimizer(KeyedOptimizer):
         # Only what torch needs of every optimizer; it sets state and groups, which have their setters below.
         Optimizer.__init__(self, [{PARAMS: []}], {})
         self._parts = tuple(parts)
+        self._join_parts()
 
     @property
     def parts(self) -> tuple[KeyedOptimizer, ...]:
@@ -88,9 +89,23 @@ class CompositeOptimizer(KeyedOptimizer):
         for part in self._parts:
             part.save_param_groups(save)
 
+    @property
+    def updates_in_backward(self) -> bool:
+        """Whether any part does."""
+        return any(part.updates_in_backward for part in self._parts)
+
     def __getstate__(self) -> dict[str, Any]:
         # As torch's: hooks, and what schedules have put around `step`, stay with this instance.
-        return {name: value for name, value in vars(self).items() if not is_torchs(name)}
+        return {name: value for name, value in vars(self).items() if not is_torchs(name) and name != "_part_of"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._join_parts()
+
+    def _join_parts(self) -> None:
+        """Lets the parts know what they are part of: what updates in backward asks its hooks, too."""
+        for part in self._parts:
+            part._is_part_of(self)
 
     @property
     def _made(self) -> bool:

@@ -15,6 +15,11 @@ class FusedOptimizer(KeyedOptimizer, abc.ABC):
     Options of the groups that are changed between two backwards (schedules, warm-up) hold from the next one.
     """
 
+    @property
+    def updates_in_backward(self) -> bool:
+        """That is what it is for."""
+        return True
+
     @abc.abstractmethod
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Changes no parameter, as backward has; evaluates a closure, whose loss is returned."""
@@ -29,6 +34,11 @@ class EmptyFusedOptimizer(FusedOptimizer):
 
     def __init__(self) -> None:
         super().__init__({}, {}, [])
+
+    @property
+    def updates_in_backward(self) -> bool:
+        """Nothing is updated."""
+        return False
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Evaluates a closure, whose loss is returned; nothing else."""

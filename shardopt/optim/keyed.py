@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from shardopt.optim.wrapper import OptimizerWrapper
 
 __all__ = ["CombinedOptimizer", "KeyedOptimizer", "KeyedOptimizerWrapper", "OptimizerWrapper", "keyed"]
 
+Wrapper = TypeVar("Wrapper", bound=KeyedOptimizerWrapper)
 Grouped = tuple[dict[str, Any], dict[str, Tensor]]
 
 
@@ -49,19 +50,33 @@ def keyed(
         AlgorithmError: an algorithm is not known, may not step on shards, or has no such option.
         StateError: there are no parameters, a name comes twice, or a pattern matches nothing.
     """
+    built = build(KeyedOptimizerWrapper, algorithm, named_params, groups or (), defaults)
+    made = built[0] if len(built) == 1 else CombinedOptimizer(built)
+    made.save_param_groups(True)
+    return made
+
+
+def build(
+    wrapper: type[Wrapper],
+    algorithm: type[Optimizer] | str,
+    named_params: NamedTensors,
+    groups: Collection[Mapping[str, Any]],
+    defaults: Mapping[str, Any],
+) -> list[Wrapper]:
+    """What `keyed` is made of: one optimizer of the class `wrapper` for each algorithm; arguments as there."""
     main = _class_of(algorithm)
     refuse_unknown_options(main, defaults, "defaults")
     shares: dict[Any, list[Grouped]] = {}
-    for position, (options, members) in enumerate(by_pattern(named(named_params), groups or ())):
+    for position, (options, members) in enumerate(by_pattern(named(named_params), groups)):
         optimizer = _class_of(options.pop("algorithm", main))
         refuse_unknown_options(optimizer, options, f"groups[{position}]")
         # torch holds only defaults against their ranges; this lets it look at the options of each group too.
         optimizer([torch.zeros(1, 1)], **{**(defaults if optimizer is main else {}), **options})
         shares.setdefault(optimizer, []).append((options, members))
-    built = [_build(optimizer, grouped, defaults if optimizer is main else {}) for optimizer, grouped in shares.items()]
-    made = built[0] if len(built) == 1 else CombinedOptimizer(built)
-    made.save_param_groups(True)
-    return made
+    return [
+        _build(wrapper, optimizer, grouped, defaults if optimizer is main else {})
+        for optimizer, grouped in shares.items()
+    ]
 
 
 def _class_of(algorithm: Any) -> Any:
@@ -69,9 +84,9 @@ def _class_of(algorithm: Any) -> Any:
     return spec.optimizer if isinstance(algorithm, str) or algorithm is spec.stands_for else algorithm
 
 
-def _build(optimizer: Any, grouped: Iterable[Grouped], defaults: Mapping[str, Any]) -> KeyedOptimizer:
+def _build(wrapper: type[Wrapper], optimizer: Any, grouped: Iterable[Grouped], defaults: Mapping[str, Any]) -> Wrapper:
     (options, members), *others = grouped
-    made = KeyedOptimizerWrapper(members, lambda leaves: optimizer([{PARAMS: leaves, **options}], **defaults))
+    made = wrapper(members, lambda leaves: optimizer([{PARAMS: leaves, **options}], **defaults))
     for options, members in others:
         made.add_param_group({PARAMS: members, **options})
     made.choose_implementation()

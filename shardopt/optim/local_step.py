@@ -74,6 +74,7 @@ class LocalOptimizer:
         self.untouched: dict[Tensor, Untouched] = {}
         self.chooses = False
         self._grouped: list[GroupLeaves] = []
+        self._alone: dict[Tensor, tuple[Group, GroupLeaves]] = {}
         leaves = {parameter: self._bind(name, parameter) for parameter, name in names.items()}
         self.optimizer = optim_factory(list(chain.from_iterable(leaves.values())))
         self.spec = spec = find_spec(type(self.optimizer))
@@ -133,33 +134,53 @@ class LocalOptimizer:
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
         """One step of the algorithm without hooks; returns the closure's loss."""
-        inner_step = step_without_hooks(type(self.optimizer))
         if self.spec is None or not self.spec.elementwise:
-            self._hand_over()
-            return inner_step(self.optimizer, closure)
+            self._hand_over(self.untouched)
+            return step_without_hooks(type(self.optimizer))(self.optimizer, closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        seen = [(group["params"], group.get("fused")) for group in self.groups]
+        self._step_leaves(self.spec, list(zip(self.groups, self._leaves_of_groups(), strict=True)))
+        return loss
+
+    def step_alone(self, parameter: Tensor) -> None:
+        """One step on a single parameter, with the options of its group; no other parameter is looked at.
+
+        Only of an elementwise algorithm, which computes the same in a step on all parameters.
+        """
+        assert self.spec is not None and self.spec.elementwise
+        group, leaves = self._alone.get(parameter, (None, None))
+        if group is None or leaves is None or all(group is not each for each in self.groups):
+            group = next(each for each in self.groups if any(parameter is its for its in each["params"]))
+            leaves = GroupLeaves([parameter], self.shards)
+            self._alone[parameter] = group, leaves
+        self._step_leaves(self.spec, [(group, leaves)])
+
+    def _step_leaves(self, spec: AlgorithmSpec, grouped: list[tuple[Group, GroupLeaves]]) -> None:
+        """A step of an elementwise algorithm on these leaves, and nothing else."""
+        every = self.groups
+        seen = [(group["params"], group.get("fused")) for group, _ in grouped]
         loan = Loan()
         try:
-            for group, leaves in zip(self.groups, self._leaves_of_groups(), strict=True):
+            for group, leaves in grouped:
                 with torch.no_grad():
                     leaves.lend(loan, partial(self._follow, group=group))
                 group["params"] = leaves.leaves
-            self._hand_over()
-            for group, leaves in zip(self.groups, self._grouped, strict=True):
+            for _, leaves in grouped:
+                self._hand_over(leaves.leaves)
+            for group, leaves in grouped:
                 if "fused" in group:
-                    group["fused"] = self._fused_now(self.spec, group, leaves)
-            inner_step(self.optimizer)
+                    group["fused"] = self._fused_now(spec, group, leaves)
+            self.optimizer.param_groups = [group for group, _ in grouped]
+            step_without_hooks(type(self.optimizer))(self.optimizer)
         finally:
-            for group, (parameters, fused) in zip(self.groups, seen, strict=True):
+            self.optimizer.param_groups = every
+            for (group, _), (parameters, fused) in zip(grouped, seen, strict=True):
                 group["params"] = parameters
                 if "fused" in group:
                     group["fused"] = fused
             loan.give_back()
-        return loss
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Drops or zeroes the gradients of all parameters."""
@@ -231,6 +252,7 @@ class LocalOptimizer:
     def state_changed(self) -> None:
         """Drops what is kept about the state from step to step: someone else than the inner optimizer changed it."""
         self._grouped.clear()
+        self._alone.clear()
 
     def _bind(self, name: str, parameter: Tensor) -> tuple[Tensor, ...]:
         held = leaves_of(parameter)
@@ -318,12 +340,14 @@ class LocalOptimizer:
             else:
                 self.untouched[new] = Untouched(state, untouched.written())
 
-    def _hand_over(self) -> None:
-        """Lets the inner optimizer make state anew for leaves that are to have their first step.
+    def _hand_over(self, leaves: Iterable[Tensor]) -> None:
+        """Lets the inner optimizer make state anew for those of the leaves that are to have their first step.
 
         What someone wrote into early state is not lost: it is handed to the inner optimizer as it is.
         """
-        for leaf in [leaf for leaf in self.untouched if leaf.grad is not None]:
+        if not self.untouched:
+            return
+        for leaf in [leaf for leaf in leaves if leaf in self.untouched and leaf.grad is not None]:
             early = self.untouched.pop(leaf)
             if early.written():
                 self.optimizer.state[leaf] = early.entries

@@ -100,6 +100,21 @@ class GradScaler(torch.amp.GradScaler):
         return found
 
 
+def refuse_scaled_backward() -> None:
+    """To be called where a GradScaler is about to unscale or step an optimizer that updates in backward.
+
+    Raises:
+        GradientError: always.
+    """
+    problem = Problem(
+        key="GradScaler",
+        found="an optimizer that updates parameters in backward, or has such a part",
+        required="gradients that are there after backward, to be unscaled and looked at",
+        remedy="train in bf16 or fp32, without scaling the loss, or step after backward (shardopt.keyed)",
+    )
+    raise GradientError("a scaled loss has already updated parameters by gradients that are scaled", [problem])
+
+
 def refuse_torchs_scaler(param_groups: Any) -> None:
     """To be called where torch's GradScaler is about to step an optimizer: it may not have unscaled all gradients.
 
@@ -136,6 +151,8 @@ def _gradients(optimizer: Optimizer, allow_fp16: bool) -> Iterator[Tensor]:
     Raises:
         GradientError: one does not fit its parameter, or is fp16 where that is not allowed.
     """
+    if getattr(optimizer, "updates_in_backward", False):
+        refuse_scaled_backward()
     names = first_names(getattr(optimizer, "params", {}))
     params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     for number, param in enumerate(params):

@@ -1,0 +1,285 @@
+"""An optimizer that updates each parameter of a dense module in backward, as soon as its gradient is complete."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from threading import Lock
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from shardopt.algorithms.registry import unknown
+from shardopt.algorithms.torch_private import backward_under_way, gradient_hooks, in_forward_of_ddp
+from shardopt.errors import AlgorithmError, Problem, StateError
+from shardopt.optim.fused import FusedOptimizer
+from shardopt.optim.groups import NamedTensors
+from shardopt.optim.keyed import build
+from shardopt.optim.keyed_wrapper import KeyedOptimizerWrapper
+from shardopt.optim.leaves import zero_gradients
+from shardopt.sharding.view import leaves_of, takes_gradient
+
+
+def in_backward(
+    module: nn.Module | NamedTensors,
+    algorithm: type[Optimizer] | str,
+    *,
+    groups: Collection[Mapping[str, Any]] | None = None,
+    **defaults: Any,
+) -> InBackwardOptimizer:
+    """An optimizer that backward drives: each parameter is updated when its gradient is complete, which is then freed.
+
+    So there are never more gradients than those of the layer that backward has just come to. What is trained is bit for
+    bit what `shardopt.keyed` trains with the same arguments and a step after backward; names and state are the same, so
+    that each loads the other's checkpoints. The training loop stays as it is:
+
+        fully_shard(model)                                   # or tensor parallel, or a plain module
+        optimizer = shardopt.in_backward(model, "adamw", lr=3e-4, groups=[{"match": "norm|bias", "weight_decay": 0.0}])
+        for step, micro_batches in enumerate(data):
+            *some, last = micro_batches
+            with optimizer.accumulate():                     # gradients add up; nothing is updated
+                for batch in some:
+                    loss_of(model, batch).backward()
+            loss_of(model, last).backward()                  # updates
+            optimizer.step()                                 # for schedulers, hooks and the like
+
+    Not for gradients that are looked at after backward: clipping and GradScaler refuse it.
+
+    Args:
+        module: what is trained, after it was sharded; or parameters by name, if others have another optimizer.
+        algorithm: of an elementwise algorithm, a torch optimizer class or its name in any case.
+        groups: as in `shardopt.keyed`, but without algorithms of their own.
+        defaults: options of `algorithm`.
+
+    Raises:
+        AlgorithmError: an algorithm is not known, has no such option, or needs more than the gradient of one parameter.
+        StateError: the module is in DistributedDataParallel or FullyShardedDataParallel, which hand out gradients in
+            their own ways; a parameter is there twice or is updated in backward already; a pattern matches nothing.
+    """
+    groups = groups or ()
+    if any("algorithm" in group for group in groups):
+        remedy = "call in_backward for the parameters of each algorithm, and combine them with CombinedOptimizer"
+        problem = Problem("groups", "a group with an algorithm of its own", "one algorithm", remedy)
+        raise AlgorithmError("an optimizer in backward has one algorithm", [problem])
+    if isinstance(module, nn.Module):
+        _refuse_wrapped(module)
+    named_params = module.named_parameters() if isinstance(module, nn.Module) else module
+    (optimizer,) = build(InBackwardOptimizer, algorithm, named_params, groups, defaults)
+    optimizer.save_param_groups(True)
+    optimizer.start()
+    if isinstance(module, nn.Module):
+        module.register_forward_pre_hook(_refuse_ddp)
+    return optimizer
+
+
+class InBackwardOptimizer(KeyedOptimizerWrapper, FusedOptimizer):
+    """What `in_backward` makes; it does nothing before `start`.
+
+    Step-pre-hooks, its own and those of all optimizers that it is part of, run before the first update of each
+    backward, so that who refuses a step refuses there, before anything has changed; and again, like step-post-hooks,
+    with `step`.
+
+    Args:
+        params: FQN → parameter (plain or DTensor).
+        optim_factory: builds the torch optimizer from the list of tensors that it shall step on.
+
+    Raises:
+        AlgorithmError: as `in_backward`.
+        StateError: a parameter's gradients are not set on itself, as those of ShardedTensors.
+    """
+
+    def __init__(self, params: Mapping[str, Tensor], optim_factory: Callable[[list[Tensor]], Optimizer]) -> None:
+        super().__init__(params, optim_factory)
+        self._refuse(params, self.param_groups)
+        self._handles: list[RemovableHandle] = []
+        self._waiting: dict[Tensor, None] = {}
+        self._accumulating = False
+        self._backward = -1
+        self._updated: set[Tensor] = set()
+        self._forget()
+
+    def start(self) -> None:
+        """From now on backward updates the parameters.
+
+        Raises:
+            StateError: they are updated in backward by another optimizer.
+        """
+        _refuse_updated(self._names)
+        self._handles = [self._listen(parameter) for parameter in self._names]
+
+    def stop(self) -> None:
+        """Backward updates nothing any more, and leaves gradients where they are; state stays."""
+        for handle in self._handles:
+            handle.remove()
+        self._forget()
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """In this context backward updates nothing, and gradients add up; the next backward outside of it updates.
+
+        They take the memory that gradients take. Under `fully_shard`, `set_requires_gradient_sync(False)` can be used
+        in its place, which keeps whole gradients and saves communication.
+        """
+        before, self._accumulating = self._accumulating, True
+        try:
+            yield
+        finally:
+            self._accumulating = before
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Changes no parameter that backward has updated.
+
+        Parameters that got gradients within `accumulate`, and none in a backward after it, are updated now, as they
+        would be by a step after backward.
+
+        Args:
+            closure: runs forward and backward, which updates, and returns the loss, which is returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for parameter in list(self._waiting):
+            self._update(parameter)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients that `accumulate` has collected; there are no others, and none are kept as zeros."""
+        self._waiting.clear()
+        super().zero_grad(set_to_none=True)
+
+    def _add_group(self, names: Mapping[Tensor, str], options: Mapping[str, Any]) -> None:
+        self._refuse({name: parameter for parameter, name in names.items()}, [{**self.defaults, **options}])
+        if self._handles:
+            _refuse_updated(names)
+        super()._add_group(names, options)
+        if self._handles:
+            self._handles += map(self._listen, names)
+
+    def _listen(self, parameter: Tensor) -> RemovableHandle:
+        """torch calls the hook when it has added all parts of a gradient up, `fully_shard` when it has reduced it."""
+        trained = parameter.requires_grad
+        if not trained and not (parameter.is_floating_point() or parameter.is_complex()):
+            return RemovableHandle({})
+        # torch takes no hook for a frozen parameter, which may be thawed later.
+        parameter.requires_grad_(True)
+        handle = parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]  # torch says nothing of its types
+        parameter.requires_grad_(trained)
+        return cast(RemovableHandle, handle)
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        if self._accumulating:
+            self._waiting[parameter] = None
+            return
+        # Where a model lies on several devices, each has a thread of backward.
+        with self._lock:
+            backward = backward_under_way()
+            if backward != self._backward:
+                self._before_backward()
+                self._backward, self._updated = backward, set()
+            if parameter in self._updated:
+                raise _in_parts(self._names[parameter])
+            self._update(parameter)
+            self._updated.add(parameter)
+
+    def _update(self, parameter: Tensor) -> None:
+        self._waiting.pop(parameter, None)
+        if parameter.grad is not None:
+            _keep_for_this_stream(parameter.grad)
+        self._local.step_alone(parameter)
+        # Fused steps leave the version as it is, by which autograd finds who still needs the value of before.
+        torch.autograd.graph.increment_version(parameter)
+        zero_gradients(parameter, set_to_none=True)
+
+    def _forget(self) -> None:
+        """No hooks, no gradients that wait, no backward under way."""
+        self._handles, self._waiting, self._accumulating = [], {}, False
+        self._backward, self._updated = -1, set()
+        self._lock = Lock()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        started = state.pop("_started")
+        super().__setstate__(state)
+        self._forget()
+        if started:
+            self.start()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_started": bool(self._handles)}
+
+    def _refuse(self, params: Mapping[str, Tensor], groups: Collection[Mapping[str, Any]]) -> None:
+        spec = self._local.spec
+        if spec is None:
+            raise AlgorithmError(
+                "an unknown optimizer may not step in backward", [unknown(type(self._local.optimizer))]
+            )
+        if not spec.elementwise:
+            found = f"{spec.name}, {spec.why_not or 'which computes on whole matrices, and exchanges their parts'}"
+            required = "an algorithm that needs nothing but the gradient of the element that it updates"
+            problem = Problem("algorithm", found, required, f"step {spec.name} after backward, with shardopt.keyed")
+            raise AlgorithmError(f"{spec.name} may not step in backward", [problem])
+        if any(group.get("differentiable") for group in groups):
+            problem = Problem("differentiable", "True", "False, as backward drops what it has computed", "leave it out")
+            raise AlgorithmError("a step in backward cannot be differentiated", [problem])
+        problems = [
+            Problem(name, f"a {type(tensor).__name__}", "a plain tensor or a DTensor", "step it after backward")
+            for name, tensor in params.items()
+            if not takes_gradient(tensor)
+        ]
+        if problems:
+            raise StateError("backward does not tell when the gradients of these parameters are complete", problems)
+
+
+def _keep_for_this_stream(gradient: Tensor) -> None:
+    """On CUDA, `fully_shard` reduces in streams of its own, and hands gradients over while they are in flight."""
+    for leaf in leaves_of(gradient):
+        if leaf.is_cuda:
+            # Of replicas it was allocated for another stream than the one that steps, which could reuse it too soon.
+            leaf.record_stream(torch.cuda.current_stream(leaf.device))
+        elif leaf.is_pinned():  # offloaded: torch 2.11 does not wait for the copy before it calls
+            torch.cuda.current_stream().synchronize()
+
+
+def _refuse_updated(names: Mapping[Tensor, str]) -> None:
+    problems = [
+        Problem(name, "an optimizer that updates it in backward", "one optimizer", "call stop() of that one")
+        for parameter, name in names.items()
+        if any(isinstance(getattr(hook, "__self__", None), InBackwardOptimizer) for hook in gradient_hooks(parameter))
+    ]
+    if problems:
+        raise StateError("a parameter would be updated twice", problems)
+
+
+def _in_parts(name: str) -> StateError:
+    problem = Problem(
+        key=name,
+        found="a second part of its gradient in one backward, after the first has updated it",
+        required="one complete gradient: a module with fully_shard is run once in a forward",
+        remedy="run backward within optimizer.accumulate(), and call optimizer.step() after it",
+    )
+    return StateError("a gradient came in parts", [problem])
+
+
+def _refuse_wrapped(module: nn.Module) -> None:
+    kinds = {type(its).__name__ for its in module.modules() if isinstance(its, _REDUCES_LATER)}
+    if kinds:
+        raise _reduced_later(" and ".join(sorted(kinds)))
+
+
+def _refuse_ddp(module: nn.Module, args: Any) -> None:
+    if not torch.compiler.is_compiling() and in_forward_of_ddp():
+        raise _reduced_later(DistributedDataParallel.__name__)
+
+
+def _reduced_later(kind: str) -> StateError:
+    remedy = "use fully_shard (with a mesh of two dimensions for replicas), or step after backward (shardopt.keyed)"
+    problem = Problem("module", kind, "gradients that are complete when they are set", remedy)
+    return StateError(f"{kind} averages gradients after backward would have used them", [problem])
+
+
+_REDUCES_LATER = (DistributedDataParallel, FullyShardedDataParallel)
