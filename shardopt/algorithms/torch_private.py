@@ -168,11 +168,6 @@ def scale_and_look(tensors: list[Tensor], factor: Tensor, found_inf: Tensor) -> 
     torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, factor)
 
 
-def backward_under_way() -> int:
-    """A number that is this backward's own; -1 where none runs on this thread."""
-    return torch._C._current_graph_task_id()
-
-
 def at_end_of_backward(call: Callable[[], None]) -> None:
     """Has `call` run when the backward that is under way has done all else; what it raises, that backward raises.
 

@@ -1,13 +1,9 @@
-"""Optimizers that are being loaded refuse to step until they are loaded whole.
-
-Those that they are made of (their `parts`, if they have any) refuse as well: one of them may step by itself, as where
-backward steps it.
-"""
+"""Optimizers that are being loaded refuse to step until they are loaded whole."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from torch.optim import Optimizer
@@ -24,20 +20,14 @@ def mark_torn(optimizers: Iterable[Optimizer], what: str) -> None:
     def refuse(*unused: Any) -> None:
         raise TornStateError(f"{what} did not end well, and left this optimizer partly loaded: load it again, whole")
 
-    for optimizer in _with_parts(optimizers):
+    for optimizer in optimizers:
         if optimizer not in _marks:
             _marks[optimizer] = optimizer.register_step_pre_hook(refuse)
 
 
 def unmark_torn(optimizers: Iterable[Optimizer]) -> None:
     """Lets them step again."""
-    for optimizer in _with_parts(optimizers):
+    for optimizer in optimizers:
         mark = _marks.pop(optimizer, None)
         if mark is not None:
             mark.remove()
-
-
-def _with_parts(optimizers: Iterable[Optimizer]) -> Iterator[Optimizer]:
-    for optimizer in optimizers:
-        yield optimizer
-        yield from _with_parts(getattr(optimizer, "parts", ()))

@@ -85,7 +85,9 @@ class _ShardedTables(nn.Module, FusedOptimizerModule):
     def _weights(self) -> list[Tensor]:
         return [cast(Rows, self.get_submodule(table.name)).weight for table in self.tables]
 
-    def _look_up(self, given: Mapping[str, Given], pools: bool, ends: bool) -> dict[str, Tensor]:
+    def _look_up(
+        self, ids: Tensor | Mapping[str, Given], others: Sequence[Tensor | None], pools: bool, ends: bool
+    ) -> Tensor | dict[str, Tensor]:
         """The vectors for what each table is given. Collective, whatever is wrong with what is given."""
         ranks = ranks_of(self.mesh.get_group())
         weights = self._weights()
@@ -93,6 +95,7 @@ class _ShardedTables(nn.Module, FusedOptimizerModule):
         refused: InputError | None = None
         bags: list[Bags] = []
         try:
+            given = _by_table(self.tables, ids, others)
             bags = bags_of(self._by_name, given, pools, ends, dict(zip(self._by_name, weights, strict=True)))
         except InputError as error:
             refused = error
@@ -112,7 +115,7 @@ class _ShardedTables(nn.Module, FusedOptimizerModule):
             positions = route.positions[number]
             assert positions is not None
             pooled[each.table.name] = each.pooled(positions, vectors[number])
-        return pooled
+        return pooled if isinstance(ids, Mapping) else pooled[self.tables[0].name]
 
     def _take_gradients(self, found: Found) -> None:
         weights = self._weights()
@@ -200,9 +203,7 @@ class ShardedEmbeddingBag(_ShardedTables):
             InputError: an id has no row, or something does not fit: on every rank, with what was wrong on which.
             RankError: a rank died while others refused a lookup.
         """
-        given, alone = _named(self.tables, ids, offsets, per_sample_weights)
-        found = self._look_up(given, pools=True, ends=self.include_last_offset)
-        return found[alone] if alone else found
+        return self._look_up(ids, (offsets, per_sample_weights), pools=True, ends=self.include_last_offset)
 
 
 class ShardedEmbedding(_ShardedTables):
@@ -231,26 +232,27 @@ class ShardedEmbedding(_ShardedTables):
             InputError: an id has no row, or something does not fit: on every rank, with what was wrong on which.
             RankError: a rank died while others refused a lookup.
         """
-        given, alone = _named(self.tables, ids)
-        found = self._look_up(given, pools=False, ends=False)
-        return found[alone] if alone else found
+        return self._look_up(ids, (), pools=False, ends=False)
 
 
-def _named(
-    tables: Sequence[Table], ids: Tensor | Mapping[str, Given], *others: Tensor | None
-) -> tuple[Mapping[str, Given], str]:
-    """What is given, by table; and the name of the only one, where it was given without a name."""
+def _by_table(
+    tables: Sequence[Table], ids: Tensor | Mapping[str, Given], others: Sequence[Tensor | None]
+) -> Mapping[str, Given]:
+    """What is given, by table, where the only table need not be named.
+
+    Raises:
+        InputError: it is not plain what is for which table.
+    """
     if isinstance(ids, Mapping):
-        # Not told to other ranks, as nothing is that a look at the call itself shows to be wrong.
         if any(other is not None for other in others):
             problem = Problem("offsets", "beside a mapping", "in it: {table: (ids, offsets)}", "put them there")
             raise InputError("a lookup cannot be done", [problem])
-        return ids, ""
+        return ids
     if len(tables) > 1:
         names = ", ".join(table.name for table in tables)
         problem = Problem("ids", "ids for no table by name", f"a mapping: there are {names}", "name the table")
         raise InputError("a lookup cannot be done", [problem])
-    return {tables[0].name: ids if others == () else (ids, *others)}, tables[0].name
+    return {tables[0].name: (ids, *others) if others else ids}
 
 
 def _refuse(refused: InputError | None, bags: Sequence[Bags]) -> None:

@@ -18,8 +18,8 @@ class FusedTables(OptimizerWrapper, FusedOptimizer):
     """Updates the rows of tables at the end of each backward that came to them, by a step of another optimizer.
 
     All lookups that one backward comes to make one update. Options that are changed before a backward hold in it.
-    Hooks that are registered here run at `step()`; those of the inner optimizer, `parts[0]`, around each update. While
-    a load is not whole, updates are refused as steps are.
+    Step-pre-hooks, its own and those of all optimizers that it is part of, run before each update, so that who refuses
+    a step refuses there; and again, like step-post-hooks, with `step`.
 
     Args:
         optimizer: of the tables' parameters; not to be stepped by anyone else.
@@ -45,8 +45,9 @@ class FusedTables(OptimizerWrapper, FusedOptimizer):
             gradients: parameter → its gradient, placed as it is.
 
         Raises:
-            TornStateError: the optimizer, or one that it is part of, is only partly loaded.
+            TornStateError: this optimizer, or one that it is part of, is only partly loaded.
         """
+        self._before_backward()
         before = {parameter: parameter.grad for parameter in self.params.values()}
         try:
             for parameter in before:

@@ -36,11 +36,6 @@ class CompositeOptimizer(KeyedOptimizer):
         self._parts = tuple(parts)
         self._join_parts()
 
-    @property
-    def parts(self) -> tuple[KeyedOptimizer, ...]:
-        """What it is made of."""
-        return self._parts
-
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Evaluates the closure, does what this optimizer is for, and steps its parts.
 

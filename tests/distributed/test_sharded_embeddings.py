@@ -106,7 +106,8 @@ def test_trains_as_one_process_does(algorithm, ranks):
         assert {key for seen, _ in results for key in seen} == wanted.keys()
         for seen, found in results:
             for key, value in seen.items():
-                assert_near(value, wanted[key], key, relative)
+                # Gradients of weights are inner products, in which terms cancel out.
+                assert_near(value, wanted[key], key, relative * (10 if key[-1].endswith(".weights") else 1))
             for name, value in found.items():
                 assert_near(value, tables[name], name, relative)
 
@@ -198,15 +199,21 @@ def test_gradients_add_up_until_they_are_dropped():
 
 
 def subsets():
-    """Each rank passes another table: gradients come to all that anybody passed, by a rank that passed none."""
-    module = sharded(PAIR, mean_gradients=True)
-    rank = dist.get_rank()
-    lookup = [{"left": torch.tensor([[3, 4]])}, {"right": torch.tensor([0])}, {}][rank]
-    found = module(lookup)
-    assert found.keys() == lookup.keys()
-    total = sum(vectors.sum() for vectors in found.values()) + 0 * sum(p.to_local().sum() for p in module.parameters())
-    total.backward()
-    return {name: leaves_of(parameter.grad)[0] for name, parameter in module.named_parameters()}
+    """Each rank passes another table: gradients come to all that anybody passed, by ranks that passed none too."""
+    module = sharded((*PAIR, Table("unused", 4, 2)), mean_gradients=True)
+    lookup = [{"left": torch.tensor([[3, 4]])}, {"right": torch.tensor([0])}, {"left": torch.zeros(0, 3).long()}]
+    found = module(lookup[dist.get_rank()])
+    assert found.keys() == lookup[dist.get_rank()].keys()
+    sum(vectors.sum() for vectors in found.values()).backward()
+    assert module.unused.weight.grad is None
+    return [leaves_of(table.weight.grad)[0].to_dense() for table in (module.left, module.right)]
+
+
+def test_ranks_may_look_up_in_different_tables():
+    left, right = (torch.cat(parts) for parts in zip(*run_ranks(3, subsets), strict=True))
+    third = torch.tensor(1 / 3).item()
+    assert left.tolist() == [[third if row in (3, 4) else 0.0] * 4 for row in range(11)]
+    assert right.tolist() == [[third if row == 0 else 0.0] * 2 for row in range(3)]
 
 
 def refuse(case):
@@ -252,22 +259,7 @@ def refuse_alone(where):
 
 def test_ids_without_a_table_are_refused_on_all_ranks():
     for outcome in run_ranks_outcomes(2, refuse_alone, 1, deadline_seconds=30):
-        assert "users, items" in str(outcome.exception)
-
-
-def save(path):
-    module, optimizer = step_fused(Model())
-    checkpoint.save(path, {"module": module, "optimizer": optimizer})
-    return everything(module, optimizer)
-
-
-def load(path):
-    module, optimizer = step_fused(Model(), steps=0)
-    optimizer.init_state()
-    checkpoint.load(path, {"module": module, "optimizer": optimizer})
-    after = everything(module, optimizer)
-    step_fused(module, optimizer)
-    return after, everything(module, optimizer)
+        assert "users, items" in outcome.traceback
 
 
 class Model(nn.Module):
@@ -289,7 +281,8 @@ def step_fused(model, optimizer=None, steps=3):
     rank, ranks = dist.get_rank(), dist.get_world_size()
     for step in range(steps):
         found = model.tables({table.name: batch(table, step, rank, ranks) for table in TABLES})
-        (sum(loss_of(its) for its in found.values()) + model.dense(found["sums"]).sum()).backward()
+        with unchecked():
+            (sum(loss_of(its) for its in found.values()) + model.dense(found["sums"]).sum()).backward()
         for parameter in model.dense.parameters():
             dist.all_reduce(parameter.grad)
         with unchecked():
@@ -300,12 +293,90 @@ def step_fused(model, optimizer=None, steps=3):
 
 def everything(model, optimizer):
     state = {
-        f"{name}.{entry}": value
+        f"optimizer.{name}.{entry}": value.clone()
         for name, its in optimizer.state_dict()["state"].items()
         for entry, value in its.items()
     }
-    both = {**dict(model.named_parameters()), **state}
+    both = {**{name: value.clone() for name, value in model.named_parameters()}, **state}
     return {
         name: value.detach().full_tensor() if hasattr(value, "full_tensor") else value.detach()
         for name, value in both.items()
     }
+
+
+def save(path):
+    model, optimizer = step_fused(Model())
+    checkpoint.save(path, {"model": model, "optimizer": optimizer})
+    saved = everything(model, optimizer)
+    return saved, everything(*step_fused(model, optimizer))
+
+
+def load(path):
+    model, optimizer = step_fused(Model(), steps=1)  # from other values
+    checkpoint.load(path, {"model": model, "optimizer": optimizer})
+    loaded = everything(model, optimizer)
+    return loaded, everything(*step_fused(model, optimizer))
+
+
+def test_what_four_ranks_saved_three_and_one_load_bit_for_bit(tmp_path):
+    """And train on: on as many ranks with the same bits, too."""
+    saved, trained = run_ranks(4, save, str(tmp_path / "saved"))[0]
+    names = {f"{part}{name}" for name in ("tables.sums.weight", "tables.none.weight") for part in ("", "optimizer.")}
+    assert {f"{name}.sum" if "optimizer" in name else name for name in names} <= saved.keys()
+    for ranks in (4, 3, 1):
+        for loaded, after in run_ranks(ranks, load, str(tmp_path / "saved")):
+            assert loaded.keys() == saved.keys()
+            assert [name for name in saved if not torch.equal(loaded[name], saved[name])] == []
+            if ranks == 4:
+                assert [name for name in trained if not torch.equal(after[name], trained[name])] == []
+
+
+def torn():
+    model, optimizer = step_fused(Model(), steps=1)
+    before = everything(model, optimizer)
+    mark_torn([optimizer], "a load")  # as `checkpoint.load` does with what it is given: of the combined one alone
+    vectors = model.tables({"sums": torch.tensor([[1, 40]])})["sums"]
+    with pytest.raises(TornStateError, match="a load did not end well"):
+        vectors.sum().backward()
+    after = everything(model, optimizer)
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+    unmark_torn([optimizer])
+    with unchecked():
+        model.tables({"sums": torch.tensor([[1, 2]])})["sums"].sum().backward()
+    after = everything(model, optimizer)
+    changed = (before["tables.sums.weight"] != after["tables.sums.weight"]).any(1).nonzero().flatten().tolist()
+    assert changed == [1, 2]  # and nothing of the backward that was refused
+    return True
+
+
+def test_backward_refuses_while_a_load_is_not_whole():
+    assert run_ranks(2, torn) == [True] * 2
+
+
+def rates():
+    """How far a row goes with each backward, by rates of a schedule, of a warm-up, and of a group that is changed."""
+    tables = sharded(PAIR)
+    optimizer = tables.fuse("sgd", lr=1.0, groups=[{"match": "right", "lr": 0.5}])
+    warm = WarmupOptimizer(optimizer, [WarmupStage(policy=WarmupPolicy.LINEAR, max_iters=4, value=0.25)], lr=1.0)
+    schedule = LambdaLR(warm, lambda step: 1.0 if step < 6 else 0.125)
+
+    def move():
+        before = [tables.left.weight.detach().full_tensor(), tables.right.weight.detach().full_tensor()]
+        found = tables({"left": torch.tensor([[dist.get_rank()]]), "right": torch.tensor([2])})
+        (found["left"].sum() + found["right"].sum() / dist.get_world_size()).backward()
+        after = [tables.left.weight.detach().full_tensor(), tables.right.weight.detach().full_tensor()]
+        weights = [p.detach().clone() for p in tables.parameters()]
+        warm.step()
+        assert all(
+            torch.equal(p.detach().to_local(), w.to_local()) for p, w in zip(tables.parameters(), weights, strict=True)
+        )
+        schedule.step()
+        return tuple(float((b - a).max()) for b, a in zip(before, after, strict=True))
+
+    return [move() for _ in range(7)]
+
+
+def test_rates_hold_from_the_next_backward():
+    full = [0.25, 0.4375, 0.625, 0.8125, 1.0, 1.0, 0.125]
+    for found in run_ranks(2, rates):
+        assert found == [pytest.approx((rate, rate / 2), rel=1e-6) for rate in full]
