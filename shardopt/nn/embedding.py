@@ -103,8 +103,8 @@ class _ShardedTables(nn.Module, FusedOptimizerModule):
         for each in bags:
             faulty = faulty | each.faulty()
         numbers = {name: number for number, name in enumerate(self._by_name)}
-        ids = {numbers[each.table.name]: each.ids for each in bags}
-        route = find_route(ranks, self.tables, starts, ids, faulty)
+        wanted = {numbers[each.table.name]: each.ids for each in bags}
+        route = find_route(ranks, self.tables, starts, wanted, faulty)
         if route is None:
             ranks.agree("a lookup in sharded tables", lambda: _refuse(refused, bags))
             raise AssertionError("a faulty lookup was not refused")

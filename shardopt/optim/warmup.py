@@ -35,8 +35,8 @@ class WarmupOptimizer(OptimizerWrapper):
     **When the rate changes.** It is set when this optimizer is made (for step 1; optimizers that step during backward
     use it before the first `step()`), at the end of each `step()` (for the next one), and when state is loaded. Until
     the last stage has ended it is also set when a step begins, or a backward that steps, so that these steps are the
-    warm-up's, whatever was written into the groups between them. When the last stage has ended the rate stays as it is, and is never written
-    again: it belongs to the user, and to schedulers.
+    warm-up's, whatever was written into the groups between them. When the last stage has ended the rate stays as it
+    is, and is never written again: it belongs to the user, and to schedulers.
 
     **A scheduler of torch's** is attached to this optimizer (or to the one in it) after this one is made. What it
     writes while stages last is not used. Afterwards its rates are: one that multiplies the rate (StepLR,
