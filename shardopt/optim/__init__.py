@@ -3,6 +3,7 @@
 The function that builds one by algorithm and pattern is `shardopt.keyed`; here `keyed` is the module.
 """
 
+from shardopt.algorithms.row_wise import RowWiseAdagrad, RowWiseAdam
 from shardopt.optim.averaging import EMA, SWA
 from shardopt.optim.batch_norm import update_bn
 from shardopt.optim.clipping import GradientClipping, GradientClippingOptimizer
@@ -26,6 +27,8 @@ __all__ = [
     "KeyedOptimizerWrapper",
     "OptimizerWrapper",
     "ReduceLROnPlateau",
+    "RowWiseAdagrad",
+    "RowWiseAdam",
     "WarmupOptimizer",
     "WarmupPolicy",
     "WarmupStage",
