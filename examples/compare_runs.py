@@ -118,7 +118,8 @@ def main() -> int:
     holds = comparison.holds(arguments.tolerance)
     print(
         f"{len(comparison.differences)} losses compared, worst relative difference {comparison.worst:.1e}, "
-        f"{len(comparison.missing)} missing; {arguments.tolerance:g} is allowed: {'holds' if holds else 'DOES NOT HOLD'}."
+        f"{len(comparison.missing)} missing; {arguments.tolerance:g} is allowed: "
+        f"{'holds' if holds else 'DOES NOT HOLD'}."
     )
     return 0 if holds else 1
 

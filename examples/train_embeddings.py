@@ -3,8 +3,8 @@
     torchrun --standalone --nproc-per-node 4 examples/train_embeddings.py configs/embeddings.toml
 
 A step touches few rows: ids travel to the ranks that have them, vectors travel back, and backward updates the rows
-where they are. There is no gradient of a table, and one number of optimizer state for a row. Run it again on any number of
-ranks: it goes on from the newest checkpoint.
+where they are. There is no gradient of a table, and one number of optimizer state for a row. Run it again on any
+number of ranks: it goes on from the newest checkpoint.
 """
 
 import argparse
