@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from shardopt.errors import InputError, Problem, StateError
+from shardopt.algorithms.registry import AlgorithmSpec, algorithms, spec_of
+from shardopt.errors import AlgorithmError, InputError, Problem, StateError
 from shardopt.nn.bags import Bags, Given, bags_of
 from shardopt.nn.fused import FusedTables
 from shardopt.nn.route import boundaries, find_route
@@ -79,6 +80,8 @@ class _ShardedTables(nn.Module, FusedOptimizerModule):
         if self._fused is not None:
             problem = Problem("fuse", "a second call", "one optimizer for the tables", "make the module anew")
             raise StateError("the tables have a fused optimizer already", [problem])
+        for each in (algorithm, *(group["algorithm"] for group in groups or () if "algorithm" in group)):
+            _refuse_dense_only(spec_of(each))
         self._fused = FusedTables(keyed(algorithm, self.named_parameters(), groups=groups, **options))
         return self._fused
 
@@ -253,6 +256,14 @@ def _by_table(
         problem = Problem("ids", "ids for no table by name", f"a mapping: there are {names}", "name the table")
         raise InputError("a lookup cannot be done", [problem])
     return {tables[0].name: (ids, *others) if others else ids}
+
+
+def _refuse_dense_only(spec: AlgorithmSpec) -> None:
+    if not spec.takes_sparse:
+        sparse = ", ".join(each.name for each in algorithms() if each.takes_sparse)
+        found = f"{spec.name}, which takes no sparse gradients"
+        problem = Problem("algorithm", found, f"one that does: {sparse}", "choose one of them")
+        raise AlgorithmError(f"{spec.name} cannot update single rows of tables", [problem])
 
 
 def _refuse(refused: InputError | None, bags: Sequence[Bags]) -> None:
