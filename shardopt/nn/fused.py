@@ -28,6 +28,11 @@ class FusedTables(OptimizerWrapper, FusedOptimizer):
     def __init__(self, optimizer: KeyedOptimizer) -> None:
         super().__init__(optimizer)
 
+    @property
+    def updates_in_backward(self) -> bool:
+        """That is what it is for, whatever its part would do by itself."""
+        return True
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Changes no parameter, as backward has; evaluates a closure, whose loss is returned."""
         if closure is None:

@@ -84,8 +84,9 @@ def find_route(
     """
     keys, inverse = _distinct(tables, ids, starts)
     asked = torch.searchsorted(keys, starts).diff().view(len(tables), ranks.size).T
-    absent = torch.tensor([number not in ids for number in range(len(tables))]).to(starts.device, non_blocking=True)
-    told = torch.cat([faulty.expand(ranks.size, 1), asked.masked_fill(absent, -1)], dim=1).flatten()
+    for number in set(range(len(tables))) - ids.keys():
+        asked[:, number] = -1
+    told = torch.cat([faulty.expand(ranks.size, 1), asked], dim=1).flatten()
     each = [1 + len(tables)] * ranks.size
     heard = ranks.exchange(told, each, each).wait()
     told_here, heard_here = torch.stack([told, heard]).view(2, ranks.size, -1).tolist()

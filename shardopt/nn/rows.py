@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ class Collector:
         self._deliver = deliver
         self._backward = -1
         self._found: defaultdict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        self._stream: torch.Stream | None = None
 
     def add(self, found: Found) -> None:
         """Adds what one lookup got. To be called within backward."""
@@ -43,8 +45,11 @@ class Collector:
             at_end_of_backward(self._hand_over)
         for number, part in found.items():
             self._found[number].append(part)
+            if part[0].device.type != "cpu":
+                self._stream = torch.accelerator.current_stream(part[0].device)
 
     def _hand_over(self) -> None:
+        self._await_stream()
         found = {
             number: (torch.cat([rows for rows, _ in parts]), torch.cat([values for _, values in parts]))
             for number, parts in self._found.items()
@@ -53,6 +58,16 @@ class Collector:
         self._found.clear()
         with torch.no_grad():
             self._deliver(found)
+
+    def _await_stream(self) -> None:
+        """Backward works on the stream of forward, and ends on that of whoever called it."""
+        if self._stream is None:
+            return
+        here = torch.accelerator.current_stream(self._stream.device)
+        if here != self._stream:
+            here.wait_stream(self._stream)
+            for tensor in chain.from_iterable(chain.from_iterable(self._found.values())):
+                tensor.record_stream(here)
 
 
 def fetch(route: Route, collector: Collector, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
