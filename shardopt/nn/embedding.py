@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 from shardopt.algorithms.registry import AlgorithmSpec, algorithms, spec_of
 from shardopt.errors import AlgorithmError, InputError, Problem, StateError
 from shardopt.nn.bags import Bags, Given, bags_of
-from shardopt.nn.fused import FusedTables
 from shardopt.nn.route import boundaries, find_route
 from shardopt.nn.rows import Collector, Found, fetch
 from shardopt.nn.table import Rows, Table, refuse_bad_tables
 from shardopt.optim.base import KeyedOptimizer
 from shardopt.optim.fused import EmptyFusedOptimizer, FusedOptimizerModule
+from shardopt.optim.fused_rows import FusedRows
 from shardopt.optim.keyed import keyed
 from shardopt.ranks import ranks_of
 from shardopt.sharding.view import assemble, device_of, leaves_of
@@ -43,7 +43,7 @@ class _ShardedTables(nn.Module, FusedOptimizerModule):
         self.mean_gradients = mean_gradients
         self._by_name = {table.name: table for table in tables}
         self._collector = Collector(self._take_gradients)
-        self._fused: FusedTables | None = None
+        self._fused: FusedRows | None = None
         for table in tables:
             self.add_module(table.name, Rows(table, mesh, torch.device(device or mesh.device_type)))
         starts = boundaries(tables, mesh.size()).to(device_of(self._weights()[0]))
@@ -82,7 +82,7 @@ class _ShardedTables(nn.Module, FusedOptimizerModule):
             raise StateError("the tables have a fused optimizer already", [problem])
         for each in (algorithm, *(group["algorithm"] for group in groups or () if "algorithm" in group)):
             _refuse_dense_only(spec_of(each))
-        self._fused = FusedTables(keyed(algorithm, self.named_parameters(), groups=groups, **options))
+        self._fused = FusedRows(keyed(algorithm, self.named_parameters(), groups=groups, **options))
         return self._fused
 
     def _weights(self) -> list[Tensor]:

@@ -185,7 +185,7 @@ ALLOWED = [
         "from shardopt.checkpoint.plan import Plan\nfrom shardopt.ranks import Ranks",
     ),
     (upward_imports, "__init__.py", "from shardopt.optim import keyed"),
-    (upward_imports, "nn/fused.py", "from shardopt.optim.fused import FusedOptimizer"),
+    (upward_imports, "nn/embedding.py", "from shardopt.optim.fused import FusedOptimizer"),
     (private_parts, "state.py", "class A:\n    def __init__(self): self._a = 1\ndef f(a): return a._a, a.__dict__"),
     (private_parts, "optim/clipping.py", "import torch\ntorch._foreach_norm([])"),
     (pickling, "state.py", "def f(storage): storage.load(), storage.save()"),

@@ -1,4 +1,4 @@
-"""The optimizer of tables whose rows are updated inside of backward."""
+"""The optimizer of parameters of which each backward touches a few rows, and updates them."""
 
 from __future__ import annotations
 
@@ -9,24 +9,20 @@ import torch
 from torch import Tensor
 
 from shardopt.algorithms.torch_private import step_nested
-from shardopt.optim.base import KeyedOptimizer
 from shardopt.optim.fused import FusedOptimizer
 from shardopt.optim.wrapper import OptimizerWrapper
 
 
-class FusedTables(OptimizerWrapper, FusedOptimizer):
-    """Updates the rows of tables at the end of each backward that came to them, by a step of another optimizer.
+class FusedRows(OptimizerWrapper, FusedOptimizer):
+    """Updates rows at the end of each backward that came to them, by a step of another optimizer.
 
-    All lookups that one backward comes to make one update. Options that are changed before a backward hold in it.
-    Step-pre-hooks, its own and those of all optimizers that it is part of, run before each update, so that who refuses
-    a step refuses there; and again, like step-post-hooks, with `step`.
+    The module that has the parameters calls `update`, once for all that one backward has found. Options that are
+    changed before a backward hold in it. Step-pre-hooks, its own and those of all optimizers that it is part of, run
+    before each update, so that who refuses a step refuses there; and again, like step-post-hooks, with `step`.
 
     Args:
-        optimizer: of the tables' parameters; not to be stepped by anyone else.
+        optimizer: of the parameters; not to be stepped by anyone else.
     """
-
-    def __init__(self, optimizer: KeyedOptimizer) -> None:
-        super().__init__(optimizer)
 
     @property
     def updates_in_backward(self) -> bool:
