@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from shardopt.algorithms.registry import unknown
+from shardopt.algorithms.registry import AlgorithmSpec, spec_of
 from shardopt.algorithms.torch_private import backward_under_way, gradient_hooks, in_forward_of_ddp
 from shardopt.errors import AlgorithmError, Problem, StateError
 from shardopt.optim.fused import FusedOptimizer
@@ -48,7 +48,10 @@ def in_backward(
             loss_of(model, last).backward()                  # updates
             optimizer.step()                                 # for schedulers, hooks and the like
 
-    Not for gradients that are looked at after backward: clipping and GradScaler refuse it.
+    Every backward outside of `accumulate` updates, so one with several losses belongs into it, all but the last. The
+    parts of a gradient from within one backward (tied parameters, modules that run twice) are added up first; but
+    activation checkpointing with `use_reentrant=True` makes a backward of its own of each region, so that no parameter
+    may be in two. Not for gradients that are looked at after backward: clipping and GradScaler refuse it.
 
     Args:
         module: what is trained, after it was sharded; or parameters by name, if others have another optimizer.
@@ -62,10 +65,7 @@ def in_backward(
             their own ways; a parameter is there twice or is updated in backward already; a pattern matches nothing.
     """
     groups = groups or ()
-    if any("algorithm" in group for group in groups):
-        remedy = "call in_backward for the parameters of each algorithm, and combine them with CombinedOptimizer"
-        problem = Problem("groups", "a group with an algorithm of its own", "one algorithm", remedy)
-        raise AlgorithmError("an optimizer in backward has one algorithm", [problem])
+    _refuse_algorithm(spec_of(algorithm), groups)
     if isinstance(module, nn.Module):
         _refuse_wrapped(module)
     named_params = module.named_parameters() if isinstance(module, nn.Module) else module
@@ -89,18 +89,20 @@ class InBackwardOptimizer(KeyedOptimizerWrapper, FusedOptimizer):
         optim_factory: builds the torch optimizer from the list of tensors that it shall step on.
 
     Raises:
-        AlgorithmError: as `in_backward`.
+        AlgorithmError: a step would be differentiable.
         StateError: a parameter's gradients are not set on itself, as those of ShardedTensors.
     """
 
+    _handles: list[RemovableHandle]
+    _waiting: dict[Tensor, None]
+    _accumulating: bool
+    _backward: int
+    _updated: set[Tensor]
+    _lock: Lock
+
     def __init__(self, params: Mapping[str, Tensor], optim_factory: Callable[[list[Tensor]], Optimizer]) -> None:
         super().__init__(params, optim_factory)
-        self._refuse(params, self.param_groups)
-        self._handles: list[RemovableHandle] = []
-        self._waiting: dict[Tensor, None] = {}
-        self._accumulating = False
-        self._backward = -1
-        self._updated: set[Tensor] = set()
+        _refuse(params, self.param_groups)
         self._forget()
 
     def start(self) -> None:
@@ -154,7 +156,7 @@ class InBackwardOptimizer(KeyedOptimizerWrapper, FusedOptimizer):
         super().zero_grad(set_to_none=True)
 
     def _add_group(self, names: Mapping[Tensor, str], options: Mapping[str, Any]) -> None:
-        self._refuse({name: parameter for parameter, name in names.items()}, [{**self.defaults, **options}])
+        _refuse({name: parameter for parameter, name in names.items()}, [{**self.defaults, **options}])
         if self._handles:
             _refuse_updated(names)
         super()._add_group(names, options)
@@ -184,8 +186,8 @@ class InBackwardOptimizer(KeyedOptimizerWrapper, FusedOptimizer):
                 self._backward, self._updated = backward, set()
             if parameter in self._updated:
                 raise _in_parts(self._names[parameter])
-            self._update(parameter)
             self._updated.add(parameter)
+            self._update(parameter)
 
     def _update(self, parameter: Tensor) -> None:
         self._waiting.pop(parameter, None)
@@ -212,27 +214,30 @@ class InBackwardOptimizer(KeyedOptimizerWrapper, FusedOptimizer):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_started": bool(self._handles)}
 
-    def _refuse(self, params: Mapping[str, Tensor], groups: Collection[Mapping[str, Any]]) -> None:
-        spec = self._local.spec
-        if spec is None:
-            raise AlgorithmError(
-                "an unknown optimizer may not step in backward", [unknown(type(self._local.optimizer))]
-            )
-        if not spec.elementwise:
-            found = f"{spec.name}, {spec.why_not or 'which computes on whole matrices, and exchanges their parts'}"
-            required = "an algorithm that needs nothing but the gradient of the element that it updates"
-            problem = Problem("algorithm", found, required, f"step {spec.name} after backward, with shardopt.keyed")
-            raise AlgorithmError(f"{spec.name} may not step in backward", [problem])
-        if any(group.get("differentiable") for group in groups):
-            problem = Problem("differentiable", "True", "False, as backward drops what it has computed", "leave it out")
-            raise AlgorithmError("a step in backward cannot be differentiated", [problem])
-        problems = [
-            Problem(name, f"a {type(tensor).__name__}", "a plain tensor or a DTensor", "step it after backward")
-            for name, tensor in params.items()
-            if not takes_gradient(tensor)
-        ]
-        if problems:
-            raise StateError("backward does not tell when the gradients of these parameters are complete", problems)
+
+def _refuse_algorithm(spec: AlgorithmSpec, groups: Collection[Mapping[str, Any]]) -> None:
+    if not spec.elementwise:
+        found = f"{spec.name}: {spec.why_not or 'its step is for all parameters at once, and ranks communicate in it'}"
+        required = "an algorithm that needs nothing but the gradient of the element that it updates"
+        problem = Problem("algorithm", found, required, f"step {spec.name} after backward, with shardopt.keyed")
+        raise AlgorithmError(f"{spec.name} may not step in backward", [problem])
+    if any("algorithm" in group for group in groups):
+        remedy = "call in_backward for the parameters of each algorithm, and combine them with CombinedOptimizer"
+        problem = Problem("groups", "a group with an algorithm of its own", "one algorithm", remedy)
+        raise AlgorithmError("an optimizer in backward has one algorithm", [problem])
+
+
+def _refuse(params: Mapping[str, Tensor], groups: Collection[Mapping[str, Any]]) -> None:
+    if any(group.get("differentiable") for group in groups):
+        problem = Problem("differentiable", "True", "False, as backward drops what it has computed", "leave it out")
+        raise AlgorithmError("a step in backward cannot be differentiated", [problem])
+    problems = [
+        Problem(name, f"a {type(tensor).__name__}", "a plain tensor or a DTensor", "step it after backward")
+        for name, tensor in params.items()
+        if not takes_gradient(tensor)
+    ]
+    if problems:
+        raise StateError("backward does not tell when the gradients of these parameters are complete", problems)
 
 
 def _keep_for_this_stream(gradient: Tensor) -> None:
@@ -259,8 +264,9 @@ def _in_parts(name: str) -> StateError:
     problem = Problem(
         key=name,
         found="a second part of its gradient in one backward, after the first has updated it",
-        required="one complete gradient: a module with fully_shard is run once in a forward",
-        remedy="run backward within optimizer.accumulate(), and call optimizer.step() after it",
+        required="a gradient that comes whole, unlike that of a module which runs twice in a forward and for which "
+        "fully_shard holds gradients back (set_requires_gradient_sync(False))",
+        remedy="accumulate with optimizer.accumulate() in its place, and load a checkpoint from before this backward",
     )
     return StateError("a gradient came in parts", [problem])
 

@@ -34,9 +34,9 @@ class WarmupOptimizer(OptimizerWrapper):
 
     **When the rate changes.** It is set when this optimizer is made (for step 1; optimizers that step during backward
     use it before the first `step()`), at the end of each `step()` (for the next one), and when state is loaded. Until
-    the last stage has ended it is also set when a step begins, or a backward that steps, so that these steps are the
-    warm-up's, whatever was written into the groups between them. When the last stage has ended the rate stays as it
-    is, and is never written again: it belongs to the user, and to schedulers.
+    the last stage has ended it is also set when a step begins, so that these steps are the warm-up's, whatever was
+    written into the groups between them. When the last stage has ended the rate stays as it is, and is never written
+    again: it belongs to the user, and to schedulers.
 
     **A scheduler of torch's** is attached to this optimizer (or to the one in it) after this one is made. What it
     writes while stages last is not used. Afterwards its rates are: one that multiplies the rate (StepLR,
@@ -114,8 +114,8 @@ class WarmupOptimizer(OptimizerWrapper):
             self._set_rates()
 
     def _before_backward(self) -> None:
-        self._before_step()  # for parts that backward steps
         super()._before_backward()
+        self._before_step()  # for what updates in backward, a step begins there
 
     def _after_step(self) -> None:
         iteration = self._iteration + 1

@@ -8,11 +8,15 @@ from shardopt.algorithms.torch_private import (
     BatchNorm,
     at_end_of_backward,
     backward_under_way,
+    before_step,
     can_make_lazy_state,
+    gradient_hooks,
+    in_forward_of_ddp,
     lazy_state,
     scale_and_look,
     step_without_hooks,
 )
+from tests.fake_rank import fake_rank
 
 WITH_INIT_GROUP = [
     spec for spec in algorithms() if spec.steps_on is StepsOn.LEAVES and spec.name not in ("LBFGS", "SparseAdam")
@@ -51,6 +55,41 @@ def test_init_group_makes_what_the_first_step_makes(spec):
     assert all(made[name].shape == value.shape for name, value in optimizers[0].state[stepped].items())
     assert asked.grad is None
     assert len(optimizers[1].state) == 0
+
+
+def test_hooks_before_a_step_may_change_its_arguments_in_one_way_only():
+    optimizer = torch.optim.SGD([torch.zeros(1)])
+    assert before_step(optimizer) == ((optimizer,), {})
+    optimizer.register_step_pre_hook(lambda who, args, kwargs: ((*args, 1), {"a": 2}))
+    assert before_step(optimizer) == ((optimizer, 1), {"a": 2})
+    optimizer.register_step_pre_hook(lambda *_: 3)
+    with pytest.raises(RuntimeError, match="must return None"):
+        before_step(optimizer)
+
+
+def test_each_backward_has_a_number_of_its_own():
+    weight = torch.ones(2, requires_grad=True)
+    assert backward_under_way() == -1 and gradient_hooks(weight) == []
+    seen = []
+
+    def note(parameter):
+        seen.append(backward_under_way())
+
+    weight.register_post_accumulate_grad_hook(note)
+    assert gradient_hooks(weight) == [note]
+    for _ in range(2):
+        (weight + weight.exp()).sum().backward()
+    assert len(set(seen)) == len(seen) == 2 and -1 not in seen
+
+
+def test_ddp_tells_that_it_runs_a_forward():
+    with fake_rank(0, 1):
+        inside = []
+        module = torch.nn.Linear(1, 1)
+        module.register_forward_pre_hook(lambda *_: inside.append(in_forward_of_ddp()))
+        module(torch.ones(1))
+        torch.nn.parallel.DistributedDataParallel(module)(torch.ones(1))
+    assert inside == [False, True] and not in_forward_of_ddp()
 
 
 def test_every_batch_norm_has_one_base():
