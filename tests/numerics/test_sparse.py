@@ -28,8 +28,11 @@ DECAYING = {
 OURS = {"RowWiseAdagrad": RowWiseAdagrad, "RowWiseAdam": RowWiseAdam}
 
 
-# torch says once that it does not check sparse tensors; the ones here are right.
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+@pytest.fixture(autouse=True)
+def checking():
+    """Otherwise torch warns, in its own Adagrad, that it does not check sparse tensors."""
+    with torch.sparse.check_sparse_tensor_invariants():
+        yield
 
 
 def one_process(algorithm, options, sparse, names=ROWS):
@@ -75,7 +78,7 @@ def check(found, wanted, algorithm):
 
 
 def cases():
-    """Usually each case is seen on three ranks, the first of each algorithm on all numbers, by the first and the last."""
+    """Usually each case is seen on three ranks, and the first of each algorithm on all numbers of ranks."""
     met = set()
     for case, (algorithm, options) in {**CASES, **DECAYING}.items():
         for sparse in (True, False):
