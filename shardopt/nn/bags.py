@@ -112,11 +112,12 @@ def bags_of(
 
 
 def _bags(table: Table, given: Given, pooled: bool, ends: bool, like: Tensor) -> Bags:
-    parts = [given] if isinstance(given, Tensor) else list(given)
-    if not 1 <= len(parts) <= 3 or parts[0] is None:
-        raise _refusal(table, f"{len(parts)} parts", "ids, (ids, offsets) or (ids, offsets, weights)", "pass a tensor")
-    ids, offsets, weights = [*parts, None, None][:3]
-    assert ids is not None
+    parts = [given] if isinstance(given, Tensor) else list(given) if isinstance(given, Sequence) else []
+    first, *others = parts or [None]
+    if len(parts) > 3 or not isinstance(first, Tensor) or not all(isinstance(its, Tensor | None) for its in others):
+        found = f"a {type(given).__name__} of {[type(part).__name__ for part in parts]}"
+        raise _refusal(table, found, "ids, (ids, offsets) or (ids, offsets, weights)", "pass tensors")
+    ids, offsets, weights = first, *[*others, None, None][:2]
     for what, tensor in (("ids", ids), ("offsets", offsets)):
         if tensor is not None and (tensor.dtype not in (torch.int32, torch.int64) or tensor.device != like.device):
             found = f"{what} of {tensor.dtype} on {tensor.device}"

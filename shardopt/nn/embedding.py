@@ -37,10 +37,10 @@ class _ShardedTables(nn.Module, FusedOptimizerModule):
     ) -> None:
         super().__init__()
         tables = (tables,) if isinstance(tables, Table) else tuple(tables)
-        refuse_bad_tables(tables, mesh)
         self.tables = tables
         self.mesh = mesh
         self.mean_gradients = mean_gradients
+        refuse_bad_tables(tables, mesh, dir(self))
         self._by_name = {table.name: table for table in tables}
         self._collector = Collector(self._take_gradients)
         self._fused: FusedRows | None = None
@@ -154,6 +154,7 @@ class ShardedEmbeddingBag(_ShardedTables):
 
     Forward, and backward where anybody calls it, are collective over the mesh: a rank without ids passes empty ones.
     A table whose vectors a loss does not use gets gradients of zeros where another table of that lookup gets others.
+    Where the mesh is a part of a larger one, nothing keeps the tables on its other parts equal to these.
 
     Args:
         tables: one or several, with names of their own; equal on all ranks.
@@ -166,6 +167,8 @@ class ShardedEmbeddingBag(_ShardedTables):
         StateError: a table is not as it has to be.
         LayoutError: the mesh has several dimensions, or this rank is not in it.
     """
+
+    include_last_offset: bool = False
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -77,14 +77,19 @@ class Rows(nn.Module):
         return f"{tuple(self.weight.shape)}, {self.weight.dtype}, sharded by rows"
 
 
-def refuse_bad_tables(tables: Sequence[Table], mesh: DeviceMesh) -> None:
+def refuse_bad_tables(tables: Sequence[Table], mesh: DeviceMesh, taken: Collection[str]) -> None:
     """Looks at what a module is to be made of.
+
+    Args:
+        tables: that it is to hold.
+        mesh: over which they are to be cut.
+        taken: names that a table cannot have.
 
     Raises:
         StateError: there are no tables, or some are not as they have to be.
         LayoutError: the mesh has several dimensions, has its ranks in another order, or this rank is not in it.
     """
-    problems = [problem for table in tables for problem in _wrong(table, tables)]
+    problems = [problem for table in tables for problem in _wrong(table, tables, taken)]
     if not tables:
         problems = [Problem("tables", "none", "at least one", "pass the tables that the module is to hold")]
     if problems:
@@ -97,9 +102,9 @@ def refuse_bad_tables(tables: Sequence[Table], mesh: DeviceMesh) -> None:
         raise LayoutError("tables cannot be sharded over this mesh", [Problem("mesh", found, required, remedy)])
 
 
-def _wrong(table: Table, tables: Sequence[Table]) -> Iterator[Problem]:
+def _wrong(table: Table, tables: Sequence[Table], taken: Collection[str]) -> Iterator[Problem]:
     name, padding = table.name, table.padding_idx
-    if not name.isidentifier() or hasattr(nn.Module, name) or sum(other.name == name for other in tables) > 1:
+    if not name.isidentifier() or name in taken or sum(other.name == name for other in tables) > 1:
         remedy = "give each table a name of its own, without dots"
         yield Problem(repr(name), "a name that cannot be used, or comes twice", "an identifier of its own", remedy)
     if table.num_embeddings < 1 or table.embedding_dim < 1:

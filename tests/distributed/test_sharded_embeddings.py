@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 
 import shardopt
@@ -14,7 +15,18 @@ from shardopt.checkpoint.torn import mark_torn, unmark_torn
 from shardopt.errors import InputError, TornStateError
 from shardopt.nn import ShardedEmbeddingBag, Table
 from shardopt.sharding.view import leaves_of
-from tests.distributed.embeddings import STEPS, TABLES, batch, in_one_process, loss_of, mesh, sharded, torchs, unchecked
+from tests.distributed.embeddings import (
+    STEPS,
+    TABLES,
+    batch,
+    in_one_process,
+    loss_of,
+    mesh,
+    sharded,
+    torchs,
+    unchecked,
+    whole,
+)
 from tests.harness import run_ranks
 
 ALGORITHMS = {
@@ -403,3 +415,74 @@ def test_rates_hold_from_the_next_backward():
     full = [0.25, 0.4375, 0.625, 0.8125, 1.0, 1.0, 0.125]
     for found in run_ranks(2, rates):
         assert found == [pytest.approx((rate, rate / 2), rel=1e-6) for rate in full]
+
+
+class Hybrid(nn.Module):
+    """Tables beside a dense part that `fully_shard` takes."""
+
+    def __init__(self, tables):
+        super().__init__()
+        self.tables = tables
+        torch.manual_seed(1)
+        self.dense = nn.Linear(4, 3)
+
+    def forward(self, ids):
+        return self.dense(self.tables(ids)).square().mean()
+
+
+def hybrid(fused):
+    """`fully_shard` averages gradients over ranks, and so do the tables."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    model = Hybrid(sharded((PAIR[0],), mean_gradients=True))
+    fully_shard(model, mesh=mesh(), ignored_params=set(model.tables.parameters()))
+    dense = {name: parameter for name, parameter in model.named_parameters() if name.startswith("dense.")}
+    rest = {name: parameter for name, parameter in model.named_parameters() if name not in dense}
+    if fused:
+        table = CombinedOptimizer([("tables", model.tables.fuse("rowwiseadagrad", lr=0.1))])
+    else:
+        table = shardopt.keyed("rowwiseadagrad", rest, lr=0.1)
+    optimizer = CombinedOptimizer([table, shardopt.keyed("adamw", dense, lr=0.1)])
+    assert sorted(optimizer.params) == sorted(name for name, _ in model.named_parameters())
+    optimizer.init_state()
+    for ids in BATCHES:
+        model(ids.chunk(ranks)[rank]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = {
+        name: value.full_tensor()
+        for name, its in optimizer.state_dict()["state"].items()
+        for value in [its["sum" if "tables" in name else "exp_avg"]]
+    }
+    return {name: parameter.detach().full_tensor() for name, parameter in model.named_parameters()}, state
+
+
+BATCHES = torch.randint(11, (5, 6, 3), generator=torch.Generator().manual_seed(0))
+
+
+def test_tables_beside_a_fully_sharded_model_train_as_one_process_does():
+    class Alone(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.left = nn.Embedding.from_pretrained(whole(PAIR[0]), freeze=False)
+
+        def forward(self, ids):
+            return torchs(PAIR[0], self.left.weight, ids.flatten(), torch.arange(len(ids)) * ids.shape[1])
+
+    model = Hybrid(Alone())
+    optimizer = shardopt.keyed(
+        "adamw",
+        model.named_parameters(),
+        lr=0.1,
+        groups=[{"match": "tables", "algorithm": "rowwiseadagrad", "lr": 0.1}],
+    )
+    for ids in BATCHES:
+        model(ids).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for fused in (False, True):
+        for found, state in run_ranks(2, hybrid, fused):
+            for name, parameter in model.named_parameters():
+                assert_near(found[name], parameter.detach(), name, 1e-5)
+            assert state.keys() == found.keys()
+            assert state["tables.left.weight"].shape == (11, 1)
+            assert state["tables.left.weight"].dtype == torch.float32

@@ -123,7 +123,7 @@ def test_rows_are_the_same_on_any_number_of_ranks(ranks):
         ([], "at least one"),
         ([Table("a", 5, 2), Table("a", 6, 2)], "comes twice"),
         ([Table("a.b", 5, 2)], "identifier"),
-        ([Table("forward", 5, 2)], "cannot be used"),
+        *(([Table(name, 5, 2)], "cannot be used") for name in ("forward", "tables", "training", "include_last_offset")),
         ([Table("a", 0, 2)], "0 rows"),
         ([Table("a", 5, 2, mode="max")], "mode 'max'"),
         ([Table("a", 5, 2, padding_idx=-1)], "padding_idx -1"),
@@ -160,7 +160,10 @@ B = torch.tensor([0, 2])
         (({"other": L},), "other: found ids for an unknown table"),
         ((L, B), "there are sum, mean, none"),
         (({"sum": L}, B), "beside a mapping"),
-        (({"sum": ()},), "0 parts"),
+        (({"sum": ()},), r"a tuple of \[\]"),
+        (({"none": [1, 2]},), r"none: found a list of \['int', 'int'\]"),
+        (({"none": 3},), "none: found a int"),
+        (({"sum": (L, B, None, None)},), "sum: found a tuple"),
     ],
 )
 def test_calls_that_are_refused(call, words):
