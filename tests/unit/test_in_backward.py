@@ -87,8 +87,16 @@ def train(make, algorithm, options, dtype=torch.float32, micro_batches=1, steps=
     return net, optimizer
 
 
-@pytest.mark.parametrize(("dtype", "micro_batches"), [(torch.float32, 1), (torch.float32, 3), (torch.bfloat16, 2)])
-@pytest.mark.parametrize(("algorithm", "options"), ALGORITHMS)
+@pytest.mark.parametrize(
+    ("algorithm", "options", "dtype", "micro_batches"),
+    [
+        (*which, *how)
+        for which in ALGORITHMS
+        for how in [(torch.float32, 1), (torch.float32, 3), (torch.bfloat16, 2)]
+        # torch's fused SGD in bf16 is wrong, and by other numbers each time that it runs.
+        if not (which[1].get("fused") and how[0] is torch.bfloat16)
+    ],
+)
 def test_it_trains_what_a_step_after_backward_trains_bit_for_bit(algorithm, options, dtype, micro_batches):
     (net, one), (other_net, other) = (
         train(make, algorithm, options, dtype, micro_batches) for make in (shardopt.in_backward, after_backward)
