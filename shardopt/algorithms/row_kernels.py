@@ -71,28 +71,29 @@ def update(
     columns = min(triton.next_power_of_2(width), _MOST_COLUMNS)
     rows = max(_ELEMENTS // columns, 1)
     beta1, beta2 = numbers.betas or (0.0, 0.0)
-    _move_rows[(triton.cdiv(count, rows),)](
-        table,
-        index,
-        gradients,
-        moments,
-        table if averages is None else averages,
-        count,
-        numbers.rate,
-        numbers.eps,
-        numbers.decay,
-        numbers.sign,
-        beta1,
-        1 - beta1,
-        beta2,
-        1 - beta2,
-        numbers.correction,
-        WIDTH=width,
-        ADAM=averages is not None,
-        DECAYS=numbers.decay != 0,
-        ROWS=rows,
-        COLUMNS=columns,
-    )
+    with torch.cuda.device_of(table):  # type: ignore[no-untyped-call]  # torch leaves it untyped; Triton launches there
+        _move_rows[(triton.cdiv(count, rows),)](
+            table,
+            index,
+            gradients,
+            moments,
+            table if averages is None else averages,
+            count,
+            numbers.rate,
+            numbers.eps,
+            numbers.decay,
+            numbers.sign,
+            beta1,
+            1 - beta1,
+            beta2,
+            1 - beta2,
+            numbers.correction,
+            WIDTH=width,
+            ADAM=averages is not None,
+            DECAYS=numbers.decay != 0,
+            ROWS=rows,
+            COLUMNS=columns,
+        )
 
 
 if triton is not None:
