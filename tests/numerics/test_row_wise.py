@@ -13,7 +13,7 @@ import shardopt
 from shardopt import RowWiseAdagrad, RowWiseAdam
 from shardopt.algorithms import row_rules
 from shardopt.errors import AlgorithmError, GradientError
-from shardopt.sharding.view import leaves_of, view_of
+from shardopt.sharding.view import assemble, leaves_of, view_of
 from tests.fake_rank import fake_rank, shard
 
 BOTH = [RowWiseAdagrad, RowWiseAdam]
@@ -323,3 +323,45 @@ def test_copies_on_a_mesh_have_copies_of_the_moments():
         optimizer.init_state()
         moments = optimizer.state_dict()["state"]["w"]["sum"]
         assert moments.placements == (Replicate(), Shard(0)) and prod(moments.shape) == 5
+
+
+@pytest.mark.parametrize("name", ["rowwiseadagrad", "rowwiseadam", "sparseadam"])
+def test_a_resumed_run_is_the_uninterrupted_one(name):
+    """Of a DTensor and a plain table, loaded into fresh ones and into a copy, with a rate that a schedule changes."""
+
+    def train(optimizer, steps):
+        for step in steps:
+            optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)
+            for number, parameter in enumerate(optimizer.params.values()):
+                local = leaves_of(parameter)[0].shape
+                given = sparse([step % 3, 1], gradients((2, 4), 10 * step + number), local)
+                parameter.grad = assemble(parameter, [given])
+            optimizer.step()
+
+    with fake_rank(1, 2) as mesh:
+
+        def make(seed):
+            full = gradients((6, 4), seed)
+            params = {"d": torch.nn.Parameter(shard(full, mesh, Shard(0))), "plain": torch.nn.Parameter(full.clone())}
+            return shardopt.keyed(name, params, betas=(0.8, 0.9)) if "adam" in name else shardopt.keyed(name, params)
+
+        whole, half = make(99), make(99)
+        train(whole, range(6))
+        train(half, range(3))
+        copied, fresh = copy.deepcopy(half), make(98)
+        fresh.init_state()
+        fresh.load_state_dict(half.state_dict())
+        for mine, theirs in zip(fresh.params.values(), half.params.values(), strict=True):
+            leaves_of(mine)[0].detach().copy_(leaves_of(theirs)[0].detach())
+        for resumed in (copied, fresh):
+            train(resumed, range(3, 6))
+            for key, parameter in whole.params.items():
+                assert torch.equal(leaves_of(parameter)[0], leaves_of(resumed.params[key])[0])
+                for entry, value in whole.state[parameter].items():
+                    found = resumed.state[resumed.params[key]][entry]
+                    same = value == found if isinstance(value, int) else torch.equal(*map(_local, (value, found)))
+                    assert same, (key, entry)
+
+
+def _local(tensor):
+    return leaves_of(tensor)[0]
