@@ -40,20 +40,28 @@ def _rank(rank: int, n: int, folder: str, function: Callable[..., Any], args: tu
     dist.destroy_process_group()
 
 
-def interleaved(peers: dict[str, Callable[[int], Any]], repetitions: int, warm_up: int = 1) -> dict[str, float]:
+def interleaved(
+    peers: dict[str, Callable[[int], Any]],
+    repetitions: int,
+    warm_up: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, float]:
     """The median seconds of each peer, which take turns. Collective where the peers are: the slowest rank counts.
 
     Args:
         peers: name → what to time; gets the number of the repetition.
+        repetitions: how often each is timed.
+        warm_up: how often each runs before.
+        clock: seconds; `time.thread_time` for what keeps one thread busy, on a machine that others load too.
     """
     seconds: dict[str, list[float]] = {name: [] for name in peers}
     for repetition in range(-warm_up, repetitions):
         for name, run in peers.items():
             if dist.is_initialized():
                 dist.barrier()
-            begin = time.perf_counter()
+            begin = clock()
             run(repetition)
-            took = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
+            took = torch.tensor(clock() - begin, dtype=torch.float64)
             if dist.is_initialized():
                 dist.all_reduce(took, dist.ReduceOp.MAX)
             if repetition >= 0:

@@ -24,6 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardopt.algorithms import row_kernels
+from shardopt.algorithms.row_kernels import Numbers
+
 Options = Mapping[str, Any]
 State = Mapping[str, Tensor]
 
@@ -36,18 +39,18 @@ class RowRule:
     """An update rule, as two functions that change their first argument in place.
 
     Args:
-        name: of the rule, for kernels.
         moments: the name of the state that has one number for each row.
         move_moments: (moments, mean squares, options), both [k, 1, ...].
         move_rows: (rows, gradients, moments, other state of these rows, options, the number of the step from 1 on).
             Changes the other state as well. All in one dtype.
-        others: the names of state that is like the table.
+        numbers: (options, the number of the step) → what the kernel for GPUs works with.
+        others: the names of state that is like the table; one at most.
     """
 
-    name: str
     moments: str
     move_moments: Callable[[Tensor, Tensor, Options], None]
     move_rows: Callable[[Tensor, Tensor, Tensor, State, Options, float], None]
+    numbers: Callable[[Options, float], Numbers]
     others: tuple[str, ...] = ()
 
 
@@ -88,8 +91,25 @@ def adam_rates(options: Options, step: float) -> tuple[float, float]:
     return float(options["lr"]) / (1 - beta1**step), 1 - beta2**step
 
 
-ADAGRAD = RowRule("adagrad", "sum", adagrad_moments, adagrad_rows)
-ADAM = RowRule("adam", "exp_avg_sq", adam_moments, adam_rows, others=("exp_avg",))
+def adagrad_numbers(options: Options, step: float) -> Numbers:
+    """For the kernel."""
+    return Numbers(adagrad_rate(options, step), *_common_numbers(options))
+
+
+def adam_numbers(options: Options, step: float) -> Numbers:
+    """For the kernel."""
+    rate, correction = adam_rates(options, step)
+    beta1, beta2 = map(float, options["betas"])
+    return Numbers(rate, *_common_numbers(options), betas=(beta1, beta2), correction=correction)
+
+
+def _common_numbers(options: Options) -> tuple[float, float, float]:
+    """ε, weight decay, and the sign of the gradient."""
+    return float(options["eps"]), float(options["weight_decay"]), -1.0 if options["maximize"] else 1.0
+
+
+ADAGRAD = RowRule("sum", adagrad_moments, adagrad_rows, adagrad_numbers)
+ADAM = RowRule("exp_avg_sq", adam_moments, adam_rows, adam_numbers, others=("exp_avg",))
 
 
 def moment_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -109,7 +129,8 @@ def update_rows(
 ) -> None:
     """Moves rows of a table, and the state of these rows, by their gradients. Local, and not recorded by autograd.
 
-    Nothing of the size of the table is made; with an index, no other row is read or written.
+    Nothing of the size of the table is made; with an index, no other row is read or written. On a GPU with Triton rows
+    at an index are moved by one kernel, which rounds in another order.
 
     Args:
         rule: ADAGRAD or ADAM.
@@ -121,6 +142,11 @@ def update_rows(
         step: the number of this step, from 1 on.
         moments_moved: whether the moments have been moved already, and are only to be read.
     """
+    others = [state[name] for name in rule.others]
+    if index is not None and not moments_moved and row_kernels.fits(table, gradients, state[rule.moments], *others):
+        average = next(iter(others), None)
+        row_kernels.update(table, index, gradients, state[rule.moments], average, rule.numbers(options, step))
+        return
     for at in chunks(gradients):
         rows = _taken(table, index, at)
         given = prepared(gradients[at], rows, options)
@@ -128,9 +154,9 @@ def update_rows(
         if not moments_moved:
             rule.move_moments(moments, mean_squares(given), options)
             _put(state[rule.moments], index, at, moments)
-        others = {name: _taken(state[name], index, at) for name in rule.others}
-        rule.move_rows(rows, given, moments, others, options, step)
-        for name, value in others.items():
+        taken = {name: _taken(state[name], index, at) for name in rule.others}
+        rule.move_rows(rows, given, moments, taken, options, step)
+        for name, value in taken.items():
             _put(state[name], index, at, value)
         _put(table, index, at, rows)
 

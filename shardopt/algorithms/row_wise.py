@@ -59,6 +59,16 @@ class _RowWise(torch.optim.Optimizer):
                 work.apply()
         return loss
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, but that moments keep their dtype, where torch casts state to the parameter's."""
+        super().load_state_dict(state_dict)
+        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        loaded = chain.from_iterable(group["params"] for group in self.param_groups)
+        for number, parameter in zip(saved, loaded, strict=True):
+            moments = state_dict["state"].get(number, {}).get(self.rule.moments)
+            if moments is not None and parameter in self.state:
+                self.state[parameter][self.rule.moments] = moments.to(parameter.device, copy=True)
+
     def fresh_state(self, group: Group, parameter: Tensor) -> dict[str, Any]:
         """New state of a parameter that has none, as its first step would make it; changes nothing."""
         view = view_of(parameter)
