@@ -49,7 +49,8 @@ def _move_rows(
     """
     beta1, beta2 = group["betas"]
     step = state["step"]
-    size = float(group["lr"]) * sqrt(1 - beta2**step) / (1 - beta1**step)
+    lr = group["lr"].reshape(()) if isinstance(group["lr"], Tensor) else group["lr"]
+    size = lr * sqrt(1 - beta2**step) / (1 - beta1**step)
     given = -gradients if group["maximize"] else gradients
     first, second = state["exp_avg"].index_select(0, index), state["exp_avg_sq"].index_select(0, index)
     first.add_(given.sub(first).mul_(1 - beta1))
