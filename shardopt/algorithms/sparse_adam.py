@@ -35,7 +35,7 @@ class SparseAdam(torch.optim.SparseAdam):
                 state.update(step=0, exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter))
             state["step"] += 1
             gradient = gradient.coalesce()
-            if gradient._nnz():
+            if gradient.values().numel():
                 _move_rows(parameter, gradient.indices()[0], gradient.values(), state, group)
         return loss
 
@@ -57,5 +57,5 @@ def _move_rows(
     second.add_(given.square().sub_(second).mul_(1 - beta2))
     state["exp_avg"].index_copy_(0, index, first)
     state["exp_avg_sq"].index_copy_(0, index, second)
-    moved = first.div_(second.sqrt_().add_(group["eps"])).mul_(-size)
+    moved: Tensor = -size * first.div_(second.sqrt_().add_(group["eps"]))
     parameter.index_copy_(0, index, moved.add_(parameter.index_select(0, index)))
