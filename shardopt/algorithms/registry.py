@@ -23,6 +23,7 @@ from shardopt.algorithms.adafactor import Adafactor, unsuitable_for_adafactor
 from shardopt.algorithms.lbfgs import LBFGS, unsuitable_for_lbfgs
 from shardopt.algorithms.muon import Muon, unsuitable_for_muon
 from shardopt.algorithms.row_wise import RowWiseAdagrad, RowWiseAdam, unsuitable_for_row_wise
+from shardopt.algorithms.sparse_adam import SparseAdam
 from shardopt.algorithms.torch_private import step_without_hooks
 from shardopt.errors import AlgorithmError, Problem
 from shardopt.sharding.view import View
@@ -414,13 +415,14 @@ for _spec in (
         takes_sparse=True,
     ),
     AlgorithmSpec(
-        torch.optim.SparseAdam,
+        SparseAdam,
         "SparseAdam",
         True,
         (StateEntry("step", Kind.SCALAR, Dtype.PLAIN_COUNT), _like("exp_avg"), _like("exp_avg_sq")),
         takes_sparse=True,
         takes_dense=False,
         state_as_told=True,
+        stands_for=torch.optim.SparseAdam,
     ),
 ):
     register(_spec)

@@ -74,7 +74,7 @@ def update(
     with torch.cuda.device_of(table):  # type: ignore[no-untyped-call]  # torch leaves it untyped; Triton launches there
         _move_rows[(triton.cdiv(count, rows),)](
             table,
-            index,
+            index.contiguous(),
             gradients,
             moments,
             table if averages is None else averages,

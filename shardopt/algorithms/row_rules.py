@@ -117,6 +117,7 @@ def moment_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+@torch.no_grad()
 def update_rows(
     rule: RowRule,
     table: Tensor,

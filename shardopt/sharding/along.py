@@ -206,9 +206,7 @@ def _sharded_sum_like(
     tensor: ShardedTensor, dims: Collection[int], memory: Sequence[Tensor], dtype: torch.dtype
 ) -> ShardedTensor:
     def summed(shard: ShardMetadata) -> ShardMetadata:
-        offsets = [0 if dim in dims else offset for dim, offset in enumerate(shard.shard_offsets)]
-        sizes = list(_with_ones(shard.shard_sizes, dims))
-        return dataclasses.replace(shard, shard_offsets=offsets, shard_sizes=sizes)
+        return dataclasses.replace(shard, shard_sizes=list(_with_ones(shard.shard_sizes, dims)))
 
     return _resharded(tensor, summed, _with_ones(tensor.metadata().size, dims), memory, moved=0, dtype=dtype)
 

@@ -107,3 +107,26 @@ def test_rows_on_ranks_are_moved_as_on_one_process(algorithm, options, sparse, r
     for rank in range(ranks) if every else {0, ranks - 1}:
         with fake_rank(rank, ranks):
             check(sharded(algorithm, options, sparse, early=None if rank else 0), wanted, algorithm)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"maximize": True, "eps": 0.1}, {"lr": torch.tensor(0.3), "betas": (0.0, 0.5)}], ids=str
+)
+@pytest.mark.parametrize("sparse_dims", [1, 2])
+def test_sparse_adam_has_the_bits_of_torchs(sparse_dims, options, dtype):
+    """Of rows, which it moves by itself, and of single elements, which it leaves to torch's."""
+    runs = []
+    for make in (
+        lambda p: torch.optim.SparseAdam([p], **options),
+        lambda p: shardopt.keyed("sparseadam", {"w": p}, **options),
+    ):
+        parameter = torch.nn.Parameter(start("cube").to(dtype))
+        optimizer = make(parameter)
+        for step in range(STEPS):
+            whole = gradient("cube", step, True).to(dtype)
+            parameter.grad = whole if sparse_dims == 1 else whole.to_dense().to_sparse(2)
+            optimizer.step()
+        runs.append((parameter, *optimizer.state[parameter].values()))
+    for torchs, ours in zip(*runs, strict=True):
+        assert torchs == ours if isinstance(torchs, int) else torch.equal(torchs, ours)

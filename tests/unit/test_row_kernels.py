@@ -25,8 +25,8 @@ def tables(shape, rule, dtype, device):
     return made + [torch.randn(shape, generator=generator).to(device, dtype) for _ in rule.others]
 
 
-@needs_triton
 @pytest.mark.skipif(not HERE, reason="runs below, under the interpreter")
+@needs_triton
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rule", [ADAGRAD, ADAM], ids=lambda rule: rule.moments)
 def test_it_moves_rows_as_torchs_operations_do(rule, dtype, monkeypatch):
@@ -54,8 +54,8 @@ def compare(shape, rule, dtype, options, monkeypatch):
     assert torch.equal(found[0][untouched], tables(shape, rule, dtype, device)[0][untouched])
 
 
-@needs_triton
 @pytest.mark.skipif(HERE, reason="ran above")
+@needs_triton
 def test_it_does_so_under_the_interpreter():
     """Which has to be chosen before Triton is imported."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "torchs_operations"]
