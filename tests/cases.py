@@ -52,12 +52,12 @@ def refused(name, options, dtype):
     The whole list: a test holds torch against it.
     """
     how = next(key for key, chosen in IMPLEMENTATIONS.items() if chosen.items() <= options.items())
+    if options.get("differentiable"):
+        return "does not support .differentiable.|support autograd|leaf Variable|be differentiated"
+    if options.get("capturable") and (how, name) not in (("fused", "Adam"), ("fused", "AdamW")):
+        return "capturable"  # there is no such option, or only for other devices
     if dtype.is_complex and how == "fused":
         return "floating point Tensors"
     if isinstance(options.get("lr"), torch.Tensor) and how == "foreach" and name in ("Adam", "AdamW"):
         return "lr as a Tensor is not supported"
-    if options.get("capturable") and (how, name) not in (("fused", "Adam"), ("fused", "AdamW")):
-        return "capturable"  # there is no such option, or only for other devices
-    if options.get("differentiable"):
-        return "does not support .differentiable.|support autograd|leaf Variable|be differentiated"
     return None
