@@ -65,7 +65,7 @@ class PendingSave:
     def complaint(self) -> str:
         """What to say of it where the program has ended."""
         if self._error is not None:
-            return f"the program ended without being told of a failure: {self._error}"
+            return f"the program ended without being told that saving {self.url} failed: {self._error}"
         end = "was committed all the same" if self._report is not None else "was given up"
         return (
             f"the program ended while saving {self.url} was under way, which {end}; "
