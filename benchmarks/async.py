@@ -30,8 +30,8 @@ import shardopt
 from shardopt.checkpoint.async_save import AsyncSaver
 from shardopt.state import flatten
 
-WIDTH = 1024
-BATCH = 48
+WIDTH = 2048
+BATCH = 64
 
 Wait = Callable[[], float]
 """Waits for a save, and gives the seconds that it has kept steps waiting besides its call."""

@@ -5,6 +5,7 @@ Whoever is to change state in place, other than an optimizer by its step, calls 
 
 from __future__ import annotations
 
+import os
 import threading
 
 
@@ -33,6 +34,8 @@ class Moment:
 
 _awaited: set[Moment] = set()
 """The ends of the copies that are under way."""
+
+os.register_at_fork(after_in_child=_awaited.clear)  # a forked child has none of the threads that copy
 
 
 def copying_until(end: Moment) -> None:

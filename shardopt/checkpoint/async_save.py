@@ -47,6 +47,7 @@ class AsyncSaver:
         self._memory = HostMemory()
         self._kept: Kept = {}
         self._pending: PendingSave | None = None
+        self._thread: threading.Thread | None = None
         self._hooks: list[RemovableHandle] = []
         self._ranks: tuple[Ranks, Ranks] | None = None  # those of the program, and those beside them
 
@@ -88,11 +89,11 @@ class AsyncSaver:
 
         options = durable, check_replicas, deadline_seconds
         # Not a daemon: a program that ends waits for it, and then says what it should have waited for itself.
-        thread = threading.Thread(
+        self._thread = threading.Thread(
             target=self._in_background, args=(beside, pending, staging, begin, *options), name="shardopt-save"
         )
         try:
-            thread.start()
+            self._thread.start()
         except BaseException as error:
             pending.fail(error)
             raise
@@ -105,6 +106,8 @@ class AsyncSaver:
         """Waits for the save that is in flight; raises what the last one failed with, unless that was told already."""
         if self._pending is not None:
             self._pending.done.wait()
+            if self._thread is not None and self._thread.ident is not None:
+                self._thread.join()
             for hook in self._hooks:
                 hook.remove()
             self._hooks = []

@@ -16,11 +16,12 @@ from torch.optim import Optimizer
 from shardopt.checkpoint.describe import Description, describe
 from shardopt.checkpoint.memory import is_plain_memory
 from shardopt.checkpoint.replicas import CheckReplicas, contents_of
-from shardopt.errors import Problem, StateError
+from shardopt.errors import CheckpointError, Problem, StateError
 from shardopt.sharding.view import Piece, View, leaves_of
 from shardopt.state import FlatState, flatten
 
 _ALIGNMENT_BYTES = 64
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU
 
 
 class Copy(NamedTuple):
@@ -86,21 +87,19 @@ class HostMemory:
         self._block = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         if pin and nbytes:
             # Not by torch's own allocator of pinned memory, which takes the next power of two.
-            _checked(_cuda_runtime().cudaHostRegister(self._block.data_ptr(), nbytes, 0))
+            code = int(_cuda_runtime().cudaHostRegister(self._block.data_ptr(), nbytes, _PORTABLE))
+            if code != 0:
+                raise CheckpointError(f"cannot pin {nbytes} bytes of host memory: CUDA error {code}")
             self._pinned = weakref.finalize(self, _unpin, self._block)
             self._pinned.atexit = False  # the driver may be gone by then, and the process gives all back
 
 
 def _unpin(block: Tensor) -> None:
-    _checked(_cuda_runtime().cudaHostUnregister(block.data_ptr()))
+    _cuda_runtime().cudaHostUnregister(block.data_ptr())
 
 
 def _cuda_runtime() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch has no hints for it
-
-
-def _checked(outcome: Any) -> None:
-    torch.cuda.check_error(int(outcome))
 
 
 class Staging:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,8 @@ from shardopt import checkpoint
 from shardopt.checkpoint import staging
 from shardopt.checkpoint.async_save import AsyncSaver
 from shardopt.errors import CheckpointError, RankError, ShardoptError
-from tests.harness import Fault, run_ranks, run_ranks_outcomes
+from tests.distributed import test_faults
+from tests.harness import Fault, each_operation, run_ranks, run_ranks_outcomes
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RANKS = 3
@@ -188,6 +190,29 @@ def test_a_rank_that_dies_is_named_to_the_others(tmp_path, stage, fault):
     assert not (tmp_path / "second" / "manifest.json").exists()
 
 
+def save_second_beside(root):
+    """As `test_faults.save_second`, in the background, with state that is copied there."""
+    weight = torch.nn.Parameter(torch.arange(9.0))
+    optimizer = torch.optim.SGD([weight], 0.1, momentum=0.9)
+    app = test_faults.state(2) | {"weight": weight, "optimizer": optimizer}
+    path = checkpoint.Manager(root).path(2)
+    checkpoint.async_save(path, app, stage="lazy", deadline_seconds=test_faults.DEADLINE_SECONDS).result()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("action", ["kill", "EIO"])
+def test_every_fault_at_every_operation(tmp_path_factory, action):
+    root = str(tmp_path_factory.mktemp("sound") / "root")
+    run_ranks_outcomes(test_faults.RANKS, test_faults.save_first, root)
+    calls = run_ranks_outcomes(test_faults.RANKS, save_second_beside, root, trace=(COPY, *test_faults.CALLS))
+    steps = Counter()
+    for fault in each_operation(calls, action):
+        steps[test_faults.survive(tmp_path_factory.mktemp("fault"), fault, save_second_beside)] += 1
+    print(f"{action}: {sum(steps.values())}, of which {steps[2]} left the new checkpoint")
+    assert steps[1] > 0
+
+
 def save_many(root, count, settled):
     """What this process holds after `settled` saves, and how much more after `count`."""
     app = {"w": torch.arange(1000.0), "step": 0}
@@ -196,14 +221,15 @@ def save_many(root, count, settled):
     optimizer.init_state()
     app |= {"model": model, "optimizer": optimizer}
     store = dist.group.WORLD.get_group_store()
+    saver = AsyncSaver()
     held = []
     for number in range(count):
         app["step"] = number
-        pending = checkpoint.async_save(f"{root}/{number}", app, stage=STAGES[number % 2], durable=False)
+        saver.save(f"{root}/{number}", app, stage=STAGES[number % 2], durable=False)
         model(torch.ones(2, 30)).sum().backward()
         optimizer.step()
         if number + 1 in (settled, count):
-            pending.result()
+            saver.wait()
             gc.collect()
             dist.barrier()
             pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -222,6 +248,7 @@ def save_many(root, count, settled):
 def test_200_saves_leave_memory_descriptors_and_threads_flat(tmp_path):
     for before, after in run_ranks(2, save_many, str(tmp_path), 200, 50):
         grown = after.pop("rss_bytes") - before.pop("rss_bytes")
+        assert after.pop("keys") - before.pop("keys") <= 2  # the heartbeats, which begin with the first long wait
         assert after == before
         assert grown <= 2 << 20, grown
     assert checkpoint.verify(tmp_path / "199").ok

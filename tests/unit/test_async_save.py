@@ -384,3 +384,57 @@ def test_async_save_keeps_its_memory_between_calls(tmp_path):
     assert 0 <= report.stall_seconds <= report.staging_seconds + 1 and report.writing_seconds <= report.seconds
     assert_stored(tmp_path / "one", snapshot(app))
     assert_stored(tmp_path / "two", snapshot(app))
+
+
+class FakeRuntime:
+    """What pins host memory, as far as it can be told without a GPU."""
+
+    def __init__(self):
+        self.pinned, self.code = set(), 0
+
+    def cudaHostRegister(self, address, nbytes, flags):
+        self.pinned.add(address)
+        return self.code
+
+    def cudaHostUnregister(self, address):
+        self.pinned.remove(address)
+
+
+def test_pinned_memory_is_let_go_before_it_is_freed(monkeypatch):
+    runtime = FakeRuntime()
+    monkeypatch.setattr(staging, "_cuda_runtime", lambda: runtime)
+    memory = HostMemory()
+    memory._allocate(1000, pin=True)
+    assert runtime.pinned == {memory._block.data_ptr()}
+    memory._allocate(2000, pin=True)
+    assert runtime.pinned == {memory._block.data_ptr()}
+    memory.free()
+    assert runtime.pinned == set()
+    memory._allocate(1000, pin=True)
+    del memory
+    assert runtime.pinned == set()
+    runtime.code = 2
+    with pytest.raises(CheckpointError, match="cannot pin 50 bytes of host memory: CUDA error 2"):
+        HostMemory()._allocate(50, pin=True)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="copies from a GPU")
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_is_stored_from_a_gpu_is_the_state_at_the_call(stage, saver, tmp_path):
+    model = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(8)], nn.BatchNorm1d(2048)).cuda()
+    optimizer = shardopt.keyed("adamw", model.named_parameters(), lr=0.1)
+    inputs = torch.randn(64, 2048, device="cuda")
+    app = {"model": model, "optimizer": optimizer, "step": 1}
+    for number in range(3):
+        model(inputs).square().sum().backward()
+        optimizer.step()
+        expected = snapshot(app)
+        pending = saver.save(tmp_path / str(number), app, stage=stage)
+        for _ in range(3):
+            model(inputs).square().sum().backward()
+            optimizer.step()
+        pending.result(60)
+        assert_stored(
+            tmp_path / str(number), {key: v.cpu() if torch.is_tensor(v) else v for key, v in expected.items()}
+        )
+    assert saver._memory._block.is_pinned()
