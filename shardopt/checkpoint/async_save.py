@@ -13,7 +13,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -79,13 +79,14 @@ class AsyncSaver:
         pending = self._pending = PendingSave(os.fspath(url))
         staging: Staging | BaseException
         try:
-            self._hooks = hold_steps(_optimizers_in(app), pending)
             with gc_paused():
                 staging = Staging(app, self._memory, lazily=stage == "lazy")
+            self._hooks = hold_steps(staging.optimizers, pending)
             if staging.is_lazy:
                 copying_until(pending.staged)
         except BaseException as error:
             staging = error  # the other ranks are on their way to the thread, in which all will raise it
+            self._hooks = hold_steps(_optimizers_in(app), pending)
 
         options = durable, check_replicas, deadline_seconds
         # Not a daemon: a program that ends waits for it, and then says what it should have waited for itself.
@@ -221,12 +222,9 @@ def async_save(
     )
 
 
-def _optimizers_in(node: Any) -> Iterator[Optimizer]:
-    if isinstance(node, Optimizer):
-        yield node
-    elif isinstance(node, Mapping | list | tuple):
-        for child in node.values() if isinstance(node, Mapping) else node:
-            yield from _optimizers_in(child)
+def _optimizers_in(app: Any) -> list[Optimizer]:
+    """Those that can be told of a failure although the state could not be walked through."""
+    return [each for each in app.values() if isinstance(each, Optimizer)] if isinstance(app, Mapping) else []
 
 
 def _require_choice(name: str, found: str, choices: tuple[str, ...]) -> None:

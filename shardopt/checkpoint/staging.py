@@ -113,6 +113,9 @@ class Staging:
         memory: where to; nobody uses it until this staging and what it gave are done with.
         lazily: whether what only a step changes is left to `finish`.
 
+    Attributes:
+        optimizers: those in `app`, which have to wait with their steps for `finish`.
+
     Raises:
         StateError, LayoutError: something in `app` cannot be stored.
     """
@@ -133,7 +136,9 @@ class Staging:
             copies = self._later if key in later else now
             for piece, host in zip(view.pieces, staged, strict=True):
                 copies.append(Copy(key, piece.tensor, host.tensor, _version(piece.tensor)))
+        self._now = now  # kept until they are copied: on an accelerator that takes until `finish`
         self._description = replace(live, views=views)
+        self.optimizers = _optimizers_of(flat)
         self._devices = {piece.tensor.device for piece in pieces if piece.tensor.device.type != "cpu"}
         for device in self._devices:
             memory.stream(device).wait_stream(torch.get_device_module(device).current_stream(device))
@@ -156,6 +161,7 @@ class Staging:
         _copy_all(later, self._memory)
         for device in self._devices:
             self._memory.stream(device).synchronize()
+        self._now = []
         # Not each after its own copy: an operation counts up the version only when it is through.
         changed = list(dict.fromkeys(copy.key for copy in later if _version(copy.source) != copy.version))
         if changed:
@@ -177,12 +183,11 @@ def changed_by_steps_alone(flat: FlatState) -> frozenset[str]:
     These are its parameters, wherever they stand in the state, and its own state. Not what an optimizer owns that
     updates parameters within backward; not options, which schedules change; not numbers, which cost nothing to copy.
     """
-    optimizers = [(each.path, each.target) for each in flat.handbacks if isinstance(each.target, Optimizer)]
-    stepping = [(path, each) for path, each in optimizers if not getattr(each, "updates_in_backward", False)]
-    owned = _memory_of(each for _, each in stepping) - _memory_of(
-        each for _, each in optimizers if getattr(each, "updates_in_backward", False)
-    )
-    states = {(*path, "state") for path, _ in stepping}
+    optimizers = _optimizers_of(flat)
+    within_backward = [each for each in optimizers if getattr(each, "updates_in_backward", False)]
+    stepping = [each for each in optimizers if each not in within_backward]
+    owned = _memory_of(stepping) - _memory_of(within_backward)
+    states = {(*each.path, "state") for each in flat.handbacks if each.target in stepping}
     keys = []
     for key, leaf in flat.leaves.items():
         if isinstance(leaf.value, Tensor) and leaf.value.ndim:
@@ -190,6 +195,10 @@ def changed_by_steps_alone(flat: FlatState) -> frozenset[str]:
             if within or all(_place(local) in owned for local in leaves_of(leaf.value)):
                 keys.append(key)
     return frozenset(keys)
+
+
+def _optimizers_of(flat: FlatState) -> list[Optimizer]:
+    return [each.target for each in flat.handbacks if isinstance(each.target, Optimizer)]
 
 
 def _memory_of(optimizers: Iterable[Optimizer]) -> set[tuple[Any, ...]]:

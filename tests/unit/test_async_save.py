@@ -438,3 +438,29 @@ def test_what_is_stored_from_a_gpu_is_the_state_at_the_call(stage, saver, tmp_pa
             tmp_path / str(number), {key: v.cpu() if torch.is_tensor(v) else v for key, v in expected.items()}
         )
     assert saver._memory._block.is_pinned()
+
+
+class Parts:
+    """Gives objects instead of tensors: what is in them is saved all the same."""
+
+    def __init__(self, **parts):
+        self.parts = parts
+
+    def state_dict(self):
+        return self.parts
+
+    def load_state_dict(self, state):
+        pass
+
+
+def test_an_optimizer_within_another_object_waits_too(gate, saver, tmp_path):
+    model = Net()
+    optimizer = adam(model)
+    train_step(model, optimizer)
+    app = {"all": Parts(model=model, optimizer=optimizer)}
+    expected = snapshot(app)
+    saver.save(tmp_path / "one", app, stage="lazy")
+    opens_soon(gate)
+    train_step(model, optimizer)
+    saver.wait()
+    assert_stored(tmp_path / "one", expected)
