@@ -41,7 +41,7 @@ class HostMemory:
     """
 
     def __init__(self) -> None:
-        self._block = torch.empty(0, dtype=torch.uint8)
+        self._block = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._pinned: weakref.finalize[[Tensor], HostMemory] | None = None
         self._made_for: list[tuple[torch.dtype, torch.Size]] = []
         self._tensors: list[Tensor] = []
