@@ -22,6 +22,7 @@ from shardopt.checkpoint.share import Replicas, SharedReads, fingerprint, shared
 from shardopt.checkpoint.strictness import Names, Strictness, strictness_of, under_names_of
 from shardopt.checkpoint.torn import mark_torn, unmark_torn
 from shardopt.checkpoint.twins import refuse_unequal, twins_in
+from shardopt.copies import wait_for_copies
 from shardopt.errors import CheckpointError, MismatchError, Problem
 from shardopt.ranks import DEADLINE_SECONDS, Ranks, ranks_of
 from shardopt.sharding.view import View, view_of
@@ -146,7 +147,7 @@ def _load(
     loaded = [each for each in plan.flat.handbacks if plan.match.loads_into(each.path, plan.flat)]
     optimizers = [each.target for each in loaded if isinstance(each.target, Optimizer)]
     mark_torn(optimizers, what)
-    bytes_read, _ = ranks.agree(what, work=lambda: fetch(wants), deadline_seconds=deadline_seconds)
+    bytes_read, _ = ranks.agree(what, work=lambda: _fill(wants), deadline_seconds=deadline_seconds)
     # A round of its own: nobody is to wait for what its reader failed to read, or to hand back what others lack.
     ranks.agree(what, work=lambda: _hand_back(plan, shared, loaded), deadline_seconds=deadline_seconds)
     unmark_torn(optimizers)
@@ -217,6 +218,11 @@ def _compare_ranks(url: str, reports: list[list[str]]) -> bool:
         problem = Problem(url, found, "the same on every rank", "check what is mounted there")
         raise CheckpointError("ranks do not see the same checkpoint", [problem])
     return len(set(fingerprints)) == 1
+
+
+def _fill(wants: list[tuple[OpenFile, Want]]) -> int:
+    wait_for_copies()  # a save in the background may still be taking what this changes
+    return fetch(wants)
 
 
 def _hand_back(plan: _Plan, shared: SharedReads, loaded: list[Handback]) -> None:
