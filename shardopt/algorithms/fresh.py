@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardopt.algorithms.registry import AlgorithmSpec, Kind, MakesState, StepsOn
+from shardopt.algorithms.registry import AlgorithmSpec, Dtype, Kind, MakesState, StateEntry, StepsOn
 from shardopt.algorithms.torch_private import can_make_lazy_state, lazy_state
 from shardopt.errors import AlgorithmError, Problem
 
@@ -33,6 +33,8 @@ def fresh_state(spec: AlgorithmSpec, optimizer: Optimizer, group: Mapping[str, A
     """
     if spec.steps_on is StepsOn.PARAMETERS:
         return cast(MakesState, optimizer).fresh_state(group, leaf)
+    if spec.state_as_told:
+        return {entry.name: _as_told(entry, group, leaf) for entry in spec.entries(group, leaf.ndim)}
     if not can_make_lazy_state(optimizer):
         raise AlgorithmError(
             "state cannot be made before the first step",
@@ -50,3 +52,10 @@ def fresh_state(spec: AlgorithmSpec, optimizer: Optimizer, group: Mapping[str, A
         if entry.name not in state and entry.kind is Kind.PARAMETER:
             state[entry.name] = torch.zeros_like(leaf, dtype=entry.dtype.of(leaf.dtype, group))
     return state
+
+
+def _as_told(entry: StateEntry, group: Mapping[str, Any], leaf: Tensor) -> Any:
+    """A piece of state as its entry says."""
+    if entry.dtype is Dtype.PLAIN_COUNT:
+        return 0
+    return torch.zeros_like(leaf, dtype=entry.dtype.of(leaf.dtype, group))

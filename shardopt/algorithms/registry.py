@@ -22,6 +22,8 @@ from torch.optim import Optimizer
 from shardopt.algorithms.adafactor import Adafactor, unsuitable_for_adafactor
 from shardopt.algorithms.lbfgs import LBFGS, unsuitable_for_lbfgs
 from shardopt.algorithms.muon import Muon, unsuitable_for_muon
+from shardopt.algorithms.row_wise import RowWiseAdagrad, RowWiseAdam, unsuitable_for_row_wise
+from shardopt.algorithms.sparse_adam import SparseAdam
 from shardopt.algorithms.torch_private import step_without_hooks
 from shardopt.errors import AlgorithmError, Problem
 from shardopt.sharding.view import View
@@ -40,6 +42,9 @@ class Kind(Enum):
     """The shape of the parameter, but for a last dimension of size 1; placed as the parameter along the others."""
     COLUMNS = "columns"
     """The shape of the parameter, but for a last dimension but one of size 1; placed as it along the others."""
+    TABLE_ROWS = "rows of a table"
+    """One number for each index of the first dimension: all others have size 1. Placed as the parameter along the
+    first."""
     HISTORY = "history × parameter"
     """As many tensors like the parameter as the option `history_size` says, stacked along a new first dimension."""
     GLOBAL = "global"
@@ -52,12 +57,17 @@ class Dtype(Enum):
     PARAMETER = "the parameter's"
     COUNTER = "float32; float64 where that is torch's default dtype and the step is not fused"
     COUNT = "int64"
+    PLAIN_COUNT = "a plain int, which is no tensor"
+    AT_LEAST_SINGLE = "float32; float64 of a float64 parameter"
     WIDE = "float64"
 
     def of(self, parameter: torch.dtype, options: Options) -> torch.dtype:
         """The dtype in a group with these options, for a parameter of that dtype."""
+        if self is Dtype.AT_LEAST_SINGLE:
+            return torch.promote_types(parameter, torch.float32)
         if self is not Dtype.COUNTER:
-            return {Dtype.PARAMETER: parameter, Dtype.COUNT: torch.int64, Dtype.WIDE: torch.float64}[self]
+            fixed = {Dtype.COUNT: torch.int64, Dtype.PLAIN_COUNT: torch.int64, Dtype.WIDE: torch.float64}
+            return fixed.get(self, parameter)
         wide = torch.get_default_dtype() == torch.float64 and not options.get("fused")
         return torch.float64 if wide else torch.float32
 
@@ -147,12 +157,15 @@ class AlgorithmSpec:
         state: what it keeps for a parameter, in the order in which it is made.
         why_not: where it is not elementwise, what on shards would be computed differently.
         state_at_construction: whether the class makes all state when it is constructed, not at the first gradient.
+        state_as_told: whether new state can be made from `state` alone, all of it zeros: for a class that makes it
+            inside of its step.
         steps_on: what its optimizer is built over, where parameters are sharded. One that steps on parameters is never
             refused for shards.
         stands_for: a class of torch in whose place it runs, on plain parameters too: with the same options and state.
         unsuitable: what keeps a parameter from being optimized with it, in a few words; "" where nothing does. Asked
             where it steps on parameters only.
-        takes_sparse: whether it steps with sparse gradients too, on plain parameters.
+        takes_sparse: whether it steps with sparse gradients.
+        takes_dense: whether it steps with dense gradients.
         fused_agrees: the dtypes in which torch's fused implementation for the CPU computes what its for-loop computes,
             up to the rounding of the last bits.
         needs_closure: whether a step has to evaluate the model again itself, maybe several times.
@@ -168,6 +181,8 @@ class AlgorithmSpec:
     stands_for: type[Optimizer] | None = None
     unsuitable: Callable[[View], str] = _suits
     takes_sparse: bool = False
+    takes_dense: bool = True
+    state_as_told: bool = False
     fused_agrees: tuple[torch.dtype, ...] = ()
     needs_closure: bool = False
 
@@ -263,6 +278,10 @@ def _like(name: str, **more: Any) -> StateEntry:
 
 def _scalar(name: str, initial: float | AtFirstStep = 0.0) -> StateEntry:
     return StateEntry(name, Kind.SCALAR, Dtype.COUNTER, initial)
+
+
+def _moments(name: str, **more: Any) -> StateEntry:
+    return StateEntry(name, Kind.TABLE_ROWS, Dtype.AT_LEAST_SINGLE, **more)
 
 
 def _amsgrad(options: Options) -> bool:
@@ -376,10 +395,34 @@ for _spec in (
         unsuitable=unsuitable_for_muon,
     ),
     AlgorithmSpec(
-        torch.optim.SparseAdam,
-        "SparseAdam",
+        RowWiseAdagrad,
+        "RowWiseAdagrad",
         False,
-        why_not="it takes sparse gradients only, and autograd makes none for shards",
+        (_STEP, _moments("sum", initial="initial_accumulator_value")),
+        why_not="its moments are means over rows, and a shard may have only a part of a row",
+        steps_on=StepsOn.PARAMETERS,
+        unsuitable=unsuitable_for_row_wise,
+        takes_sparse=True,
+    ),
+    AlgorithmSpec(
+        RowWiseAdam,
+        "RowWiseAdam",
+        False,
+        (_STEP, _like("exp_avg"), _moments("exp_avg_sq")),
+        why_not="its moments are means over rows, and a shard may have only a part of a row",
+        steps_on=StepsOn.PARAMETERS,
+        unsuitable=unsuitable_for_row_wise,
+        takes_sparse=True,
+    ),
+    AlgorithmSpec(
+        SparseAdam,
+        "SparseAdam",
+        True,
+        (StateEntry("step", Kind.SCALAR, Dtype.PLAIN_COUNT), _like("exp_avg"), _like("exp_avg_sq")),
+        takes_sparse=True,
+        takes_dense=False,
+        state_as_told=True,
+        stands_for=torch.optim.SparseAdam,
     ),
 ):
     register(_spec)

@@ -26,7 +26,8 @@ class Storage(ABC):
     """A directory of immutable files: each is written once, as a whole."""
 
     url: str
-    is_far = False  # whether a request costs a round trip: then fewer and larger ones are made, more at a time
+    is_remote = False
+    """Whether reading goes over a network: then ranks read once and share, in fewer and larger requests."""
 
     @abstractmethod
     def make(self) -> None:

@@ -207,11 +207,11 @@ def fetch(wants: Sequence[tuple[OpenFile, Want]]) -> int:
 
 def threads_for(file: OpenFile) -> int:
     """How many threads should read at a time."""
-    return _FAR_THREADS if file.storage.is_far else _THREADS
+    return _FAR_THREADS if file.storage.is_remote else _THREADS
 
 
 def _batch_bytes(file: OpenFile) -> int:
-    return _FAR_BATCH_BYTES if file.storage.is_far else _BATCH_BYTES
+    return _FAR_BATCH_BYTES if file.storage.is_remote else _BATCH_BYTES
 
 
 def check_all(wants: Sequence[tuple[OpenFile, Want]]) -> None:

@@ -69,6 +69,10 @@ class CheckpointReader:
         return self._storage.url
 
     @property
+    def is_remote(self) -> bool:
+        return self._storage.is_remote
+
+    @property
     def manifest(self) -> Manifest:
         return self._manifest
 

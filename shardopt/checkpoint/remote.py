@@ -21,7 +21,7 @@ from shardopt.checkpoint.retry import Requests
 class RemoteStorage(Storage):
     """A prefix of an object store, or a directory of any other file system of fsspec."""
 
-    is_far = True
+    is_remote = True
 
     def __init__(self, fs: Any, path: str) -> None:
         self._fs, self._root = fs, path.rstrip("/")

@@ -123,11 +123,21 @@ def assemble(like: Tensor, leaves: Sequence[Tensor]) -> Tensor:
     if wanted != found:
         raise _refusal("tensor", f"local tensors of shapes {found}", f"shapes {wanted}", "pass one for each local part")
     if isinstance(like, DTensor):
-        local = like._local_tensor
-        return _dtensor(like, _wrapper(local, leaves) if _is_wrapper(local) else leaves[0])
+        return _dtensor(like, local_like(like, leaves))
     if isinstance(like, ShardedTensor):
         return _sharded_tensor(like, leaves)
     return _wrapper(like, leaves) if _is_wrapper(like) else leaves[0]
+
+
+def local_like(like: DTensor, leaves: Sequence[Tensor]) -> Tensor:
+    """What a DTensor wraps, made of other leaves: they stand at the offsets at which those of `like` do."""
+    local = like._local_tensor
+    return _wrapper(local, leaves) if _is_wrapper(local) else leaves[0]
+
+
+def tells_of_others(tensor: Tensor) -> bool:
+    """Whether a sharded tensor says where all of its shards are; a LocalShardsWrapper tells of this rank's only."""
+    return not _is_wrapper(tensor._local_tensor if isinstance(tensor, DTensor) else tensor)
 
 
 def gradient_leaves(param: Tensor) -> tuple[Tensor | None, ...]:

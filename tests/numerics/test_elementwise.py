@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import shardopt
-from shardopt.algorithms import Kind, spec_of
+from shardopt.algorithms import AlgorithmSpec, Kind, register, registry, spec_of
 from shardopt.errors import AlgorithmError
 from shardopt.sharding.view import leaves_of
 from tests.cases import ELEMENTWISE, ELEMENTWISE_CASES, EXTRA_CASES, refused
@@ -147,8 +147,16 @@ def test_the_layouts_are_what_they_are_called(ranks):
             assert laid_out["grid"].device_mesh.ndim == 2
 
 
-@pytest.mark.parametrize("name", ["SparseAdam"])
-def test_what_is_not_elementwise_is_refused_on_shards_and_let_through_on_plain(name):
+class Whole(torch.optim.SGD):
+    """Needs the whole parameter."""
+
+    def step(self, closure=None):
+        raise NotImplementedError
+
+
+def test_what_is_not_elementwise_is_refused_on_shards_and_let_through_on_plain(monkeypatch):
+    monkeypatch.setattr(registry, "_SPECS", dict(registry._SPECS))
+    name = register(AlgorithmSpec(Whole, "Whole", elementwise=False, why_not="it looks at all of it")).name
     shardopt.keyed(name, {"w": torch.nn.Parameter(torch.zeros(4, 4))})
     with fake_rank(0, 2) as mesh:
         sharded = {"w": torch.nn.Parameter(shard(torch.zeros(4, 4), mesh, *LAYOUTS["even"].placements))}

@@ -8,7 +8,7 @@ from torch.distributed.tensor import Shard
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import shardopt
-from shardopt.algorithms import AtFirstStep, Kind, spec_of
+from shardopt.algorithms import AlgorithmSpec, AtFirstStep, Kind, register, registry, spec_of
 from shardopt.errors import AlgorithmError, StateError
 from shardopt.sharding.view import leaves_of
 from tests.cases import ELEMENTWISE_CASES
@@ -256,7 +256,16 @@ def test_names_that_are_not_parameters_are_refused():
         optimizer.init_state(sparse_grad_parameter_names={"embedding"})
 
 
-def test_an_algorithm_that_makes_state_inside_its_step_says_so():
-    optimizer = shardopt.keyed("sparseadam", {"w": torch.nn.Parameter(torch.ones(3))})
-    with pytest.raises(AlgorithmError, match="SparseAdam: found an algorithm that makes its state inside of step"):
+class Own(torch.optim.Optimizer):
+    """Makes its state nobody knows where."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+
+def test_an_algorithm_that_makes_state_inside_its_step_says_so(monkeypatch):
+    monkeypatch.setattr(registry, "_SPECS", dict(registry._SPECS))
+    register(AlgorithmSpec(Own, "own", elementwise=True))
+    optimizer = shardopt.keyed("own", {"w": torch.nn.Parameter(torch.ones(3))})
+    with pytest.raises(AlgorithmError, match="own: found an algorithm that makes its state inside of step"):
         optimizer.init_state()
