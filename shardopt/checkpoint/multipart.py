@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterable
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
-from shardopt.checkpoint.retry import Requests
+from shardopt.checkpoint.retry import Requests, in_thread
 
 PART_BYTES = 8 << 20  # S3 takes none below 5 MiB but the last
 PARTS_AT_ONCE = 8  # no more are in memory, but for the one that is being made
@@ -53,17 +54,18 @@ def upload(fs: Any, requests: Requests, path: str, parts: Iterable[bytearray]) -
         sent.extend(future.result() for future in done)
 
     try:
-        with ThreadPoolExecutor(PARTS_AT_ONCE, "shardopt-upload") as pool:
-            for number, part in enumerate(parts, 1):
-                total += len(part)
-                running.add(pool.submit(send, number, part))
-                if len(running) == PARTS_AT_ONCE:
-                    settle()
-            while running:
+        for number, part in enumerate(parts, 1):
+            total += len(part)
+            running.add(in_thread(partial(send, number, part)))
+            if len(running) == PARTS_AT_ONCE:
                 settle()
+        while running:
+            settle()
         sent.sort(key=lambda part: int(part["PartNumber"]))
         _complete(requests, doing, names, sent)
     except BaseException:
+        # Not before the parts have come to an end: one that arrives after the upload is aborted stays, and is paid for.
+        wait(running)
         with suppress(Exception):  # the error that brought us here must not be hidden by another
             requests.once("call_s3", "abort_multipart_upload", **names)
         raise

@@ -14,6 +14,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -79,6 +80,23 @@ def may_pass(error: Exception) -> bool:
     return not _PASSING_NAMES.isdisjoint(kind.__name__ for kind in type(error).__mro__)
 
 
+def in_thread(function: Callable[[], T]) -> Future[T]:
+    """Runs a function in a thread of its own.
+
+    Not in a pool: those take no more work when a program ends, while a save in the background has still to be finished.
+    """
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)  # of a thread nobody joins; who asks for the result gets it
+
+    threading.Thread(target=run, name="shardopt-request", daemon=True).start()
+    return future
+
+
 class Requests:
     """Requests to one file system of fsspec. May be used by several threads at once."""
 
@@ -112,24 +130,10 @@ class Requests:
     def within_deadline(self, function: Callable[[], T]) -> T:
         """What a blocking call returns; if it takes too long it is left to itself in its thread."""
         seconds = self._patience.request_seconds
-        ended = threading.Event()
-        returned: list[T] = []
-        raised: list[BaseException] = []
-
-        def run() -> None:
-            try:
-                returned.append(function())
-            except BaseException as error:  # of a thread nobody waits for; the one who does gets it below
-                raised.append(error)
-            finally:
-                ended.set()
-
-        threading.Thread(target=run, name="shardopt-request", daemon=True).start()
-        if not ended.wait(seconds):
-            raise TimeoutError(f"no answer within {seconds:g} s")
-        if raised:
-            raise raised[0]
-        return returned[0]
+        try:
+            return in_thread(function).result(seconds)
+        except TimeoutError as error:
+            raise TimeoutError(str(error) or f"no answer within {seconds:g} s") from error
 
     def repeat(self, doing: str, function: Callable[[], T]) -> T:
         """What `function` returns, tried again while its errors may pass."""

@@ -120,7 +120,8 @@ def test_a_part_that_the_store_has_lost_is_sent_again(here):
 
 
 @pytest.mark.parametrize(
-    ("match", "doing"), [("partNumber=2", r"write s3://.*\(part 2\)"), ("PUT .*manifest", r"write s3://.*manifest.json")]
+    ("match", "doing"),
+    [("partNumber=2", r"write s3://.*\(part 2\)"), ("PUT .*manifest", r"write s3://.*manifest.json")],
 )
 def test_what_does_not_pass_is_told_and_commits_nothing(here, match, doing):
     root = here.new_root() + "/c"

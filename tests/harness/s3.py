@@ -22,7 +22,7 @@ class S3:
 
     def options(self, **more):
         """What s3fs needs to reach it; without the client's own retries, so that those above it are tested."""
-        config = {"retries": {"max_attempts": 0}, **more}
+        config = {"retries": {"total_max_attempts": 1, "mode": "legacy"}, **more}
         return {"endpoint_url": self.endpoint, "key": "test", "secret": "test", "config_kwargs": config}
 
     def new_root(self):
