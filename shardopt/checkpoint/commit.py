@@ -45,6 +45,14 @@ def commit(
     """
     manifest = manifest_of(save_id, plan, values, reports)
     data = encode_manifest(manifest)
+    settle_files(storage, manifest)
+    refuse_committed(storage)
+    storage.publish(MANIFEST_NAME, data)
+    return sum(file.nbytes for file in manifest.files)
+
+
+def settle_files(storage: Storage, manifest: Manifest) -> None:
+    """Refuses to commit where files of the manifest are not there; removes what other saves have left."""
     wanted, there = {file.name for file in manifest.files}, set(storage.names())
     # A listing may be older than a file (NFS keeps them for a while): what is not in it is asked for by name.
     unseen = [name for name in sorted(wanted - there) if not storage.exists(name)]
@@ -58,9 +66,6 @@ def commit(
     for name in there - wanted:
         if FILE_NAME.fullmatch(name):
             storage.remove(name)
-    refuse_committed(storage)
-    storage.publish(MANIFEST_NAME, data)
-    return sum(file.nbytes for file in manifest.files)
 
 
 def manifest_of(save_id: str, plan: SavePlan, values: Values, reports: Sequence[Sequence[Sequence[Any]]]) -> Manifest:

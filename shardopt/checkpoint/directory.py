@@ -66,6 +66,14 @@ class Storage(ABC):
     def remove(self, name: str) -> None:
         """Removes a file, if it is there."""
 
+    def retract(self, name: str) -> None:
+        """Removes a file, if it is there; that it is gone is durable on return."""
+        self.remove(name)
+
+    @abstractmethod
+    def remove_if_empty(self) -> None:
+        """Removes the directory, where there are such things and it holds nothing."""
+
     @abstractmethod
     def child(self, name: str) -> Storage:
         """The directory of that name within this one."""

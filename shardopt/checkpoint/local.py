@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterable, Sequence
@@ -93,6 +94,18 @@ class LocalStorage(Storage):
     def remove(self, name: str) -> None:
         with suppress(FileNotFoundError):
             os.unlink(self._path(name))
+
+    def retract(self, name: str) -> None:
+        with suppress(FileNotFoundError):
+            os.unlink(self._path(name))
+            self._sync_directory(self.url)
+
+    def remove_if_empty(self) -> None:
+        try:
+            os.rmdir(self.url)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
+                raise
 
     def child(self, name: str) -> Storage:
         return LocalStorage(self._path(name), self._durable)

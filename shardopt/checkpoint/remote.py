@@ -149,6 +149,11 @@ class RemoteStorage(Storage):
         with suppress(FileNotFoundError):
             self._ask("remove", "rm_file", name)
 
+    def remove_if_empty(self) -> None:
+        if not self.names():
+            with suppress(OSError):  # an object store has nothing by this name
+                self._requests.once("rmdir", self._root)
+
     def child(self, name: str) -> Storage:
         return RemoteStorage(self._fs, self._path(name))
 
