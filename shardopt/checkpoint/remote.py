@@ -55,7 +55,22 @@ class RemoteStorage(Storage):
     def read(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
         if end is not None and end <= begin:
             return b""
-        return bytes(self._ask("read", "cat_file", name, start=begin, end=end))
+
+        def read_once() -> bytes:
+            try:
+                found = bytes(self._requests.once("cat_file", self._path(name), start=begin, end=end))
+            except OSError as error:
+                if _is_refusal(error) and self.size(name) <= begin:
+                    return b""
+                raise
+            if end is None or len(found) < end - begin:
+                size = self.size(name)
+                wanted = max((size if end is None else min(end, size)) - begin, 0)
+                if len(found) != wanted:
+                    raise ConnectionError(f"{len(found)} bytes where {wanted} were asked for")
+            return found
+
+        return self._requests.repeat(f"read {self.url}/{name}", read_once)
 
     def read_into(self, name: str, spans: Sequence[Span]) -> None:
         left = [(offset, buffers) for offset, buffers in runs(spans) if any(buffer.nbytes for buffer in buffers)]

@@ -14,12 +14,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardopt import checkpoint
+from shardopt.checkpoint import retry
 from shardopt.checkpoint.storage import LocalStorage, RemoteStorage, Span, storage_of, telling
 from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError
 from tests.harness import Fault
 from tests.harness.faults import watched
+from tests.harness.planned_fs import PlannedFileSystem
+from tests.harness.s3 import reached, s3_server
 
-KINDS = ["local", "memory", "directory", "generic local"]
+KINDS = ["local", "memory", "directory", "generic local", "failing", "short", "s3"]
+FAULTS = {"failing": OSError(errno.EBUSY, "SlowDown"), "short": "short"}
+
+
+@pytest.fixture(scope="module")
+def server():
+    with s3_server() as s3, reached(s3.options()):
+        yield s3
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr(retry, "PATIENCE", retry.Patience(pause_seconds=0.001))
 
 
 def make(kind, folder):
@@ -27,6 +42,8 @@ def make(kind, folder):
         return storage_of(folder / "root")
     if kind == "memory":
         return storage_of(f"memory://shardopt-tests/{uuid.uuid4().hex}")
+    if kind in FAULTS:  # every request, once
+        return RemoteStorage(PlannedFileSystem(FAULTS[kind]), f"/{folder.name}")
     if kind == "directory":
         return RemoteStorage(DirFileSystem(str(folder), fs=LocalFileSystem()), "root")
     return RemoteStorage(
@@ -36,7 +53,10 @@ def make(kind, folder):
 
 @pytest.fixture(params=KINDS)
 def storage(request, tmp_path):
-    made = make(request.param, tmp_path)
+    if request.param == "s3":
+        made = storage_of(request.getfixturevalue("server").new_root())
+    else:
+        made = make(request.param, tmp_path)
     made.make()
     return made
 
@@ -148,7 +168,7 @@ def test_published_at_once_and_over_what_was_there(storage):
     assert storage.names() == ["manifest.json"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["local", "memory", "directory", "generic local"])
 def test_a_checkpoint_takes_the_same_line_everywhere(tmp_path, monkeypatch, kind):
     for module in ("save", "reader"):
         there = importlib.import_module(f"shardopt.checkpoint.{module}")
