@@ -54,8 +54,8 @@ class Storage(ABC):
         """Writes a file as a whole; what it holds is durable on return. Returns its bytes.
 
         Args:
-            buffers: each may be changed once the next is asked for. If they can be iterated again, a remote store that
-                has lost a file gets it once more.
+            buffers: each must stay as it is; only some MiB of them are held on to. If they can be iterated again, a
+                remote store that has lost a file gets it once more.
         """
 
     @abstractmethod

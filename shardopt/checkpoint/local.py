@@ -11,6 +11,9 @@ from contextlib import suppress
 from shardopt.checkpoint.directory import BUFFERS_PER_CALL, Span, Storage, runs, too_short
 
 
+_BATCH_BYTES = 16 << 20  # written in one call; more would hold on to memory that was made only to be written
+
+
 class LocalStorage(Storage):
     """A directory of a file system with atomic renames, POSIX durability and vectored I/O."""
 
@@ -70,11 +73,13 @@ class LocalStorage(Storage):
         total = 0
         try:
             batch: list[memoryview] = []
+            batch_bytes = 0
             for buffer in buffers:
                 batch.append(buffer)
-                if len(batch) == BUFFERS_PER_CALL:
+                batch_bytes += buffer.nbytes
+                if len(batch) == BUFFERS_PER_CALL or batch_bytes >= _BATCH_BYTES:
                     total += _write_all(fd, batch)
-                    batch = []
+                    batch, batch_bytes = [], 0
             total += _write_all(fd, batch)
             self._sync(fd)
         finally:

@@ -239,11 +239,10 @@ class _Verified:
         header = bytearray(entries[0].begin)  # entries follow one another, from the header to the file's end
         file.read_into([Span(0, memoryview(header))])
         yield memoryview(header)
-        buffer = memoryview(bytearray(_CHUNK_BYTES))
         for entry in entries[:-1]:
             segment = entry.segment
             for begin in range(entry.begin, entry.end, _CHUNK_BYTES):
-                chunk = buffer[: min(_CHUNK_BYTES, entry.end - begin)]
+                chunk = memoryview(bytearray(min(_CHUNK_BYTES, entry.end - begin)))
                 file.read_into([Span(begin, chunk)])
                 for i in range(0, chunk.nbytes, SEGMENT_BYTES):
                     found = xxhash.xxh3_64_digest(chunk[i : i + SEGMENT_BYTES])
