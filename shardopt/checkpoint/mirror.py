@@ -21,6 +21,7 @@ from shardopt.checkpoint.commit import read_manifest, settle_files
 from shardopt.checkpoint.format import FILE_NAME, MANIFEST_NAME, SEGMENT_BYTES, damaged
 from shardopt.checkpoint.manifest import Manifest
 from shardopt.checkpoint.read import OpenFile
+from shardopt.checkpoint.reports import tell
 from shardopt.checkpoint.storage import Span, Storage, storage_of, telling
 from shardopt.errors import CheckpointError, Problem
 from shardopt.ranks import DEADLINE_SECONDS, Ranks, ranks_of
@@ -186,7 +187,9 @@ class Mirror:
             deadline_seconds=self._deadline_seconds,
         )
         total = sum(file.nbytes for file in manifest.files)
-        return UploadReport(target.url, manifest.save_id, nbytes, total, time.monotonic() - begin)
+        report = UploadReport(target.url, manifest.save_id, nbytes, total, time.monotonic() - begin)
+        tell("upload", report)
+        return report
 
     def _is_newest_waiting(self, name: str) -> bool:
         with self._lock:

@@ -23,6 +23,7 @@ from shardopt.checkpoint.datafile import Entry, header_length, parse_header
 from shardopt.checkpoint.format import SEGMENT_BYTES, Dtype, damaged, segment_count, stored_shape
 from shardopt.checkpoint.manifest import DataFile
 from shardopt.checkpoint.memory import bytes_of, is_plain_memory, tensor_over, torch_dtype
+from shardopt.checkpoint.progress import Counter, Progress
 from shardopt.checkpoint.storage import Span, Storage, telling
 from shardopt.checkpoint.write import narrowed
 from shardopt.errors import CorruptionError, Problem
@@ -154,7 +155,7 @@ class _Batch:
             offset += memory.nbytes
         self.nbytes += run.nbytes
 
-    def read(self, file: OpenFile) -> None:
+    def read(self, file: OpenFile, done: Counter) -> None:
         """Fills, verifies and copies; the batch is done with then."""
         file.read_into(self.spans)
         for entry, segment, parts in self.checks:
@@ -165,6 +166,7 @@ class _Batch:
                 target.copy_(source)
         if self._buffer is not None:
             self._scratch.append(self._buffer)
+        done.add(self.nbytes)
 
     def _take(self, nbytes: int) -> memoryview:
         """Scratch memory. Fresh memory costs more than what is read into it, so buffers are used again."""
@@ -179,8 +181,11 @@ class _Batch:
         return memoryview(self._buffer)[begin : begin + nbytes]
 
 
-def fetch(wants: Sequence[tuple[OpenFile, Want]]) -> int:
+def fetch(wants: Sequence[tuple[OpenFile, Want]], progress: Progress | None = None) -> int:
     """Reads all that is wanted into its targets; returns the bytes read.
+
+    Args:
+        progress: of the bytes that are wanted.
 
     Raises:
         CorruptionError: bytes that fail their checksum; targets may have changed by then.
@@ -189,25 +194,26 @@ def fetch(wants: Sequence[tuple[OpenFile, Want]]) -> int:
     for file, want in wants:
         by_file[file].append(want)
     scratch: list[bytearray] = []  # at most two buffers more than there are threads: batches under way or being made
-    threads = max(map(threads_for, by_file), default=1)
+    threads = max((threads_for(file.storage) for file in by_file), default=1)
     with torch.no_grad(), ThreadPoolExecutor(threads, "shardopt-read") as pool:
         running: set[Future[None]] = set()
         nbytes = 0
+        done = Counter(sum(want.wanted.numel * want.dtype.itemsize for _, want in wants), progress)
         limit = max(map(_batch_bytes, by_file), default=0)
         for file, wanted in by_file.items():
             for batch in _batches(sorted(wanted, key=lambda want: want.entry.begin), limit, scratch):
                 if len(running) > threads:
                     running = _settle(running)
-                running.add(pool.submit(batch.read, file))
+                running.add(pool.submit(batch.read, file, done))
                 nbytes += batch.nbytes
         while running:
             running = _settle(running)
     return nbytes
 
 
-def threads_for(file: OpenFile) -> int:
-    """How many threads should read at a time."""
-    return _FAR_THREADS if file.storage.is_remote else _THREADS
+def threads_for(storage: Storage) -> int:
+    """How many threads should read from it at a time."""
+    return _FAR_THREADS if storage.is_remote else _THREADS
 
 
 def _batch_bytes(file: OpenFile) -> int:

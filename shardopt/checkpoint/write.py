@@ -15,6 +15,7 @@ from shardopt.checkpoint.format import DTYPES, PER_RANK_PREFIX, SEGMENT_BYTES, D
 from shardopt.checkpoint.manifest import DataFile, StoredTensors
 from shardopt.checkpoint.memory import bytes_of, is_plain_memory
 from shardopt.checkpoint.plan import assign, check_covers
+from shardopt.checkpoint.progress import Counter, Progress
 from shardopt.checkpoint.storage import Storage
 from shardopt.sharding.box import Box, whole
 from shardopt.sharding.view import View
@@ -118,6 +119,22 @@ def from_memory(views: Mapping[str, View]) -> Chunks:
         return (memory[begin : begin + _CHUNK_BYTES] for begin in range(0, memory.nbytes, _CHUNK_BYTES))
 
     return chunks_of
+
+
+def counting(chunks_of: Chunks, own: OwnParts, progress: Progress | None) -> Chunks:
+    """The same chunks, told to `progress` when they have been taken."""
+    if progress is None:
+        return chunks_of
+    done = Counter(
+        sum(part.box.numel * part.dtype.itemsize for parts in own.slots.values() for part in parts), progress
+    )
+
+    def counted(part: Part) -> Iterator[memoryview]:
+        for chunk in chunks_of(part):
+            yield chunk
+            done.add(chunk.nbytes)
+
+    return counted
 
 
 def _write_file(

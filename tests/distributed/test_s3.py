@@ -19,7 +19,7 @@ from shardopt.errors import CheckpointError, CheckpointNotFoundError, RankError,
 from tests.harness import Fault, run_ranks, run_ranks_outcomes
 from tests.harness.s3 import reached, s3_server
 
-# Of aiohttp: parts are handed over as bytes, as s3fs does; from a stream a second attempt might send what is left of it.
+# Of aiohttp: parts are handed over as bytes, as s3fs does; of a stream a second attempt might send only the rest.
 pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body directly with raw bytes:ResourceWarning")
 
 REPOSITORY = Path(__file__).resolve().parents[2]
