@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from shardopt import checkpoint
 from shardopt.checkpoint import multipart, remote, retry
-from shardopt.errors import CheckpointError, CheckpointNotFoundError, RankError, ShardoptError
+from shardopt.errors import CheckpointError, CheckpointNotFoundError, RankError
 from tests.harness import Fault, run_ranks, run_ranks_outcomes
 from tests.harness.s3 import reached, s3_server
 
@@ -24,6 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body directly wi
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 IMPATIENT = retry.Patience(attempts=4, pause_seconds=0.01, request_seconds=20.0)
+DEADLINE_SECONDS = 5.0
 ROWS = 4099  # no multiple of the ranks
 
 
@@ -202,7 +203,7 @@ def zeros():
 def save_on_ranks(options, root, step):
     retry.PATIENCE, remote.PART_BYTES = IMPATIENT, 1 << 19
     with reached(options):
-        return checkpoint.Manager(root, deadline_seconds=10).save(step, state(step), force=True)
+        return checkpoint.Manager(root, deadline_seconds=DEADLINE_SECONDS).save(step, state(step), force=True)
 
 
 def restore_on_ranks(options, root, step):
@@ -235,18 +236,20 @@ def test_saved_on_four_ranks_loaded_on_three(here):
     assert checkpoint.Manager(root).steps() == [1, 2]
 
 
+def save_and_restore(options, root, step):
+    save_on_ranks(options, root, step)
+    restore_on_ranks(options, root, step)
+
+
 def test_a_rank_that_dies_in_an_upload(here):
     """Nothing of its save is seen; the others name it, and what it left is in nobody's way."""
     root = here.new_root()
-    run_ranks(4, save_on_ranks, here.options(), root, 1)
     fault = Fault(2, "shardopt.checkpoint.retry:Requests.once", at=3)
-    outcomes = run_ranks_outcomes(4, save_on_ranks, here.options(), root, 2, faults=[fault])
+    outcomes = run_ranks_outcomes(3, save_on_ranks, here.options(), root, 1, faults=[fault])
     assert outcomes[2].signal is not None
-    for rank in (0, 1, 3):
+    for rank in (0, 1):
         assert isinstance(outcomes[rank].error, RankError) and "rank 2" in str(outcomes[rank].error)
-    assert checkpoint.Manager(root).steps() == [1]
-    run_ranks(3, restore_on_ranks, here.options(), root, 1)
-    run_ranks(3, save_on_ranks, here.options(), root, 2)
-    run_ranks(3, restore_on_ranks, here.options(), root, 2)
-    report = checkpoint.verify(checkpoint.Manager(root).path(2))
-    assert report.ok and not isinstance(report, ShardoptError)
+    assert len(uploads_left(root)) == 1, "what it sent, which the store keeps until a rule of the bucket clears it"
+    assert checkpoint.Manager(root).steps() == []
+    run_ranks(2, save_and_restore, here.options(), root, 1)
+    assert checkpoint.verify(checkpoint.Manager(root).path(1)).ok

@@ -10,6 +10,8 @@ answered, and nothing done); "slow" (done `seconds` later); "deaf" (done, and th
 A fault strikes each distinct request that its pattern is found in `times` times, or altogether so often with `all`.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import re
@@ -18,9 +20,15 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
 
-from moto.server import DomainDispatcherApplication, create_backend_app
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import WSGIRequestHandler, make_server
+
+Fault = dict[str, Any]
+Environ = dict[str, Any]
+StartResponse = Callable[..., Any]
 
 _ERROR = b'<?xml version="1.0"?><Error><Code>ServiceUnavailable</Code><Message>by plan</Message></Error>'
 
@@ -28,11 +36,13 @@ _ERROR = b'<?xml version="1.0"?><Error><Code>ServiceUnavailable</Code><Message>b
 class _Plan:
     """The faults, and what has been asked since they were given."""
 
-    def __init__(self, faults=()):
-        self.faults, self.struck, self.requests, self.lock = list(faults), Counter(), [], threading.Lock()
-        self.at_once = Counter()
+    def __init__(self, faults: Iterable[Fault] = ()) -> None:
+        self.faults, self.lock = list(faults), threading.Lock()
+        self.requests: list[str] = []
+        self.struck: Counter[tuple[int, str | None]] = Counter()
+        self.at_once: Counter[str] = Counter()
 
-    def meet(self, request):
+    def meet(self, request: str) -> Fault | None:
         with self.lock:
             self.requests.append(request)
             for i, fault in enumerate(self.faults):
@@ -42,7 +52,7 @@ class _Plan:
                     return fault
         return None
 
-    def count(self, method, by):
+    def count(self, method: str, by: int) -> None:
         with self.lock:
             self.at_once[method] += by
             self.at_once[f"most {method}"] = max(self.at_once[f"most {method}"], self.at_once[method])
@@ -51,10 +61,10 @@ class _Plan:
 class Middleware:
     """Answers what the tests ask of it, and hands other requests on, unless they are to fail."""
 
-    def __init__(self, app):
+    def __init__(self, app: Callable[..., Iterable[bytes]]) -> None:
         self.app, self.plan = app, _Plan()
 
-    def __call__(self, environ, start_response):
+    def __call__(self, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
         method, path, query = environ["REQUEST_METHOD"], environ["PATH_INFO"], environ["QUERY_STRING"]
         if path == "/-/plan":
             self.plan = _Plan(json.loads(_body(environ)))
@@ -71,8 +81,9 @@ class Middleware:
         finally:
             plan.count(method, -1)
 
-    def _serve(self, fault, environ, start_response):
-        kind = fault and fault["kind"]
+    def _serve(self, fault: Fault | None, environ: Environ, start_response: StartResponse) -> Iterable[bytes]:
+        fault = fault or {"kind": "none"}
+        kind = fault["kind"]
         if kind == "503":
             _body(environ)
             return _answer(start_response, _ERROR, "503 Service Unavailable")
@@ -82,7 +93,7 @@ class Middleware:
         if kind in ("hang", "slow"):
             time.sleep(fault["seconds"])
         if kind == "deaf":
-            list(self.app(environ, lambda status, headers, exc_info=None: None))
+            list(self.app(environ, lambda *answer: None))
         if kind in ("close", "hang", "deaf"):
             environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
             raise ConnectionAbortedError("by plan")  # which the handler takes for a client that has gone
@@ -94,26 +105,28 @@ class _Quiet(WSGIRequestHandler):
 
     protocol_version = "HTTP/1.1"
 
-    def log(self, type, message, *args):
+    def log(self, type: str, message: str, *args: Any) -> None:
         pass
 
-    def handle(self):
+    def handle(self) -> None:
         try:
             super().handle()
         except (ConnectionError, AssertionError, ValueError):  # what a closed socket makes of the handler
             self.close_connection = True
 
 
-def _body(environ):
-    return environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+def _body(environ: Environ) -> bytes:
+    return bytes(environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0)))
 
 
-def _answer(start_response, data, status="200 OK", headers=()):
+def _answer(
+    start_response: StartResponse, data: bytes, status: str = "200 OK", headers: Iterable[tuple[str, str]] = ()
+) -> list[bytes]:
     start_response(status, [("Content-Length", str(len(data))), *headers])
     return [data]
 
 
-def main():
+def main() -> None:
     server = make_server(
         "127.0.0.1",
         0,
@@ -122,7 +135,12 @@ def main():
         request_handler=_Quiet,
     )
     print(server.server_port, flush=True)
-    threading.Thread(target=lambda: (sys.stdin.read(), server.shutdown()), daemon=True).start()  # ends with its parent
+
+    def end_with_parent() -> None:
+        sys.stdin.read()
+        server.shutdown()
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
     server.serve_forever()
 
 
