@@ -81,10 +81,7 @@ def may_pass(error: Exception) -> bool:
 
 
 def in_thread(function: Callable[[], T]) -> Future[T]:
-    """Runs a function in a thread of its own.
-
-    Not in a pool: those take no more work when a program ends, while a save in the background has still to be finished.
-    """
+    """Runs a function in a thread of its own, which nobody has to wait for."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -144,7 +141,7 @@ class Requests:
             except Exception as error:
                 if not may_pass(error):
                     raise _permanent(doing, error) from error
-                if attempt == self._patience.attempts:
+                if attempt == self._patience.attempts or not threading.main_thread().is_alive():
                     seconds = time.monotonic() - begin
                     raise _given_up(doing, error, attempt, seconds) from error
             time.sleep(pause * random.uniform(0.5, 1.0))  # so that many ranks do not come back at one time
@@ -171,6 +168,8 @@ def _permanent(doing: str, error: Exception) -> Exception:
 def _given_up(doing: str, error: Exception, attempts: int, seconds: float) -> CheckpointError:
     found = f"{attempts} attempts within {seconds:.1f} s, the last of which failed with {_told(error)}"
     remedy = "see whether the store can be reached from this host and is well, then try again"
+    if not threading.main_thread().is_alive():  # clients have pools of threads, which take no more work by then
+        remedy = "wait for what goes on in the background before the program ends: it cannot be finished after that"
     return CheckpointError(f"cannot {doing}", [Problem(doing, found, "an answer", remedy)])
 
 

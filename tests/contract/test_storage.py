@@ -3,6 +3,7 @@
 import errno
 import importlib
 import os
+import tracemalloc
 import uuid
 
 import fsspec
@@ -203,6 +204,16 @@ def test_new_directories_are_durable_up_to_the_first_that_was_there(tmp_path, mo
     LocalStorage(str(tmp_path / "a" / "b" / "c")).make()
     assert synced[3:] == [str(tmp_path / "a" / "b")]  # who made it may not have come that far
     LocalStorage("/").make()
+
+
+def test_what_is_made_only_to_be_written_is_not_held_on_to(tmp_path):
+    storage = LocalStorage(str(tmp_path), durable=False)
+    tracemalloc.start()
+    nbytes = storage.write("a", (memoryview(bytes(1 << 20)) for _ in range(64)))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert nbytes == 64 << 20
+    assert peak < 20 << 20
 
 
 def flushed(tmp_path, durable):

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 import tracemalloc
 from pathlib import Path
 
@@ -101,14 +102,25 @@ def test_every_request_fails_once(here, kind):
     assert log["struck"] == len(set(log["requests"]))
 
 
-@pytest.mark.parametrize("match", ["partNumber=2", "manifest.json$", "safetensors bytes=", "POST .*uploadId", "HEAD"])
+@pytest.mark.parametrize(
+    "match",
+    [
+        "partNumber=2",
+        "manifest.json$",
+        "safetensors bytes=",
+        pytest.param("POST .*uploadId", marks=pytest.mark.exhaustive),
+        pytest.param("HEAD", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_request_that_hangs_is_abandoned_and_made_again(here, monkeypatch, match):
     monkeypatch.setattr(retry, "PATIENCE", retry.Patience(attempts=3, pause_seconds=0.01, request_seconds=1.5))
     root = here.new_root() + "/c"
-    here.plan({"kind": "hang", "seconds": 8, "match": match, "all": True})
+    here.plan({"kind": "hang", "seconds": 30, "match": match, "all": True})
+    begin = time.monotonic()
     checkpoint.save(root, app_of())
     assert holds(root)
     assert here.log()["struck"] == 1
+    assert time.monotonic() - begin < 20
 
 
 def test_a_part_that_the_store_has_lost_is_sent_again(here):
@@ -182,6 +194,33 @@ def test_configuration_and_credentials_are_those_of_fsspec(s3, tmp_path):
         text=True,
     )
     assert (shown.returncode, shown.stdout) == (0, "41\n"), shown.stderr
+
+
+BACKGROUND = """
+import sys, fsspec, torch
+from shardopt import checkpoint
+from shardopt.checkpoint import remote
+remote.PART_BYTES = 1 << 20
+pending = checkpoint.async_save(sys.argv[1], {"x": torch.arange(2_000_000.0)})
+"""
+
+
+def test_a_program_that_does_not_wait_is_told_at_once(here):
+    """Clients have pools of threads, which take no work when a program ends: there is no use in trying again."""
+    root = here.new_root() + "/c"
+    here.plan({"kind": "slow", "seconds": 0.3, "match": "partNumber", "times": 100})
+    keys = {f"FSSPEC_S3_{name}": value for name, value in (("KEY", "test"), ("SECRET", "test"))}
+    ended = subprocess.run(
+        [sys.executable, "-c", BACKGROUND, root],
+        cwd=REPOSITORY,
+        env={**os.environ, **keys, "FSSPEC_S3_ENDPOINT_URL": here.endpoint, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 1
+    assert "1 attempts within" in ended.stderr and "wait for what goes on in the background" in ended.stderr
+    with pytest.raises(CheckpointNotFoundError):
+        checkpoint.open(root)
 
 
 # On ranks.

@@ -5,6 +5,7 @@ import uuid
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from shardopt import checkpoint
 from shardopt.checkpoint import mirror as mirror_module
@@ -179,6 +180,20 @@ def test_each_rank_uploads_what_it_wrote(tmp_path):
     assert run_ranks(3, restored, local, remote) == [(2, f"{local}/step-00000002")] * 3
     flip_first(f"{local}/step-00000002")
     assert run_ranks(3, restored, local, remote) == [(2, f"{remote}/step-00000002")] * 3
+
+
+def seen_by_all(local, remote):
+    """Of disks that each rank has for itself, here."""
+    return Mirror(local if dist.get_rank() == 0 else local + "-other", remote).committed()
+
+
+def test_a_local_copy_counts_only_where_every_rank_sees_it(tmp_path):
+    local, remote = str(tmp_path / "a"), str(tmp_path / "b")
+    with Mirror(local, remote) as mirror:
+        mirror.upload(save(local, 1))
+        mirror.wait()
+        save(local, 2)
+    assert run_ranks(2, seen_by_all, local, remote) == [[("step-00000001", f"{remote}/step-00000001")]] * 2
 
 
 def flip_first(path):
