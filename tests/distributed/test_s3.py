@@ -16,6 +16,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from shardopt import checkpoint
 from shardopt.checkpoint import multipart, remote, retry
+from shardopt.checkpoint.remote import RemoteStorage
+from shardopt.checkpoint.storage import storage_of
 from shardopt.errors import CheckpointError, CheckpointNotFoundError, RankError
 from tests.harness import Fault, run_ranks, run_ranks_outcomes
 from tests.harness.s3 import reached, s3_server
@@ -120,7 +122,7 @@ def test_a_request_that_hangs_is_abandoned_and_made_again(here, monkeypatch, mat
     checkpoint.save(root, app_of())
     assert holds(root)
     assert here.log()["struck"] == 1
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < 12  # s3fs itself would take 15 s
 
 
 def test_a_part_that_the_store_has_lost_is_sent_again(here):
@@ -148,6 +150,19 @@ def test_what_does_not_pass_is_told_and_commits_nothing(here, match, doing):
         checkpoint.open(root)
     checkpoint.save(root, app_of())
     assert holds(root)
+
+
+def test_what_others_write_is_seen_at_once(here):
+    """Though s3fs keeps listings."""
+    root = here.new_root()
+    mine = storage_of(root)
+    other = RemoteStorage(fsspec.filesystem("s3", skip_instance_cache=True, use_listings_cache=True), root[5:])
+    mine.write("a", [memoryview(b"1")])
+    assert mine.names() == ["a"] and not mine.exists("b")
+    other.write("b", [memoryview(b"12")])
+    assert mine.names() == ["a", "b"] and mine.size("b") == 2
+    other.remove("a")
+    assert mine.names() == ["b"] and not mine.exists("a")
 
 
 def test_an_interrupted_save_leaves_no_upload(here, monkeypatch):
