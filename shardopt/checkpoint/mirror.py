@@ -90,13 +90,15 @@ class Mirror:
             ShardoptError: what an earlier upload has failed with, if nobody was told. This one was begun all the same.
         """
         beside = self._beside(ranks_of())
+        earlier, self._failure = self._failure, None
         with self._lock:
             self._waiting.append(name)
             # Not a daemon: a program that ends waits for it.
             thread = threading.Thread(target=self._in_turn, args=(beside, name, self._last), name="shardopt-mirror")
             self._last = thread
         thread.start()
-        self._raise_failure()
+        if earlier is not None:
+            raise earlier
 
     def uploading(self) -> frozenset[str]:
         """The checkpoints that are being copied or wait for it, which must not be removed. Local."""
