@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from shardopt.errors import GradientError, Problem
-from shardopt.sharding.view import gradient_leaves, leaves_of
+from shardopt.sharding.gradients import gradient_leaves
+from shardopt.sharding.view import leaves_of
 
 
 def dense_gradients(parameter: Tensor, name: str) -> list[Tensor] | None:

@@ -26,7 +26,7 @@ from shardopt.algorithms.row_wise import RowWiseAdagrad, RowWiseAdam, unsuitable
 from shardopt.algorithms.sparse_adam import SparseAdam
 from shardopt.algorithms.torch_private import step_without_hooks
 from shardopt.errors import AlgorithmError, Problem
-from shardopt.sharding.view import View
+from shardopt.sharding.pieces import View
 
 Options = Mapping[str, Any]
 

@@ -23,7 +23,9 @@ from shardopt.algorithms.row_shares import RowShares
 from shardopt.errors import AlgorithmError, Problem
 from shardopt.sharding.along import cuts_of, sum_like
 from shardopt.sharding.box import cover_faults
-from shardopt.sharding.view import View, assemble, leaves_of, requires_gradient, tells_of_others, view_of
+from shardopt.sharding.gradients import requires_gradient
+from shardopt.sharding.pieces import View
+from shardopt.sharding.view import assemble, leaves_of, tells_of_others, view_of
 
 Group = Mapping[str, Any]
 

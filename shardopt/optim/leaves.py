@@ -20,16 +20,14 @@ from torch import Tensor
 from shardopt.algorithms.dense_gradients import no_gradient
 from shardopt.algorithms.registry import AlgorithmSpec, Kind
 from shardopt.errors import GradientError, Problem, StateError
-from shardopt.sharding.view import (
+from shardopt.sharding.gradients import (
     GradientReader,
-    assemble,
-    empty_leaf,
     gradient_leaves,
-    leaves_of,
     lend_gradients,
     requires_gradient,
     takes_gradient,
 )
+from shardopt.sharding.view import assemble, empty_leaf, leaves_of
 
 State = dict[str, Any]
 
