@@ -7,9 +7,10 @@ Checksums stand for segments, so that at both ends of a run up to one segment mo
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from math import prod
@@ -186,17 +187,28 @@ def fetch(wants: Sequence[tuple[OpenFile, Want]]) -> int:
     for file, want in wants:
         by_file[file].append(want)
     scratch: list[bytearray] = []
+    failures: list[Exception] = []
+    slots = threading.Semaphore(_THREADS + 1)  # batches that are under way or wait for a thread
+    nbytes = 0
+
+    def run(batch: _Batch, file: OpenFile) -> None:
+        try:
+            batch.read(file)
+        except Exception as error:
+            failures.append(error)
+        finally:
+            slots.release()
+
     with torch.no_grad(), ThreadPoolExecutor(_THREADS, "shardopt-read") as pool:
-        running: set[Future[None]] = set()
-        nbytes = 0
         for file, wanted in by_file.items():
             for batch in _batches(sorted(wanted, key=lambda want: want.entry.begin), scratch):
-                if len(running) > _THREADS:
-                    running = _settle(running)
-                running.add(pool.submit(batch.read, file))
+                slots.acquire()
+                if failures:
+                    break
+                pool.submit(run, batch, file)
                 nbytes += batch.nbytes
-        while running:
-            running = _settle(running)
+    if failures:
+        raise failures[0]
     return nbytes
 
 
@@ -251,13 +263,6 @@ def pieces_in_order(box: Box, itemsize: int) -> Iterator[Box]:
 
 def _failed_segment(entry: Entry, segment: int) -> str:
     return f"segment {segment - entry.segment} of {entry.key!r} with bytes that fail their checksum"
-
-
-def _settle(running: set[Future[None]]) -> set[Future[None]]:
-    done, rest = wait(running, return_when=FIRST_COMPLETED)
-    for future in done:
-        future.result()
-    return rest
 
 
 def _batches(wants: Sequence[Want], scratch: list[bytearray]) -> Iterator[_Batch]:
