@@ -293,8 +293,8 @@ def main() -> None:
     if arguments.only == list(CASES):
         header = ("case", "ours, s", "DCP, s", "DCP / ours", "target", "of raw I/O", "bytes read / wanted")
         notes = (
-            "Medians of interleaved repetitions, the slowest rank counts; checksums are on. Targets are of DCP / ours, and "
-            "of the fraction of a raw write or cached read of the same bytes."
+            "Medians of interleaved repetitions, the slowest rank counts; checksums are on. Targets are of DCP / ours, "
+            "and of the fraction of a raw write or cached read of the same bytes."
         )
         write_table("checkpoint", "Checkpoints against torch.distributed.checkpoint", header, rows, notes)
         plot(rows)
