@@ -29,7 +29,6 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parameter import Parameter, is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardopt.errors import GradientError, LayoutError, Problem
 from shardopt.sharding.box import Box, cover_faults, overlap_faults, whole
@@ -350,7 +349,10 @@ def _memory(tensor: Tensor, key: str) -> Tensor:
         found, remedy = "a lazy parameter without a shape", "run the module once before"
     elif tensor.layout is not torch.strided:
         found, remedy = f"{tensor.layout} memory", "convert it with to_dense()"
-    elif is_traceable_wrapper_subclass(tensor) or _is_wrapper(tensor):
+    elif tensor.is_nested:
+        found, remedy = "a nested tensor", "convert it with to_padded_tensor(), or store its parts"
+    elif type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ or _is_wrapper(tensor):
+        # What runs operations by itself may have no memory at all: a MaskedTensor's address is null.
         found, remedy = f"the tensor subclass {type(tensor).__name__}", "pass the tensors that it wraps"
     elif tensor.is_conj() or tensor.is_neg():
         found, remedy = "a lazily conjugated or negated view", "apply resolve_conj() and resolve_neg()"
