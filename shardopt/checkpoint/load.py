@@ -27,7 +27,8 @@ from shardopt.checkpoint.twins import refuse_unequal, twins_in
 from shardopt.copies import wait_for_copies
 from shardopt.errors import CheckpointError, MismatchError, Problem
 from shardopt.ranks import DEADLINE_SECONDS, Ranks, ranks_of
-from shardopt.sharding.view import View, view_of
+from shardopt.sharding.pieces import View
+from shardopt.sharding.view import view_of
 from shardopt.state import FlatState, Handback, PerRank, flatten
 
 

@@ -7,9 +7,10 @@ Checksums stand for segments, so that at both ends of a run up to one segment mo
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from math import prod
@@ -155,7 +156,7 @@ class _Batch:
             offset += memory.nbytes
         self.nbytes += run.nbytes
 
-    def read(self, file: OpenFile, done: Counter) -> None:
+    def read(self, file: OpenFile) -> None:
         """Fills, verifies and copies; the batch is done with then."""
         file.read_into(self.spans)
         for entry, segment, parts in self.checks:
@@ -166,7 +167,6 @@ class _Batch:
                 target.copy_(source)
         if self._buffer is not None:
             self._scratch.append(self._buffer)
-        done.add(self.nbytes)
 
     def _take(self, nbytes: int) -> memoryview:
         """Scratch memory. Fresh memory costs more than what is read into it, so buffers are used again."""
@@ -194,20 +194,33 @@ def fetch(wants: Sequence[tuple[OpenFile, Want]], progress: Progress | None = No
     for file, want in wants:
         by_file[file].append(want)
     scratch: list[bytearray] = []  # at most two buffers more than there are threads: batches under way or being made
+    failures: list[Exception] = []
     threads = max((threads_for(file.storage) for file in by_file), default=1)
+    limit = max(map(_batch_bytes, by_file), default=0)
+    slots = threading.Semaphore(threads + 1)  # batches that are under way or wait for a thread
+    done = Counter(sum(want.wanted.numel * want.dtype.itemsize for _, want in wants), progress)
+    nbytes = 0
+
+    def run(batch: _Batch, file: OpenFile) -> None:
+        try:
+            batch.read(file)
+            done.add(batch.nbytes)
+        except Exception as error:
+            failures.append(error)
+        finally:
+            slots.release()
+
     with torch.no_grad(), ThreadPoolExecutor(threads, "shardopt-read") as pool:
-        running: set[Future[None]] = set()
-        nbytes = 0
-        done = Counter(sum(want.wanted.numel * want.dtype.itemsize for _, want in wants), progress)
-        limit = max(map(_batch_bytes, by_file), default=0)
         for file, wanted in by_file.items():
             for batch in _batches(sorted(wanted, key=lambda want: want.entry.begin), limit, scratch):
-                if len(running) > threads:
-                    running = _settle(running)
-                running.add(pool.submit(batch.read, file, done))
+                slots.acquire()
+                if failures:
+                    slots.release()  # or the files that follow would wait for it
+                    break
+                pool.submit(run, batch, file)
                 nbytes += batch.nbytes
-        while running:
-            running = _settle(running)
+    if failures:
+        raise failures[0]
     return nbytes
 
 
@@ -272,13 +285,6 @@ def pieces_in_order(box: Box, itemsize: int) -> Iterator[Box]:
 
 def _failed_segment(entry: Entry, segment: int) -> str:
     return f"segment {segment - entry.segment} of {entry.key!r} with bytes that fail their checksum"
-
-
-def _settle(running: set[Future[None]]) -> set[Future[None]]:
-    done, rest = wait(running, return_when=FIRST_COMPLETED)
-    for future in done:
-        future.result()
-    return rest
 
 
 def _batches(wants: Sequence[Want], limit: int, scratch: list[bytearray]) -> Iterator[_Batch]:

@@ -29,7 +29,8 @@ from shardopt.optim.implementation import (
     some_are_late,
 )
 from shardopt.optim.leaves import GroupLeaves, Loan, ShardedState, Shards, State, moved_state, zero_gradients
-from shardopt.sharding.view import leaves_of, requires_gradient, view_of
+from shardopt.sharding.gradients import requires_gradient
+from shardopt.sharding.view import leaves_of, view_of
 
 Group = dict[str, Any]
 

@@ -8,7 +8,8 @@ import shardopt
 from shardopt import GradScaler
 from shardopt.algorithms.dense_gradients import no_gradient
 from shardopt.errors import GradientError
-from shardopt.sharding.view import assemble, gradient_leaves, leaves_of
+from shardopt.sharding.gradients import gradient_leaves
+from shardopt.sharding.view import assemble, leaves_of
 from tests.fake_rank import fake_rank, shard, sharded_tensor
 
 FULL = torch.arange(12.0).view(6, 2)
