@@ -51,8 +51,12 @@ def commit(
     return sum(file.nbytes for file in manifest.files)
 
 
-def settle_files(storage: Storage, manifest: Manifest) -> None:
-    """Refuses to commit where files of the manifest are not there; removes what other saves have left."""
+def settle_files(storage: Storage, manifest: Manifest) -> set[str]:
+    """Refuses to commit where files of the manifest are not there; removes what other saves have left.
+
+    Returns:
+        The names of all files that were there before.
+    """
     wanted, there = {file.name for file in manifest.files}, set(storage.names())
     # A listing may be older than a file (NFS keeps them for a while): what is not in it is asked for by name.
     unseen = [name for name in sorted(wanted - there) if not storage.exists(name)]
@@ -66,6 +70,7 @@ def settle_files(storage: Storage, manifest: Manifest) -> None:
     for name in there - wanted:
         if FILE_NAME.fullmatch(name):
             storage.remove(name)
+    return there
 
 
 def manifest_of(save_id: str, plan: SavePlan, values: Values, reports: Sequence[Sequence[Sequence[Any]]]) -> Manifest:
