@@ -92,8 +92,8 @@ class RemoteStorage(Storage):
                 for buffer in buffers:
                     buffer[:], rest = rest[: buffer.nbytes], rest[buffer.nbytes :]
             left[:] = failed
-            for error in errors:
-                raise self._past_the_end(name, ends[-1]) if _is_refusal(error) else error
+            if errors:
+                raise self._past_the_end(name, ends[-1]) if _is_refusal(errors[0]) else errors[0]
 
         if left:
             self._requests.repeat(f"read {self.url}/{name}", read_what_is_left)

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardopt import checkpoint
-from shardopt.checkpoint import retry
+from shardopt.checkpoint import remote, retry
 from shardopt.checkpoint.storage import LocalStorage, RemoteStorage, Span, storage_of, telling
 from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError
 from tests.harness import Fault
@@ -214,6 +214,14 @@ def test_what_is_made_only_to_be_written_is_not_held_on_to(tmp_path):
     tracemalloc.stop()
     assert nbytes == 64 << 20
     assert peak < 20 << 20
+
+
+def test_a_file_of_any_size_has_fewer_parts_than_s3_takes(monkeypatch):
+    monkeypatch.setattr(remote, "PART_BYTES", 2)
+    data = bytes(range(250)) * 60
+    parts = list(remote._parts(iter(views(data[:1001], b"", data[1001:]))))
+    assert b"".join(parts) == data
+    assert [len(part) for part in parts] == [2] * 2500 + [4] * 2500
 
 
 def flushed(tmp_path, durable):
