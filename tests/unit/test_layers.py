@@ -83,7 +83,7 @@ def private_parts(source: Source) -> Iterator[str]:
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             yield f"{source.path}:{node.lineno} reaches for {ast.unparse(node)}"
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr", "delattr"):
+        if isinstance(node, ast.Call) and _is_name(node.func, "getattr", "setattr", "hasattr", "delattr"):
             name = node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
             if is_private(name):
                 yield f"{source.path}:{node.lineno} reaches for {ast.unparse(node)}"
@@ -94,16 +94,20 @@ def _names_of_part(part: str) -> set[str]:
     return {name for source in sources() if source.part == part for name in _names_defined(source.tree)}
 
 
+def _is_name(node: ast.expr, *names: str) -> bool:
+    return isinstance(node, ast.Name) and node.id in names
+
+
 def _names_defined(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            if ast.unparse(node.value) == "self":
+            if _is_name(node.value, "self"):
                 yield node.attr
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
-        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__slots__":
+        elif isinstance(node, ast.Assign) and _is_name(node.targets[0], "__slots__"):
             yield from ast.literal_eval(node.value)
 
 
