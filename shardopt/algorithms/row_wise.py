@@ -70,14 +70,15 @@ class _RowWise(torch.optim.Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but that moments keep their dtype, where torch casts state to the parameter's."""
+        """As torch's, but that moments get the dtype that moments have here, where torch casts to the parameter's."""
         super().load_state_dict(state_dict)
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         loaded = chain.from_iterable(group["params"] for group in self.param_groups)
         for number, parameter in zip(saved, loaded, strict=True):
             moments = state_dict["state"].get(number, {}).get(self.rule.moments)
             if moments is not None and parameter in self.state:
-                self.state[parameter][self.rule.moments] = moments.to(parameter.device, copy=True)
+                dtype = moment_dtype(view_of(parameter).dtype)
+                self.state[parameter][self.rule.moments] = moments.to(parameter.device, dtype, copy=True)
 
     def fresh_state(self, group: Group, parameter: Tensor) -> dict[str, Any]:
         """New state of a parameter that has none, as its first step would make it; changes nothing."""

@@ -176,8 +176,7 @@ class LocalOptimizer:
                     leaves.lend(loan, partial(self._follow, group=group), spec.takes_dense)
                 group["params"] = leaves.leaves
             for group, leaves in grouped:
-                if names_from_gradients(spec, group):
-                    refuse_sparse(leaves.sharded)
+                refuse_sparse(spec, group, leaves.sharded)
             for _, leaves in grouped:
                 self._hand_over(leaves.leaves)
             for group, leaves in grouped:

@@ -116,8 +116,6 @@ def train_all(algorithms):
 @pytest.mark.parametrize(
     ("ranks", "algorithms"),
     [
-        (1, ["sparseadam"]),
-        (2, ["sparseadam"]),
         (3, ["sparseadam", "rowwiseadagrad"]),
         (4, ["sparseadam"]),
         *(pytest.param(ranks, list(ALGORITHMS), marks=pytest.mark.exhaustive) for ranks in (1, 2, 3, 4)),

@@ -273,6 +273,15 @@ def test_tables_of_a_module_that_is_updated_in_backward_are_updated(accumulates)
     assert moved.tolist() == [pytest.approx([row] * 2) for row in (0, 1 + accumulates, 0, 1, 0)]
 
 
+def test_fused_tables_are_no_part_of_what_another_optimizer_updates_in_backward():
+    with fake_rank(0, 1) as mesh:
+        model = nn.ModuleDict({"tables": ShardedEmbedding(Table("a", 5, 2), mesh), "over": nn.Linear(2, 1)})
+        model.tables.fuse("sgd", lr=1.0)
+        with pytest.raises(StateError, match=r"tables\.a\.weight: found an optimizer that its module has fused in"):
+            shardopt.in_backward(model, "sgd", lr=1.0)
+        shardopt.in_backward(model.over, "sgd", lr=1.0)
+
+
 def test_a_module_made_without_memory_finds_its_rows_once_it_has_some():
     with fake_rank(0, 1) as mesh:
         module = ShardedEmbedding([Table("a", 5, 2), Table("b", 3, 1)], mesh, device="meta").to_empty(device="cpu")
