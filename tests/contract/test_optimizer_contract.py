@@ -89,6 +89,23 @@ def test_options_are_live(build):
     assert {group["lr"] for part in innermost(optimizer) for group in part.param_groups} == {0.0}
 
 
+@pytest.mark.parametrize(
+    # The step of "own" is the user's, and torch's to compile.
+    "build",
+    [pytest.param(build, id=kind) for kind, build in BUILDERS.items() if kind != "own"],
+)
+def test_a_compiled_loop_steps_as_it_is_written(build):
+    params, plain = parameters(), parameters()
+    optimizer, reference = build(params), build(plain)
+    compiled = torch.compile(lambda: optimizer.step(), backend="eager")
+    for step in range(2):
+        give_gradients(params, step)
+        give_gradients(plain, step)
+        compiled()
+        reference.step()
+    assert all(map(torch.equal, params.values(), plain.values()))
+
+
 # --- hooks -----------------------------------------------------------------------------------------------------------
 
 
