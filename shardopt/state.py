@@ -157,7 +157,8 @@ def _descend(node: Any, path: Path, replace: Callable[[Any], None], within: bool
         _descend_stateful(node, path, flat)
     elif isinstance(node, Mapping) and (_is_branch(node, within) or not path):
         _check_mutable(node, path)
-        for part, child in node.items():
+        # Objects whose state_dict communicates have to be asked in one order on all ranks, whatever that of the app is.
+        for part, child in node.items() if path else sorted(node.items(), key=lambda item: str(item[0])):
             _check_part(part, path)
             _descend(child, (*path, part), _set_item(node, part), within, flat)
     elif isinstance(node, list) and _holds_tensors(node):
@@ -172,7 +173,7 @@ def _descend(node: Any, path: Path, replace: Callable[[Any], None], within: bool
 def _descend_stateful(node: Stateful, path: Path, flat: FlatState) -> None:
     # With keep_vars a module gives its very parameters, and copying a tensor onto itself, which is what its
     # load_state_dict does with what was loaded in place, costs nothing.
-    plain_module = isinstance(node, torch.nn.Module) and type(node).state_dict is torch.nn.Module.state_dict
+    plain_module = getattr(node.state_dict, "__func__", None) is torch.nn.Module.state_dict
     state = node.state_dict(keep_vars=True) if plain_module else node.state_dict()  # type: ignore[call-arg] # Module
     if not isinstance(state, dict):
         problem = Problem(join(path), f"state_dict() gave a {type(state).__name__}", "a dict", "return a dict by name")

@@ -248,7 +248,7 @@ def spec_of(algorithm: type[Optimizer] | str) -> AlgorithmSpec:
     if isinstance(algorithm, str):
         found = next((spec for spec in _SPECS.values() if spec.name.lower() == algorithm.lower()), None)
     else:
-        found = find_spec(algorithm)
+        found = find_spec(algorithm) if isinstance(algorithm, type) else None
     if found is None:
         raise AlgorithmError("an optimizer is not known here", [unknown(algorithm)])
     return found
@@ -257,7 +257,7 @@ def spec_of(algorithm: type[Optimizer] | str) -> AlgorithmSpec:
 def unknown(algorithm: type[Optimizer] | str) -> Problem:
     """The problem of an algorithm that is not registered."""
     return Problem(
-        key=algorithm if isinstance(algorithm, str) else algorithm.__qualname__,
+        key=algorithm if isinstance(algorithm, str) else getattr(algorithm, "__qualname__", repr(algorithm)),
         found="an algorithm that is not registered (a subclass that overrides step counts as another algorithm)",
         required="one of " + ", ".join(spec.name for spec in algorithms()),
         remedy="tell what state it keeps with shardopt.algorithms.register(AlgorithmSpec(...))",

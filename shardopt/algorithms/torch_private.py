@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,18 @@ from torch.optim import Optimizer
 
 BatchNorm = _BatchNorm
 """All batch-norm layers, those of users as well: what torch's `update_bn` looks for."""
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def not_compiled(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """The function as torch.compile is to leave it: called as it is, with all that it calls.
+
+    Unlike `torch.compiler.disable` it does not load the compiler, which takes seconds, before the first call.
+    """
+    left_out: Callable[Arguments, Result] = torch._disable_dynamo(function)  # type: ignore[attr-defined]  # not exported
+    return left_out
 
 
 def step_without_hooks(optimizer: type[Optimizer]) -> Callable[..., Any]:

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from shardopt.copies import wait_for_copies
 from shardopt.errors import Problem, StateError
+from shardopt.optim.groups import plain_name
 from shardopt.optim.loading import LoadPlan, Unmatched
 from shardopt.optim.saved import STATE, plan_keys
 from shardopt.sharding.view import assemble, leaves_of, view_of
@@ -45,7 +46,7 @@ class Averaging:
 
     Args:
         model: sharded already, or plain. Its parameters are averaged, tied ones once, by the names that
-            `named_parameters()` gives.
+            `named_parameters()` gives, without those of wrappers for checkpointed activations and torch.compile.
         dtype: of the averages of real floating-point weights, torch.float32 for bf16 weights, in which small changes
             are lost; None for that of each weight.
         use_buffers: whether buffers are averaged as well, as far as they are floating-point.
@@ -65,7 +66,7 @@ class Averaging:
         self._model = model
         self._use_buffers = use_buffers
         _reshard(model)
-        self._params: dict[str, Tensor] = dict(model.named_parameters())
+        self._params = _by_plain_name(model.named_parameters())
         for name, tensor in self._tensors().items():
             view_of(tensor, name)  # refuses what could not be saved
         self._averages = {
@@ -218,7 +219,7 @@ class Averaging:
         return self._whole_model() if self._use_buffers else self._params
 
     def _whole_model(self) -> dict[str, Tensor]:
-        return {**self._params, **dict(self._model.named_buffers())}
+        return {**self._params, **_by_plain_name(self._model.named_buffers())}
 
     def _pairs(self) -> Iterator[Pair]:
         """Each average and the local tensor it is of. Averages follow weights that went to another device."""
@@ -232,7 +233,7 @@ class Averaging:
                 yield averages[i], leaf
 
     def _swap_in(self) -> None:
-        now = dict(self._model.named_parameters())
+        now = _by_plain_name(self._model.named_parameters())
         replaced = [name for name in {**self._params, **now} if self._params.get(name) is not now.get(name)]
         if replaced:
             remedy = "make the averages anew when parameters are replaced by others"
@@ -332,6 +333,10 @@ def _reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def _by_plain_name(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    return {plain_name(name): tensor for name, tensor in named}
 
 
 def _copied(leaf: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -118,7 +118,11 @@ class InBackwardOptimizer(KeyedOptimizerWrapper, FusedOptimizer):
         self._handles = [self._listen(parameter) for parameter in self._names]
 
     def stop(self) -> None:
-        """Backward updates nothing any more, and leaves gradients where they are; state stays."""
+        """Backward updates nothing any more, and leaves gradients where they are; state stays.
+
+        Until then the parameters keep this optimizer, and it keeps them, where Python's garbage collector does not see
+        it: the memory of a model that is dropped before is not freed.
+        """
         for handle in self._handles:
             handle.remove()
         self._forget()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from shardopt.algorithms.torch_private import is_torchs, step_nested
+from shardopt.algorithms.torch_private import is_torchs, not_compiled, step_nested
 from shardopt.errors import AlgorithmError, Problem, StateError
 from shardopt.optim.base import KeyedOptimizer
 from shardopt.optim.saved import PARAMS
@@ -36,6 +36,7 @@ class CompositeOptimizer(KeyedOptimizer):
         self._parts = tuple(parts)
         self._join_parts()
 
+    @not_compiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Evaluates the closure, does what this optimizer is for, and steps its parts.
 

@@ -15,11 +15,12 @@ from shardopt.sharding.gradients import takes_gradient
 
 NamedTensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
+_WRAPPERS = re.compile(r"(?<![^.])(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.")
 _MOST_NAMES = 20
 
 
 def named(parameters: NamedTensors) -> dict[str, Tensor]:
-    """The parameters by name, in their order.
+    """The parameters by `plain_name`, in their order.
 
     Raises:
         StateError: there are none, they are not pairs of a name and a tensor, or a name comes twice.
@@ -34,11 +35,20 @@ def named(parameters: NamedTensors) -> dict[str, Tensor]:
         if not (isinstance(name, str) and isinstance(tensor, Tensor)):
             problem = Problem("parameters", f"a {type(pair).__name__}", "(name, tensor)", "pass named_parameters()")
             raise StateError("an optimizer got parameters without names", [problem])
+        name = plain_name(name)
         if name in by_name:
             problem = Problem(name, "two parameters", "one", "give every parameter a name of its own")
             raise StateError("two parameters have one name", [problem])
         by_name[name] = tensor
     return by_name
+
+
+def plain_name(name: str) -> str:
+    """A name without what activation checkpointing, torch.compile and FullyShardedDataParallel put into it.
+
+    As torch's own checkpoints have it: state is for the parameter, however its module will be wrapped the next time.
+    """
+    return _WRAPPERS.sub("", name)
 
 
 def first_names(parameters: Mapping[str, Tensor]) -> dict[Tensor, str]:

@@ -9,6 +9,7 @@ from typing import Any, cast
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shardopt.algorithms.torch_private import not_compiled
 from shardopt.optim.base import KeyedOptimizer
 from shardopt.optim.groups import first_names, named, refuse_non_leaves
 from shardopt.optim.local_step import LocalOptimizer, LocalState
@@ -39,6 +40,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         self.defaults = self._local.optimizer.defaults
         self.state = cast(Any, LocalState(self._names, self._local))
 
+    @not_compiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step; hooks run once, on this optimizer.
 

@@ -138,12 +138,13 @@ class WarmupOptimizer(OptimizerWrapper):
                 )
             offered = {**offered, STATE: {**state, self._param_name: {**entries, STAGES: mine}}}
         super()._plan(plan, offered)
-        plan.then(lambda: self._follow(plan))
+        loaded_groups = plan.loaded_groups  # a plan that holds itself would keep this optimizer's memory
+        plan.then(lambda: self._follow(loaded_groups))
 
-    def _follow(self, plan: LoadPlan) -> None:
+    def _follow(self, loaded_groups: Sequence[dict[str, Any]]) -> None:
         """Sets the rates of the loaded iteration in all groups that were not loaded themselves."""
         self._own[POSITION][1] = self._schedule.stage_at(self._iteration)  # stages may have been appended
-        loaded = {id(group) for group in plan.loaded_groups}
+        loaded = {id(group) for group in loaded_groups}
         self._set_rates([group for group in self.param_groups if id(group) not in loaded])
 
     def _set_rates(self, groups: Sequence[dict[str, Any]] | None = None) -> None:

@@ -1,8 +1,10 @@
 """The contract of torch.optim.Optimizer, held by every kind of keyed optimizer alike."""
 
 import copy
+import gc
 import pickle
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -85,6 +87,23 @@ def test_options_are_live(build):
     train(optimizer, params, 2)
     assert all(map(torch.equal, params.values(), before))
     assert {group["lr"] for part in innermost(optimizer) for group in part.param_groups} == {0.0}
+
+
+@pytest.mark.parametrize(
+    # The step of "own" is the user's, and torch's to compile.
+    "build",
+    [pytest.param(build, id=kind) for kind, build in BUILDERS.items() if kind != "own"],
+)
+def test_a_compiled_loop_steps_as_it_is_written(build):
+    params, plain = parameters(), parameters()
+    optimizer, reference = build(params), build(plain)
+    compiled = torch.compile(lambda: optimizer.step(), backend="eager")
+    for step in range(2):
+        give_gradients(params, step)
+        give_gradients(plain, step)
+        compiled()
+        reference.step()
+    assert all(map(torch.equal, params.values(), plain.values()))
 
 
 # --- hooks -----------------------------------------------------------------------------------------------------------
@@ -341,6 +360,26 @@ def test_a_copy_trains_alike_and_apart_and_leaves_others_alone(build, duplicate)
     assert all(torch.equal(twins[name], params[name]) for name in params)
     train(other, others)
     assert fired == ["other"]
+
+
+@each_kind
+def test_memory_is_freed_with_the_last_reference(build):
+    """At once, and not when Python's garbage collector comes by, which knows nothing of a device's memory."""
+    params = parameters()
+    optimizer = build(params)
+    lr_scheduler.ExponentialLR(optimizer, 0.5)
+    gc.collect()
+    gc.disable()
+    try:
+        train(optimizer, params, 2)
+        optimizer.init_state()
+        optimizer.check_state_dict(optimizer.state_dict())
+        optimizer.load_state_dict(optimizer.state_dict())
+        alive = [weakref.ref(optimizer), *map(weakref.ref, params.values())]
+        del optimizer, params
+        assert [reference() for reference in alive] == [None] * 4
+    finally:
+        gc.enable()
 
 
 @each_kind

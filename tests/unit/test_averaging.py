@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 import shardopt
@@ -348,6 +349,31 @@ def test_buffers_that_were_replaced_are_found_again():
     net[1].running_mean = torch.zeros(8)
     with pytest.raises(StateError, match=r"1\.running_mean"):
         ema.swap()
+
+
+def test_names_are_without_those_of_wrappers(tmp_path):
+    """So that activations may be checkpointed in the one run, and not in the next."""
+
+    def trained(wrapped, seed):
+        net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+        net = torch.nn.Sequential(*map(checkpoint_wrapper, net)) if wrapped else net
+        optimizer, ema = shardopt.keyed("adamw", net.named_parameters()), shardopt.EMA(net, use_buffers=True)
+        ema.attach(optimizer)
+        net(torch.rand(4, 2, generator=torch.Generator().manual_seed(seed))).square().sum().backward()
+        optimizer.step()
+        return {"model": net, "optimizer": optimizer, "ema": ema}
+
+    saved, into = trained(True, 0), trained(False, 1)
+    checkpoint.save(tmp_path / "c", saved)
+    checkpoint.load(tmp_path / "c", into)
+    assert (
+        list(into["optimizer"].params)
+        == list(saved["optimizer"].params)
+        == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    )
+    assert_equal(averages(into["ema"]), averages(saved["ema"]))
+    with into["ema"].swap(), saved["ema"].swap():
+        assert_equal(dict(into["model"].state_dict()), dict(saved["model"].state_dict()))
 
 
 def test_tied_weights_are_averaged_once():

@@ -35,6 +35,26 @@ def test_the_first_match_wins_and_the_rest_has_the_defaults():
     assert [(g["lr"], g["weight_decay"]) for g in (none, small, default)] == [(0.1, 0.0), (0.5, 0.2), (0.1, 0.2)]
 
 
+WRAPPED = {
+    "blocks.0._checkpoint_wrapped_module.weight": "blocks.0.weight",
+    "_orig_mod.blocks.1._checkpoint_wrapped_module._orig_mod.bias": "blocks.1.bias",
+    "_fsdp_wrapped_module.head.weight": "head.weight",
+    "my_orig_mod.weight": "my_orig_mod.weight",
+    "tail._orig_mod": "tail._orig_mod",
+}
+
+
+def test_names_are_without_those_of_wrappers():
+    assert [names for names, _ in grouped([{"match": r"^(blocks\.\d\.|head\.|my|tail)"}], WRAPPED)] == [
+        list(WRAPPED.values())
+    ]
+    optimizer = shardopt.keyed("sgd", parameters("weight"))
+    optimizer.add_param_group({"params": parameters("_orig_mod.bias")})
+    assert list(optimizer.params) == ["weight", "bias"]
+    with pytest.raises(StateError, match="added twice"):
+        optimizer.add_param_group({"params": parameters("_orig_mod.weight")})
+
+
 def test_there_is_no_group_for_the_rest_where_nothing_is_left():
     assert [names for names, _ in grouped([{"match": "."}])] == [list(NAMES)]
     assert [names for names, _ in grouped(None)] == [list(NAMES)]

@@ -1,10 +1,12 @@
 """Optimizers in backward, in one process: what they train, when, what they keep, and what they refuse."""
 
 import copy
+import gc
 import json
 import pickle
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -313,6 +315,18 @@ def test_a_bad_group_leaves_no_hook():
     with pytest.raises(ValueError, match="Invalid"):
         shardopt.in_backward(net, "adamw", groups=[{"match": "weight"}, {"match": "bias", "lr": -1.0}])
     assert not any(parameter._post_accumulate_grad_hooks for parameter in net.parameters())
+
+
+def test_a_model_is_freed_after_stop():
+    net = Net()
+    optimizer = shardopt.in_backward(net, "adamw")
+    loss_of(net, 0).backward()
+    optimizer.step()
+    optimizer.stop()
+    alive = [weakref.ref(optimizer), *map(weakref.ref, net.parameters())]
+    del net, optimizer
+    gc.collect()  # modules have cycles of their own
+    assert not any(reference() is not None for reference in alive)
 
 
 def test_a_parameter_is_updated_by_one_optimizer_only():

@@ -697,6 +697,12 @@ class Lion(torch.optim.Optimizer):
                 p.sub_(average.sign(), alpha=group["lr"])
 
 
+@pytest.mark.parametrize("other", [None, 3, [torch.optim.SGD], torch.optim.SGD([torch.zeros(1)])])
+def test_what_is_no_algorithm_at_all_is_refused_by_name(other):
+    with pytest.raises(AlgorithmError, match=r"found an algorithm that is not registered(.|\n)*one of ASGD"):
+        shardopt.keyed(other, parameters())
+
+
 def test_a_stranger_is_refused_until_it_is_registered(monkeypatch):
     monkeypatch.setattr(registry, "_SPECS", dict(registry._SPECS))
     for stranger in (Lion, OwnStep, "lion"):

@@ -402,6 +402,51 @@ def test_modules_keep_versions_and_extra_state(tmp_path, extra, fresh):
         assert module[0].extra == extra and type(module[0].extra) is type(extra)
 
 
+def test_objects_are_asked_in_one_order_on_all_ranks(tmp_path):
+    """Whatever the order of the app, or those that communicate in state_dict would answer each other wrongly."""
+    asked = []
+
+    class Asked:
+        def __init__(self, name):
+            self.name = name
+
+        def state_dict(self):
+            asked.append(self.name)
+            return {}
+
+        def load_state_dict(self, state):
+            asked.append(f"load {self.name}")
+
+    names = ["b", "a", "c"]
+    app = {name: Asked(name) for name in names}
+    roundtrip(tmp_path / "c", app, app)
+    assert list(app) == names
+    assert asked == ["a", "b", "c", "a", "b", "c", "load a", "load b", "load c"]
+
+
+def test_a_module_whose_state_dict_was_replaced_is_asked_as_it_wants(tmp_path):
+    """On the instance, as torch's distributed getters do, and by its class; neither has torch's arguments."""
+
+    class Short(nn.Linear):
+        def state_dict(self):
+            return {"short": self.weight.detach()}
+
+        def load_state_dict(self, state):
+            self.weight.detach().copy_(state["short"])
+
+    def modules(value):
+        patched, short = nn.Linear(2, 1), Short(2, 1)
+        patched.state_dict = lambda: {"w": patched.weight.detach()}
+        patched.load_state_dict = lambda state: patched.weight.detach().copy_(state["w"])
+        for module in (patched, short):
+            nn.init.constant_(module.weight, value)
+        return {"patched": patched, "short": short}
+
+    saved, into = modules(7.0), modules(0.0)
+    roundtrip(tmp_path / "c", saved, into)
+    assert [module.weight.tolist() for module in into.values()] == [[[7.0, 7.0]]] * 2
+
+
 def test_modules_without_state_and_tied_parameters(tmp_path):
     class Plain(Versioned):
         def __init__(self, extra):
