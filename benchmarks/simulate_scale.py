@@ -51,7 +51,7 @@ def describe(mesh: Mesh) -> Description:
             tensors[f"optimizer.state.{fqn}.exp_avg"] = (("optimizer", "state", fqn, "exp_avg"), fp32, layout)
             tensors[f"optimizer.state.{fqn}.exp_avg_sq"] = (("optimizer", "state", fqn, "exp_avg_sq"), fp32, layout)
             tensors[f"optimizer.state.{fqn}.step"] = (("optimizer", "state", fqn, "step"), fp32, everywhere(()))
-    return Description({}, tensors, {}, {}, {})
+    return Description({}, tensors, {}, {}, {}, {})
 
 
 _kept: dict[str, tuple[SavePlan, OwnParts]] = {}

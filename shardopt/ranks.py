@@ -46,9 +46,13 @@ class Ranks:
 
     All ranks must make the same calls in the same order. After an error that a silent rank caused, the ranks may
     have lost step, and every further call raises at once.
+
+    Args:
+        group: None for this process alone.
+        name: of ranks that talk beside others, as `beside` makes them.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, name: str = "") -> None:
         self.rank = group.rank() if group is not None else 0
         self.size = group.size() if group is not None else 1
         self.members = _members(group)
@@ -57,8 +61,23 @@ class Ranks:
         self._accelerator = None if group is None else _accelerator(group)
         self._channel: _Channel | None = None
         if group is not None and self.size > 1:
-            self._channel = _Channel(PrefixStore("shardopt", group.get_group_store()), self.rank, self.size)
+            store = group.get_group_store()
+            # A client answers one question at a time, so those who talk beside others need one of their own.
+            if name:
+                store = store.clone()  # type: ignore[attr-defined]  # torch's stubs do not have it
+            under = PrefixStore(f"shardopt-{name}" if name else "shardopt", store)
+            self._channel = _Channel(under, self.rank, self.size)
         self._broken: str | None = None
+
+    def beside(self, name: str) -> Ranks:
+        """The same ranks, to `agree` in another thread while these do in theirs: in rounds of their own.
+
+        They have their own connection to the store, which closes when they are let go.
+
+        Args:
+            name: the same on every rank, and of no others that are in use.
+        """
+        return Ranks(None if self._group is None else self._group(), name)
 
     @property
     def device(self) -> torch.device:

@@ -15,7 +15,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 import torch
@@ -153,7 +153,7 @@ def _descend(node: Any, path: Path, replace: Callable[[Any], None], within: bool
         _add(flat, path, node, replace)
     elif isinstance(node, np.ndarray):
         _add(flat, path, _as_tensor(node, path), replace)
-    elif isinstance(node, Stateful) and not isinstance(node, type):
+    elif _is_stateful(node):
         _descend_stateful(node, path, flat)
     elif isinstance(node, Mapping) and (_is_branch(node, within) or not path):
         _check_mutable(node, path)
@@ -253,7 +253,12 @@ def _holds_tensors(node: Any) -> bool:
         return any(map(_holds_tensors, node.values()))
     if isinstance(node, list | tuple):
         return any(map(_holds_tensors, node))
-    return isinstance(node, Stateful) and not isinstance(node, type)
+    return _is_stateful(node)
+
+
+def _is_stateful(node: Any) -> TypeGuard[Stateful]:
+    """What isinstance says, which for a plain value takes many microseconds. A class is none, though it has both."""
+    return hasattr(node, "state_dict") and hasattr(node, "load_state_dict") and not isinstance(node, type)
 
 
 def _as_tensor(array: np.ndarray[Any, Any], path: Path) -> torch.Tensor:

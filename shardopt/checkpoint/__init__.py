@@ -1,7 +1,9 @@
 """Checkpoints of sharded state: saved by all ranks, committed by one manifest, loaded in place onto any layout."""
 
+from shardopt.checkpoint.async_save import async_save
 from shardopt.checkpoint.load import LoadReport, load
 from shardopt.checkpoint.manager import Manager
+from shardopt.checkpoint.pending import PendingSave
 from shardopt.checkpoint.reader import CheckpointReader, TensorInfo
 from shardopt.checkpoint.reader import open_checkpoint as open
 from shardopt.checkpoint.reshard import reshard
@@ -16,11 +18,13 @@ __all__ = [
     "CheckpointReader",
     "LoadReport",
     "Manager",
+    "PendingSave",
     "PerRank",
     "SaveReport",
     "Strictness",
     "TensorInfo",
     "VerifyReport",
+    "async_save",
     "load",
     "open",
     "reshard",

@@ -27,13 +27,14 @@ _DIFFER = "ranks have different things under one key"
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """The state of one rank, without a byte of it. `values` are in their typed JSON form."""
+    """The state of one rank, without a byte of its tensors. Plain values are in their typed JSON form."""
 
     views: Mapping[str, View]
     tensors: Mapping[str, tuple[Path, Dtype, Layout]]
     values: Mapping[str, tuple[Path, Any]]
     per_rank: Mapping[str, Path]
     contents: Contents  # hashes of what other ranks hold too
+    own_values: Mapping[str, Any]  # those that are per rank
 
     @property
     def is_partial(self) -> bool:
@@ -98,6 +99,7 @@ def describe(flat: FlatState, check_replicas: CheckReplicas) -> Description:
     tensors: dict[str, tuple[Path, Dtype, Layout]] = {}
     values: dict[str, tuple[Path, Any]] = {}
     per_rank: dict[str, Path] = {}
+    own_values: dict[str, Any] = {}
     refused: list[ShardoptError] = []
     for key, leaf in flat.leaves.items():
         try:
@@ -109,6 +111,7 @@ def describe(flat: FlatState, check_replicas: CheckReplicas) -> Description:
                     raise StateError("a tensor cannot be stored", [problem])
             elif isinstance(leaf.value, PerRank):
                 per_rank[key] = leaf.path
+                own_values[key] = encode_value(leaf.value.value, key)
             else:
                 values[key] = leaf.path, encode_value(leaf.value, key)
         except (StateError, LayoutError) as error:
@@ -116,7 +119,7 @@ def describe(flat: FlatState, check_replicas: CheckReplicas) -> Description:
     if refused:
         kind, message = type(refused[0]), refused[0].message
         raise kind(message, [problem for error in refused for problem in error.problems])
-    return Description(views, tensors, values, per_rank, contents_of(views, check_replicas))
+    return Description(views, tensors, values, per_rank, contents_of(views, check_replicas), own_values)
 
 
 def geometry_of(description: Description, world_size: int) -> Geometry:

@@ -21,6 +21,7 @@ from shardopt.checkpoint.reader import CheckpointReader, open_checkpoint
 from shardopt.checkpoint.strictness import Names, Strictness, strictness_of, under_names_of
 from shardopt.checkpoint.torn import mark_torn, unmark_torn
 from shardopt.checkpoint.twins import refuse_unequal, twins_in
+from shardopt.copies import wait_for_copies
 from shardopt.errors import CheckpointError, MismatchError, Problem
 from shardopt.ranks import DEADLINE_SECONDS, ranks_of
 from shardopt.sharding.view import view_of
@@ -193,6 +194,7 @@ def _same_checkpoint(url: str, digests: list[str]) -> None:
 
 
 def _execute(plan: _Plan, loaded: list[Handback]) -> int:
+    wait_for_copies()  # a save in the background may still be taking what this changes
     nbytes = fetch(plan.wants)
     for key, value in plan.match.values.items():
         plan.flat.leaves[key].replace(value)

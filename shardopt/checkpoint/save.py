@@ -2,7 +2,8 @@
 
     app → flatten → describe → agree → assign → write → commit
 
-`save` is the whole line; each step is a function of the module that has its name.
+`save_described` is the line from the third word on, which `async_save` takes too, in a thread of its own and with
+ranks that talk beside those of the program. Each step is a function of the module that has its name.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import xxhash
@@ -30,14 +31,16 @@ from shardopt.checkpoint.manifest import DataFile
 from shardopt.checkpoint.pause import gc_paused
 from shardopt.checkpoint.replicas import CheckReplicas, refuse_drifted, summaries_agree
 from shardopt.checkpoint.storage import Storage, storage_of, telling
+from shardopt.checkpoint.unsettled import raise_failures
 from shardopt.checkpoint.write import OwnParts, SavePlan, from_memory, write_files
 from shardopt.ranks import DEADLINE_SECONDS, Ranks, ranks_of
-from shardopt.state import FlatState, flatten
-from shardopt.values import encode_value
+from shardopt.state import flatten
 
 _MOST_KEPT = 2
-_kept: dict[tuple[str, int], tuple[SavePlan, OwnParts]] = {}
+Kept = dict[tuple[str, int], tuple[SavePlan, OwnParts]]
 """Plans of the last saves, by the fingerprint of what all ranks described and the rank that this process was."""
+
+_kept: Kept = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,10 @@ class SaveReport:
         bytes_written: by this rank.
         bytes_total: by all ranks, headers and checksums included.
         seconds: on this rank, from the call to the commit.
+        stall_seconds: how long the program was kept from its work: all the time by `save`; by `async_save` in the call
+            itself, and before a step that came while state was still being copied.
+        staging_seconds: from the call until all of this rank's state was copied to host memory; `save` copies nothing.
+        writing_seconds: for writing the data files, and until every rank had written and the manifest was there.
     """
 
     url: str
@@ -59,6 +66,9 @@ class SaveReport:
     bytes_written: int
     bytes_total: int
     seconds: float
+    stall_seconds: float = 0.0
+    staging_seconds: float = 0.0
+    writing_seconds: float = 0.0
 
 
 def save(
@@ -104,21 +114,55 @@ def _save(
     """The line itself."""
     begin = time.monotonic()
     ranks = ranks_of()
-    what = f"saving {os.fspath(url)}"
 
-    (storage, flat, description), opened = ranks.agree(
+    def described() -> Description:
+        raise_failures()
+        return describe(flatten(app), replicas_to_check(check_replicas, ranks))
+
+    report = save_described(ranks, url, described, _kept, durable, deadline_seconds)
+    seconds = time.monotonic() - begin
+    return replace(report, seconds=seconds, stall_seconds=seconds)
+
+
+def replicas_to_check(wanted: CheckReplicas, ranks: Ranks) -> CheckReplicas:
+    """What there is to compare: nothing where there is one rank."""
+    return wanted if ranks.size > 1 else "none"
+
+
+def save_described(
+    ranks: Ranks,
+    url: str | os.PathLike[str],
+    described: Callable[[], Description],
+    kept: Kept,
+    durable: bool,
+    deadline_seconds: float,
+) -> SaveReport:
+    """Writes the state that each rank describes, and commits it. Collective.
+
+    Args:
+        ranks: those who save.
+        described: this rank's state, whose tensors stay as they are until this returns; if it raises, all ranks do.
+        kept: plans of earlier saves of these ranks, into which those of this one go.
+
+    Raises:
+        What `save` does.
+    """
+    begin = time.monotonic()
+    what = f"saving {os.fspath(url)}"
+    (description, storage), opened = ranks.agree(
         what,
-        work=lambda: (storage_of(url, durable), *_describe(app, check_replicas if ranks.size > 1 else "none")),
-        report=lambda done: _fingerprints(done[2], ranks.rank),
+        work=lambda: (described(), storage_of(url, durable)),
+        report=lambda done: _fingerprints(done[0], ranks.rank, kept),
         decide=lambda reports: _open(storage_of(url, durable), reports),
         deadline_seconds=deadline_seconds,
     )
-    plan, own, values = _plan(ranks, what, description, opened, deadline_seconds)
+    plan, own, values = _plan(ranks, what, description, opened, kept, deadline_seconds)
     save_id = opened["save_id"]
+    begin_writing = time.monotonic()
     try:
         files, bytes_total = ranks.agree(
             what,
-            work=lambda: _write(storage, save_id, plan, own, flat, description),
+            work=lambda: _write(storage, save_id, plan, own, description),
             report=lambda files: [[file.name, file.nbytes, file.digest] for file in files],
             decide=lambda reports: _commit(storage, save_id, plan, values, reports),
             deadline_seconds=deadline_seconds,
@@ -129,19 +173,21 @@ def _save(
         if ranks.rank == 0:
             discard(storage, save_id)
         raise
-    bytes_written = sum(file.nbytes for file in files)
-    seconds = time.monotonic() - begin
-    return SaveReport(storage.url, save_id, len(plan.geometry.members), bytes_written, bytes_total, seconds)
+    end = time.monotonic()
+    return SaveReport(
+        url=storage.url,
+        save_id=save_id,
+        tensors=len(plan.geometry.members),
+        bytes_written=sum(file.nbytes for file in files),
+        bytes_total=bytes_total,
+        seconds=end - begin,
+        writing_seconds=end - begin_writing,
+    )
 
 
-def _describe(app: Mapping[str, Any], check_replicas: CheckReplicas) -> tuple[FlatState, Description]:
-    flat = flatten(app)
-    return flat, describe(flat, check_replicas)
-
-
-def _fingerprints(description: Description, rank: int) -> list[Any]:
+def _fingerprints(description: Description, rank: int, plans: Kept) -> list[Any]:
     geometry, values = description.geometry_fingerprint(), description.values_fingerprint()
-    kept = [job for job, kept_for in _kept if kept_for == rank]
+    kept = [job for job, kept_for in plans if kept_for == rank]
     return [geometry, description.is_partial, values, description.contents_summary(), kept]
 
 
@@ -163,7 +209,12 @@ def _open(storage: Storage, reports: list[Any]) -> dict[str, Any]:
 
 
 def _plan(
-    ranks: Ranks, what: str, description: Description, opened: Mapping[str, Any], deadline_seconds: float
+    ranks: Ranks,
+    what: str,
+    description: Description,
+    opened: Mapping[str, Any],
+    kept: Kept,
+    deadline_seconds: float,
 ) -> tuple[SavePlan, OwnParts, Values]:
     """Who writes what, and the plain values. The plan is kept for the next save of the same geometry."""
     ask_geometry = not (opened["geometry_kept"] or opened["geometry_alike"])
@@ -182,10 +233,10 @@ def _plan(
         else:
             geometry = geometry_of(description, ranks.size)
         plan = SavePlan(geometry, ranks.size)
-        _kept[opened["geometry"], ranks.rank] = plan, OwnParts(plan, ranks.rank, description.views)
-        while len(_kept) > _MOST_KEPT:
-            del _kept[next(iter(_kept))]
-    plan, own = _kept[opened["geometry"], ranks.rank]
+        kept[opened["geometry"], ranks.rank] = plan, OwnParts(plan, ranks.rank, description.views)
+        while len(kept) > _MOST_KEPT:
+            del kept[next(iter(kept))]
+    plan, own = kept[opened["geometry"], ranks.rank]
     if "contents" in wire:
         refuse_drifted([each["contents"] for each in all_wires])
     if opened["values_alike"]:
@@ -206,11 +257,8 @@ def _exchange(ranks: Ranks, what: str, wire: dict[str, Any], deadline_seconds: f
     return [distinct[number] for number in number_of]
 
 
-def _write(
-    storage: Storage, save_id: str, plan: SavePlan, own: OwnParts, flat: FlatState, description: Description
-) -> list[DataFile]:
-    values = {key: encode_value(each.value, key) for key, each in flat.per_rank().items()}
-    per_rank = json.dumps(values).encode() if plan.geometry.per_rank else None
+def _write(storage: Storage, save_id: str, plan: SavePlan, own: OwnParts, description: Description) -> list[DataFile]:
+    per_rank = json.dumps(description.own_values).encode() if plan.geometry.per_rank else None
     with telling(f"write to {storage.url}"):
         return write_files(storage, save_id, own, from_memory(description.views), per_rank)
 

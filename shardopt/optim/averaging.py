@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
+from shardopt.copies import wait_for_copies
 from shardopt.errors import Problem, StateError
 from shardopt.optim.loading import LoadPlan, Unmatched
 from shardopt.optim.saved import STATE, plan_keys
@@ -140,6 +141,7 @@ class Averaging:
                 another way; nothing was changed.
         """
         _reshard(self._model)
+        wait_for_copies()  # a save in the background may still be taking the weights
         with torch.no_grad():
             if self._kept is None:
                 self._swap_in()

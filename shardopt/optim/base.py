@@ -17,6 +17,7 @@ from shardopt.algorithms.torch_private import (
     before_state_dict,
     before_step,
 )
+from shardopt.copies import wait_for_copies
 from shardopt.errors import Problem, StateError
 from shardopt.optim.agreement import differences
 from shardopt.optim.groups import first_names, listed, named, refuse_non_leaves
@@ -111,6 +112,7 @@ class KeyedOptimizer(Optimizer):
         """
         plan = LoadPlan(strict, convert_dtype)
         self.plan_load(plan, state_dict)
+        wait_for_copies()  # a save in the background may still be taking what this changes
         plan.apply()
         self.post_load_state_dict()
         self._after_load()

@@ -64,11 +64,11 @@ def newest_is_whole(root):
     return step
 
 
-def survive(tmp_path, fault):
+def survive(tmp_path, fault, save=save_second):
     """One save under one fault, checked; returns the step that is the newest afterwards."""
     root = str(tmp_path / "root")
     run_ranks_outcomes(RANKS, save_first, root)
-    outcomes = run_ranks_outcomes(RANKS, save_second, root, faults=[fault], deadline_seconds=DEADLINE_SECONDS + 25)
+    outcomes = run_ranks_outcomes(RANKS, save, root, faults=[fault], deadline_seconds=DEADLINE_SECONDS + 25)
     step = newest_is_whole(root)
     killed = fault.action == "kill"
     if killed:
@@ -86,7 +86,7 @@ def survive(tmp_path, fault):
     assert last - first <= DEADLINE_SECONDS + 5
     # What the failure has left behind is in nobody's way.
     if step == 1:
-        retried = run_ranks_outcomes(RANKS, save_second, root)
+        retried = run_ranks_outcomes(RANKS, save, root)
         assert all(each.ok for each in retried), retried
         assert newest_is_whole(root) == 2
     return step

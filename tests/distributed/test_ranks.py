@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -136,3 +137,26 @@ def test_groups_and_their_successors_in_one_store():
     for number in range(3):
         expected += [[[number, 0], [number, 1]]] * (number + 1) + [["again", "again"]]
     assert outcomes == [expected] * 2
+
+
+def rounds_of_three():
+    """Three threads each talk in rounds of their own, from the first on at once; what each heard in its last round."""
+    heard = {}
+
+    def talk(name, ranks):
+        for done in range(20):
+            report = [name, ranks.rank, done]
+            _, heard[name] = ranks.agree(name, lambda: None, lambda _, r=report: r, lambda all_: all_, 5.0)
+
+    threads = [threading.Thread(target=talk, args=(name, ranks_of().beside(name))) for name in ("left", "right")]
+    for thread in threads:
+        thread.start()
+    talk("main", ranks_of())
+    for thread in threads:
+        thread.join()
+    return heard
+
+
+def test_ranks_talk_beside_each_other_in_rounds_of_their_own():
+    expected = {name: [[name, rank, 19] for rank in range(3)] for name in ("left", "main", "right")}
+    assert run_ranks(3, rounds_of_three) == [expected] * 3

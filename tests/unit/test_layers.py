@@ -15,6 +15,7 @@ from tests.unit.source import PACKAGE, ROOT, Source, sources
 
 LAYERS = {
     "errors": 0,
+    "copies": 1,
     "state": 1,
     "values": 1,
     "sharding": 1,
@@ -33,8 +34,8 @@ PRIVATE_PLACES = {
     "sharding/along.py": "the same classes, for what is left of a tensor when a dimension of it is summed over",
     "algorithms/torch_private.py": "the lazy state of torch's optimizers, made without a step",
 }
-# Private by name only: torch's multi-tensor operations, a tensor's version counter, what a namedtuple offers.
-NOT_PRIVATE = re.compile(r"_foreach_\w+|_version|_asdict|_replace|_fields|_make")
+# Private by name only: torch's multi-tensor operations, a tensor's version counter, what a namedtuple offers, os._exit.
+NOT_PRIVATE = re.compile(r"_foreach_\w+|_version|_exit|_asdict|_replace|_fields|_make")
 
 PICKLING_MODULES = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 PICKLING_NAMES = re.compile(r"torch\.(load|save)|.*_object(_list)?|allow_pickle")

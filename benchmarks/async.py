@@ -1,0 +1,208 @@
+"""How long a save in the background keeps training from its work, against a memcpy and against DCP in the same run.
+
+python benchmarks/async.py [--ranks 2] [--megabytes 512] [--repetitions 5] [--folder /tmp]
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import shutil
+import statistics
+import tempfile
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from peers import on_ranks, write_table
+from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import shardopt
+from shardopt.checkpoint.async_save import AsyncSaver
+from shardopt.state import flatten
+
+WIDTH = 2048
+BATCH = 64
+
+Wait = Callable[[], float]
+"""Waits for a save, and gives the seconds that it has kept steps waiting besides its call."""
+
+
+class Layers(nn.Module):
+    """Matrices sharded by rows over all ranks, each of which multiplies with its own rows alone: nobody waits for
+    others, so that what is measured is the saves."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        shape = torch.Size((WIDTH * mesh.size(), WIDTH))
+        locals_ = [torch.randn(WIDTH, WIDTH) / WIDTH**0.5 for _ in range(layers)]
+        self.weights = nn.ParameterList(
+            DTensor.from_local(local, mesh, [Shard(0)], shape=shape, stride=(WIDTH, 1)) for local in locals_
+        )
+        self.register_buffer("seen", torch.zeros(WIDTH))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for weight in self.weights:
+            inputs = torch.tanh(inputs @ weight.to_local())
+        self.seen += 1
+        return inputs
+
+
+class Job:
+    """A model, its optimizer, and one step of training."""
+
+    def __init__(self, megabytes: int) -> None:
+        torch.manual_seed(dist.get_rank())
+        layers = max(1, (megabytes << 20) // (3 * 4 * WIDTH * WIDTH))  # weights and two moments
+        self.model = Layers(layers)
+        self.optimizer = shardopt.keyed("adamw", self.model.named_parameters(), lr=1e-4)
+        self.app = {"model": self.model, "optimizer": self.optimizer, "step": 0}
+        self.inputs = torch.randn(BATCH, WIDTH)
+        self.step()
+
+    def step(self) -> None:
+        self.model(self.inputs).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.app["step"] += 1
+
+    def local_tensors(self) -> list[Tensor]:
+        return [each.to_local() if isinstance(each, DTensor) else each for each in flatten(self.app).tensors().values()]
+
+
+def peers_of(job: Job) -> dict[str, Callable[[str], Wait]]:
+    """Name → begins a save to a path."""
+    block = torch.zeros(sum(tensor.nbytes for tensor in job.local_tensors()), dtype=torch.uint8)
+    savers = {"now": AsyncSaver(), "lazy": AsyncSaver()}
+    beside = dist.new_group(backend="gloo")
+    kept = DefaultStager(StagingOptions(torch.cuda.is_available(), False, False, torch.cuda.is_available()))
+
+    def memcpy(path: str) -> Wait:
+        begin = block.data_ptr()
+        for tensor in job.local_tensors():
+            ctypes.memmove(begin, tensor.data_ptr(), tensor.nbytes)
+            begin += tensor.nbytes
+        return lambda: 0.0
+
+    def ours(stage: Any) -> Callable[[str], Wait]:
+        def begin(path: str) -> Wait:
+            pending = savers[stage].save(path, job.app, stage=stage, durable=False)
+            return lambda: pending.result().stall_seconds - pending.call_seconds
+
+        return begin
+
+    def theirs(stager: DefaultStager | None) -> Callable[[str], Wait]:
+        def begin(path: str) -> Wait:
+            state = {"model": job.model.state_dict(), "optimizer": job.optimizer.state_dict(), "step": job.app["step"]}
+            writer = FileSystemWriter(path, single_file_per_rank=True, sync_files=False, thread_count=1)
+            future: Any = dcp.async_save(state, storage_writer=writer, process_group=beside, async_stager=stager)
+
+            def wait() -> float:
+                future.result()
+                return 0.0
+
+            return wait
+
+        return begin
+
+    return {
+        "memcpy of the local state": memcpy,
+        'async_save, stage="now"': ours("now"),
+        'async_save, stage="lazy"': ours("lazy"),
+        "DCP, default": theirs(None),
+        "DCP, kept stager": theirs(kept),
+    }
+
+
+def measure(megabytes: int, repetitions: int, folder: str) -> dict[str, Any]:
+    """Medians over interleaved saves: of the stall, and of the steps that began while the save was under way."""
+    job = Job(megabytes)
+    begins = peers_of(job)
+    stalls: defaultdict[str, list[float]] = defaultdict(list)
+    steps: defaultdict[str, list[float]] = defaultdict(list)
+    quiet: list[float] = []
+    for repetition in range(-1, repetitions):
+        for name, begin_save in begins.items():
+            for _ in range(2):
+                quiet_seconds = slowest(timed(job.step)[0])
+            path = f"{folder}/save"
+            dist.barrier()
+            call_seconds, wait = timed(lambda begin_save=begin_save, path=path: begin_save(path))
+            during = [timed(job.step)[0] for _ in range(2)]
+            stall = slowest(call_seconds + wait())
+            during_seconds = slowest(during[0])
+            dist.barrier()
+            if dist.get_rank() == 0:
+                shutil.rmtree(path, ignore_errors=True)
+            dist.barrier()
+            if repetition >= 0:
+                stalls[name].append(stall)
+                steps[name].append(during_seconds)
+                quiet.append(quiet_seconds)
+    return {
+        "stall": {name: statistics.median(seconds) for name, seconds in stalls.items()},
+        "step": {name: statistics.median(seconds) for name, seconds in steps.items()},
+        "quiet": statistics.median(quiet),
+        "bytes": sum(tensor.nbytes for tensor in job.local_tensors()),
+    }
+
+
+def timed(run: Callable[[], Any]) -> tuple[float, Any]:
+    begin = time.perf_counter()
+    result = run()
+    return time.perf_counter() - begin, result
+
+
+def slowest(seconds: float) -> float:
+    """Of all ranks."""
+    took = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(took, dist.ReduceOp.MAX)
+    return took.item()
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--megabytes", type=int, default=512, help="of state on each rank")
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--folder", default=tempfile.gettempdir())
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        found = on_ranks(arguments.ranks, measure, arguments.megabytes, arguments.repetitions, folder)
+    memcpy, quiet = found["stall"]["memcpy of the local state"], found["quiet"]
+    now, lazy = found["stall"]['async_save, stage="now"'], found["stall"]['async_save, stage="lazy"']
+    rows = [
+        (
+            name,
+            f"{1000 * stall:.1f}",
+            f"{stall / memcpy:.3f}",
+            f"{stall / now:.1f}",
+            f"{stall / lazy:.1f}",
+            f"{1000 * found['step'][name]:.0f}",
+            f"{found['step'][name] / quiet:.2f}",
+        )
+        for name, stall in found["stall"].items()
+    ]
+    notes = (
+        f"{found['bytes'] / 2**20:.0f} MiB of state on each of {arguments.ranks} ranks (gloo, one thread each), "
+        f"written without fsync; a step without a save takes {1000 * quiet:.0f} ms. The stall is the call and what "
+        "steps waited for; DCP saves with a process group of its own. Medians of interleaved saves, of the slowest "
+        "rank each."
+    )
+    header = ("", "stall, ms", "/ memcpy", "/ ours now", "/ ours lazy", "the next step, ms", "/ a step without")
+    print(write_table("async", "Saving in the background, against torch.distributed.checkpoint", header, rows, notes))
+
+
+if __name__ == "__main__":
+    main()

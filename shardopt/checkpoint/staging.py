@@ -1,0 +1,242 @@
+"""Local state → host memory: what may change before the next step at once, the rest beside training if so wished."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardopt.checkpoint.describe import Description, describe
+from shardopt.checkpoint.memory import is_plain_memory
+from shardopt.checkpoint.replicas import CheckReplicas, contents_of
+from shardopt.errors import CheckpointError, Problem, StateError
+from shardopt.sharding.view import Piece, View, leaves_of
+from shardopt.state import FlatState, flatten
+
+_ALIGNMENT_BYTES = 64
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU
+
+
+class Copy(NamedTuple):
+    """A tensor and the host memory that it is copied to; its version when the save was asked for."""
+
+    key: str
+    source: Tensor
+    host: Tensor
+    version: int
+
+
+class HostMemory:
+    """Host memory for the tensors of one save at a time: allocated at the first, reused by those that follow.
+
+    It is one block, which grows if a later state is larger. What comes from a GPU is copied to pinned memory, on a
+    stream of its own.
+    """
+
+    def __init__(self) -> None:
+        self._block = torch.empty(0, dtype=torch.uint8)
+        self._pinned: weakref.finalize[[Tensor], HostMemory] | None = None
+        self._made_for: list[tuple[torch.dtype, torch.Size]] = []
+        self._tensors: list[Tensor] = []
+        self._streams: dict[torch.device, Any] = {}
+
+    def tensors_like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """A contiguous tensor on the host for each of `tensors`, with no values; the same ones as long as these are."""
+        wanted = [(tensor.dtype, tensor.shape) for tensor in tensors]
+        pin = any(tensor.is_cuda for tensor in tensors)
+        if wanted != self._made_for or (pin and self._pinned is None):
+            begins, total = [], 0
+            for tensor in tensors:
+                begins.append(total)
+                total += -(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            self._made_for, self._tensors = [], []
+            if total > self._block.numel() or (pin and self._pinned is None):
+                self._allocate(total, pin)
+            self._tensors = [
+                self._block[begin : begin + tensor.numel() * tensor.element_size()]
+                .view(tensor.dtype)
+                .view(tensor.shape)
+                for begin, tensor in zip(begins, tensors, strict=True)
+            ]
+            self._made_for = wanted
+        return self._tensors
+
+    def stream(self, device: torch.device) -> Any:
+        """The stream on which an accelerator's tensors are copied."""
+        if device not in self._streams:
+            self._streams[device] = torch.get_device_module(device).Stream(device)
+        return self._streams[device]
+
+    def free(self) -> None:
+        """Gives the memory back; nobody may still use it."""
+        self._made_for, self._tensors = [], []
+        self._allocate(0, pin=False)
+
+    def _allocate(self, nbytes: int, pin: bool) -> None:
+        if self._pinned is not None:
+            self._pinned()
+            self._pinned = None
+        self._block = torch.empty(0, dtype=torch.uint8, device="cpu")  # before the new one: never both
+        self._block = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        if pin and nbytes:
+            # Not by torch's own allocator of pinned memory, which takes the next power of two.
+            code = int(_cuda_runtime().cudaHostRegister(self._block.data_ptr(), nbytes, _PORTABLE))
+            if code != 0:
+                raise CheckpointError(f"cannot pin {nbytes} bytes of host memory: CUDA error {code}")
+            self._pinned = weakref.finalize(self, _unpin, self._block)
+            self._pinned.atexit = False  # the driver may be gone by then, and the process gives all back
+
+
+def _unpin(block: Tensor) -> None:
+    _cuda_runtime().cudaHostUnregister(block.data_ptr())
+
+
+def _cuda_runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch has no hints for it
+
+
+class Staging:
+    """One rank's state on its way to the host.
+
+    Made where the save is asked for: then everything that may change before the next step is copied; on accelerators
+    it is before what is asked of the current stream afterwards. The rest is copied by `finish`, in any thread.
+
+    Args:
+        app: as for `save`.
+        memory: where to; nobody uses it until this staging and what it gave are done with.
+        lazily: whether what only a step changes is left to `finish`.
+
+    Attributes:
+        optimizers: those in `app`, which have to wait with their steps for `finish`.
+
+    Raises:
+        StateError, LayoutError: something in `app` cannot be stored.
+    """
+
+    def __init__(self, app: Mapping[str, Any], memory: HostMemory, lazily: bool) -> None:
+        flat = flatten(app)
+        live = describe(flat, "none")
+        later = changed_by_steps_alone(flat) if lazily else frozenset()
+        pieces = [piece for view in live.views.values() for piece in view.pieces]
+        hosts = iter(memory.tensors_like([piece.tensor for piece in pieces]))
+        self._memory = memory
+        self._later: list[Copy] = []
+        now: list[Copy] = []
+        views: dict[str, View] = {}
+        for key, view in live.views.items():
+            staged = tuple(Piece(piece.box, next(hosts)) for piece in view.pieces)
+            views[key] = View(view.shape, view.dtype, staged, view.layout)
+            copies = self._later if key in later else now
+            for piece, host in zip(view.pieces, staged, strict=True):
+                copies.append(Copy(key, piece.tensor, host.tensor, _version(piece.tensor)))
+        self._now = now  # kept until they are copied: on an accelerator that takes until `finish`
+        self._description = replace(live, views=views)
+        self.optimizers = _optimizers_of(flat)
+        self._devices = {piece.tensor.device for piece in pieces if piece.tensor.device.type != "cpu"}
+        for device in self._devices:
+            memory.stream(device).wait_stream(torch.get_device_module(device).current_stream(device))
+        _copy_all(now, memory)
+        for device in self._devices:
+            torch.get_device_module(device).current_stream(device).wait_stream(memory.stream(device))
+
+    @property
+    def is_lazy(self) -> bool:
+        """Whether there is anything left for `finish`."""
+        return bool(self._later)
+
+    def finish(self) -> None:
+        """Copies what was left, and waits until everything is on the host.
+
+        Raises:
+            StateError: some of it was changed meanwhile, and not by a step.
+        """
+        later, self._later = self._later, []
+        _copy_all(later, self._memory)
+        for device in self._devices:
+            self._memory.stream(device).synchronize()
+        self._now = []
+        # Not each after its own copy: an operation counts up the version only when it is through.
+        changed = list(dict.fromkeys(copy.key for copy in later if _version(copy.source) != copy.version))
+        if changed:
+            required = "as it was when the save was asked for, until it is copied"
+            remedy = 'wait for .staged before changing it, or save with stage="now"'
+            problems = [
+                Problem(key, "changed by another hand than its optimizer's", required, remedy) for key in changed
+            ]
+            raise StateError("state was changed while it was being copied", problems)
+
+    def describe(self, check_replicas: CheckReplicas) -> Description:
+        """The state as it was, in host memory. To be called after `finish`."""
+        return replace(self._description, contents=contents_of(self._description.views, check_replicas))
+
+
+def changed_by_steps_alone(flat: FlatState) -> frozenset[str]:
+    """The keys of tensors that nothing changes before an optimizer in the state steps: what it owns.
+
+    These are its parameters, wherever they stand in the state, and its own state. Not what an optimizer owns that
+    updates parameters within backward; not options, which schedules change; not numbers, which cost nothing to copy.
+    """
+    optimizers = _optimizers_of(flat)
+    within_backward = [each for each in optimizers if getattr(each, "updates_in_backward", False)]
+    stepping = [each for each in optimizers if each not in within_backward]
+    owned = _memory_of(stepping) - _memory_of(within_backward)
+    states = {(*each.path, "state") for each in flat.handbacks if each.target in stepping}
+    keys = []
+    for key, leaf in flat.leaves.items():
+        if isinstance(leaf.value, Tensor) and leaf.value.ndim:
+            within = any(leaf.path[: len(state)] == state for state in states)
+            if within or all(_place(local) in owned for local in leaves_of(leaf.value)):
+                keys.append(key)
+    return frozenset(keys)
+
+
+def _optimizers_of(flat: FlatState) -> list[Optimizer]:
+    return [each.target for each in flat.handbacks if isinstance(each.target, Optimizer)]
+
+
+def _memory_of(optimizers: Iterable[Optimizer]) -> set[tuple[Any, ...]]:
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    return {_place(local) for group in groups for parameter in group["params"] for local in leaves_of(parameter)}
+
+
+def _place(local: Tensor) -> tuple[Any, ...]:
+    # By memory and not by object: what a state_dict gives may be another tensor over it.
+    return (local.device, local.data_ptr(), local.dtype, local.shape, local.stride())
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _copy_all(copies: Sequence[Copy], memory: HostMemory) -> None:
+    by_device: defaultdict[torch.device, list[Copy]] = defaultdict(list)
+    for copy in copies:
+        if copy.source.numel():
+            by_device[copy.source.device].append(copy)
+    for device, group in by_device.items():
+        if device.type == "cpu":
+            for copy in group:
+                copy_on_host(copy.host, copy.source)
+        else:
+            with torch.no_grad(), torch.get_device_module(device).stream(memory.stream(device)):
+                hosts, sources = [copy.host for copy in group], [copy.source for copy in group]
+                torch._foreach_copy_(hosts, sources, non_blocking=True)
+
+
+def copy_on_host(host: Tensor, source: Tensor) -> None:
+    """Copies a tensor of the host. In one thread, without Python's lock, so that training goes on beside it.
+
+    torch's own copy takes as many threads as training does, which on a busy machine wait for each other.
+    """
+    if is_plain_memory(source):
+        ctypes.memmove(host.data_ptr(), source.data_ptr(), source.nbytes)
+    else:
+        with torch.no_grad():
+            host.copy_(source)

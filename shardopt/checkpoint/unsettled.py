@@ -1,0 +1,60 @@
+"""Saves in the background of whose end the program has not heard: it is told at the next save, or when it ends."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+from typing import Protocol
+
+
+class Unsettled(Protocol):
+    """A save in the background."""
+
+    def raise_failure(self) -> None:
+        """Raises what it failed with, if it has failed and nobody was told."""
+
+    def complaint(self) -> str:
+        """What to say of it where the program has ended."""
+
+
+_unsettled: list[Unsettled] = []
+
+
+def unsettled(save: Unsettled) -> None:
+    """From now on the program has to hear of this save."""
+    _unsettled.append(save)
+
+
+def settled(save: Unsettled) -> None:
+    """The program has heard of it, or need not."""
+    if save in _unsettled:
+        _unsettled.remove(save)
+
+
+def raise_failures() -> None:
+    """Raises what a save has failed with of which nobody was told."""
+    for save in tuple(_unsettled):
+        save.raise_failure()
+
+
+def _complain_at_exit() -> None:
+    """Ends the process with code 1 where a save was left to itself.
+
+    An exception in an exit handler does not change the code, so that there is no other way than `os._exit`. It keeps
+    handlers that were registered before from running: therefore this one is registered when the module is imported, and
+    so runs after those of the program itself.
+    """
+    if _unsettled:
+        for save in _unsettled:
+            print(f"shardopt: {save.complaint()}", file=sys.stderr)
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+atexit.register(_complain_at_exit)
+# A forked child has none of the threads that save.
+os.register_at_fork(after_in_child=_unsettled.clear)

@@ -1,0 +1,51 @@
+"""Copies of live state that are under way beside training.
+
+Whoever is to change state in place, other than an optimizer by its step, calls `wait_for_copies` first.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+
+
+class Moment:
+    """Something that happens once: asked with `is_set` (or by its truth), waited for with `wait`."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+
+    def is_set(self) -> bool:
+        """Whether it has happened."""
+        return self._event.is_set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits until it has happened, at most `timeout` seconds; tells whether it has."""
+        return self._event.wait(timeout)
+
+    def __bool__(self) -> bool:
+        return self.is_set()
+
+    def happen(self) -> None:
+        """For whoever makes it happen."""
+        self._event.set()
+        _awaited.discard(self)
+
+
+_awaited: set[Moment] = set()
+"""The ends of the copies that are under way."""
+
+os.register_at_fork(after_in_child=_awaited.clear)  # a forked child has none of the threads that copy
+
+
+def copying_until(end: Moment) -> None:
+    """From now on until `end` has happened, `wait_for_copies` waits."""
+    _awaited.add(end)
+    if end:  # it happened in between
+        _awaited.discard(end)
+
+
+def wait_for_copies() -> None:
+    """Waits until no copy of this process is under way. Local, and at once where there is none."""
+    for end in tuple(_awaited):
+        end.wait()
