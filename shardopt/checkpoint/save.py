@@ -101,17 +101,18 @@ def save(
         RankError: a rank failed in another way, died, or did not make the call.
     """
     with gc_paused():  # around a call, so that the collector finds nothing left of it when it wakes
-        return _save(url, app, durable, check_replicas, deadline_seconds)
+        return save_now(url, app, durable, check_replicas, deadline_seconds)
 
 
-def _save(
+def save_now(
     url: str | os.PathLike[str],
     app: Mapping[str, Any],
     durable: bool,
     check_replicas: CheckReplicas,
     deadline_seconds: float,
+    metrics: bytes | None = None,
 ) -> SaveReport:
-    """The line itself."""
+    """The line itself; `metrics` as for `commit`."""
     begin = time.monotonic()
     ranks = ranks_of()
 
@@ -119,7 +120,7 @@ def _save(
         raise_failures()
         return describe(flatten(app), replicas_to_check(check_replicas, ranks))
 
-    report = save_described(ranks, url, described, _kept, durable, deadline_seconds)
+    report = save_described(ranks, url, described, _kept, durable, deadline_seconds, metrics)
     seconds = time.monotonic() - begin
     return replace(report, seconds=seconds, stall_seconds=seconds)
 
@@ -136,6 +137,7 @@ def save_described(
     kept: Kept,
     durable: bool,
     deadline_seconds: float,
+    metrics: bytes | None = None,
 ) -> SaveReport:
     """Writes the state that each rank describes, and commits it. Collective.
 
@@ -143,6 +145,7 @@ def save_described(
         ranks: those who save.
         described: this rank's state, whose tensors stay as they are until this returns; if it raises, all ranks do.
         kept: plans of earlier saves of these ranks, into which those of this one go.
+        metrics: as for `commit`; those of rank 0 count.
 
     Raises:
         What `save` does.
@@ -164,7 +167,7 @@ def save_described(
             what,
             work=lambda: _write(storage, save_id, plan, own, description),
             report=lambda files: [[file.name, file.nbytes, file.digest] for file in files],
-            decide=lambda reports: _commit(storage, save_id, plan, values, reports),
+            decide=lambda reports: _commit(storage, save_id, plan, values, reports, metrics),
             deadline_seconds=deadline_seconds,
         )
     except BaseException:
@@ -263,6 +266,8 @@ def _write(storage: Storage, save_id: str, plan: SavePlan, own: OwnParts, descri
         return write_files(storage, save_id, own, from_memory(description.views), per_rank)
 
 
-def _commit(storage: Storage, save_id: str, plan: SavePlan, values: Values, reports: Sequence[Any]) -> int:
+def _commit(
+    storage: Storage, save_id: str, plan: SavePlan, values: Values, reports: Sequence[Any], metrics: bytes | None
+) -> int:
     with telling(f"commit {storage.url}"):
-        return commit(storage, save_id, plan, values, reports)
+        return commit(storage, save_id, plan, values, reports, metrics)

@@ -5,6 +5,7 @@ A storage is one directory (a prefix, on an object store). Names are relative to
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from abc import ABC, abstractmethod
@@ -63,6 +64,14 @@ class Storage(ABC):
     @abstractmethod
     def remove(self, name: str) -> None:
         """Removes a file, if it is there."""
+
+    def retract(self, name: str) -> None:
+        """Removes a file, if it is there; that it is gone is durable on return."""
+        self.remove(name)
+
+    @abstractmethod
+    def remove_if_empty(self) -> None:
+        """Removes the directory, where there are such things and it holds nothing."""
 
     @abstractmethod
     def child(self, name: str) -> Storage:
@@ -181,6 +190,18 @@ class LocalStorage(Storage):
         with suppress(FileNotFoundError):
             os.unlink(self._path(name))
 
+    def retract(self, name: str) -> None:
+        with suppress(FileNotFoundError):
+            os.unlink(self._path(name))
+            self._sync_directory(self.url)
+
+    def remove_if_empty(self) -> None:
+        try:
+            os.rmdir(self.url)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
+                raise
+
     def child(self, name: str) -> Storage:
         return LocalStorage(self._path(name), self._durable)
 
@@ -254,6 +275,11 @@ class RemoteStorage(Storage):
     def remove(self, name: str) -> None:
         with suppress(FileNotFoundError):
             self._fs.rm_file(self._path(name))
+
+    def remove_if_empty(self) -> None:
+        if not self.names():
+            with suppress(OSError):  # an object store has nothing by this name
+                self._fs.rmdir(self._root)
 
     def child(self, name: str) -> Storage:
         return RemoteStorage(self._fs, self._path(name))

@@ -20,6 +20,7 @@ LAYERS = {
     "values": 1,
     "sharding": 1,
     "ranks": 2,
+    "stopping": 3,
     "algorithms": 3,
     "optim": 4,
     "checkpoint": 4,
