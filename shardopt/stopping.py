@@ -18,7 +18,7 @@ import sys
 import threading
 import weakref
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from shardopt.ranks import Notice, Ranks
 
@@ -120,12 +120,23 @@ class Stop:
 
 
 _listening: weakref.WeakSet[Stop] = weakref.WeakSet()
+_masks = threading.local()
 
 
-def _forget_all_in_child(*unused: Any) -> None:
+def _before_fork() -> None:
+    # A child that is told while it still has this process's handler would tell this process, by the pipe they share.
+    _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, {stop.signum for stop in tuple(_listening)})
+
+
+def _after_fork_in_parent() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _masks.before)
+
+
+def _after_fork_in_child() -> None:
     for stop in tuple(_listening):
         stop.forget_in_child()
     _listening.clear()
+    signal.pthread_sigmask(signal.SIG_SETMASK, _masks.before)
 
 
-os.register_at_fork(after_in_child=_forget_all_in_child)
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

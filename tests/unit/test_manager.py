@@ -239,5 +239,5 @@ def test_a_removal_that_fails_ends_no_training(tmp_path, monkeypatch, caplog):
     ids=str,
 )
 def test_wrong_options(tmp_path, wrong):
-    with pytest.raises(ValueError, match="found .*; required .*; "):
+    with pytest.raises(ValueError, match=r"found .*; required .*; "):
         checkpoint.Manager(tmp_path, **wrong)
