@@ -20,6 +20,8 @@ LAYERS = {
     "values": 1,
     "sharding": 1,
     "ranks": 2,
+    "random_state": 2,
+    "sampler": 2,
     "stopping": 3,
     "algorithms": 3,
     "optim": 4,
