@@ -65,8 +65,8 @@ def test_every_epoch_has_its_own_order():
     assert epochs[0] != epochs[1] != epochs[2]
     assert (sampler.epoch, sampler.position) == (3, 0)
     other = shardopt.ResumableSampler(40, batch_size=4, seed=1)
-    assert sum(other, []) != epochs[0]
-    assert sum(shardopt.ResumableSampler(40, batch_size=4, shuffle=False), []) == list(range(40))
+    assert list(itertools.chain(*other)) != epochs[0]
+    assert list(itertools.chain(*shardopt.ResumableSampler(40, batch_size=4, shuffle=False))) == list(range(40))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -89,7 +89,7 @@ def test_what_workers_fetch_ahead_does_not_count(tmp_path, workers):
         assert sampler.position == 20
         found += [batch[0].tolist() for batch in sampler.through(loader_of(sampler))]
         assert (sampler.epoch, sampler.position) == (1, 0)
-    assert sorted(sum(found, [])) == list(range(60))
+    assert sorted(itertools.chain(*found)) == list(range(60))
 
 
 def test_a_position_at_the_end_of_an_epoch_goes_on_with_the_next():
