@@ -1,8 +1,11 @@
 """One process with a Manager: when it saves, what it keeps, what it restores; ranks are in tests/distributed."""
 
+import gc
 import logging
 import math
+import os
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -231,6 +234,26 @@ def test_a_removal_that_fails_ends_no_training(tmp_path, monkeypatch, caplog):
     monkeypatch.undo()
     run(manager, [3])
     assert manager.steps() == [3]
+
+
+def held():
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return len(os.listdir("/proc/self/fd")), threading.active_count(), pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_200_saves_leave_memory_descriptors_and_threads_flat(tmp_path):
+    app = trained(1, OPTIMIZERS["keyed"])
+    rules = {"keep_last": 2, "keep_every": 100, "best": ("loss", "min", 2)}
+    with checkpoint.Manager(tmp_path, stage="lazy", **rules) as manager:
+        for step in range(1, 201):
+            manager.save(step, app, metrics={"loss": float(step)}).result(30)
+            if step == 50:
+                *before, rss_before = held()
+        *after, rss_after = held()
+    assert after == before
+    assert rss_after - rss_before <= 2 << 20
+    assert manager.steps() == [1, 2, 100, 199, 200]
 
 
 @pytest.mark.parametrize(
