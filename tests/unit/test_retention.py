@@ -11,7 +11,9 @@ from shardopt import checkpoint
 from shardopt.checkpoint.retention import Best, Rules, remove_checkpoint, steps_to_keep
 from shardopt.checkpoint.storage import LocalStorage
 
-STEPS = st.sets(st.integers(0, 60), min_size=1, max_size=15)
+STEPS_AND_RESUMED = st.sets(st.integers(0, 60), min_size=1, max_size=15).flatmap(
+    lambda steps: st.tuples(st.just(steps), st.none() | st.sampled_from(sorted(steps)) | st.just(61))
+)
 RULES = st.builds(
     Rules,
     keep_last=st.none() | st.integers(1, 5),
@@ -25,8 +27,9 @@ def with_metric(losses):
     return {step: {"loss": value} for step, value in losses.items()}
 
 
-@given(STEPS, RULES, LOSSES, st.none() | st.integers(0, 60))
-def test_what_every_choice_holds(steps, rules, losses, resumed):
+@given(STEPS_AND_RESUMED, RULES, LOSSES)
+def test_what_every_choice_holds(steps_and_resumed, rules, losses):
+    steps, resumed = steps_and_resumed
     keep = steps_to_keep(steps, rules, with_metric(losses), resumed)
     assert keep <= steps
     assert max(steps) in keep
@@ -46,8 +49,9 @@ def test_what_every_choice_holds(steps, rules, losses, resumed):
     assert keep == set(sorted(steps)[-rules.keep_last :]) | by_every | bests | ({resumed} & steps)
 
 
-@given(STEPS, RULES, LOSSES, st.none() | st.integers(0, 60))
-def test_what_was_kept_is_kept_again(steps, rules, losses, resumed):
+@given(STEPS_AND_RESUMED, RULES, LOSSES)
+def test_what_was_kept_is_kept_again(steps_and_resumed, rules, losses):
+    steps, resumed = steps_and_resumed
     keep = steps_to_keep(steps, rules, with_metric(losses), resumed)
     assert steps_to_keep(keep, rules, with_metric(losses), resumed) == keep
 

@@ -49,6 +49,7 @@ if case == "forked":
     child = os.fork()
     if child == 0:
         time.sleep(60)
+        os._exit(0)
     os.kill(child, signal.SIGTERM)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
     time.sleep(0.2)
