@@ -187,7 +187,7 @@ def main() -> None:
             name,
             f"{1000 * stall:.1f}",
             f"{stall / memcpy:.3f}",
-            f"{stall / now:.1f}",
+            f"{stall / now:.2f}",
             f"{stall / lazy:.1f}",
             f"{1000 * found['step'][name]:.0f}",
             f"{found['step'][name] / quiet:.2f}",

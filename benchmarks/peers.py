@@ -50,7 +50,9 @@ def interleaved(
 
     Args:
         peers: name → what to time; gets the number of the repetition.
-        clock: `time.thread_time` for what neither waits nor starts threads, on a machine that others use too.
+        repetitions: how often each is timed.
+        warm_up: how often each runs before.
+        clock: seconds; `time.thread_time` for what keeps one thread busy, on a machine that others load too.
     """
     seconds: dict[str, list[float]] = {name: [] for name in peers}
     for repetition in range(-warm_up, repetitions):

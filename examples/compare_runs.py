@@ -1,10 +1,14 @@
 """Compare training runs: every step's loss, and the tensors of two checkpoints.
 
-A run is a directory in which `examples/train_lm.py` has left `loss.jsonl`. A run that was interrupted has written
+    python examples/compare_runs.py out/uninterrupted out/resumed --tolerance 1e-5
+
+A run is a directory in which a training program has left `loss.jsonl`. A run that was interrupted has written
 some steps twice, and each of its lines counts.
 """
 
+import argparse
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +21,7 @@ from shardopt import checkpoint
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One line of a run's `loss.jsonl`: the mean loss of a step over the global batch, in nats per byte."""
+    """One line of a run's `loss.jsonl`: the mean loss of a step over the global batch, in nats."""
 
     step: int
     loss: float
@@ -102,3 +106,23 @@ def table(comparison: Comparison, chosen: Callable[[Difference], bool]) -> str:
         if chosen(line)
     ]
     return "\n".join(rows)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("reference", type=Path)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--tolerance", type=float, default=1e-5, help="the largest relative difference of a loss")
+    arguments = parser.parse_args()
+    comparison = compare_losses(arguments.reference, arguments.run)
+    holds = comparison.holds(arguments.tolerance)
+    print(
+        f"{len(comparison.differences)} losses compared, worst relative difference {comparison.worst:.1e}, "
+        f"{len(comparison.missing)} missing; {arguments.tolerance:g} is allowed: "
+        f"{'holds' if holds else 'DOES NOT HOLD'}."
+    )
+    return 0 if holds else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

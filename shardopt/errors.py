@@ -6,6 +6,7 @@
     ├── MismatchError         (ValueError)         what is loaded does not fit what it is loaded into
     ├── AlgorithmError        (TypeError)          an optimizer that may not run on these parameters
     ├── GradientError         (RuntimeError)       a gradient that does not fit its parameter
+    ├── InputError            (ValueError)         ids, offsets or weights that a table cannot look up
     ├── TornStateError        (RuntimeError)       a step of an optimizer whose load is not whole
     ├── RankError             (RuntimeError)       a rank failed, died or did not arrive
     └── CheckpointError       (RuntimeError)
@@ -90,6 +91,10 @@ class AlgorithmError(ShardoptError, TypeError):
 
 class GradientError(ShardoptError, RuntimeError):
     """A gradient whose shape, dtype or placement is not its parameter's."""
+
+
+class InputError(ShardoptError, ValueError):
+    """Ids, offsets or weights that a table cannot look up. No rank looked up anything."""
 
 
 class TornStateError(ShardoptError, RuntimeError):

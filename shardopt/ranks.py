@@ -3,7 +3,7 @@
 What ranks must do together is one call of `Ranks.agree`: each does its own work, rank 0 looks at what all have
 reported and decides, and either every rank gets the decision or every rank raises the same error. The exceptions are
 `Ranks.add_up`, for the few numbers that every step needs, and `Ranks.exchange`, for algorithms that need whole
-parameters: the only collectives of this package.
+parameters and for rows of tables: the only collectives of this package.
 
 Reports and decisions travel as JSON through the job's store (the one that `init_process_group` made), not through a
 collective: when a peer is dead a collective fails without a name or hangs, while the store, which lives outside the

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from shardopt.errors import GradientError, Problem
-from shardopt.sharding.view import gradient_leaves, leaves_of
+from shardopt.sharding.gradients import gradient_leaves
+from shardopt.sharding.view import leaves_of
 
 
 def dense_gradients(parameter: Tensor, name: str) -> list[Tensor] | None:
@@ -23,6 +24,11 @@ def dense_gradients(parameter: Tensor, name: str) -> list[Tensor] | None:
     Raises:
         GradientError: the gradient does not fit the parameter, is sparse, or has another dtype.
     """
+    return found_gradients(parameter, name, (torch.strided,))
+
+
+def found_gradients(parameter: Tensor, name: str, layouts: tuple[torch.layout, ...]) -> list[Tensor] | None:
+    """As `dense_gradients`, of certain layouts. Where some shards only have one, it is zero or empty on the others."""
     leaves = leaves_of(parameter)
     try:
         found = gradient_leaves(parameter)
@@ -31,14 +37,23 @@ def dense_gradients(parameter: Tensor, name: str) -> list[Tensor] | None:
     if all(gradient is None for gradient in found):
         return None
     for gradient, leaf in zip(found, leaves, strict=True):
-        if gradient is not None and (gradient.layout, gradient.dtype) != (torch.strided, leaf.dtype):
+        if gradient is not None and (gradient.layout not in layouts or gradient.dtype != leaf.dtype):
             problem = Problem(
                 key=f"{name}.grad",
                 found=f"{gradient.layout}, {gradient.dtype}",
-                required=f"{torch.strided}, {leaf.dtype}",
+                required=f"{' or '.join(map(str, layouts))}, {leaf.dtype}",
                 remedy="make it dense, or cast it, before the step",
             )
             raise GradientError("a gradient does not fit its parameter", [problem])
-    return [
-        torch.zeros_like(leaf) if gradient is None else gradient for leaf, gradient in zip(leaves, found, strict=True)
-    ]
+    sparse = any(gradient is not None and gradient.is_sparse for gradient in found)
+    both = zip(leaves, found, strict=True)
+    return [no_gradient(leaf, sparse) if its is None else its for leaf, its in both]
+
+
+def no_gradient(leaf: Tensor, sparse: bool) -> Tensor:
+    """A gradient of zeros for a local tensor; one without rows, and so without memory, where it is to be sparse."""
+    if not sparse:
+        return torch.zeros_like(leaf)
+    index = torch.empty((1, 0), dtype=torch.int64, device=leaf.device)
+    values = leaf.new_empty((0, *leaf.shape[1:]))
+    return torch.sparse_coo_tensor(index, values, leaf.shape, check_invariants=False, is_coalesced=True)

@@ -19,12 +19,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardopt.algorithms.adafactor import Adafactor, unsuitable_for_adafactor
-from shardopt.algorithms.lbfgs import LBFGS, unsuitable_for_lbfgs
-from shardopt.algorithms.muon import Muon, unsuitable_for_muon
 from shardopt.algorithms.torch_private import step_without_hooks
 from shardopt.errors import AlgorithmError, Problem
-from shardopt.sharding.view import View
+from shardopt.sharding.pieces import View
 
 Options = Mapping[str, Any]
 
@@ -40,6 +37,9 @@ class Kind(Enum):
     """The shape of the parameter, but for a last dimension of size 1; placed as the parameter along the others."""
     COLUMNS = "columns"
     """The shape of the parameter, but for a last dimension but one of size 1; placed as it along the others."""
+    TABLE_ROWS = "rows of a table"
+    """One number for each index of the first dimension: all others have size 1. Placed as the parameter along the
+    first."""
     HISTORY = "history × parameter"
     """As many tensors like the parameter as the option `history_size` says, stacked along a new first dimension."""
     GLOBAL = "global"
@@ -52,12 +52,17 @@ class Dtype(Enum):
     PARAMETER = "the parameter's"
     COUNTER = "float32; float64 where that is torch's default dtype and the step is not fused"
     COUNT = "int64"
+    PLAIN_COUNT = "a plain int, which is no tensor"
+    AT_LEAST_SINGLE = "float32; float64 of a float64 parameter"
     WIDE = "float64"
 
     def of(self, parameter: torch.dtype, options: Options) -> torch.dtype:
         """The dtype in a group with these options, for a parameter of that dtype."""
+        if self is Dtype.AT_LEAST_SINGLE:
+            return torch.promote_types(parameter, torch.float32)
         if self is not Dtype.COUNTER:
-            return {Dtype.PARAMETER: parameter, Dtype.COUNT: torch.int64, Dtype.WIDE: torch.float64}[self]
+            fixed = {Dtype.COUNT: torch.int64, Dtype.PLAIN_COUNT: torch.int64, Dtype.WIDE: torch.float64}
+            return fixed.get(self, parameter)
         wide = torch.get_default_dtype() == torch.float64 and not options.get("fused")
         return torch.float64 if wide else torch.float32
 
@@ -152,7 +157,8 @@ class AlgorithmSpec:
         stands_for: a class of torch in whose place it runs, on plain parameters too: with the same options and state.
         unsuitable: what keeps a parameter from being optimized with it, in a few words; "" where nothing does. Asked
             where it steps on parameters only.
-        takes_sparse: whether it steps with sparse gradients too, on plain parameters.
+        takes_sparse: whether it steps with sparse gradients.
+        takes_dense: whether it steps with dense gradients.
         fused_agrees: the dtypes in which torch's fused implementation for the CPU computes what its for-loop computes,
             up to the rounding of the last bits.
         needs_closure: whether a step has to evaluate the model again itself, maybe several times.
@@ -168,6 +174,7 @@ class AlgorithmSpec:
     stands_for: type[Optimizer] | None = None
     unsuitable: Callable[[View], str] = _suits
     takes_sparse: bool = False
+    takes_dense: bool = True
     fused_agrees: tuple[torch.dtype, ...] = ()
     needs_closure: bool = False
 
@@ -255,131 +262,3 @@ def unknown(algorithm: type[Optimizer] | str) -> Problem:
         required="one of " + ", ".join(spec.name for spec in algorithms()),
         remedy="tell what state it keeps with shardopt.algorithms.register(AlgorithmSpec(...))",
     )
-
-
-def _like(name: str, **more: Any) -> StateEntry:
-    return StateEntry(name, Kind.PARAMETER, **more)
-
-
-def _scalar(name: str, initial: float | AtFirstStep = 0.0) -> StateEntry:
-    return StateEntry(name, Kind.SCALAR, Dtype.COUNTER, initial)
-
-
-def _amsgrad(options: Options) -> bool:
-    return bool(options["amsgrad"])
-
-
-def _has_momentum(options: Options) -> bool:
-    return bool(options["momentum"] != 0)
-
-
-def _positive_momentum(options: Options) -> bool:
-    return bool(options["momentum"] > 0)
-
-
-def _centered(options: Options) -> bool:
-    return bool(options["centered"])
-
-
-def _is_matrix(dimensions: int) -> bool:
-    return dimensions > 1
-
-
-def _is_vector(dimensions: int) -> bool:
-    return dimensions < 2
-
-
-# float16 is in neither: for-loops overflow in it, and fused implementations do not.
-_EXACT = (torch.float64, torch.float32)
-_WITH_BF16 = (*_EXACT, torch.bfloat16)
-_STEP = _scalar("step")
-_ADAM = (_STEP, _like("exp_avg"), _like("exp_avg_sq"), _like("max_exp_avg_sq", exists=_amsgrad))
-_LR = AtFirstStep.LEARNING_RATE
-
-for _spec in (
-    AlgorithmSpec(torch.optim.Adadelta, "Adadelta", True, (_STEP, _like("square_avg"), _like("acc_delta"))),
-    AlgorithmSpec(
-        torch.optim.Adagrad,
-        "Adagrad",
-        True,
-        (_STEP, _like("sum", initial="initial_accumulator_value")),
-        state_at_construction=True,
-        takes_sparse=True,
-        fused_agrees=_WITH_BF16,
-    ),
-    AlgorithmSpec(torch.optim.Adam, "Adam", True, _ADAM, fused_agrees=_WITH_BF16),
-    AlgorithmSpec(torch.optim.AdamW, "AdamW", True, _ADAM, fused_agrees=_WITH_BF16),
-    AlgorithmSpec(torch.optim.Adamax, "Adamax", True, (_STEP, _like("exp_avg"), _like("exp_inf"))),
-    AlgorithmSpec(torch.optim.ASGD, "ASGD", True, (_STEP, _scalar("eta", _LR), _scalar("mu", 1.0), _like("ax"))),
-    AlgorithmSpec(
-        torch.optim.NAdam, "NAdam", True, (_STEP, _scalar("mu_product", 1.0), _like("exp_avg"), _like("exp_avg_sq"))
-    ),
-    AlgorithmSpec(torch.optim.RAdam, "RAdam", True, (_STEP, _like("exp_avg"), _like("exp_avg_sq"))),
-    AlgorithmSpec(
-        torch.optim.RMSprop,
-        "RMSprop",
-        True,
-        (
-            _STEP,
-            _like("square_avg"),
-            _like("momentum_buffer", exists=_positive_momentum),
-            _like("grad_avg", exists=_centered),
-        ),
-    ),
-    AlgorithmSpec(torch.optim.Rprop, "Rprop", True, (_STEP, _like("prev"), _like("step_size", initial=_LR))),
-    AlgorithmSpec(
-        torch.optim.SGD,
-        "SGD",
-        True,
-        (_like("momentum_buffer", initial=AtFirstStep.GRADIENT, exists=_has_momentum),),
-        takes_sparse=True,
-        fused_agrees=_EXACT,  # in bfloat16 it is off by more than the size of a step
-    ),
-    AlgorithmSpec(
-        Adafactor,
-        "Adafactor",
-        False,
-        (
-            _STEP,
-            StateEntry("row_var", Kind.ROWS, suits=_is_matrix),
-            StateEntry("col_var", Kind.COLUMNS, suits=_is_matrix),
-            _like("variance", suits=_is_vector),
-        ),
-        why_not="it divides by means over rows, columns and whole parameters, and a shard has only its own",
-        steps_on=StepsOn.PARAMETERS,
-        stands_for=torch.optim.Adafactor,
-        unsuitable=unsuitable_for_adafactor,
-    ),
-    AlgorithmSpec(
-        LBFGS,
-        "LBFGS",
-        False,
-        (
-            _like("d"),
-            _like("prev_flat_grad"),
-            *(StateEntry(name, Kind.HISTORY) for name in ("old_dirs", "old_stps")),
-            *(StateEntry(name, Kind.GLOBAL, Dtype.COUNT) for name in ("func_evals", "n_iter", "pairs", "next")),
-            *(StateEntry(name, Kind.GLOBAL, Dtype.WIDE) for name in ("t", "H_diag", "prev_loss", "s_dot_y", "y_dot_y")),
-        ),
-        needs_closure=True,
-        steps_on=StepsOn.PARAMETERS,
-        stands_for=torch.optim.LBFGS,
-        unsuitable=unsuitable_for_lbfgs,
-    ),
-    AlgorithmSpec(
-        Muon,
-        "Muon",
-        False,
-        (_like("momentum_buffer"),),
-        steps_on=StepsOn.PARAMETERS,
-        stands_for=torch.optim.Muon,
-        unsuitable=unsuitable_for_muon,
-    ),
-    AlgorithmSpec(
-        torch.optim.SparseAdam,
-        "SparseAdam",
-        False,
-        why_not="it takes sparse gradients only, and autograd makes none for shards",
-    ),
-):
-    register(_spec)

@@ -1,4 +1,4 @@
-"""The private parts of torch.optim, torch.amp and torch.nn that shardopt leans on, all of them in this one place.
+"""The private parts of torch.optim, torch.amp, torch.nn and torch.autograd that shardopt leans on, all of them here.
 
 Each is present and behaves alike in torch 2.11 to 2.13; a test of each fails by name where a later torch differs.
 """
@@ -166,3 +166,11 @@ def scale_and_look(tensors: list[Tensor], factor: Tensor, found_inf: Tensor) -> 
         found_inf: fp32, one element, on that device; left as it is where all elements are finite.
     """
     torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, factor)
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Has `call` run when the backward that is under way has done all else; what it raises, that backward raises.
+
+    It is not run if that backward fails before.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(call)

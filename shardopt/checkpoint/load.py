@@ -18,12 +18,14 @@ from shardopt.checkpoint.compare import Match, compare
 from shardopt.checkpoint.pause import gc_paused
 from shardopt.checkpoint.read import OpenFile, Want, check_all, fetch
 from shardopt.checkpoint.reader import CheckpointReader, open_checkpoint
+from shardopt.checkpoint.share import Replicas, SharedReads, fingerprint, shared_among
 from shardopt.checkpoint.strictness import Names, Strictness, strictness_of, under_names_of
 from shardopt.checkpoint.torn import mark_torn, unmark_torn
 from shardopt.checkpoint.twins import refuse_unequal, twins_in
 from shardopt.copies import wait_for_copies
 from shardopt.errors import CheckpointError, MismatchError, Problem
-from shardopt.ranks import DEADLINE_SECONDS, ranks_of
+from shardopt.ranks import DEADLINE_SECONDS, Ranks, ranks_of
+from shardopt.sharding.pieces import View
 from shardopt.sharding.view import view_of
 from shardopt.state import FlatState, Handback, PerRank, flatten
 
@@ -63,8 +65,14 @@ class _Plan:
     flat: FlatState
     names: Names
     match: Match
+    into: Mapping[str, View]
     wants: list[tuple[OpenFile, Want]]
+    shared: Mapping[str, View]
     per_rank: Mapping[str, Any]
+
+    def key_of(self, key: str) -> str:
+        """The key in the data files."""
+        return self.names.renamed.get(key, key)
 
 
 def load(
@@ -75,6 +83,7 @@ def load(
     select: str | None = None,
     rename: Mapping[str, str] | None = None,
     transactional: bool = False,
+    replicas: Replicas = "auto",
     deadline_seconds: float = DEADLINE_SECONDS,
 ) -> LoadReport:
     """Loads a checkpoint into `app`, whatever ranks, meshes and placements it was saved from. Collective.
@@ -89,6 +98,9 @@ def load(
         select: a regex; only keys of the app in which it is found are loaded, and the others stay as they are.
         rename: regex → replacement, applied in turn to the checkpoint's keys to make them the app's.
         transactional: verify all that will be read before the first byte is changed, at the price of reading it twice.
+        replicas: what is done about boxes that several ranks hold: each holder may "read" them, or one of them reads
+            and sends to the others ("exchange", over the job's process group, whose own timeout holds for the sends).
+            "auto" exchanges where storage is remote: a local disk's cache is faster than what joins processes.
         deadline_seconds: how long a rank may show no sign of life before the others give up and name it.
 
     Raises:
@@ -99,7 +111,9 @@ def load(
         RankError: a rank failed in another way, died, or did not make the call.
     """
     with gc_paused():  # around a call, so that the collector finds the plan gone when it wakes
-        report, differences = _load(url, app, strictness_of(strict), select, rename, transactional, deadline_seconds)
+        report, differences = _load(
+            url, app, strictness_of(strict), select, rename, transactional, replicas, deadline_seconds
+        )
     for difference in differences:
         warnings.warn(f"loading {report.url}: {difference}", stacklevel=2)
     return report
@@ -112,6 +126,7 @@ def _load(
     select: str | None,
     rename: Mapping[str, str] | None,
     transactional: bool,
+    replicas: Replicas,
     deadline_seconds: float,
 ) -> tuple[LoadReport, list[Problem]]:
     """The line itself; returns what to warn of as well."""
@@ -119,19 +134,23 @@ def _load(
     ranks = ranks_of()
     what = f"loading {os.fspath(url)}"
 
-    plan, _ = ranks.agree(
+    plan, alike = ranks.agree(
         what,
-        work=lambda: _plan(url, app, strictness, select, rename, ranks.rank, ranks.size),
-        report=lambda plan: plan.reader.digest,
-        decide=lambda digests: _same_checkpoint(str(url), digests),
+        work=lambda: _plan(url, app, strictness, select, rename, replicas, ranks),
+        report=lambda plan: [plan.reader.digest, fingerprint(plan.shared)],
+        decide=lambda reports: _compare_ranks(str(url), reports),
         deadline_seconds=deadline_seconds,
     )
+    shared = SharedReads(plan.shared if alike else {}, ranks)
+    wants = _own_wants(plan, shared) if alike and plan.shared else plan.wants
     if transactional:
-        ranks.agree(what, work=lambda: check_all(plan.wants), deadline_seconds=deadline_seconds)
+        ranks.agree(what, work=lambda: check_all(wants), deadline_seconds=deadline_seconds)
     loaded = [each for each in plan.flat.handbacks if plan.match.loads_into(each.path, plan.flat)]
     optimizers = [each.target for each in loaded if isinstance(each.target, Optimizer)]
     mark_torn(optimizers, what)
-    bytes_read, _ = ranks.agree(what, work=lambda: _execute(plan, loaded), deadline_seconds=deadline_seconds)
+    bytes_read, _ = ranks.agree(what, work=lambda: _fill(wants), deadline_seconds=deadline_seconds)
+    # A round of its own: nobody is to wait for what its reader failed to read, or to hand back what others lack.
+    ranks.agree(what, work=lambda: _hand_back(plan, shared, loaded), deadline_seconds=deadline_seconds)
     unmark_torn(optimizers)
 
     report = LoadReport(
@@ -157,25 +176,31 @@ def _plan(
     strictness: Strictness,
     select: str | None,
     rename: Mapping[str, str] | None,
-    rank: int,
-    size: int,
+    replicas: Replicas,
+    ranks: Ranks,
 ) -> _Plan:
     """Everything that can be refused is refused here."""
     reader = open_checkpoint(url)
     flat = flatten(app)
     names = under_names_of(reader.manifest, flat, select, rename)
     views = {key: view_of(tensor, key) for key, tensor in flat.tensors().items()}
-    match = compare(flat, views, names, strictness, size)
+    match = compare(flat, views, names, strictness, ranks.size)
     old = names.renamed
-    per_rank = reader.per_rank(rank) if match.per_rank else {}
-    _refuse_missing([key for key in match.per_rank if old.get(key, key) not in per_rank], rank)
+    per_rank = reader.per_rank(ranks.rank) if match.per_rank else {}
+    _refuse_missing([key for key in match.per_rank if old.get(key, key) not in per_rank], ranks.rank)
     into = {key: view for key, (view, _) in match.tensors.items()}
     twins = twins_in(into)
     refuse_unequal(reader, into, twins, old)
-    wants = [
-        want for key, view in into.items() if key not in twins for want in reader.wants(old.get(key, key), view.pieces)
-    ]
-    return _Plan(reader, flat, names, match, wants, per_rank)
+    into = {key: view for key, view in into.items() if key not in twins}
+    wants = [want for key, view in into.items() for want in reader.wants(old.get(key, key), view.pieces)]
+    share = replicas == "exchange" or (replicas == "auto" and reader.is_remote)
+    return _Plan(reader, flat, names, match, into, wants, shared_among(into, ranks.size) if share else {}, per_rank)
+
+
+def _own_wants(plan: _Plan, shared: SharedReads) -> list[tuple[OpenFile, Want]]:
+    """What this rank reads where ranks share: what only it holds, and its part of the rest."""
+    pieces = {key: view.pieces for key, view in plan.into.items() if key not in plan.shared} | shared.own()
+    return [want for key, own in pieces.items() for want in plan.reader.wants(plan.key_of(key), own)]
 
 
 def _refuse_missing(keys: list[str], rank: int) -> None:
@@ -185,22 +210,28 @@ def _refuse_missing(keys: list[str], rank: int) -> None:
         raise MismatchError("the checkpoint does not fit the app; nothing was changed", problems)
 
 
-def _same_checkpoint(url: str, digests: list[str]) -> None:
+def _compare_ranks(url: str, reports: list[list[str]]) -> bool:
+    """On rank 0: whether all ranks hold the same shared tensors; refuses to load from different checkpoints."""
+    digests, fingerprints = zip(*reports, strict=True)
     other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if other is not None:
         found = f"another checkpoint on rank {other} than on rank 0"
         problem = Problem(url, found, "the same on every rank", "check what is mounted there")
         raise CheckpointError("ranks do not see the same checkpoint", [problem])
+    return len(set(fingerprints)) == 1
 
 
-def _execute(plan: _Plan, loaded: list[Handback]) -> int:
+def _fill(wants: list[tuple[OpenFile, Want]]) -> int:
     wait_for_copies()  # a save in the background may still be taking what this changes
-    nbytes = fetch(plan.wants)
+    return fetch(wants)
+
+
+def _hand_back(plan: _Plan, shared: SharedReads, loaded: list[Handback]) -> None:
+    shared.exchange()
     for key, value in plan.match.values.items():
         plan.flat.leaves[key].replace(value)
     for key in plan.match.per_rank:
         leaf = plan.flat.leaves[key]
-        leaf.replace(PerRank(plan.per_rank[plan.names.renamed.get(key, key)], leaf.value.on_resize))
+        leaf.replace(PerRank(plan.per_rank[plan.key_of(key)], leaf.value.on_resize))
     for handback in loaded:
         handback.target.load_state_dict(handback.state)
-    return nbytes

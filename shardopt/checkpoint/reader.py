@@ -27,7 +27,7 @@ from shardopt.checkpoint.storage import Storage, storage_of
 from shardopt.checkpoint.write import narrowed
 from shardopt.errors import MismatchError, Problem, StateError
 from shardopt.sharding.box import Box, cover_faults, whole
-from shardopt.sharding.view import Piece
+from shardopt.sharding.pieces import Piece
 from shardopt.values import decode_value
 
 
@@ -67,6 +67,10 @@ class CheckpointReader:
     @property
     def url(self) -> str:
         return self._storage.url
+
+    @property
+    def is_remote(self) -> bool:
+        return self._storage.is_remote
 
     @property
     def manifest(self) -> Manifest:

@@ -100,8 +100,7 @@ def save(
         CheckpointError: a rank could not write.
         RankError: a rank failed in another way, died, or did not make the call.
     """
-    with gc_paused():  # around a call, so that the collector finds nothing left of it when it wakes
-        return save_now(url, app, durable, check_replicas, deadline_seconds)
+    return save_now(url, app, durable, check_replicas, deadline_seconds)
 
 
 def save_now(
@@ -120,7 +119,8 @@ def save_now(
         raise_failures()
         return describe(flatten(app), replicas_to_check(check_replicas, ranks))
 
-    report = save_described(ranks, url, described, _kept, durable, deadline_seconds, metrics)
+    with gc_paused():  # around a call, so that the collector finds nothing left of it when it wakes
+        report = save_described(ranks, url, described, _kept, durable, deadline_seconds, metrics)
     seconds = time.monotonic() - begin
     return replace(report, seconds=seconds, stall_seconds=seconds)
 

@@ -17,7 +17,8 @@ from shardopt.checkpoint.describe import Description, describe
 from shardopt.checkpoint.memory import is_plain_memory
 from shardopt.checkpoint.replicas import CheckReplicas, contents_of
 from shardopt.errors import CheckpointError, Problem, StateError
-from shardopt.sharding.view import Piece, View, leaves_of
+from shardopt.sharding.pieces import Piece, View
+from shardopt.sharding.view import leaves_of
 from shardopt.state import FlatState, flatten
 
 _ALIGNMENT_BYTES = 64
@@ -41,7 +42,7 @@ class HostMemory:
     """
 
     def __init__(self) -> None:
-        self._block = torch.empty(0, dtype=torch.uint8)
+        self._block = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._pinned: weakref.finalize[[Tensor], HostMemory] | None = None
         self._made_for: list[tuple[torch.dtype, torch.Size]] = []
         self._tensors: list[Tensor] = []

@@ -32,6 +32,8 @@ class Storage(ABC):
     """A directory of immutable files: each is written once, as a whole."""
 
     url: str
+    is_remote = False
+    """Whether reading goes over a network, so that ranks do better to read once and share."""
 
     @abstractmethod
     def make(self) -> None:
@@ -220,6 +222,8 @@ class LocalStorage(Storage):
 
 class RemoteStorage(Storage):
     """A prefix of an object store, or of any other file system of fsspec. A PUT is atomic and durable there."""
+
+    is_remote = True
 
     def __init__(self, fs: Any, path: str) -> None:
         self._fs, self._root = fs, path.rstrip("/")

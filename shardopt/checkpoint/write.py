@@ -17,7 +17,7 @@ from shardopt.checkpoint.memory import bytes_of, is_plain_memory
 from shardopt.checkpoint.plan import assign, check_covers
 from shardopt.checkpoint.storage import Storage
 from shardopt.sharding.box import Box, whole
-from shardopt.sharding.view import View
+from shardopt.sharding.pieces import View
 
 _CHUNK_BYTES = 16 * SEGMENT_BYTES  # small enough that what was just summed is still in the cache when it is written
 

@@ -3,6 +3,7 @@
 The function that builds one by algorithm and pattern is `shardopt.keyed`; here `keyed` is the module.
 """
 
+from shardopt.algorithms.row_wise import RowWiseAdagrad, RowWiseAdam
 from shardopt.optim.averaging import EMA, SWA
 from shardopt.optim.backward import in_backward
 from shardopt.optim.batch_norm import update_bn
@@ -27,6 +28,8 @@ __all__ = [
     "KeyedOptimizerWrapper",
     "OptimizerWrapper",
     "ReduceLROnPlateau",
+    "RowWiseAdagrad",
+    "RowWiseAdam",
     "WarmupOptimizer",
     "WarmupPolicy",
     "WarmupStage",

@@ -22,7 +22,8 @@ from shardopt.optim.groups import NamedTensors
 from shardopt.optim.keyed import build
 from shardopt.optim.keyed_wrapper import KeyedOptimizerWrapper
 from shardopt.optim.leaves import zero_gradients
-from shardopt.sharding.view import leaves_of, takes_gradient
+from shardopt.sharding.gradients import takes_gradient
+from shardopt.sharding.view import leaves_of
 
 
 def in_backward(

@@ -7,13 +7,14 @@ what torch takes by itself. Nothing of this choice is kept: the group's options 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardopt.algorithms.registry import AlgorithmSpec, AtFirstStep
+from shardopt.errors import GradientError, Problem
 
 Group = Mapping[str, Any]
 LeafStates = Mapping[Tensor, Mapping[str, Any]]
@@ -40,6 +41,26 @@ def prefers_fused(spec: AlgorithmSpec, group: Group, kinds: LeafKinds) -> bool:
 def any_sparse(leaves: Collection[Tensor]) -> bool:
     """Whether a leaf has a sparse gradient, of which fused implementations know nothing."""
     return any(leaf.grad is not None and leaf.grad.is_sparse for leaf in leaves)
+
+
+def refuse_sparse(sharded: Iterable[tuple[str, Tensor]]) -> None:
+    """Raises where a shard has a sparse gradient of which state would be made that is sparse too.
+
+    Args:
+        sharded: names of sharded parameters, and their leaves.
+
+    Raises:
+        GradientError: there is one. No step was taken.
+    """
+    for name, leaf in sharded:
+        if leaf.grad is not None and leaf.grad.is_sparse:
+            problem = Problem(
+                key=f"{name}.grad",
+                found="a sparse gradient in a group with momentum",
+                required="a dense one, as a sparse buffer would grow with every step and could not be saved",
+                remedy="set momentum to 0 for this parameter, or use SparseAdam or RowWiseAdagrad",
+            )
+            raise GradientError("momentum does not go with sparse gradients of shards", [problem])
 
 
 def names_from_gradients(spec: AlgorithmSpec, group: Group) -> tuple[str, ...]:

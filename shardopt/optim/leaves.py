@@ -17,18 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardopt.algorithms.dense_gradients import no_gradient
 from shardopt.algorithms.registry import AlgorithmSpec, Kind
 from shardopt.errors import GradientError, Problem, StateError
-from shardopt.sharding.view import (
+from shardopt.sharding.gradients import (
     GradientReader,
-    assemble,
-    empty_leaf,
     gradient_leaves,
-    leaves_of,
     lend_gradients,
     requires_gradient,
     takes_gradient,
 )
+from shardopt.sharding.view import assemble, empty_leaf, leaves_of
 
 State = dict[str, Any]
 
@@ -94,11 +93,16 @@ class Shards:
         replaced, self.leaves = self.leaves, held
         return replaced
 
-    def lend_gradients(self, loan: Loan) -> None:
+    def lend_gradients(self, loan: Loan, takes_dense: bool = True) -> None:
         """Gives each leaf its part of the parameter's gradient.
 
-        Where one shard has a gradient the whole parameter has one, which is zero on the shards without.
+        Where one shard has a gradient the whole parameter has one, which is zero on the shards without, or without rows
+        where the gradient is sparse.
         A rank without a shard cannot see whether the others have one, and takes it that they do.
+
+        Args:
+            loan: what to undo afterwards.
+            takes_dense: whether the algorithm steps with dense gradients.
 
         Raises:
             GradientError: the gradient does not fit the parameter.
@@ -113,11 +117,12 @@ class Shards:
         elif all(gradient is None for gradient in gradients):
             self.reader.accepted()
             return
+        sparse = not takes_dense or any(gradient is not None and gradient.is_sparse for gradient in gradients)
         for leaf, gradient in zip(self.leaves, gradients, strict=True):
             if gradient is not None and gradient.dtype != leaf.dtype:
                 problem = Problem(f"{self.name}.grad", f"{gradient.dtype}", f"{leaf.dtype}", "cast it before the step")
                 raise GradientError("a gradient does not fit its parameter", [problem])
-            loan.lend(leaf, torch.zeros_like(leaf) if gradient is None else gradient)
+            loan.lend(leaf, no_gradient(leaf, sparse) if gradient is None else gradient)
         self.reader.accepted()
 
     def put_together(self, parts: tuple[Tensor, ...]) -> Tensor:
@@ -160,11 +165,12 @@ class GroupLeaves:
         """Whether the group still has the same parameters."""
         return len(parameters) == len(self._parameters) and all(map(is_, parameters, self._parameters))
 
-    def lend(self, loan: Loan, follow: Callable[[Shards], None]) -> None:
+    def lend(self, loan: Loan, follow: Callable[[Shards], None], takes_dense: bool = True) -> None:
         """Gives every leaf of a sharded parameter its gradient.
 
         Args:
             loan: what to undo afterwards.
+            takes_dense: whether the algorithm steps with dense gradients.
             follow: called with shards whose local tensors may have been replaced, before their gradients are looked at.
 
         Raises:
@@ -173,13 +179,14 @@ class GroupLeaves:
         others = [self._readers[reader] for reader in lend_gradients(self._readers, loan.leaves)]
         for shards in others:
             follow(shards)
-            shards.lend_gradients(loan)
+            shards.lend_gradients(loan, takes_dense)
         if others:
             self._refresh()
 
     def _refresh(self) -> None:
         both = zip(self._parameters, self._shards, strict=True)
         self.leaves = list(chain.from_iterable((tensor,) if its is None else its.leaves for tensor, its in both))
+        self.sharded = [(its.name, leaf) for its in self._shards if its is not None for leaf in its.leaves]
         self.kinds = {(leaf.device.type, leaf.dtype) for leaf in self.leaves}
 
 

@@ -20,9 +20,17 @@ from shardopt.algorithms.fresh import fresh_state
 from shardopt.algorithms.registry import AlgorithmSpec, MakesGlobalState, MakesState, StepsOn, find_spec, unknown
 from shardopt.algorithms.torch_private import step_without_hooks
 from shardopt.errors import AlgorithmError, Problem, StateError
-from shardopt.optim.implementation import all_have, any_sparse, names_from_gradients, prefers_fused, some_are_late
+from shardopt.optim.implementation import (
+    all_have,
+    any_sparse,
+    names_from_gradients,
+    prefers_fused,
+    refuse_sparse,
+    some_are_late,
+)
 from shardopt.optim.leaves import GroupLeaves, Loan, ShardedState, Shards, State, moved_state, zero_gradients
-from shardopt.sharding.view import leaves_of, requires_gradient, view_of
+from shardopt.sharding.gradients import requires_gradient
+from shardopt.sharding.view import leaves_of, view_of
 
 Group = dict[str, Any]
 
@@ -165,8 +173,11 @@ class LocalOptimizer:
         try:
             for group, leaves in grouped:
                 with torch.no_grad():
-                    leaves.lend(loan, partial(self._follow, group=group))
+                    leaves.lend(loan, partial(self._follow, group=group), spec.takes_dense)
                 group["params"] = leaves.leaves
+            for group, leaves in grouped:
+                if names_from_gradients(spec, group):
+                    refuse_sparse(leaves.sharded)
             for _, leaves in grouped:
                 self._hand_over(leaves.leaves)
             for group, leaves in grouped:

@@ -13,7 +13,8 @@ on all ranks that hold what lies one behind the other along d:
 A ShardedTensor cannot hold copies: there what is summed over a dimension that is cut is a plain tensor, whole on every
 rank of its process group.
 
-LocalShardsWrapper is not for this file: its ranks do not know how it is cut.
+The ranks of a LocalShardsWrapper do not know how it is cut: it is taken as if it were not, so that only sums over
+dimensions that each of its shards has whole are right.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from shardopt.sharding.view import empty_leaf, leaves_of, sharded_tensor_of
+from shardopt.sharding.sharded_tensor import sharded_tensor_of
+from shardopt.sharding.view import empty_leaf, leaves_of, local_like, tells_of_others
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ def cuts_of(tensor: Tensor) -> tuple[Cut, ...]:
     """
     if isinstance(tensor, DTensor):
         mesh = tensor.device_mesh
-        if mesh.get_coordinate() is None:
+        if mesh.get_coordinate() is None or not tells_of_others(tensor):
             return ()
         return tuple(
             Cut(mesh.get_group(mesh_dim), frozenset([placement.dim % tensor.ndim]))
@@ -107,18 +109,23 @@ def parts_for(tensor: Tensor, dims: Collection[int], memory: Sequence[Tensor]) -
     return tuple(memory)
 
 
-def sum_like(tensor: Tensor, dim: int) -> Tensor:
-    """Zeros in the dtype of a tensor, placed as its sum over one dimension is, which is kept with size 1.
+def sum_like(tensor: Tensor, *dims: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Zeros placed as the sum of a tensor over some dimensions is, which are kept with size 1.
 
     Local, no collective. Its memory is what `sum_memory` would make.
+
+    Args:
+        tensor: what is summed.
+        dims: not negative.
+        dtype: of the result; by default the tensor's.
     """
-    if isinstance(tensor, DTensor):
-        return _dtensor_sum_like(tensor, dim)
     if isinstance(tensor, ShardedTensor):
         metadata = tensor.metadata()
-        memory = sum_memory(tensor, [dim], metadata.tensor_properties.dtype)
-        return memory[0] if _is_whole(metadata, [dim]) else _sharded_sum_like(tensor, metadata, dim, memory)
-    return sum_memory(tensor, [dim], tensor.dtype)[0]
+        dtype = dtype or metadata.tensor_properties.dtype
+        memory = sum_memory(tensor, dims, dtype)
+        return memory[0] if _is_whole(metadata, dims) else _sharded_sum_like(tensor, dims, memory, dtype)
+    memory = sum_memory(tensor, dims, dtype or tensor.dtype)
+    return _dtensor_sum_like(tensor, dims, memory) if isinstance(tensor, DTensor) else memory[0]
 
 
 def stack_like(tensor: Tensor, count: int) -> Tensor:
@@ -137,7 +144,7 @@ def stack_like(tensor: Tensor, count: int) -> Tensor:
     spec: Any = tensor._spec
     moved = tuple(_moved(placement, tensor.ndim) for placement in spec.placements)
     order = spec.shard_order and tuple(entry._replace(tensor_dim=entry.tensor_dim + 1) for entry in spec.shard_order)
-    whole = torch.empty((count, *tensor.shape), device="meta")
+    whole = torch.empty((count, *tensor.shape), dtype=made[0].dtype, device="meta")
     return _dtensor(spec, moved, order, whole, made[0])
 
 
@@ -154,12 +161,12 @@ def _with_ones(shape: Sequence[int], dims: Collection[int]) -> tuple[int, ...]:
     return tuple(1 if dim in dims else size for dim, size in enumerate(shape))
 
 
-def _dtensor_sum_like(tensor: DTensor, dim: int) -> DTensor:
+def _dtensor_sum_like(tensor: DTensor, dims: Collection[int], memory: Sequence[Tensor]) -> DTensor:
     spec: Any = tensor._spec
-    placements = tuple(Replicate() if _splits(each, tensor.ndim, dim) else each for each in spec.placements)
-    order = spec.shard_order and tuple(entry for entry in spec.shard_order if entry.tensor_dim != dim)
-    (local,) = sum_memory(tensor, [dim], tensor.dtype)
-    return _dtensor(spec, placements, order, torch.empty(_with_ones(tensor.shape, [dim]), device="meta"), local)
+    placements = tuple(Replicate() if _splits(each, tensor.ndim, dims) else each for each in spec.placements)
+    order = spec.shard_order and tuple(entry for entry in spec.shard_order if entry.tensor_dim not in dims)
+    whole = torch.empty(_with_ones(tensor.shape, dims), dtype=memory[0].dtype if memory else None, device="meta")
+    return _dtensor(spec, placements, order, whole, local_like(tensor, memory))
 
 
 def _dtensor(spec: Any, placements: tuple[Placement, ...], order: Any, whole: Tensor, local: Tensor) -> DTensor:
@@ -171,15 +178,15 @@ def _dtensor(spec: Any, placements: tuple[Placement, ...], order: Any, whole: Te
     kept = DTensorSpec(
         spec.mesh,
         placements,
-        TensorMeta(whole.shape, whole.stride(), local.dtype),
+        TensorMeta(whole.shape, whole.stride(), whole.dtype),
         shard_order=None if strided else order,  # type: ignore[arg-type]  # None is its default
         use_strided_shard_as_shard_order=spec.use_strided_shard_as_shard_order if strided else None,
     )
     return DTensor(local, kept, requires_grad=False)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
-def _splits(placement: Placement, dimensions: int, dim: int) -> bool:
-    return isinstance(placement, Shard | _StridedShard) and placement.dim % dimensions == dim
+def _splits(placement: Placement, dimensions: int, dims: Collection[int]) -> bool:
+    return isinstance(placement, Shard | _StridedShard) and placement.dim % dimensions in dims
 
 
 def _cut_dims(metadata: ShardedTensorMetadata) -> frozenset[int]:
@@ -197,14 +204,12 @@ def _is_whole(metadata: ShardedTensorMetadata, dims: Collection[int]) -> bool:
 
 
 def _sharded_sum_like(
-    tensor: ShardedTensor, metadata: ShardedTensorMetadata, dim: int, memory: Sequence[Tensor]
+    tensor: ShardedTensor, dims: Collection[int], memory: Sequence[Tensor], dtype: torch.dtype
 ) -> ShardedTensor:
     def summed(shard: ShardMetadata) -> ShardMetadata:
-        offsets, sizes = list(shard.shard_offsets), list(shard.shard_sizes)
-        offsets[dim], sizes[dim] = 0, 1
-        return dataclasses.replace(shard, shard_offsets=offsets, shard_sizes=sizes)
+        return dataclasses.replace(shard, shard_sizes=list(_with_ones(shard.shard_sizes, dims)))
 
-    return _resharded(tensor, summed, _with_ones(metadata.size, [dim]), memory, moved=0)
+    return _resharded(tensor, summed, _with_ones(tensor.metadata().size, dims), memory, moved=0, dtype=dtype)
 
 
 def _sharded_stack_like(tensor: ShardedTensor, count: int, memory: Sequence[Tensor]) -> ShardedTensor:
@@ -212,7 +217,8 @@ def _sharded_stack_like(tensor: ShardedTensor, count: int, memory: Sequence[Tens
         offsets, sizes = [0, *shard.shard_offsets], [count, *shard.shard_sizes]
         return dataclasses.replace(shard, shard_offsets=offsets, shard_sizes=sizes)
 
-    return _resharded(tensor, stacked, (count, *tensor.metadata().size), memory, moved=1)
+    dtype = tensor.metadata().tensor_properties.dtype
+    return _resharded(tensor, stacked, (count, *tensor.metadata().size), memory, moved=1, dtype=dtype)
 
 
 def _resharded(
@@ -221,16 +227,19 @@ def _resharded(
     shape: tuple[int, ...],
     memory: Sequence[Tensor],
     moved: int,
+    dtype: torch.dtype,
 ) -> ShardedTensor:
     """A ShardedTensor whose shards are those of another, changed.
 
     Args:
         change: gives the metadata of a shard from that of the other's.
         moved: by how much the number of a dimension has grown.
+        dtype: of the memory; a rank without any has to be told.
     """
     metadata = tensor.metadata()
     shards = [change(shard) for shard in metadata.shards_metadata]
     properties = dataclasses.replace(metadata.tensor_properties, requires_grad=False, pin_memory=False)
+    properties.dtype = dtype
     spec = tensor.sharding_spec()
     if isinstance(spec, EnumerableShardingSpec):
         spec = EnumerableShardingSpec(shards)

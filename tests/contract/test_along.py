@@ -22,26 +22,31 @@ COUNT = 3
 
 
 def check(make, world, ranks):
-    """Every rank sums its leaves, then adds up with the ranks of each cut along the dimension: then it has the sum.
+    """Every rank sums its leaves, then adds up with the ranks of each cut through what is summed: then it has the sum.
+
+    Over each dimension by itself, and over all but the first.
 
     Args:
         make: gives the tensor on a rank.
     """
-    for dim in range(world.ndim):
+    for dims in [*([dim] for dim in range(world.ndim)), range(1, world.ndim)]:
         memory, groups, boxes = {}, {}, {}
+        wanted = world.sum(list(dims), keepdim=True) if dims else world
         for rank in range(ranks):
             with as_rank(rank, ranks):
                 tensor = make(rank)
-                groups[rank] = [dist.get_process_group_ranks(cut.group) for cut in cuts_of(tensor) if dim in cut.dims]
-                memory[rank] = sum_memory(tensor, [dim], torch.float64)
-                for leaf, part in zip(leaves_of(tensor), parts_for(tensor, [dim], memory[rank]), strict=True):
-                    part.add_(leaf.sum(dim, keepdim=True))
-                like = sum_like(tensor, dim)
+                cuts = [cut for cut in cuts_of(tensor) if not cut.dims.isdisjoint(dims)]
+                groups[rank] = [dist.get_process_group_ranks(cut.group) for cut in cuts]
+                memory[rank] = sum_memory(tensor, dims, torch.float64)
+                for leaf, part in zip(leaves_of(tensor), parts_for(tensor, dims, memory[rank]), strict=True):
+                    part.add_(leaf.sum(list(dims), keepdim=True) if dims else leaf)
+                like = sum_like(tensor, *dims, dtype=torch.int16)
+                assert view_of(like).dtype == torch.int16 and view_of(sum_like(tensor, *dims)).dtype == world.dtype
                 assert [leaf.shape for leaf in leaves_of(like)] == [sums.shape for sums in memory[rank]]
                 for number, leaf in enumerate(leaves_of(like)):
                     leaf.fill_(number)  # so that a piece tells which leaf it is of
                 view = view_of(like)
-                assert (view.shape, view.dtype) == (tuple(world.sum(dim, keepdim=True).shape), world.dtype)
+                assert view.shape == tuple(wanted.shape)
                 boxes[rank] = [(piece.box, int(piece.tensor.flatten()[0]), piece.tensor) for piece in view.pieces]
         for step in range(max(map(len, groups.values()))):
             memory = {
@@ -50,11 +55,10 @@ def check(make, world, ranks):
                 else memory[rank]
                 for rank in memory
             }
-        wanted = world.sum(dim, keepdim=True)
         for rank in range(ranks):
             for box, leaf, piece in boxes[rank]:
                 mine = memory[rank][leaf].as_strided(piece.shape, piece.stride(), piece.storage_offset())
-                assert torch.equal(mine, wanted[at(box)].double()), (rank, dim, box)
+                assert torch.equal(mine, wanted[at(box)].double()), (rank, dims, box)
 
 
 @settings(max_examples=80)

@@ -183,18 +183,43 @@ def test_what_may_change_before_a_step_is_not_left_for_later():
     assert changed_by_steps_alone(flatten({"net": model})) == set()
 
 
-def test_what_is_updated_within_backward_is_not_left_for_later():
-    class InBackward(shardopt.KeyedOptimizerWrapper):
-        updates_in_backward = True
+class InBackward(shardopt.KeyedOptimizerWrapper):
+    """Momentum SGD whose updates are made when a gradient is there; calls no hook."""
 
+    updates_in_backward = True
+
+    def __init__(self, params):
+        super().__init__(params, lambda tensors: torch.optim.SGD(tensors, 0.1, momentum=0.9))
+        self.init_state()
+        for parameter in self.params.values():
+            parameter.register_post_accumulate_grad_hook(self.update)
+
+    @torch.no_grad()
+    def update(self, parameter):
+        momentum = self.state[parameter]["momentum_buffer"]
+        momentum.mul_(0.9).add_(parameter.grad)
+        parameter.sub_(momentum, alpha=0.1)
+        parameter.grad = None
+
+
+def test_what_is_updated_within_backward_is_not_left_for_later(gate, saver, tmp_path):
     model = Net()
-    fused = InBackward(dict(model.first.named_parameters(prefix="first")), lambda p: torch.optim.SGD(p, 0.1, 0.9))
-    rest = shardopt.keyed("adamw", model.named_parameters(), lr=0.1)  # claims them too
+    fused = InBackward(dict(model.first.named_parameters(prefix="first")))
+    rest = adam(model)  # claims all parameters too
     rest.init_state()
-    fused.init_state()
-    lazy = changed_by_steps_alone(flatten({"model": model, "fused": fused, "rest": rest}))
+    app = {"model": model, "fused": fused, "rest": rest}
+    lazy = changed_by_steps_alone(flatten(app))
     assert not {key for key in lazy if key.startswith(("model.first", "fused"))}
     assert "model.last.weight" in lazy
+    backward(model)
+    expected = snapshot(app)
+    pending = saver.save(tmp_path / "one", app, stage="lazy")
+    backward(model)
+    assert not pending.staged
+    assert not torch.equal(model.first.weight, expected["model.first.weight"])
+    gate.set()
+    pending.result(30)
+    assert_stored(tmp_path / "one", expected)
 
 
 def test_a_step_waits_but_nothing_before_it(gate, saver, tmp_path):

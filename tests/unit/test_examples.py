@@ -10,6 +10,7 @@ import pytest
 import torch
 from compare_runs import compare_losses, differing_keys, read_losses
 from kill_and_resume import pid_of_rank
+from train_embeddings import Pairs
 from train_lm import Batches, learning_rate_factor, override
 
 from shardopt import checkpoint
@@ -126,3 +127,29 @@ def test_a_rank_is_found_among_the_children_of_its_agent() -> None:
         process.stdin.close()
     assert sorted(pids) == ["1", "11"]
     assert found == pids
+
+
+def test_pairs_of_words_are_near_each_other_and_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
+    text = " ".join(f"w{letter}" for letter in "abcdefghij" * 30) + " once"
+    (tmp_path / "text").write_text(text)
+    settings = {"batch": 50, "window": 2, "negatives": 3, "min_count": 2, "seed": 5}
+
+    def data() -> Pairs:
+        return Pairs(str(tmp_path / "text"), **settings)
+
+    assert sorted(data().words) == [f"w{letter}" for letter in "abcdefghij"]
+    words, near = data().next_slice(0, 1)
+    assert words.shape == (50,) and near.shape == (50, 4)
+    slices = [data().next_slice(rank, 3) for rank in range(3)]
+    for part in (0, 1):
+        whole = torch.cat([(words, near)[part][rank::3] for rank in range(3)])
+        assert torch.equal(torch.cat([its[part] for its in slices]), whole)
+    pairs = data()
+    positions = {int(word): set() for word in pairs.text.tolist()}
+    for at, word in enumerate(pairs.text.tolist()):
+        positions[word].update(pairs.text[max(at - 2, 0) : at + 3].tolist())
+    assert all(int(other) in positions[int(word)] for word, other in zip(words, near[:, 0], strict=True))
+    again = data()
+    again.next_slice(0, 1)
+    pairs.load_state_dict(again.state_dict())
+    assert torch.equal(pairs.next_slice(0, 1)[1], again.next_slice(0, 1)[1])

@@ -6,6 +6,7 @@ import torch
 from shardopt.algorithms import StepsOn, algorithms
 from shardopt.algorithms.torch_private import (
     BatchNorm,
+    at_end_of_backward,
     backward_under_way,
     before_step,
     can_make_lazy_state,
@@ -107,3 +108,37 @@ def test_scaling_multiplies_in_fp32_and_tells_what_is_not_finite(dtype):
     assert found == 0
     scale_and_look([torch.tensor([1.0, torch.nan]).to(dtype)], torch.tensor(1.0), found)
     assert found == 1
+
+
+class CallsAtTheEnd(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value, call):
+        ctx.call = call
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.call(backward_under_way())
+        return gradient, None
+
+
+def test_calls_at_the_end_of_backward():
+    """After all gradients are there, once for each time that it was asked; what a call raises, backward raises."""
+    value, seen = torch.ones(2, requires_grad=True), []
+    assert backward_under_way() == -1
+
+    def note(number):
+        seen.append((number, value.grad))
+        at_end_of_backward(lambda: seen.append((number, value.grad.tolist())))
+
+    first = CallsAtTheEnd.apply(value, note)
+    (first + CallsAtTheEnd.apply(value, note)).sum().backward()
+    number = seen[0][0]
+    assert number >= 0
+    assert seen == [(number, None), (number, None), (number, [2.0, 2.0]), (number, [2.0, 2.0])]
+
+    def fail(_):
+        at_end_of_backward(lambda: [].pop())
+
+    with pytest.raises(IndexError):
+        CallsAtTheEnd.apply(value, fail).sum().backward()

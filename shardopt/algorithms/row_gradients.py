@@ -1,0 +1,85 @@
+"""Gradients by rows: sparse ones of embeddings, and dense ones, which have every row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardopt.algorithms.dense_gradients import found_gradients
+from shardopt.errors import GradientError, Problem
+
+
+@dataclass(frozen=True, slots=True)
+class RowGradient:
+    """The gradient of a leaf [N, ...], by rows.
+
+    Args:
+        index: [k], int64, ascending; None where there is one for each row, in order.
+        values: [k, ...], of the rows at `index`; zero in all others.
+    """
+
+    index: Tensor | None
+    values: Tensor
+
+    @staticmethod
+    def nothing(leaf: Tensor) -> RowGradient:
+        """No row of a leaf."""
+        index = torch.empty(0, dtype=torch.int64, device=leaf.device)
+        return RowGradient(index, leaf.new_empty((0, *leaf.shape[1:])))
+
+    def at(self, index: Tensor) -> Tensor:
+        """The gradient of other rows, ascending, which have all of its own among them; zeros where it has none."""
+        if self.index is None:
+            return self.values.index_select(0, index)
+        if len(self.index) == len(index):
+            return self.values
+        wider = self.values.new_zeros((len(index), *self.values.shape[1:]))
+        return wider.index_copy_(0, torch.searchsorted(index, self.index), self.values)
+
+
+def row_gradients(parameter: Tensor, name: str) -> list[RowGradient] | None:
+    """The gradient of each leaf on this rank; None where no leaf has one. Duplicates in sparse ones are added up.
+
+    Args:
+        parameter: of any kind.
+        name: its FQN, for errors.
+
+    Raises:
+        GradientError: the gradient does not fit the parameter, or is neither strided nor sparse by coordinates.
+    """
+    found = found_gradients(parameter, name, (torch.strided, torch.sparse_coo))
+    return None if found is None else [by_rows(gradient) for gradient in found]
+
+
+def by_rows(gradient: Tensor) -> RowGradient:
+    """A strided or sparse gradient, [N, ...], by rows; nothing of its dense size is made."""
+    if not gradient.is_sparse:
+        return RowGradient(None, gradient)
+    gradient = gradient.coalesce()
+    indices, values = gradient.indices(), gradient.values()
+    if gradient.sparse_dim() == 1:
+        return RowGradient(indices[0], values)
+    # Single elements, or parts of rows: put together to rows.
+    index, place = torch.unique(indices[0], return_inverse=True)
+    rows = values.new_zeros((len(index), *gradient.shape[1:]))
+    rows[(place, *indices[1:])] = values
+    return RowGradient(index, rows)
+
+
+def refuse_decay_of_sparse(gradients: list[RowGradient], weight_decay: float, name: str) -> None:
+    """Raises where weight decay would have to change rows that a sparse gradient does not have.
+
+    Raises:
+        GradientError: a gradient is sparse, and the weight decay is not 0.
+    """
+    if weight_decay == 0 or all(gradient.index is None for gradient in gradients):
+        return
+    problem = Problem(
+        key=f"{name}.grad",
+        found=f"a sparse gradient in a group with weight_decay={weight_decay}",
+        required="a dense one, as the decay changes every row",
+        remedy="set weight_decay to 0 for this parameter",
+    )
+    raise GradientError("weight decay does not go with sparse gradients", [problem])

@@ -1,0 +1,161 @@
+"""The row-wise updates as one Triton kernel: gather a row, its mean square, its moment, and scatter the row.
+
+k touched rows of D elements. A program has some rows; it runs over their columns twice, first for the mean square, then
+to move them, so that of a row of usual width the second reading of the gradient comes out of the cache.
+
+Triton comes with torch for GPUs; where it is absent `fits` says no, and torch's own operations do the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # torch for CPUs has none
+    triton = None
+
+_MOST_COLUMNS, _ELEMENTS = 1024, 2048
+"""Columns that a program holds at once, and elements."""
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """What a step of a rule has in place of options, as `row_rules` tells. Without betas it is Adagrad's.
+
+    Args:
+        rate: with which rows are moved.
+        eps: added to the root.
+        decay: of the weights.
+        sign: 1 to go down along the gradient, -1 to go up.
+        betas: β₁ and β₂.
+        correction: 1 − β₂ᵗ.
+    """
+
+    rate: float
+    eps: float
+    decay: float
+    sign: float
+    betas: tuple[float, float] | None = None
+    correction: float = 1.0
+
+
+def fits(*tensors: Tensor) -> bool:
+    """Whether the kernel can work on a table, its gradients and its state."""
+    return triton is not None and all(
+        tensor.is_cuda and tensor.is_contiguous() and tensor.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        for tensor in tensors
+    )
+
+
+def update(
+    table: Tensor, index: Tensor, gradients: Tensor, moments: Tensor, averages: Tensor | None, numbers: Numbers
+) -> None:
+    """Moves rows and their state in place. Works in fp32, and waits for nothing.
+
+    Args:
+        table: [N, ...], contiguous.
+        index: [k], int64, each row at most once.
+        gradients: [k, ...], contiguous.
+        moments: [N, 1, ...], fp32.
+        averages: like the table; None for Adagrad.
+        numbers: of this step.
+    """
+    count, width = len(index), gradients[:1].numel()
+    if not count or not width:
+        return
+    columns = min(triton.next_power_of_2(width), _MOST_COLUMNS)
+    rows = max(_ELEMENTS // columns, 1)
+    beta1, beta2 = numbers.betas or (0.0, 0.0)
+    with torch.cuda.device_of(table):  # type: ignore[no-untyped-call]  # torch leaves it untyped; Triton launches there
+        _move_rows[(triton.cdiv(count, rows),)](
+            table,
+            index.contiguous(),
+            gradients,
+            moments,
+            table if averages is None else averages,
+            count,
+            numbers.rate,
+            numbers.eps,
+            numbers.decay,
+            numbers.sign,
+            beta1,
+            1 - beta1,
+            beta2,
+            1 - beta2,
+            numbers.correction,
+            WIDTH=width,
+            ADAM=averages is not None,
+            DECAYS=numbers.decay != 0,
+            ROWS=rows,
+            COLUMNS=columns,
+        )
+
+
+if triton is not None:
+
+    @triton.jit  # type: ignore[untyped-decorator]  # Triton is untyped
+    def _gradient(gradients, given, table, here, mask, sign, decay, DECAYS: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton's own types
+        """G, with weight decay, in fp32."""
+        found = tl.load(gradients + given, mask=mask, other=0.0).to(tl.float32) * sign
+        if DECAYS:
+            found += decay * tl.load(table + here, mask=mask, other=0.0).to(tl.float32)
+        return found
+
+    @triton.jit  # type: ignore[untyped-decorator]  # Triton is untyped
+    def _move_rows(  # type: ignore[no-untyped-def]  # Triton's own types
+        table,
+        index,
+        gradients,
+        moments,
+        averages,
+        count,
+        rate,
+        eps,
+        decay,
+        sign,
+        beta1,
+        rest1,
+        beta2,
+        rest2,
+        correction,
+        WIDTH: tl.constexpr,
+        ADAM: tl.constexpr,
+        DECAYS: tl.constexpr,
+        ROWS: tl.constexpr,
+        COLUMNS: tl.constexpr,
+    ):
+        places = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        there = places < count
+        rows = tl.load(index + places, mask=there, other=0)  # int64: rows × D may be past 2³¹
+        starts = (rows * WIDTH)[:, None]
+        given = (places.to(tl.int64) * WIDTH)[:, None]
+        total = tl.zeros([ROWS], tl.float32)
+        for first in range(0, WIDTH, COLUMNS):
+            columns = (first + tl.arange(0, COLUMNS))[None, :]
+            mask = there[:, None] & (columns < WIDTH)
+            found = _gradient(gradients, given + columns, table, starts + columns, mask, sign, decay, DECAYS)
+            total += tl.sum(found * found, axis=1)
+        moment = tl.load(moments + rows, mask=there, other=0.0)
+        if ADAM:
+            moment = beta2 * moment + rest2 * (total / WIDTH)
+            root = tl.sqrt(moment / correction) + eps
+        else:
+            moment += total / WIDTH
+            root = tl.sqrt(moment) + eps
+        tl.store(moments + rows, moment, mask=there)
+        root = tl.where(there, root, 1.0)[:, None]
+        for first in range(0, WIDTH, COLUMNS):
+            columns = (first + tl.arange(0, COLUMNS))[None, :]
+            mask = there[:, None] & (columns < WIDTH)
+            step = _gradient(gradients, given + columns, table, starts + columns, mask, sign, decay, DECAYS)
+            if ADAM:
+                average = tl.load(averages + starts + columns, mask=mask, other=0.0).to(tl.float32)
+                step = beta1 * average + rest1 * step
+                tl.store(averages + starts + columns, step, mask=mask)
+            value = tl.load(table + starts + columns, mask=mask, other=0.0).to(tl.float32)
+            tl.store(table + starts + columns, value - rate * (step / root), mask=mask)

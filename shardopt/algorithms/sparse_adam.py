@@ -1,0 +1,61 @@
+"""torch's SparseAdam with a step that gathers the touched rows once, moves them and puts them back.
+
+torch's makes four sparse tensors of them and adds each to a dense one, which takes two to three times as long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardopt.algorithms.torch_private import step_without_hooks
+
+
+class SparseAdam(torch.optim.SparseAdam):
+    """torch.optim.SparseAdam: the same options, state and bits, but faster where gradients are of whole rows."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """As torch's, which takes the step itself where a gradient is not sparse along its first dimension alone."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        due = [(group, p, p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if not all(gradient.is_sparse and gradient.sparse_dim() == 1 for _, _, gradient in due):
+            step_without_hooks(torch.optim.SparseAdam)(self)
+            return loss
+        for group, parameter, gradient in due:
+            state = self.state[parameter]
+            if not state:
+                state.update(step=0, exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter))
+            state["step"] += 1
+            gradient = gradient.coalesce()
+            if gradient.values().numel():
+                _move_rows(parameter, gradient.indices()[0], gradient.values(), state, group)
+        return loss
+
+
+def _move_rows(
+    parameter: Tensor, index: Tensor, gradients: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]
+) -> None:
+    """Adam on some rows, in torch's order of operations, whose bits it has.
+
+    M ← M + (1 − β₁)(G − M), V ← V + (1 − β₂)(G² − V), θ ← θ − lr √(1 − β₂ᵗ) / (1 − β₁ᵗ) · M / (√V + ε)
+    """
+    beta1, beta2 = group["betas"]
+    step = state["step"]
+    lr = group["lr"].reshape(()) if isinstance(group["lr"], Tensor) else group["lr"]
+    size = lr * sqrt(1 - beta2**step) / (1 - beta1**step)
+    given = -gradients if group["maximize"] else gradients
+    first, second = state["exp_avg"].index_select(0, index), state["exp_avg_sq"].index_select(0, index)
+    first.add_(given.sub(first).mul_(1 - beta1))
+    second.add_(given.square().sub_(second).mul_(1 - beta2))
+    state["exp_avg"].index_copy_(0, index, first)
+    state["exp_avg_sq"].index_copy_(0, index, second)
+    moved: Tensor = -size * first.div_(second.sqrt_().add_(group["eps"]))
+    parameter.index_copy_(0, index, moved.add_(parameter.index_select(0, index)))

@@ -1,0 +1,115 @@
+"""The command `shardopt`: looks into checkpoints, verifies and rewrites them, without a job.
+
+    shardopt show URL [KEY]
+    shardopt verify URL
+    shardopt reshard SRC DST --world-size N
+
+URL is a path, or anything that fsspec opens. Exit status: 0, 1 where something is wrong, 2 for a wrong call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from shardopt import checkpoint
+from shardopt.errors import ShardoptError
+
+Progress = Callable[[int, int], None]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit status."""
+    told = _parser().parse_args(arguments)
+    try:
+        status: int = told.run(told)
+    except ShardoptError as error:
+        print(f"shardopt: {error}", file=sys.stderr)
+        return 1
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="shardopt", description="Looks into checkpoints, verifies and rewrites them.")
+    commands = parser.add_subparsers(required=True)
+    show = commands.add_parser("show", help="list what a checkpoint holds, or print one tensor or value of it")
+    show.add_argument("url")
+    show.add_argument("key", nargs="?")
+    show.set_defaults(run=_show)
+    verify = commands.add_parser("verify", help="read all of a checkpoint and check every checksum")
+    verify.add_argument("url")
+    verify.set_defaults(run=_verify)
+    reshard = commands.add_parser("reshard", help="write a checkpoint as another number of ranks would have")
+    reshard.add_argument("src")
+    reshard.add_argument("dst")
+    reshard.add_argument("--world-size", type=int, required=True, metavar="N")
+    reshard.add_argument("--drop-per-rank", action="store_true", help="leave out values that each rank has for itself")
+    reshard.set_defaults(run=_reshard)
+    return parser
+
+
+def _show(told: argparse.Namespace) -> int:
+    with checkpoint.open(told.url) as reader:
+        if told.key is not None:
+            print(reader.read(told.key))
+            return 0
+        stored = reader.manifest
+        print(f"{reader.url}: saved by {stored.world_size} ranks as {stored.save_id}, {len(stored.files)} files")
+        keys = reader.keys()
+        for key in keys:
+            if key in stored.tensors:
+                info = reader.info(key)
+                parts = f"  in {len(info.boxes)} parts" if len(info.boxes) > 1 else ""
+                print(f"{key}  {str(info.dtype).removeprefix('torch.')} {list(info.shape)}{parts}")
+            else:
+                print(f"{key}  = {reader.read(key)!r}")
+        for key in stored.per_rank:
+            print(f"{key}  a value of each rank")
+    return 0
+
+
+def _verify(told: argparse.Namespace) -> int:
+    with _bar("verifying") as progress:
+        report = checkpoint.verify(told.url, progress=progress)
+    for problem in report.problems:
+        print(problem, file=sys.stderr)
+    verdict = "every byte is as it was written" if report.ok else f"damaged in {len(report.problems)} places"
+    print(f"{report.url}: {report.tensors} tensors, {report.files} files, {report.bytes_read:,} bytes: {verdict}")
+    return 0 if report.ok else 1
+
+
+def _reshard(told: argparse.Namespace) -> int:
+    with _bar("resharding") as progress:
+        report = checkpoint.reshard(
+            told.src, told.dst, world_size=told.world_size, drop_per_rank=told.drop_per_rank, progress=progress
+        )
+    print(
+        f"{report.url}: {report.tensors} tensors, {report.bytes_total:,} bytes, as {told.world_size} ranks write them"
+    )
+    return 0
+
+
+@contextmanager
+def _bar(doing: str) -> Iterator[Progress | None]:
+    """A progress bar on a terminal, where rich is installed; else nothing."""
+    try:
+        from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
+        from rich.progress import Progress as Bars
+    except ImportError:
+        yield None
+        return
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+
+    columns = ("[progress.description]{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Bars(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bars:
+        task = bars.add_task(doing, total=None)
+        yield lambda done, total: bars.update(task, completed=done, total=total)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

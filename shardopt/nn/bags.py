@@ -1,0 +1,153 @@
+"""What a module is given to look up: checked without looking at a device, and pooled when the vectors are there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from shardopt.errors import InputError, Problem
+from shardopt.nn.table import Table
+
+Given = Tensor | Sequence[Tensor | None]
+"""Ids, or (ids, offsets), or (ids, offsets, per_sample_weights)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bags:
+    """The ids for one table, and how they are pooled.
+
+    Args:
+        table: where they are looked up.
+        ids: int64; [L] where they are pooled.
+        offsets: where each bag begins, [B] int64, or [B + 1] with `ends`. None where nothing is pooled.
+        weights: for each id, [L], of the table's dtype; None is 1 for all.
+        ends: whether the last of the offsets is the end of the last bag.
+    """
+
+    table: Table
+    ids: Tensor
+    offsets: Tensor | None = None
+    weights: Tensor | None = None
+    ends: bool = False
+
+    def faulty(self) -> Tensor:
+        """Whether an id has no row, or offsets are not those of bags: a bool on the ids' device; waits for nothing."""
+        faulty = _out_of_range(self.ids, self.table).any()
+        return faulty if self.offsets is None else faulty | self._wrong_offsets()
+
+    def faults(self) -> Iterator[Problem]:
+        """What `faulty` has found, told; waits for the device."""
+        outside = self.ids[_out_of_range(self.ids, self.table)].flatten().tolist()
+        if outside:
+            others = f" (and {len(outside) - 1} more)" if len(outside) > 1 else ""
+            required = f"ids from 0 to {self.table.num_embeddings - 1}"
+            remedy = "map ids to rows before the lookup, or give the table more rows"
+            yield Problem(self.table.name, f"id {outside[0]}{others}", required, remedy)
+        if self.offsets is not None and self._wrong_offsets():
+            required = f"offsets that begin with 0, never fall, and end within {len(self.ids)} ids"
+            found = f"offsets {self.offsets[:8].tolist()}{'...' if len(self.offsets) > 8 else ''}"
+            yield Problem(self.table.name, found, required, "pass where each bag begins")
+
+    def pooled(self, positions: Tensor, vectors: Tensor) -> Tensor:
+        """The vectors of the bags, [B, D], or of the ids, [*ids.shape, D].
+
+        Args:
+            positions: of each id's vector in `vectors`, as the ids; those of padding are U.
+            vectors: [U, D].
+        """
+        padding = None if self.table.padding_idx is None else len(vectors)
+        if padding is not None:
+            vectors = torch.cat([vectors, vectors.new_zeros(1, vectors.shape[1])])
+        if self.offsets is None:
+            return functional.embedding(positions, vectors, padding)
+        return functional.embedding_bag(
+            positions,
+            vectors,
+            self.offsets,
+            mode=self.table.mode,
+            per_sample_weights=self.weights,
+            include_last_offset=self.ends,
+            padding_idx=padding,
+        )
+
+    def _wrong_offsets(self) -> Tensor:
+        offsets = self.offsets
+        assert offsets is not None
+        if not len(offsets):
+            return torch.zeros((), dtype=torch.bool, device=offsets.device)
+        return (offsets[0] != 0) | (offsets[-1] > len(self.ids)) | (offsets.diff() < 0).any()
+
+
+def bags_of(
+    tables: Mapping[str, Table], given: Mapping[str, Given], pools: bool, ends: bool, like: Mapping[str, Tensor]
+) -> list[Bags]:
+    """Takes up what a module is given.
+
+    Args:
+        tables: by name.
+        given: by name of the table.
+        pools: whether the module pools the vectors of tables whose mode says so.
+        ends: whether offsets have the end of the last bag, too.
+        like: the parameters by name of the table, for dtypes and devices.
+
+    Raises:
+        InputError: names, dtypes, shapes or devices are not what they have to be; lists all of them.
+    """
+    bags, problems = [], []
+    for name, its in given.items():
+        if name not in tables:
+            problems.append(Problem(name, "ids for an unknown table", f"one of {sorted(tables)}", "mend the name"))
+            continue
+        try:
+            bags.append(_bags(tables[name], its, pools and tables[name].mode != "none", ends, like[name]))
+        except InputError as error:
+            problems += error.problems
+    if problems:
+        raise InputError("a lookup cannot be done", problems)
+    return bags
+
+
+def _bags(table: Table, given: Given, pooled: bool, ends: bool, like: Tensor) -> Bags:
+    parts = [given] if isinstance(given, Tensor) else list(given) if isinstance(given, Sequence) else []
+    first, *others = parts or [None]
+    if len(parts) > 3 or not isinstance(first, Tensor) or not all(isinstance(its, Tensor | None) for its in others):
+        found = f"a {type(given).__name__} of {[type(part).__name__ for part in parts]}"
+        raise _refusal(table, found, "ids, (ids, offsets) or (ids, offsets, weights)", "pass tensors")
+    ids, offsets, weights = first, *[*others, None, None][:2]
+    for what, tensor in (("ids", ids), ("offsets", offsets)):
+        if tensor is not None and (tensor.dtype not in (torch.int32, torch.int64) or tensor.device != like.device):
+            found = f"{what} of {tensor.dtype} on {tensor.device}"
+            raise _refusal(table, found, f"int64 or int32 on {like.device}", "convert them")
+    if not pooled:
+        if offsets is not None or weights is not None:
+            raise _refusal(table, "offsets or weights", "ids alone, as nothing is pooled", "leave them out")
+        return Bags(table, ids.long())
+    if weights is not None:
+        if table.mode != "sum":
+            raise _refusal(table, f"weights with mode {table.mode!r}", "mode 'sum'", "leave them out, or sum")
+        if weights.shape != ids.shape or weights.dtype != like.dtype or weights.device != like.device:
+            found = f"weights {tuple(weights.shape)} of {weights.dtype} on {weights.device}"
+            required = f"{tuple(ids.shape)}, as the ids, of {like.dtype} on {like.device}"
+            raise _refusal(table, found, required, "pass one for each id")
+        weights = weights.flatten()
+    if ids.dim() == 2 and offsets is None:
+        bags, length = ids.shape
+        offsets = torch.arange(bags, device=ids.device) * length
+        return Bags(table, ids.flatten().long(), offsets, weights)
+    if ids.dim() != 1 or offsets is None or offsets.dim() != 1 or (ends and not len(offsets)):
+        shapes = f"ids {tuple(ids.shape)} and offsets {None if offsets is None else tuple(offsets.shape)}"
+        required = "[L] and [B], with include_last_offset [B + 1]; or ids [B, L] alone"
+        raise _refusal(table, shapes, required, "pass the ids of all bags one after the other, and where each begins")
+    return Bags(table, ids.long(), offsets.long(), weights, ends)
+
+
+def _out_of_range(ids: Tensor, table: Table) -> Tensor:
+    return (ids < 0) | (ids >= table.num_embeddings)
+
+
+def _refusal(table: Table, found: str, required: str, remedy: str) -> InputError:
+    return InputError("a lookup cannot be done", [Problem(table.name, found, required, remedy)])

@@ -1,0 +1,278 @@
+"""Embedding modules whose tables are sharded by rows over many ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, cast, overload
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from shardopt.algorithms.registry import AlgorithmSpec, algorithms, spec_of
+from shardopt.errors import AlgorithmError, InputError, Problem, StateError
+from shardopt.nn.bags import Bags, Given, bags_of
+from shardopt.nn.route import boundaries, find_route
+from shardopt.nn.rows import Collector, Found, fetch
+from shardopt.nn.table import Rows, Table, refuse_bad_tables
+from shardopt.optim.base import KeyedOptimizer
+from shardopt.optim.fused import EmptyFusedOptimizer, FusedOptimizerModule
+from shardopt.optim.fused_rows import FusedRows
+from shardopt.optim.keyed import keyed
+from shardopt.ranks import ranks_of
+from shardopt.sharding.view import assemble, device_of, leaves_of
+
+
+class _ShardedTables(nn.Module, FusedOptimizerModule):
+    """Tables, the lookup in all of them at once, and what becomes of their gradients."""
+
+    def __init__(
+        self,
+        tables: Sequence[Table] | Table,
+        mesh: DeviceMesh,
+        *,
+        device: torch.device | str | None = None,
+        mean_gradients: bool = False,
+    ) -> None:
+        super().__init__()
+        tables = (tables,) if isinstance(tables, Table) else tuple(tables)
+        self.tables = tables
+        self.mesh = mesh
+        self.mean_gradients = mean_gradients
+        refuse_bad_tables(tables, mesh, dir(self))
+        self._by_name = {table.name: table for table in tables}
+        self._collector = Collector(self._take_gradients)
+        self._fused: FusedRows | None = None
+        for table in tables:
+            self.add_module(table.name, Rows(table, mesh, torch.device(device or mesh.device_type)))
+        starts = boundaries(tables, mesh.size()).to(device_of(self._weights()[0]))
+        self.register_buffer("_starts", starts, persistent=False)
+
+    @property
+    def fused_optimizer(self) -> KeyedOptimizer:
+        """What `fuse` made; before it, an optimizer of nothing. Names are relative to this module."""
+        return EmptyFusedOptimizer() if self._fused is None else self._fused
+
+    def fuse(
+        self,
+        algorithm: type[Optimizer] | str,
+        *,
+        groups: Collection[Mapping[str, Any]] | None = None,
+        **options: Any,
+    ) -> KeyedOptimizer:
+        """From now on updates the tables inside of backward. To be called once, on every rank, with equal arguments.
+
+        Each `backward` is one step of the optimizer, with the sum of the gradients of all lookups that this backward
+        comes to; when it returns the rows are updated, and no parameter has a gradient. No other optimizer may be
+        given the tables' parameters.
+
+        Args:
+            algorithm, groups, options: as for `shardopt.keyed`; an algorithm that takes sparse gradients.
+
+        Returns:
+            `fused_optimizer`: to be saved, loaded, scheduled, wrapped and combined with those of other modules.
+
+        Raises:
+            StateError: the tables have an optimizer already.
+            AlgorithmError: the algorithm is not known, or takes no sparse gradients.
+        """
+        if self._fused is not None:
+            problem = Problem("fuse", "a second call", "one optimizer for the tables", "make the module anew")
+            raise StateError("the tables have a fused optimizer already", [problem])
+        for each in (algorithm, *(group["algorithm"] for group in groups or () if "algorithm" in group)):
+            _refuse_dense_only(spec_of(each))
+        self._fused = FusedRows(keyed(algorithm, self.named_parameters(), groups=groups, **options))
+        return self._fused
+
+    def _weights(self) -> list[Tensor]:
+        return [cast(Rows, self.get_submodule(table.name)).weight for table in self.tables]
+
+    def _look_up(
+        self, ids: Tensor | Mapping[str, Given], others: Sequence[Tensor | None], pools: bool, ends: bool
+    ) -> Tensor | dict[str, Tensor]:
+        """The vectors for what each table is given. Collective, whatever is wrong with what is given."""
+        ranks = ranks_of(self.mesh.get_group())
+        weights = self._weights()
+        starts = self.get_buffer("_starts")
+        refused: InputError | None = None
+        bags: list[Bags] = []
+        try:
+            given = _by_table(self.tables, ids, others)
+            bags = bags_of(self._by_name, given, pools, ends, dict(zip(self._by_name, weights, strict=True)))
+        except InputError as error:
+            refused = error
+        faulty = torch.full((), refused is not None, dtype=torch.bool, device=starts.device)
+        for each in bags:
+            faulty = faulty | each.faulty()
+        numbers = {name: number for number, name in enumerate(self._by_name)}
+        wanted = {numbers[each.table.name]: each.ids for each in bags}
+        route = find_route(ranks, self.tables, starts, wanted, faulty)
+        if route is None:
+            ranks.agree("a lookup in sharded tables", lambda: _refuse(refused, bags))
+            raise AssertionError("a faulty lookup was not refused")
+        vectors = fetch(route, self._collector, weights)
+        pooled = {}
+        for each in bags:
+            number = numbers[each.table.name]
+            positions = route.positions[number]
+            assert positions is not None
+            pooled[each.table.name] = each.pooled(positions, vectors[number])
+        return pooled if isinstance(ids, Mapping) else pooled[self.tables[0].name]
+
+    def _take_gradients(self, found: Found) -> None:
+        weights = self._weights()
+        gradients = {}
+        for number, (rows, values) in found.items():
+            weight = weights[number]
+            if self.mean_gradients:
+                values /= self.mesh.size()
+            local = torch.sparse_coo_tensor(
+                rows.unsqueeze(0), values, leaves_of(weight)[0].shape, check_invariants=False
+            )
+            gradients[weight] = local
+        if self._fused is not None:
+            self._fused.update({weight: assemble(weight, [local]) for weight, local in gradients.items()})
+            return
+        for weight, local in gradients.items():
+            if weight.grad is not None:
+                local = leaves_of(weight.grad)[0] + local
+            weight.grad = assemble(weight, [local])
+
+
+class ShardedEmbeddingBag(_ShardedTables):
+    """nn.EmbeddingBag over one or several tables whose rows are cut over the ranks of a mesh.
+
+    Every rank looks up a batch of its own. Ids travel to the ranks that hold their rows, each row's once, and vectors
+    travel back: three exchanges for all tables together, and one in backward, which brings gradients to the rows.
+    Gradients of all ranks add up, as if one process had the batches of all, with the sum of their losses.
+
+    The parameter of a table is `<table>.weight`, a DTensor [N, D] on [Shard(0)]. Its gradient is a DTensor over a
+    sparse local tensor, not coalesced, set at the end of backward; hooks of autograd on the parameter do not run, and
+    torch.autograd.grad does not see it. Where `fully_shard` is to shard the rest of a model, pass these parameters to
+    its `ignored_params`.
+
+    Forward, and backward where anybody calls it, are collective over the mesh: a rank without ids passes empty ones.
+    A table whose vectors a loss does not use gets gradients of zeros where another table of that lookup gets others.
+    Where the mesh is a part of a larger one, nothing keeps the tables on its other parts equal to these.
+
+    Args:
+        tables: one or several, with names of their own; equal on all ranks.
+        mesh: of one dimension, its ranks ascending; from `init_device_mesh`.
+        include_last_offset: whether offsets have the end of the last bag as well.
+        device: of the rows; None is the mesh's.
+        mean_gradients: whether gradients are divided by the number of ranks, as DDP and `fully_shard` divide theirs.
+
+    Raises:
+        StateError: a table is not as it has to be.
+        LayoutError: the mesh has several dimensions, or this rank is not in it.
+    """
+
+    include_last_offset: bool = False
+
+    def __init__(
+        self,
+        tables: Sequence[Table] | Table,
+        mesh: DeviceMesh,
+        *,
+        include_last_offset: bool = False,
+        device: torch.device | str | None = None,
+        mean_gradients: bool = False,
+    ) -> None:
+        super().__init__(tables, mesh, device=device, mean_gradients=mean_gradients)
+        self.include_last_offset = include_last_offset
+
+    @overload
+    def forward(self, ids: Mapping[str, Given]) -> dict[str, Tensor]: ...
+    @overload
+    def forward(
+        self, ids: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+    ) -> Tensor: ...
+    def forward(
+        self,
+        ids: Tensor | Mapping[str, Given],
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> Tensor | dict[str, Tensor]:
+        """Looks up and pools. Collective over the mesh.
+
+        Args:
+            ids: for each table by name (ids, offsets) or (ids, offsets, per_sample_weights), as nn.EmbeddingBag takes
+                them: [L] and [B] int64 or int32, and [L] of the table's dtype, which may want gradients; or ids
+                [B, L] alone, or with None for offsets. For a table with mode "none", ids of any shape. Tables may be
+                left out. Where there is one table only, its ids alone, with what else there is in the other arguments.
+
+        Returns:
+            For each table that was given ids [B, D], without pooling [*ids.shape, D]; a bag without ids is zeros.
+
+        Raises:
+            InputError: an id has no row, or something does not fit: on every rank, with what was wrong on which.
+            RankError: a rank died while others refused a lookup.
+        """
+        return self._look_up(ids, (offsets, per_sample_weights), pools=True, ends=self.include_last_offset)
+
+
+class ShardedEmbedding(_ShardedTables):
+    """nn.Embedding over one or several tables whose rows are cut over the ranks of a mesh.
+
+    `ShardedEmbeddingBag` without bags: all that it says of ranks, parameters and gradients holds here, too.
+
+    Args:
+        tables, mesh, device, mean_gradients: as for ShardedEmbeddingBag; `mode` of tables is not looked at.
+    """
+
+    @overload
+    def forward(self, ids: Mapping[str, Tensor]) -> dict[str, Tensor]: ...
+    @overload
+    def forward(self, ids: Tensor) -> Tensor: ...
+    def forward(self, ids: Tensor | Mapping[str, Tensor]) -> Tensor | dict[str, Tensor]:
+        """Looks up. Collective over the mesh.
+
+        Args:
+            ids: for each table by name, int64 or int32 of any shape; where there is one table only, a tensor alone.
+
+        Returns:
+            For each table that was given ids [*ids.shape, D].
+
+        Raises:
+            InputError: an id has no row, or something does not fit: on every rank, with what was wrong on which.
+            RankError: a rank died while others refused a lookup.
+        """
+        return self._look_up(ids, (), pools=False, ends=False)
+
+
+def _by_table(
+    tables: Sequence[Table], ids: Tensor | Mapping[str, Given], others: Sequence[Tensor | None]
+) -> Mapping[str, Given]:
+    """What is given, by table, where the only table need not be named.
+
+    Raises:
+        InputError: it is not plain what is for which table.
+    """
+    if isinstance(ids, Mapping):
+        if any(other is not None for other in others):
+            problem = Problem("offsets", "beside a mapping", "in it: {table: (ids, offsets)}", "put them there")
+            raise InputError("a lookup cannot be done", [problem])
+        return ids
+    if len(tables) > 1:
+        names = ", ".join(table.name for table in tables)
+        problem = Problem("ids", "ids for no table by name", f"a mapping: there are {names}", "name the table")
+        raise InputError("a lookup cannot be done", [problem])
+    return {tables[0].name: (ids, *others) if others else ids}
+
+
+def _refuse_dense_only(spec: AlgorithmSpec) -> None:
+    if not spec.takes_sparse:
+        sparse = ", ".join(each.name for each in algorithms() if each.takes_sparse)
+        found = f"{spec.name}, which takes no sparse gradients"
+        problem = Problem("algorithm", found, f"one that does: {sparse}", "choose one of them")
+        raise AlgorithmError(f"{spec.name} cannot update single rows of tables", [problem])
+
+
+def _refuse(refused: InputError | None, bags: Sequence[Bags]) -> None:
+    """This rank's part of what is wrong, if it has one."""
+    problems = [problem for each in bags for problem in each.faults()]
+    if refused is not None:
+        raise refused
+    if problems:
+        raise InputError("ids cannot be looked up", problems)

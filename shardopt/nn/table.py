@@ -1,0 +1,141 @@
+"""A named embedding table, and the sharded parameter that holds its rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from shardopt.errors import LayoutError, Problem, StateError
+
+Mode = Literal["sum", "mean", "none"]
+
+_BLOCK_ROWS = 1 << 14
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """What an embedding table is.
+
+    Args:
+        name: its parameter is `<name>.weight` in the module. An identifier that no attribute of a module has.
+        num_embeddings: rows, N; its ids are 0 to N - 1.
+        embedding_dim: elements of a row, D.
+        mode: how `ShardedEmbeddingBag` pools the vectors of a bag; with "none" it gives a vector for each id.
+            `ShardedEmbedding` never pools.
+        dtype: of the rows; None is torch's default at the time when the module is made.
+        init: fills a new block of rows, [rows, D] on the CPU in the table's dtype, in place; it may draw from torch's
+            default generator. None draws from the standard normal distribution, as nn.EmbeddingBag does.
+        padding_idx: an id that adds nothing to a bag, does not count in a mean, reads as zeros where nothing is pooled,
+            and never gets a gradient; its row begins as zeros.
+    """
+
+    name: str
+    num_embeddings: int
+    embedding_dim: int
+    mode: Mode = "mean"
+    dtype: torch.dtype | None = None
+    init: Callable[[Tensor], object] | None = None
+    padding_idx: int | None = None
+
+    def rows_each(self, ranks: int) -> int:
+        """Rows of every rank but the last ones, which may have fewer or none, as torch.chunk cuts."""
+        return -(-self.num_embeddings // ranks)
+
+    def first_row(self, rank: int, ranks: int) -> int:
+        """The row with which a rank's part begins; N for a rank without rows."""
+        return min(rank * self.rows_each(ranks), self.num_embeddings)
+
+
+class Rows(nn.Module):
+    """The rows of one table.
+
+    Args:
+        table: says what they are.
+        mesh: one dimension, over which they are cut.
+        device: for this rank's rows.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(self, table: Table, mesh: DeviceMesh, device: torch.device) -> None:
+        super().__init__()
+        rank, ranks = mesh.get_local_rank(), mesh.size()
+        here = _drawn(table, table.first_row(rank, ranks), table.first_row(rank + 1, ranks), device)
+        shape = torch.Size((table.num_embeddings, table.embedding_dim))
+        stride = (table.embedding_dim, 1)
+        whole = DTensor.from_local(here, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+        self.weight = nn.Parameter(whole)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, {self.weight.dtype}, sharded by rows"
+
+
+def refuse_bad_tables(tables: Sequence[Table], mesh: DeviceMesh, taken: Collection[str]) -> None:
+    """Looks at what a module is to be made of.
+
+    Args:
+        tables: that it is to hold.
+        mesh: over which they are to be cut.
+        taken: names that a table cannot have.
+
+    Raises:
+        StateError: there are no tables, or some are not as they have to be.
+        LayoutError: the mesh has several dimensions, has its ranks in another order, or this rank is not in it.
+    """
+    problems = [problem for table in tables for problem in _wrong(table, tables, taken)]
+    if not tables:
+        problems = [Problem("tables", "none", "at least one", "pass the tables that the module is to hold")]
+    if problems:
+        raise StateError("tables cannot be made", problems)
+    members = mesh.mesh.flatten().tolist()
+    if mesh.ndim != 1 or members != sorted(members) or mesh.get_coordinate() is None:
+        found = f"a mesh of shape {tuple(mesh.mesh.shape)} over ranks {members}"
+        required = "one dimension, ascending ranks, this rank among them"
+        remedy = 'pass one dimension of the mesh, mesh["dp"], on its ranks'
+        raise LayoutError("tables cannot be sharded over this mesh", [Problem("mesh", found, required, remedy)])
+
+
+def _wrong(table: Table, tables: Sequence[Table], taken: Collection[str]) -> Iterator[Problem]:
+    name, padding = table.name, table.padding_idx
+    if not name.isidentifier() or name in taken or sum(other.name == name for other in tables) > 1:
+        remedy = "give each table a name of its own, without dots"
+        yield Problem(repr(name), "a name that cannot be used, or comes twice", "an identifier of its own", remedy)
+    if table.num_embeddings < 1 or table.embedding_dim < 1:
+        shape = f"{table.num_embeddings} rows of {table.embedding_dim} elements"
+        yield Problem(name, shape, "at least one of each", "mend num_embeddings and embedding_dim")
+    if table.mode not in ("sum", "mean", "none"):
+        yield Problem(name, f"mode {table.mode!r}", "'sum', 'mean' or 'none'", "choose one of them")
+    if padding is not None and not 0 <= padding < table.num_embeddings:
+        required = f"one of the ids, 0 to {table.num_embeddings - 1}"
+        yield Problem(name, f"padding_idx {padding}", required, "count it from the front")
+
+
+def _drawn(table: Table, start: int, end: int, device: torch.device) -> Tensor:
+    """Rows [start, end) of a new table: the same numbers on however many ranks.
+
+    Each block of rows has a seed of its own, which follows from one draw of torch's default generator. So a rank needs
+    memory for one block besides its rows, and ranks with equal generators get the parts of one table.
+    """
+    seed = int(torch.randint(2**62, (), dtype=torch.int64))
+    after = torch.get_rng_state()
+    dtype = table.dtype or torch.get_default_dtype()
+    rows = torch.empty(end - start, table.embedding_dim, dtype=dtype, device=device)
+    for number in range(start // _BLOCK_ROWS, math.ceil(end / _BLOCK_ROWS) if end > start else 0):
+        first = number * _BLOCK_ROWS
+        block = torch.empty(min(_BLOCK_ROWS, table.num_embeddings - first), table.embedding_dim, dtype=dtype)
+        torch.default_generator.manual_seed(seed + number)
+        with torch.no_grad():
+            (table.init or nn.init.normal_)(block)
+            if table.padding_idx is not None and first <= table.padding_idx < first + len(block):
+                block[table.padding_idx - first] = 0
+        low, high = max(start, first), min(end, first + len(block))
+        rows[low - start : high - start] = block[low - first : high - first]
+    torch.set_rng_state(after)
+    return rows

@@ -1,0 +1,59 @@
+"""The optimizer of parameters of which each backward touches a few rows, and updates them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardopt.algorithms.torch_private import step_nested
+from shardopt.optim.fused import FusedOptimizer
+from shardopt.optim.wrapper import OptimizerWrapper
+
+
+class FusedRows(OptimizerWrapper, FusedOptimizer):
+    """Updates rows at the end of each backward that came to them, by a step of another optimizer.
+
+    The module that has the parameters calls `update`, once for all that one backward has found. Options that are
+    changed before a backward hold in it. Step-pre-hooks, its own and those of all optimizers that it is part of, run
+    before each update, so that who refuses a step refuses there; and again, like step-post-hooks, with `step`.
+
+    Args:
+        optimizer: of the parameters; not to be stepped by anyone else.
+    """
+
+    @property
+    def updates_in_backward(self) -> bool:
+        """That is what it is for, whatever its part would do by itself."""
+        return True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Changes no parameter, as backward has; evaluates a closure, whose loss is returned."""
+        if closure is None:
+            return None
+        with torch.enable_grad():
+            return closure()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Has no gradient to drop."""
+
+    def update(self, gradients: Mapping[Tensor, Tensor]) -> None:
+        """One step with gradients that the parameters have for this time only.
+
+        Args:
+            gradients: parameter → its gradient, placed as it is.
+
+        Raises:
+            TornStateError: this optimizer, or one that it is part of, is only partly loaded.
+        """
+        self._before_backward()
+        before = {parameter: parameter.grad for parameter in self.params.values()}
+        try:
+            for parameter in before:
+                parameter.grad = gradients.get(parameter)
+            step_nested(self._optimizer)
+        finally:
+            for parameter, gradient in before.items():
+                parameter.grad = gradient

@@ -1,0 +1,77 @@
+"""Tables, batches and steps for the tests of sharded embeddings, and the same in one process with torch's own."""
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional
+
+from shardopt.nn import ShardedEmbeddingBag, Table
+
+# More rows than ranks; fewer; evenly and unevenly cut; of different widths.
+TABLES = (
+    Table("sums", 41, 8, mode="sum"),
+    Table("means", 7, 3),
+    Table("short", 2, 5, mode="sum"),
+    Table("none", 12, 4, mode="none"),
+    Table("padded", 9, 2, padding_idx=4),
+)
+STEPS = 10
+
+# torch's own optimizers make sparse tensors without saying whether they are to be checked, and warn of it.
+unchecked = partial(torch.sparse.check_sparse_tensor_invariants, enable=False)
+
+
+def mesh():
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def whole(table):
+    """The same first rows in every process."""
+    generator = torch.Generator().manual_seed(len(table.name))
+    return torch.randn(table.num_embeddings, table.embedding_dim, generator=generator, dtype=table.dtype)
+
+
+def sharded(tables=TABLES, **options):
+    module = ShardedEmbeddingBag(tables, mesh(), **options)
+    with torch.no_grad():
+        for table in tables:
+            rows = torch.chunk(whole(table), dist.get_world_size())
+            if dist.get_rank() < len(rows):
+                getattr(module, table.name).weight.to_local().copy_(rows[dist.get_rank()])
+    return module
+
+
+def in_one_process(tables=TABLES):
+    return nn.ModuleDict({table.name: nn.Embedding.from_pretrained(whole(table), freeze=False) for table in tables})
+
+
+def batch(table, step, rank, ranks):
+    """What a rank looks up in a step: bags of 0 to 5 ids with repeats; at times nothing, or all ranks one id, or one
+    rank all of the ids."""
+    draw = torch.Generator().manual_seed(1000 * step + 10 * rank + len(table.name))
+    idle = (step + rank) % 4 == 3 or (step == 5 and rank != 0)
+    bags = 0 if idle else int(torch.randint(1, 6, (), generator=draw))
+    lengths = torch.randint(0, 6, (bags,), generator=draw)
+    largest = 1 if step == 6 else table.num_embeddings
+    ids = torch.randint(0, largest, (int(lengths.sum()),), generator=draw)
+    offsets = lengths.cumsum(0) - lengths
+    if table.mode == "none":
+        return (ids,)
+    weights = torch.rand(len(ids), generator=draw, dtype=table.dtype) if table.mode == "sum" else None
+    return ids, offsets, None if weights is None else weights.requires_grad_()
+
+
+def torchs(table, weight, ids, offsets=None, weights=None):
+    """What torch makes of a batch, with sparse gradients."""
+    if offsets is None:
+        return functional.embedding(ids, weight, sparse=True)
+    options = {"mode": table.mode, "per_sample_weights": weights, "padding_idx": table.padding_idx, "sparse": True}
+    return functional.embedding_bag(ids, weight, offsets, **options)
+
+
+def loss_of(vectors):
+    """Not linear, so that gradients differ from row to row."""
+    return (vectors.sin() * torch.arange(1, 1 + vectors.shape[-1])).sum()

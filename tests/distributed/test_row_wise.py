@@ -1,0 +1,197 @@
+"""Row-wise and sparse training on real ranks: tables cut along their columns, resumed on other ranks, counted."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+
+import shardopt
+from shardopt import RowWiseAdagrad, RowWiseAdam, checkpoint
+from shardopt.algorithms import Kind, spec_of
+from shardopt.sharding.view import leaves_of, view_of
+from tests.distributed.tables import COLUMNS, ROWS, give_gradient, gradient, parts_of, place, start
+from tests.fake_rank import shard
+from tests.harness import run_ranks, run_ranks_outcomes
+
+STEPS = 9
+EVERY = {**ROWS, **COLUMNS}
+TOLERANCE = 1e-6
+CASES = {
+    "RowWiseAdagrad": {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.1},
+    "RowWiseAdam": {"lr": 0.1, "betas": (0.7, 0.9), "maximize": True},
+    "SparseAdam": {"lr": 0.1, "betas": (0.7, 0.9)},
+    "SGD": {"lr": 0.1},
+    "Adagrad": {"lr": 0.1, "initial_accumulator_value": 0.1},
+}
+DENSE = {
+    "RowWiseAdagrad": {"lr": 0.1, "weight_decay": 0.1},
+    "RowWiseAdam": {"lr": 0.1, "weight_decay": 0.1},
+    "SGD": {"lr": 0.1, "momentum": 0.9},
+    "Adagrad": {"lr": 0.1},
+}
+OURS = {"RowWiseAdagrad": RowWiseAdagrad, "RowWiseAdam": RowWiseAdam}
+
+
+def one_process(algorithm, options, sparse, names):
+    params = {name: torch.nn.Parameter(start(name)) for name in names}
+    optimizer = (OURS.get(algorithm) or getattr(torch.optim, algorithm))(params.values(), **options)
+    for step in range(STEPS):
+        for name, parameter in params.items():
+            parameter.grad = gradient(name, step, sparse)
+        optimizer.step()
+    return {name: {"": p.detach(), **optimizer.state[p]} for name, p in params.items()}
+
+
+def meshes():
+    ranks = dist.get_world_size()
+    rows = 2 if ranks % 2 == 0 else 1
+    return init_device_mesh("cpu", (ranks,)), init_device_mesh("cpu", (rows, ranks // rows))
+
+
+def train(optimizer, params, steps, sparse=True):
+    for step in steps:
+        for name, parameter in params.items():
+            give_gradient(parameter, gradient(name, step, sparse))
+        optimizer.step()
+
+
+def every_case(options_of, sparse):
+    """The largest relative difference from one process, of each algorithm, table and entry, on this rank.
+
+    Odd ranks give their tables in the reverse order.
+    """
+    square = meshes()
+    names = list(COLUMNS)[:: -1 if dist.get_rank() % 2 else 1]
+    worst = {}
+    for algorithm, options in options_of.items():
+        params = {name: place(start(name), name, *square) for name in names}
+        optimizer = shardopt.keyed(algorithm, params, **options)
+        with torch.sparse.check_sparse_tensor_invariants():  # or torch's own Adagrad warns that it does not
+            train(optimizer, params, range(STEPS), sparse)
+            wanted = one_process(algorithm, options, sparse, COLUMNS)
+        kinds = {entry.name: entry.kind for entry in spec_of(algorithm).state}
+        for name, parameter in params.items():
+            state = optimizer.state_dict()["state"].get(name, {})
+            for entry, value in {"": parameter, **state}.items():
+                want = wanted[name][entry]
+                if not isinstance(want, torch.Tensor):
+                    assert value == want
+                    continue
+                assert view_of(value).shape == tuple(want.shape), (algorithm, name, entry)
+                if kinds.get(entry) is Kind.TABLE_ROWS:
+                    assert (view_of(value).dtype, want.shape[1:].numel()) == (torch.float32, 1)
+                scale = want.abs().max().item()
+                differences = [(a - b).abs().max().item() / scale for a, b in parts_of(want, value) if a.numel()]
+                worst[algorithm, name, entry] = max(differences, default=0.0)
+    return worst
+
+
+@pytest.mark.parametrize("sparse", [True, False], ids=["sparse", "dense"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_tables_cut_along_columns_are_moved_as_on_one_process(ranks, sparse):
+    for result in run_ranks(ranks, every_case, CASES if sparse else DENSE, sparse):
+        assert len(result) == len(COLUMNS) * (14 if sparse else 12), "of each algorithm, the parameter and its tensors"
+        value, key = max((value, key) for key, value in result.items())
+        assert value <= TOLERANCE, key
+
+
+def different_rows():
+    """Rank 0 has gradients of rows 1 and 3, rank 1 of row 3 alone, rank 2 none at all."""
+    mesh = init_device_mesh("cpu", (3,))
+    full = torch.arange(24.0).view(4, 6)
+    mine = {0: [1, 3], 1: [3], 2: []}[dist.get_rank()]
+    results = []
+    for algorithm in ("rowwiseadagrad", "rowwiseadam"):
+        weight = torch.nn.Parameter(shard(full, mesh, Shard(1)))
+        whole = torch.nn.Parameter(full.clone())
+        optimizer = shardopt.keyed(algorithm, {"w": weight}, lr=0.1)
+        alone = shardopt.keyed(algorithm, {"w": whole}, lr=0.1)
+        for _ in range(3):
+            if mine:
+                sparse = torch.sparse_coo_tensor([mine], torch.ones(len(mine), 2), (4, 2), check_invariants=True)
+                weight.grad = type(weight.data)(sparse, weight._spec, requires_grad=False)
+            values = torch.tensor([[1.0, 1, 0, 0, 0, 0], [1, 1, 1, 1, 0, 0]])
+            whole.grad = torch.sparse_coo_tensor([[1, 3]], values, (4, 6), check_invariants=True)
+            optimizer.step()
+            alone.step()
+        (local,) = leaves_of(weight)
+        column = 2 * dist.get_rank()
+        results.append(torch.allclose(local, whole[:, column : column + 2], rtol=1e-6, atol=0))
+        for name, value in optimizer.state[weight].items():
+            if name != "exp_avg":
+                results.append(torch.allclose(leaves_of(value)[0], alone.state[whole][name], rtol=1e-6))
+    return results
+
+
+def test_a_row_that_any_rank_has_a_gradient_of_is_moved_on_all():
+    for result in run_ranks(3, different_rows):
+        assert all(result), result
+
+
+def step_tables(count):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    params = {
+        f"{placement.dim}.{i}": torch.nn.Parameter(shard(torch.ones(6, 4), mesh, placement))
+        for placement in (Shard(0), Shard(1))
+        for i in range(count)
+    }
+    optimizer = shardopt.keyed("rowwiseadagrad", {name: p for name, p in params.items() if name.startswith("0")})
+    other = shardopt.keyed("rowwiseadam", {name: p for name, p in params.items() if name.startswith("1")})
+    for parameter in params.values():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    dist.barrier()
+    other.step()
+
+
+def test_a_step_has_one_collective_where_columns_are_cut_and_none_where_rows_are():
+    for outcome in run_ranks_outcomes(2, step_tables, 10, trace=["torch.distributed:all_reduce"]):
+        assert outcome.ok, outcome
+        assert len(outcome.calls) == 1
+
+
+def save_tables(path):
+    square = meshes()
+    params = {name: place(start(name), name, *square) for name in EVERY}
+    optimizer = shardopt.keyed("rowwiseadam", params, groups=[{"match": "e", "algorithm": "rowwiseadagrad"}])
+    train(optimizer, params, range(STEPS))
+    checkpoint.save(path, {"model": params, "optimizer": optimizer})
+    return {
+        name: sum(leaf.nbytes for leaf in leaves_of(value))
+        for name, its in optimizer.state_dict()["state"].items()
+        for entry, value in its.items()
+        if entry in ("sum", "exp_avg_sq")
+    }
+
+
+def load_tables(path, again, turned):
+    """Loads into fresh tables, and saves; where `turned`, those of two dimensions lie the other way."""
+    row, across = meshes()
+    params = {name: place(torch.full_like(start(name), -1.0), name, row, across) for name in EVERY}
+    if turned:
+        for name, shape in EVERY.items():
+            if len(shape) == 2 and not name.startswith("table"):
+                where = Shard(0) if name in COLUMNS else Replicate() if name == "copies" else Shard(1)
+                params[name] = torch.nn.Parameter(shard(torch.full(shape, -1.0), row, where))
+    optimizer = shardopt.keyed("rowwiseadam", params, groups=[{"match": "e", "algorithm": "rowwiseadagrad"}])
+    optimizer.init_state()
+    checkpoint.load(path, {"model": params, "optimizer": optimizer})
+    checkpoint.save(again, {"model": params, "optimizer": optimizer})
+
+
+def test_moments_are_four_bytes_a_row_and_load_on_any_ranks_and_into_any_cut(tmp_path):
+    held = run_ranks(4, save_tables, tmp_path / "four")
+    for name in ("even", "uneven", "short", "vector", "cube", "table", "hybrid"):
+        copies = 2 if name == "hybrid" else 1
+        assert sum(of_rank[name] for of_rank in held) == 4 * EVERY[name][0] * copies, name
+    for ranks, turned in ((1, False), (2, True), (3, False), (3, True)):
+        again = tmp_path / f"{ranks}{turned}"
+        run_ranks(ranks, load_tables, tmp_path / "four", again, turned)
+        with checkpoint.open(tmp_path / "four") as one, checkpoint.open(again) as other:
+            assert one.keys() == other.keys()
+            for key in one.manifest.tensors:
+                assert torch.equal(one.read(key), other.read(key)), key
+            for name, shape in EVERY.items():
+                entry = "sum" if "e" in name else "exp_avg_sq"
+                assert other.info(f"optimizer.state.{name}.{entry}").shape == (shape[0], *[1] * (len(shape) - 1))

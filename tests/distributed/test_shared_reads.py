@@ -1,0 +1,137 @@
+"""What several ranks want is read by one of them and sent to the others: the same bytes, fewer of them read."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from shardopt import checkpoint
+from shardopt.checkpoint import share
+from shardopt.errors import CorruptionError
+from shardopt.ranks import Ranks
+from tests.distributed import test_reshard_matrix as matrix
+from tests.harness import run_ranks, run_ranks_outcomes
+
+MIB = 1 << 20
+
+
+def load_matrix(path, turns):
+    read = wanted = 0
+    for turn in turns:
+        state = matrix.make_state(turn, filled=False)
+        memory = matrix.held(state)
+        report = checkpoint.load(path, {"state": dict(state)}, replicas="exchange", transactional=turn % 2 == 1)
+        assert matrix.held(state) == memory
+        assert [key for key, tensor in state.items() if not matrix.is_filled(key, tensor)] == []
+        read, wanted = read + report.bytes_read, wanted + report.bytes_wanted
+    return read, wanted
+
+
+@pytest.mark.parametrize("loading", [pytest.param(3, marks=pytest.mark.exhaustive), 4])
+def test_every_layout_is_filled_by_exchange(tmp_path, loading, request):
+    run_ranks(2, matrix.save, str(tmp_path / "saved"))
+    turns = list(range(len(matrix.LAYOUTS))) if request.config.getoption("--exhaustive") else [0, 3]
+    run_ranks(loading, load_matrix, str(tmp_path / "saved"), turns, deadline_seconds=200.0)
+
+
+def big(filled):
+    """A replicated tensor, a plain one, one sharded in two replicas, and one that only one rank holds parts of."""
+    row = init_device_mesh("cpu", (dist.get_world_size(),))
+    square = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
+    value = torch.arange(3 * MIB, dtype=torch.float32).view(-1, 1024) if filled else torch.zeros(3 * 1024, 1024)
+    return {
+        "replicated": distribute_tensor(value, row, [Replicate()], src_data_rank=None),
+        "plain": value.clone(),
+        "hybrid": distribute_tensor(value, square, [Replicate(), Shard(0)], src_data_rank=None),
+        "rows": distribute_tensor(value, row, [Shard(0)], src_data_rank=None),
+    }
+
+
+def save_big(path):
+    checkpoint.save(path, big(filled=True))
+
+
+def load_big(path, replicas):
+    state = big(filled=False)
+    report = checkpoint.load(path, state, replicas=replicas)
+    for name, tensor in big(filled=True).items():
+        mine = state[name]
+        assert torch.equal(*(each.to_local() if name != "plain" else each for each in (mine, tensor)))
+    return report.bytes_read, report.bytes_wanted
+
+
+def test_each_byte_is_read_by_one_rank(tmp_path):
+    path = str(tmp_path / "saved")
+    run_ranks(4, save_big, path)
+    stored = 4 * 12 * MIB
+    apart = run_ranks(4, load_big, path, "read")
+    assert [read / wanted for read, wanted in apart] == pytest.approx([1, 1, 1, 1], abs=0.1)
+    together = run_ranks(4, load_big, path, "exchange")
+    assert [wanted for _, wanted in together] == [wanted for _, wanted in apart]
+    assert sum(read for read, _ in together) <= 1.1 * stored
+    assert max(read for read, _ in together) <= 1.1 * stored / 4 + 2 * MIB
+    assert run_ranks(4, load_big, path, "auto") == apart  # a local disk
+
+
+def load_without_rows(path):
+    """One rank wants one tensor more."""
+    value = {"plain": torch.zeros(3 * 1024, 1024)}
+    if dist.get_rank() == 0:
+        value["replicated"] = torch.zeros(3 * 1024, 1024)
+    report = checkpoint.load(path, dict(value), strict=False, replicas="exchange")
+    for tensor in value.values():
+        assert torch.equal(tensor, torch.arange(3 * MIB, dtype=torch.float32).view(-1, 1024))
+    return report.bytes_read >= report.bytes_wanted
+
+
+def test_ranks_that_want_other_tensors_read_for_themselves(tmp_path):
+    path = str(tmp_path / "saved")
+    run_ranks(4, save_big, path)
+    assert run_ranks(3, load_without_rows, path) == [True] * 3
+
+
+def load_damaged(path):
+    state = {"plain": torch.zeros(3 * 1024, 1024)}
+    checkpoint.load(path, state, strict=False, replicas="exchange")
+
+
+def test_damage_that_one_rank_reads_is_raised_by_all(tmp_path):
+    path = tmp_path / "saved"
+    run_ranks(2, save_big, str(path))
+    with checkpoint.open(path) as reader:
+        shared = reader.manifest.tensors["plain"].layout
+        file = reader.manifest.files[shared.files[-1]].name
+        entry = next(each for each in reader._open(shared.files[-1]).entries.values() if each.key == "plain")
+    with open(path / file, "r+b") as opened:
+        opened.seek(entry.end - 9)
+        opened.write(b"\xff\xfe\xfd")
+    outcomes = run_ranks_outcomes(3, load_damaged, str(path))
+    assert [type(each.error) for each in outcomes] == [CorruptionError] * 3
+    assert all("plain" in str(each.error) for each in outcomes)
+
+
+def load_in_rounds(path):
+    """What this rank sends in each exchange."""
+    sent_bytes, exchange = [], Ranks.exchange
+
+    def counting(self, sent, *counts):
+        sent_bytes.append(sent.nbytes)
+        return exchange(self, sent, *counts)
+
+    Ranks.exchange = counting
+    try:
+        load_big(path, "exchange")
+    finally:
+        Ranks.exchange = exchange
+    return sent_bytes
+
+
+def test_rounds_are_of_bounded_size(tmp_path):
+    path = str(tmp_path / "saved")
+    run_ranks(4, save_big, path)
+    rounds = run_ranks(4, load_in_rounds, path)
+    assert {len(each) for each in rounds} == {2}
+    assert all(0 < nbytes <= share._ROUND_BYTES for each in rounds for nbytes in each)
+    sent = 12 * MIB * (3 + 3 + 1)  # to the three others, and to the one other of each half
+    assert sum(map(sum, rounds)) == sent

@@ -1,0 +1,260 @@
+"""Sharded embedding modules on one rank: nn.EmbeddingBag's and nn.Embedding's own results, and what is refused."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+
+import shardopt
+from shardopt.errors import AlgorithmError, GradientError, InputError, LayoutError, StateError
+from shardopt.nn import ShardedEmbedding, ShardedEmbeddingBag, Table
+from shardopt.nn.route import boundaries
+from shardopt.optim import FusedOptimizerModule
+from shardopt.sharding.view import leaves_of, view_of
+from tests.fake_rank import fake_rank
+
+ROWS, WIDTH = 9, 3
+
+
+@st.composite
+def lookups(draw):
+    """Options of nn.EmbeddingBag and what it is called with; with bags that have no ids, and ids that come again."""
+    mode = draw(st.sampled_from(["sum", "mean"]))
+    ends = draw(st.booleans())
+    lengths = draw(st.lists(st.integers(0, 4), min_size=0, max_size=5))
+    ids = draw(st.lists(st.integers(0, ROWS - 1), min_size=sum(lengths), max_size=sum(lengths)))
+    offsets = [sum(lengths[:bag]) for bag in range(len(lengths) + ends)]
+    options = {"mode": mode, "include_last_offset": ends, "padding_idx": draw(st.sampled_from([None, 0, ROWS - 1]))}
+    weighted = mode == "sum" and draw(st.booleans())
+    kind = draw(st.sampled_from([torch.int64, torch.int32]))
+    return options, torch.tensor(ids, dtype=kind), torch.tensor(offsets, dtype=kind), weighted
+
+
+@settings(max_examples=60)
+@given(lookups(), st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
+def test_is_an_embedding_bag(lookup, dtype):
+    options, ids, offsets, weighted = lookup
+    torch.manual_seed(0)
+    theirs = nn.EmbeddingBag(ROWS, WIDTH, dtype=dtype, sparse=True, **options)
+    weights = [torch.rand(len(ids), dtype=dtype, requires_grad=True) if weighted else None for _ in range(2)]
+    if weighted:
+        weights[1].data.copy_(weights[0])
+    with fake_rank(0, 1) as mesh:
+        table = Table("only", ROWS, WIDTH, options["mode"], dtype, padding_idx=options["padding_idx"])
+        ours = ShardedEmbeddingBag(table, mesh, include_last_offset=options["include_last_offset"])
+        ours.only.weight.data.to_local().copy_(theirs.weight.data)
+        wanted, found = theirs(ids, offsets, weights[0]), ours(ids, offsets, weights[1])
+        assert torch.equal(found, wanted)
+        for vectors in (wanted, found):
+            (vectors.sin() * torch.arange(1, 1 + WIDTH)).sum().backward()
+        gradient = leaves_of(ours.only.weight.grad)[0]
+    assert gradient.is_sparse
+    close = {"rtol": 2e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {}
+    torch.testing.assert_close(gradient.to_dense(), theirs.weight.grad.to_dense(), **close)
+    touched = sorted({number for number in ids.tolist() if number != options["padding_idx"]})
+    assert gradient.coalesce().indices()[0].tolist() == touched
+    if weighted:
+        torch.testing.assert_close(weights[1].grad, weights[0].grad, **close)
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (2, 3), (0,), (2, 0, 3)])
+def test_is_an_embedding(shape):
+    theirs = nn.Embedding(ROWS, WIDTH, sparse=True)
+    ids = torch.randint(ROWS, shape)
+    with fake_rank(0, 1) as mesh:
+        ours = ShardedEmbedding(Table("only", ROWS, WIDTH), mesh)
+        ours.only.weight.data.to_local().copy_(theirs.weight.data)
+        assert torch.equal(ours(ids), theirs(ids))
+        ours(ids).sin().sum().backward()
+        theirs(ids).sin().sum().backward()
+        found = leaves_of(ours.only.weight.grad)[0].to_dense()
+    torch.testing.assert_close(found, theirs.weight.grad.to_dense())
+
+
+def test_bags_of_one_length_need_no_offsets_and_tables_may_be_left_out():
+    with fake_rank(0, 1) as mesh:
+        module = ShardedEmbeddingBag([Table("a", 5, 2), Table("b", 7, 4, mode="none", padding_idx=1)], mesh)
+        rows = {name: leaves_of(parameter.detach())[0] for name, parameter in module.named_parameters()}
+        ids = torch.tensor([[0, 4], [2, 2]])
+        found = module({"a": ids})
+        assert found.keys() == {"a"}
+        assert torch.equal(found["a"], functional.embedding_bag(ids, rows["a.weight"], mode="mean"))
+        found = module({"b": torch.tensor([[3, 1]]), "a": (ids, None)})
+        assert list(found) == ["b", "a"]
+        assert torch.equal(found["b"], torch.stack([rows["b.weight"][3], torch.zeros(4)]).unsqueeze(0))
+        assert not rows["b.weight"][1].any()
+        with torch.no_grad():
+            assert not module({"a": ids})["a"].requires_grad
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
+def test_rows_are_the_same_on_any_number_of_ranks(ranks):
+    """Blocks of 16384 rows are drawn at a time; the second table has fewer rows than there are ranks."""
+    tables = [Table("long", 20_000, 2, padding_idx=17_000), Table("short", 2, 3, init=nn.init.uniform_)]
+    parts = {"long": [], "short": []}
+    for rank in range(ranks):
+        with fake_rank(rank, ranks) as mesh:
+            torch.manual_seed(4)
+            module = ShardedEmbedding(tables, mesh)
+            after = torch.rand(())
+            for name, its in parts.items():
+                weight = getattr(module, name).weight
+                its += [piece.tensor for piece in view_of(weight).pieces]
+            assert boundaries(tables, ranks)[[0, ranks, 2 * ranks]].tolist() == [0, 20_000, 20_002]
+    whole = {name: torch.cat(its) for name, its in parts.items()}
+    with fake_rank(0, 1) as mesh:
+        torch.manual_seed(4)
+        module = ShardedEmbedding(tables, mesh)
+        assert torch.equal(after, torch.rand(()))
+        for name, rows in whole.items():
+            assert torch.equal(leaves_of(getattr(module, name).weight)[0], rows)
+    assert not whole["long"][17_000].any()
+    assert len(whole["long"].unique(dim=0)) == 20_000
+    assert 0 <= whole["short"].min() < whole["short"].max() < 1
+
+
+@pytest.mark.parametrize(
+    ("tables", "words"),
+    [
+        ([], "at least one"),
+        ([Table("a", 5, 2), Table("a", 6, 2)], "comes twice"),
+        ([Table("a.b", 5, 2)], "identifier"),
+        *(([Table(name, 5, 2)], "cannot be used") for name in ("forward", "tables", "training", "include_last_offset")),
+        ([Table("a", 0, 2)], "0 rows"),
+        ([Table("a", 5, 2, mode="max")], "mode 'max'"),
+        ([Table("a", 5, 2, padding_idx=-1)], "padding_idx -1"),
+    ],
+)
+def test_tables_that_cannot_be_made(tables, words):
+    with fake_rank(0, 1) as mesh, pytest.raises(StateError, match=words):
+        ShardedEmbeddingBag(tables, mesh)
+
+
+def test_meshes_that_tables_cannot_lie_on():
+    with fake_rank(0, 4, (2, 2)) as mesh, pytest.raises(LayoutError, match=r"shape \(2, 2\)"):
+        ShardedEmbeddingBag(Table("a", 5, 2), mesh)
+
+
+L = torch.tensor([1, 2, 3])
+B = torch.tensor([0, 2])
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (({"sum": (L, B, torch.ones(2))},), r"sum: found weights \(2,\)"),
+        (({"sum": (L, B, torch.ones(3).double())},), "float64"),
+        (({"mean": (L, B, torch.ones(3))},), "mean: found weights with mode 'mean'"),
+        (({"none": (L, B)},), "none: found offsets or weights"),
+        (({"sum": L},), r"sum: found ids \(3,\) and offsets None"),
+        (({"sum": (L.view(1, 3), B)},), "sum: found ids"),
+        (({"sum": (L.float(), B)},), "ids of torch.float32"),
+        (({"sum": (L, B.float())},), "offsets of torch.float32"),
+        (({"sum": (L, torch.tensor([1, 2]))},), r"offsets \[1, 2\]"),
+        (({"sum": (L, torch.tensor([0, 2, 1]))},), r"offsets \[0, 2, 1\]"),
+        (({"sum": (L, B), "mean": (L - 2, B)},), r"mean: found id -1"),
+        (({"other": L},), "other: found ids for an unknown table"),
+        ((L, B), "there are sum, mean, none"),
+        (({"sum": L}, B), "beside a mapping"),
+        (({"sum": ()},), r"a tuple of \[\]"),
+        (({"none": [1, 2]},), r"none: found a list of \['int', 'int'\]"),
+        (({"none": 3},), "none: found a int"),
+        (({"sum": (L, B, None, None)},), "sum: found a tuple"),
+    ],
+)
+def test_calls_that_are_refused(call, words):
+    with fake_rank(0, 1) as mesh:
+        module = ShardedEmbeddingBag(
+            [Table("sum", 9, 2, "sum"), Table("mean", 9, 2), Table("none", 9, 2, "none")], mesh
+        )
+        with pytest.raises(InputError, match=words):
+            module(*call)
+
+
+def test_everything_that_is_wrong_is_told_at_once():
+    with fake_rank(0, 1) as mesh:
+        module = ShardedEmbeddingBag([Table("a", 3, 2), Table("b", 3, 2)], mesh)
+        with pytest.raises(InputError) as raised:
+            module({"a": torch.tensor([[0, 3]]), "b": torch.tensor([[4, 5]])})
+    assert [problem.key for problem in raised.value.problems] == ["a", "b"]
+
+
+def test_a_module_has_a_fused_optimizer_once_it_is_fused():
+    with fake_rank(0, 1) as mesh:
+        module = ShardedEmbedding([Table("a", 5, 2), Table("b", 5, 2)], mesh)
+        assert isinstance(module, FusedOptimizerModule)
+        assert not module.fused_optimizer.params
+        with pytest.raises(AlgorithmError, match=r"(?s)Adam cannot update single rows.*RowWiseAdagrad"):
+            module.fuse("adam", lr=0.1)
+        with pytest.raises(AlgorithmError, match="AdamW cannot update"):
+            module.fuse("sgd", groups=[{"match": "b", "algorithm": "adamw"}])
+        optimizer = module.fuse("sgd", lr=0.5, groups=[{"match": "b", "algorithm": "rowwiseadagrad", "lr": 1.0}])
+        assert module.fused_optimizer is optimizer
+        assert sorted(optimizer.params) == ["a.weight", "b.weight"]
+        with pytest.raises(StateError, match="fused optimizer already"):
+            module.fuse("sgd", lr=0.5)
+        before = copy.deepcopy({name: leaves_of(p.detach())[0] for name, p in module.named_parameters()})
+
+        def closure():
+            loss = module({"a": torch.tensor([1, 1]), "b": torch.tensor([3])})
+            (loss["a"].sum() + 5 * loss["b"].sum()).backward()
+            return 7.0
+
+        assert optimizer.step(closure) == 7.0
+        optimizer.step()
+        optimizer.zero_grad()
+        after = {name: leaves_of(p.detach())[0] for name, p in module.named_parameters()}
+        moved = {name: before[name] - after[name] for name in before}
+    assert moved["a.weight"][1].tolist() == pytest.approx([1.0, 1.0])  # both of the two
+    assert moved["b.weight"][3].tolist() == pytest.approx([1.0, 1.0])  # the rate, whatever the gradient
+    assert moved["a.weight"].count_nonzero() + moved["b.weight"].count_nonzero() == 4
+
+
+def test_what_needs_gradients_after_backward_refuses_fused_tables():
+    with fake_rank(0, 1) as mesh:
+        module = ShardedEmbedding(Table("a", 5, 2), mesh)
+        optimizer = module.fuse("sgd", lr=0.5)
+        with pytest.raises(StateError, match="cannot be clipped"):
+            shardopt.GradientClippingOptimizer(optimizer, shardopt.GradientClipping.NORM, 1.0)
+        scaler = shardopt.GradScaler("cpu")
+        scaler.scale(module(torch.tensor([1])).sum()).backward()
+        with pytest.raises(GradientError, match="scaled loss"):
+            scaler.step(optimizer)
+
+
+def test_rows_of_a_backward_that_failed_are_forgotten():
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, value):
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise RuntimeError("in the middle")
+
+    with fake_rank(0, 1) as mesh:
+        module = ShardedEmbedding(Table("a", 5, 2), mesh)
+        early = Fails.apply(torch.ones(2, requires_grad=True))
+        with pytest.raises(RuntimeError, match="in the middle"):
+            (module(torch.tensor([1])) * early).sum().backward()
+        assert module.a.weight.grad is None
+        module(torch.tensor([3])).sum().backward()
+        assert leaves_of(module.a.weight.grad)[0].coalesce().indices().tolist() == [[3]]
+
+
+def test_gradients_of_tables_are_clipped_as_others():
+    with fake_rank(0, 1) as mesh:
+        module = ShardedEmbedding(Table("a", 5, 2), mesh)
+        inner = shardopt.keyed("sgd", module.named_parameters(), lr=1.0)
+        optimizer = shardopt.GradientClippingOptimizer(inner, shardopt.GradientClipping.VALUE, 0.25)
+        before = leaves_of(module.a.weight.detach())[0].clone()
+        module(torch.tensor([3, 3, 0])).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        moved = before - leaves_of(module.a.weight.detach())[0]
+        assert module.a.weight.grad is None
+    assert moved.tolist() == [pytest.approx([0.25 if row in (0, 3) else 0.0] * 2) for row in range(5)]

@@ -1,0 +1,70 @@
+"""The kernel for GPUs against torch's own operations; where there is no GPU, under Triton's interpreter."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from shardopt.algorithms import row_kernels
+from shardopt.algorithms.row_rules import ADAGRAD, ADAM, update_rows
+
+OPTIONS = {"lr": 0.1, "lr_decay": 0.1, "eps": 1e-6, "betas": (0.7, 0.9), "weight_decay": 0.0, "maximize": False}
+SHAPES = {"narrow": (50, 5), "usual": (40, 64), "vector": (30,), "cube": (20, 3, 7), "wide": (9, 2500)}
+
+
+HERE = torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
+needs_triton = pytest.mark.skipif(row_kernels.triton is None, reason="needs a GPU with Triton")
+
+
+def tables(shape, rule, dtype, device):
+    generator = torch.Generator().manual_seed(7)
+    made = [torch.randn(shape, generator=generator).to(device, dtype)]
+    made.append(torch.rand((shape[0], *[1] * (len(shape) - 1)), generator=generator).to(device))
+    return made + [torch.randn(shape, generator=generator).to(device, dtype) for _ in rule.others]
+
+
+@pytest.mark.skipif(not HERE, reason="runs below, under the interpreter")
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rule", [ADAGRAD, ADAM], ids=lambda rule: rule.moments)
+def test_it_moves_rows_as_torchs_operations_do(rule, dtype, monkeypatch):
+    for shape in SHAPES.values():
+        for options in ({}, {"maximize": True}, {"weight_decay": 0.3}):
+            compare(shape, rule, dtype, OPTIONS | options, monkeypatch)
+
+
+def compare(shape, rule, dtype, options, monkeypatch):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    index = torch.arange(0, shape[0], 3, device=device)
+    gradients = torch.randn((len(index), *shape[1:]), device=device).to(dtype)
+    wanted, found = (tables(shape, rule, dtype, device) for _ in range(2))
+    names = (rule.moments, *rule.others)
+    with monkeypatch.context() as without:
+        without.setattr(row_kernels, "triton", None)
+        state = dict(zip(names, wanted[1:], strict=True))
+        update_rows(rule, wanted[0], index, gradients, state, options, 3.0)
+    average = found[2] if rule.others else None
+    row_kernels.update(found[0], index, gradients, found[1], average, rule.numbers(options, 3.0))
+    tolerance = 1e-5 if dtype is torch.float32 else 1e-2
+    for want, have in zip(wanted, found, strict=True):
+        torch.testing.assert_close(have, want, rtol=tolerance, atol=tolerance)
+    untouched = torch.ones(shape[0], dtype=torch.bool, device=device).index_fill(0, index, False)
+    assert torch.equal(found[0][untouched], tables(shape, rule, dtype, device)[0][untouched])
+
+
+@pytest.mark.skipif(HERE, reason="ran above")
+@needs_triton
+def test_it_does_so_under_the_interpreter():
+    """Which has to be chosen before Triton is imported."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "torchs_operations"]
+    run = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert run.returncode == 0 and "4 passed" in run.stdout, run.stdout + run.stderr
+
+
+def test_it_is_not_taken_for_what_it_cannot_do(monkeypatch):
+    table = torch.zeros(4, 2)
+    assert not row_kernels.fits(table)  # not on a GPU
+    monkeypatch.setattr(row_kernels, "triton", None)
+    assert not row_kernels.fits(table)
