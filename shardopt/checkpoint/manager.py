@@ -142,7 +142,8 @@ class Manager:
         report = save_now(self.path(step), app, True, "small", deadline_seconds, noted)
         self._tidy()
         if stops and self._stop is not None:
-            _log.warning("told to stop: saved step %d, and leaving", step)
+            if ranks_of().rank == 0:
+                _log.warning("told to stop: saved step %d, and leaving", step)
             self._stop.leave()
         return report
 

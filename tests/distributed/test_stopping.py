@@ -121,7 +121,7 @@ def drifting_ranks(root, seed):
     return None
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_ranks_that_drift_apart_stop_at_one_step_that_none_has_passed(tmp_path, seed):
     (first, *others) = run_ranks(3, drifting_ranks, str(tmp_path), seed)
     assert first is not None and first[0] >= 300 and first[1] == 3
