@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from shardopt.checkpoint.async_save import AsyncSaver, Stage
@@ -125,26 +126,24 @@ class Manager:
             SystemExit: the job was told to stop, and the checkpoint of this step is committed.
         """
         self._require_open()
-        stops = self._stops_after(step)
-        if not (stops or force or self.should_save(step)):
+        stop = self._stop if self._stops_after(step) else None
+        if not (stop or force or self.should_save(step)):
             return None
         if step in self._damaged:
             self._on_rank_0(lambda: remove_checkpoint(self._storage.child(_name(step))))
             self._damaged -= {step}
         noted = None if metrics is None else json.dumps({name: float(each) for name, each in metrics.items()}).encode()
-        if self._stage is not None and not stops:
-            return self._save_beside(step, app, noted)
+        if self._stage is not None and stop is None:
+            return self._save_beside(step, app, self._stage, noted)
         if self._saver is not None:
             self._saver.wait()
-        deadline_seconds = self._deadline_seconds
-        if stops and self._stop is not None:
-            deadline_seconds = min(deadline_seconds, self._stop.deadline_seconds)
+        deadline_seconds = min(self._deadline_seconds, stop.deadline_seconds if stop else math.inf)
         report = save_now(self.path(step), app, True, "small", deadline_seconds, noted)
         self._tidy()
-        if stops and self._stop is not None:
+        if stop is not None:
             if ranks_of().rank == 0:
                 _log.warning("told to stop: saved step %d, and leaving", step)
-            self._stop.leave()
+            stop.leave()
         return report
 
     def restore(self, app: Mapping[str, Any], *, strict: bool | Strictness = True) -> int:
@@ -210,14 +209,13 @@ class Manager:
     def _stops_after(self, step: int) -> bool:
         return self._stop is not None and self._stop.after(step, ranks_of())
 
-    def _save_beside(self, step: int, app: Mapping[str, Any], noted: bytes | None) -> PendingSave:
-        assert self._stage is not None
+    def _save_beside(self, step: int, app: Mapping[str, Any], stage: Stage, noted: bytes | None) -> PendingSave:
         # Made at the first save: ranks must make their savers in one order, but a Manager that only looks is anybody's.
         self._saver = self._saver or AsyncSaver()
         return self._saver.save(
             self.path(step),
             app,
-            stage=self._stage,
+            stage=stage,
             deadline_seconds=self._deadline_seconds,
             metrics=noted,
             afterwards=self._tidy,
@@ -227,7 +225,7 @@ class Manager:
         """Removes what is no longer wanted. After a commit, when no save of this manager is under way."""
         self._on_rank_0(self._remove_unwanted)
 
-    def _on_rank_0(self, remove: Any) -> None:
+    def _on_rank_0(self, remove: Callable[[], None]) -> None:
         """What takes away is done by one; if it fails, that is no reason to end a training."""
         if ranks_of().rank == 0:
             try:
