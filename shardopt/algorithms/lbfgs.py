@@ -146,8 +146,8 @@ class LBFGS(Optimizer):
         lr = float(group["lr"])
         for iteration in range(1, group["max_iter"] + 1):
             length = lr
-            if memory.number("n_iter") == 0:
-                length *= min(1.0, 1.0 / now.total)
+            if memory.number("n_iter") == 0 and now.total > 1.0:
+                length *= 1.0 / now.total
             slope = memory.turn(now)
             memory.set("t", length)
             if slope > -group["tolerance_change"]:

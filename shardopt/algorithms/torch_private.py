@@ -30,7 +30,7 @@ def step_without_hooks(optimizer: type[Optimizer]) -> Callable[..., Any]:
 
 
 def step_nested(optimizer: Optimizer) -> Any:
-    """A step of `optimizer` as a part of another optimizer's step, which gives it no closure.
+    """A step of `optimizer` as a part of another optimizer's step, which gives it None for a closure.
 
     The hooks that were registered on it run; torch's global ones do not, as they run once for what the user stepped.
 
@@ -55,7 +55,7 @@ def before_step(optimizer: Optimizer) -> tuple[Any, Any]:
     Raises:
         RuntimeError: a hook returns neither None nor (args, kwargs); whatever a hook raises.
     """
-    args: Any = (optimizer,)
+    args: Any = (optimizer, None)  # torch's contract lets a `step` have no default for its closure
     kwargs: Any = {}
     for before in optimizer._optimizer_step_pre_hooks.values():
         changed = before(optimizer, args, kwargs)

@@ -24,6 +24,7 @@ from shardopt.checkpoint.describe import Description
 from shardopt.checkpoint.pause import gc_paused
 from shardopt.checkpoint.pending import PendingSave, hold_steps
 from shardopt.checkpoint.replicas import CheckReplicas
+from shardopt.checkpoint.reports import tell
 from shardopt.checkpoint.save import Kept, replicas_to_check, save_described
 from shardopt.checkpoint.staging import HostMemory, Staging
 from shardopt.copies import copying_until
@@ -156,6 +157,7 @@ class AsyncSaver:
         try:
             report = save_described(ranks, pending.url, described, self._kept, durable, deadline_seconds, metrics)
             pending.succeed(replace(report, seconds=time.monotonic() - begin, staging_seconds=staging_seconds))
+            tell("save", pending.result())
         except BaseException as error:
             pending.fail(error)
         else:

@@ -40,7 +40,7 @@ def prefers_fused(spec: AlgorithmSpec, group: Group, kinds: LeafKinds) -> bool:
 
 def any_sparse(leaves: Collection[Tensor]) -> bool:
     """Whether a leaf has a sparse gradient, of which fused implementations know nothing."""
-    return any(leaf.grad is not None and leaf.grad.is_sparse for leaf in leaves)
+    return any([grad is not None and grad.is_sparse for grad in [leaf.grad for leaf in leaves]])
 
 
 def refuse_sparse(sharded: Iterable[tuple[str, Tensor]]) -> None:

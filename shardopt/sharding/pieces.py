@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardopt.errors import LayoutError, Problem
 from shardopt.sharding.box import Box, whole
@@ -64,7 +63,10 @@ def memory_of(tensor: Tensor, key: str) -> Tensor:
         found, remedy = "a lazy parameter without a shape", "run the module once before"
     elif tensor.layout is not torch.strided:
         found, remedy = f"{tensor.layout} memory", "convert it with to_dense()"
-    elif is_traceable_wrapper_subclass(tensor) or is_wrapper(tensor):
+    elif tensor.is_nested:
+        found, remedy = "a nested tensor", "convert it with to_padded_tensor(), or store its parts"
+    elif type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ or is_wrapper(tensor):
+        # What runs operations by itself may have no memory at all: a MaskedTensor's address is null.
         found, remedy = f"the tensor subclass {type(tensor).__name__}", "pass the tensors that it wraps"
     elif tensor.is_conj() or tensor.is_neg():
         found, remedy = "a lazily conjugated or negated view", "apply resolve_conj() and resolve_neg()"

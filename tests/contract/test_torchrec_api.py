@@ -61,6 +61,16 @@ SIGNATURES = {
         },
     },
     "fused": {"FusedOptimizer": {}, "EmptyFusedOptimizer": {}, "FusedOptimizerModule": {}},
+    "rowwise_adagrad": {
+        "RowWiseAdagrad": {
+            "params": REQUIRED,
+            "lr": 1e-2,
+            "lr_decay": 0.0,
+            "weight_decay": 0.0,
+            "initial_accumulator_value": 0.0,
+            "eps": 1e-10,
+        },
+    },
 }
 # Class → method → arguments.
 METHODS = {
@@ -275,6 +285,27 @@ def test_clipping_around_a_keyed_optimizer(spelling, norm_type):
     train(network, optimizer)
     moved = before - torch.cat([parameter.detach().flatten() for parameter in network.parameters()])
     assert torch.linalg.vector_norm(moved, float(norm_type)).item() == pytest.approx(1e-3, rel=1e-3)
+
+
+@in_both_spellings
+def test_a_step_without_a_default_for_its_closure_is_wrapped(spelling):
+    keyed, weight, told = spelling("keyed"), torch.ones(2, requires_grad=True), []
+
+    class Stepper(keyed["KeyedOptimizer"]):
+        def step(self, closure):
+            told.append(closure)
+
+    inner = Stepper({"weight": weight}, {}, [{"params": [weight]}])
+    clipping = spelling("clipping")
+    optimizer = clipping["GradientClippingOptimizer"](
+        keyed["CombinedOptimizer"]([keyed["OptimizerWrapper"](inner)]), clipping["GradientClipping"].NORM
+    )
+    optimizer.zero_grad()
+    weight.grad = torch.tensor([3.0, 4.0])
+    assert optimizer.step(lambda: 5.0) == 5.0
+    optimizer.step()
+    assert told == [None, None]
+    torch.testing.assert_close(weight.grad, torch.tensor([0.06, 0.08]))
 
 
 @in_both_spellings

@@ -9,6 +9,7 @@ from torch.distributed.tensor import Replicate, Shard
 import shardopt
 from shardopt import RowWiseAdagrad, RowWiseAdam, checkpoint
 from shardopt.algorithms import Kind, spec_of
+from shardopt.errors import GradientError
 from shardopt.sharding.view import leaves_of, view_of
 from tests.distributed.tables import COLUMNS, ROWS, give_gradient, gradient, parts_of, place, start
 from tests.fake_rank import shard
@@ -127,6 +128,22 @@ def different_rows():
 def test_a_row_that_any_rank_has_a_gradient_of_is_moved_on_all():
     for result in run_ranks(3, different_rows):
         assert all(result), result
+
+
+def one_bad_gradient():
+    mesh = init_device_mesh("cpu", (2,))
+    weight = torch.nn.Parameter(shard(torch.ones(4, 6), mesh, Shard(1)))
+    optimizer = shardopt.keyed("rowwiseadagrad", {"w": weight}, weight_decay=0.1)
+    give_gradient(weight, torch.ones(4, 6).to_sparse(1) if dist.get_rank() else torch.ones(4, 6))
+    with pytest.raises(GradientError) as raised:
+        optimizer.step()
+    assert (leaves_of(weight)[0] == 1).all() and not optimizer.state_dict()["state"]
+    return str(raised.value)
+
+
+def test_a_gradient_that_one_rank_refuses_is_refused_by_all_that_share_its_rows():
+    other, its = run_ranks(2, one_bad_gradient, deadline_seconds=20)
+    assert "w.grad: found a sparse gradient" in its and "w: found a gradient" in other and "another rank" in other
 
 
 def step_tables(count):

@@ -105,6 +105,20 @@ def test_step_is_torchs(options, dtype):
         assert numbers(optimizer)["pairs"] == len(state["old_dirs"])
 
 
+@pytest.mark.parametrize("present", [True, False])
+def test_no_slope_at_all_ends_a_step_as_in_torch(present):
+    """Where the tolerance does not end it before: with gradients of zeros, and with none."""
+    options = {"tolerance_grad": -1.0, "lr": 0.5}
+    ours, theirs = parameters(torch.float32), parameters(torch.float32)
+    optimizer = shardopt.keyed("lbfgs", ours, **options)
+    torchs = torch.optim.LBFGS(theirs.values(), **options)
+    for parameter in (*ours.values(), *theirs.values()):
+        parameter.grad = torch.zeros_like(parameter) if present else None
+    for _ in range(2):
+        assert optimizer.step(lambda: torch.tensor(2.0)) == torchs.step(lambda: torch.tensor(2.0)) == 2
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
 def test_the_history_is_torchs():
     """Each pair, placed round and round: after five pairs in three places the oldest is in the third."""
     options = {"history_size": 3, "max_iter": 6, "lr": 0.2}

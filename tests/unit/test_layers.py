@@ -35,7 +35,7 @@ STRANGERS = {("nn", "checkpoint")}  # never import each other, whatever their la
 # The files that may touch private parts of torch, and what for.
 PRIVATE_PLACES = {
     "sharding/view.py": "the local tensor of a DTensor, the process group of a ShardedTensor",
-    "sharding/pieces.py": "results of collectives that are still on their way, wrapper subclasses",
+    "sharding/pieces.py": "results of collectives that are still on their way",
     "sharding/dtensor.py": "DTensor specs, _StridedShard",
     "sharding/sharded_tensor.py": "ShardedTensors made without a collective",
     "sharding/gradients.py": "DTensor specs, torch's search for overrides switched off",

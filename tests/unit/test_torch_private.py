@@ -59,9 +59,9 @@ def test_init_group_makes_what_the_first_step_makes(spec):
 
 def test_hooks_before_a_step_may_change_its_arguments_in_one_way_only():
     optimizer = torch.optim.SGD([torch.zeros(1)])
-    assert before_step(optimizer) == ((optimizer,), {})
+    assert before_step(optimizer) == ((optimizer, None), {})
     optimizer.register_step_pre_hook(lambda who, args, kwargs: ((*args, 1), {"a": 2}))
-    assert before_step(optimizer) == ((optimizer, 1), {"a": 2})
+    assert before_step(optimizer) == ((optimizer, None, 1), {"a": 2})
     optimizer.register_step_pre_hook(lambda *_: 3)
     with pytest.raises(RuntimeError, match="must return None"):
         before_step(optimizer)

@@ -55,16 +55,31 @@ def test_equal_shapes_share_one_layout():
     assert view_of(torch.zeros(3, 4)).layout is view_of(torch.ones(3, 4, dtype=torch.int32)).layout
 
 
+class NoMemory(torch.Tensor):
+    """As torch's MaskedTensor: says what it is made of to nobody."""
+
+    @staticmethod
+    def __new__(cls):
+        return torch.Tensor._make_wrapper_subclass(cls, (2,))
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise NotImplementedError(function)
+
+
 REFUSED = {
     "sparse": (lambda: torch.eye(3).to_sparse(), "sparse", "to_dense"),
     "jagged": (lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged), "jagged", "to_dense"),
+    "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested", "to_padded_tensor"),
     "subclass": (lambda: TwoTensor(torch.ones(2), torch.ones(2)), "TwoTensor", "wraps"),
+    "subclass without memory": (lambda: NoMemory(), "NoMemory", "wraps"),
     "conjugated": (lambda: torch.ones(2, dtype=torch.complex64).conj(), "conjugated", "resolve_conj"),
     "negated": (lambda: torch.ones(2, dtype=torch.complex64).conj().imag, "negated", "resolve_neg"),
     "lazy": (lambda: UninitializedParameter(), "lazy", "run the module"),
 }
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize(("make", "found", "remedy"), REFUSED.values(), ids=REFUSED)
 def test_tensor_whose_elements_are_not_its_memory_is_refused(make, found, remedy):
     with pytest.raises(LayoutError) as caught:
