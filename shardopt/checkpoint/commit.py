@@ -7,7 +7,14 @@ from contextlib import suppress
 from typing import Any
 
 from shardopt.checkpoint.describe import Values
-from shardopt.checkpoint.format import FILE_NAME, MANIFEST_LIMIT_BYTES, MANIFEST_NAME, damaged, file_name
+from shardopt.checkpoint.format import (
+    FILE_NAME,
+    MANIFEST_LIMIT_BYTES,
+    MANIFEST_NAME,
+    METRICS_NAME,
+    damaged,
+    file_name,
+)
 from shardopt.checkpoint.manifest import (
     DataFile,
     Manifest,
@@ -32,21 +39,31 @@ def refuse_committed(storage: Storage) -> None:
 
 
 def commit(
-    storage: Storage, save_id: str, plan: SavePlan, values: Values, reports: Sequence[Sequence[Sequence[Any]]]
+    storage: Storage,
+    save_id: str,
+    plan: SavePlan,
+    values: Values,
+    reports: Sequence[Sequence[Sequence[Any]]],
+    metrics: bytes | None = None,
 ) -> int:
     """Makes the checkpoint exist, once every rank has reported its files. On rank 0 only.
 
     Args:
         values: plain values in their typed JSON form.
         reports: by rank, the name, bytes and digest of each file that it wrote.
+        metrics: what is to stand beside the checkpoint under `METRICS_NAME`.
 
     Returns:
         The bytes of all data files.
     """
     manifest = manifest_of(save_id, plan, values, reports)
     data = encode_manifest(manifest)
-    settle_files(storage, manifest)
+    there = settle_files(storage, manifest)
     refuse_committed(storage)
+    if metrics is not None:
+        storage.publish(METRICS_NAME, metrics)
+    elif METRICS_NAME in there:
+        storage.remove(METRICS_NAME)  # of a save that died
     storage.publish(MANIFEST_NAME, data)
     return sum(file.nbytes for file in manifest.files)
 

@@ -104,6 +104,19 @@ def save(
         CheckpointError: a rank could not write.
         RankError: a rank failed in another way, died, or did not make the call.
     """
+    return save_now(url, app, durable, check_replicas, deadline_seconds, progress=progress)
+
+
+def save_now(
+    url: str | os.PathLike[str],
+    app: Mapping[str, Any],
+    durable: bool,
+    check_replicas: CheckReplicas,
+    deadline_seconds: float,
+    metrics: bytes | None = None,
+    progress: Progress | None = None,
+) -> SaveReport:
+    """The line itself; `metrics` as for `commit`."""
     begin = time.monotonic()
     ranks = ranks_of()
 
@@ -112,7 +125,7 @@ def save(
         return describe(flatten(app), replicas_to_check(check_replicas, ranks))
 
     with gc_paused():  # around a call, so that the collector finds nothing left of it when it wakes
-        report = save_described(ranks, url, described, _kept, durable, deadline_seconds, progress)
+        report = save_described(ranks, url, described, _kept, durable, deadline_seconds, metrics, progress)
     seconds = time.monotonic() - begin
     report = replace(report, seconds=seconds, stall_seconds=seconds)
     tell("save", report)
@@ -131,6 +144,7 @@ def save_described(
     kept: Kept,
     durable: bool,
     deadline_seconds: float,
+    metrics: bytes | None = None,
     progress: Progress | None = None,
 ) -> SaveReport:
     """Writes the state that each rank describes, and commits it. Collective.
@@ -139,6 +153,7 @@ def save_described(
         ranks: those who save.
         described: this rank's state, whose tensors stay as they are until this returns; if it raises, all ranks do.
         kept: plans of earlier saves of these ranks, into which those of this one go.
+        metrics: as for `commit`; those of rank 0 count.
 
     Raises:
         What `save` does.
@@ -160,7 +175,7 @@ def save_described(
             what,
             work=lambda: _write(storage, save_id, plan, own, description, progress),
             report=lambda files: [[file.name, file.nbytes, file.digest] for file in files],
-            decide=lambda reports: _commit(storage, save_id, plan, values, reports),
+            decide=lambda reports: _commit(storage, save_id, plan, values, reports, metrics),
             deadline_seconds=deadline_seconds,
         )
     except BaseException:
@@ -266,6 +281,8 @@ def _write(
         return write_files(storage, save_id, own, counting(from_memory(description.views), own, progress), per_rank)
 
 
-def _commit(storage: Storage, save_id: str, plan: SavePlan, values: Values, reports: Sequence[Any]) -> int:
+def _commit(
+    storage: Storage, save_id: str, plan: SavePlan, values: Values, reports: Sequence[Any], metrics: bytes | None
+) -> int:
     with telling(f"commit {storage.url}"):
-        return commit(storage, save_id, plan, values, reports)
+        return commit(storage, save_id, plan, values, reports, metrics)
