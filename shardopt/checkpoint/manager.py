@@ -15,13 +15,14 @@ from shardopt.checkpoint.async_save import AsyncSaver, Stage
 from shardopt.checkpoint.format import MANIFEST_NAME, METRICS_NAME, damaged, load_json
 from shardopt.checkpoint.initialize import init_unstepped
 from shardopt.checkpoint.load import load
+from shardopt.checkpoint.mirror import Mirror
 from shardopt.checkpoint.pending import PendingSave
 from shardopt.checkpoint.retention import Best, Mode, Rules, remove_checkpoint, steps_to_keep
 from shardopt.checkpoint.save import SaveReport, save_now
-from shardopt.checkpoint.storage import storage_of
+from shardopt.checkpoint.storage import Storage, storage_of
 from shardopt.checkpoint.strictness import Strictness
 from shardopt.checkpoint.unsettled import urls_unsettled
-from shardopt.errors import CheckpointError, CorruptionError
+from shardopt.errors import CheckpointError, CorruptionError, ShardoptError
 from shardopt.ranks import DEADLINE_SECONDS, ranks_of
 from shardopt.stopping import Stop
 
@@ -38,6 +39,8 @@ class Manager:
 
     Args:
         root: a path, or a URL that fsspec knows.
+        mirror: a second root, such as "s3://bucket/run", to which committed checkpoints are copied behind the training
+            (`Mirror`); `restore` takes the newest of both, and the same rules remove what is not to be kept there.
         every: `save` writes at steps that are multiples of this.
         keep_last: how many of the newest checkpoints stay; None keeps all.
         keep_every: checkpoints of steps that are multiples of this stay too.
@@ -58,6 +61,7 @@ class Manager:
         self,
         root: str | os.PathLike[str],
         *,
+        mirror: str | os.PathLike[str] | None = None,
         every: int = 1,
         keep_last: int | None = None,
         keep_every: int | None = None,
@@ -72,6 +76,8 @@ class Manager:
             if number is not None and number < 1:
                 raise ValueError(f"{name}: found {number}; required at least 1; give a number of steps or checkpoints")
         self._storage = storage_of(root)
+        self._mirror = None if mirror is None else Mirror(root, mirror, deadline_seconds=deadline_seconds)
+        self._failed_copy: ShardoptError | None = None
         self._every = every
         self._rules = Rules(keep_last, keep_every, best_of(best))
         self._stage = stage
@@ -91,20 +97,11 @@ class Manager:
 
     def steps(self) -> list[int]:
         """The steps of all committed checkpoints, ascending. Local."""
-        return [step for step in self._steps_there() if self._storage.child(_name(step)).exists(MANIFEST_NAME)]
+        return _committed_in(self._storage)
 
     def metrics(self, step: int) -> dict[str, float]:
         """What was given to `save` as the metrics of a step; empty where nothing was. Local."""
-        storage = self._storage.child(_name(step))
-        try:
-            data = storage.read(METRICS_NAME)
-        except FileNotFoundError:
-            return {}
-        where = f"{storage.url}/{METRICS_NAME}"
-        try:
-            return {name: float(value) for name, value in load_json(data, where).items()}
-        except (TypeError, ValueError):
-            raise damaged(where, "what is no number") from None
+        return _metrics_in(self._storage.child(_name(step)))
 
     def should_save(self, step: int) -> bool:
         """Whether `save` would write at this step: it is due, or the job was told to stop."""
@@ -129,6 +126,10 @@ class Manager:
         stop = self._stop if self._stops_after(step) else None
         if not (stop or force or self.should_save(step)):
             return None
+        if self._mirror is not None:
+            # Agreed upon: the threads of some ranks may have heard of it, and those of others not yet.
+            doing = f"copying checkpoints of {self._storage.url}"
+            ranks_of().agree(doing, work=self._raise_failed_copy, deadline_seconds=self._deadline_seconds)
         if step in self._damaged:
             self._on_rank_0(lambda: remove_checkpoint(self._storage.child(_name(step))))
             self._damaged -= {step}
@@ -139,7 +140,7 @@ class Manager:
             self._saver.wait()
         deadline_seconds = min(self._deadline_seconds, stop.deadline_seconds if stop else math.inf)
         report = save_now(self.path(step), app, True, "small", deadline_seconds, noted)
-        self._tidy()
+        self._after_commit(step)
         if stop is not None:
             if ranks_of().rank == 0:
                 _log.warning("told to stop: saved step %d, and leaving", step)
@@ -163,20 +164,16 @@ class Manager:
         self._require_open()
         if self._saver is not None:
             self._saver.wait()
-        _, steps = ranks_of().agree(
-            f"restoring from {self._storage.url}",
-            work=lambda: None,
-            decide=lambda _: self.steps(),
-            deadline_seconds=self._deadline_seconds,
-        )
         damaged: list[int] = []
-        for step in map(int, reversed(steps)):
+        candidates = self._candidates()
+        for step, url in candidates:
             try:
-                init_unstepped(self.path(step), app, self._deadline_seconds)
-                load(self.path(step), app, strict=strict, deadline_seconds=self._deadline_seconds)
+                init_unstepped(url, app, self._deadline_seconds)
+                load(url, app, strict=strict, deadline_seconds=self._deadline_seconds)
             except CorruptionError as error:
-                damaged.append(step)
-                if step == steps[0]:
+                if url == self.path(step):
+                    damaged.append(step)
+                if (step, url) == candidates[-1]:
                     raise
                 _log.warning("the checkpoint of step %d is damaged, taking the one before it: %s", step, error)
             else:
@@ -184,15 +181,33 @@ class Manager:
                 return step
         return 0
 
+    def _candidates(self) -> list[tuple[int, str]]:
+        """Step and URL of all committed checkpoints, newest first, the same on every rank."""
+        if self._mirror is not None:
+            named = ((_NAME.fullmatch(name), url) for name, url in self._mirror.committed())
+            return [(int(found[1]), url) for found, url in named if found]
+        _, steps = ranks_of().agree(
+            f"restoring from {self._storage.url}",
+            work=lambda: None,
+            decide=lambda _: self.steps(),
+            deadline_seconds=self._deadline_seconds,
+        )
+        return [(int(step), self.path(step)) for step in reversed(steps)]
+
     def close(self) -> None:
-        """Waits for the save in the background, and ends the use of this manager. Raises what that save failed with."""
+        """Waits for what goes on in the background, and ends the use of this manager. Raises what failed there."""
         if self._closed:
             return
         self._closed = True
         if self._stop is not None:
             self._stop.close()
-        if self._saver is not None:
-            self._saver.close()
+        try:
+            if self._saver is not None:
+                self._saver.close()
+        finally:
+            if self._mirror is not None:
+                self._mirror.close()
+        self._raise_failed_copy()
 
     def __enter__(self) -> Manager:
         return self
@@ -218,12 +233,25 @@ class Manager:
             stage=stage,
             deadline_seconds=self._deadline_seconds,
             metrics=noted,
-            afterwards=self._tidy,
+            afterwards=lambda: self._after_commit(step),
         )
 
-    def _tidy(self) -> None:
-        """Removes what is no longer wanted. After a commit, when no save of this manager is under way."""
-        self._on_rank_0(self._remove_unwanted)
+    def _after_commit(self, step: int) -> None:
+        """Begins to copy the new checkpoint, and removes what is no longer wanted. No save is under way then."""
+        if self._mirror is not None:
+            try:
+                self._mirror.upload(_name(step), afterwards=self._tidy_copies)
+            except ShardoptError as error:  # of an earlier one; this one has begun
+                self._failed_copy = error
+        self._on_rank_0(lambda: self._remove_unwanted(self._storage, self._damaged))
+
+    def _tidy_copies(self, copies: Storage) -> None:
+        self._on_rank_0(lambda: self._remove_unwanted(copies, frozenset()))
+
+    def _raise_failed_copy(self) -> None:
+        failed, self._failed_copy = self._failed_copy, None
+        if failed is not None:
+            raise failed
 
     def _on_rank_0(self, remove: Callable[[], None]) -> None:
         """What takes away is done by one; if it fails, that is no reason to end a training."""
@@ -233,32 +261,32 @@ class Manager:
             except (OSError, CheckpointError) as error:
                 _log.warning("old checkpoints could not be removed from %s: %s", self._storage.url, error)
 
-    def _remove_unwanted(self) -> None:
-        there = self._steps_there()
-        committed = set(self.steps()) - self._damaged
+    def _remove_unwanted(self, root: Storage, ignored: frozenset[int]) -> None:
+        there = _steps_in(root)
+        committed = set(_committed_in(root)) - ignored
         if not committed:
             return
         if self._rules.best is not None:
-            self._metrics = {step: self._metrics.get(step) or self._metrics_or_none(step) for step in committed}
+            for step in committed - self._metrics.keys():
+                self._metrics[step] = self._metrics_or_none(root, step)
         keep = steps_to_keep(committed, self._rules, self._metrics, self._resumed)
+        # A checkpoint that a background save of this process writes may lie anywhere; a copy is read until it is done.
+        busy = {storage_of(url).url for url in urls_unsettled()}
+        if self._mirror is not None:
+            busy |= {root.child(name).url for name in self._mirror.uploading()}
         # Oldest first, and only below the newest: what lies above it may be a save that another process of this job,
-        # not dead yet, is about to give up. One of this process may write anywhere.
-        writing = {storage_of(url).url for url in urls_unsettled()}
+        # not dead yet, is about to give up.
         for step in there:
-            if step < max(committed) and step not in keep and self.path(step) not in writing:
-                remove_checkpoint(self._storage.child(_name(step)))
+            storage = root.child(_name(step))
+            if step < max(committed) and step not in keep and storage.url not in busy:
+                remove_checkpoint(storage)
 
-    def _metrics_or_none(self, step: int) -> Mapping[str, float]:
+    def _metrics_or_none(self, root: Storage, step: int) -> Mapping[str, float]:
         try:
-            return self.metrics(step)
+            return _metrics_in(root.child(_name(step)))
         except CorruptionError as error:
             _log.warning("%s", error)
             return {}
-
-    def _steps_there(self) -> list[int]:
-        """The steps that have a directory, ascending."""
-        found = (_NAME.fullmatch(name) for name in self._storage.names())
-        return sorted(int(m[1]) for m in found if m)
 
     def _require_open(self) -> None:
         if self._closed:
@@ -277,3 +305,25 @@ def best_of(given: tuple[str, Mode, int] | None) -> Best | None:
 
 def _name(step: int) -> str:
     return f"step-{step:08d}"
+
+
+def _steps_in(root: Storage) -> list[int]:
+    """The steps that have a directory, ascending."""
+    found = (_NAME.fullmatch(name) for name in root.names())
+    return sorted(int(m[1]) for m in found if m)
+
+
+def _committed_in(root: Storage) -> list[int]:
+    return [step for step in _steps_in(root) if root.child(_name(step)).exists(MANIFEST_NAME)]
+
+
+def _metrics_in(storage: Storage) -> dict[str, float]:
+    try:
+        data = storage.read(METRICS_NAME)
+    except FileNotFoundError:
+        return {}
+    where = f"{storage.url}/{METRICS_NAME}"
+    try:
+        return {name: float(value) for name, value in load_json(data, where).items()}
+    except (TypeError, ValueError):
+        raise damaged(where, "what is no number") from None

@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import xxhash
@@ -76,7 +76,7 @@ class Mirror:
         self._failure: BaseException | None = None
         self.report: UploadReport | None = None  # of the last upload that was made
 
-    def upload(self, name: str) -> None:
+    def upload(self, name: str, afterwards: Callable[[Storage], None] = lambda copies: None) -> None:
         """Begins to copy a committed checkpoint, once those before it are done. Collective; does not wait.
 
         One that waits for its turn while a newer one comes to wait behind it is left out: the copies may lag behind
@@ -85,6 +85,7 @@ class Mirror:
         Args:
             name: of its directory in the local root, such as "step-00000500". It must stay until it is copied
                 (`uploading`).
+            afterwards: what the thread does once the copy is committed; gets the remote root.
 
         Raises:
             ShardoptError: what an earlier upload has failed with, if nobody was told. This one was begun all the same.
@@ -94,7 +95,7 @@ class Mirror:
         with self._lock:
             self._waiting.append(name)
             # Not a daemon: a program that ends waits for it.
-            thread = threading.Thread(target=self._in_turn, args=(beside, name, self._last), name="shardopt-mirror")
+            thread = threading.Thread(target=self._in_turn, args=(beside, name, self._last, afterwards))
             self._last = thread
         thread.start()
         if earlier is not None:
@@ -150,12 +151,17 @@ class Mirror:
             self._ranks = ranks, ranks.beside(self._name)
         return self._ranks[1]
 
-    def _in_turn(self, ranks: Ranks, name: str, before: threading.Thread | None) -> None:
+    def _in_turn(
+        self, ranks: Ranks, name: str, before: threading.Thread | None, afterwards: Callable[[Storage], None]
+    ) -> None:
         """What the thread of an upload does."""
         if before is not None:
             before.join()
         try:
-            self.report = self._copy(ranks, name) or self.report
+            report = self._copy(ranks, name)
+            if report is not None:
+                self.report = report
+                afterwards(self._remote)
         except BaseException as error:  # told by the next call; the training goes on meanwhile
             _log.error("copying %s to %s failed: %s", self._local.child(name).url, self._remote.url, error)
             self._failure = error

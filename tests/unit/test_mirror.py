@@ -214,3 +214,75 @@ def test_a_rank_that_dies_in_an_upload_leaves_no_copy(tmp_path):
     assert checkpoint.verify(f"{remote}/step-00000001").ok
     assert not storage_of(remote).child("step-00000002").exists("manifest.json")
     assert checkpoint.verify(f"{local}/step-00000002").ok
+
+
+def run_with_mirror(local, remote, last):
+    """Saves steps 1 to `last` through a Manager with a second root."""
+    with checkpoint.Manager(local, mirror=remote, keep_last=2, best=("loss", "min", 1), stage="now") as manager:
+        for step in range(1, last + 1):
+            manager.save(step, {"x": value(step), "step": step}, metrics={"loss": abs(step - 2)})
+            manager._saver.wait()
+            manager._mirror.wait()
+    return manager.steps()
+
+
+def steps_at(root):
+    return checkpoint.Manager(root).steps()
+
+
+def restored_by_manager(local, remote):
+    app = {"x": torch.zeros(300_000), "step": 0}
+    with checkpoint.Manager(local, mirror=remote) as manager:
+        step = manager.restore(app)
+    assert not step or torch.equal(app["x"], value(step))
+    return step
+
+
+def test_a_manager_copies_what_it_saves_and_keeps_the_same_on_both_roots(roots):
+    assert run_ranks(2, run_with_mirror, *two_local_roots(roots), 6) == [[2, 5, 6]] * 2
+    assert steps_at(roots[0]) == steps_at(two_local_roots(roots)[1]) == [2, 5, 6]
+
+
+def two_local_roots(roots):
+    """Two local roots, as other processes see nothing of this one's memory://."""
+    return roots[0], roots[0] + "-copies"
+
+
+def test_a_manager_restores_from_whichever_is_whole(roots):
+    local, remote = two_local_roots(roots)
+    run_ranks(2, run_with_mirror, local, remote, 4)
+    assert run_ranks(3, restored_by_manager, local, remote) == [4] * 3
+    for name in storage_of(local).child("step-00000004").names():
+        if name.endswith(".safetensors"):  # the newest is damaged here, and whole there
+            storage_of(local).child("step-00000004").remove(name)
+    assert run_ranks(3, restored_by_manager, local, remote) == [4] * 3
+    storage_of(remote).child("step-00000004").remove("manifest.json")  # and now not there either
+    assert run_ranks(2, restored_by_manager, local, remote) == [3] * 2
+    assert run_ranks(2, restored_by_manager, local + "-lost", remote) == [3] * 2  # all of the local disk is gone
+
+
+def fail_to_copy(local, remote):
+    """What a save after a failed copy raises; the one after that goes well."""
+    manager = checkpoint.Manager(local, mirror=remote)
+    copy = Mirror._copy
+    Mirror._copy = lambda self, ranks, name: (_ for _ in ()).throw(CheckpointError("the store is full"))
+    try:
+        manager.save(1, {"x": value(1)})
+        manager._mirror._last.join()
+    finally:
+        Mirror._copy = copy
+    told = []
+    for step in (2, 3, 4):
+        try:
+            manager.save(step, {"x": value(step)})
+            manager._mirror._last.join()
+        except CheckpointError as error:
+            told.append((step, "the store is full" in str(error)))
+    manager.close()
+    return told, checkpoint.Manager(remote).steps()
+
+
+def test_a_copy_that_failed_is_told_by_the_manager_on_all_ranks_and_training_may_go_on(roots):
+    for told, there in run_ranks(2, fail_to_copy, *two_local_roots(roots)):
+        assert told == [(3, True)] or told == [(2, True)]
+        assert 4 in there
