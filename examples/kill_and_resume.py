@@ -33,7 +33,7 @@ def main() -> int:
     argparse.ArgumentParser(description=__doc__).parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave through `finally`, so that no job is left behind
     settings = tomllib.loads(CONFIG.read_text())
-    steps, save_every = settings["steps"], settings["save_every"]
+    steps, save_every = settings["steps"], settings["checkpoints"]["every"]
     resume_step = steps // 2 // save_every * save_every
     kill_step = resume_step + save_every // 2
 

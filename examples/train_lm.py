@@ -3,13 +3,15 @@
     torchrun --standalone --nproc-per-node 4 examples/train_lm.py configs/lm.toml
     torchrun --standalone --nproc-per-node 2 examples/train_lm.py configs/lm.toml --out out/small --set model.width=64
 
-Losing ranks costs the steps since the last checkpoint, nothing else: run it again on as many ranks as are left.
+Losing ranks costs the steps since the last checkpoint, nothing else: run it again on as many ranks as are left, or let
+torchrun do it (--max-restarts). SIGTERM to any rank costs nothing at all.
 """
 
 import argparse
 import json
 import math
 import os
+import signal
 import tomllib
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -40,7 +42,7 @@ class Batches:
 
     def next_slice(self, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
         """This rank's windows of the next global batch, and the byte that follows each of their bytes."""
-        order = torch.Generator().manual_seed((self.seed << 32) + self.position)
+        order = torch.Generator().manual_seed(1_000_003 * self.seed + self.position)
         self.position += 1
         starts = torch.randint(len(self.text) - self.context, (self.batch,), generator=order)
         windows = torch.stack([self.text[i : i + self.context + 1] for i in starts[rank::ranks].tolist()]).long()
@@ -82,13 +84,13 @@ def train(config: dict[str, Any], device: torch.device) -> None:
 
     no_decay = {"match": r"norm|bias", "weight_decay": 0.0}
     optimizer = shardopt.keyed("adamw", model.named_parameters(), groups=[no_decay], **config["optimizer"])
-    optimizer.init_state()
     schedule = LambdaLR(optimizer, lambda step: learning_rate_factor(step, steps, **config["schedule"]))
 
     out = Path(config["out"])
     out.mkdir(parents=True, exist_ok=True)
     app = {"model": model, "optimizer": optimizer, "schedule": schedule, "data": data, "step": 0}
-    manager = checkpoint.Manager(out / "checkpoints", every=config["save_every"])
+    # Saved beside training; and once more, after the same step on all ranks, when any of them is told to stop.
+    manager = checkpoint.Manager(out / "checkpoints", stage="lazy", stop_on=signal.SIGTERM, **config["checkpoints"])
     manager.restore(app)
 
     while app["step"] < steps:

@@ -10,6 +10,8 @@ from shardopt.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimiz
 from shardopt.optim.scaler import GradScaler
 from shardopt.optim.schedules import ReduceLROnPlateau
 from shardopt.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
+from shardopt.random_state import PerRankState, RandomState
+from shardopt.sampler import ResumableSampler
 
 __all__ = [
     "EMA",
@@ -24,7 +26,10 @@ __all__ = [
     "KeyedOptimizer",
     "KeyedOptimizerWrapper",
     "OptimizerWrapper",
+    "PerRankState",
+    "RandomState",
     "ReduceLROnPlateau",
+    "ResumableSampler",
     "RowWiseAdagrad",
     "RowWiseAdam",
     "WarmupOptimizer",

@@ -11,13 +11,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from shardopt import checkpoint
 from shardopt.errors import ShardoptError
-
-Progress = Callable[[int, int], None]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -71,7 +68,7 @@ def _show(told: argparse.Namespace) -> int:
 
 
 def _verify(told: argparse.Namespace) -> int:
-    with _bar("verifying") as progress:
+    with checkpoint.progress_bar("verifying") as progress:
         report = checkpoint.verify(told.url, progress=progress)
     for problem in report.problems:
         print(problem, file=sys.stderr)
@@ -81,7 +78,7 @@ def _verify(told: argparse.Namespace) -> int:
 
 
 def _reshard(told: argparse.Namespace) -> int:
-    with _bar("resharding") as progress:
+    with checkpoint.progress_bar("resharding") as progress:
         report = checkpoint.reshard(
             told.src, told.dst, world_size=told.world_size, drop_per_rank=told.drop_per_rank, progress=progress
         )
@@ -89,26 +86,6 @@ def _reshard(told: argparse.Namespace) -> int:
         f"{report.url}: {report.tensors} tensors, {report.bytes_total:,} bytes, as {told.world_size} ranks write them"
     )
     return 0
-
-
-@contextmanager
-def _bar(doing: str) -> Iterator[Progress | None]:
-    """A progress bar on a terminal, where rich is installed; else nothing."""
-    try:
-        from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
-        from rich.progress import Progress as Bars
-    except ImportError:
-        yield None
-        return
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-
-    columns = ("[progress.description]{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Bars(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bars:
-        task = bars.add_task(doing, total=None)
-        yield lambda done, total: bars.update(task, completed=done, total=total)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]  # from a compiled module
+from torch.distributed import DistError, HashStore, PrefixStore, Store  # type: ignore[attr-defined]  # from a compiled module
 
 from shardopt.errors import RankError, ShardoptError
 
@@ -78,6 +78,25 @@ class Ranks:
             name: the same on every rank, and of no others that are in use.
         """
         return Ranks(None if self._group is None else self._group(), name)
+
+    def notice(self, what: str, first: str, deadline_seconds: float = DEADLINE_SECONDS) -> Notice:
+        """A word that all of these ranks can read and replace at any time, each for itself. Collective.
+
+        Args:
+            what: what it is for, as for `agree`.
+            first: what it is at first, on rank 0.
+        """
+        channel = self._channel
+        if channel is None:
+            return Notice(HashStore(), "notice", first)
+
+        def post(_: list[Any]) -> str:
+            key = f"notice/{secrets.token_hex(8)}"
+            Notice(channel.store, key, first)
+            return key
+
+        _, key = self.agree(what, work=lambda: None, decide=post, deadline_seconds=deadline_seconds)
+        return Notice(channel.store, key)
 
     @property
     def device(self) -> torch.device:
@@ -178,6 +197,26 @@ def _members(group: dist.ProcessGroup | None) -> tuple[int, ...]:
     if group is not None:
         return tuple(dist.get_process_group_ranks(group))
     return (dist.get_rank() if dist.is_available() and dist.is_initialized() else 0,)
+
+
+class Notice:
+    """A word in the job's store, which is replaced in one step. See `Ranks.notice`."""
+
+    def __init__(self, store: Store, key: str, first: str | None = None) -> None:
+        self._store, self._key = store, key
+        if first is not None:
+            store.set(key, first)
+
+    def replace(self, expected: str, wanted: str) -> str:
+        """Makes the word `wanted` if it is `expected`; returns what it is then. Local: one question to the store.
+
+        Raises:
+            RankError: the store is lost.
+        """
+        try:
+            return self._store.compare_set(self._key, expected, wanted).decode()
+        except DistError as error:
+            raise RankError(f"the job's store is lost: {error}") from error
 
 
 class Exchange:

@@ -61,3 +61,12 @@ def refused(name, options, dtype):
     if isinstance(options.get("lr"), torch.Tensor) and how == "foreach" and name in ("Adam", "AdamW"):
         return "lr as a Tensor is not supported"
     return None
+
+
+def astray(name, options, dtype):
+    """Whether this is torch's fused SGD for the CPU in bfloat16.
+
+    It is off from its own for-loop by much more than rounding, at other elements where a tensor is cut otherwise; and
+    with momentum its first step reads what was in the buffer's memory before, so that no two runs need be equal.
+    """
+    return name == "SGD" and bool(options.get("fused")) and dtype == torch.bfloat16

@@ -1,5 +1,6 @@
 """What optimization algorithms keep, and which of them may step on shards."""
 
+from shardopt.algorithms import builtin as _builtin  # noqa: F401  # registers them
 from shardopt.algorithms.registry import (
     AlgorithmSpec,
     AtFirstStep,

@@ -33,15 +33,9 @@ from shardopt.errors import GradientError, Problem
 from shardopt.ranks import ranks_of
 from shardopt.sharding.along import Cut, cuts_of, parts_for, sum_like, sum_memory
 from shardopt.sharding.box import cover_faults
-from shardopt.sharding.view import (
-    View,
-    assemble,
-    device_of,
-    leaves_of,
-    requires_gradient,
-    takes_gradient,
-    view_of,
-)
+from shardopt.sharding.gradients import requires_gradient, takes_gradient
+from shardopt.sharding.pieces import View
+from shardopt.sharding.view import assemble, device_of, leaves_of, view_of
 
 Group = Mapping[str, Any]
 Term = tuple[Tensor, tuple[Cut, ...]]

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from shardopt.errors import GradientError, Problem
-from shardopt.sharding.view import gradient_leaves, leaves_of
+from shardopt.sharding.gradients import gradient_leaves
+from shardopt.sharding.view import leaves_of
 
 
 def dense_gradients(parameter: Tensor, name: str) -> list[Tensor] | None:
@@ -26,8 +27,12 @@ def dense_gradients(parameter: Tensor, name: str) -> list[Tensor] | None:
     return found_gradients(parameter, name, (torch.strided,))
 
 
-def found_gradients(parameter: Tensor, name: str, layouts: tuple[torch.layout, ...]) -> list[Tensor] | None:
-    """As `dense_gradients`, of certain layouts. Where some shards only have one, it is zero or empty on the others."""
+def found_gradients(
+    parameter: Tensor, name: str, layouts: tuple[torch.layout, ...], takes_dense: bool = True
+) -> list[Tensor] | None:
+    """As `dense_gradients`, of certain layouts. Where some shards only have one, it is zero on the others: without
+    rows where those are sparse, or all have to be.
+    """
     leaves = leaves_of(parameter)
     try:
         found = gradient_leaves(parameter)
@@ -44,7 +49,7 @@ def found_gradients(parameter: Tensor, name: str, layouts: tuple[torch.layout, .
                 remedy="make it dense, or cast it, before the step",
             )
             raise GradientError("a gradient does not fit its parameter", [problem])
-    sparse = any(gradient is not None and gradient.is_sparse for gradient in found)
+    sparse = not takes_dense or any(gradient is not None and gradient.is_sparse for gradient in found)
     both = zip(leaves, found, strict=True)
     return [no_gradient(leaf, sparse) if its is None else its for leaf, its in both]
 

@@ -19,7 +19,8 @@ from shardopt.errors import LayoutError, Problem
 from shardopt.ranks import Ranks
 from shardopt.sharding.box import overlap_faults
 from shardopt.sharding.layout import Layout, held, joined
-from shardopt.sharding.view import View, leaves_of, view_of
+from shardopt.sharding.pieces import View
+from shardopt.sharding.view import leaves_of, view_of
 
 _WHAT = "finding out who holds which parameter"
 # As long as torch's own collectives wait: before their first step, ranks may be far apart (one compiles, one does not).

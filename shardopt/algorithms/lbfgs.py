@@ -31,7 +31,9 @@ from shardopt.errors import AlgorithmError, Problem
 from shardopt.ranks import ranks_of
 from shardopt.sharding.along import stack_like
 from shardopt.sharding.box import cover_faults
-from shardopt.sharding.view import View, assemble, gradient_leaves, leaves_of, requires_gradient
+from shardopt.sharding.gradients import gradient_leaves, requires_gradient
+from shardopt.sharding.pieces import View
+from shardopt.sharding.view import assemble, leaves_of
 
 GLOBAL = "global"
 """What the name begins with under which `state` has what belongs to no parameter: "global.<least FQN>"."""

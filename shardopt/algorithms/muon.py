@@ -33,17 +33,10 @@ from shardopt.algorithms.wholes import Together
 from shardopt.errors import GradientError, Problem, StateError
 from shardopt.ranks import Ranks, ranks_among, ranks_of
 from shardopt.sharding.box import Box, cover_faults
+from shardopt.sharding.gradients import takes_gradient
 from shardopt.sharding.layout import held
-from shardopt.sharding.view import (
-    View,
-    assemble,
-    device_of,
-    groups_of,
-    leaves_of,
-    members_of,
-    takes_gradient,
-    view_of,
-)
+from shardopt.sharding.pieces import View
+from shardopt.sharding.view import assemble, device_of, groups_of, leaves_of, members_of, view_of
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")

@@ -1,6 +1,6 @@
-"""The row-wise updates as one Triton kernel: gather a row, its mean square, its moment, and scatter the row.
+"""The row-wise updates as one Triton kernel: a row, found by its index or in order, its mean square and its moment.
 
-k touched rows of D elements. A program has some rows; it runs over their columns twice, first for the mean square, then
+k touched rows of D elements, or all rows. A program has some; it runs over their columns twice, for the mean square and
 to move them, so that of a row of usual width the second reading of the gradient comes out of the cache.
 
 Triton comes with torch for GPUs; where it is absent `fits` says no, and torch's own operations do the same.
@@ -53,19 +53,19 @@ def fits(*tensors: Tensor) -> bool:
 
 
 def update(
-    table: Tensor, index: Tensor, gradients: Tensor, moments: Tensor, averages: Tensor | None, numbers: Numbers
+    table: Tensor, index: Tensor | None, gradients: Tensor, moments: Tensor, averages: Tensor | None, numbers: Numbers
 ) -> None:
     """Moves rows and their state in place. Works in fp32, and waits for nothing.
 
     Args:
         table: [N, ...], contiguous.
-        index: [k], int64, each row at most once.
+        index: [k], int64, each row at most once; None for all rows, in order.
         gradients: [k, ...], contiguous.
         moments: [N, 1, ...], fp32.
         averages: like the table; None for Adagrad.
         numbers: of this step.
     """
-    count, width = len(index), gradients[:1].numel()
+    count, width = len(gradients), gradients[:1].numel()
     if not count or not width:
         return
     columns = min(triton.next_power_of_2(width), _MOST_COLUMNS)
@@ -74,7 +74,7 @@ def update(
     with torch.cuda.device_of(table):  # type: ignore[no-untyped-call]  # torch leaves it untyped; Triton launches there
         _move_rows[(triton.cdiv(count, rows),)](
             table,
-            index.contiguous(),
+            table if index is None else index.contiguous(),
             gradients,
             moments,
             table if averages is None else averages,
@@ -89,6 +89,7 @@ def update(
             1 - beta2,
             numbers.correction,
             WIDTH=width,
+            GATHERS=index is not None,
             ADAM=averages is not None,
             DECAYS=numbers.decay != 0,
             ROWS=rows,
@@ -124,6 +125,7 @@ if triton is not None:
         rest2,
         correction,
         WIDTH: tl.constexpr,
+        GATHERS: tl.constexpr,
         ADAM: tl.constexpr,
         DECAYS: tl.constexpr,
         ROWS: tl.constexpr,
@@ -131,9 +133,10 @@ if triton is not None:
     ):
         places = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
         there = places < count
-        rows = tl.load(index + places, mask=there, other=0)  # int64: rows × D may be past 2³¹
+        numbers = places.to(tl.int64)  # rows × D may be past 2³¹
+        rows = tl.load(index + places, mask=there, other=0) if GATHERS else numbers
         starts = (rows * WIDTH)[:, None]
-        given = (places.to(tl.int64) * WIDTH)[:, None]
+        given = (numbers * WIDTH)[:, None]
         total = tl.zeros([ROWS], tl.float32)
         for first in range(0, WIDTH, COLUMNS):
             columns = (first + tl.arange(0, COLUMNS))[None, :]

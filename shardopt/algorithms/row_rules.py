@@ -130,8 +130,8 @@ def update_rows(
 ) -> None:
     """Moves rows of a table, and the state of these rows, by their gradients. Local, and not recorded by autograd.
 
-    Nothing of the size of the table is made; with an index, no other row is read or written. On a GPU with Triton rows
-    at an index are moved by one kernel, which rounds in another order.
+    Nothing of the size of the table is made; with an index, no other row is read or written. On a GPU with Triton one
+    kernel does it, which rounds in another order.
 
     Args:
         rule: ADAGRAD or ADAM.
@@ -144,7 +144,7 @@ def update_rows(
         moments_moved: whether the moments have been moved already, and are only to be read.
     """
     others = [state[name] for name in rule.others]
-    if index is not None and not moments_moved and row_kernels.fits(table, gradients, state[rule.moments], *others):
+    if not moments_moved and row_kernels.fits(table, gradients, state[rule.moments], *others):
         average = next(iter(others), None)
         row_kernels.update(table, index, gradients, state[rule.moments], average, rule.numbers(options, step))
         return

@@ -6,7 +6,7 @@ N rows on this rank, k of them touched on any rank. A rank's memory for sums is 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from math import prod
+from math import nan, prod
 from typing import Any
 
 import torch
@@ -48,6 +48,14 @@ class RowShares:
                 _take_in(leaf, gradient, into, count, options)
         yield self._have, self._cuts
         yield from ((memory, self._cuts) for memory in (*self._sums, *self._counts))
+
+    def refuse(self) -> None:
+        """This rank cannot step; to be called before `summands`, by which the others hear of it."""
+        self._have.fill_(nan)
+
+    def is_refused(self) -> bool:
+        """Whether any rank cannot step; to be asked once all is added up."""
+        return bool(self._have.isnan())
 
     def is_due(self) -> bool:
         """Whether any rank has a gradient; to be asked once all is added up."""

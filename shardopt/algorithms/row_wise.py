@@ -17,13 +17,15 @@ import torch
 from torch import Tensor
 
 from shardopt.algorithms.adafactor import add_up
-from shardopt.algorithms.row_gradients import refuse_decay_of_sparse, row_gradients
+from shardopt.algorithms.row_gradients import RowGradient, refuse_decay_of_sparse, row_gradients
 from shardopt.algorithms.row_rules import ADAGRAD, ADAM, RowRule, moment_dtype, update_rows
 from shardopt.algorithms.row_shares import RowShares
-from shardopt.errors import AlgorithmError, Problem
+from shardopt.errors import AlgorithmError, GradientError, Problem
 from shardopt.sharding.along import cuts_of, sum_like
 from shardopt.sharding.box import cover_faults
-from shardopt.sharding.view import View, assemble, leaves_of, requires_gradient, tells_of_others, view_of
+from shardopt.sharding.gradients import requires_gradient
+from shardopt.sharding.pieces import View
+from shardopt.sharding.view import assemble, leaves_of, tells_of_others, view_of
 
 Group = Mapping[str, Any]
 
@@ -42,7 +44,8 @@ class _RowWise(torch.optim.Optimizer):
             closure: evaluates the model again and returns the loss, which is returned; called once.
 
         Raises:
-            GradientError: a gradient does not fit its parameter, or is sparse where there is weight decay.
+            GradientError: a gradient does not fit its parameter, or is sparse where there is weight decay; also on the
+                ranks that share rows with the one that has it.
             AlgorithmError: a parameter has no rows or complex elements, or shards that do not tell who has the rest of
                 their rows. Nothing was changed in either case.
         """
@@ -53,21 +56,29 @@ class _RowWise(torch.optim.Optimizer):
         works = [_Work(self, group, parameter) for group in self.param_groups for parameter in group["params"]]
         # Where a number stands among others decides in which order ranks add it up, and so its last bit.
         works.sort(key=lambda work: self.names.get(work.parameter, ""))
-        add_up(chain.from_iterable(work.shares.summands(work.gradients, work.group) for work in works if work.shares))
+        shared = [(work, work.shares) for work in works if work.shares]
+        faults = [work.fault for work in works if work.fault]
+        for _, shares in shared if faults else ():
+            shares.refuse()
+        add_up(chain.from_iterable(shares.summands(work.gradients, work.group) for work, shares in shared))
+        for fault in faults:
+            raise fault
+        _raise_refused([work.name for work, shares in shared if shares.is_refused()])
         for work in works:
             if work.is_due():
                 work.apply()
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but that moments keep their dtype, where torch casts state to the parameter's."""
+        """As torch's, but that moments get the dtype that moments have here, where torch casts to the parameter's."""
         super().load_state_dict(state_dict)
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         loaded = chain.from_iterable(group["params"] for group in self.param_groups)
         for number, parameter in zip(saved, loaded, strict=True):
             moments = state_dict["state"].get(number, {}).get(self.rule.moments)
             if moments is not None and parameter in self.state:
-                self.state[parameter][self.rule.moments] = moments.to(parameter.device, copy=True)
+                dtype = moment_dtype(view_of(parameter).dtype)
+                self.state[parameter][self.rule.moments] = moments.to(parameter.device, dtype, copy=True)
 
     def fresh_state(self, group: Group, parameter: Tensor) -> dict[str, Any]:
         """New state of a parameter that has none, as its first step would make it; changes nothing."""
@@ -194,17 +205,33 @@ def _refuse_negative(options: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} must not be negative, but is {value}")
 
 
+def _raise_refused(names: list[str]) -> None:
+    """Raises where another rank has refused its gradients, which tells there what is wrong with them."""
+    problems = [
+        Problem(name, "a gradient, of it or of another, that another rank refuses", "good ones on all", "see its error")
+        for name in names
+    ]
+    if problems:
+        raise GradientError("a rank that shares rows cannot step", problems)
+
+
 class _Work:
     """What one step does with one parameter on this rank."""
 
     def __init__(self, optimizer: _RowWise, group: Group, parameter: Tensor) -> None:
         self.optimizer, self.group, self.parameter = optimizer, group, parameter
-        name = optimizer.names.get(parameter) or f"a parameter of shape {tuple(view_of(parameter).shape)}"
+        self.name = optimizer.names.get(parameter) or f"a parameter of shape {tuple(view_of(parameter).shape)}"
         if not optimizer.state.get(parameter):
-            _refuse_unsuitable(parameter, name, type(optimizer).__name__)
+            _refuse_unsuitable(parameter, self.name, type(optimizer).__name__)
         self.leaves = leaves_of(parameter)
-        self.gradients = row_gradients(parameter, name)
-        refuse_decay_of_sparse(self.gradients or [], group["weight_decay"], name)
+        self.gradients: list[RowGradient] | None = None
+        self.fault: GradientError | None = None  # to be raised once ranks that share rows have heard of it
+        try:
+            gradients = row_gradients(parameter, self.name)
+            refuse_decay_of_sparse(gradients or [], group["weight_decay"], self.name)
+            self.gradients = gradients
+        except GradientError as error:
+            self.fault = error
         across = tuple(cut for cut in cuts_of(parameter) if any(cut.dims))  # along more than the rows
         self.shares: RowShares | None = None
         if across and (self.gradients is not None or requires_gradient(parameter)):

@@ -13,7 +13,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ from shardopt.checkpoint.describe import Description
 from shardopt.checkpoint.pause import gc_paused
 from shardopt.checkpoint.pending import PendingSave, hold_steps
 from shardopt.checkpoint.replicas import CheckReplicas
+from shardopt.checkpoint.reports import tell
 from shardopt.checkpoint.save import Kept, replicas_to_check, save_described
 from shardopt.checkpoint.staging import HostMemory, Staging
 from shardopt.copies import copying_until
@@ -66,8 +67,15 @@ class AsyncSaver:
         durable: bool = True,
         check_replicas: CheckReplicas = "small",
         deadline_seconds: float = DEADLINE_SECONDS,
+        metrics: bytes | None = None,
+        afterwards: Callable[[], None] = lambda: None,
     ) -> PendingSave:
-        """As `async_save`, whose arguments and errors these are."""
+        """As `async_save`, whose arguments and errors these are, but for two.
+
+        Args:
+            metrics: as for `commit`.
+            afterwards: what the thread does once the checkpoint is committed; `wait` waits for that too.
+        """
         begin = time.monotonic()
         _require_choice("stage", stage, ("now", "lazy"))
         _require_choice("in_flight", in_flight, ("wait", "refuse"))
@@ -88,7 +96,7 @@ class AsyncSaver:
             staging = error  # the other ranks are on their way to the thread, in which all will raise it
             self._hooks = hold_steps(_optimizers_in(app), pending)
 
-        options = durable, check_replicas, deadline_seconds
+        options = durable, check_replicas, deadline_seconds, metrics, afterwards
         # Not a daemon: a program that ends waits for it, and then says what it should have waited for itself.
         self._thread = threading.Thread(
             target=self._in_background, args=(beside, pending, staging, begin, *options), name="shardopt-save"
@@ -131,6 +139,8 @@ class AsyncSaver:
         durable: bool,
         check_replicas: CheckReplicas,
         deadline_seconds: float,
+        metrics: bytes | None,
+        afterwards: Callable[[], None],
     ) -> None:
         """What the thread does."""
         staging_seconds = 0.0
@@ -145,10 +155,13 @@ class AsyncSaver:
             return staging.describe(replicas_to_check(check_replicas, ranks))
 
         try:
-            report = save_described(ranks, pending.url, described, self._kept, durable, deadline_seconds)
+            report = save_described(ranks, pending.url, described, self._kept, durable, deadline_seconds, metrics)
             pending.succeed(replace(report, seconds=time.monotonic() - begin, staging_seconds=staging_seconds))
+            tell("save", pending.result())
         except BaseException as error:
             pending.fail(error)
+        else:
+            afterwards()
 
     def _beside(self, ranks: Ranks) -> Ranks:
         if self._ranks is None or self._ranks[0] is not ranks:

@@ -7,7 +7,14 @@ from contextlib import suppress
 from typing import Any
 
 from shardopt.checkpoint.describe import Values
-from shardopt.checkpoint.format import FILE_NAME, MANIFEST_LIMIT_BYTES, MANIFEST_NAME, damaged, file_name
+from shardopt.checkpoint.format import (
+    FILE_NAME,
+    MANIFEST_LIMIT_BYTES,
+    MANIFEST_NAME,
+    METRICS_NAME,
+    damaged,
+    file_name,
+)
 from shardopt.checkpoint.manifest import (
     DataFile,
     Manifest,
@@ -32,19 +39,41 @@ def refuse_committed(storage: Storage) -> None:
 
 
 def commit(
-    storage: Storage, save_id: str, plan: SavePlan, values: Values, reports: Sequence[Sequence[Sequence[Any]]]
+    storage: Storage,
+    save_id: str,
+    plan: SavePlan,
+    values: Values,
+    reports: Sequence[Sequence[Sequence[Any]]],
+    metrics: bytes | None = None,
 ) -> int:
     """Makes the checkpoint exist, once every rank has reported its files. On rank 0 only.
 
     Args:
         values: plain values in their typed JSON form.
         reports: by rank, the name, bytes and digest of each file that it wrote.
+        metrics: what is to stand beside the checkpoint under `METRICS_NAME`.
 
     Returns:
         The bytes of all data files.
     """
     manifest = manifest_of(save_id, plan, values, reports)
     data = encode_manifest(manifest)
+    there = settle_files(storage, manifest)
+    refuse_committed(storage)
+    if metrics is not None:
+        storage.publish(METRICS_NAME, metrics)
+    elif METRICS_NAME in there:
+        storage.remove(METRICS_NAME)  # of a save that died
+    storage.publish(MANIFEST_NAME, data)
+    return sum(file.nbytes for file in manifest.files)
+
+
+def settle_files(storage: Storage, manifest: Manifest) -> set[str]:
+    """Refuses to commit where files of the manifest are not there; removes what other saves have left.
+
+    Returns:
+        The names of all files that were there before.
+    """
     wanted, there = {file.name for file in manifest.files}, set(storage.names())
     # A listing may be older than a file (NFS keeps them for a while): what is not in it is asked for by name.
     unseen = [name for name in sorted(wanted - there) if not storage.exists(name)]
@@ -58,9 +87,7 @@ def commit(
     for name in there - wanted:
         if FILE_NAME.fullmatch(name):
             storage.remove(name)
-    refuse_committed(storage)
-    storage.publish(MANIFEST_NAME, data)
-    return sum(file.nbytes for file in manifest.files)
+    return there
 
 
 def manifest_of(save_id: str, plan: SavePlan, values: Values, reports: Sequence[Sequence[Sequence[Any]]]) -> Manifest:

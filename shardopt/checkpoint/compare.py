@@ -12,7 +12,7 @@ from shardopt.checkpoint.manifest import Manifest, StoredTensor
 from shardopt.checkpoint.memory import dtype_name, torch_dtype
 from shardopt.checkpoint.strictness import Choice, Names, Strictness
 from shardopt.errors import MismatchError, Problem, ShardoptError
-from shardopt.sharding.view import View
+from shardopt.sharding.pieces import View
 from shardopt.state import CheckedStateful, FlatState, Handback, Path, PerRank, join, nest
 
 _MISSING = "save it, remove it from the app, or load with strict=False to leave it as it is"

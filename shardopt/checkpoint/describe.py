@@ -18,7 +18,8 @@ from shardopt.checkpoint.plan import Member
 from shardopt.checkpoint.replicas import CheckReplicas, Contents, contents_of, summary_of
 from shardopt.errors import LayoutError, Problem, ShardoptError, StateError
 from shardopt.sharding.layout import Layout, held, joined
-from shardopt.sharding.view import View, view_of
+from shardopt.sharding.pieces import View
+from shardopt.sharding.view import view_of
 from shardopt.state import FlatState, Path, PerRank
 from shardopt.values import canonical, decode_value, encode_value
 

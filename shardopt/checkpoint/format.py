@@ -22,6 +22,7 @@ from shardopt.errors import CorruptionError, Problem
 FORMAT_NAME = "shardopt"
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
+METRICS_NAME = "metrics.json"
 DATA_SUFFIX = ".safetensors"
 
 SEGMENT_BYTES = 256 * 1024  # of a tensor's bytes in one file, under one checksum

@@ -16,8 +16,10 @@ from torch.optim import Optimizer
 
 from shardopt.checkpoint.compare import Match, compare
 from shardopt.checkpoint.pause import gc_paused
+from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.read import OpenFile, Want, check_all, fetch
 from shardopt.checkpoint.reader import CheckpointReader, open_checkpoint
+from shardopt.checkpoint.reports import tell
 from shardopt.checkpoint.share import Replicas, SharedReads, fingerprint, shared_among
 from shardopt.checkpoint.strictness import Names, Strictness, strictness_of, under_names_of
 from shardopt.checkpoint.torn import mark_torn, unmark_torn
@@ -25,7 +27,8 @@ from shardopt.checkpoint.twins import refuse_unequal, twins_in
 from shardopt.copies import wait_for_copies
 from shardopt.errors import CheckpointError, MismatchError, Problem
 from shardopt.ranks import DEADLINE_SECONDS, Ranks, ranks_of
-from shardopt.sharding.view import View, view_of
+from shardopt.sharding.pieces import View
+from shardopt.sharding.view import view_of
 from shardopt.state import FlatState, Handback, PerRank, flatten
 
 
@@ -83,6 +86,7 @@ def load(
     rename: Mapping[str, str] | None = None,
     transactional: bool = False,
     replicas: Replicas = "auto",
+    progress: Progress | None = None,
     deadline_seconds: float = DEADLINE_SECONDS,
 ) -> LoadReport:
     """Loads a checkpoint into `app`, whatever ranks, meshes and placements it was saved from. Collective.
@@ -101,6 +105,7 @@ def load(
         replicas: what is done about boxes that several ranks hold: each holder may "read" them, or one of them reads
             and sends to the others ("exchange", over the job's process group, whose own timeout holds for the sends).
             "auto" exchanges where storage is remote: a local disk's cache is faster than what joins processes.
+        progress: called with the bytes of this rank that are read and those there are to read.
         deadline_seconds: how long a rank may show no sign of life before the others give up and name it.
 
     Raises:
@@ -112,8 +117,9 @@ def load(
     """
     with gc_paused():  # around a call, so that the collector finds the plan gone when it wakes
         report, differences = _load(
-            url, app, strictness_of(strict), select, rename, transactional, replicas, deadline_seconds
+            url, app, strictness_of(strict), select, rename, transactional, replicas, progress, deadline_seconds
         )
+    tell("load", report)
     for difference in differences:
         warnings.warn(f"loading {report.url}: {difference}", stacklevel=2)
     return report
@@ -127,6 +133,7 @@ def _load(
     rename: Mapping[str, str] | None,
     transactional: bool,
     replicas: Replicas,
+    progress: Progress | None,
     deadline_seconds: float,
 ) -> tuple[LoadReport, list[Problem]]:
     """The line itself; returns what to warn of as well."""
@@ -148,7 +155,7 @@ def _load(
     loaded = [each for each in plan.flat.handbacks if plan.match.loads_into(each.path, plan.flat)]
     optimizers = [each.target for each in loaded if isinstance(each.target, Optimizer)]
     mark_torn(optimizers, what)
-    bytes_read, _ = ranks.agree(what, work=lambda: _fill(wants), deadline_seconds=deadline_seconds)
+    bytes_read, _ = ranks.agree(what, work=lambda: _fill(wants, progress), deadline_seconds=deadline_seconds)
     # A round of its own: nobody is to wait for what its reader failed to read, or to hand back what others lack.
     ranks.agree(what, work=lambda: _hand_back(plan, shared, loaded), deadline_seconds=deadline_seconds)
     unmark_torn(optimizers)
@@ -221,9 +228,9 @@ def _compare_ranks(url: str, reports: list[list[str]]) -> bool:
     return len(set(fingerprints)) == 1
 
 
-def _fill(wants: list[tuple[OpenFile, Want]]) -> int:
+def _fill(wants: list[tuple[OpenFile, Want]], progress: Progress | None) -> int:
     wait_for_copies()  # a save in the background may still be taking what this changes
-    return fetch(wants)
+    return fetch(wants, progress)
 
 
 def _hand_back(plan: _Plan, shared: SharedReads, loaded: list[Handback]) -> None:

@@ -7,9 +7,10 @@ Checksums stand for segments, so that at both ends of a run up to one segment mo
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from math import prod
@@ -23,6 +24,7 @@ from shardopt.checkpoint.datafile import Entry, header_length, parse_header
 from shardopt.checkpoint.format import SEGMENT_BYTES, Dtype, damaged, segment_count, stored_shape
 from shardopt.checkpoint.manifest import DataFile
 from shardopt.checkpoint.memory import bytes_of, is_plain_memory, tensor_over, torch_dtype
+from shardopt.checkpoint.progress import Counter, Progress
 from shardopt.checkpoint.storage import Span, Storage, telling
 from shardopt.checkpoint.write import narrowed
 from shardopt.errors import CorruptionError, Problem
@@ -30,8 +32,9 @@ from shardopt.sharding.box import Box
 
 _THREADS = 4
 _BATCH_BYTES = 2 << 20  # read by one thread at a time, and still in its cache when it is summed and copied
+_FAR_BATCH_BYTES = 8 << 20  # where each request costs a round trip; see benchmarks/results/remote.md
+_FAR_THREADS = 8
 _ALIGNMENT = 64  # of what is taken from scratch, so that there can be tensors of any dtype over it
-_SCRATCH_BYTES = _BATCH_BYTES + 2 * SEGMENT_BYTES  # at most _THREADS + 2 batches are under way or being made
 
 
 class Want(NamedTuple):
@@ -123,10 +126,12 @@ class _Batch:
     """Spans to read in one go, the segments that are complete with them, and copies to make once they are verified.
 
     Args:
+        limit: of its bytes.
         scratch: buffers for what is not read in place; the batch takes one when it needs it, and gives it back.
     """
 
-    def __init__(self, scratch: list[bytearray]) -> None:
+    def __init__(self, limit: int, scratch: list[bytearray]) -> None:
+        self._limit = limit
         self.spans: list[Span] = []
         self.checks: list[tuple[Entry, int, Sequence[memoryview]]] = []
         self.nbytes = 0
@@ -137,7 +142,7 @@ class _Batch:
 
     def has_room(self, nbytes: int) -> bool:
         """Whether a run of that size may be added; a first one always may."""
-        return not self.spans or self.nbytes + nbytes <= _BATCH_BYTES
+        return not self.spans or self.nbytes + nbytes <= self._limit
 
     def add(self, entry: Entry, run: _Run) -> None:
         parts = [self._take(run.head), run.memory, self._take(run.tail)] if run.memory else [self._take(run.tail)]
@@ -168,7 +173,7 @@ class _Batch:
         if not nbytes:
             return memoryview(b"")
         if self._buffer is None:
-            self._buffer = self._scratch.pop() if self._scratch else bytearray(_SCRATCH_BYTES)
+            self._buffer = self._scratch.pop() if self._scratch else bytearray(self._limit + 2 * SEGMENT_BYTES)
         begin = self._used
         self._used += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         if self._used > len(self._buffer):  # thousands of crumbs, which alignment has made larger
@@ -176,8 +181,11 @@ class _Batch:
         return memoryview(self._buffer)[begin : begin + nbytes]
 
 
-def fetch(wants: Sequence[tuple[OpenFile, Want]]) -> int:
+def fetch(wants: Sequence[tuple[OpenFile, Want]], progress: Progress | None = None) -> int:
     """Reads all that is wanted into its targets; returns the bytes read.
+
+    Args:
+        progress: of the bytes that are wanted.
 
     Raises:
         CorruptionError: bytes that fail their checksum; targets may have changed by then.
@@ -185,19 +193,44 @@ def fetch(wants: Sequence[tuple[OpenFile, Want]]) -> int:
     by_file: defaultdict[OpenFile, list[Want]] = defaultdict(list)
     for file, want in wants:
         by_file[file].append(want)
-    scratch: list[bytearray] = []
-    with torch.no_grad(), ThreadPoolExecutor(_THREADS, "shardopt-read") as pool:
-        running: set[Future[None]] = set()
-        nbytes = 0
+    scratch: list[bytearray] = []  # at most two buffers more than there are threads: batches under way or being made
+    failures: list[Exception] = []
+    threads = max((threads_for(file.storage) for file in by_file), default=1)
+    limit = max(map(_batch_bytes, by_file), default=0)
+    slots = threading.Semaphore(threads + 1)  # batches that are under way or wait for a thread
+    done = Counter(sum(want.wanted.numel * want.dtype.itemsize for _, want in wants), progress)
+    nbytes = 0
+
+    def run(batch: _Batch, file: OpenFile) -> None:
+        try:
+            batch.read(file)
+            done.add(batch.nbytes)
+        except Exception as error:
+            failures.append(error)
+        finally:
+            slots.release()
+
+    with torch.no_grad(), ThreadPoolExecutor(threads, "shardopt-read") as pool:
         for file, wanted in by_file.items():
-            for batch in _batches(sorted(wanted, key=lambda want: want.entry.begin), scratch):
-                if len(running) > _THREADS:
-                    running = _settle(running)
-                running.add(pool.submit(batch.read, file))
+            for batch in _batches(sorted(wanted, key=lambda want: want.entry.begin), limit, scratch):
+                slots.acquire()
+                if failures:
+                    slots.release()  # or the files that follow would wait for it
+                    break
+                pool.submit(run, batch, file)
                 nbytes += batch.nbytes
-        while running:
-            running = _settle(running)
+    if failures:
+        raise failures[0]
     return nbytes
+
+
+def threads_for(storage: Storage) -> int:
+    """How many threads should read from it at a time."""
+    return _FAR_THREADS if storage.is_remote else _THREADS
+
+
+def _batch_bytes(file: OpenFile) -> int:
+    return _FAR_BATCH_BYTES if file.storage.is_remote else _BATCH_BYTES
 
 
 def check_all(wants: Sequence[tuple[OpenFile, Want]]) -> None:
@@ -220,10 +253,11 @@ def damaged_segments(
     Args:
         progress: gets the bytes of each piece that was read.
     """
-    buffer = memoryview(bytearray(min(_BATCH_BYTES, entry.end - entry.begin)))
+    step = _batch_bytes(file)
+    buffer = memoryview(bytearray(min(step, entry.end - entry.begin)))
     segment = entry.segment
-    for begin in range(entry.begin, entry.end, _BATCH_BYTES):
-        chunk = buffer[: min(_BATCH_BYTES, entry.end - begin)]
+    for begin in range(entry.begin, entry.end, step):
+        chunk = buffer[: min(step, entry.end - begin)]
         file.read_into([Span(begin, chunk)])
         progress(chunk.nbytes)
         for i in range(0, chunk.nbytes, SEGMENT_BYTES):
@@ -253,16 +287,9 @@ def _failed_segment(entry: Entry, segment: int) -> str:
     return f"segment {segment - entry.segment} of {entry.key!r} with bytes that fail their checksum"
 
 
-def _settle(running: set[Future[None]]) -> set[Future[None]]:
-    done, rest = wait(running, return_when=FIRST_COMPLETED)
-    for future in done:
-        future.result()
-    return rest
-
-
-def _batches(wants: Sequence[Want], scratch: list[bytearray]) -> Iterator[_Batch]:
-    """Batches of at most the bytes of one, or of one run."""
-    batch = _Batch(scratch)
+def _batches(wants: Sequence[Want], limit: int, scratch: list[bytearray]) -> Iterator[_Batch]:
+    """Batches of at most `limit` bytes, or of one run."""
+    batch = _Batch(limit, scratch)
     for want in wants:
         entry = want.entry
         nbytes = entry.end - entry.begin
@@ -270,16 +297,16 @@ def _batches(wants: Sequence[Want], scratch: list[bytearray]) -> Iterator[_Batch
             # All of a small box, which is what most tensors of most checkpoints are.
             if not batch.has_room(nbytes):
                 yield batch
-                batch = _Batch(scratch)
+                batch = _Batch(limit, scratch)
             memory = bytes_of(want.target)
             batch.spans.append(Span(entry.begin, memory))
             batch.checks.append((entry, entry.segment, (memory,)))
             batch.nbytes += nbytes
             continue
-        for run in _direct(want) if _is_one_run(want) else _through_scratch(want):
+        for run in _direct(want, limit) if _is_one_run(want) else _through_scratch(want, limit):
             if not batch.has_room(run.nbytes):
                 yield batch
-                batch = _Batch(scratch)
+                batch = _Batch(limit, scratch)
             batch.add(entry, run)
     if batch.spans:
         yield batch
@@ -297,35 +324,37 @@ def _takes_bytes(want: Want) -> bool:
     return want.target.dtype == torch_dtype(want.dtype) and is_plain_memory(want.target)
 
 
-def _direct(want: Want) -> Iterator[_Run]:
+def _direct(want: Want, limit: int) -> Iterator[_Run]:
     begin = _offset(want.wanted.offsets, want.sizes) * want.dtype.itemsize
     memory = bytes_of(want.target)
     end = begin + memory.nbytes
     total = want.entry.end - want.entry.begin
     while begin < end:
         # One run ends where a segment ends, so that no segment is read twice.
-        stop = min(end, begin - begin % SEGMENT_BYTES + _BATCH_BYTES)
+        stop = min(end, begin - begin % SEGMENT_BYTES + limit)
         head, tail = begin % SEGMENT_BYTES, min(-stop % SEGMENT_BYTES, total - stop)
         yield _Run(want.entry.begin + begin - head, head, memory[: stop - begin], tail)
         memory = memory[stop - begin :]
         begin = stop
 
 
-def _through_scratch(want: Want) -> Iterator[_Run]:
-    return _scratch_rows(want, 0, want.sizes, want.wanted, want.target)
+def _through_scratch(want: Want, limit: int) -> Iterator[_Run]:
+    return _scratch_rows(want, limit, 0, want.sizes, want.wanted, want.target)
 
 
-def _scratch_rows(want: Want, base: int, sizes: tuple[int, ...], wanted: Box, target: Tensor) -> Iterator[_Run]:
+def _scratch_rows(
+    want: Want, limit: int, base: int, sizes: tuple[int, ...], wanted: Box, target: Tensor
+) -> Iterator[_Run]:
     """Reads blocks of whole rows, of the outermost dimension whose rows fit the scratch buffer."""
     row_bytes = prod(sizes[1:]) * want.dtype.itemsize
     first, count = (wanted.offsets[0], wanted.sizes[0]) if sizes else (0, 1)
-    if row_bytes > _BATCH_BYTES:
+    if row_bytes > limit:
         inner = Box(wanted.offsets[1:], wanted.sizes[1:])
         for i in range(count):
-            yield from _scratch_rows(want, base + (first + i) * row_bytes, sizes[1:], inner, target[i])
+            yield from _scratch_rows(want, limit, base + (first + i) * row_bytes, sizes[1:], inner, target[i])
         return
     total = want.entry.end - want.entry.begin
-    step = max(_BATCH_BYTES // row_bytes, 1)
+    step = max(limit // row_bytes, 1)
     for i in range(0, count, step):
         rows = min(step, count - i)
         begin = base + (first + i) * row_bytes

@@ -27,7 +27,7 @@ from shardopt.checkpoint.storage import Storage, storage_of
 from shardopt.checkpoint.write import narrowed
 from shardopt.errors import MismatchError, Problem, StateError
 from shardopt.sharding.box import Box, cover_faults, whole
-from shardopt.sharding.view import Piece
+from shardopt.sharding.pieces import Piece
 from shardopt.values import decode_value
 
 

@@ -15,7 +15,7 @@ from shardopt.checkpoint.memory import bytes_of, is_plain_memory
 from shardopt.errors import Problem, StateError
 from shardopt.sharding.box import Box
 from shardopt.sharding.layout import Layout
-from shardopt.sharding.view import View
+from shardopt.sharding.pieces import View
 
 CheckReplicas = Literal["small", "all", "none"]
 

@@ -14,8 +14,10 @@ from shardopt.checkpoint.format import SEGMENT_BYTES
 from shardopt.checkpoint.manifest import StoredLayout
 from shardopt.checkpoint.memory import bytes_of
 from shardopt.checkpoint.plan import Member
+from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.read import pieces_in_order
 from shardopt.checkpoint.reader import CheckpointReader, open_checkpoint
+from shardopt.checkpoint.reports import tell
 from shardopt.checkpoint.save import SaveReport
 from shardopt.checkpoint.storage import storage_of
 from shardopt.checkpoint.write import OwnParts, Part, SavePlan, write_files
@@ -35,7 +37,7 @@ def reshard(
     world_size: int | None = None,
     layout: ChooseLayout | None = None,
     drop_per_rank: bool = False,
-    progress: Callable[[int, int], object] | None = None,
+    progress: Progress | None = None,
 ) -> SaveReport:
     """Writes the checkpoint at `src` to `dst` as other ranks would have written it. Local; needs no accelerator.
 
@@ -87,7 +89,9 @@ def reshard(
         except BaseException:
             discard(target, save_id)
             raise
-    return SaveReport(target.url, save_id, len(members), total, total, time.monotonic() - begin)
+    report = SaveReport(target.url, save_id, len(members), total, total, time.monotonic() - begin)
+    tell("reshard", report)
+    return report
 
 
 def _as_stored(world_size: int) -> ChooseLayout:
@@ -120,7 +124,7 @@ def _per_rank(reader: CheckpointReader, rank: int) -> bytes:
 class _Source:
     """The bytes of parts, read from a checkpoint a piece at a time."""
 
-    def __init__(self, reader: CheckpointReader, total: int, progress: Callable[[int, int], object] | None) -> None:
+    def __init__(self, reader: CheckpointReader, total: int, progress: Progress | None) -> None:
         self._reader, self._total, self._progress, self._done = reader, total, progress, 0
 
     def chunks_of(self, part: Part) -> Iterator[memoryview]:

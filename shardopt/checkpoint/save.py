@@ -29,10 +29,12 @@ from shardopt.checkpoint.describe import (
 )
 from shardopt.checkpoint.manifest import DataFile
 from shardopt.checkpoint.pause import gc_paused
+from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.replicas import CheckReplicas, refuse_drifted, summaries_agree
+from shardopt.checkpoint.reports import tell
 from shardopt.checkpoint.storage import Storage, storage_of, telling
 from shardopt.checkpoint.unsettled import raise_failures
-from shardopt.checkpoint.write import OwnParts, SavePlan, from_memory, write_files
+from shardopt.checkpoint.write import OwnParts, SavePlan, counting, from_memory, write_files
 from shardopt.ranks import DEADLINE_SECONDS, Ranks, ranks_of
 from shardopt.state import flatten
 
@@ -77,6 +79,7 @@ def save(
     *,
     durable: bool = True,
     check_replicas: CheckReplicas = "small",
+    progress: Progress | None = None,
     deadline_seconds: float = DEADLINE_SECONDS,
 ) -> SaveReport:
     """Writes the state of `app` to a new checkpoint at `url`. Collective: every rank of the job must call it.
@@ -93,6 +96,7 @@ def save(
             machine that loses power afterwards may lose the checkpoint.
         check_replicas: which tensors that several ranks hold are compared before they are written: "small" ones (of at
             most 4 KiB), "all", or "none".
+        progress: called with the bytes of this rank that are written and those there are to write.
         deadline_seconds: how long a rank may show no sign of life before the others give up and name it.
 
     Raises:
@@ -101,6 +105,19 @@ def save(
         CheckpointError: a rank could not write.
         RankError: a rank failed in another way, died, or did not make the call.
     """
+    return save_now(url, app, durable, check_replicas, deadline_seconds, progress=progress)
+
+
+def save_now(
+    url: str | os.PathLike[str],
+    app: Mapping[str, Any],
+    durable: bool,
+    check_replicas: CheckReplicas,
+    deadline_seconds: float,
+    metrics: bytes | None = None,
+    progress: Progress | None = None,
+) -> SaveReport:
+    """The line itself; `metrics` as for `commit`."""
     begin = time.monotonic()
     ranks = ranks_of()
 
@@ -109,9 +126,11 @@ def save(
         return describe(flatten(app), replicas_to_check(check_replicas, ranks))
 
     with gc_paused():  # around a call, so that the collector finds nothing left of it when it wakes
-        report = save_described(ranks, url, described, _kept, durable, deadline_seconds)
+        report = save_described(ranks, url, described, _kept, durable, deadline_seconds, metrics, progress)
     seconds = time.monotonic() - begin
-    return replace(report, seconds=seconds, stall_seconds=seconds)
+    report = replace(report, seconds=seconds, stall_seconds=seconds)
+    tell("save", report)
+    return report
 
 
 def replicas_to_check(wanted: CheckReplicas, ranks: Ranks) -> CheckReplicas:
@@ -126,6 +145,8 @@ def save_described(
     kept: Kept,
     durable: bool,
     deadline_seconds: float,
+    metrics: bytes | None = None,
+    progress: Progress | None = None,
 ) -> SaveReport:
     """Writes the state that each rank describes, and commits it. Collective.
 
@@ -133,6 +154,7 @@ def save_described(
         ranks: those who save.
         described: this rank's state, whose tensors stay as they are until this returns; if it raises, all ranks do.
         kept: plans of earlier saves of these ranks, into which those of this one go.
+        metrics: as for `commit`; those of rank 0 count.
 
     Raises:
         What `save` does.
@@ -152,9 +174,9 @@ def save_described(
     try:
         files, bytes_total = ranks.agree(
             what,
-            work=lambda: _write(storage, save_id, plan, own, description),
+            work=lambda: _write(storage, save_id, plan, own, description, progress),
             report=lambda files: [[file.name, file.nbytes, file.digest] for file in files],
-            decide=lambda reports: _commit(storage, save_id, plan, values, reports),
+            decide=lambda reports: _commit(storage, save_id, plan, values, reports, metrics),
             deadline_seconds=deadline_seconds,
         )
     except BaseException:
@@ -247,12 +269,21 @@ def _exchange(ranks: Ranks, what: str, wire: dict[str, Any], deadline_seconds: f
     return [distinct[number] for number in number_of]
 
 
-def _write(storage: Storage, save_id: str, plan: SavePlan, own: OwnParts, description: Description) -> list[DataFile]:
+def _write(
+    storage: Storage,
+    save_id: str,
+    plan: SavePlan,
+    own: OwnParts,
+    description: Description,
+    progress: Progress | None,
+) -> list[DataFile]:
     per_rank = json.dumps(description.own_values).encode() if plan.geometry.per_rank else None
     with telling(f"write to {storage.url}"):
-        return write_files(storage, save_id, own, from_memory(description.views), per_rank)
+        return write_files(storage, save_id, own, counting(from_memory(description.views), own, progress), per_rank)
 
 
-def _commit(storage: Storage, save_id: str, plan: SavePlan, values: Values, reports: Sequence[Any]) -> int:
+def _commit(
+    storage: Storage, save_id: str, plan: SavePlan, values: Values, reports: Sequence[Any], metrics: bytes | None
+) -> int:
     with telling(f"commit {storage.url}"):
-        return commit(storage, save_id, plan, values, reports)
+        return commit(storage, save_id, plan, values, reports, metrics)

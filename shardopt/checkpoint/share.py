@@ -24,7 +24,7 @@ from shardopt.checkpoint.write import narrowed
 from shardopt.ranks import Ranks
 from shardopt.sharding.box import Box
 from shardopt.sharding.layout import Layout
-from shardopt.sharding.view import Piece, View
+from shardopt.sharding.pieces import Piece, View
 
 Replicas = Literal["auto", "read", "exchange"]
 

@@ -17,7 +17,8 @@ from shardopt.checkpoint.describe import Description, describe
 from shardopt.checkpoint.memory import is_plain_memory
 from shardopt.checkpoint.replicas import CheckReplicas, contents_of
 from shardopt.errors import CheckpointError, Problem, StateError
-from shardopt.sharding.view import Piece, View, leaves_of
+from shardopt.sharding.pieces import Piece, View
+from shardopt.sharding.view import leaves_of
 from shardopt.state import FlatState, flatten
 
 _ALIGNMENT_BYTES = 64

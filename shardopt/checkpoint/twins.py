@@ -15,7 +15,7 @@ from shardopt.checkpoint.read import OpenFile, Want, pieces_in_order
 from shardopt.checkpoint.reader import CheckpointReader
 from shardopt.errors import MismatchError, Problem
 from shardopt.sharding.box import Box
-from shardopt.sharding.view import Piece, View
+from shardopt.sharding.pieces import Piece, View
 
 
 def twins_in(views: Mapping[str, View]) -> dict[str, str]:

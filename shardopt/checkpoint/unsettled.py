@@ -12,6 +12,8 @@ from typing import Protocol
 class Unsettled(Protocol):
     """A save in the background."""
 
+    url: str
+
     def raise_failure(self) -> None:
         """Raises what it failed with, if it has failed and nobody was told."""
 
@@ -31,6 +33,11 @@ def settled(save: Unsettled) -> None:
     """The program has heard of it, or need not."""
     if save in _unsettled:
         _unsettled.remove(save)
+
+
+def urls_unsettled() -> list[str]:
+    """Where saves of this process may still be writing."""
+    return [save.url for save in tuple(_unsettled)]
 
 
 def raise_failures() -> None:

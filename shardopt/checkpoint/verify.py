@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import os
-import threading
+import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from shardopt.checkpoint.commit import read_manifest
 from shardopt.checkpoint.format import CHECKSUMS_PREFIX, DATA_SUFFIX, PER_RANK_PREFIX
 from shardopt.checkpoint.manifest import DataFile, Manifest, StoredTensor
-from shardopt.checkpoint.read import OpenFile, damaged_segments
+from shardopt.checkpoint.progress import Counter, Progress
+from shardopt.checkpoint.read import OpenFile, damaged_segments, threads_for
+from shardopt.checkpoint.reports import tell
 from shardopt.checkpoint.storage import Storage, storage_of
 from shardopt.errors import CorruptionError, Problem
 from shardopt.sharding.box import Box, cover_faults
 
-_THREADS = 4
 _REMEDY = "restore from another checkpoint"
-
-Progress = Callable[[int, int], object]
-"""Gets the bytes that are done and the bytes there are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +32,7 @@ class VerifyReport:
         files: how many data files it has.
         bytes_read: of data files.
         problems: everything that is not as it was written, each with file, key and segment; empty if all is well.
+        seconds: that it took.
     """
 
     url: str
@@ -41,6 +40,7 @@ class VerifyReport:
     files: int
     bytes_read: int
     problems: tuple[Problem, ...]
+    seconds: float = 0.0
 
     @property
     def ok(self) -> bool:
@@ -65,32 +65,28 @@ def verify(url: str | os.PathLike[str], *, progress: Progress | None = None) -> 
         CheckpointNotFoundError: there is no committed checkpoint here.
         FormatError: it needs a newer reader.
     """
-    storage = storage_of(url)
+    report = _verify(storage_of(url), progress)
+    tell("verify", report)
+    return report
+
+
+def _verify(storage: Storage, progress: Progress | None) -> VerifyReport:
+    begin = time.monotonic()
     try:
         manifest, _ = read_manifest(storage)
     except CorruptionError as error:
-        return VerifyReport(storage.url, 0, 0, 0, error.problems)
+        return VerifyReport(storage.url, 0, 0, 0, error.problems, time.monotonic() - begin)
     problems = [*_cover_problems(storage, manifest), *_stray_files(storage, manifest)]
     members = _members_by_file(manifest)
-    done = _Counter(sum(file.nbytes for file in manifest.files), progress)
-    with ThreadPoolExecutor(_THREADS, "shardopt-verify") as pool:
+    done = Counter(sum(file.nbytes for file in manifest.files), progress)
+    with ThreadPoolExecutor(threads_for(storage), "shardopt-verify") as pool:
         checks = [
             pool.submit(_check_file, storage, file, members[number], done) for number, file in enumerate(manifest.files)
         ]
         for check in checks:
             problems += check.result()
-    return VerifyReport(storage.url, len(manifest.tensors), len(manifest.files), done.nbytes, tuple(problems))
-
-
-class _Counter:
-    def __init__(self, total: int, progress: Progress | None) -> None:
-        self.nbytes, self._total, self._progress, self._lock = 0, total, progress, threading.Lock()
-
-    def add(self, nbytes: int) -> None:
-        with self._lock:
-            self.nbytes += nbytes
-            if self._progress is not None:
-                self._progress(self.nbytes, self._total)
+    seconds = time.monotonic() - begin
+    return VerifyReport(storage.url, len(manifest.tensors), len(manifest.files), done.nbytes, tuple(problems), seconds)
 
 
 def _cover_problems(storage: Storage, manifest: Manifest) -> Iterator[Problem]:
@@ -119,7 +115,7 @@ def _members_by_file(manifest: Manifest) -> defaultdict[int, list[tuple[str, Sto
 
 
 def _check_file(
-    storage: Storage, file: DataFile, members: list[tuple[str, StoredTensor, Box]], done: _Counter
+    storage: Storage, file: DataFile, members: list[tuple[str, StoredTensor, Box]], done: Counter
 ) -> list[Problem]:
     problems: list[Problem] = []
     try:

@@ -15,9 +15,10 @@ from shardopt.checkpoint.format import DTYPES, PER_RANK_PREFIX, SEGMENT_BYTES, D
 from shardopt.checkpoint.manifest import DataFile, StoredTensors
 from shardopt.checkpoint.memory import bytes_of, is_plain_memory
 from shardopt.checkpoint.plan import assign, check_covers
+from shardopt.checkpoint.progress import Counter, Progress
 from shardopt.checkpoint.storage import Storage
 from shardopt.sharding.box import Box, whole
-from shardopt.sharding.view import View
+from shardopt.sharding.pieces import View
 
 _CHUNK_BYTES = 16 * SEGMENT_BYTES  # small enough that what was just summed is still in the cache when it is written
 
@@ -120,29 +121,52 @@ def from_memory(views: Mapping[str, View]) -> Chunks:
     return chunks_of
 
 
+def counting(chunks_of: Chunks, own: OwnParts, progress: Progress | None) -> Chunks:
+    """The same chunks, told to `progress` when they have been taken."""
+    if progress is None:
+        return chunks_of
+    done = Counter(
+        sum(part.box.numel * part.dtype.itemsize for parts in own.slots.values() for part in parts), progress
+    )
+
+    def counted(part: Part) -> Iterator[memoryview]:
+        for chunk in chunks_of(part):
+            yield chunk
+            done.add(chunk.nbytes)
+
+    return counted
+
+
 def _write_file(
     storage: Storage, save_id: str, own: OwnParts, slot: int, chunks_of: Chunks, per_rank: bytes | None
 ) -> DataFile:
-    header = own.header(slot, len(per_rank or b""))
-    digest = xxhash.xxh3_64(header)
+    file = _File(own, slot, chunks_of, per_rank)
+    name = file_name(save_id, own.rank, slot)
+    nbytes = storage.write(name, file)
+    return DataFile(name, nbytes, file.digest)
 
-    def stream() -> Iterator[memoryview]:
-        yield memoryview(header)
+
+class _File:
+    """The bytes of a data file, from its header to its checksums; may be gone through again."""
+
+    def __init__(self, own: OwnParts, slot: int, chunks_of: Chunks, per_rank: bytes | None) -> None:
+        self._header = own.header(slot, len(per_rank or b""))
+        self._parts, self._chunks_of, self._per_rank = own.slots.get(slot, ()), chunks_of, per_rank
+        self.digest = ""  # of header and checksums; known when all has been gone through
+
+    def __iter__(self) -> Iterator[memoryview]:
+        yield memoryview(self._header)
         sums: list[bytes] = []
-        for part in own.slots.get(slot, ()):
-            for chunk in chunks_of(part):
+        for part in self._parts:
+            for chunk in self._chunks_of(part):
                 sums += _sums(chunk)
                 yield chunk
-        if per_rank:
-            sums += _sums(memoryview(per_rank))
-            yield memoryview(per_rank)
+        if self._per_rank:
+            sums += _sums(memoryview(self._per_rank))
+            yield memoryview(self._per_rank)
         checksums = b"".join(sums)
-        digest.update(checksums)
+        self.digest = xxhash.xxh3_64_hexdigest(self._header + checksums)
         yield memoryview(checksums)
-
-    name = file_name(save_id, own.rank, slot)
-    nbytes = storage.write(name, stream())
-    return DataFile(name, nbytes, digest.hexdigest())
 
 
 def _sums(chunk: memoryview) -> list[bytes]:

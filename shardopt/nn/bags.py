@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from shardopt.errors import InputError, Problem
 from shardopt.nn.table import Table
+from shardopt.sharding.view import leaves_of
 
 Given = Tensor | Sequence[Tensor | None]
 """Ids, or (ids, offsets), or (ids, offsets, per_sample_weights)."""
@@ -117,6 +118,9 @@ def _bags(table: Table, given: Given, pooled: bool, ends: bool, like: Tensor) ->
     if len(parts) > 3 or not isinstance(first, Tensor) or not all(isinstance(its, Tensor | None) for its in others):
         found = f"a {type(given).__name__} of {[type(part).__name__ for part in parts]}"
         raise _refusal(table, found, "ids, (ids, offsets) or (ids, offsets, weights)", "pass tensors")
+    for part in parts:
+        if part is not None and (part.layout is not torch.strided or not any(leaf is part for leaf in leaves_of(part))):
+            raise _refusal(table, f"a {part.layout} {type(part).__name__}", "plain tensors", "pass what this rank has")
     ids, offsets, weights = first, *[*others, None, None][:2]
     for what, tensor in (("ids", ids), ("offsets", offsets)):
         if tensor is not None and (tensor.dtype not in (torch.int32, torch.int64) or tensor.device != like.device):

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from shardopt.algorithms.registry import AlgorithmSpec, algorithms, spec_of
+from shardopt.algorithms.torch_private import gradient_hooks
 from shardopt.errors import AlgorithmError, InputError, Problem, StateError
 from shardopt.nn.bags import Bags, Given, bags_of
 from shardopt.nn.route import boundaries, find_route
@@ -46,8 +47,7 @@ class _ShardedTables(nn.Module, FusedOptimizerModule):
         self._fused: FusedRows | None = None
         for table in tables:
             self.add_module(table.name, Rows(table, mesh, torch.device(device or mesh.device_type)))
-        starts = boundaries(tables, mesh.size()).to(device_of(self._weights()[0]))
-        self.register_buffer("_starts", starts, persistent=False)
+        self._starts = boundaries(tables, mesh.size())
 
     @property
     def fused_optimizer(self) -> KeyedOptimizer:
@@ -94,17 +94,22 @@ class _ShardedTables(nn.Module, FusedOptimizerModule):
         """The vectors for what each table is given. Collective, whatever is wrong with what is given."""
         ranks = ranks_of(self.mesh.get_group())
         weights = self._weights()
-        starts = self.get_buffer("_starts")
-        refused: InputError | None = None
+        device = device_of(weights[0])
+        # No buffer, which would have no values where a module is made on "meta" and gets its memory later.
+        if self._starts.device != device:
+            self._starts = boundaries(self.tables, self.mesh.size()).to(device)
+        starts = self._starts
+        refused: Exception | None = None
         bags: list[Bags] = []
         try:
             given = _by_table(self.tables, ids, others)
             bags = bags_of(self._by_name, given, pools, ends, dict(zip(self._by_name, weights, strict=True)))
-        except InputError as error:
-            refused = error
+            faults = [each.faulty() for each in bags]
+        except Exception as error:  # whatever it is, the other ranks are to hear of it
+            refused, faults = error, []
         faulty = torch.full((), refused is not None, dtype=torch.bool, device=starts.device)
-        for each in bags:
-            faulty = faulty | each.faulty()
+        for fault in faults:
+            faulty = faulty | fault
         numbers = {name: number for number, name in enumerate(self._by_name)}
         wanted = {numbers[each.table.name]: each.ids for each in bags}
         route = find_route(ranks, self.tables, starts, wanted, faulty)
@@ -138,6 +143,8 @@ class _ShardedTables(nn.Module, FusedOptimizerModule):
             if weight.grad is not None:
                 local = leaves_of(weight.grad)[0] + local
             weight.grad = assemble(weight, [local])
+            for hook in gradient_hooks(weight):
+                hook(weight)
 
 
 class ShardedEmbeddingBag(_ShardedTables):
@@ -148,9 +155,9 @@ class ShardedEmbeddingBag(_ShardedTables):
     Gradients of all ranks add up, as if one process had the batches of all, with the sum of their losses.
 
     The parameter of a table is `<table>.weight`, a DTensor [N, D] on [Shard(0)]. Its gradient is a DTensor over a
-    sparse local tensor, not coalesced, set at the end of backward; hooks of autograd on the parameter do not run, and
-    torch.autograd.grad does not see it. Where `fully_shard` is to shard the rest of a model, pass these parameters to
-    its `ignored_params`.
+    sparse local tensor, not coalesced, set at the end of backward, after which the parameter's post-accumulate-grad
+    hooks run, and so `in_backward`. No other hooks do, and torch.autograd.grad and backward(inputs=...) do not see it.
+    Where `fully_shard` is to shard the rest of a model, pass these parameters to its `ignored_params`.
 
     Forward, and backward where anybody calls it, are collective over the mesh: a rank without ids passes empty ones.
     A table whose vectors a loss does not use gets gradients of zeros where another table of that lookup gets others.
@@ -269,10 +276,10 @@ def _refuse_dense_only(spec: AlgorithmSpec) -> None:
         raise AlgorithmError(f"{spec.name} cannot update single rows of tables", [problem])
 
 
-def _refuse(refused: InputError | None, bags: Sequence[Bags]) -> None:
+def _refuse(refused: Exception | None, bags: Sequence[Bags]) -> None:
     """This rank's part of what is wrong, if it has one."""
-    problems = [problem for each in bags for problem in each.faults()]
     if refused is not None:
         raise refused
+    problems = [problem for each in bags for problem in each.faults()]
     if problems:
         raise InputError("ids cannot be looked up", problems)

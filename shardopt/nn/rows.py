@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ Found = Mapping[int, tuple[Tensor, Tensor]]
 
 
 class Collector:
-    """What a backward finds for the tables of a module.
+    """What a backward finds for the tables of a module. Backwards within one another are kept apart.
 
     Args:
         deliver: called at the end of each backward that came to a lookup, without recording gradients.
@@ -33,39 +34,53 @@ class Collector:
 
     def __init__(self, deliver: Callable[[Found], None]) -> None:
         self._deliver = deliver
-        self._backward = -1
-        self._found: defaultdict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
-        self._stream: torch.Stream | None = None
+        # Each is kept by its backward alone, and so forgotten with one that fails.
+        self._under_way: WeakValueDictionary[int, _OfBackward] = WeakValueDictionary()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Collector, (self._deliver,)  # a copy has no backward under way
 
     def add(self, found: Found) -> None:
         """Adds what one lookup got. To be called within backward."""
-        if self._backward != backward_under_way():
-            self._backward = backward_under_way()
-            self._found.clear()  # of a backward that failed
-            at_end_of_backward(self._hand_over)
+        number = backward_under_way()
+        here = self._under_way.get(number)
+        if here is None:
+            here = self._under_way[number] = _OfBackward(self._deliver)
+            at_end_of_backward(here.hand_over)
+        here.add(found)
+
+
+class _OfBackward:
+    """What one backward finds, and what is done with it at its end."""
+
+    def __init__(self, deliver: Callable[[Found], None]) -> None:
+        self._deliver = deliver
+        self._found: defaultdict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        self._streams: dict[torch.Stream, None] = {}
+
+    def add(self, found: Found) -> None:
         for number, part in found.items():
             self._found[number].append(part)
             if part[0].device.type != "cpu":
-                self._stream = torch.accelerator.current_stream(part[0].device)
+                self._streams[torch.accelerator.current_stream(part[0].device)] = None
 
-    def _hand_over(self) -> None:
-        self._await_stream()
+    def hand_over(self) -> None:
+        self._await_streams()
         found = {
             number: (torch.cat([rows for rows, _ in parts]), torch.cat([values for _, values in parts]))
             for number, parts in self._found.items()
         }
-        self._backward = -1
         self._found.clear()
         with torch.no_grad():
             self._deliver(found)
 
-    def _await_stream(self) -> None:
-        """Backward works on the stream of forward, and ends on that of whoever called it."""
-        if self._stream is None:
-            return
-        here = torch.accelerator.current_stream(self._stream.device)
-        if here != self._stream:
-            here.wait_stream(self._stream)
+    def _await_streams(self) -> None:
+        """Backward works on the streams of the lookups, and ends on that of whoever called it."""
+        for stream in self._streams:
+            here = torch.accelerator.current_stream(stream.device)
+            if here == stream:
+                continue
+            here.wait_stream(stream)
             for tensor in chain.from_iterable(chain.from_iterable(self._found.values())):
                 tensor.record_stream(here)
 
@@ -78,13 +93,17 @@ def fetch(route: Route, collector: Collector, weights: Sequence[Tensor]) -> tupl
         collector: gets the gradients of this rank's rows.
         weights: the tables, sharded.
     """
-    fetched: tuple[Tensor, ...] = _Fetch.apply(route, collector, *weights)  # type: ignore[no-untyped-call]  # torch's
+    # Stand-ins: autograd runs hooks of its inputs also where they get no gradient, as weights never do from here.
+    inputs = [torch.empty(0, dtype=weight.dtype, requires_grad=weight.requires_grad) for weight in weights]
+    fetched: tuple[Tensor, ...] = _Fetch.apply(route, collector, weights, *inputs)  # type: ignore[no-untyped-call]  # torch's
     return fetched
 
 
 class _Fetch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, route: Route, collector: Collector, *weights: Tensor) -> Any:
+    def forward(
+        ctx: FunctionCtx, route: Route, collector: Collector, weights: Sequence[Tensor], *inputs: Tensor
+    ) -> Any:
         kept: Any = ctx
         kept.route, kept.collector = route, collector
         return tuple(route.fetch([_local(weight) for weight in weights]))
@@ -94,9 +113,9 @@ class _Fetch(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         route: Route = ctx.route
         values = route.give_back(gradients)
-        wanted = [used and needed for used, needed in zip(route.in_use, ctx.needs_input_grad[2:], strict=True)]
+        wanted = [used and needed for used, needed in zip(route.in_use, ctx.needs_input_grad[3:], strict=True)]
         ctx.collector.add({t: (route.rows[t], values[t]) for t, want in enumerate(wanted) if want})
-        return None, None, *(None for _ in gradients)
+        return None, None, None, *(None for _ in gradients)
 
 
 def _local(weight: Tensor) -> Tensor:

@@ -15,7 +15,8 @@ from torch import Tensor
 from shardopt.errors import Problem
 from shardopt.optim.saved import IMPLEMENTATION_OPTIONS, PARAMS
 from shardopt.ranks import Ranks
-from shardopt.sharding.view import leaves_of, takes_gradient
+from shardopt.sharding.gradients import takes_gradient
+from shardopt.sharding.view import leaves_of
 
 Texts = dict[str, str]
 """Name of an option, or of an entry of state → its value, in words that are equal for equal values."""

@@ -17,12 +17,13 @@ from torch.utils.hooks import RemovableHandle
 from shardopt.algorithms.registry import AlgorithmSpec, spec_of
 from shardopt.algorithms.torch_private import backward_under_way, gradient_hooks, in_forward_of_ddp
 from shardopt.errors import AlgorithmError, Problem, StateError
-from shardopt.optim.fused import FusedOptimizer
+from shardopt.optim.fused import FusedOptimizer, FusedOptimizerModule
 from shardopt.optim.groups import NamedTensors
 from shardopt.optim.keyed import build
 from shardopt.optim.keyed_wrapper import KeyedOptimizerWrapper
 from shardopt.optim.leaves import zero_gradients
-from shardopt.sharding.view import leaves_of, takes_gradient
+from shardopt.sharding.gradients import takes_gradient
+from shardopt.sharding.view import leaves_of
 
 
 def in_backward(
@@ -62,12 +63,14 @@ def in_backward(
     Raises:
         AlgorithmError: an algorithm is not known, has no such option, or needs more than the gradient of one parameter.
         StateError: the module is in DistributedDataParallel or FullyShardedDataParallel, which hand out gradients in
-            their own ways; a parameter is there twice or is updated in backward already; a pattern matches nothing.
+            their own ways; a parameter is there twice or is updated in backward already, if by an optimizer that its
+            module has fused in; a pattern matches nothing.
     """
     groups = groups or ()
     _refuse_algorithm(spec_of(algorithm), groups)
     if isinstance(module, nn.Module):
         _refuse_wrapped(module)
+        _refuse_fused(module)
     named_params = module.named_parameters() if isinstance(module, nn.Module) else module
     (optimizer,) = build(InBackwardOptimizer, algorithm, named_params, groups, defaults)
     optimizer.save_param_groups(True)
@@ -262,6 +265,19 @@ def _refuse_updated(names: Mapping[Tensor, str]) -> None:
     ]
     if problems:
         raise StateError("a parameter would be updated twice", problems)
+
+
+def _refuse_fused(module: nn.Module) -> None:
+    fused = (its.fused_optimizer for its in module.modules() if isinstance(its, FusedOptimizerModule))
+    theirs = {parameter for optimizer in fused for parameter in optimizer.params.values()}
+    remedy = "pass the other parameters by name, and combine both with CombinedOptimizer"
+    problems = [
+        Problem(name, "an optimizer that its module has fused in", "one optimizer", remedy)
+        for name, parameter in module.named_parameters()
+        if parameter in theirs
+    ]
+    if problems:
+        raise StateError("a parameter would have two optimizers", problems)
 
 
 def _in_parts(name: str) -> StateError:

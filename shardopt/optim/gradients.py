@@ -12,7 +12,8 @@ from torch import Tensor
 
 from shardopt.algorithms.torch_private import scale_and_look
 from shardopt.errors import GradientError
-from shardopt.sharding.view import assemble, gradient_leaves, leaves_of, takes_gradient
+from shardopt.sharding.gradients import gradient_leaves, takes_gradient
+from shardopt.sharding.view import assemble, leaves_of
 
 _SHORT = (torch.bfloat16, torch.float16)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardopt.errors import AlgorithmError, Problem, StateError
-from shardopt.sharding.view import takes_gradient
+from shardopt.sharding.gradients import takes_gradient
 
 NamedTensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 

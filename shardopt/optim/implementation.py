@@ -40,27 +40,35 @@ def prefers_fused(spec: AlgorithmSpec, group: Group, kinds: LeafKinds) -> bool:
 
 def any_sparse(leaves: Collection[Tensor]) -> bool:
     """Whether a leaf has a sparse gradient, of which fused implementations know nothing."""
-    return any(leaf.grad is not None and leaf.grad.is_sparse for leaf in leaves)
+    return any([grad is not None and grad.is_sparse for grad in [leaf.grad for leaf in leaves]])
 
 
-def refuse_sparse(sharded: Iterable[tuple[str, Tensor]]) -> None:
-    """Raises where a shard has a sparse gradient of which state would be made that is sparse too.
+def refuse_sparse(spec: AlgorithmSpec, group: Group, sharded: Iterable[tuple[str, Tensor]]) -> None:
+    """Raises where a shard has a sparse gradient, and the group's options would change rows that it does not have.
 
     Args:
+        spec: of the algorithm.
+        group: its options.
         sharded: names of sharded parameters, and their leaves.
 
     Raises:
         GradientError: there is one. No step was taken.
     """
+    if names_from_gradients(spec, group):
+        option, why = "momentum", "a sparse buffer would grow with every step and could not be saved"
+    elif spec.takes_sparse and group.get("weight_decay"):
+        option, why = "weight_decay", "the decay changes every row"
+    else:
+        return
     for name, leaf in sharded:
         if leaf.grad is not None and leaf.grad.is_sparse:
             problem = Problem(
                 key=f"{name}.grad",
-                found="a sparse gradient in a group with momentum",
-                required="a dense one, as a sparse buffer would grow with every step and could not be saved",
-                remedy="set momentum to 0 for this parameter, or use SparseAdam or RowWiseAdagrad",
+                found=f"a sparse gradient in a group with {option}",
+                required=f"a dense one, as {why}",
+                remedy=f"set {option} to 0 for this parameter, or use SparseAdam or RowWiseAdagrad",
             )
-            raise GradientError("momentum does not go with sparse gradients of shards", [problem])
+            raise GradientError(f"{option} does not go with sparse gradients of shards", [problem])
 
 
 def names_from_gradients(spec: AlgorithmSpec, group: Group) -> tuple[str, ...]:

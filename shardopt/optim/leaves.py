@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from copy import deepcopy
-from dataclasses import replace
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -17,19 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardopt.algorithms.dense_gradients import no_gradient
+from shardopt.algorithms.dense_gradients import found_gradients, no_gradient
 from shardopt.algorithms.registry import AlgorithmSpec, Kind
-from shardopt.errors import GradientError, Problem, StateError
-from shardopt.sharding.view import (
+from shardopt.errors import Problem, StateError
+from shardopt.sharding.gradients import (
     GradientReader,
-    assemble,
-    empty_leaf,
-    gradient_leaves,
-    leaves_of,
     lend_gradients,
     requires_gradient,
     takes_gradient,
 )
+from shardopt.sharding.view import assemble, empty_leaf, leaves_of
 
 State = dict[str, Any]
 
@@ -109,22 +105,11 @@ class Shards:
         Raises:
             GradientError: the gradient does not fit the parameter.
         """
-        try:
-            gradients = gradient_leaves(self.parameter)
-        except GradientError as error:
-            problems = [replace(problem, key=f"{self.name}.grad") for problem in error.problems]
-            raise GradientError(error.message, problems) from None
+        found = found_gradients(self.parameter, self.name, (torch.strided, torch.sparse_coo), takes_dense)
         if self.stands_in and requires_gradient(self.parameter):
-            gradients = (None,)
-        elif all(gradient is None for gradient in gradients):
-            self.reader.accepted()
-            return
-        sparse = not takes_dense or any(gradient is not None and gradient.is_sparse for gradient in gradients)
-        for leaf, gradient in zip(self.leaves, gradients, strict=True):
-            if gradient is not None and gradient.dtype != leaf.dtype:
-                problem = Problem(f"{self.name}.grad", f"{gradient.dtype}", f"{leaf.dtype}", "cast it before the step")
-                raise GradientError("a gradient does not fit its parameter", [problem])
-            loan.lend(leaf, no_gradient(leaf, sparse) if gradient is None else gradient)
+            found = [no_gradient(leaf, not takes_dense) for leaf in self.leaves]
+        for leaf, gradient in zip(self.leaves, found or (), strict=found is not None):
+            loan.lend(leaf, gradient)
         self.reader.accepted()
 
     def put_together(self, parts: tuple[Tensor, ...]) -> Tensor:

@@ -29,7 +29,8 @@ from shardopt.optim.implementation import (
     some_are_late,
 )
 from shardopt.optim.leaves import GroupLeaves, Loan, ShardedState, Shards, State, moved_state, zero_gradients
-from shardopt.sharding.view import leaves_of, requires_gradient, view_of
+from shardopt.sharding.gradients import requires_gradient
+from shardopt.sharding.view import leaves_of, view_of
 
 Group = dict[str, Any]
 
@@ -175,8 +176,7 @@ class LocalOptimizer:
                     leaves.lend(loan, partial(self._follow, group=group), spec.takes_dense)
                 group["params"] = leaves.leaves
             for group, leaves in grouped:
-                if names_from_gradients(spec, group):
-                    refuse_sparse(leaves.sharded)
+                refuse_sparse(spec, group, leaves.sharded)
             for _, leaves in grouped:
                 self._hand_over(leaves.leaves)
             for group, leaves in grouped:

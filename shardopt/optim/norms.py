@@ -24,7 +24,7 @@ from shardopt.errors import GradientError, Problem, RankError
 from shardopt.optim.gradients import alike, local_gradients
 from shardopt.optim.joint_norm import JointNorm, norm_of_each
 from shardopt.ranks import Ranks, ranks_of
-from shardopt.sharding.view import GradientReader
+from shardopt.sharding.gradients import GradientReader
 
 _FAILED = -torch.inf  # no norm is negative
 

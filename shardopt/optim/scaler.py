@@ -16,7 +16,8 @@ from shardopt.errors import GradientError, Problem
 from shardopt.optim.gradients import alike, local_gradients
 from shardopt.optim.groups import first_names
 from shardopt.ranks import ranks_of
-from shardopt.sharding.view import leaves_of, takes_gradient
+from shardopt.sharding.gradients import takes_gradient
+from shardopt.sharding.view import leaves_of
 
 _stepping: ContextVar[bool] = ContextVar("a GradScaler of this package is stepping an optimizer", default=False)
 

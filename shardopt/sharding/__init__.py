@@ -1,8 +1,10 @@
 """Tensors as boxes: integer geometry (`box`, `mesh`), layouts, and the view of any tensor."""
 
 from shardopt.sharding.box import Box, cover_faults, whole
+from shardopt.sharding.gradients import gradient_leaves
 from shardopt.sharding.layout import Layout
-from shardopt.sharding.view import Piece, View, assemble, gradient_leaves, leaves_of, view_of
+from shardopt.sharding.pieces import Piece, View
+from shardopt.sharding.view import assemble, leaves_of, view_of
 
 __all__ = [
     "Box",

@@ -36,7 +36,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from shardopt.sharding.view import empty_leaf, leaves_of, local_like, sharded_tensor_of, tells_of_others
+from shardopt.sharding.sharded_tensor import sharded_tensor_of
+from shardopt.sharding.view import empty_leaf, leaves_of, local_like, tells_of_others
 
 
 @dataclass(frozen=True, slots=True)

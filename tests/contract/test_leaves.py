@@ -13,7 +13,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardopt.errors import GradientError, LayoutError
 from shardopt.sharding.box import Box
-from shardopt.sharding.view import GradientReader, assemble, gradient_leaves, leaves_of, view_of
+from shardopt.sharding.gradients import GradientReader, gradient_leaves
+from shardopt.sharding.view import assemble, leaves_of, view_of
 from tests.contract.fake_ranks import as_rank, counting, placed
 from tests.contract.test_view_shards import ChunkShardingSpec, enumerable, sharded, wrapped
 

@@ -12,7 +12,8 @@ import shardopt
 from shardopt.algorithms import AlgorithmSpec, Kind, StateEntry, StepsOn, register, registry
 from shardopt.errors import AlgorithmError
 from shardopt.optim import KeyedOptimizerWrapper
-from shardopt.sharding.view import assemble, gradient_leaves, leaves_of, view_of
+from shardopt.sharding.gradients import gradient_leaves
+from shardopt.sharding.view import assemble, leaves_of, view_of
 from tests.fake_rank import fake_rank, shard, sharded_tensor
 
 

@@ -3,6 +3,7 @@
 import errno
 import importlib
 import os
+import tracemalloc
 import uuid
 
 import fsspec
@@ -14,12 +15,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardopt import checkpoint
+from shardopt.checkpoint import remote, retry
 from shardopt.checkpoint.storage import LocalStorage, RemoteStorage, Span, storage_of, telling
 from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError
 from tests.harness import Fault
 from tests.harness.faults import watched
+from tests.harness.planned_fs import PlannedFileSystem
+from tests.harness.s3 import reached, s3_server
 
-KINDS = ["local", "memory", "directory", "generic local"]
+KINDS = ["local", "memory", "directory", "generic local", "failing", "short", "s3"]
+FAULTS = {"failing": OSError(errno.EBUSY, "SlowDown"), "short": "short"}
+
+
+@pytest.fixture(scope="module")
+def server():
+    with s3_server() as s3, reached(s3.options()):
+        yield s3
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr(retry, "PATIENCE", retry.Patience(pause_seconds=0.001))
 
 
 def make(kind, folder):
@@ -27,6 +43,8 @@ def make(kind, folder):
         return storage_of(folder / "root")
     if kind == "memory":
         return storage_of(f"memory://shardopt-tests/{uuid.uuid4().hex}")
+    if kind in FAULTS:  # every request, once
+        return RemoteStorage(PlannedFileSystem(FAULTS[kind]), f"/{folder.name}")
     if kind == "directory":
         return RemoteStorage(DirFileSystem(str(folder), fs=LocalFileSystem()), "root")
     return RemoteStorage(
@@ -36,7 +54,10 @@ def make(kind, folder):
 
 @pytest.fixture(params=KINDS)
 def storage(request, tmp_path):
-    made = make(request.param, tmp_path)
+    if request.param == "s3":
+        made = storage_of(request.getfixturevalue("server").new_root())
+    else:
+        made = make(request.param, tmp_path)
     made.make()
     return made
 
@@ -148,7 +169,7 @@ def test_published_at_once_and_over_what_was_there(storage):
     assert storage.names() == ["manifest.json"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["local", "memory", "directory", "generic local"])
 def test_a_checkpoint_takes_the_same_line_everywhere(tmp_path, monkeypatch, kind):
     for module in ("save", "reader"):
         there = importlib.import_module(f"shardopt.checkpoint.{module}")
@@ -183,6 +204,24 @@ def test_new_directories_are_durable_up_to_the_first_that_was_there(tmp_path, mo
     LocalStorage(str(tmp_path / "a" / "b" / "c")).make()
     assert synced[3:] == [str(tmp_path / "a" / "b")]  # who made it may not have come that far
     LocalStorage("/").make()
+
+
+def test_what_is_made_only_to_be_written_is_not_held_on_to(tmp_path):
+    storage = LocalStorage(str(tmp_path), durable=False)
+    tracemalloc.start()
+    nbytes = storage.write("a", (memoryview(bytes(1 << 20)) for _ in range(64)))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert nbytes == 64 << 20
+    assert peak < 20 << 20
+
+
+def test_a_file_of_any_size_has_fewer_parts_than_s3_takes(monkeypatch):
+    monkeypatch.setattr(remote, "PART_BYTES", 2)
+    data = bytes(range(250)) * 60
+    parts = list(remote._parts(iter(views(data[:1001], b"", data[1001:]))))
+    assert b"".join(parts) == data
+    assert [len(part) for part in parts] == [2] * 2500 + [4] * 2500
 
 
 def flushed(tmp_path, durable):

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 from shardopt import GradientClipping, GradientClippingOptimizer, KeyedOptimizer
-from shardopt.sharding.view import assemble, gradient_leaves, leaves_of, takes_gradient, view_of
+from shardopt.sharding.gradients import gradient_leaves, takes_gradient
+from shardopt.sharding.view import assemble, leaves_of, view_of
 
 Place = Callable[[Tensor, "Meshes"], Tensor | None]
 

@@ -8,7 +8,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from shardopt.sharding.view import takes_gradient, view_of
+from shardopt.sharding.gradients import takes_gradient
+from shardopt.sharding.view import view_of
 from tests.fake_rank import shard
 
 SHAPES = {

@@ -9,7 +9,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from shardopt.sharding.view import assemble, leaves_of, takes_gradient, view_of
+from shardopt.sharding.gradients import takes_gradient
+from shardopt.sharding.view import assemble, leaves_of, view_of
 
 SHAPES = {
     "plain": (13, 6),

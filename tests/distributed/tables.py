@@ -10,7 +10,8 @@ from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from shardopt.sharding.view import assemble, leaves_of, takes_gradient, view_of
+from shardopt.sharding.gradients import takes_gradient
+from shardopt.sharding.view import assemble, leaves_of, view_of
 from tests.fake_rank import shard
 
 ROWS = {

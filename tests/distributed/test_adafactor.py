@@ -89,7 +89,13 @@ def worst(results):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "desc"), [(1, "default"), (2, "maximize"), (3, "default"), (4, "nonzero weight_decay")]
+    ("ranks", "desc"),
+    [
+        pytest.param(1, "default", marks=pytest.mark.exhaustive),
+        pytest.param(2, "maximize", marks=pytest.mark.exhaustive),
+        (3, "default"),
+        (4, "nonzero weight_decay"),
+    ],
 )
 def test_every_placement_is_torchs_step(ranks, desc):
     value, key = worst(run_ranks(ranks, train_sharded, OPTIONS[desc]))

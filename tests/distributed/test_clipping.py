@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import shardopt
 from shardopt import CombinedOptimizer, GradientClipping, GradientClippingOptimizer
 from shardopt.errors import GradientError, LayoutError, RankError
-from shardopt.sharding.view import assemble, gradient_leaves
+from shardopt.sharding.gradients import gradient_leaves
+from shardopt.sharding.view import assemble
 from tests.distributed.clipped import (
     LAYOUTS,
     Case,

@@ -1,6 +1,7 @@
 """Optimizers in backward on real ranks: `fully_shard`, replicas, tensor parallel, both; and their checkpoints."""
 
 import copy
+from itertools import product
 
 import pytest
 import torch
@@ -186,11 +187,18 @@ def test_gradients_that_are_still_to_be_summed_are():
 # --- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-def save(path, make, layout):
-    net, optimizer = built(make, layout, "adamw")
-    train(net, optimizer, layout, None)
-    checkpoint.save(path, {"model": net, "optimizer": optimizer})
-    return whole(net, optimizer)
+KINDS = ("in backward", "after backward")
+
+
+def save(path):
+    saved = []
+    for make in KINDS:
+        net, optimizer = built(make, "replicas", "adamw")
+        train(net, optimizer, "replicas", None)
+        checkpoint.save(path / make, {"model": net, "optimizer": optimizer})
+        saved.append(whole(net, optimizer))
+    assert same(*saved)
+    return saved[0]
 
 
 def whole(net, optimizer):
@@ -203,27 +211,25 @@ def whole(net, optimizer):
     }
 
 
-def load(path, make, layout):
-    net, optimizer = built(make, layout, "adamw")
-    optimizer.init_state()
-    checkpoint.load(path, {"model": net, "optimizer": optimizer})
-    loaded = whole(net, optimizer)
-    backward(net, layout, STEPS)
-    optimizer.step()
-    return loaded, now(net, optimizer)
-
-
-@pytest.mark.parametrize("saved_by", ["in backward", "after backward"])
-def test_saved_on_four_ranks_it_loads_on_two_and_into_the_other_kind(tmp_path, saved_by):
-    path = str(tmp_path / "saved")
-    saved = run_ranks(4, save, path, saved_by, "replicas")[0]
+def load(path, saved):
+    """Into both kinds, what both have saved; what one more step makes of it."""
     continued = []
-    for loaded_by in ("in backward", "after backward"):
-        for loaded, after in run_ranks(2, load, path, loaded_by, "fully_shard"):
-            assert same(loaded, saved)
-            continued.append(after)
-    assert same(continued[0], continued[2]) and same(continued[1], continued[3])
-    assert not same(continued[0], continued[1])
+    for saved_by, loaded_by in product(KINDS, KINDS):
+        net, optimizer = built(loaded_by, "fully_shard", "adamw")
+        optimizer.init_state()
+        checkpoint.load(path / saved_by, {"model": net, "optimizer": optimizer})
+        assert same(whole(net, optimizer), saved)
+        backward(net, "fully_shard", STEPS)
+        optimizer.step()
+        continued.append(now(net, optimizer))
+    assert all(same(continued[0], other) for other in continued)
+    return continued[0]
+
+
+def test_saved_on_four_ranks_it_loads_on_two_and_into_the_other_kind(tmp_path):
+    saved = run_ranks(4, save, tmp_path)[0]
+    one, other = run_ranks(2, load, tmp_path, saved)
+    assert not same(one, other)
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------

@@ -118,8 +118,8 @@ def worst(results):
 @pytest.mark.parametrize(
     ("ranks", "desc", "dtype"),
     [
-        (1, "strong_wolfe", torch.float32),
-        (2, "default", torch.float32),
+        pytest.param(1, "strong_wolfe", torch.float32, marks=pytest.mark.exhaustive),
+        pytest.param(2, "default", torch.float32, marks=pytest.mark.exhaustive),
         (3, "strong_wolfe", torch.float64),
         (4, "non-default lr", torch.float32),
     ],

@@ -67,7 +67,7 @@ def differing(options, make=torchs, dtype=torch.float32):
     return found + [f"{name}.momentum" for name in whole if not same(state[name]["momentum_buffer"], momentum[name])]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [*(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2, 3)), 4])
 def test_same_bits_as_torch_on_whole_matrices(ranks):
     assert run_ranks(ranks, differing, OPTIONS) == [[]] * ranks
 
@@ -76,7 +76,7 @@ def test_same_bits_as_torch_on_whole_matrices(ranks):
     ("options", "dtype"),
     [
         ({**OPTIONS, "ns_dtype": "float32"}, torch.float32),
-        (OPTIONS, torch.bfloat16),
+        pytest.param(OPTIONS, torch.bfloat16, marks=pytest.mark.exhaustive),
         ({**OPTIONS, "nesterov": False, "adjust_lr_fn": "match_rms_adamw"}, torch.bfloat16),
     ],
     ids=["float32", "bfloat16", "bfloat16-adjusted"],
@@ -186,7 +186,7 @@ def with_init_state(calls_at):
     return names
 
 
-@pytest.mark.parametrize("calls_at", [(0,), (1, 3)])
+@pytest.mark.parametrize("calls_at", [pytest.param((0,), marks=pytest.mark.exhaustive), (1, 3)], ids=str)
 def test_init_state_is_invisible(calls_at):
     assert run_ranks(2, with_init_state, calls_at) == [list(SHAPES)] * 2
 
@@ -214,7 +214,7 @@ def table_with_one_gradient(holders):
     return [name for name, parameter in whole.items() if not same(tables[name], parameter.detach())]
 
 
-@pytest.mark.parametrize("holders", [[0], [1], [0, 1]])
+@pytest.mark.parametrize("holders", [pytest.param([0], marks=pytest.mark.exhaustive), [1], [0, 1]], ids=str)
 def test_one_shard_with_a_gradient_is_enough(holders):
     assert run_ranks(3, table_with_one_gradient, holders) == [[]] * 3
 
@@ -303,7 +303,10 @@ def resume(folder):
     return found + [name for name in whole if not same(state[name]["momentum_buffer"], momentum[name])]
 
 
-@pytest.mark.parametrize(("saved", "resumed"), [(2, 2), (4, 2), (1, 3), (3, 4)])
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [(4, 2), *(pytest.param(*pair, marks=pytest.mark.exhaustive) for pair in [(2, 2), (1, 3), (3, 4)])],
+)
 def test_resume_is_exact_on_any_number_of_ranks(saved, resumed, tmp_path):
     run_ranks(saved, save_halfway, str(tmp_path / "half"))
     assert run_ranks(resumed, resume, str(tmp_path / "half")) == [[]] * resumed
@@ -343,7 +346,9 @@ def train_sharded_model(shape):
     return train_model(net, dist.get_world_size(), dist.get_rank())
 
 
-@pytest.mark.parametrize("shape", [(2,), (3,), (2, 2)])
+@pytest.mark.parametrize(
+    "shape", [*(pytest.param(each, marks=pytest.mark.exhaustive) for each in [(2,), (3,)]), (2, 2)]
+)
 def test_a_fully_sharded_model_with_muon_for_its_hidden_matrices(shape):
     alone = train_model(model())
     for result in run_ranks(math.prod(shape), train_sharded_model, shape):

@@ -22,6 +22,7 @@ from shardopt.errors import (
     ShardoptError,
     StateError,
 )
+from shardopt.ranks import ranks_of
 from shardopt.sharding.view import view_of
 from tests.distributed.sharded_state import SHAPES, check_state, global_value, make_state, memory_of
 from tests.harness import Fault, run_ranks, run_ranks_outcomes
@@ -354,6 +355,47 @@ def save_and_load_in_memory():
     checkpoint.load(url, other)
     check_state(other["state"])
     assert other["step"] == 3
+
+
+class CountingStore:
+    """Counts the bytes that go to a store and come from it."""
+
+    def __init__(self, store):
+        self.store, self.nbytes = store, 0
+
+    def set(self, key, value):
+        self.nbytes += len(key) + len(value)
+        self.store.set(key, value)
+
+    def get(self, key):
+        value = self.store.get(key)
+        self.nbytes += len(value)
+        return value
+
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+
+
+def save_again(path):
+    """The bytes that each of three saves exchanges, of a state whose values change and whose layouts do not."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = torch.ones(8, 2)
+    model = {f"w{i}": distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None) for i in range(300)}
+    channel = ranks_of()._channel
+    counter = channel.store = CountingStore(channel.store)
+    told = []
+    for step in range(3):
+        before = counter.nbytes
+        checkpoint.save(f"{path}/{step}", {"model": model, "step": step})
+        told.append(counter.nbytes - before)
+    return told
+
+
+def test_a_second_save_of_the_same_layouts_says_little(tmp_path):
+    told = run_ranks(4, save_again, str(tmp_path))
+    assert all(second <= 1024 for _, *later in told[1:] for second in later)
+    assert all(second <= 4 * 1024 for second in told[0][1:])  # hears from all
+    assert all(second > 0 for _, *later in told for second in later)
 
 
 def test_memory_filesystem_takes_the_same_line():

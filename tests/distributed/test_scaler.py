@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from shardopt import GradScaler, KeyedOptimizer
 from shardopt.errors import GradientError
-from shardopt.sharding.view import gradient_leaves
+from shardopt.sharding.gradients import gradient_leaves
 from tests.distributed.clipped import LAYOUTS, Meshes, check_scaled, drop_gradient, full_gradient, make_job
 from tests.harness import run_ranks, run_ranks_outcomes
 

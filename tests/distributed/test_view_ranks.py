@@ -9,7 +9,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from shardopt.sharding.view import View, assemble, gradient_leaves, leaves_of, view_of
+from shardopt.sharding.gradients import gradient_leaves
+from shardopt.sharding.pieces import View
+from shardopt.sharding.view import assemble, leaves_of, view_of
 from tests.contract.fake_ranks import check_views, counting
 from tests.harness.ranks import run_ranks
 

@@ -11,7 +11,7 @@ import shardopt
 from shardopt.algorithms import AlgorithmSpec, Kind, register, registry, spec_of
 from shardopt.errors import AlgorithmError
 from shardopt.sharding.view import leaves_of
-from tests.cases import ELEMENTWISE, ELEMENTWISE_CASES, EXTRA_CASES, refused
+from tests.cases import ELEMENTWISE, ELEMENTWISE_CASES, EXTRA_CASES, astray, refused
 from tests.fake_rank import fake_rank, part_of, shard
 from tests.numerics.table import LAYOUTS, MIXED, RANKS, Place, our_run, same, torch_run, values, whole, whole_vectors
 
@@ -65,10 +65,29 @@ def test_step_on_shards_is_torchs_step(name, options, dtype, ranks, layouts, req
                 ours = our_run(name, options, names, dtype, place).steps()
                 early = our_run(name, options, names, dtype, place)
                 early.steps(before=lambda step, of=early: of.optimizer.init_state() if step in (0, 3) else None)
+                lost = astray(name, options, dtype)
                 for layout in names:
-                    is_torchs(name, ours, boxes, layout)
-                    is_torchs(name, early, boxes, layout)
-                    goes_with_the_whole(options, dtype, ours, full, layout)
+                    if not (lost and options.get("momentum")):
+                        is_torchs(name, ours, boxes, layout)
+                        is_torchs(name, early, boxes, layout)
+                    if not lost:
+                        goes_with_the_whole(options, dtype, ours, full, layout)
+
+
+def test_torchs_fused_sgd_in_bfloat16_is_still_astray():
+    """Should this fail, torch has mended it: then `astray` can go, and `fused_agrees` of SGD have bfloat16."""
+    numbers = torch.randn(9, 20, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+    def trained(fused):
+        parameter = torch.nn.Parameter(numbers[0].clone())
+        optimizer = torch.optim.SGD([parameter], lr=0.1, fused=fused, foreach=False)
+        for gradient in numbers[1:]:
+            parameter.grad = gradient.clone()
+            optimizer.step()
+        return parameter.detach()
+
+    off = (trained(True) - trained(False)).abs().max() / trained(False).abs().max()
+    assert off > 16 * torch.finfo(torch.bfloat16).eps
 
 
 def refuses_as_torch(name, options, names, dtype, reason):

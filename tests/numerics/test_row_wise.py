@@ -192,6 +192,11 @@ def test_moments_are_fp32_whatever_the_table_is(cls, tmp_path):
     loaded.load_state_dict(optimizer.state_dict())  # torch's own, which casts all other state
     (state,) = loaded.state.values()
     assert state[name].dtype == torch.float32 and torch.equal(state[name], moments)
+    saved = optimizer.state_dict()
+    saved["state"][0] = {**saved["state"][0], name: moments.bfloat16()}  # as torchrec's class has them
+    loaded.load_state_dict(saved)
+    (state,) = loaded.state.values()
+    assert state[name].dtype == torch.float32 and torch.equal(state[name], moments.bfloat16().float())
 
     keyed = [shardopt.keyed(cls, {"w": torch.nn.Parameter(parameter.detach().clone())}) for _ in range(2)]
     for each in keyed:

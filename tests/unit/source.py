@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +40,8 @@ class Source:
         return ".".join([*here[: len(here) - node.level + 1], *filter(None, [node.module])])
 
 
-def sources() -> list[Source]:
+@functools.cache
+def sources() -> tuple[Source, ...]:
     """Every Python file of the package."""
     paths = sorted(PACKAGE.rglob("*.py"))
-    return [Source(path.relative_to(PACKAGE).as_posix(), ast.parse(path.read_bytes())) for path in paths]
+    return tuple(Source(path.relative_to(PACKAGE).as_posix(), ast.parse(path.read_bytes())) for path in paths)

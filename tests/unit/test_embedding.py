@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import shardopt
 from shardopt.errors import AlgorithmError, GradientError, InputError, LayoutError, StateError
@@ -244,6 +245,49 @@ def test_rows_of_a_backward_that_failed_are_forgotten():
         assert module.a.weight.grad is None
         module(torch.tensor([3])).sum().backward()
         assert leaves_of(module.a.weight.grad)[0].coalesce().indices().tolist() == [[3]]
+
+
+def test_rows_of_backwards_within_one_another_add_up():
+    """Reentrant activation checkpointing runs a backward of its own within another, which came to rows before."""
+    with fake_rank(0, 1) as mesh:
+        module = ShardedEmbedding(Table("a", 5, 2), mesh)
+        scale = torch.ones(2, requires_grad=True)
+        inner = checkpoint(lambda x: x * module(torch.tensor([1])), scale, use_reentrant=True)
+        (inner.sum() + module(torch.tensor([3])).sum()).backward()
+        assert leaves_of(module.a.weight.grad)[0].to_dense().sum(1).tolist() == [0, 2, 0, 2, 0]
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_tables_of_a_module_that_is_updated_in_backward_are_updated(accumulates):
+    with fake_rank(0, 1) as mesh:
+        module = ShardedEmbedding(Table("a", 5, 2), mesh)
+        before = leaves_of(module.a.weight.detach())[0].clone()
+        optimizer = shardopt.in_backward(module, "sgd", lr=1.0)
+        if accumulates:
+            with optimizer.accumulate():
+                module(torch.tensor([1])).sum().backward()
+            assert torch.equal(leaves_of(module.a.weight)[0], before)
+        module(torch.tensor([1, 3])).sum().backward()
+        assert module.a.weight.grad is None
+        moved = before - leaves_of(module.a.weight.detach())[0]
+    assert moved.tolist() == [pytest.approx([row] * 2) for row in (0, 1 + accumulates, 0, 1, 0)]
+
+
+def test_fused_tables_are_no_part_of_what_another_optimizer_updates_in_backward():
+    with fake_rank(0, 1) as mesh:
+        model = nn.ModuleDict({"tables": ShardedEmbedding(Table("a", 5, 2), mesh), "over": nn.Linear(2, 1)})
+        model.tables.fuse("sgd", lr=1.0)
+        with pytest.raises(StateError, match=r"tables\.a\.weight: found an optimizer that its module has fused in"):
+            shardopt.in_backward(model, "sgd", lr=1.0)
+        shardopt.in_backward(model.over, "sgd", lr=1.0)
+
+
+def test_a_module_made_without_memory_finds_its_rows_once_it_has_some():
+    with fake_rank(0, 1) as mesh:
+        module = ShardedEmbedding([Table("a", 5, 2), Table("b", 3, 1)], mesh, device="meta").to_empty(device="cpu")
+        with torch.no_grad():
+            leaves_of(module.b.weight)[0].copy_(torch.arange(3.0)[:, None])
+        assert module({"b": torch.tensor([2, 0])})["b"].tolist() == [[2], [0]]
 
 
 def test_gradients_of_tables_are_clipped_as_others():

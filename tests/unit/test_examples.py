@@ -43,6 +43,7 @@ def test_batches_go_on_from_a_loaded_position_and_differ_from_step_to_step() -> 
     following = first.next_slice(0, 1)[0]
     assert torch.equal(second.next_slice(0, 1)[0], following)
     assert not torch.equal(beginning, following)
+    assert not torch.equal(Batches("", batch=4, context=5, seed=1).next_slice(0, 1)[0], beginning)
 
 
 def test_targets_are_the_bytes_that_follow(tmp_path: Path) -> None:

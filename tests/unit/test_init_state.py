@@ -8,8 +8,8 @@ from torch.distributed.tensor import Shard
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import shardopt
-from shardopt.algorithms import AlgorithmSpec, AtFirstStep, Kind, register, registry, spec_of
-from shardopt.errors import AlgorithmError, StateError
+from shardopt.algorithms import AlgorithmSpec, AtFirstStep, Dtype, Kind, StateEntry, register, registry, spec_of
+from shardopt.errors import StateError
 from shardopt.sharding.view import leaves_of
 from tests.cases import ELEMENTWISE_CASES
 from tests.fake_rank import fake_rank, shard, sharded_tensor
@@ -257,15 +257,51 @@ def test_names_that_are_not_parameters_are_refused():
 
 
 class Own(torch.optim.Optimizer):
-    """Makes its state nobody knows where."""
+    """Makes its state inside of its step, where only the spec can tell of it."""
 
-    def __init__(self, params):
-        super().__init__(params, {})
+    def __init__(self, params, lr=0.1, start=3.0):
+        super().__init__(params, {"lr": lr, "start": start})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["calls"] = 0
+                    state["step"] = torch.tensor(0.0)
+                    state["sum"] = torch.full_like(parameter, group["start"])
+                    state["rate"] = torch.full_like(parameter, group["lr"])
+                state["calls"] += 1
+                state["step"] += 1
+                state["sum"].addcmul_(parameter.grad, parameter.grad)
+                parameter.sub_(state["rate"] * parameter.grad / state["sum"].sqrt() / state["step"])
 
 
-def test_an_algorithm_that_makes_state_inside_its_step_says_so(monkeypatch):
+def test_state_of_an_algorithm_that_makes_it_inside_its_step_is_as_told(monkeypatch):
     monkeypatch.setattr(registry, "_SPECS", dict(registry._SPECS))
-    register(AlgorithmSpec(Own, "own", elementwise=True))
-    optimizer = shardopt.keyed("own", {"w": torch.nn.Parameter(torch.ones(3))})
-    with pytest.raises(AlgorithmError, match="own: found an algorithm that makes its state inside of step"):
-        optimizer.init_state()
+    entries = (
+        StateEntry("calls", Kind.SCALAR, Dtype.PLAIN_COUNT),
+        StateEntry("step", Kind.SCALAR, Dtype.COUNTER),
+        StateEntry("sum", Kind.PARAMETER, initial="start"),
+        StateEntry("rate", Kind.PARAMETER, initial=AtFirstStep.LEARNING_RATE),
+    )
+    register(AlgorithmSpec(Own, "own", elementwise=True, state=entries))
+    states = []
+    for early in (False, True):
+        parameter = torch.nn.Parameter(torch.ones(3))
+        optimizer = shardopt.keyed("own", {"w": parameter}, lr=0.5)
+        if early:
+            optimizer.init_state()
+            made = optimizer.state_dict()["state"]["w"]
+            assert made["calls"] == 0 and made["step"].item() == 0 and made["sum"].tolist() == [3.0] * 3
+        optimizer.param_groups[0]["lr"] = 0.25  # known only at the first step
+        for _ in range(2):
+            parameter.grad = torch.tensor([1.0, -2.0, 0.5])
+            optimizer.step()
+        states.append({"": parameter.detach(), **optimizer.state_dict()["state"]["w"]})
+    never, early = states
+    assert list(never) == list(early)
+    assert all(torch.equal(torch.as_tensor(never[name]), torch.as_tensor(early[name])) for name in never)

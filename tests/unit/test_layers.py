@@ -20,6 +20,9 @@ LAYERS = {
     "values": 1,
     "sharding": 1,
     "ranks": 2,
+    "random_state": 2,
+    "sampler": 2,
+    "stopping": 3,
     "algorithms": 3,
     "optim": 4,
     "checkpoint": 4,
@@ -31,7 +34,11 @@ STRANGERS = {("nn", "checkpoint")}  # never import each other, whatever their la
 
 # The files that may touch private parts of torch, and what for.
 PRIVATE_PLACES = {
-    "sharding/view.py": "DTensor specs, _StridedShard, ShardedTensor, LocalShardsWrapper: all tensor classes",
+    "sharding/view.py": "the local tensor of a DTensor, the process group of a ShardedTensor",
+    "sharding/pieces.py": "results of collectives that are still on their way",
+    "sharding/dtensor.py": "DTensor specs, _StridedShard",
+    "sharding/sharded_tensor.py": "ShardedTensors made without a collective",
+    "sharding/gradients.py": "DTensor specs, torch's search for overrides switched off",
     "sharding/along.py": "the same classes, for what is left of a tensor when a dimension of it is summed over",
     "algorithms/torch_private.py": "the lazy state of torch's optimizers, made without a step",
 }
@@ -79,7 +86,7 @@ def private_parts(source: Source) -> Iterator[str]:
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             yield f"{source.path}:{node.lineno} reaches for {ast.unparse(node)}"
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr", "delattr"):
+        if isinstance(node, ast.Call) and _is_name(node.func, "getattr", "setattr", "hasattr", "delattr"):
             name = node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
             if is_private(name):
                 yield f"{source.path}:{node.lineno} reaches for {ast.unparse(node)}"
@@ -90,16 +97,20 @@ def _names_of_part(part: str) -> set[str]:
     return {name for source in sources() if source.part == part for name in _names_defined(source.tree)}
 
 
+def _is_name(node: ast.expr, *names: str) -> bool:
+    return isinstance(node, ast.Name) and node.id in names
+
+
 def _names_defined(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            if ast.unparse(node.value) == "self":
+            if _is_name(node.value, "self"):
                 yield node.attr
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
-        elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__slots__":
+        elif isinstance(node, ast.Assign) and _is_name(node.targets[0], "__slots__"):
             yield from ast.literal_eval(node.value)
 
 

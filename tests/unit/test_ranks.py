@@ -159,14 +159,14 @@ def test_many_rounds_leave_few_keys(any_job):
 
 def test_slow_work_that_beats_is_waited_for(any_job):
     def slow(here):
-        return here.agree("x", lambda: time.sleep(0.9 if here.rank == 1 else 0), deadline_seconds=0.4)
+        return here.agree("x", lambda: time.sleep(2.2 if here.rank == 1 else 0), deadline_seconds=1.5)
 
     assert together(any_job.start(), slow) == [(None, None)] * 3
 
 
 def test_a_slow_decision_that_beats_is_waited_for(job):
     def slow(here):
-        return here.agree("x", lambda: None, decide=lambda _: time.sleep(0.9), deadline_seconds=0.4)
+        return here.agree("x", lambda: None, decide=lambda _: time.sleep(2.2), deadline_seconds=1.5)
 
     assert together(job.start(), slow) == [(None, None)] * 3
 

@@ -24,7 +24,7 @@ from shardopt.checkpoint.write import OwnParts, SavePlan, from_memory, write_fil
 from shardopt.errors import CheckpointError, CorruptionError
 from shardopt.sharding.box import Box, whole
 from shardopt.sharding.layout import held
-from shardopt.sharding.view import Piece, View
+from shardopt.sharding.pieces import Piece, View
 from tests.unit.boxes import partitions
 
 TYPES = ["float32", "bfloat16", "int64", "bool", "complex128", "float8_e5m2", "float8_e8m0fnu", "uint16", "complex64"]
@@ -353,3 +353,16 @@ def test_what_a_rank_has_for_itself_may_be_hostile(tmp_path):
         commit(storage, "0a", plan, {}, [[[file.name, file.nbytes, file.digest] for file in files]])
         with checkpoint.open(path) as reader, pytest.raises(CorruptionError):
             reader.per_rank(0)
+
+
+def test_damage_does_not_make_the_files_after_it_wait(tmp_path):
+    """More files than batches can be under way, the first of them damaged."""
+    boxes = [Box((i, 0), (1, 3000)) for i in range(20)]
+    value = numbers((20, 3000), "float32")
+    path = store(tmp_path / "c", {"x": value}, {"x": boxes}, 20)
+    for file in path.glob("*.safetensors"):
+        data = bytearray(file.read_bytes())
+        data[-2000] ^= 1  # of the tensor: behind it are eight bytes of checksum
+        file.write_bytes(data)
+    with checkpoint.open(path) as reader, pytest.raises(CorruptionError):
+        reader.read("x")

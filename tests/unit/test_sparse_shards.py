@@ -8,7 +8,8 @@ import shardopt
 from shardopt import GradScaler
 from shardopt.algorithms.dense_gradients import no_gradient
 from shardopt.errors import GradientError
-from shardopt.sharding.view import assemble, gradient_leaves, leaves_of
+from shardopt.sharding.gradients import gradient_leaves
+from shardopt.sharding.view import assemble, leaves_of
 from tests.fake_rank import fake_rank, shard, sharded_tensor
 
 FULL = torch.arange(12.0).view(6, 2)
@@ -71,23 +72,27 @@ def test_no_gradient_takes_no_memory_where_it_is_sparse():
     assert torch.equal(no_gradient(leaf, sparse=False), torch.zeros_like(leaf))
 
 
-def test_momentum_is_refused_on_shards_before_anything_has_changed():
+@pytest.mark.parametrize(
+    ("algorithm", "option"), [("sgd", "momentum"), ("sgd", "weight_decay"), ("adagrad", "weight_decay")]
+)
+def test_what_would_change_other_rows_is_refused_on_shards_before_anything_has_changed(algorithm, option):
     with fake_rank(0, 2) as mesh:
         dense, table = torch.nn.Parameter(shard(FULL, mesh, Shard(0))), of_rows(mesh, 1)
         dense.grad = shard(torch.ones(6, 2), mesh, Shard(0))
-        optimizer = shardopt.keyed("sgd", {"dense": dense, "table": table}, momentum=0.9)
-        with pytest.raises(GradientError, match=r"table\.grad: found a sparse gradient in a group with momentum"):
+        optimizer = shardopt.keyed(algorithm, {"dense": dense, "table": table}, lr=0.1, **{option: 0.9})
+        with pytest.raises(GradientError, match=rf"table\.grad: found a sparse gradient in a group with {option}"):
             optimizer.step()
-        assert torch.equal(leaves_of(dense)[0], FULL[:3]) and not optimizer.state_dict()["state"]
+        assert torch.equal(leaves_of(dense)[0], FULL[:3])
+        assert all(float(state["step"]) == 0 for state in optimizer.state_dict()["state"].values())
         assert leaves_of(dense)[0].grad is None and table.grad is not None
-        optimizer.param_groups[0]["momentum"] = 0.0
+        optimizer.param_groups[0][option] = 0.0
         optimizer.step()
         assert not torch.equal(leaves_of(table)[0], FULL[:3])
 
 
 @pytest.mark.parametrize(
     ("algorithm", "options", "match"),
-    [("adam", {}, "sparse"), ("adagrad", {"weight_decay": 0.1}, "sparse"), ("sgd", {"fused": True}, "sparse")],
+    [("adam", {}, "sparse"), ("sgd", {"fused": True}, "sparse")],
 )
 def test_what_torch_refuses_it_refuses_of_shards(algorithm, options, match):
     with fake_rank(0, 2) as mesh:

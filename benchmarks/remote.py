@@ -1,0 +1,68 @@
+"""How large and how many the requests of a load from afar should be: against a store that answers after a while.
+
+    python benchmarks/remote.py [--megabytes 128]
+
+The store is in memory; each request takes `latency` and then its bytes at the rate of one connection, which is about
+what object stores give: many connections at once are how they are fast. Nothing else is measured, so the numbers say
+what round trips cost, not what any store or network is worth.
+"""
+
+import argparse
+import time
+import uuid
+from statistics import median
+
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+
+from shardopt.checkpoint import read
+from shardopt.checkpoint.reader import CheckpointReader
+from shardopt.checkpoint.remote import RemoteStorage
+from shardopt.sharding.box import whole
+from shardopt.sharding.view import Piece
+
+LATENCY_SECONDS = 0.03
+BYTES_PER_SECOND = 80e6
+
+
+class Far(MemoryFileSystem):
+    protocol = "far"
+    cachable = False
+
+    def cat_file(self, path, start=None, end=None, **options):
+        found = super().cat_file(path, start=start, end=end, **options)
+        time.sleep(LATENCY_SECONDS + len(found) / BYTES_PER_SECOND)
+        return found
+
+
+def main():
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--megabytes", type=int, default=128)
+    megabytes = arguments.parse_args().megabytes
+    from shardopt import checkpoint
+
+    root = f"memory://far/{uuid.uuid4().hex}"
+    value = torch.arange(megabytes * 250_000, dtype=torch.float32)
+    checkpoint.save(root, {"x": value})
+    reader = CheckpointReader(RemoteStorage(Far(), root.removeprefix("memory:/")))
+    target = torch.empty_like(value)
+    wants = list(reader.wants("x", [Piece(whole(tuple(value.shape)), target)]))
+    print(f"{megabytes} MB, {1e3 * LATENCY_SECONDS:g} ms and {BYTES_PER_SECOND / 1e6:g} MB/s a request")
+    print("| MiB a request | at a time | seconds | MB/s | at most in flight, MiB |")
+    print("|---|---|---|---|---|")
+    for mib, threads in ((2, 4), (2, 8), (8, 4), (8, 8), (8, 16), (16, 8), (32, 8)):
+        read._FAR_BATCH_BYTES, read._FAR_THREADS = mib << 20, threads
+        seconds = []
+        for _ in range(3):
+            begin = time.perf_counter()
+            read.fetch(wants)
+            seconds.append(time.perf_counter() - begin)
+        print(
+            f"| {mib} | {threads} | {median(seconds):.2f} | {4 * value.numel() / median(seconds) / 1e6:.0f} | "
+            f"{mib * threads} |"
+        )
+    assert torch.equal(target, value)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""What a checkpoint needs of the directory that it lies in, wherever that is: immutable files, written as wholes.
+
+Names are relative to the directory (a prefix, on an object store).
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from shardopt.errors import CorruptionError, Problem
+
+BUFFERS_PER_CALL = min(os.sysconf("SC_IOV_MAX"), 1024)
+
+
+class Span(NamedTuple):
+    """Bytes of a file, from `offset` on, and the writable memory that they are wanted in."""
+
+    offset: int
+    memory: memoryview
+
+
+class Storage(ABC):
+    """A directory of immutable files: each is written once, as a whole."""
+
+    url: str
+    is_remote = False
+    """Whether reading goes over a network: then ranks read once and share, in fewer and larger requests."""
+
+    @abstractmethod
+    def make(self) -> None:
+        """Makes the directory, where there are such things."""
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """What is in the directory, sorted; empty where there is none."""
+
+    @abstractmethod
+    def size(self, name: str) -> int:
+        """A file's bytes. Raises FileNotFoundError."""
+
+    @abstractmethod
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
+        """A file's bytes from `begin` up to `end`; fewer where it ends before. Raises FileNotFoundError."""
+
+    @abstractmethod
+    def read_into(self, name: str, spans: Sequence[Span]) -> None:
+        """Fills the memory of spans, which are in ascending order. Raises CorruptionError if the file ends before."""
+
+    @abstractmethod
+    def write(self, name: str, buffers: Iterable[memoryview]) -> int:
+        """Writes a file as a whole; what it holds is durable on return. Returns its bytes.
+
+        Args:
+            buffers: each must stay as it is; only some MiB of them are held on to. If they can be iterated again, a
+                remote store that has lost a file gets it once more.
+        """
+
+    @abstractmethod
+    def publish(self, name: str, data: bytes) -> None:
+        """Writes a small file in one atomic step: at no time does a part of it exist under its name."""
+
+    @abstractmethod
+    def remove(self, name: str) -> None:
+        """Removes a file, if it is there."""
+
+    def retract(self, name: str) -> None:
+        """Removes a file, if it is there; that it is gone is durable on return."""
+        self.remove(name)
+
+    @abstractmethod
+    def remove_if_empty(self) -> None:
+        """Removes the directory, where there are such things and it holds nothing."""
+
+    @abstractmethod
+    def child(self, name: str) -> Storage:
+        """The directory of that name within this one."""
+
+    def exists(self, name: str) -> bool:
+        try:
+            self.size(name)
+        except FileNotFoundError:
+            return False
+        return True
+
+
+def runs(spans: Sequence[Span]) -> Iterator[tuple[int, list[memoryview]]]:
+    """Spans that follow one another without a gap, put together: offset, and memory for the bytes from there on."""
+    start = 0
+    while start < len(spans):
+        stop, end = start, spans[start].offset
+        while stop < len(spans) and stop - start < BUFFERS_PER_CALL and spans[stop].offset == end:
+            end += spans[stop].memory.nbytes
+            stop += 1
+        yield spans[start].offset, [span.memory for span in spans[start:stop]]
+        start = stop
+
+
+def too_short(path: str, offset: int) -> CorruptionError:
+    problem = Problem(path, f"its end before byte {offset}", "all of the file", "restore from another checkpoint")
+    return CorruptionError("a file is shorter than it was", [problem])

@@ -1,0 +1,144 @@
+"""Checkpoints on local disks, and on whatever is mounted as one."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+
+from shardopt.checkpoint.directory import BUFFERS_PER_CALL, Span, Storage, runs, too_short
+
+_BATCH_BYTES = 16 << 20  # written in one call; more would hold on to memory that was made only to be written
+
+
+class LocalStorage(Storage):
+    """A directory of a file system with atomic renames, POSIX durability and vectored I/O."""
+
+    def __init__(self, path: str, durable: bool = True) -> None:
+        self.url = os.path.abspath(path)
+        self._durable = durable
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self.url, name)
+
+    def make(self) -> None:
+        missing = [self.url]
+        while not os.path.isdir(os.path.dirname(missing[-1])):
+            missing.append(os.path.dirname(missing[-1]))
+        os.makedirs(self.url, exist_ok=True)
+        for path in missing:
+            self._sync_directory(os.path.dirname(path))  # a new name is in the directory above it
+
+    def names(self) -> list[str]:
+        try:
+            return sorted(os.listdir(self.url))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def size(self, name: str) -> int:
+        try:
+            found = os.stat(self._path(name))
+        except NotADirectoryError:
+            raise FileNotFoundError(self._path(name)) from None
+        if not stat.S_ISREG(found.st_mode):
+            raise FileNotFoundError(f"{self._path(name)} is no file")
+        return found.st_size
+
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
+        with open(self._path(name), "rb") as file:
+            file.seek(begin)
+            return file.read() if end is None else file.read(end - begin)
+
+    def read_into(self, name: str, spans: Sequence[Span]) -> None:
+        fd = os.open(self._path(name), os.O_RDONLY)
+        try:
+            for offset, buffers in runs(spans):
+                self._read_run(fd, name, offset, buffers)
+        finally:
+            os.close(fd)
+
+    def _read_run(self, fd: int, name: str, offset: int, buffers: list[memoryview]) -> None:
+        while buffers:
+            got = os.preadv(fd, buffers, offset)
+            if got == 0 and any(buffer.nbytes for buffer in buffers):
+                raise too_short(self._path(name), offset)
+            offset += got
+            buffers = _skip(buffers, got)
+
+    def write(self, name: str, buffers: Iterable[memoryview]) -> int:
+        fd = os.open(self._path(name), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        total = 0
+        try:
+            batch: list[memoryview] = []
+            batch_bytes = 0
+            for buffer in buffers:
+                batch.append(buffer)
+                batch_bytes += buffer.nbytes
+                if len(batch) == BUFFERS_PER_CALL or batch_bytes >= _BATCH_BYTES:
+                    total += _write_all(fd, batch)
+                    batch, batch_bytes = [], 0
+            total += _write_all(fd, batch)
+            self._sync(fd)
+        finally:
+            os.close(fd)
+        self._sync_directory(self.url)
+        return total
+
+    def publish(self, name: str, data: bytes) -> None:
+        temporary = self._path(f".{name}.tmp")
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            self._sync(file.fileno())
+        os.replace(temporary, self._path(name))
+        self._sync_directory(self.url)
+
+    def remove(self, name: str) -> None:
+        with suppress(FileNotFoundError):
+            os.unlink(self._path(name))
+
+    def retract(self, name: str) -> None:
+        with suppress(FileNotFoundError):
+            os.unlink(self._path(name))
+            self._sync_directory(self.url)
+
+    def remove_if_empty(self) -> None:
+        try:
+            os.rmdir(self.url)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
+                raise
+
+    def child(self, name: str) -> Storage:
+        return LocalStorage(self._path(name), self._durable)
+
+    def _sync(self, fd: int) -> None:
+        if self._durable:
+            os.fsync(fd)
+
+    def _sync_directory(self, path: str) -> None:
+        """Makes the names in a directory durable; without it a crash may lose a file whose bytes are safe."""
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            self._sync(fd)
+        finally:
+            os.close(fd)
+
+
+def _write_all(fd: int, buffers: list[memoryview]) -> int:
+    total = sum(buffer.nbytes for buffer in buffers)
+    buffers = [buffer for buffer in buffers if buffer.nbytes]
+    while buffers:
+        buffers = _skip(buffers, os.writev(fd, buffers))
+    return total
+
+
+def _skip(buffers: list[memoryview], nbytes: int) -> list[memoryview]:
+    """What is left of buffers after so many bytes of them are done."""
+    for i, buffer in enumerate(buffers):
+        if nbytes < buffer.nbytes:
+            return [buffer[nbytes:], *buffers[i + 1 :]]
+        nbytes -= buffer.nbytes
+    return []

@@ -1,0 +1,258 @@
+"""Local first, then remote: checkpoints are saved to fast disks, and copied to a store behind the training.
+
+A copy is verified while it is read, every rank uploads what it wrote, and the manifest goes last, once all have agreed
+that their files are there: so a checkpoint of the remote root is as whole as any. A run restores from whichever root
+has the newest; of one step the local copy comes first.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import xxhash
+
+from shardopt.checkpoint.commit import read_manifest, settle_files
+from shardopt.checkpoint.format import FILE_NAME, MANIFEST_NAME, SEGMENT_BYTES, damaged
+from shardopt.checkpoint.manifest import Manifest
+from shardopt.checkpoint.read import OpenFile
+from shardopt.checkpoint.reports import tell
+from shardopt.checkpoint.storage import Span, Storage, storage_of, telling
+from shardopt.errors import CheckpointError, Problem
+from shardopt.ranks import DEADLINE_SECONDS, Ranks, ranks_of
+
+_CHUNK_BYTES = 16 * SEGMENT_BYTES
+_numbers = itertools.count()
+_log = logging.getLogger("shardopt.checkpoint")
+
+
+@dataclass(frozen=True, slots=True)
+class UploadReport:
+    """What an upload did.
+
+    Args:
+        url: of the copy.
+        save_id: of the checkpoint.
+        bytes_written: by this rank.
+        bytes_total: by all ranks.
+        seconds: on this rank, from its turn to the commit.
+    """
+
+    url: str
+    save_id: str
+    bytes_written: int
+    bytes_total: int
+    seconds: float
+
+
+class Mirror:
+    """Copies committed checkpoints from one root to another, in the background. All ranks must make the same calls.
+
+    Args:
+        local: where checkpoints are saved: a path that all ranks see, as `save` wants it.
+        remote: where the copies go, such as "s3://bucket/run".
+        deadline_seconds: how long a rank may show no sign of life before the others give up and name it.
+    """
+
+    def __init__(
+        self,
+        local: str | os.PathLike[str],
+        remote: str | os.PathLike[str],
+        *,
+        deadline_seconds: float = DEADLINE_SECONDS,
+    ) -> None:
+        self._local, self._remote = storage_of(local), storage_of(remote)
+        self._deadline_seconds = deadline_seconds
+        self._name = f"mirror-{next(_numbers)}"  # ranks make their mirrors in one order
+        self._ranks: tuple[Ranks, Ranks] | None = None
+        self._lock = threading.Lock()
+        self._waiting: list[str] = []
+        self._last: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self.report: UploadReport | None = None  # of the last upload that was made
+
+    def upload(self, name: str) -> None:
+        """Begins to copy a committed checkpoint, once those before it are done. Collective; does not wait.
+
+        One that waits for its turn while a newer one comes to wait behind it is left out: the copies may lag behind
+        the saves, but not ever further.
+
+        Args:
+            name: of its directory in the local root, such as "step-00000500". It must stay until it is copied
+                (`uploading`).
+
+        Raises:
+            ShardoptError: what an earlier upload has failed with, if nobody was told. This one was begun all the same.
+        """
+        beside = self._beside(ranks_of())
+        earlier, self._failure = self._failure, None
+        with self._lock:
+            self._waiting.append(name)
+            # Not a daemon: a program that ends waits for it.
+            thread = threading.Thread(target=self._in_turn, args=(beside, name, self._last), name="shardopt-mirror")
+            self._last = thread
+        thread.start()
+        if earlier is not None:
+            raise earlier
+
+    def uploading(self) -> frozenset[str]:
+        """The checkpoints that are being copied or wait for it, which must not be removed. Local."""
+        with self._lock:
+            return frozenset(self._waiting)
+
+    def committed(self) -> list[tuple[str, str]]:
+        """The name and URL of every committed checkpoint of both roots, newest (by name) first. Collective.
+
+        Of one name the local copy comes first; it counts only if every rank sees it.
+
+        Raises:
+            CheckpointError: one of the roots cannot be read. What is newest cannot be known then.
+        """
+        _, (local, remote) = ranks_of().agree(
+            f"looking for checkpoints in {self._local.url} and {self._remote.url}",
+            work=lambda: _committed(self._local),
+            report=lambda names: names,
+            decide=lambda names: [sorted(set.intersection(*map(set, names))), _committed(self._remote)],
+            deadline_seconds=self._deadline_seconds,
+        )
+        both = sorted({*local, *remote}, reverse=True)
+        places = ((self._local, local), (self._remote, remote))
+        return [(name, root.child(name).url) for name in both for root, names in places if name in names]
+
+    def wait(self) -> None:
+        """Waits until nothing is being copied, and raises what an upload has failed with, if nobody was told."""
+        if self._last is not None:
+            self._last.join()
+        self._raise_failure()
+
+    def close(self) -> None:
+        """As `wait`."""
+        self.wait()
+
+    def __enter__(self) -> Mirror:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _beside(self, ranks: Ranks) -> Ranks:
+        if self._ranks is None or self._ranks[0] is not ranks:
+            self._ranks = ranks, ranks.beside(self._name)
+        return self._ranks[1]
+
+    def _in_turn(self, ranks: Ranks, name: str, before: threading.Thread | None) -> None:
+        """What the thread of an upload does."""
+        if before is not None:
+            before.join()
+        try:
+            self.report = self._copy(ranks, name) or self.report
+        except BaseException as error:  # told by the next call; the training goes on meanwhile
+            _log.error("copying %s to %s failed: %s", self._local.child(name).url, self._remote.url, error)
+            self._failure = error
+        finally:
+            with self._lock:
+                self._waiting.remove(name)
+
+    def _copy(self, ranks: Ranks, name: str) -> UploadReport | None:
+        begin = time.monotonic()
+        source, target = self._local.child(name), self._remote.child(name)
+        what = f"copying {source.url} to {target.url}"
+        _, is_wanted = ranks.agree(
+            what,
+            work=lambda: None,
+            decide=lambda _: self._is_newest_waiting(name) and not target.exists(MANIFEST_NAME),
+            deadline_seconds=self._deadline_seconds,
+        )
+        if not is_wanted:
+            return None
+        (manifest, data), _ = ranks.agree(
+            what,
+            work=lambda: read_manifest(source),
+            report=lambda read: xxhash.xxh3_64_hexdigest(read[1]),
+            decide=lambda digests: _prepare(source, target, digests),
+            deadline_seconds=self._deadline_seconds,
+        )
+        nbytes, _ = ranks.agree(
+            what,
+            work=lambda: _upload_files(source, target, manifest, ranks),
+            decide=lambda _: _commit(source, target, manifest, data),
+            deadline_seconds=self._deadline_seconds,
+        )
+        total = sum(file.nbytes for file in manifest.files)
+        report = UploadReport(target.url, manifest.save_id, nbytes, total, time.monotonic() - begin)
+        tell("upload", report)
+        return report
+
+    def _is_newest_waiting(self, name: str) -> bool:
+        with self._lock:
+            return self._waiting[-1] == name
+
+
+def _committed(root: Storage) -> list[str]:
+    with telling(f"look into {root.url}"):
+        return [name for name in root.names() if root.child(name).exists(MANIFEST_NAME)]
+
+
+def _prepare(source: Storage, target: Storage, digests: list[str]) -> None:
+    if len(set(digests)) > 1:
+        problem = Problem(source.url, "not the same checkpoint on every rank", "one", "give all ranks the same path")
+        raise CheckpointError("ranks do not see the same checkpoint", [problem])
+    with telling(f"make {target.url}"):
+        target.make()
+
+
+def _upload_files(source: Storage, target: Storage, manifest: Manifest, ranks: Ranks) -> int:
+    """Uploads what this rank wrote; where other ranks did, they are dealt in turn."""
+    with telling(f"copy {source.url} to {target.url}"):
+        own = [file for file in manifest.files if _writer_of(file.name) % ranks.size == ranks.rank]
+        return sum(target.write(file.name, _Verified(OpenFile(source, file))) for file in own)
+
+
+def _writer_of(name: str) -> int:
+    return int(name.removesuffix(".safetensors").split("-")[1][1:])
+
+
+def _commit(source: Storage, target: Storage, manifest: Manifest, data: bytes) -> None:
+    """On rank 0: what stands beside the data files, and then the manifest."""
+    with telling(f"commit {target.url}"):
+        for name in source.names():
+            if name != MANIFEST_NAME and not FILE_NAME.fullmatch(name) and not name.startswith("."):
+                target.publish(name, source.read(name))
+        settle_files(target, manifest)
+        target.publish(MANIFEST_NAME, data)
+
+
+class _Verified:
+    """The bytes of a data file, none of which is handed on before its checksum is right. May be gone through again."""
+
+    def __init__(self, file: OpenFile) -> None:
+        self._file = file
+
+    def __iter__(self) -> Iterator[memoryview]:
+        file = self._file
+        entries = list(file.entries.values())
+        header = bytearray(entries[0].begin)  # entries follow one another, from the header to the file's end
+        file.read_into([Span(0, memoryview(header))])
+        yield memoryview(header)
+        for entry in entries[:-1]:
+            segment = entry.segment
+            for begin in range(entry.begin, entry.end, _CHUNK_BYTES):
+                chunk = memoryview(bytearray(min(_CHUNK_BYTES, entry.end - begin)))
+                file.read_into([Span(begin, chunk)])
+                for i in range(0, chunk.nbytes, SEGMENT_BYTES):
+                    found = xxhash.xxh3_64_digest(chunk[i : i + SEGMENT_BYTES])
+                    if found != file.sums[8 * segment : 8 * segment + 8]:
+                        raise damaged(file.where, f"{entry.key!r} with bytes that fail their checksum")
+                    segment += 1
+                yield chunk
+        yield memoryview(file.sums)

@@ -1,0 +1,70 @@
+"""What saves, loads, verifications, reshardings and uploads have done, told to a log and to whoever listens.
+
+The log is that of `logging.getLogger("shardopt")`, at INFO: one line for each on every rank that took part, such as
+
+    save url=s3://bucket/run/step-00000500 save_id=… tensors=412 bytes_written=… seconds=1.934 … gb_per_second=4.204
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+Listener = Callable[[str, Any], object]
+"""Gets what was done ("save", "load", "verify", "reshard", "upload") and its report."""
+
+_log = logging.getLogger("shardopt")
+_listeners: list[Listener] = []
+
+
+def add_listener(listener: Listener) -> Callable[[], None]:
+    """From now on `listener` gets every report of this process; calling what this returns ends it.
+
+    It is called when the work is done, by the thread that did it: for `async_save` and uploads one in the background.
+    What it raises is logged, and does no harm to the work. For TensorBoard:
+
+        def to_tensorboard(event, report):
+            for name, value in checkpoint.figures(report).items():
+                writer.add_scalar(f"checkpoint/{event}/{name}", value, app["step"])
+
+        checkpoint.add_listener(to_tensorboard)
+    """
+    _listeners.append(listener)
+
+    def remove() -> None:
+        if listener in _listeners:
+            _listeners.remove(listener)
+
+    return remove
+
+
+def figures(report: Any) -> dict[str, float]:
+    """The numbers of a report by name: bytes, seconds, and `gb_per_second` (10⁹ bytes) of the bytes of all ranks.
+
+    Where a report does not know of all ranks, as that of a load, it is of this rank's bytes.
+    """
+    found = {field.name: getattr(report, field.name) for field in fields(report)}
+    numbers = {name: value for name, value in found.items() if isinstance(value, int | float)}
+    nbytes = numbers.get("bytes_total", numbers.get("bytes_read", 0))
+    seconds = numbers.get("seconds", 0.0)
+    return {**numbers, "gb_per_second": nbytes / seconds / 1e9 if seconds else 0.0}
+
+
+def tell(event: str, report: Any) -> None:
+    """Logs a report, and hands it to the listeners."""
+    if _log.isEnabledFor(logging.INFO):
+        texts = {name: getattr(report, name) for name in ("url", "save_id") if hasattr(report, name)}
+        words = [f"{name}={value}" for name, value in texts.items()]
+        words += [f"{name}={_told(value)}" for name, value in figures(report).items()]
+        _log.info("%s %s", event, " ".join(words))
+    for listener in tuple(_listeners):
+        try:
+            listener(event, report)
+        except Exception:  # of somebody else's code, which is no reason to lose a checkpoint
+            _log.exception("a listener failed with the report of a %s", event)
+
+
+def _told(value: float) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,67 @@
+"""The states of random number generators, and of other things that each rank has for itself, as parts of an `app`."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from shardopt.state import PerRank, Stateful
+
+OnResize = Literal["raise", "keep"]
+
+
+class PerRankState:
+    """An object whose state differs between ranks by intent, such as torchdata's `StatefulDataLoader`.
+
+    Each rank gets its own state back, through the object's `load_state_dict`.
+
+    Args:
+        target: has `state_dict` and `load_state_dict`; its state is plain values and small CPU tensors, nested.
+        on_resize: what loading does when the number of ranks is another than when it was saved: "raise", or "keep" the
+            state that the object has then.
+    """
+
+    def __init__(self, target: Stateful, *, on_resize: OnResize) -> None:
+        if on_resize not in ("raise", "keep"):
+            raise ValueError(f"on_resize: found {on_resize!r}; required 'raise' or 'keep'; pass one of them")
+        self.target = target
+        self._on_resize = on_resize
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"of_rank": PerRank(self.target.state_dict(), self._on_resize)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.target.load_state_dict(state_dict["of_rank"].value)
+
+
+class RandomState(PerRankState):
+    """The random number generators of this rank: Python's, NumPy's, torch's on the CPU and on the GPU in use.
+
+    Those are the global ones (`random`, `numpy.random`, `torch`); generators of a program's own are not looked at. That
+    of the GPU is saved once CUDA has been initialized, and loaded where there is a GPU.
+
+    Args:
+        on_resize: as for `PerRankState`: on another number of ranks there is nothing to go on with, so that "keep" goes
+            on with the generators as the program has seeded them.
+    """
+
+    def __init__(self, *, on_resize: OnResize) -> None:
+        super().__init__(_Generators(), on_resize=on_resize)
+
+
+class _Generators:
+    def state_dict(self) -> dict[str, Any]:
+        state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch has no hints for it
+            state["cuda"] = torch.cuda.get_rng_state()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        random.setstate(state_dict["python"])
+        np.random.set_state(state_dict["numpy"])
+        torch.set_rng_state(state_dict["torch"])
+        if "cuda" in state_dict and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state_dict["cuda"])

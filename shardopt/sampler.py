@@ -1,0 +1,113 @@
+"""The order of a data set, and how far a job has come in it, whatever number of ranks it has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardopt.errors import MismatchError, Problem
+
+T = TypeVar("T")
+
+
+class ResumableSampler:
+    """Gives each rank its part of every global batch of a map-style data set, and goes on on any number of ranks.
+
+        sampler = shardopt.ResumableSampler(len(dataset), batch_size=64, seed=0)
+        loader = DataLoader(dataset, batch_sampler=sampler, num_workers=2)
+        app = {..., "data": sampler}
+        for batch in sampler.through(loader):   # the rest of this epoch
+            ...
+
+    The samples of an epoch are put in one order, from seed and epoch alone. A global batch is the next `batch_size` of
+    them, and ranks take its samples in turn. So what was seen is one number, the same on every rank, and any number of
+    ranks goes on with exactly the samples that were not seen. It counts what `through` has handed to the program, not
+    what workers have fetched ahead.
+
+    Args:
+        size: of the data set, in samples.
+        batch_size: of a global batch, in samples of all ranks together; at least the number of ranks.
+        seed: of the order; not negative.
+        shuffle: whether to put the samples in a random order.
+        drop_last: whether to leave out what is left at the end of an epoch when it does not fill a batch. Otherwise it
+            is the last batch; and where it has fewer samples than there are ranks, it is filled up to one for each with
+            the first samples of the epoch.
+        rank, ranks: default: of the job; 0 of 1 where torch.distributed is not initialized.
+
+    Attributes:
+        epoch: the number of the epoch, from 0; `through` counts it up at its end.
+        position: how many samples of it were seen, by all ranks together.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        batch_size: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = True,
+        rank: int | None = None,
+        ranks: int | None = None,
+    ) -> None:
+        in_job = dist.is_available() and dist.is_initialized()
+        self.rank = rank if rank is not None else (dist.get_rank() if in_job else 0)
+        self.ranks = ranks if ranks is not None else (dist.get_world_size() if in_job else 1)
+        if batch_size < self.ranks:
+            raise ValueError(f"batch_size: found {batch_size}; required one for each of {self.ranks} ranks; raise it")
+        least = batch_size if drop_last else self.ranks
+        if size < least:
+            raise ValueError(f"size: found {size} samples; required {least}; lower batch_size, or the number of ranks")
+        self.size, self.batch_size, self.seed = size, batch_size, seed
+        self.shuffle, self.drop_last = shuffle, drop_last
+        self.epoch = 0
+        self.position = 0
+
+    def __len__(self) -> int:
+        """How many batches are left in this epoch."""
+        left = self.size - self.position
+        return left // self.batch_size if self.drop_last else -(-left // self.batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """This rank's samples of each batch that is left in this epoch. Counts nothing, as workers run ahead."""
+        order, begin = self._order(), self.position
+        for number in range(len(self)):
+            batch = order[begin + number * self.batch_size :][: self.batch_size]
+            filled = torch.cat([batch, order[: max(0, self.ranks - len(batch))]])
+            yield filled[self.rank :: self.ranks].tolist()
+
+    def through(self, loader: Iterable[T]) -> Iterator[T]:
+        """The rest of this epoch from a loader that has this sampler, each batch counted as it is handed out."""
+        for batch in loader:
+            self.position = min(self.position + self.batch_size, self.size)
+            yield batch
+        self.epoch, self.position = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The same on every rank."""
+        return {"size": self.size, "seed": self.seed, "epoch": self.epoch, "position": self.position}
+
+    def check_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raises MismatchError where the state is of another data set."""
+        if state_dict["size"] != self.size:
+            problem = Problem(
+                "size", f"{state_dict['size']} samples in the checkpoint", f"{self.size}", "pass the same data set"
+            )
+            raise MismatchError("a position in another data set", [problem])
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on where the state was taken; its seed replaces this one. Loaders must be iterated anew."""
+        self.check_state_dict(state_dict)
+        self.seed, self.epoch, self.position = (state_dict[name] for name in ("seed", "epoch", "position"))
+
+    def _order(self) -> Tensor:
+        if not self.shuffle:
+            return torch.arange(self.size)
+        # Mixed, as torch's generator on the CPU looks at 32 bits of its seed and no more.
+        mixed = np.random.SeedSequence((self.seed, self.epoch)).generate_state(1)
+        return torch.randperm(self.size, generator=torch.Generator().manual_seed(int(mixed[0])))

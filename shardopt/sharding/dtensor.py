@@ -1,0 +1,153 @@
+"""DTensors: placements on a mesh, seen as boxes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from shardopt.sharding.box import Box
+from shardopt.sharding.layout import Layout
+from shardopt.sharding.mesh import Mesh, Split, boxes_of, in_order, mesh_layout, runs_of
+from shardopt.sharding.pieces import Piece, View, awaited, empty_piece, memory_of, refusal
+
+_MOST_PLACES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What placements come to for one rank: the layout, and where the rank's boxes lie in its local tensor."""
+
+    layout: Layout
+    local_shape: tuple[int, ...]
+    slots: tuple[tuple[Box, Box], ...]
+
+
+@dataclass(slots=True)
+class _OnMesh:
+    """What is known of one rank of a mesh: where it is, and what placements came to on it so far."""
+
+    mesh: Mesh
+    coordinate: tuple[int, ...] | None
+    places: dict[Any, _Place] = field(default_factory=dict)
+
+
+_meshes: WeakKeyDictionary[DeviceMesh, dict[int, _OnMesh]] = WeakKeyDictionary()
+"""By mesh, then by rank: a mesh cut out of a larger one compares equal on ranks that lie in different cuts. Weak, so
+that no mesh, and with it no process group, is kept beyond `destroy_process_group`."""
+
+
+def on_mesh(mesh: DeviceMesh) -> _OnMesh:
+    by_rank = _meshes.get(mesh)
+    if by_rank is None:
+        by_rank = _meshes[mesh] = {}
+    known = by_rank.get(mesh._rank)
+    if known is None:
+        ranks = mesh.mesh
+        cut = mesh._get_root_mesh().size() > mesh.size()
+        coordinate = mesh.get_coordinate()
+        known = by_rank[mesh._rank] = _OnMesh(
+            Mesh(tuple(ranks.shape), tuple(ranks.flatten().tolist()), cut),
+            None if coordinate is None else tuple(coordinate),
+        )
+    return known
+
+
+def view_of_dtensor(tensor: DTensor, local: Tensor, key: str) -> View:
+    spec = tensor._spec
+    shape = spec.shape
+    memory = memory_of(awaited(local), key)
+    here = on_mesh(spec.mesh)
+    strided_is_order = spec.use_strided_shard_as_shard_order
+    told = (shape, spec.placements, spec.shard_order, strided_is_order)
+    # A subclass of Shard equals it, and may mean something else; others refuse even to be looked up.
+    place = here.places.get(told) if _KNOWN_PLACEMENTS.issuperset(map(type, spec.placements)) else None
+    if place is None:
+        refuse_placements(tensor, key)
+        place = _place(tuple(shape), here, spec.placements, spec.shard_order, strided_is_order)
+        while len(here.places) >= _MOST_PLACES:
+            del here.places[next(iter(here.places))]
+        here.places[told] = place
+    if here.coordinate is None:  # torch gives such ranks a 1-dimensional empty tensor, whatever the shape
+        return View(place.layout.shape, memory.dtype, (), place.layout)
+    if memory.shape != place.local_shape:
+        raise refusal(
+            key,
+            f"a local tensor of shape {tuple(memory.shape)} on rank {spec.mesh._rank}",
+            f"{place.local_shape}, what {spec.placements} over {spec.mesh} make of {tuple(shape)}",
+            "pass shape and stride to DTensor.from_local, and split as torch.chunk does",
+        )
+    if 0 in shape:
+        pieces = empty_piece(place.layout.shape, memory.dtype, [memory])
+    else:
+        pieces = tuple([Piece(box, part_of(memory, slot)) for box, slot in place.slots])
+    return View(place.layout.shape, memory.dtype, pieces, place.layout)
+
+
+_KNOWN_PLACEMENTS = frozenset({Replicate, Shard, _StridedShard})
+
+
+def refuse_placements(tensor: DTensor, key: str) -> None:
+    """Refuses placements that do not say which elements a rank holds."""
+    for placement in tensor._spec.placements:
+        # A subclass may mean something else by the same name, so it is as unknown as any other class.
+        if type(placement) not in _KNOWN_PLACEMENTS:
+            required, remedy = "only Shard and Replicate placements", "redistribute the tensor first"
+        elif isinstance(placement, Shard | _StridedShard) and not -tensor.ndim <= placement.dim < tensor.ndim:
+            required, remedy = f"a dimension of shape {tuple(tensor.shape)}", "place it on one of its dimensions"
+        else:
+            continue
+        raise refusal(key, f"placement {placement!r} in {tensor._spec.placements}", required, remedy)
+
+
+def _place(
+    shape: tuple[int, ...],
+    here: _OnMesh,
+    placements: tuple[Placement, ...],
+    shard_order: Sequence[Any] | None,
+    strided_is_order: bool | None,
+) -> _Place:
+    """What placements of these kinds come to.
+
+    torch has two readings of `[_StridedShard(0, split_factor=2), Shard(0)]`: from left to right, as `distribute_tensor`
+    makes it, and "first over the second mesh dimension, then over the first", as `fully_shard` and `redistribute` make
+    it and `full_tensor` reads it. They differ where sizes do not divide evenly. The second holds here wherever there is
+    such an order; the local shape on some rank gives a tensor of the first kind away.
+    """
+    splits = tuple(
+        Split(mesh_dim, placement.dim % len(shape), int(getattr(placement, "split_factor", 1)))
+        for mesh_dim, placement in enumerate(placements)
+        if isinstance(placement, Shard | _StridedShard)
+    )
+    if strided_is_order:
+        splits = in_order(splits, here.mesh.shape) or splits
+    elif all(split.factor == 1 for split in splits) and shard_order:
+        splits = tuple(Split(mesh_dim, dim) for dim, mesh_dims in shard_order for mesh_dim in mesh_dims)
+    layout = mesh_layout(shape, here.mesh, splits)
+    if here.coordinate is None:
+        return _Place(layout, (0,), ())
+    runs = runs_of(shape, here.mesh.shape, splits, here.coordinate)
+    local_shape = tuple(sum(end - start for start, end in dim_runs) for dim_runs in runs)
+    return _Place(layout, local_shape, boxes_of(runs))
+
+
+def dtensor_like(like: DTensor, local: Tensor) -> DTensor:
+    # DTensor.from_local would record autograd and wrap a fresh view, so that leaves_of gave another object back.
+    spec = copy.copy(like._spec)
+    spec.tensor_meta = TensorMeta(like.shape, like.stride(), local.dtype)
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+
+def part_of(memory: Tensor, slot: Box) -> Tensor:
+    for dim, (start, size) in enumerate(zip(slot.offsets, slot.sizes, strict=True)):
+        if size != memory.shape[dim]:
+            memory = memory.narrow(dim, start, size)
+    return memory

@@ -1,0 +1,178 @@
+"""The gradients of parameters of any kind, as the local tensors that an optimizer steps with.
+
+Nothing is copied, and nothing communicates but `gradient_leaves` where a gradient has another placement than its
+parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.nn.parameter import Parameter
+
+from shardopt.errors import GradientError, Problem
+from shardopt.sharding.pieces import awaited
+from shardopt.sharding.view import leaves_of
+from shardopt.sharding.wrapper import is_wrapper
+
+
+def gradient_leaves(param: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradient of each of `leaves_of(param)`, None where there is none.
+
+    Local, unless the gradient of a DTensor has another placement than the parameter: then it is redistributed, and all
+    ranks of the mesh must call. Sparse gradients are handed through. Shards of ShardedTensor and LocalShardsWrapper
+    carry their own gradients.
+
+    Raises:
+        GradientError: the gradient is no DTensor where the parameter is one (or the reverse), is on another mesh, has
+            another shape, global or local, or is sparse where it would have to be redistributed.
+    """
+    leaves = leaves_of(param)
+    if not isinstance(param, DTensor):
+        if isinstance(param, ShardedTensor) or is_wrapper(param):
+            return tuple(leaf.grad for leaf in leaves)
+        grad = param.grad
+        if grad is None or (grad.shape == param.shape and not isinstance(grad, DTensor)):
+            return (grad,)
+        raise _bad_gradient(param, grad, "give the parameter a plain gradient of its own shape")
+    grad = param.grad
+    if grad is None:
+        wrapped = is_wrapper(param._local_tensor)
+        return tuple(leaf.grad if wrapped else None for leaf in leaves)
+    if not isinstance(grad, DTensor):
+        raise _bad_gradient(param, grad, "wrap it with DTensor.from_local on the parameter's mesh and placements")
+    have, want = grad._spec, param._spec
+    if have.mesh != want.mesh:
+        raise _bad_gradient(param, grad, "redistribute it to the parameter's mesh before the step")
+    if grad.shape != param.shape:
+        raise _bad_gradient(param, grad, "give the parameter a gradient of its own global shape")
+    if have.placements != want.placements:
+        if grad._local_tensor.layout is not torch.strided:
+            raise _bad_gradient(param, grad, "make the sparse gradient with the parameter's placements")
+        try:
+            with torch.no_grad():
+                grad = grad.redistribute(placements=want.placements)
+        except ValueError as error:  # torch knows no way, as to some _StridedShards
+            raise _bad_gradient(param, grad, "make the gradient with the parameter's placements") from error
+    gradients = tuple(awaited(leaf) for leaf in leaves_of(grad))
+    if [leaf.shape for leaf in gradients] != [leaf.shape for leaf in leaves]:
+        raise _bad_gradient(param, grad, "pass the parameter's shape and stride where the gradient is made")
+    return gradients
+
+
+class GradientReader:
+    """Reads the gradient of a parameter with one leaf, where it is plainly there: dense, and placed as the parameter.
+
+    `gradient_leaves` for those who ask in every step: in a fraction of its time, as it remembers which placement it has
+    found good. Calling it gives None where there is no gradient, and where only `gradient_leaves` can tell.
+    """
+
+    __slots__ = ("_have", "_leaf", "_param", "_want")
+
+    def __init__(self, param: Tensor) -> None:
+        self._param: Any = param
+        # A placement of the gradient and one of the parameter that were found equal.
+        self._have: DTensorSpec | None = None
+        self._want: DTensorSpec | None = None
+        self._leaf: Tensor | None = None  # the local tensor of a DTensor that `lend_gradients` may go by
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return GradientReader, (self._param,)  # a copy is to look for itself
+
+    def __call__(self) -> Tensor | None:
+        param = self._param
+        grad: Tensor | None
+        if isinstance(param, DTensor):
+            whole = param.grad
+            if type(whole) is not DTensor:
+                return None
+            have, want = whole._spec, param._spec
+            if have is not self._have or want is not self._want:
+                if have.mesh != want.mesh or have.placements != want.placements or have.shape != want.shape:
+                    return None
+                self._have, self._want = have, want
+            wanted, grad = param._local_tensor, whole._local_tensor
+        elif type(param) is Parameter or type(param) is Tensor:
+            wanted, grad = param, param.grad
+        else:
+            return None
+        # Of another class are unfinished results of collectives, and several shards in one.
+        plainly = type(grad) is Tensor and grad.shape == wanted.shape and grad.layout is torch.strided
+        return grad if plainly else None
+
+    def accepted(self) -> None:
+        """Tells that `gradient_leaves` has looked at the parameter and its gradient, and refused neither."""
+        param = self._param
+        if isinstance(param, DTensor) and type(param._local_tensor) is Tensor:
+            if param._spec is not self._want:
+                self._have, self._want = None, param._spec
+            self._leaf = param._local_tensor
+            self()
+
+
+def lend_gradients(readers: Iterable[GradientReader], lent: list[Tensor]) -> list[GradientReader]:
+    """Sets `grad` of the local tensors of DTensors to their local gradients, where all lies as when it was accepted.
+
+    That is known by the very same objects: on small parameters a step's time is made of such checks, and this loop
+    touches as few objects as it can.
+
+    Args:
+        readers: of different parameters.
+        lent: gets the local tensors that were given a gradient; before, they had none of their own.
+
+    Returns:
+        Those that must be looked at; their local tensors were left alone. A steady parameter without a gradient is not
+        among them.
+    """
+    others = []
+    # Asking a DTensor for its gradient takes three times as long where torch looks for overrides, of which it has none.
+    with torch._C.DisableTorchFunctionSubclass():
+        for reader in readers:
+            param, leaf = reader._param, reader._leaf
+            if leaf is not None and param._local_tensor is leaf and param._spec is reader._want and leaf.grad is None:
+                grad = param.grad
+                if grad is None:
+                    continue
+                if type(grad) is DTensor and grad._spec is reader._have:
+                    local = grad._local_tensor
+                    if type(local) is Tensor:
+                        try:
+                            leaf.grad = local
+                        except (RuntimeError, TypeError):  # another size or dtype: gradient_leaves tells what is wrong
+                            pass
+                        else:
+                            lent.append(leaf)
+                            continue
+            others.append(reader)
+    return others
+
+
+def takes_gradient(param: Tensor) -> bool:
+    """Whether a gradient is set on the tensor itself (`param.grad`), not on its local shards."""
+    return not (isinstance(param, ShardedTensor) or is_wrapper(param))
+
+
+def requires_gradient(param: Tensor) -> bool:
+    """Whether the tensor is trained, on any rank."""
+    if isinstance(param, ShardedTensor):
+        return bool(param.metadata().tensor_properties.requires_grad)
+    return param.requires_grad
+
+
+def _bad_gradient(param: Tensor, grad: Tensor, remedy: str) -> GradientError:
+    problem = Problem("gradient", _described(grad), f"a gradient that fits {_described(param)}", remedy)
+    return GradientError("a gradient does not fit its parameter", [problem])
+
+
+def _described(tensor: Tensor) -> str:
+    if isinstance(tensor, DTensor):
+        spec = tensor._spec
+        local = [tuple(leaf.shape) for leaf in leaves_of(tensor)]
+        return f"DTensor of shape {tuple(tensor.shape)} placed {spec.placements} on {spec.mesh}, local shapes {local}"
+    return f"{type(tensor).__name__} of shape {tuple(tensor.shape)}"

@@ -1,0 +1,99 @@
+"""What a rank holds of a tensor: boxes, and the memory that they lie in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.nn.parameter import is_lazy
+
+from shardopt.errors import LayoutError, Problem
+from shardopt.sharding.box import Box, whole
+from shardopt.sharding.layout import Layout
+from shardopt.sharding.wrapper import is_wrapper
+
+
+class Piece(NamedTuple):
+    """A box of a tensor and the local memory that it lies in.
+
+    Args:
+        box: where in the global tensor.
+        tensor: the elements, of the box's sizes; it shares memory with the tensor that was viewed, is not always
+            contiguous, and takes no part in autograd.
+    """
+
+    box: Box
+    tensor: Tensor
+
+
+class View(NamedTuple):
+    """What this rank knows and holds of a tensor.
+
+    Args:
+        shape: the global shape.
+        dtype: the type of the elements in memory. A rank that holds no shard of a LocalShardsWrapper cannot know it,
+            and has what the wrapper says here.
+        pieces: what this rank holds, in ascending order of offsets; empty where it holds nothing. A tensor without
+            elements is one empty piece on each rank that has it.
+        layout: where the whole tensor is.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: tuple[Piece, ...]
+    layout: Layout
+
+
+def refusal(key: str, found: str, required: str, remedy: str) -> LayoutError:
+    return LayoutError("a tensor cannot be described as boxes", [Problem(key, found, required, remedy)])
+
+
+def awaited(local: Tensor) -> Tensor:
+    """The tensor itself once the collective that makes it is done; redistribution may hand out unfinished ones."""
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
+def memory_of(tensor: Tensor, key: str) -> Tensor:
+    """The tensor outside of autograd, if its elements are simply its strided memory."""
+    if is_lazy(tensor):
+        found, remedy = "a lazy parameter without a shape", "run the module once before"
+    elif tensor.layout is not torch.strided:
+        found, remedy = f"{tensor.layout} memory", "convert it with to_dense()"
+    elif tensor.is_nested:
+        found, remedy = "a nested tensor", "convert it with to_padded_tensor(), or store its parts"
+    elif type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ or is_wrapper(tensor):
+        # What runs operations by itself may have no memory at all: a MaskedTensor's address is null.
+        found, remedy = f"the tensor subclass {type(tensor).__name__}", "pass the tensors that it wraps"
+    elif tensor.is_conj() or tensor.is_neg():
+        found, remedy = "a lazily conjugated or negated view", "apply resolve_conj() and resolve_neg()"
+    else:
+        return tensor.detach() if tensor.requires_grad else tensor
+    raise refusal(key, found, "strided memory, plain or inside a DTensor or ShardedTensor", remedy)
+
+
+def empty_piece(shape: tuple[int, ...], dtype: torch.dtype, memory: Sequence[Tensor]) -> tuple[Piece, ...]:
+    """The one piece of a tensor without elements; no local tensor need have its shape."""
+    device = memory[0].device if memory else None
+    return (Piece(whole(shape), torch.empty(shape, dtype=dtype, device=device)),)
+
+
+def shard_pieces(
+    shape: tuple[int, ...], dtype: torch.dtype, shards: Sequence[tuple[Box, Tensor]], key: str
+) -> tuple[Piece, ...]:
+    """The pieces that local shards make, each with the box that it is said to be."""
+    if prod(shape) == 0:
+        return empty_piece(shape, dtype, [shard for _, shard in shards])
+    for box, shard in shards:
+        if tuple(shard.shape) != box.sizes or shard.dtype != dtype:
+            raise refusal(
+                key,
+                f"a local shard of shape {tuple(shard.shape)}, {shard.dtype}",
+                f"shape {box.sizes}, {dtype}, as its metadata says",
+                "make the tensor anew from its local shards",
+            )
+    pieces = [Piece(box, memory_of(shard, key)) for box, shard in shards if box.numel]
+    return tuple(sorted(pieces, key=lambda piece: piece.box.offsets))

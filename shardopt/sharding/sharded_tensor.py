@@ -1,0 +1,112 @@
+"""ShardedTensors: uneven shards, several or none on a rank, told of by metadata."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from functools import lru_cache
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata
+from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
+from torch.distributed._shard.sharding_spec.api import ShardingSpec
+
+from shardopt.sharding.box import Box, cover_faults, whole
+from shardopt.sharding.layout import Layout, held
+from shardopt.sharding.pieces import View, refusal, shard_pieces
+
+
+def view_of_sharded_tensor(tensor: ShardedTensor, key: str) -> View:
+    # The metadata is asked, not the tensor: attributes of a ShardedTensor go through __torch_function__, which warns.
+    metadata = tensor.metadata()
+    shape = tuple(metadata.size)
+    dtype = metadata.tensor_properties.dtype
+    told = []
+    for meta in metadata.shards_metadata:
+        holder = None if meta.placement is None else meta.placement.rank()
+        if holder is None:
+            found = f"a shard placed on {meta.placement}"
+            raise refusal(key, found, "placements of the form rank:R/device", "name the rank of each shard")
+        told.append((tuple(meta.shard_offsets), tuple(meta.shard_sizes), holder))
+    layout, faults = _sharded_layout(shape, tuple(told))
+    if faults:
+        raise refusal(key, "; ".join(faults), f"shards that cover {shape} once", "mend the metadata of its shards")
+
+    rank = dist.get_rank()
+    shards = [
+        (Box(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes)), shard.tensor)
+        for shard in tensor.local_shards()
+    ]
+    pieces = shard_pieces(shape, dtype, shards, key) if shards else ()
+    have = [piece.box for piece in pieces]
+    want = [box for box, holders in zip(layout.boxes, layout.holders or (), strict=True) if rank in holders]
+    if have != want:
+        raise refusal(
+            key,
+            f"local shards {[str(box) for box in have]} on rank {rank}",
+            f"{[str(box) for box in want]}, as the metadata of all shards says",
+            "make the ShardedTensor anew from its local shards",
+        )
+    return View(shape, dtype, pieces, layout)
+
+
+@lru_cache(maxsize=4096)
+def _sharded_layout(
+    shape: tuple[int, ...], told: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
+) -> tuple[Layout, tuple[str, ...]]:
+    """The layout that the metadata of all shards describes, and what is wrong with it."""
+    if prod(shape) == 0:
+        return held(shape, {whole(shape): {holder for _, _, holder in told}}), ()
+    holders: dict[Box, list[int]] = {}
+    for offsets, sizes, holder in told:
+        if prod(sizes):  # an empty chunk of a ChunkShardingSpec may have an offset past the end
+            holders.setdefault(Box(offsets, sizes), []).append(holder)
+    return held(shape, holders), tuple(cover_faults(shape, holders))
+
+
+def sharded_tensor_like(like: ShardedTensor, leaves: Sequence[Tensor]) -> ShardedTensor:
+    metadata = like.metadata()
+    properties = copy.copy(metadata.tensor_properties)
+    properties.dtype = leaves[0].dtype if leaves else properties.dtype
+    properties.requires_grad = properties.pin_memory = False
+    told = ShardedTensorMetadata(metadata.shards_metadata, metadata.size, properties)
+    here = [shard.metadata for shard in like.local_shards()]
+    return sharded_tensor_of(like, like.sharding_spec(), told, here, leaves)
+
+
+def sharded_tensor_of(
+    like: ShardedTensor,
+    spec: ShardingSpec,
+    metadata: ShardedTensorMetadata,
+    here: Sequence[ShardMetadata],
+    leaves: Sequence[Tensor],
+) -> ShardedTensor:
+    """A ShardedTensor on the ranks of another, without a collective or a copy.
+
+    Args:
+        like: the tensor whose process group is taken.
+        spec: how the new one is sharded.
+        metadata: of the whole, with the properties of the new one.
+        here: the metadata of this rank's shards.
+        leaves: this rank's shards, in the order of `here`.
+    """
+    # torch's own constructor from local shards refuses the empty chunks past the end that its ChunkShardingSpec makes.
+    made: ShardedTensor = ShardedTensor.__new__(
+        ShardedTensor,
+        spec,
+        metadata.size,
+        dtype=metadata.tensor_properties.dtype,
+        layout=torch.strided,
+        pin_memory=False,
+        requires_grad=False,
+    )
+    made._metadata = metadata
+    # torch leaves this untyped; it sets the process group and the (empty) remote shards.
+    made._prepare_init(process_group=like._process_group, init_rrefs=False)  # type: ignore[no-untyped-call]
+    made._local_shards = [LocalShard(leaf, told) for leaf, told in zip(leaves, here, strict=True)]
+    return made

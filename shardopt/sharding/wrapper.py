@@ -1,0 +1,29 @@
+"""LocalShardsWrapper: any number of local shards in one DTensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeGuard
+
+import torch
+from torch import Tensor
+
+
+class Wrapper(Protocol):
+    """What torch's LocalShardsWrapper and torchrec's copy of it have in common; they are not related by class."""
+
+    def local_shards(self) -> list[Tensor]: ...
+    def local_offsets(self) -> list[torch.Size]: ...
+    def local_sizes(self) -> list[torch.Size]: ...
+
+
+def is_wrapper(tensor: Any) -> TypeGuard[Wrapper]:
+    return type(tensor) is not Tensor and hasattr(tensor, "local_shards") and hasattr(tensor, "local_offsets")
+
+
+def wrapper_like(like: Wrapper, leaves: Sequence[Tensor]) -> Tensor:
+    # Without shards a wrapper still tells of one (empty) chunk, hence the zip.
+    offsets = [tuple(offsets) for _, offsets in zip(leaves, like.local_offsets(), strict=False)]
+    make: Any = type(like)
+    made: Tensor = make(list(leaves), offsets)
+    return made

@@ -1,0 +1,312 @@
+"""Checkpoints over the S3 protocol, from and to a real server on loopback, through s3fs: sound, and under faults."""
+
+import os
+import subprocess
+import sys
+import time
+import tracemalloc
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from shardopt import checkpoint
+from shardopt.checkpoint import multipart, remote, retry
+from shardopt.checkpoint.remote import RemoteStorage
+from shardopt.checkpoint.storage import storage_of
+from shardopt.errors import CheckpointError, CheckpointNotFoundError, RankError
+from tests.harness import Fault, run_ranks, run_ranks_outcomes
+from tests.harness.s3 import reached, s3_server
+
+# Of aiohttp: parts are handed over as bytes, as s3fs does; of a stream a second attempt might send only the rest.
+pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body directly with raw bytes:ResourceWarning")
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+IMPATIENT = retry.Patience(attempts=4, pause_seconds=0.01, request_seconds=20.0)
+DEADLINE_SECONDS = 5.0
+ROWS = 4099  # no multiple of the ranks
+
+
+@pytest.fixture(scope="module")
+def s3():
+    with s3_server() as server:
+        yield server
+
+
+@pytest.fixture
+def here(s3, monkeypatch):
+    """The server, reached from this process, with small parts and little patience."""
+    monkeypatch.setattr(retry, "PATIENCE", IMPATIENT)
+    monkeypatch.setattr(remote, "PART_BYTES", 1 << 20)
+    s3.plan()
+    with reached(s3.options()):
+        yield s3
+    s3.plan()
+
+
+def value(step=1):
+    return torch.arange(ROWS * 192, dtype=torch.float32).reshape(ROWS, 192) + step  # 3 MiB: four parts
+
+
+def app_of(step=1):
+    return {"x": value(step), "small": torch.arange(10.0), "step": step}
+
+
+def holds(root, step=1):
+    with checkpoint.open(root) as reader:
+        assert reader.read("step") == step
+        assert torch.equal(reader.read("x"), value(step))
+        assert torch.equal(reader.read("small"), torch.arange(10.0))
+    return True
+
+
+def uploads_left(root):
+    fs, path = fsspec.core.url_to_fs(root)
+    return fs.call_s3("list_multipart_uploads", Bucket=path.split("/")[0]).get("Uploads", [])
+
+
+def test_parts_go_several_at_a_time_and_few_are_in_memory(here, monkeypatch):
+    monkeypatch.setattr(multipart, "PARTS_AT_ONCE", 2)
+    root = here.new_root() + "/c"
+    app = {"x": torch.arange(5 << 20, dtype=torch.float32)}  # 20 MiB: 21 parts
+    checkpoint.save(root, app_of())  # what the client makes only once, more than these parts, is not counted
+    here.plan({"kind": "slow", "seconds": 0.1, "match": "partNumber", "times": 100})
+    tracemalloc.start()
+    checkpoint.save(root + "2", app)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    log = here.log()
+    assert len([request for request in log["requests"] if "partNumber" in request]) == 21
+    assert log["most_at_once"]["PUT"] == 2
+    assert peak < 6 << 20  # two parts on their way, which the socket may copy, two in the making, and change
+    assert checkpoint.verify(root + "2").ok
+
+
+@pytest.mark.parametrize("kind", ["503", "close", "deaf"])
+def test_every_request_fails_once(here, kind):
+    """Each distinct one: refused, cut off before it is carried out, or after."""
+    root = here.new_root()
+    here.plan({"kind": kind})
+    manager = checkpoint.Manager(root)
+    manager.save(1, app_of())
+    app = {"x": torch.zeros(ROWS, 192), "small": torch.zeros(10), "step": 0}
+    assert manager.restore(app) == 1
+    assert torch.equal(app["x"], value()) and app["step"] == 1
+    assert checkpoint.verify(manager.path(1)).ok
+    checkpoint.reshard(manager.path(1), root + "/other", world_size=2)
+    assert holds(root + "/other")
+    log = here.log()
+    assert log["struck"] >= 30
+    assert log["struck"] == len(set(log["requests"]))
+
+
+@pytest.mark.parametrize(
+    "match",
+    [
+        "partNumber=2",
+        "manifest.json$",
+        "safetensors bytes=",
+        pytest.param("POST .*uploadId", marks=pytest.mark.exhaustive),
+        pytest.param("HEAD", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_request_that_hangs_is_abandoned_and_made_again(here, monkeypatch, match):
+    monkeypatch.setattr(retry, "PATIENCE", retry.Patience(attempts=3, pause_seconds=0.01, request_seconds=1.5))
+    root = here.new_root() + "/c"
+    here.plan({"kind": "hang", "seconds": 30, "match": match, "all": True})
+    begin = time.monotonic()
+    checkpoint.save(root, app_of())
+    assert holds(root)
+    assert here.log()["struck"] == 1
+    assert time.monotonic() - begin < 12  # s3fs itself would take 15 s
+
+
+def test_a_part_that_the_store_has_lost_is_sent_again(here):
+    root = here.new_root() + "/c"
+    here.plan({"kind": "lose", "match": "partNumber=2", "all": True})
+    checkpoint.save(root, app_of())
+    assert holds(root) and checkpoint.verify(root).ok
+    assert here.log()["struck"] == 1
+    assert uploads_left(root) == []
+
+
+@pytest.mark.parametrize(
+    ("match", "doing"),
+    [("partNumber=2", r"write s3://.*\(part 2\)"), ("PUT .*manifest", r"write s3://.*manifest.json")],
+)
+def test_what_does_not_pass_is_told_and_commits_nothing(here, match, doing):
+    root = here.new_root() + "/c"
+    here.plan({"kind": "503", "match": match, "times": 1000})
+    with pytest.raises(CheckpointError, match=rf"cannot {doing}[^\n]*\n.*found 4 attempts.*see whether the store"):
+        checkpoint.save(root, app_of())
+    here.plan()
+    assert fsspec.core.url_to_fs(root)[0].find(root) == []
+    assert uploads_left(root) == []
+    with pytest.raises(CheckpointNotFoundError):
+        checkpoint.open(root)
+    checkpoint.save(root, app_of())
+    assert holds(root)
+
+
+def test_what_others_write_is_seen_at_once(here):
+    """Though s3fs keeps listings."""
+    root = here.new_root()
+    mine = storage_of(root)
+    other = RemoteStorage(fsspec.filesystem("s3", skip_instance_cache=True, use_listings_cache=True), root[5:])
+    mine.write("a", [memoryview(b"1")])
+    assert mine.names() == ["a"]
+    other.write("b", [memoryview(b"12")])
+    assert mine.names() == ["a", "b"]
+    assert mine.names() == ["a", "b"]
+    other.write("b", [memoryview(b"123")])
+    assert mine.size("b") == 3
+    other.remove("a")
+    assert not mine.exists("a")
+
+
+def test_an_interrupted_save_leaves_no_upload(here, monkeypatch):
+    root = here.new_root() + "/c"
+    sent = []
+
+    def interrupt(self, *args, **kwargs):
+        sent.append(args[1])
+        if sent.count("upload_part") == 2:
+            raise KeyboardInterrupt
+        return once(self, *args, **kwargs)
+
+    once = retry.Requests.once
+    monkeypatch.setattr(retry.Requests, "once", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.save(root, app_of())
+    assert uploads_left(root) == []
+    assert fsspec.core.url_to_fs(root)[0].find(root) == []
+
+
+def test_an_object_that_is_cut_short_is_corruption(here):
+    root = here.new_root() + "/c"
+    checkpoint.save(root, app_of())
+    fs = fsspec.filesystem("s3")
+    (name,) = fs.glob(root + "/*.safetensors")
+    fs.pipe_file(name, fs.cat_file(name, start=0, end=1000))
+    report = checkpoint.verify(root)
+    assert not report.ok and "1000 bytes where" in str(report.problems[0])
+
+
+def test_configuration_and_credentials_are_those_of_fsspec(s3, tmp_path):
+    """The endpoint from a file of fsspec's configuration, the keys from the environment; by the command line."""
+    with reached(s3.options()):
+        root = s3.new_root() + "/c"
+        checkpoint.save(root, {"n": 41})
+    (tmp_path / "fsspec.ini").write_text(f"[s3]\nendpoint_url = {s3.endpoint}\n")
+    keys = {"FSSPEC_CONFIG_DIR": str(tmp_path), "FSSPEC_S3_KEY": "test", "FSSPEC_S3_SECRET": "test"}
+    kept = {name: text for name, text in os.environ.items() if not name.startswith(("AWS_", "FSSPEC_"))}
+    shown = subprocess.run(
+        [sys.executable, "-m", "shardopt.cli", "show", root, "n"],
+        cwd=REPOSITORY,
+        env={**kept, **keys, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+    )
+    assert (shown.returncode, shown.stdout) == (0, "41\n"), shown.stderr
+
+
+BACKGROUND = """
+import sys, fsspec, torch
+from shardopt import checkpoint
+from shardopt.checkpoint import remote
+remote.PART_BYTES = 1 << 20
+pending = checkpoint.async_save(sys.argv[1], {"x": torch.arange(2_000_000.0)})
+"""
+
+
+def test_a_program_that_does_not_wait_is_told_at_once(here):
+    """Clients have pools of threads, which take no work when a program ends: there is no use in trying again."""
+    root = here.new_root() + "/c"
+    here.plan({"kind": "slow", "seconds": 0.3, "match": "partNumber", "times": 100})
+    keys = {f"FSSPEC_S3_{name}": value for name, value in (("KEY", "test"), ("SECRET", "test"))}
+    ended = subprocess.run(
+        [sys.executable, "-c", BACKGROUND, root],
+        cwd=REPOSITORY,
+        env={**os.environ, **keys, "FSSPEC_S3_ENDPOINT_URL": here.endpoint, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 1
+    assert "1 attempts within" in ended.stderr and "wait for what goes on in the background" in ended.stderr
+    with pytest.raises(CheckpointNotFoundError):
+        checkpoint.open(root)
+
+
+# On ranks.
+
+
+def state(step):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    rows = distribute_tensor(value(step), mesh, [Shard(0)], src_data_rank=None)
+    columns = distribute_tensor(value(step), mesh, [Shard(1)], src_data_rank=None)
+    both = distribute_tensor(value(step)[:1500], mesh, [Replicate()], src_data_rank=None)
+    return {"rows": rows, "columns": columns, "both": both, "step": step}
+
+
+def zeros():
+    app = state(0)
+    return {**{key: torch.zeros_like(tensor) for key, tensor in app.items() if key != "step"}, "step": 0}
+
+
+def save_on_ranks(options, root, step):
+    retry.PATIENCE, remote.PART_BYTES = IMPATIENT, 1 << 19
+    with reached(options):
+        return checkpoint.Manager(root, deadline_seconds=DEADLINE_SECONDS).save(step, state(step), force=True)
+
+
+def restore_on_ranks(options, root, step):
+    retry.PATIENCE = IMPATIENT
+    with reached(options):
+        app = zeros()
+        places = [app[key].to_local().data_ptr() for key in ("rows", "columns", "both")]
+        assert checkpoint.Manager(root).restore(app) == step
+        assert [app[key].to_local().data_ptr() for key in ("rows", "columns", "both")] == places
+        wanted = state(step)
+        assert all(torch.equal(app[key].to_local(), wanted[key].to_local()) for key in ("rows", "columns", "both"))
+        assert app["step"] == step
+
+
+def test_saved_on_four_ranks_loaded_on_three(here):
+    """All of it while each request fails once, on each of the ranks that make it."""
+    root = here.new_root()
+    here.plan({"kind": "503", "times": 1})
+    reports = run_ranks(4, save_on_ranks, here.options(), root, 1)
+    assert sum(report.bytes_written for report in reports) == reports[0].bytes_total
+    run_ranks(3, restore_on_ranks, here.options(), root, 1)
+    assert here.log()["struck"] >= 30
+    here.plan()
+    assert checkpoint.verify(checkpoint.Manager(root).path(1)).ok
+    checkpoint.reshard(checkpoint.Manager(root).path(1), root + "/step-00000002", world_size=2)
+    with checkpoint.open(root + "/step-00000002") as reader:
+        assert torch.equal(reader.read("rows"), value())
+        assert torch.equal(reader.read("columns"), value())
+        assert torch.equal(reader.read("both"), value()[:1500])
+    assert checkpoint.Manager(root).steps() == [1, 2]
+
+
+def save_and_restore(options, root, step):
+    save_on_ranks(options, root, step)
+    restore_on_ranks(options, root, step)
+
+
+def test_a_rank_that_dies_in_an_upload(here):
+    """Nothing of its save is seen; the others name it, and what it left is in nobody's way."""
+    root = here.new_root()
+    fault = Fault(2, "shardopt.checkpoint.retry:Requests.once", at=3)
+    outcomes = run_ranks_outcomes(3, save_on_ranks, here.options(), root, 1, faults=[fault])
+    assert outcomes[2].signal is not None
+    for rank in (0, 1):
+        assert isinstance(outcomes[rank].error, RankError) and "rank 2" in str(outcomes[rank].error)
+    assert len(uploads_left(root)) == 1, "what it sent, which the store keeps until a rule of the bucket clears it"
+    assert checkpoint.Manager(root).steps() == []
+    run_ranks(2, save_and_restore, here.options(), root, 1)
+    assert checkpoint.verify(checkpoint.Manager(root).path(1)).ok

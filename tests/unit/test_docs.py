@@ -1,0 +1,43 @@
+"""The programs in the documentation run, and do what is said of them."""
+
+import re
+
+import pytest
+import torch
+
+import shardopt
+from shardopt.algorithms import registry
+from tests.fake_rank import fake_rank, shard
+from tests.numerics.table import LAYOUTS
+from tests.unit.source import ROOT
+
+
+@pytest.fixture
+def lion(monkeypatch, capsys):
+    """What the page on algorithms defines; forgotten afterwards."""
+    monkeypatch.setattr(registry, "_SPECS", dict(registry._SPECS))
+    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "algorithms.md").read_text(), re.DOTALL)
+    names = {}
+    exec(compile(program, "docs/algorithms.md", "exec"), names)
+    assert capsys.readouterr().out.strip() == "['exp_avg']"
+    return names["Lion"]
+
+
+def test_the_example_of_a_registered_algorithm_steps_on_shards(lion):
+    full, gradient = torch.randn(9, 5), torch.randn(9, 5)
+    whole = torch.nn.Parameter(full.clone())
+    whole.grad = gradient
+    plain = lion([whole], weight_decay=0.1)
+    for _ in range(3):
+        plain.step()
+    with fake_rank(1, 2) as mesh:
+        parameter = torch.nn.Parameter(shard(full, mesh, *LAYOUTS["uneven"].placements))
+        parameter.grad = shard(gradient, mesh, *LAYOUTS["uneven"].placements)
+        optimizer = shardopt.keyed("lion", {"w": parameter}, weight_decay=0.1)
+        optimizer.init_state()
+        for _ in range(3):
+            optimizer.step()
+        assert torch.equal(parameter.to_local(), whole.detach()[5:])
+        average = optimizer.state_dict()["state"]["w"]["exp_avg"]
+        assert average.placements == parameter.placements
+        assert torch.equal(average.to_local(), plain.state[whole]["exp_avg"][5:])

@@ -1,0 +1,269 @@
+"""One process with a Manager: when it saves, what it keeps, what it restores; ranks are in tests/distributed."""
+
+import gc
+import logging
+import math
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardopt
+from shardopt import checkpoint
+from shardopt.checkpoint import staging
+from shardopt.errors import CheckpointError, CorruptionError, MismatchError
+
+STAGES = (None, "now", "lazy")
+
+
+def app_of(value=0.0):
+    return {"w": torch.full((5,), float(value)), "step": value}
+
+
+def run(manager, steps, metrics=lambda step: None):
+    for step in steps:
+        manager.save(step, app_of(step), metrics=metrics(step))
+
+
+def flip(path, name):
+    (file,) = path.glob(name)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_run_keeps_what_its_rules_say(tmp_path, stage):
+    losses = {step: abs(step - 7.0) for step in range(1, 21)}
+    rules = {"keep_last": 2, "keep_every": 5, "best": ("loss", "min", 2)}
+    with checkpoint.Manager(tmp_path, stage=stage, **rules) as manager:
+        run(manager, range(1, 21), lambda step: {"loss": losses[step]})
+    assert manager.steps() == [5, 7, 8, 10, 15, 19, 20]
+    assert sorted(each.name for each in tmp_path.iterdir()) == [f"step-{step:08d}" for step in manager.steps()]
+    assert manager.metrics(7) == {"loss": 0.0}
+    for step in manager.steps():
+        assert checkpoint.verify(manager.path(step)).ok
+        app = app_of()
+        checkpoint.load(manager.path(step), app)  # strict: the metrics are in nobody's way
+        assert app["step"] == step and app["w"].eq(step).all()
+
+
+def test_all_stay_where_there_are_no_rules(tmp_path):
+    with checkpoint.Manager(tmp_path, every=3) as manager:
+        run(manager, range(1, 10))
+        assert manager.save(10, app_of(10), force=True).tensors == 1
+    assert manager.steps() == [3, 6, 9, 10]
+
+
+def test_metrics_that_are_no_numbers(tmp_path):
+    manager = checkpoint.Manager(tmp_path)
+    manager.save(1, app_of(1), metrics={"a": math.nan, "b": -math.inf, "c": 3})
+    found = manager.metrics(1)
+    assert math.isnan(found.pop("a")) and found == {"b": -math.inf, "c": 3.0}
+    assert manager.metrics(2) == {}
+    with pytest.raises(ValueError):
+        manager.save(2, app_of(2), metrics={"a": "high"})
+    (tmp_path / "step-00000001" / "metrics.json").write_text('{"a": "high"}')
+    with pytest.raises(CorruptionError, match="no number"):
+        manager.metrics(1)
+
+
+def test_metrics_of_a_save_that_died_are_not_taken_for_those_of_the_next(tmp_path):
+    manager = checkpoint.Manager(tmp_path)
+    dead = tmp_path / "step-00000001"
+    dead.mkdir()
+    (dead / "metrics.json").write_text('{"loss": 0.0}')
+    manager.save(1, app_of(1))
+    assert manager.metrics(1) == {}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_remains_of_dead_saves_are_cleared_and_others_left(tmp_path, stage):
+    for step in (1, 2, 9):
+        dead = tmp_path / f"step-{step:08d}"
+        dead.mkdir()
+        (dead / "0123456789ab-r00000.safetensors").write_bytes(b"half")
+    (tmp_path / "step-00000002" / "mine.txt").write_text("mine")
+    (tmp_path / "step-5").mkdir()
+    with checkpoint.Manager(tmp_path, keep_last=1, stage=stage) as manager:
+        run(manager, [3])
+    left = {str(each.relative_to(tmp_path)) for each in tmp_path.rglob("*") if "step-00000003" not in str(each)}
+    dead = {"step-00000009", "step-00000009/0123456789ab-r00000.safetensors"}  # above: another may be writing it
+    assert left == {"step-00000002", "step-00000002/mine.txt", "step-5", *dead}
+
+
+def test_a_save_in_flight_to_the_same_root_is_not_cleared(tmp_path, monkeypatch):
+    manager = checkpoint.Manager(tmp_path, keep_last=1)
+    gate, unheld = threading.Event(), staging.copy_on_host
+    monkeypatch.setattr(staging, "copy_on_host", lambda host, source: gate.wait(30) and unheld(host, source))
+    weight = torch.nn.Parameter(torch.ones(3))
+    half = tmp_path / "step-00000001" / "0123456789ab-r00000.safetensors"
+    half.parent.mkdir()
+    half.write_bytes(b"half")
+    app = {"weight": weight, "optimizer": torch.optim.SGD([weight], 0.1)}
+    pending = checkpoint.async_save(manager.path(1), app, stage="lazy")
+    manager.save(2, app_of(2))
+    assert half.exists()
+    gate.set()
+    pending.result(30)
+    manager.save(3, app_of(3))
+    assert manager.steps() == [3]
+
+
+def test_restore_takes_the_newest_and_0_where_there_is_none(tmp_path):
+    app = app_of(5)
+    assert checkpoint.Manager(tmp_path / "nowhere").restore(app) == 0
+    assert app["step"] == 5
+    run(checkpoint.Manager(tmp_path), (1, 2))
+    (tmp_path / "step-00000003").mkdir()
+    assert checkpoint.Manager(tmp_path).restore(app) == 2
+    assert app["step"] == 2
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "*.safetensors"])
+def test_a_damaged_newest_is_logged_and_the_one_before_taken(tmp_path, caplog, name):
+    run(checkpoint.Manager(tmp_path), (1, 2, 3))
+    for step in (2, 3):
+        flip(tmp_path / f"step-{step:08d}", name)
+    app, manager = app_of(), checkpoint.Manager(tmp_path, keep_last=1)
+    with caplog.at_level(logging.WARNING, "shardopt.checkpoint"):
+        assert manager.restore(app) == 1
+    assert app["step"] == 1 and app["w"].eq(1).all()
+    assert [record.getMessage()[:32] for record in caplog.records] == [
+        "the checkpoint of step 3 is dama",
+        "the checkpoint of step 2 is dama",
+    ]
+    # What is damaged is no checkpoint to retention, nor in the way of the save that comes to its step again.
+    manager.save(2, app_of(20))
+    assert manager.steps() == [1, 2, 3]
+    manager.save(3, app_of(30))
+    assert manager.steps() == [1, 3]  # the one that was restored, and the newest
+    assert checkpoint.verify(manager.path(3)).ok
+    assert checkpoint.Manager(tmp_path).restore(app) == 3 and app["step"] == 30
+
+
+def test_all_damaged_is_an_error(tmp_path):
+    run(checkpoint.Manager(tmp_path), (1, 2))
+    for step in (1, 2):
+        flip(tmp_path / f"step-{step:08d}", "*.safetensors")
+    with pytest.raises(CorruptionError):
+        checkpoint.Manager(tmp_path).restore(app_of())
+
+
+def test_what_does_not_fit_is_not_taken_for_damaged(tmp_path):
+    run(checkpoint.Manager(tmp_path), (1, 2))
+    with pytest.raises(MismatchError):
+        checkpoint.Manager(tmp_path).restore({"w": torch.zeros(6), "step": 0})
+    assert checkpoint.Manager(tmp_path).restore({"w": torch.zeros(5)}, strict=False) == 2
+
+
+def trained(steps, optimizer_of):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 3)
+    app = {"model": model, "optimizer": optimizer_of(model)}
+    for _ in range(steps):
+        model(torch.ones(2, 3)).sum().backward()
+        app["optimizer"].step()
+        app["optimizer"].zero_grad()
+    return app
+
+
+OPTIMIZERS = {
+    "keyed": lambda model: shardopt.keyed("adamw", model.named_parameters(), lr=0.1),
+    "combined": lambda model: shardopt.CombinedOptimizer(
+        [("a", shardopt.keyed("adamw", [("weight", model.weight)], lr=0.1))]
+    ),
+    "stateless": lambda model: shardopt.keyed("sgd", model.named_parameters(), lr=0.1),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_an_optimizer_that_never_stepped_is_initialized(tmp_path, kind):
+    app = trained(2, OPTIMIZERS[kind])
+    with checkpoint.Manager(tmp_path) as manager:
+        manager.save(2, app)
+    fresh = trained(0, OPTIMIZERS[kind])
+    assert checkpoint.Manager(tmp_path).restore(fresh) == 2
+    for one, other in zip(
+        torch.utils._pytree.tree_leaves(app["optimizer"].state_dict()),
+        torch.utils._pytree.tree_leaves(fresh["optimizer"].state_dict()),
+        strict=True,
+    ):
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+def test_an_optimizer_stays_without_state_where_the_checkpoint_has_none(tmp_path):
+    checkpoint.Manager(tmp_path).save(1, trained(0, OPTIMIZERS["keyed"]))
+    fresh = trained(0, OPTIMIZERS["keyed"])
+    assert checkpoint.Manager(tmp_path).restore(fresh) == 1
+    assert not any(fresh["optimizer"].state.values())
+
+
+def test_a_failed_save_in_the_background_is_raised_by_close(tmp_path):
+    (tmp_path / "step-00000002").write_text("in the way")
+    manager = checkpoint.Manager(tmp_path, stage="now")
+    run(manager, [1, 2])
+    with pytest.raises(CheckpointError, match="step-00000002"):
+        manager.close()
+    manager.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        manager.save(3, app_of())
+    assert manager.steps() == [1]
+
+
+def test_leaving_by_an_error_shows_that_error(tmp_path, caplog):
+    (tmp_path / "step-00000002").write_text("in the way")
+    with pytest.raises(ZeroDivisionError), checkpoint.Manager(tmp_path, stage="now") as manager:
+        run(manager, [2])
+        raise ZeroDivisionError
+    assert "has failed too" in caplog.text
+
+
+def test_a_removal_that_fails_ends_no_training(tmp_path, monkeypatch, caplog):
+    manager = checkpoint.Manager(tmp_path, keep_last=1)
+    run(manager, [1])
+
+    def refuse(*unused):
+        raise PermissionError("not yours")
+
+    monkeypatch.setattr("os.unlink", refuse)
+    run(manager, [2])
+    assert "not yours" in caplog.text
+    monkeypatch.undo()
+    run(manager, [3])
+    assert manager.steps() == [3]
+
+
+def held():
+    for thread in threading.enumerate():
+        if thread.name == "shardopt-save":  # still removing what is no longer wanted
+            thread.join()
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return len(os.listdir("/proc/self/fd")), threading.active_count(), pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_200_saves_leave_memory_descriptors_and_threads_flat(tmp_path):
+    app = trained(1, OPTIMIZERS["keyed"])
+    rules = {"keep_last": 2, "keep_every": 100, "best": ("loss", "min", 2)}
+    with checkpoint.Manager(tmp_path, stage="lazy", **rules) as manager:
+        for step in range(1, 201):
+            manager.save(step, app, metrics={"loss": float(step)}).result(30)
+            if step == 50:
+                *before, rss_before = held()
+        *after, rss_after = held()
+    assert after == before
+    assert rss_after - rss_before <= 2 << 20
+    assert manager.steps() == [1, 2, 100, 199, 200]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"every": 0}, {"keep_last": 0}, {"keep_every": 0}, {"best": ("a", "least", 1)}, {"best": ("a", "min", 0)}],
+    ids=str,
+)
+def test_wrong_options(tmp_path, wrong):
+    with pytest.raises(ValueError, match=r"found .*; required .*; "):
+        checkpoint.Manager(tmp_path, **wrong)

@@ -1,0 +1,109 @@
+"""What is told of saves, loads, verifications, reshardings and uploads, and of how far they have come."""
+
+import logging
+import sys
+
+import pytest
+import torch
+
+from shardopt import checkpoint
+from tests.harness import run_ranks
+
+
+def app():
+    return {"x": torch.arange(3_000_000.0), "y": torch.zeros(7), "step": 3}
+
+
+@pytest.fixture
+def told():
+    reports = []
+    remove = checkpoint.add_listener(lambda event, report: reports.append((event, report)))
+    yield reports
+    remove()
+
+
+def test_everything_that_is_done_is_told(tmp_path, told, caplog):
+    caplog.set_level(logging.INFO, "shardopt")
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    saved = checkpoint.save(a, app())
+    loaded = checkpoint.load(a, app())
+    verified = checkpoint.verify(a)
+    resharded = checkpoint.reshard(a, b, world_size=2)
+    pending = checkpoint.async_save(str(tmp_path / "c"), app())
+    beside = pending.result()
+    with checkpoint.Mirror(tmp_path, "memory://shardopt-told") as mirror:
+        mirror.upload("c")
+    assert [event for event, _ in told] == ["save", "load", "verify", "reshard", "save", "upload"]
+    assert [report for _, report in told][:4] == [saved, loaded, verified, resharded]
+    assert told[4][1].save_id == beside.save_id
+    lines = [record.getMessage() for record in caplog.records if record.name == "shardopt"]
+    assert len(lines) == 6
+    words = dict(word.split("=", 1) for word in lines[0].split()[1:])
+    assert lines[0].startswith(f"save url={a} save_id={saved.save_id} ")
+    assert int(words["bytes_total"]) == saved.bytes_total
+    assert float(words["seconds"]) == pytest.approx(saved.seconds, rel=1e-4)
+    assert float(words["stall_seconds"]) == pytest.approx(saved.stall_seconds, rel=1e-4)
+    assert float(words["gb_per_second"]) == pytest.approx(saved.bytes_total / saved.seconds / 1e9, rel=1e-4)
+
+
+def test_figures_are_numbers():
+    report = checkpoint.SaveReport("u", "id", 2, 10**9, 4 * 10**9, 2.0, stall_seconds=0.5)
+    numbers = checkpoint.figures(report)
+    assert numbers["gb_per_second"] == 2.0 and numbers["stall_seconds"] == 0.5 and numbers["bytes_written"] == 10**9
+    assert all(isinstance(number, int | float) for number in numbers.values())
+    assert checkpoint.figures(checkpoint.SaveReport("u", "id", 0, 0, 0, 0.0))["gb_per_second"] == 0.0
+
+
+def test_a_listener_that_fails_does_no_harm(tmp_path, told, caplog):
+    def fails(event, report):
+        raise ZeroDivisionError
+
+    remove = checkpoint.add_listener(fails)
+    checkpoint.save(tmp_path / "a", {"n": 1})
+    assert "a listener failed" in caplog.text
+    remove()
+    remove()
+    caplog.clear()
+    checkpoint.save(tmp_path / "b", {"n": 1})
+    assert caplog.text == "" and len(told) == 2
+
+
+@pytest.mark.parametrize("to", ["local", "memory"])
+def test_progress_goes_from_nothing_to_all(tmp_path, to):
+    root = str(tmp_path / "c") if to == "local" else f"memory://shardopt-progress/{tmp_path.name}"
+    saved, loaded = [], []
+    checkpoint.save(root, app(), progress=lambda *seen: saved.append(seen))
+    checkpoint.load(root, app(), progress=lambda *seen: loaded.append(seen))
+    nbytes = 4 * 3_000_007
+    for seen in (saved, loaded):
+        assert len(seen) >= 2
+        assert seen == sorted(seen)
+        assert seen[-1] == (nbytes, nbytes)
+        assert {total for _, total in seen} == {nbytes}
+
+
+def bars(root):
+    with checkpoint.progress_bar("saving") as progress:
+        checkpoint.save(root, {"x": torch.zeros(5)}, progress=progress)
+        return progress is not None
+
+
+def test_a_bar_only_on_a_terminal(tmp_path, monkeypatch):
+    pytest.importorskip("rich")
+    assert not bars(tmp_path / "a")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert bars(tmp_path / "b")
+    monkeypatch.setenv("RANK", "1")
+    assert not bars(tmp_path / "c")
+
+
+def seen_by_rank(root):
+    seen = []
+    checkpoint.save(root, {"x": torch.arange(4_000_000.0)}, progress=lambda *each: seen.append(each))
+    return seen[-1]
+
+
+def test_each_rank_sees_its_own_part(tmp_path):
+    ends = run_ranks(2, seen_by_rank, str(tmp_path / "c"))
+    assert all(done == total for done, total in ends)
+    assert sum(total for _, total in ends) == 16_000_000

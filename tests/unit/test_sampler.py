@@ -1,0 +1,121 @@
+"""A position in a data set: every sample of an epoch once, whatever number of ranks goes on."""
+
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, TensorDataset
+
+import shardopt
+from shardopt import checkpoint
+from shardopt.errors import MismatchError
+
+
+def samplers(size, ranks, **options):
+    return [shardopt.ResumableSampler(size, rank=rank, ranks=ranks, **options) for rank in range(ranks)]
+
+
+def take(each, count):
+    """What every rank gets of the next `count` batches of this epoch, by batch and rank."""
+    streams = [sampler.through(sampler) for sampler in each]
+    return [[next(stream) for stream in streams] for _ in range(count)]
+
+
+def seen(batches):
+    return Counter(sample for batch in batches for part in batch for sample in part)
+
+
+@given(st.data())
+def test_any_change_of_ranks_goes_on_with_what_was_not_seen(data):
+    batch = data.draw(st.integers(1, 12))
+    size = data.draw(st.integers(batch, 80))
+    drop_last = data.draw(st.booleans())
+    options = {"batch_size": batch, "seed": 5, "drop_last": drop_last, "shuffle": data.draw(st.booleans())}
+    each = samplers(size, data.draw(st.integers(1, batch)), **options)
+    batches = []
+    while len(each[0]):
+        count = data.draw(st.integers(1, len(each[0])))
+        batches += take(each, count)
+        (state,) = {tuple(sampler.state_dict().items()) for sampler in each}  # the same on every rank
+        each = samplers(size, data.draw(st.integers(1, batch)), **options | {"seed": 0})
+        for sampler in each:
+            sampler.load_state_dict(dict(state))
+    found = seen(batches)
+    assert all(part for each_batch in batches for part in each_batch)
+    whole = size // batch * batch
+    assert len(found) == (whole if drop_last else size)
+    assert all(sum(map(len, each_batch)) == batch for each_batch in batches[: size // batch])
+    assert sum(found.values()) - len(found) < 12  # those that fill up the last batch, if any
+
+
+def test_the_batches_do_not_depend_on_the_number_of_ranks():
+    wanted = [sorted(batch[0]) for batch in take(samplers(50, 1, batch_size=6, seed=1), 8)]
+    for ranks in (2, 3, 6):
+        found = take(samplers(50, ranks, batch_size=6, seed=1), 8)
+        assert [sorted(itertools.chain(*batch)) for batch in found] == wanted
+
+
+def test_every_epoch_has_its_own_order():
+    (sampler,) = samplers(40, 1, batch_size=4)
+    epochs = [list(itertools.chain(*sampler.through(sampler))) for _ in range(3)]
+    assert all(sorted(epoch) == list(range(40)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert (sampler.epoch, sampler.position) == (3, 0)
+    other = shardopt.ResumableSampler(40, batch_size=4, seed=1)
+    assert list(itertools.chain(*other)) != epochs[0]
+    assert list(itertools.chain(*shardopt.ResumableSampler(40, batch_size=4, shuffle=False))) == list(range(40))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_workers_fetch_ahead_does_not_count(tmp_path, workers):
+    dataset = TensorDataset(torch.arange(60))
+
+    def loader_of(sampler):
+        # Forked: what a test starts must not import torch again.
+        context = "fork" if workers else None
+        return DataLoader(dataset, batch_sampler=sampler, num_workers=workers, multiprocessing_context=context)
+
+    found = []
+    for sampler in samplers(60, 2, batch_size=10):
+        stream = sampler.through(loader_of(sampler))
+        found += [next(stream)[0].tolist() for _ in range(2)]
+        del stream
+    checkpoint.save(tmp_path / "it", {"data": sampler})
+    for sampler in samplers(60, 3, batch_size=10, seed=9):
+        checkpoint.load(tmp_path / "it", {"data": sampler})
+        assert sampler.position == 20
+        found += [batch[0].tolist() for batch in sampler.through(loader_of(sampler))]
+        assert (sampler.epoch, sampler.position) == (1, 0)
+    assert sorted(itertools.chain(*found)) == list(range(60))
+
+
+def test_a_position_at_the_end_of_an_epoch_goes_on_with_the_next():
+    (sampler,) = samplers(10, 1, batch_size=4)
+    stream = sampler.through(sampler)
+    next(stream), next(stream)
+    state = sampler.state_dict()
+    (other,) = samplers(10, 1, batch_size=4)
+    other.load_state_dict(state)
+    assert list(other.through(other)) == []
+    assert other.state_dict() == state | {"epoch": 1, "position": 0}
+
+
+def test_another_data_set_is_refused_before_anything_changes(tmp_path):
+    checkpoint.save(tmp_path / "it", {"data": shardopt.ResumableSampler(10, batch_size=2), "w": torch.ones(2)})
+    app = {"data": shardopt.ResumableSampler(11, batch_size=2), "w": torch.zeros(2)}
+    with pytest.raises(MismatchError, match=r"data\.size: found 10 samples in the checkpoint; required 11; pass"):
+        checkpoint.load(tmp_path / "it", app)
+    assert app["w"].sum() == 0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"batch_size": 3, "ranks": 4, "rank": 0}, {"batch_size": 11}, {"batch_size": 2, "ranks": 3, "rank": 0}],
+    ids=str,
+)
+def test_wrong_options(wrong):
+    with pytest.raises(ValueError, match=r"found .*; required .*; "):
+        shardopt.ResumableSampler(10, **wrong)
