@@ -157,8 +157,7 @@ def _descend(node: Any, path: Path, replace: Callable[[Any], None], within: bool
         _descend_stateful(node, path, flat)
     elif isinstance(node, Mapping) and (_is_branch(node, within) or not path):
         _check_mutable(node, path)
-        # Objects whose state_dict communicates have to be asked in one order on all ranks, whatever that of the app is.
-        for part, child in node.items() if path else sorted(node.items(), key=lambda item: str(item[0])):
+        for part, child in node.items():
             _check_part(part, path)
             _descend(child, (*path, part), _set_item(node, part), within, flat)
     elif isinstance(node, list) and _holds_tensors(node):

@@ -99,7 +99,8 @@ def load(
         app: as for `save`.
         strict: whether keys that only one side has are an error; `Strictness` has a choice for each kind of difference.
         select: a regex; only keys of the app in which it is found are loaded, and the others stay as they are.
-        rename: regex → replacement, applied in turn to the checkpoint's keys to make them the app's.
+        rename: regex → replacement, applied in turn to the checkpoint's keys to make them the app's. What stands within
+            a plain value keeps its names, so the groups of an optimizer are not renamed.
         transactional: verify all that will be read before the first byte is changed, at the price of reading it twice.
         replicas: what is done about boxes that several ranks hold: each holder may "read" them, or one of them reads
             and sends to the others ("exchange", over the job's process group, whose own timeout holds for the sends).

@@ -91,6 +91,7 @@ def save(
         url: a path, or a URL that fsspec knows; a directory that holds no committed checkpoint.
         app: by name, objects with `state_dict` and `load_state_dict`, tensors (plain, DTensor, ShardedTensor), plain
             values, and dicts and lists of these. What is not a shard must be equal on all ranks, or in `PerRank`.
+            Objects are asked in the order of `app`, which ranks must share if a `state_dict` communicates.
         durable: whether local files are flushed to the disk before the commit. Without it a save is faster, and a
             machine that loses power afterwards may lose the checkpoint.
         check_replicas: which tensors that several ranks hold are compared before they are written: "small" ones (of at
