@@ -17,7 +17,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from shardopt.checkpoint import read
 from shardopt.checkpoint.reader import CheckpointReader
-from shardopt.checkpoint.remote import RemoteStorage
+from shardopt.checkpoint.storage.remote import RemoteStorage
 from shardopt.sharding.box import whole
 from shardopt.sharding.view import Piece
 

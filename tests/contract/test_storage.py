@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardopt import checkpoint
-from shardopt.checkpoint import remote, retry
-from shardopt.checkpoint.storage import LocalStorage, RemoteStorage, Span, storage_of, telling
+from shardopt.checkpoint.storage import LocalStorage, RemoteStorage, Span, remote, retry, storage_of, telling
 from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError
 from tests.harness import Fault
 from tests.harness.faults import watched

@@ -15,9 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from shardopt import checkpoint
-from shardopt.checkpoint import multipart, remote, retry
-from shardopt.checkpoint.remote import RemoteStorage
-from shardopt.checkpoint.storage import storage_of
+from shardopt.checkpoint.storage import multipart, remote, retry, storage_of
+from shardopt.checkpoint.storage.remote import RemoteStorage
 from shardopt.errors import CheckpointError, CheckpointNotFoundError, RankError
 from tests.harness import Fault, run_ranks, run_ranks_outcomes
 from tests.harness.s3 import reached, s3_server
@@ -217,7 +216,7 @@ def test_configuration_and_credentials_are_those_of_fsspec(s3, tmp_path):
 BACKGROUND = """
 import sys, fsspec, torch
 from shardopt import checkpoint
-from shardopt.checkpoint import remote
+from shardopt.checkpoint.storage import remote
 remote.PART_BYTES = 1 << 20
 pending = checkpoint.async_save(sys.argv[1], {"x": torch.arange(2_000_000.0)})
 """
@@ -301,7 +300,7 @@ def save_and_restore(options, root, step):
 def test_a_rank_that_dies_in_an_upload(here):
     """Nothing of its save is seen; the others name it, and what it left is in nobody's way."""
     root = here.new_root()
-    fault = Fault(2, "shardopt.checkpoint.retry:Requests.once", at=3)
+    fault = Fault(2, "shardopt.checkpoint.storage.retry:Requests.once", at=3)
     outcomes = run_ranks_outcomes(3, save_on_ranks, here.options(), root, 1, faults=[fault])
     assert outcomes[2].signal is not None
     for rank in (0, 1):

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from shardopt.checkpoint import retry
-from shardopt.checkpoint.retry import Patience, Requests, in_thread, may_pass
+from shardopt.checkpoint.storage import retry
+from shardopt.checkpoint.storage.retry import Patience, Requests, in_thread, may_pass
 from shardopt.errors import CheckpointError, CorruptionError
 from tests.harness.planned_fs import PlannedFileSystem
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from shardopt.checkpoint.retry import Requests, in_thread
+from shardopt.checkpoint.storage.retry import Requests, in_thread
 
 PART_BYTES = 8 << 20  # S3 takes none below 5 MiB but the last
 PARTS_AT_ONCE = 8  # no more are in memory, but for the one that is being made

@@ -13,9 +13,9 @@ from contextlib import suppress
 from itertools import islice
 from typing import Any
 
-from shardopt.checkpoint.directory import Span, Storage, runs, too_short
-from shardopt.checkpoint.multipart import PART_BYTES, has_multipart, upload
-from shardopt.checkpoint.retry import Requests
+from shardopt.checkpoint.storage.directory import Span, Storage, runs, too_short
+from shardopt.checkpoint.storage.multipart import PART_BYTES, has_multipart, upload
+from shardopt.checkpoint.storage.retry import Requests
 
 
 class RemoteStorage(Storage):

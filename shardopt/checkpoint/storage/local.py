@@ -8,7 +8,7 @@ import stat
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
-from shardopt.checkpoint.directory import BUFFERS_PER_CALL, Span, Storage, runs, too_short
+from shardopt.checkpoint.storage.directory import BUFFERS_PER_CALL, Span, Storage, runs, too_short
 
 _BATCH_BYTES = 16 << 20  # written in one call; more would hold on to memory that was made only to be written
 

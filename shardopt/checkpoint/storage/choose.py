@@ -9,12 +9,10 @@ from contextlib import contextmanager
 import fsspec  # type: ignore[import-untyped]  # has no type hints
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]  # as above
 
-from shardopt.checkpoint.directory import Span, Storage
-from shardopt.checkpoint.local import LocalStorage
-from shardopt.checkpoint.remote import RemoteStorage
+from shardopt.checkpoint.storage.directory import Storage
+from shardopt.checkpoint.storage.local import LocalStorage
+from shardopt.checkpoint.storage.remote import RemoteStorage
 from shardopt.errors import CheckpointError, ShardoptError
-
-__all__ = ["LocalStorage", "RemoteStorage", "Span", "Storage", "storage_of", "telling"]
 
 
 def storage_of(url: str | os.PathLike[str], durable: bool = True) -> Storage:
