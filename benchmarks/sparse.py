@@ -70,7 +70,7 @@ class Table:
         state, same = torchs.state[self.plain], again.state[self.plain]
         for name in ("exp_avg", "exp_avg_sq"):
             same[name] = state[name]
-            wrapped = DTensor(state[name], self.sharded._spec, requires_grad=False)  # type: ignore[attr-defined]
+            wrapped = DTensor(state[name], self.sharded._spec, requires_grad=False)  # type: ignore[attr-defined]  # a DTensor
             ours["keyed SparseAdam"].state[self.sharded][name] = wrapped
         return peers
 

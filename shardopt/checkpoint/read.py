@@ -26,9 +26,9 @@ from shardopt.checkpoint.manifest import DataFile
 from shardopt.checkpoint.memory import bytes_of, is_plain_memory, tensor_over, torch_dtype
 from shardopt.checkpoint.progress import Counter, Progress
 from shardopt.checkpoint.storage import Span, Storage, telling
-from shardopt.checkpoint.write import narrowed
 from shardopt.errors import CorruptionError, Problem
 from shardopt.sharding.box import Box
+from shardopt.sharding.pieces import narrowed
 
 _THREADS = 4
 _BATCH_BYTES = 2 << 20  # read by one thread at a time, and still in its cache when it is summed and copied

@@ -24,10 +24,9 @@ from shardopt.checkpoint.manifest import Manifest, StoredLayout
 from shardopt.checkpoint.memory import torch_dtype
 from shardopt.checkpoint.read import OpenFile, Want, fetch
 from shardopt.checkpoint.storage import Storage, storage_of
-from shardopt.checkpoint.write import narrowed
 from shardopt.errors import MismatchError, Problem, StateError
 from shardopt.sharding.box import Box, cover_faults, whole
-from shardopt.sharding.pieces import Piece
+from shardopt.sharding.pieces import Piece, narrowed
 from shardopt.values import decode_value
 
 

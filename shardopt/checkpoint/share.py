@@ -20,11 +20,10 @@ from torch import Tensor
 from shardopt.checkpoint.memory import dtype_name, stored_dtype
 from shardopt.checkpoint.plan import Member, assign
 from shardopt.checkpoint.read import pieces_in_order
-from shardopt.checkpoint.write import narrowed
 from shardopt.ranks import Ranks
 from shardopt.sharding.box import Box
 from shardopt.sharding.layout import Layout
-from shardopt.sharding.pieces import Piece, View
+from shardopt.sharding.pieces import Piece, View, narrowed
 
 Replicas = Literal["auto", "read", "exchange"]
 

@@ -18,7 +18,7 @@ from shardopt.checkpoint.plan import assign, check_covers
 from shardopt.checkpoint.progress import Counter, Progress
 from shardopt.checkpoint.storage import Storage
 from shardopt.sharding.box import Box, whole
-from shardopt.sharding.pieces import View
+from shardopt.sharding.pieces import View, narrowed
 
 _CHUNK_BYTES = 16 * SEGMENT_BYTES  # small enough that what was just summed is still in the cache when it is written
 
@@ -189,11 +189,3 @@ def _place_in(view: View, box: Box) -> tuple[int, Box | None]:
         if piece.box.contains(box):
             return i, box.within(piece.box)
     raise AssertionError(f"no piece of this rank contains {box}")
-
-
-def narrowed(tensor: Tensor, box: Box) -> Tensor:
-    """The part of `tensor` that `box` names, without a copy."""
-    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-        if size != tensor.shape[dim]:
-            tensor = tensor.narrow(dim, offset, size)
-    return tensor

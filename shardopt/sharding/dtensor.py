@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from shardopt.sharding.box import Box
 from shardopt.sharding.layout import Layout
 from shardopt.sharding.mesh import Mesh, Split, boxes_of, in_order, mesh_layout, runs_of
-from shardopt.sharding.pieces import Piece, View, awaited, empty_piece, memory_of, refusal
+from shardopt.sharding.pieces import Piece, View, awaited, empty_piece, memory_of, narrowed, refusal
 
 _MOST_PLACES = 4096
 
@@ -46,6 +46,7 @@ that no mesh, and with it no process group, is kept beyond `destroy_process_grou
 
 
 def on_mesh(mesh: DeviceMesh) -> _OnMesh:
+    """What is known of this rank of a mesh; kept as long as the mesh is."""
     by_rank = _meshes.get(mesh)
     if by_rank is None:
         by_rank = _meshes[mesh] = {}
@@ -62,6 +63,7 @@ def on_mesh(mesh: DeviceMesh) -> _OnMesh:
 
 
 def view_of_dtensor(tensor: DTensor, local: Tensor, key: str) -> View:
+    """The view of a DTensor around a plain local tensor; raises LayoutError as `view_of`."""
     spec = tensor._spec
     shape = spec.shape
     memory = memory_of(awaited(local), key)
@@ -88,7 +90,7 @@ def view_of_dtensor(tensor: DTensor, local: Tensor, key: str) -> View:
     if 0 in shape:
         pieces = empty_piece(place.layout.shape, memory.dtype, [memory])
     else:
-        pieces = tuple([Piece(box, part_of(memory, slot)) for box, slot in place.slots])
+        pieces = tuple([Piece(box, narrowed(memory, slot)) for box, slot in place.slots])
     return View(place.layout.shape, memory.dtype, pieces, place.layout)
 
 
@@ -140,14 +142,8 @@ def _place(
 
 
 def dtensor_like(like: DTensor, local: Tensor) -> DTensor:
+    """A DTensor placed as another, around that very local tensor."""
     # DTensor.from_local would record autograd and wrap a fresh view, so that leaves_of gave another object back.
     spec = copy.copy(like._spec)
     spec.tensor_meta = TensorMeta(like.shape, like.stride(), local.dtype)
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-
-
-def part_of(memory: Tensor, slot: Box) -> Tensor:
-    for dim, (start, size) in enumerate(zip(slot.offsets, slot.sizes, strict=True)):
-        if size != memory.shape[dim]:
-            memory = memory.narrow(dim, start, size)
-    return memory

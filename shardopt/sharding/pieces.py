@@ -49,6 +49,7 @@ class View(NamedTuple):
 
 
 def refusal(key: str, found: str, required: str, remedy: str) -> LayoutError:
+    """What to raise of a tensor that cannot be seen as boxes."""
     return LayoutError("a tensor cannot be described as boxes", [Problem(key, found, required, remedy)])
 
 
@@ -97,3 +98,11 @@ def shard_pieces(
             )
     pieces = [Piece(box, memory_of(shard, key)) for box, shard in shards if box.numel]
     return tuple(sorted(pieces, key=lambda piece: piece.box.offsets))
+
+
+def narrowed(tensor: Tensor, box: Box) -> Tensor:
+    """The part of `tensor` that `box` names, without a copy."""
+    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        if size != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, offset, size)
+    return tensor

@@ -22,6 +22,7 @@ from shardopt.sharding.pieces import View, refusal, shard_pieces
 
 
 def view_of_sharded_tensor(tensor: ShardedTensor, key: str) -> View:
+    """The view of a ShardedTensor; raises LayoutError as `view_of`."""
     # The metadata is asked, not the tensor: attributes of a ShardedTensor go through __torch_function__, which warns.
     metadata = tensor.metadata()
     shape = tuple(metadata.size)
@@ -70,6 +71,7 @@ def _sharded_layout(
 
 
 def sharded_tensor_like(like: ShardedTensor, leaves: Sequence[Tensor]) -> ShardedTensor:
+    """A ShardedTensor cut as another, around those local tensors; of their dtype, without a gradient."""
     metadata = like.metadata()
     properties = copy.copy(metadata.tensor_properties)
     properties.dtype = leaves[0].dtype if leaves else properties.dtype

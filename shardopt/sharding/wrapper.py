@@ -18,10 +18,12 @@ class Wrapper(Protocol):
 
 
 def is_wrapper(tensor: Any) -> TypeGuard[Wrapper]:
+    """Whether it is a LocalShardsWrapper, of torch or of torchrec."""
     return type(tensor) is not Tensor and hasattr(tensor, "local_shards") and hasattr(tensor, "local_offsets")
 
 
 def wrapper_like(like: Wrapper, leaves: Sequence[Tensor]) -> Tensor:
+    """A wrapper of the same class around other shards, at the same offsets."""
     # Without shards a wrapper still tells of one (empty) chunk, hence the zip.
     offsets = [tuple(offsets) for _, offsets in zip(leaves, like.local_offsets(), strict=False)]
     make: Any = type(like)

@@ -99,5 +99,6 @@ def runs(spans: Sequence[Span]) -> Iterator[tuple[int, list[memoryview]]]:
 
 
 def too_short(path: str, offset: int) -> CorruptionError:
+    """What to raise of a file that ends at `offset`, before all that is wanted of it."""
     problem = Problem(path, f"its end before byte {offset}", "all of the file", "restore from another checkpoint")
     return CorruptionError("a file is shorter than it was", [problem])
