@@ -40,7 +40,7 @@ IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
 }
 WITHOUT_FUSED = ("RMSprop",)
 PLAIN, AGAIN, THEIRS, OURS, OURS_PLAIN = "torch plain", "again", "torch DTensor", "ours DTensor", "ours plain"
-STEPS_A_TURN = 5  # of small parameters; after the first, a peer finds in the caches what it left there
+STEPS_A_TURN = 20  # of small parameters; after the first, a peer finds in the caches what it left there
 COUNTS = (25, 50, 100, 200, 400, 800, 1600)
 BLUE, ORANGE, GREY = "#0072b2", "#d55e00", "#8a8a8a"
 
@@ -90,7 +90,11 @@ def share(optimizer: Optimizer, parameter: Tensor, first: Optimizer | None, plai
     assert first is not None
     for name, value in first.state[plain].items():
         if isinstance(value, Tensor) and value.ndim:
-            optimizer.state[parameter][name] = dtensor(value, mesh) if isinstance(parameter, DTensor) else value
+            whole = dtensor(value, mesh) if isinstance(parameter, DTensor) else value
+            if isinstance(whole, DTensor):
+                # As if a step had made it: of a tensor from outside torch makes a view, which it changes more slowly.
+                whole._local_tensor = value
+            optimizer.state[parameter][name] = whole
 
 
 def measure(

@@ -6,7 +6,8 @@ Each is present and behaves alike in torch 2.11 to 2.13; a test of each fails by
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -136,6 +137,29 @@ def lazy_state(optimizer: Optimizer, group: Mapping[str, Any], leaf: Tensor) -> 
 def can_make_lazy_state(optimizer: Optimizer) -> bool:
     """Whether `lazy_state` can be called."""
     return hasattr(optimizer, "_init_group")
+
+
+def gathers_as_torch(optimizer: type[Optimizer]) -> bool:
+    """Whether a step of the class is torch's own, and asks an `_init_group` of torch's for all that it steps with.
+
+    That fills lists: first of the leaves that have a gradient, then of their gradients, then of their state, which the
+    step changes in place, but for entries that are None.
+    """
+    step, init_group = step_without_hooks(optimizer), getattr(optimizer, "_init_group", None)
+    return all(str(getattr(each, "__module__", None)).startswith("torch.optim.") for each in (step, init_group))
+
+
+@contextmanager
+def gathering(
+    optimizer: Optimizer, gather: Callable[[Callable[..., Any], dict[str, Any], tuple[Any, ...]], Any]
+) -> Iterator[None]:
+    """While this is open, steps of the optimizer call `gather(_init_group, group, lists)` instead of `_init_group`."""
+    init_group = optimizer._init_group  # type: ignore[attr-defined]  # not in Optimizer, but in each class that is asked
+    optimizer._init_group = lambda group, *lists: gather(init_group, group, lists)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del optimizer._init_group  # type: ignore[attr-defined]
 
 
 def before_state_dict(optimizer: Optimizer) -> None:

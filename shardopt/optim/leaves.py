@@ -19,6 +19,7 @@ from torch import Tensor
 from shardopt.algorithms.dense_gradients import found_gradients, no_gradient
 from shardopt.algorithms.registry import AlgorithmSpec, Kind
 from shardopt.errors import Problem, StateError
+from shardopt.optim.gathered import Gathered
 from shardopt.sharding.gradients import (
     GradientReader,
     lend_gradients,
@@ -134,7 +135,8 @@ def zero_gradients(parameter: Tensor, set_to_none: bool) -> None:
 class GroupLeaves:
     """The leaves of a group's parameters, kept from step to step.
 
-    `settled` is for who steps on them: names of state that all of them are known to have.
+    For who steps on them: `settled` are names of state that all of them are known to have, `gathered` is what the last
+    step gathered of them, if the next one may go by it.
 
     Args:
         parameters: of the group, in its order.
@@ -146,29 +148,43 @@ class GroupLeaves:
         self._shards = [shards.get(parameter) for parameter in self._parameters]
         self._readers = {its.reader: its for its in self._shards if its is not None}
         self.settled: tuple[str, ...] | None = None
+        self.gathered: Gathered | None = None
         self._refresh()
 
     def are_of(self, parameters: list[Tensor]) -> bool:
         """Whether the group still has the same parameters."""
         return len(parameters) == len(self._parameters) and all(map(is_, parameters, self._parameters))
 
-    def lend(self, loan: Loan, follow: Callable[[Shards], None], takes_dense: bool = True) -> None:
+    @property
+    def alike(self) -> bool:
+        """Whether all parameters are sharded and have one leaf. Only their state is replaced by none but us: that of a
+        plain parameter is the inner optimizer's own dict."""
+        return len(self._readers) == len(self._parameters) == len(self.leaves)
+
+    def lend(
+        self, loan: Loan, follow: Callable[[Shards], None], takes_dense: bool = True
+    ) -> list[Tensor | None] | None:
         """Gives every leaf of a sharded parameter its gradient.
 
         Args:
             loan: what to undo afterwards.
-            takes_dense: whether the algorithm steps with dense gradients.
             follow: called with shards whose local tensors may have been replaced, before their gradients are looked at.
+            takes_dense: whether the algorithm steps with dense gradients.
+
+        Returns:
+            The gradients of sharded parameters, None for one without; None where one had to be looked at.
 
         Raises:
             GradientError: a gradient does not fit its parameter.
         """
-        others = [self._readers[reader] for reader in lend_gradients(self._readers, loan.leaves)]
-        for shards in others:
+        gradients, others = lend_gradients(self._readers, loan.leaves)
+        if not others:
+            return gradients
+        for shards in [self._readers[reader] for reader in others]:
             follow(shards)
             shards.lend_gradients(loan, takes_dense)
-        if others:
-            self._refresh()
+        self._refresh()
+        return None
 
     def _refresh(self) -> None:
         both = zip(self._parameters, self._shards, strict=True)
@@ -181,12 +197,21 @@ class ShardedState(MutableMapping[str, Any]):
     """State of one sharded parameter: live, made of the states of its leaves when it is looked at.
 
     Entries that lie like the parameter are put together without a copy; others are those of the first leaf, and are
-    the same for all of them.
+    the same for all of them. A copy is a dict of copies, live no more.
+
+    Args:
+        shards: of the parameter.
+        states: of its leaves.
+        spec: of the algorithm.
+        changed: called after an entry was replaced or removed.
     """
 
-    def __init__(self, shards: Shards, states: tuple[State, ...], spec: AlgorithmSpec) -> None:
+    def __init__(
+        self, shards: Shards, states: tuple[State, ...], spec: AlgorithmSpec, changed: Callable[[], None]
+    ) -> None:
         self._shards = shards
         self._states = states
+        self._changed = changed
         self._kinds = {entry.name: entry.kind for entry in spec.state}
 
     def __getitem__(self, name: str) -> Any:
@@ -203,10 +228,12 @@ class ShardedState(MutableMapping[str, Any]):
             parts = (value, *(deepcopy(value) for _ in self._states[1:]))
         for state, part in zip(self._states, parts, strict=True):
             state[name] = part
+        self._changed()
 
     def __delitem__(self, name: str) -> None:
         for state in self._states:
             del state[name]
+        self._changed()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._states[0])
@@ -216,6 +243,9 @@ class ShardedState(MutableMapping[str, Any]):
 
     def __repr__(self) -> str:
         return repr(dict(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
 
     def share_scalars(self) -> None:
         """Copies what the first leaf has for the whole parameter to the others."""

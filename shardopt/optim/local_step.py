@@ -28,7 +28,8 @@ from shardopt.optim.implementation import (
     refuse_sparse,
     some_are_late,
 )
-from shardopt.optim.leaves import GroupLeaves, Loan, ShardedState, Shards, State, moved_state, zero_gradients
+from shardopt.optim.leaves import GroupLeaves, ShardedState, Shards, State, moved_state, zero_gradients
+from shardopt.optim.turn import Turn, in_turns
 from shardopt.sharding.gradients import requires_gradient
 from shardopt.sharding.view import leaves_of, view_of
 
@@ -167,30 +168,24 @@ class LocalOptimizer:
 
     def _step_leaves(self, spec: AlgorithmSpec, grouped: list[tuple[Group, GroupLeaves]]) -> None:
         """A step of an elementwise algorithm on these leaves, and nothing else."""
-        every = self.groups
-        seen = [(group["params"], group.get("fused")) for group, _ in grouped]
-        loan = Loan()
+        turns = [Turn(group, leaves) for group, leaves in grouped]
         try:
-            for group, leaves in grouped:
+            for turn in turns:
                 with torch.no_grad():
-                    leaves.lend(loan, partial(self._follow, group=group), spec.takes_dense)
-                group["params"] = leaves.leaves
-            for group, leaves in grouped:
-                refuse_sparse(spec, group, leaves.sharded)
-            for _, leaves in grouped:
-                self._hand_over(leaves.leaves)
-            for group, leaves in grouped:
-                if "fused" in group:
-                    group["fused"] = self._fused_now(spec, group, leaves)
-            self.optimizer.param_groups = [group for group, _ in grouped]
-            step_without_hooks(type(self.optimizer))(self.optimizer)
+                    turn.lend(partial(self._follow, group=turn.group), spec.takes_dense)
+            anew = [turn for turn in turns if not turn.repeats]
+            for turn in anew:
+                refuse_sparse(spec, turn.group, turn.leaves.sharded)
+            for turn in anew:
+                self._hand_over(turn.leaves.leaves)
+            for turn in turns:
+                if "fused" in turn.group:
+                    turn.group["fused"] = self._fused_now(spec, turn)
+            with in_turns(self.optimizer, turns):
+                step_without_hooks(type(self.optimizer))(self.optimizer)
         finally:
-            self.optimizer.param_groups = every
-            for (group, _), (parameters, fused) in zip(grouped, seen, strict=True):
-                group["params"] = parameters
-                if "fused" in group:
-                    group["fused"] = fused
-            loan.give_back()
+            for turn in turns:
+                turn.give_back()
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Drops or zeroes the gradients of all parameters."""
@@ -229,7 +224,7 @@ class LocalOptimizer:
         if shards is None:
             return self._leaf_state(parameter)
         assert self.spec is not None  # sharded parameters are refused for an unknown class
-        return ShardedState(shards, tuple(map(self._leaf_state, shards.leaves)), self.spec)
+        return ShardedState(shards, tuple(map(self._leaf_state, shards.leaves)), self.spec, self.state_changed)
 
     def has_state(self, parameter: Tensor) -> bool:
         """Whether there is any state of a parameter."""
@@ -318,12 +313,13 @@ class LocalOptimizer:
             self._grouped = [GroupLeaves(its, self.shards) for its in parameters]
         return self._grouped
 
-    def _fused_now(self, spec: AlgorithmSpec, group: Group, leaves: GroupLeaves) -> bool | None:
+    def _fused_now(self, spec: AlgorithmSpec, turn: Turn) -> bool | None:
         """What a group's "fused" is to be in this step."""
+        group, leaves = turn.group, turn.leaves
         fused: bool | None = group["fused"]
         if self.chooses and prefers_fused(spec, group, leaves.kinds):
-            fused = not (spec.takes_sparse and any_sparse(leaves.leaves))
-        if fused and spec.settled_at_first_step:
+            fused = turn.repeats or not (spec.takes_sparse and any_sparse(leaves.leaves))
+        if fused and spec.settled_at_first_step and not turn.repeats:
             names = names_from_gradients(spec, group)
             if leaves.settled != names:
                 if some_are_late(names, leaves.leaves, self.optimizer.state):

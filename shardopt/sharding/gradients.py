@@ -116,20 +116,23 @@ class GradientReader:
             self()
 
 
-def lend_gradients(readers: Iterable[GradientReader], lent: list[Tensor]) -> list[GradientReader]:
+def lend_gradients(
+    readers: Iterable[GradientReader], lent: list[Tensor]
+) -> tuple[list[Tensor | None], list[GradientReader]]:
     """Sets `grad` of the local tensors of DTensors to their local gradients, where all lies as when it was accepted.
 
     That is known by the very same objects: on small parameters a step's time is made of such checks, and this loop
-    touches as few objects as it can.
+    touches as few objects as it can. Shape, dtype and device are checked where the gradient is set.
 
     Args:
         readers: of different parameters.
         lent: gets the local tensors that were given a gradient; before, they had none of their own.
 
     Returns:
-        Those that must be looked at; their local tensors were left alone. A steady parameter without a gradient is not
-        among them.
+        For each reader the dense gradient that was set, None where there is none. And the readers that must be looked
+        at: there, too, the first list has None, and the local tensor was left alone.
     """
+    gradients: list[Tensor | None] = []
     others = []
     # Asking a DTensor for its gradient takes three times as long where torch looks for overrides, of which it has none.
     with torch._C.DisableTorchFunctionSubclass():
@@ -138,19 +141,22 @@ def lend_gradients(readers: Iterable[GradientReader], lent: list[Tensor]) -> lis
             if leaf is not None and param._local_tensor is leaf and param._spec is reader._want and leaf.grad is None:
                 grad = param.grad
                 if grad is None:
+                    gradients.append(None)
                     continue
                 if type(grad) is DTensor and grad._spec is reader._have:
                     local = grad._local_tensor
-                    if type(local) is Tensor:
+                    if type(local) is Tensor and local.layout is torch.strided:
                         try:
                             leaf.grad = local
                         except (RuntimeError, TypeError):  # another size or dtype: gradient_leaves tells what is wrong
                             pass
                         else:
+                            gradients.append(local)
                             lent.append(leaf)
                             continue
+            gradients.append(None)
             others.append(reader)
-    return others
+    return gradients, others
 
 
 def takes_gradient(param: Tensor) -> bool:

@@ -75,6 +75,11 @@ def killed_in_collective(bad_rank):
 
 
 def exit_quietly():
+    # Not before the other rank is here: one that is still connecting would see a closed connection.
+    store = dist.distributed_c10d._get_default_store()
+    store.add("here", 1)
+    while store.add("here", 0) < dist.get_world_size():
+        time.sleep(0.01)
     os._exit(3)
 
 

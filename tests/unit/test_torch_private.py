@@ -10,6 +10,8 @@ from shardopt.algorithms.torch_private import (
     backward_under_way,
     before_step,
     can_make_lazy_state,
+    gathering,
+    gathers_as_torch,
     gradient_hooks,
     in_forward_of_ddp,
     lazy_state,
@@ -55,6 +57,34 @@ def test_init_group_makes_what_the_first_step_makes(spec):
     assert all(made[name].shape == value.shape for name, value in optimizers[0].state[stepped].items())
     assert asked.grad is None
     assert len(optimizers[1].state) == 0
+
+
+@pytest.mark.parametrize("spec", [spec for spec in WITH_INIT_GROUP if spec.elementwise], ids=lambda spec: spec.name)
+def test_a_step_changes_in_place_what_init_group_gathers(spec):
+    torchs = spec.optimizer.__module__.startswith("torch.optim.")
+    assert gathers_as_torch(spec.optimizer) == torchs
+    if not torchs:
+        return
+    leaves = [torch.ones(2, 2), torch.ones(3)]
+    optimizer = spec.optimizer(leaves)
+    gathered = []
+
+    def gather(init_group, group, lists):
+        told = init_group(group, *lists)
+        gathered.append([list(each) for each in lists])
+        return told
+
+    for _ in range(3):
+        for leaf in leaves:
+            leaf.grad = torch.ones_like(leaf)
+        with gathering(optimizer, gather):
+            step_without_hooks(spec.optimizer)(optimizer)
+    assert "_init_group" not in vars(optimizer)
+    stepped, gradients, *state = gathered[-1]
+    assert all(a is b for a, b in zip(stepped, leaves, strict=True))
+    assert all(a is leaf.grad for a, leaf in zip(gradients, leaves, strict=True))
+    held = {id(value) for entries in optimizer.state.values() for value in entries.values()}
+    assert {id(value) for each in state for value in each} == {each for each in held if each != id(None)}
 
 
 def test_hooks_before_a_step_may_change_its_arguments_in_one_way_only():
