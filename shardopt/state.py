@@ -143,13 +143,16 @@ def nest(leaves: Mapping[Path, Any]) -> Any:
     return nested
 
 
+_TENSORS = (torch.Tensor, PerRank)  # the bare union of them would be made anew for every leaf
+
+
 def _no_replace(value: Any) -> None:
     raise AssertionError("the root of the state is not a leaf")
 
 
 def _descend(node: Any, path: Path, replace: Callable[[Any], None], within: bool, flat: FlatState) -> None:
     """`within`: inside what a `state_dict()` gave, where a part without tensors is one value."""
-    if isinstance(node, torch.Tensor | PerRank):
+    if isinstance(node, _TENSORS):
         _add(flat, path, node, replace)
     elif isinstance(node, np.ndarray):
         _add(flat, path, _as_tensor(node, path), replace)
@@ -303,13 +306,15 @@ def _add(flat: FlatState, path: Path, value: Any, replace: Callable[[Any], None]
     if key in flat.leaves:
         found = f"the paths {list(flat.leaves[key].path)} and {list(path)}"
         raise StateError("two paths give one key", [Problem(key, found, "one path for a key", "rename one of them")])
-    if key in RESERVED_KEYS or key.startswith(RESERVED_PREFIXES) or not _is_text(key):
+    if (key.startswith("__") and (key in RESERVED_KEYS or key.startswith(RESERVED_PREFIXES))) or not _is_text(key):
         problem = Problem(repr(key), "a reserved or unencodable key", "another key", "rename it")
         raise StateError("a key cannot be stored", [problem])
     flat.leaves[key] = Leaf(path, value, replace)
 
 
 def _is_text(key: str) -> bool:
+    if key.isascii():
+        return True
     try:
         key.encode()
     except UnicodeEncodeError:

@@ -14,10 +14,12 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from shardopt.checkpoint.batches import Want
 from shardopt.checkpoint.compare import Match, compare
+from shardopt.checkpoint.open_file import OpenFile
 from shardopt.checkpoint.pause import gc_paused
 from shardopt.checkpoint.progress import Progress
-from shardopt.checkpoint.read import OpenFile, Want, check_all, fetch
+from shardopt.checkpoint.read import check_all, fetch
 from shardopt.checkpoint.reader import CheckpointReader, open_checkpoint
 from shardopt.checkpoint.reports import tell
 from shardopt.checkpoint.share import Replicas, SharedReads, fingerprint, shared_among

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -19,6 +19,7 @@ from shardopt.checkpoint.format import (
     FORMAT_VERSION,
     MANIFEST_LIMIT_BYTES,
     Dtype,
+    all_sizes,
     damaged,
     load_json,
     read_size,
@@ -149,10 +150,7 @@ def _decode(data: bytes, where: str) -> Manifest:
             save_id=body["save_id"],
             world_size=read_size(body["world_size"]),
             files=files,
-            tensors=StoredTensors(
-                (key, StoredTensor(decode_path(key, path), DTYPES[dtype], layouts[read_size(layout)]))
-                for key, (dtype, layout, path) in body["tensors"].items()
-            ),
+            tensors=_decode_tensors(body["tensors"], layouts),
             values={key: (decode_path(key, path), decode_value(v)) for key, (path, v) in body["values"].items()},
             per_rank={key: decode_path(key, path) for key, path in body["per_rank"].items()},
         )
@@ -201,6 +199,16 @@ def _decode_layout(wire: Mapping[str, Any], file_count: int) -> StoredLayout:
     if any(len(box.offsets) != len(shape) or min(box.sizes, default=0) < 0 for box in boxes):
         raise ValueError("a box that is not within its tensor")
     return StoredLayout(shape, boxes, files)
+
+
+def _decode_tensors(wire: Mapping[str, Any], layouts: Sequence[StoredLayout]) -> StoredTensors:
+    tensors = StoredTensors()
+    for key, (dtype, layout, path) in wire.items():  # the body of a loop over all that a large model has
+        parts = tuple(key.split(".")) if path is None else decode_path(key, path)
+        tensors[key] = StoredTensor(parts, DTYPES[dtype], layouts[layout])
+    if not all_sizes([layout for _, layout, _ in wire.values()]):
+        raise ValueError("a number of a layout that is none")
+    return tensors
 
 
 def _decode_file(name: Any, nbytes: Any, digest: Any) -> DataFile:

@@ -47,12 +47,22 @@ def bytes_of(tensor: Tensor) -> memoryview:
     Through ctypes, because NumPy has no bfloat16 and no float8, and because for 10,000 small tensors the way through
     `Tensor.view` costs several times more.
     """
-    nbytes = tensor.numel() * tensor.element_size()
+    nbytes = tensor.nbytes
     if nbytes == 0:
         return memoryview(b"")
     memory = (ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())
     memory.owner = tensor  # type: ignore[attr-defined]  # from_address owns nothing, and the view holds `memory`
     return memoryview(memory).cast("B")
+
+
+def address_of(buffer: bytearray) -> int:
+    """Where the bytes of a buffer begin; as long as it lives."""
+    return ctypes.addressof(ctypes.c_ubyte.from_buffer(buffer))
+
+
+# Not `ctypes.memmove`, which lets go of the interpreter's lock: threads that copy crumbs would wait for one another.
+move_bytes = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(("memmove", ctypes.pythonapi))
+"""Copies bytes: address to copy to, address to copy from, how many. The caller answers for both."""
 
 
 def tensor_over(buffer: memoryview, begin: int, dtype: Dtype, shape: tuple[int, ...]) -> Tensor:

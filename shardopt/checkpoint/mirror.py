@@ -20,7 +20,7 @@ import xxhash
 from shardopt.checkpoint.commit import read_manifest, settle_files
 from shardopt.checkpoint.format import FILE_NAME, MANIFEST_NAME, SEGMENT_BYTES, damaged
 from shardopt.checkpoint.manifest import Manifest
-from shardopt.checkpoint.read import OpenFile
+from shardopt.checkpoint.open_file import OpenFile
 from shardopt.checkpoint.reports import tell
 from shardopt.checkpoint.storage import Span, Storage, storage_of, telling
 from shardopt.errors import CheckpointError, Problem

@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 
+from shardopt.checkpoint.batches import Want
 from shardopt.checkpoint.commit import read_manifest
 from shardopt.checkpoint.format import (
     DTYPES,
     PER_RANK_PREFIX,
+    Dtype,
     damaged,
     file_name,
     file_stem,
@@ -22,7 +24,8 @@ from shardopt.checkpoint.format import (
 )
 from shardopt.checkpoint.manifest import Manifest, StoredLayout
 from shardopt.checkpoint.memory import torch_dtype
-from shardopt.checkpoint.read import OpenFile, Want, fetch
+from shardopt.checkpoint.open_file import Form, OpenFile, form_of
+from shardopt.checkpoint.read import fetch
 from shardopt.checkpoint.storage import Storage, storage_of
 from shardopt.errors import MismatchError, Problem, StateError
 from shardopt.sharding.box import Box, cover_faults, whole
@@ -42,10 +45,11 @@ class TensorInfo:
 class _Shared(NamedTuple):
     """What a stored box and a wanted one share: where in the stored box, and where in the wanted one (None: all)."""
 
-    file: int
+    file: OpenFile
+    form: Form
+    sizes: tuple[int, ...]
     stored: Box
-    wanted: Box
-    target: Box | None
+    wanted: Box | None
 
 
 class CheckpointReader:
@@ -60,7 +64,7 @@ class CheckpointReader:
         self._manifest, data = read_manifest(storage)
         self.digest = xxhash.xxh3_64_hexdigest(data)
         self._files: dict[int, OpenFile] = {}
-        self._overlaps: dict[tuple[StoredLayout, Box], list[_Shared]] = {}
+        self._overlaps: dict[tuple[StoredLayout, str, Box], list[_Shared]] = {}
         self._check_covers()
 
     @property
@@ -116,12 +120,10 @@ class CheckpointReader:
             CorruptionError: a file is missing, damaged, or not what the manifest says of it.
         """
         _, dtype, layout = self._manifest.tensors[key]
-        for piece in pieces:
-            for shared in self._shared(layout, piece.box):
-                file = self._open(shared.file)
-                entry = file.entry(key, dtype, shared.stored)
-                target = piece.tensor if shared.target is None else narrowed(piece.tensor, shared.target)
-                yield file, Want(entry, dtype, shared.stored.sizes, shared.wanted, target)
+        for box, tensor in pieces:
+            for file, form, sizes, stored, wanted in self._shared(layout, dtype, box):
+                target = tensor if wanted is None else narrowed(tensor, wanted)
+                yield file, Want(file.entry(key, form), dtype, sizes, stored, target)
 
     def per_rank(self, rank: int) -> Mapping[str, Any]:
         """What rank `rank` has stored for itself under `PerRank`, decoded, by key."""
@@ -133,8 +135,9 @@ class CheckpointReader:
         key = PER_RANK_PREFIX + file_stem(rank, 0)
         nbytes = file.entries[key].end - file.entries[key].begin if key in file.entries else 0
         target = torch.empty(nbytes, dtype=torch.uint8)
-        entry = file.entry(key, DTYPES["uint8"], whole((nbytes,)))
-        fetch([(file, Want(entry, DTYPES["uint8"], (nbytes,), whole((nbytes,)), target))])
+        box = whole((nbytes,))
+        entry = file.entry(key, form_of(DTYPES["uint8"], box))
+        fetch([(file, Want(entry, DTYPES["uint8"], box.sizes, box, target))])
         where = f"{file.where}: {key}"
         try:
             found = load_json(target.numpy().tobytes(), where, without_duplicates)
@@ -145,6 +148,7 @@ class CheckpointReader:
     def close(self) -> None:
         """Forgets the files. Nothing is held open between reads."""
         self._files.clear()
+        self._overlaps.clear()
 
     def __enter__(self) -> CheckpointReader:
         return self
@@ -157,16 +161,18 @@ class CheckpointReader:
             self._files[number] = OpenFile(self._storage, self._manifest.files[number])
         return self._files[number]
 
-    def _shared(self, layout: StoredLayout, box: Box) -> list[_Shared]:
+    def _shared(self, layout: StoredLayout, dtype: Dtype, box: Box) -> list[_Shared]:
         """The stored boxes that share elements with `box`, and what they share; kept, for layouts are few."""
-        found = self._overlaps.get((layout, box))
+        found = self._overlaps.get((layout, dtype.name, box))
         if found is None:
-            found = self._overlaps[layout, box] = []
+            found = []
             for stored, file in zip(layout.boxes, layout.files, strict=True):
                 common = stored.intersect(box)
                 if common is not None:
-                    target = None if common == box else common.within(box)
-                    found.append(_Shared(file, stored, common.within(stored), target))
+                    wanted = None if common == box else common.within(box)
+                    form = form_of(dtype, stored)
+                    found.append(_Shared(self._open(file), form, stored.sizes, common.within(stored), wanted))
+            self._overlaps[layout, dtype.name, box] = found
         return found
 
     def _check_covers(self) -> None:

@@ -11,7 +11,9 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from shardopt.checkpoint.read import OpenFile, Want, pieces_in_order
+from shardopt.checkpoint.batches import Want
+from shardopt.checkpoint.open_file import OpenFile
+from shardopt.checkpoint.read import pieces_in_order
 from shardopt.checkpoint.reader import CheckpointReader
 from shardopt.errors import MismatchError, Problem
 from shardopt.sharding.box import Box

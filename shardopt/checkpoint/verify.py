@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from shardopt.checkpoint.commit import read_manifest
 from shardopt.checkpoint.format import CHECKSUMS_PREFIX, DATA_SUFFIX, PER_RANK_PREFIX
 from shardopt.checkpoint.manifest import DataFile, Manifest, StoredTensor
+from shardopt.checkpoint.open_file import OpenFile, form_of
 from shardopt.checkpoint.progress import Counter, Progress
-from shardopt.checkpoint.read import OpenFile, damaged_segments, threads_for
+from shardopt.checkpoint.read import damaged_segments, threads_for
 from shardopt.checkpoint.reports import tell
 from shardopt.checkpoint.storage import Storage, storage_of
 from shardopt.errors import CorruptionError, Problem
@@ -127,7 +128,7 @@ def _check_file(
     for key, tensor, box in members:
         known.add(key)
         try:
-            opened.entry(key, tensor.dtype, box)
+            opened.entry(key, form_of(tensor.dtype, box))
         except CorruptionError as error:
             problems += error.problems
     for key, entry in opened.entries.items():

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import Parameter, is_lazy
 
 from shardopt.errors import LayoutError, Problem
 from shardopt.sharding.box import Box, whole
@@ -60,13 +60,14 @@ def awaited(local: Tensor) -> Tensor:
 
 def memory_of(tensor: Tensor, key: str) -> Tensor:
     """The tensor outside of autograd, if its elements are simply its strided memory."""
-    if is_lazy(tensor):
+    own_class = type(tensor) is not Tensor and type(tensor) is not Parameter
+    if own_class and is_lazy(tensor):
         found, remedy = "a lazy parameter without a shape", "run the module once before"
     elif tensor.layout is not torch.strided:
         found, remedy = f"{tensor.layout} memory", "convert it with to_dense()"
     elif tensor.is_nested:
         found, remedy = "a nested tensor", "convert it with to_padded_tensor(), or store its parts"
-    elif type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ or is_wrapper(tensor):
+    elif own_class and (type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ or is_wrapper(tensor)):
         # What runs operations by itself may have no memory at all: a MaskedTensor's address is null.
         found, remedy = f"the tensor subclass {type(tensor).__name__}", "pass the tensors that it wraps"
     elif tensor.is_conj() or tensor.is_neg():

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardopt import checkpoint
+from shardopt.checkpoint import batches as batches_module
 from shardopt.checkpoint import read as read_module
 from shardopt.checkpoint.commit import commit
 from shardopt.checkpoint.describe import Geometry
@@ -108,8 +109,9 @@ def wanted_boxes(draw, shape):
 def test_any_part_into_any_memory(tmp_path_factory, data, segment, batch):
     """Against slices of the whole. Segments and batches of a few bytes, so that all their borders are met."""
     patch = pytest.MonkeyPatch()
-    for name in ("format", "read", "write"):  # all that take the length of segments
+    for name in ("format", "read", "batches", "write"):  # all that take the length of segments
         patch.setattr(importlib.import_module(f"shardopt.checkpoint.{name}"), "SEGMENT_BYTES", segment)
+    patch.setattr(batches_module, "_CRUMB_BYTES", min(segment, batches_module._CRUMB_BYTES))
     patch.setattr(read_module, "_BATCH_BYTES", segment * batch)
     try:
         tensors, boxes = {}, {}
