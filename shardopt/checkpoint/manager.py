@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
-import re
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from shardopt.checkpoint.async_save import AsyncSaver, Stage
-from shardopt.checkpoint.format import MANIFEST_NAME, METRICS_NAME, damaged, load_json
 from shardopt.checkpoint.initialize import init_unstepped
+from shardopt.checkpoint.keeper import Keeper
 from shardopt.checkpoint.load import load
+from shardopt.checkpoint.metrics import metrics_of, pack_metrics
 from shardopt.checkpoint.mirror import Mirror
 from shardopt.checkpoint.pending import PendingSave
-from shardopt.checkpoint.retention import Best, Mode, Rules, remove_checkpoint, steps_to_keep
+from shardopt.checkpoint.retention import Mode, Rules, best_of
 from shardopt.checkpoint.save import SaveReport, save_now
-from shardopt.checkpoint.storage import Storage, storage_of
+from shardopt.checkpoint.steps import committed_in, name_of, step_of
+from shardopt.checkpoint.storage import storage_of
 from shardopt.checkpoint.strictness import Strictness
-from shardopt.checkpoint.unsettled import urls_unsettled
-from shardopt.errors import CheckpointError, CorruptionError, ShardoptError
+from shardopt.errors import CorruptionError, ShardoptError
 from shardopt.ranks import DEADLINE_SECONDS, ranks_of
 from shardopt.stopping import Stop
 
-_NAME = re.compile(r"step-(\d{8,})")
 _log = logging.getLogger("shardopt.checkpoint")
 
 
@@ -79,13 +77,10 @@ class Manager:
         self._mirror = None if mirror is None else Mirror(root, mirror, deadline_seconds=deadline_seconds)
         self._failed_copy: ShardoptError | None = None
         self._every = every
-        self._rules = Rules(keep_last, keep_every, best_of(best))
+        self._keeper = Keeper(self._storage, Rules(keep_last, keep_every, best_of(best)), self._mirror)
         self._stage = stage
         self._deadline_seconds = deadline_seconds
         self._saver: AsyncSaver | None = None
-        self._metrics: dict[int, Mapping[str, float]] = {}
-        self._resumed: int | None = None
-        self._damaged: frozenset[int] = frozenset()
         self._closed = False
         self._stop: Stop | None = None
         if stop_on is not None:
@@ -93,15 +88,15 @@ class Manager:
 
     def path(self, step: int) -> str:
         """Where the checkpoint of a step is, or would be."""
-        return self._storage.child(_name(step)).url
+        return self._storage.child(name_of(step)).url
 
     def steps(self) -> list[int]:
         """The steps of all committed checkpoints, ascending. Local."""
-        return _committed_in(self._storage)
+        return committed_in(self._storage)
 
     def metrics(self, step: int) -> dict[str, float]:
         """What was given to `save` as the metrics of a step; empty where nothing was. Local."""
-        return _metrics_in(self._storage.child(_name(step)))
+        return metrics_of(self._storage.child(name_of(step)))
 
     def should_save(self, step: int) -> bool:
         """Whether `save` would write at this step: it is due, or the job was told to stop."""
@@ -123,17 +118,15 @@ class Manager:
             SystemExit: the job was told to stop, and the checkpoint of this step is committed.
         """
         self._require_open()
-        stop = self._stop if self._stops_after(step) else None
-        if not (stop or force or self.should_save(step)):
+        if not (force or self.should_save(step)):
             return None
+        stop = self._stop if self._stops_after(step) else None
         if self._mirror is not None:
             # Agreed upon: the threads of some ranks may have heard of it, and those of others not yet.
             doing = f"copying checkpoints of {self._storage.url}"
             ranks_of().agree(doing, work=self._raise_failed_copy, deadline_seconds=self._deadline_seconds)
-        if step in self._damaged:
-            self._on_rank_0(lambda: remove_checkpoint(self._storage.child(_name(step))))
-            self._damaged -= {step}
-        noted = None if metrics is None else json.dumps({name: float(each) for name, each in metrics.items()}).encode()
+        self._keeper.make_way(step)
+        noted = None if metrics is None else pack_metrics(metrics)
         if self._stage is not None and stop is None:
             return self._save_beside(step, app, self._stage, noted)
         if self._saver is not None:
@@ -177,15 +170,15 @@ class Manager:
                     raise
                 _log.warning("the checkpoint of step %d is damaged, taking the one before it: %s", step, error)
             else:
-                self._resumed, self._damaged = step, frozenset(damaged)
+                self._keeper.restored(step, damaged)
                 return step
         return 0
 
     def _candidates(self) -> list[tuple[int, str]]:
         """Step and URL of all committed checkpoints, newest first, the same on every rank."""
         if self._mirror is not None:
-            named = ((_NAME.fullmatch(name), url) for name, url in self._mirror.committed())
-            return [(int(found[1]), url) for found, url in named if found]
+            found = [(step_of(name), url) for name, url in self._mirror.committed()]
+            return [(step, url) for step, url in found if step is not None]
         _, steps = ranks_of().agree(
             f"restoring from {self._storage.url}",
             work=lambda: None,
@@ -240,90 +233,16 @@ class Manager:
         """Begins to copy the new checkpoint, and removes what is no longer wanted. No save is under way then."""
         if self._mirror is not None:
             try:
-                self._mirror.upload(_name(step), afterwards=self._tidy_copies)
+                self._mirror.upload(name_of(step), afterwards=self._keeper.tidy_copies)
             except ShardoptError as error:  # of an earlier one; this one has begun
                 self._failed_copy = error
-        self._on_rank_0(lambda: self._remove_unwanted(self._storage, self._damaged))
-
-    def _tidy_copies(self, copies: Storage) -> None:
-        self._on_rank_0(lambda: self._remove_unwanted(copies, frozenset()))
+        self._keeper.tidy()
 
     def _raise_failed_copy(self) -> None:
         failed, self._failed_copy = self._failed_copy, None
         if failed is not None:
             raise failed
 
-    def _on_rank_0(self, remove: Callable[[], None]) -> None:
-        """What takes away is done by one; if it fails, that is no reason to end a training."""
-        if ranks_of().rank == 0:
-            try:
-                remove()
-            except (OSError, CheckpointError) as error:
-                _log.warning("old checkpoints could not be removed from %s: %s", self._storage.url, error)
-
-    def _remove_unwanted(self, root: Storage, ignored: frozenset[int]) -> None:
-        there = _steps_in(root)
-        committed = set(_committed_in(root)) - ignored
-        if not committed:
-            return
-        if self._rules.best is not None:
-            for step in committed - self._metrics.keys():
-                self._metrics[step] = self._metrics_or_none(root, step)
-        keep = steps_to_keep(committed, self._rules, self._metrics, self._resumed)
-        # A checkpoint that a background save of this process writes may lie anywhere; a copy is read until it is done.
-        busy = {storage_of(url).url for url in urls_unsettled()}
-        if self._mirror is not None:
-            busy |= {root.child(name).url for name in self._mirror.uploading()}
-        # Oldest first, and only below the newest: what lies above it may be a save that another process of this job,
-        # not dead yet, is about to give up.
-        for step in there:
-            storage = root.child(_name(step))
-            if step < max(committed) and step not in keep and storage.url not in busy:
-                remove_checkpoint(storage)
-
-    def _metrics_or_none(self, root: Storage, step: int) -> Mapping[str, float]:
-        try:
-            return _metrics_in(root.child(_name(step)))
-        except CorruptionError as error:
-            _log.warning("%s", error)
-            return {}
-
     def _require_open(self) -> None:
         if self._closed:
             raise RuntimeError("this Manager was closed; make a new one")
-
-
-def best_of(given: tuple[str, Mode, int] | None) -> Best | None:
-    """What `best=` means. Raises ValueError."""
-    if given is None:
-        return None
-    metric, mode, n = given
-    if mode in ("min", "max") and n >= 1:
-        return Best(metric, mode, n)
-    raise ValueError(f'best: found {given!r}; required (a metric, "min" or "max", at least 1); mend it')
-
-
-def _name(step: int) -> str:
-    return f"step-{step:08d}"
-
-
-def _steps_in(root: Storage) -> list[int]:
-    """The steps that have a directory, ascending."""
-    found = (_NAME.fullmatch(name) for name in root.names())
-    return sorted(int(m[1]) for m in found if m)
-
-
-def _committed_in(root: Storage) -> list[int]:
-    return [step for step in _steps_in(root) if root.child(_name(step)).exists(MANIFEST_NAME)]
-
-
-def _metrics_in(storage: Storage) -> dict[str, float]:
-    try:
-        data = storage.read(METRICS_NAME)
-    except FileNotFoundError:
-        return {}
-    where = f"{storage.url}/{METRICS_NAME}"
-    try:
-        return {name: float(value) for name, value in load_json(data, where).items()}
-    except (TypeError, ValueError):
-        raise damaged(where, "what is no number") from None

@@ -34,6 +34,16 @@ class Rules(NamedTuple):
     best: Best | None = None
 
 
+def best_of(given: tuple[str, Mode, int] | None) -> Best | None:
+    """What `best=` means. Raises ValueError."""
+    if given is None:
+        return None
+    metric, mode, n = given
+    if mode in ("min", "max") and n >= 1:
+        return Best(metric, mode, n)
+    raise ValueError(f'best: found {given!r}; required (a metric, "min" or "max", at least 1); mend it')
+
+
 def steps_to_keep(
     committed: Collection[int], rules: Rules, metrics: Mapping[int, Mapping[str, float]], resumed: int | None
 ) -> frozenset[int]:

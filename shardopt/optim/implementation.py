@@ -15,32 +15,33 @@ from torch import Tensor
 
 from shardopt.algorithms.registry import AlgorithmSpec, AtFirstStep
 from shardopt.errors import GradientError, Problem
+from shardopt.optim.turn import Turn
 
 Group = Mapping[str, Any]
-LeafStates = Mapping[Tensor, Mapping[str, Any]]
-LeafKinds = Collection[tuple[str, torch.dtype]]
-"""Device types and dtypes of a group's leaves."""
+States = Mapping[Tensor, Mapping[str, Any]]
 
 
-def prefers_fused(spec: AlgorithmSpec, group: Group, kinds: LeafKinds) -> bool:
-    """Whether a group names no implementation, and the fused one is the fastest that agrees.
+def fused_now(spec: AlgorithmSpec, turn: Turn, state: States, chooses: bool) -> bool | None:
+    """What a group's "fused" is to be in this step.
 
-    It is not where the for-loop refuses the options, takes numbers that the fused one does not, or keeps other state.
+    Args:
+        spec: of the algorithm.
+        turn: of the group, in which "fused" is an option; its leaves have their gradients.
+        state: of the inner optimizer.
+        chooses: whether a group that names no implementation gets the fastest.
     """
-    return (
-        group["fused"] is None
-        and group["foreach"] is None
-        and all(device == "cpu" and dtype in spec.fused_agrees for device, dtype in kinds)
-        and not group["differentiable"]
-        and not group.get("capturable")  # refused on the CPU
-        and not any(isinstance(value, Tensor) for name, value in group.items() if name != "lr")
-        and torch.get_default_dtype() != torch.float64  # which would be the dtype of the for-loop's counters
-    )
-
-
-def any_sparse(leaves: Collection[Tensor]) -> bool:
-    """Whether a leaf has a sparse gradient, of which fused implementations know nothing."""
-    return any([grad is not None and grad.is_sparse for grad in [leaf.grad for leaf in leaves]])
+    group, leaves = turn.group, turn.leaves
+    fused: bool | None = group["fused"]
+    if chooses and _prefers_fused(spec, group, leaves.kinds):
+        fused = turn.repeats or not (spec.takes_sparse and _any_sparse(leaves.leaves))
+    if fused and spec.settled_at_first_step and not turn.repeats:
+        names = _names_from_gradients(spec, group)
+        if leaves.settled != names:
+            if _some_are_late(names, leaves.leaves, state):
+                return False
+            if _all_have(names, leaves.leaves, state):
+                leaves.settled = names
+    return fused
 
 
 def refuse_sparse(spec: AlgorithmSpec, group: Group, sharded: Iterable[tuple[str, Tensor]]) -> None:
@@ -54,7 +55,7 @@ def refuse_sparse(spec: AlgorithmSpec, group: Group, sharded: Iterable[tuple[str
     Raises:
         GradientError: there is one. No step was taken.
     """
-    if names_from_gradients(spec, group):
+    if _names_from_gradients(spec, group):
         option, why = "momentum", "a sparse buffer would grow with every step and could not be saved"
     elif spec.takes_sparse and group.get("weight_decay"):
         option, why = "weight_decay", "the decay changes every row"
@@ -71,12 +72,33 @@ def refuse_sparse(spec: AlgorithmSpec, group: Group, sharded: Iterable[tuple[str
             raise GradientError(f"{option} does not go with sparse gradients of shards", [problem])
 
 
-def names_from_gradients(spec: AlgorithmSpec, group: Group) -> tuple[str, ...]:
+def _prefers_fused(spec: AlgorithmSpec, group: Group, kinds: Collection[tuple[str, torch.dtype]]) -> bool:
+    """Whether a group names no implementation, and the fused one is the fastest that agrees.
+
+    It is not where the for-loop refuses the options, takes numbers that the fused one does not, or keeps other state.
+    """
+    return (
+        group["fused"] is None
+        and group["foreach"] is None
+        and all(device == "cpu" and dtype in spec.fused_agrees for device, dtype in kinds)
+        and not group["differentiable"]
+        and not group.get("capturable")  # refused on the CPU
+        and not any(isinstance(value, Tensor) for name, value in group.items() if name != "lr")
+        and torch.get_default_dtype() != torch.float64  # which would be the dtype of the for-loop's counters
+    )
+
+
+def _any_sparse(leaves: Collection[Tensor]) -> bool:
+    """Whether a leaf has a sparse gradient, of which fused implementations know nothing."""
+    return any([grad is not None and grad.is_sparse for grad in [leaf.grad for leaf in leaves]])
+
+
+def _names_from_gradients(spec: AlgorithmSpec, group: Group) -> tuple[str, ...]:
     """The state that a group's parameters have only from their first gradient on."""
     return tuple(entry.name for entry in spec.entries(group) if entry.initial is AtFirstStep.GRADIENT)
 
 
-def some_are_late(names: Collection[str], leaves: Collection[Tensor], state: LeafStates) -> bool:
+def _some_are_late(names: Collection[str], leaves: Collection[Tensor], state: States) -> bool:
     """Whether of the leaves with a gradient some have such state and some do not.
 
     torch's fused implementations make it for all of their parameters or for none, and fail otherwise.
@@ -85,6 +107,6 @@ def some_are_late(names: Collection[str], leaves: Collection[Tensor], state: Lea
     return any(len({entries.get(name) is None for entries in stepped}) > 1 for name in names)
 
 
-def all_have(names: Collection[str], leaves: Collection[Tensor], state: LeafStates) -> bool:
+def _all_have(names: Collection[str], leaves: Collection[Tensor], state: States) -> bool:
     """Whether every leaf has all of that state, so that none can be late any more."""
     return all(state.get(leaf, {}).get(name) is not None for leaf in leaves for name in names)

@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 from shardopt.algorithms.torch_private import not_compiled
 from shardopt.optim.base import KeyedOptimizer
 from shardopt.optim.groups import first_names, named, refuse_non_leaves
-from shardopt.optim.local_step import LocalOptimizer, LocalState
+from shardopt.optim.local_state import LocalState
+from shardopt.optim.local_step import LocalOptimizer
 from shardopt.optim.saved import PARAM_GROUPS, STATE, UNTOUCHED
 
 

@@ -253,21 +253,3 @@ class ShardedState(MutableMapping[str, Any]):
             for name, value in self._states[0].items():
                 if self._kinds.get(name) is not Kind.PARAMETER and isinstance(value, Tensor):
                     state[name].copy_(value)
-
-
-def moved_state(state: Mapping[str, Any], fresh: Mapping[str, Any], old: Tensor, new: Tensor) -> State:
-    """State of a leaf whose parameter got another local tensor: the same values where the new tensor needs them.
-
-    Args:
-        state: of the old leaf.
-        fresh: what new state of the new leaf looks like; tells devices and dtypes.
-        old, new: the leaves. Where they have one dtype the state keeps its own.
-    """
-
-    def follow(name: str, value: Any) -> Any:
-        like = fresh.get(name)
-        if not isinstance(value, Tensor) or not isinstance(like, Tensor):
-            return value
-        return value.to(device=like.device, dtype=value.dtype if old.dtype == new.dtype else like.dtype)
-
-    return {name: follow(name, value) for name, value in state.items()}

@@ -36,8 +36,8 @@ PHASES = {
     "writing": (STORAGE + "LocalStorage.make", STORAGE + "LocalStorage.write", "os:writev"),
     "commit": ("shardopt.checkpoint.save:commit", STORAGE + "LocalStorage.publish", "os:replace"),
     "retention": (
-        "shardopt.checkpoint.manager:steps_to_keep",
-        "shardopt.checkpoint.manager:remove_checkpoint",
+        "shardopt.checkpoint.keeper:steps_to_keep",
+        "shardopt.checkpoint.keeper:remove_checkpoint",
         "os:unlink",
         "os:rmdir",
     ),

@@ -14,7 +14,7 @@ from shardopt.errors import RankError
 from shardopt.ranks import Ranks, ranks_of
 from tests.harness import Fault, each_operation, run_ranks, run_ranks_outcomes
 
-TALK = ["shardopt.ranks:_Channel._put", "shardopt.ranks:_Channel._get"]
+TALK = ["shardopt.ranks.channel:put", "shardopt.ranks.channel:get"]
 
 
 def rounds(count, deadline_seconds=1.0):

@@ -170,6 +170,22 @@ def test_what_someone_wrote_into_early_state_is_used():
     assert weight.tolist() == [-4.5, -4.5]  # 0.5 × 8 + (1 − 0.5) × 1
 
 
+@pytest.mark.parametrize(("written", "after"), [(True, -4.5), (False, -1.0)])
+def test_what_was_written_into_early_state_follows_a_replaced_local_tensor(written, after):
+    with fake_rank(0, 2) as mesh:
+        model = torch.nn.Linear(2, 4, bias=False)
+        model.weight = torch.nn.Parameter(shard(torch.zeros(4, 2), mesh, Shard(0)))
+        optimizer = shardopt.keyed("sgd", model.named_parameters(), lr=1.0, momentum=0.5, dampening=0.5)
+        optimizer.init_state()
+        if written:
+            leaves_of(optimizer.state[model.weight]["momentum_buffer"])[0].fill_(8.0)
+        model.to(torch.float64)
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+        # As above; a first step that makes the buffer anew starts it with the whole gradient.
+        assert leaves_of(model.weight)[0].eq(after).all()
+
+
 def test_the_mark_of_a_parameter_without_a_step_is_saved_and_loaded():
     def optimizer_over(weight):
         return shardopt.keyed("sgd", {"w": weight}, lr=1.0, momentum=0.5, dampening=0.5)

@@ -10,9 +10,9 @@ from collections.abc import Callable
 import pytest
 import torch.distributed as dist
 
-from shardopt import ranks as ranks_module
 from shardopt.errors import CheckpointError, CheckpointExistsError, MismatchError, Problem, RankError, StateError
-from shardopt.ranks import Ranks, _SignsOfLife, ranks_of
+from shardopt.ranks import Ranks, life, ranks_of
+from shardopt.ranks import ranks as ranks_module
 
 
 class Group:
@@ -33,7 +33,7 @@ class Group:
 
 @pytest.fixture(autouse=True)
 def stubs_have_no_backend(monkeypatch):
-    monkeypatch.setattr(ranks_module, "_accelerator", lambda group: None)
+    monkeypatch.setattr(ranks_module, "accelerator_of", lambda group: None)
     monkeypatch.setattr(ranks_module, "_members", lambda group: tuple(range(group.size())) if group else (0,))
 
 
@@ -388,19 +388,19 @@ class Counts:
 @pytest.fixture
 def clock(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(ranks_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(life.time, "monotonic", lambda: now[0])
     return now
 
 
 def test_only_ranks_that_do_not_beat_are_silent(clock):
     store = Counts()
-    life = _SignsOfLife(store, 5.0)
+    signs = life.SignsOfLife(store, 5.0)
     named = []
     for second in range(1, 12):
         clock[0] += 1
         store.beats = {"beat/1": second, "beat/3": min(second, 3)}
-        assert life.due()
-        named.append(life.silent([1, 2, 3]))
+        assert signs.due()
+        named.append(signs.silent([1, 2, 3]))
     assert named == [[]] * 5 + [[2]] * 3 + [[2, 3]] * 3
 
 
@@ -408,15 +408,15 @@ def test_only_ranks_that_do_not_beat_are_silent(clock):
 def test_who_was_stopped_itself_calls_nobody_dead(clock, before):
     """A process, or a machine with all its ranks, that stood still for long: nobody could beat, or be heard."""
     store = Counts()
-    life = _SignsOfLife(store, 5.0)
+    signs = life.SignsOfLife(store, 5.0)
     for _ in range(before):
         clock[0] += 1
-        assert life.silent([1]) == []
+        assert signs.silent([1]) == []
     clock[0] += 1000
-    assert life.silent([1]) == []
+    assert signs.silent([1]) == []
     store.beats["beat/1"] = 1
     clock[0] += 1
-    assert life.silent([1]) == []
+    assert signs.silent([1]) == []
 
 
 # A store that is not new.

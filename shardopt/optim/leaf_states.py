@@ -1,0 +1,124 @@
+"""The state of each leaf: the inner optimizer's, or made early and kept from it until the leaf's first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardopt.optim.leaves import State
+
+
+class Untouched:
+    """State that was made before the first step and that the inner optimizer does not know yet.
+
+    Args:
+        entries: names and values, as the user sees them.
+        written: whether someone has put values of their own into it.
+    """
+
+    def __init__(self, entries: State, written: bool = False) -> None:
+        self.entries = entries
+        self._written = written
+        self._made = [(value, value._version) for value in self._tensors()]
+
+    def written(self) -> bool:
+        """Whether someone wrote into the tensors or replaced them, so that they are no longer initial values."""
+        now = self._tensors()
+        same = len(now) == len(self._made) and all(
+            value is made and value._version == version for value, (made, version) in zip(now, self._made, strict=True)
+        )
+        return self._written or not same
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Untouched, (self.entries, self.written())  # tensors of a copy count their versions anew
+
+    def _tensors(self) -> list[Tensor]:
+        return [value for value in self.entries.values() if isinstance(value, Tensor)]
+
+
+class LeafStates:
+    """Live state, by leaf.
+
+    Args:
+        optimizer: the inner one, which has all state but what it is not to know yet.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._untouched: dict[Tensor, Untouched] = {}
+
+    def __getitem__(self, leaf: Tensor) -> State:
+        """Live; empty if there is none yet."""
+        if self.is_untouched(leaf):
+            return self._untouched[leaf].entries
+        state: State = self._optimizer.state[leaf]
+        return state
+
+    def __contains__(self, leaf: Tensor) -> bool:
+        return self.is_untouched(leaf) or bool(self._optimizer.state.get(leaf))
+
+    def is_untouched(self, leaf: Tensor) -> bool:
+        """Whether the leaf has state and never had a step, so that the first step makes its state anew."""
+        return leaf in self._untouched
+
+    def put(self, leaf: Tensor, entries: State, untouched: bool) -> None:
+        """Makes these the state of a leaf.
+
+        Args:
+            untouched: whether they are initial values, which the leaf's first step makes anew.
+        """
+        if untouched:
+            self._optimizer.state.pop(leaf, None)
+            self._untouched[leaf] = Untouched(entries)
+        else:
+            self._untouched.pop(leaf, None)
+            self._optimizer.state[leaf] = entries
+
+    def drop(self, leaf: Any) -> None:
+        """Leaves a leaf, or another key of the inner optimizer's state, without any."""
+        self._untouched.pop(leaf, None)
+        self._optimizer.state.pop(leaf, None)
+
+    def hand_over(self, leaves: Iterable[Tensor] | None = None) -> None:
+        """Lets the inner optimizer make state anew for those of the leaves that are to have their first step.
+
+        What someone wrote into early state is not lost: it is handed to the inner optimizer as it is.
+
+        Args:
+            leaves: None for all.
+        """
+        if not self._untouched:
+            return
+        among = self._untouched if leaves is None else leaves
+        for leaf in [leaf for leaf in among if self.is_untouched(leaf) and leaf.grad is not None]:
+            early = self._untouched.pop(leaf)
+            if early.written():
+                self._optimizer.state[leaf] = early.entries
+
+    def move(self, old: Tensor, new: Tensor, fresh: Callable[[Tensor], Mapping[str, Any]]) -> None:
+        """Makes the state of one leaf that of another, with the same values where the new one needs them.
+
+        Args:
+            old, new: the leaves. Where they have one dtype the state keeps its own.
+            fresh: gives what new state of a leaf looks like; tells devices and dtypes.
+        """
+        entries, early = dict(self[old]), self._untouched.get(old)
+        self.drop(old)
+        if not entries:
+            return
+        if (old.device, old.dtype) != (new.device, new.dtype):
+            keeps_dtype, like = old.dtype == new.dtype, fresh(new)
+            entries = {name: _moved(value, like.get(name), keeps_dtype) for name, value in entries.items()}
+        if early is None:
+            self._optimizer.state[new] = entries
+        else:
+            self._untouched[new] = Untouched(entries, early.written())
+
+
+def _moved(value: Any, like: Any, keeps_dtype: bool) -> Any:
+    if not isinstance(value, Tensor) or not isinstance(like, Tensor):
+        return value
+    return value.to(device=like.device, dtype=value.dtype if keeps_dtype else like.dtype)

@@ -1,0 +1,18 @@
+"""How ranks talk, and how they fail: all of them, with one error.
+
+What ranks must do together is one call of `Ranks.agree`: each does its own work, rank 0 looks at what all have
+reported and decides, and either every rank gets the decision or every rank raises the same error. The exceptions are
+`Ranks.add_up`, for the few numbers that every step needs, and `Ranks.exchange`, for algorithms that need whole
+parameters and for rows of tables: the only collectives of shardopt itself.
+
+Each file imports only those before it: parts (JSON in the store), failures (errors as JSON), life (heartbeats), channel
+(rounds in the store), collectives, notice, ranks (all of these together), groups (which ranks there are).
+"""
+
+from shardopt.ranks.collectives import Exchange
+from shardopt.ranks.groups import ranks_among, ranks_of
+from shardopt.ranks.life import DEADLINE_SECONDS
+from shardopt.ranks.notice import Notice
+from shardopt.ranks.ranks import Ranks
+
+__all__ = ["DEADLINE_SECONDS", "Exchange", "Notice", "Ranks", "ranks_among", "ranks_of"]

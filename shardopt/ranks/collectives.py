@@ -1,0 +1,48 @@
+"""What goes through the process group's own backend, and on which devices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Exchange:
+    """An exchange under way; it keeps what was sent until it is done."""
+
+    def __init__(self, got: Tensor, sent: Tensor, work: dist.Work | None) -> None:
+        self._got = got
+        self._sent: Tensor | None = sent
+        self._work = work
+
+    def wait(self) -> Tensor:
+        """What was got, once it is there; on an accelerator only the current stream waits, not this process."""
+        if self._work is not None:
+            self._work.wait()
+        self._sent = None
+        return self._got
+
+
+def begin_exchange(
+    group: dist.ProcessGroup | None, sent: Tensor, sent_counts: Sequence[int], got_counts: Sequence[int]
+) -> Exchange:
+    """See `Ranks.exchange`; without a group, what is sent is what is got."""
+    if group is None or group.size() == 1:
+        return Exchange(sent, sent, None)
+    got = sent.new_empty(sum(got_counts))
+    # As bytes: gloo knows fewer dtypes than there are.
+    got_bytes, sent_bytes = ([n * sent.element_size() for n in counts] for counts in (got_counts, sent_counts))
+    outputs, inputs = got.view(torch.uint8), sent.view(torch.uint8)
+    work = dist.all_to_all_single(outputs, inputs, got_bytes, sent_bytes, group=group, async_op=True)
+    return Exchange(got, sent, work)
+
+
+def accelerator_of(group: dist.ProcessGroup) -> str | None:
+    """The kind of device that the group's own backend for accelerators (NCCL, not gloo) works on, if it has one."""
+    for pair in dist.get_backend_config(group).split(","):
+        kind, _, backend = pair.partition(":")
+        if backend not in ("gloo", "mpi", "fake"):
+            return kind
+    return None

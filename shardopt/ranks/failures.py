@@ -1,0 +1,34 @@
+"""Errors on their way between ranks: each as JSON, and those of several ranks as one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from shardopt.errors import RankError, ShardoptError
+
+
+def describe(error: BaseException) -> dict[str, Any]:
+    """An error of one rank as JSON, from which `ShardoptError.from_json` makes one again."""
+    if isinstance(error, ShardoptError):
+        return error.to_json()
+    return RankError(f"{type(error).__name__}: {error}").to_json()
+
+
+def merge(what: str, failures: list[tuple[int, dict[str, Any]]], size: int) -> dict[str, Any]:
+    """One error for all ranks: the first failure's type and text, the ranks it came from, and what others met."""
+    ranks_with: dict[tuple[str, str], list[int]] = {}
+    for rank, error in failures:
+        ranks_with.setdefault((error["type"], error["message"]), []).append(rank)
+    (first, ranks), *others = ranks_with.items()
+    where = "" if len(ranks) == size and size > 1 else f" on {names_of(ranks)}"
+    also = "; ".join(f"on {names_of(those)}: {text}" for (_, text), those in others)
+    message = f"{what} failed{where}: {first[1]}" + (f" (and {also})" if also else "")
+    problems = {json.dumps(problem, sort_keys=True): problem for _, error in failures for problem in error["problems"]}
+    return {"type": first[0], "message": message, "problems": list(problems.values())}
+
+
+def names_of(ranks: Sequence[int]) -> str:
+    """ "rank 1", or "ranks 1, 3"."""
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

@@ -1,0 +1,52 @@
+"""Which ranks there are: each process group's once, and new groups where there is none of just these members."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+import torch.distributed as dist
+
+from shardopt.ranks.ranks import Ranks
+
+_of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, Ranks] = weakref.WeakKeyDictionary()
+
+
+def ranks_of(group: dist.ProcessGroup | None = None) -> Ranks:
+    """The ranks of `group` (default: of the job); this process alone where torch.distributed is not initialized."""
+    if group is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            return Ranks(None)
+        group = dist.group.WORLD
+    assert group is not None
+    if group not in _of_group:
+        _of_group[group] = Ranks(group)
+    return _of_group[group]
+
+
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Groups that were made for want of others, by those whom they are made of; kept while the job's group is."""
+
+
+def ranks_among(members: tuple[int, ...], known: Iterable[dist.ProcessGroup] = ()) -> Ranks:
+    """The ranks with these numbers, through the job's own group or one of `known` where it is made of just them.
+
+    Otherwise through a new group, for which all members must call; those who call for several do it in the same order.
+
+    Args:
+        members: global numbers, ascending; this rank's is among them.
+        known: groups that there are.
+    """
+    if len(members) == 1:
+        return Ranks(None)
+    job = dist.group.WORLD
+    assert job is not None
+    made = _made.setdefault(job, {})
+    for group in (job, *known):
+        if sorted(dist.get_process_group_ranks(group)) == list(members):
+            return ranks_of(group)
+    if members not in made:
+        made[members] = dist.new_group(list(members), use_local_synchronization=True)
+    return ranks_of(made[members])

@@ -1,0 +1,177 @@
+"""The ranks of a process group, and all that they do together."""
+
+from __future__ import annotations
+
+import secrets
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import DistError, HashStore, PrefixStore  # type: ignore[attr-defined]  # from a compiled module
+
+from shardopt.errors import RankError, ShardoptError
+from shardopt.ranks.channel import Channel, Silent
+from shardopt.ranks.collectives import Exchange, accelerator_of, begin_exchange
+from shardopt.ranks.failures import describe
+from shardopt.ranks.life import DEADLINE_SECONDS
+from shardopt.ranks.notice import Notice
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """The ranks of one process group, or this process alone where there is none.
+
+    Of each the number in the job is in `members`.
+
+    All ranks must make the same calls in the same order. After an error that a silent rank caused, the ranks may
+    have lost step, and every further call raises at once.
+
+    Args:
+        group: None for this process alone.
+        name: of ranks that talk beside others, as `beside` makes them.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, name: str = "") -> None:
+        self.rank = group.rank() if group is not None else 0
+        self.size = group.size() if group is not None else 1
+        self.members = _members(group)
+        # Weak: `ranks_of` is to forget the group, and these ranks with it, once nobody else has it.
+        self._group = None if group is None else weakref.ref(group)
+        self._accelerator = None if group is None else accelerator_of(group)
+        self._channel: Channel | None = None
+        if group is not None and self.size > 1:
+            store = group.get_group_store()
+            # A client answers one question at a time, so those who talk beside others need one of their own.
+            if name:
+                store = store.clone()  # type: ignore[attr-defined]  # torch's stubs do not have it
+            under = PrefixStore(f"shardopt-{name}" if name else "shardopt", store)
+            self._channel = Channel(under, self.rank, self.size)
+        self._broken: str | None = None
+
+    def beside(self, name: str) -> Ranks:
+        """The same ranks, to `agree` in another thread while these do in theirs: in rounds of their own.
+
+        They have their own connection to the store, which closes when they are let go.
+
+        Args:
+            name: the same on every rank, and of no others that are in use.
+        """
+        return Ranks(self._process_group(), name)
+
+    def notice(self, what: str, first: str, deadline_seconds: float = DEADLINE_SECONDS) -> Notice:
+        """A word that all of these ranks can read and replace at any time, each for itself. Collective.
+
+        Args:
+            what: what it is for, as for `agree`.
+            first: what it is at first, on rank 0.
+        """
+        channel = self._channel
+        if channel is None:
+            return Notice(HashStore(), "notice", first)
+
+        def post(_: list[Any]) -> str:
+            key = f"notice/{secrets.token_hex(8)}"
+            Notice(channel.store, key, first)
+            return key
+
+        _, key = self.agree(what, work=lambda: None, decide=post, deadline_seconds=deadline_seconds)
+        return Notice(channel.store, key)
+
+    @property
+    def device(self) -> torch.device:
+        """Where numbers for `add_up` are to lie: on the accelerator in use where the group communicates there."""
+        if self._accelerator is None:
+            return torch.device("cpu")
+        return torch.device(self._accelerator, torch.get_device_module(self._accelerator).current_device())
+
+    def add_up(self, numbers: Tensor) -> Tensor:
+        """Each number summed over the ranks, in place; every rank gets the same bits. Collective: one all-reduce.
+
+        Args:
+            numbers: on `device`, of the same shape and dtype on every rank.
+        """
+        group = self._process_group()
+        if group is not None:
+            dist.all_reduce(numbers, group=group)
+        return numbers
+
+    def exchange(self, sent: Tensor, sent_counts: Sequence[int], got_counts: Sequence[int]) -> Exchange:
+        """Sends a part of a vector to each of the ranks, and gets theirs. Collective: one all-to-all.
+
+        It is only begun here: `wait` of what this returns gives the vector that was got.
+
+        Args:
+            sent: contiguous, on a device that the group communicates on; not to be changed before `wait`. The parts
+                stand in it in the order of the ranks.
+            sent_counts, got_counts: how many elements go to and come from each of them.
+        """
+        return begin_exchange(self._process_group(), sent, sent_counts, got_counts)
+
+    def agree(
+        self,
+        what: str,
+        work: Callable[[], T],
+        report: Callable[[T], Any] = lambda result: None,
+        decide: Callable[[list[Any]], Any] = lambda reports: None,
+        deadline_seconds: float = DEADLINE_SECONDS,
+    ) -> tuple[T, Any]:
+        """Does `work` on every rank, and `decide` on rank 0 over all the reports. Collective.
+
+        Args:
+            what: what is being done, for error messages ("writing step-7").
+            work: this rank's own part; what it returns stays here.
+            report: what rank 0 must know of it, as JSON.
+            decide: runs on rank 0 only; gets the reports by rank and returns JSON that every rank gets.
+            deadline_seconds: for how long a rank may show no sign of life before it is given up.
+
+        Returns:
+            What `work` returned on this rank, and what `decide` returned on rank 0.
+
+        Raises:
+            ShardoptError: `work` failed on some rank, or `decide` on rank 0. Every rank raises the same error, and
+                where not all have failed it names those that did.
+            RankError: a rank has died or has not arrived.
+        """
+        if self._channel is None:
+            result = work()
+            return result, decide([report(result)])
+        if self._broken is not None:
+            raise RankError(f"{what}: ranks lost step in an earlier failure ({self._broken}); restart the job")
+        channel = self._channel
+        outcome: list[T] = []
+        cause: BaseException | None = None
+        with channel.round(what, deadline_seconds):
+            try:
+                outcome.append(work())
+                mine = {"report": report(outcome[0])}
+            except BaseException as error:
+                cause, mine = error, {"error": describe(error)}
+            try:
+                answer = channel.decide(mine, decide) if self.rank == 0 else channel.follow(mine)
+            except (Silent, DistError) as silent:
+                self._broken = str(silent) if isinstance(silent, Silent) else f"the job's store is lost: {silent}"
+                raise RankError(f"{what}: {self._broken}") from cause
+            except BaseException as interrupt:
+                if not channel.told:
+                    self._broken = f"{type(interrupt).__name__} before the other ranks were told"
+                raise
+        if cause is not None and not isinstance(cause, Exception):
+            raise cause  # an interrupt stays an interrupt here; the other ranks have been told
+        if "error" in answer:
+            if answer.get("broken"):
+                self._broken = answer["error"]["message"]
+            raise ShardoptError.from_json(answer["error"]) from cause
+        return outcome[0], answer["decision"]
+
+    def _process_group(self) -> dist.ProcessGroup | None:
+        return None if self._group is None else self._group()
+
+
+def _members(group: dist.ProcessGroup | None) -> tuple[int, ...]:
+    if group is not None:
+        return tuple(dist.get_process_group_ranks(group))
+    return (dist.get_rank() if dist.is_available() and dist.is_initialized() else 0,)
