@@ -139,14 +139,16 @@ def can_make_lazy_state(optimizer: Optimizer) -> bool:
     return hasattr(optimizer, "_init_group")
 
 
-def gathers_as_torch(optimizer: type[Optimizer]) -> bool:
-    """Whether a step of the class is torch's own, and asks an `_init_group` of torch's for all that it steps with.
+def gathers_as_torch(optimizer: Optimizer) -> bool:
+    """Whether its class's step is torch's own, and asks an `_init_group` of torch's for all that it steps with.
 
     That fills lists: first of the leaves that have a gradient, then of their gradients, then of their state, which the
     step changes in place, but for entries that are None.
     """
-    step, init_group = step_without_hooks(optimizer), getattr(optimizer, "_init_group", None)
-    return all(str(getattr(each, "__module__", None)).startswith("torch.optim.") for each in (step, init_group))
+    both = step_without_hooks(type(optimizer)), getattr(optimizer, "_init_group", None)
+    # Not by `__module__`: what is wrapped with functools claims to be from where the wrapped function is.
+    where = [getattr(each, "__globals__", {}).get("__name__", "") for each in both]
+    return all(name.startswith("torch.optim.") for name in where)
 
 
 @contextmanager

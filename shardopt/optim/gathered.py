@@ -16,6 +16,9 @@ from torch import Tensor
 
 Options = tuple[Any, ...]
 
+_NUMBERS = (bool, int, float)
+_OTHERS = (type(None), str, tuple, list)
+
 
 class Gathered(NamedTuple):
     """What `_init_group` gave and filled in, but for the gradients.
@@ -80,11 +83,15 @@ def gathered(options: Options, leaves: Sequence[Tensor], lists: Sequence[list[An
 def deciding(group: Mapping[str, Any]) -> Options:
     """What may decide about the state that a group's parameters have, and about what is refused.
 
-    Of numbers that is whether they are 0: schedules change them in every step. No tensor is looked into.
+    Of numbers that is whether they are 0: schedules change them in every step. No tensor is looked into, which could
+    be to wait for a device: of learning rates nobody asks more than the class, and another tensor (or a NumPy number,
+    or whatever else there may be) is equal to nothing.
     """
     return tuple(
         [
-            (name, bool(value)) if type(value) in (bool, int, float) else (name, type(value))
+            (name, bool(value))
+            if type(value) in _NUMBERS
+            else (name, type(value) if type(value) in _OTHERS or name.endswith("lr") else object())
             for name, value in group.items()
             if name != "params"
         ]

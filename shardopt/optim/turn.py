@@ -73,7 +73,7 @@ def in_turns(optimizer: Optimizer, turns: Sequence[Turn]) -> Iterator[None]:
     by_group = {id(turn.group): turn for turn in turns}
     optimizer.param_groups = [turn.group for turn in turns]
     try:
-        if any(turn.leaves.alike for turn in turns) and gathers_as_torch(type(optimizer)):
+        if any(turn.leaves.alike for turn in turns) and gathers_as_torch(optimizer):
             with gathering(optimizer, lambda init_group, group, lists: by_group[id(group)].gather(init_group, lists)):
                 yield
         else:
