@@ -101,17 +101,19 @@ class LeafStates:
     def move(self, old: Tensor, new: Tensor, fresh: Callable[[Tensor], Mapping[str, Any]]) -> None:
         """Makes the state of one leaf that of another, with the same values where the new one needs them.
 
+        It stays the same dict, which someone may hold.
+
         Args:
             old, new: the leaves. Where they have one dtype the state keeps its own.
             fresh: gives what new state of a leaf looks like; tells devices and dtypes.
         """
-        entries, early = dict(self[old]), self._untouched.get(old)
+        entries, early = self[old], self._untouched.get(old)
         self.drop(old)
         if not entries:
             return
         if (old.device, old.dtype) != (new.device, new.dtype):
             keeps_dtype, like = old.dtype == new.dtype, fresh(new)
-            entries = {name: _moved(value, like.get(name), keeps_dtype) for name, value in entries.items()}
+            entries.update({name: _moved(value, like.get(name), keeps_dtype) for name, value in entries.items()})
         if early is None:
             self._optimizer.state[new] = entries
         else:

@@ -38,8 +38,8 @@ class Loan:
         self.leaves: list[Tensor] = []
         self._own: list[tuple[Tensor, Tensor]] = []
 
-    def lend(self, leaf: Tensor, gradient: Tensor) -> None:
-        """Gives a leaf a gradient in the place of its own, if it has one."""
+    def lend(self, leaf: Tensor, gradient: Tensor | None) -> None:
+        """Gives a leaf a gradient, or none, in the place of its own, if it has one."""
         if leaf.grad is not None:
             self._own.append((leaf, leaf.grad))
         self.leaves.append(leaf)
@@ -109,7 +109,7 @@ class Shards:
         found = found_gradients(self.parameter, self.name, (torch.strided, torch.sparse_coo), takes_dense)
         if self.stands_in and requires_gradient(self.parameter):
             found = [no_gradient(leaf, not takes_dense) for leaf in self.leaves]
-        for leaf, gradient in zip(self.leaves, found or (), strict=found is not None):
+        for leaf, gradient in zip(self.leaves, found or (None,) * len(self.leaves), strict=True):
             loan.lend(leaf, gradient)
         self.reader.accepted()
 
@@ -161,6 +161,11 @@ class GroupLeaves:
         plain parameter is the inner optimizer's own dict."""
         return len(self._readers) == len(self._parameters) == len(self.leaves)
 
+    @property
+    def kinds(self) -> set[tuple[str, torch.dtype]]:
+        """Devices and dtypes of the leaves. A plain parameter gets others while it stays the same (`module.to`)."""
+        return self._kinds if None not in self._shards else _kinds_of(self.leaves)
+
     def lend(
         self, loan: Loan, follow: Callable[[Shards], None], takes_dense: bool = True
     ) -> list[Tensor | None] | None:
@@ -180,17 +185,24 @@ class GroupLeaves:
         gradients, others = lend_gradients(self._readers, loan.leaves)
         if not others:
             return gradients
-        for shards in [self._readers[reader] for reader in others]:
-            follow(shards)
-            shards.lend_gradients(loan, takes_dense)
-        self._refresh()
+        try:
+            for shards in [self._readers[reader] for reader in others]:
+                follow(shards)
+                shards.lend_gradients(loan, takes_dense)
+        finally:
+            # Those before one that is refused may have other leaves, and are not looked at again.
+            self._refresh()
         return None
 
     def _refresh(self) -> None:
         both = zip(self._parameters, self._shards, strict=True)
         self.leaves = list(chain.from_iterable((tensor,) if its is None else its.leaves for tensor, its in both))
         self.sharded = [(its.name, leaf) for its in self._shards if its is not None for leaf in its.leaves]
-        self.kinds = {(leaf.device.type, leaf.dtype) for leaf in self.leaves}
+        self._kinds = _kinds_of(self.leaves)
+
+
+def _kinds_of(leaves: Iterable[Tensor]) -> set[tuple[str, torch.dtype]]:
+    return {(leaf.device.type, leaf.dtype) for leaf in leaves}
 
 
 class ShardedState(MutableMapping[str, Any]):

@@ -39,6 +39,12 @@ class LocalState(MutableMapping[Any, Any]):
         for leaf in self._local.leaves(key) if isinstance(key, Tensor) else (key,):
             self._local.states.drop(leaf)
 
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        """As of a dict; what was never looked up has empty state here, and so takes the default."""
+        if key not in self:
+            self[key] = {} if default is None else default
+        return self[key]
+
     def __contains__(self, key: object) -> bool:
         if isinstance(key, Tensor):
             return key in self._names and self._local.has_state(key)

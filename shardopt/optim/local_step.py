@@ -49,7 +49,8 @@ class LocalOptimizer:
         self.shards: dict[Tensor, Shards] = {}
         self.chooses = False
         self._grouped: list[GroupLeaves] = []
-        self._alone: dict[Tensor, tuple[Group, GroupLeaves]] = {}
+        # With the group of each parameter, and its place there.
+        self._alone: dict[Tensor, tuple[Group, int, GroupLeaves]] = {}
         leaves = {parameter: self._bind(name, parameter) for parameter, name in names.items()}
         self.optimizer = optim_factory(list(chain.from_iterable(leaves.values())))
         self.spec = spec = find_spec(type(self.optimizer))
@@ -125,11 +126,16 @@ class LocalOptimizer:
         Only of an elementwise algorithm, which computes the same in a step on all parameters.
         """
         assert self.spec is not None and self.spec.elementwise
-        group, leaves = self._alone.get(parameter, (None, None))
-        if group is None or leaves is None or all(group is not each for each in self.groups):
-            group = next(each for each in self.groups if any(parameter is its for its in each["params"]))
-            leaves = GroupLeaves([parameter], self.shards)
-            self._alone[parameter] = group, leaves
+        group, place, leaves = self._alone.get(parameter) or ({"params": ()}, 0, None)
+        here = group["params"][place : place + 1]
+        if leaves is None or not here or here[0] is not parameter or all(group is not each for each in self.groups):
+            places = [
+                (group, place) for group in self.groups for place, its in enumerate(group["params"]) if its is parameter
+            ]
+            if not places:  # someone took it out
+                return
+            (group, place), leaves = places[0], GroupLeaves([parameter], self.shards)
+            self._alone[parameter] = group, place, leaves
         self._step_leaves(self.spec, [(group, leaves)])
 
     def _step_leaves(self, spec: AlgorithmSpec, grouped: list[tuple[Group, GroupLeaves]]) -> None:
@@ -150,7 +156,7 @@ class LocalOptimizer:
             with in_turns(self.optimizer, turns):
                 step_without_hooks(type(self.optimizer))(self.optimizer)
         finally:
-            for turn in turns:
+            for turn in reversed(turns):  # so that what one was lent is not given back by the next as the leaf's own
                 turn.give_back()
 
     def zero_grad(self, set_to_none: bool) -> None:

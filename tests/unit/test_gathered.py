@@ -5,9 +5,13 @@ to both on the way.
 """
 
 import copy
+import functools
+import gc
 import pickle
 import sys
+import weakref
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.tensor import DTensor, Shard
@@ -247,3 +251,170 @@ def test_copy_of_an_optimizer_goes_by_its_own_state(mesh):
     plain["w"].grad = torch.ones(2)
     optimizer.step()
     assert pickle.loads(pickle.dumps(optimizer)).state_dict().keys() == optimizer.state_dict().keys()
+
+
+@pytest.mark.parametrize("number", [np.float64, np.float32, torch.tensor])
+@pytest.mark.parametrize("before, after", [(0.0, 0.9), (0.9, 0.0)])
+def test_options_that_are_no_plain_numbers(mesh, number, before, after):
+    twins = Twins(mesh, "SGD", momentum=number(before))
+    for _ in range(3):
+        twins.step()
+    for group in (*twins.optimizer.param_groups, *twins.torchs.param_groups):
+        group["momentum"] = number(after)
+    for _ in range(3):
+        twins.step()
+
+
+def test_an_option_that_is_written_into(mesh):
+    twins = Twins(mesh, "SGD", momentum=torch.tensor(0.0))
+    for _ in range(3):
+        twins.step()
+    for group in (*twins.optimizer.param_groups, *twins.torchs.param_groups):
+        group["momentum"].fill_(0.9)
+    for _ in range(3):
+        twins.step()
+
+
+def test_learning_rates_that_are_tensors_are_no_reason_to_gather_again(mesh):
+    twins = Twins(mesh, lr=torch.tensor(0.1))
+    for _ in range(3):
+        twins.step()
+    kept = twins.gathered
+    for group in (*twins.optimizer.param_groups, *twins.torchs.param_groups):
+        group["lr"].fill_(0.03)
+    twins.step()
+    assert twins.gathered is kept is not None
+
+
+def test_who_gathers_in_another_way_is_asked_in_every_step(mesh):
+    """Also where it takes care to look like torch's, and where one optimizer alone was changed."""
+    calls = []
+
+    class Counting(torch.optim.AdamW):
+        @functools.wraps(torch.optim.AdamW._init_group)
+        def _init_group(self, *args, **kwargs):
+            calls.append(self)
+            return super()._init_group(*args, **kwargs)
+
+    twins = Twins(mesh)
+    twins.optimizer = shardopt.keyed(Counting, twins.ours, lr=0.1, foreach=False)
+    for _ in range(4):
+        twins.step()
+    assert len(calls) == 4
+    twins = Twins(mesh)
+    inner = twins.optimizer._local.optimizer
+    torchs = inner._init_group
+    inner._init_group = changed = lambda *args: (calls.append(inner), torchs(*args))[1]
+    for _ in range(4):
+        twins.step()
+    assert len(calls) == 8
+    assert inner._init_group is changed
+
+
+def test_local_tensors_that_were_replaced_before_a_step_that_is_refused(mesh):
+    twins = Twins(mesh)
+    for _ in range(3):
+        twins.step()
+    ours, other = twins.ours["w1"], twins.ours["w2"]
+    ours._local_tensor = ours._local_tensor.clone()
+    bad = twins.gradient(other, torch.ones(3, 2))
+    bad._local_tensor, bad._spec = torch.ones(2, 2), other.grad._spec
+    other.grad = bad
+    with pytest.raises(GradientError):
+        twins.optimizer.step()
+    other.grad = None
+    for _ in range(3):
+        twins.step()
+
+
+def test_state_that_is_held_while_local_tensors_are_replaced(mesh):
+    twins = Twins(mesh)
+    for _ in range(3):
+        twins.step()
+    ours, plain = twins.ours["w1"], twins.plain[1]
+    held = twins.optimizer.state[ours], twins.torchs.state[plain]
+    ours._local_tensor = ours._local_tensor.clone()
+    twins.step()
+    held[0]["exp_avg"] = twins.gradient(ours, torch.full((3, 2), 0.5))
+    held[1]["exp_avg"] = torch.full((3, 2), 0.5)
+    for _ in range(2):
+        twins.step()
+
+
+def test_a_local_tensor_with_a_gradient_of_its_own(mesh):
+    """Which is not the parameter's: it neither is stepped with, nor gets lost."""
+    twins = Twins(mesh)
+    leaf = twins.ours["w1"]._local_tensor
+    leaf.grad = own = torch.ones(3, 2)
+    for without in ((), (1,), (), (1,)):
+        twins.step(without)
+    assert leaf.grad is own
+
+
+def test_a_parameter_in_two_groups_is_stepped_twice_and_keeps_no_gradient(mesh):
+    twins = Twins(mesh)
+    twins.optimizer.add_param_group({"params": {"n": torch.nn.Parameter(shard(torch.ones(4, 2), mesh, Shard(0)))}})
+    twins.torchs.add_param_group({"params": [torch.nn.Parameter(torch.ones(2, 2))]})
+    twins.optimizer.param_groups[1]["params"] = [twins.ours["w0"]]
+    twins.torchs.param_groups[1]["params"] = [twins.plain[0]]
+    for _ in range(3):
+        twins.step()
+    assert all(p._local_tensor.grad is None for p in twins.ours.values())
+
+
+def test_parameters_that_change_their_group(mesh):
+    twins = Twins(mesh)
+    ours = torch.nn.Parameter(shard(torch.randn(6, 2), mesh, Shard(0)))
+    plain = torch.nn.Parameter(ours.to_local().detach().clone())
+    twins.optimizer.add_param_group({"params": {"new": ours}, "lr": 0.5})
+    twins.torchs.add_param_group({"params": [plain], "lr": 0.5})
+    twins.ours["new"] = ours
+    twins.plain.append(plain)
+    every = twins.optimizer.param_groups, twins.torchs.param_groups
+
+    def move(groups):
+        groups[1]["params"].append(groups[0]["params"].pop(1))
+
+    def swap(groups):
+        groups[0]["params"], groups[1]["params"] = groups[1]["params"], groups[0]["params"]
+
+    for change in (move, swap, list.reverse, list.pop):
+        for _ in range(3):
+            twins.step()
+        for groups in every:
+            change(groups)
+    for _ in range(3):
+        twins.step()
+
+
+def test_a_default_for_state(mesh):
+    twins = Twins(mesh)
+    ones = torch.ones(3, 2)
+    ours = twins.gradient(twins.ours["w0"], ones.clone())
+    for _ in range(2):  # before there is any, and when there is
+        again = twins.gradient(twins.ours["w0"], ones.clone())
+        twins.optimizer.state.setdefault(
+            twins.ours["w0"], {"step": torch.tensor(5.0), "exp_avg": ours, "exp_avg_sq": again}
+        )
+        twins.torchs.state.setdefault(
+            twins.plain[0], {"step": torch.tensor(5.0), "exp_avg": ones.clone(), "exp_avg_sq": ones.clone()}
+        )
+        twins.step()
+
+
+def test_nothing_is_kept_of_gradients_and_of_state_that_was_taken_away(mesh):
+    twins = Twins(mesh)
+    for _ in range(3):
+        twins.step()
+    inner = twins.optimizer._local.optimizer
+    held = [weakref.ref(p.grad._local_tensor) for p in twins.ours.values()]
+    held += [weakref.ref(state["exp_avg"]) for state in inner.state.values()]
+    gc.collect()
+    gc.disable()
+    try:
+        for p in twins.ours.values():
+            p.grad = None
+        twins.optimizer.state.clear()
+        assert all(each() is None for each in held)
+    finally:
+        gc.enable()

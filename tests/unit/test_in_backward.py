@@ -458,3 +458,34 @@ def test_a_class_for_tables_may_be_built_without_backward():
     assert isinstance(made, KeyedOptimizerWrapper)
     net(torch.ones(2)).sum().backward()
     assert net.weight.grad is not None
+
+
+def test_parameters_that_change_their_group():
+    torch.manual_seed(0)
+    ours = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
+    plain = copy.deepcopy(ours)
+    optimizer = shardopt.in_backward(ours, "sgd", lr=0.1, groups=[{"match": "^b", "lr": 0.01}])
+    torchs = torch.optim.SGD(
+        [{"params": list(plain["b"].parameters()), "lr": 0.01}, {"params": list(plain["a"].parameters())}], lr=0.1
+    )
+    assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.1]
+
+    def move(groups):
+        groups[0]["params"].append(groups[1]["params"].pop(0))
+
+    def drop(groups):
+        groups[0]["params"].pop(0)
+
+    def swap(groups):
+        groups[0]["params"], groups[1]["params"] = groups[1]["params"], groups[0]["params"]
+
+    for change in (list.copy, move, drop, swap):
+        change(optimizer.param_groups)
+        change(torchs.param_groups)
+        for _ in range(2):
+            for net in (ours, plain):
+                net["b"](net["a"](torch.ones(2, 3))).square().sum().backward()
+            torchs.step()
+            torchs.zero_grad()
+            for mine, its in zip(ours.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(mine, its)

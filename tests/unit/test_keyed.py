@@ -752,3 +752,19 @@ def test_the_base_class_keys_what_it_is_given():
     with pytest.raises(StateError, match="all state keys must be params"):
         KeyedOptimizer({"w": weight}, {bias: {}}, [])
     KeyedOptimizer({}, {}, [])
+
+
+def test_implementation_is_chosen_anew_for_a_module_that_was_cast():
+    """In bfloat16 the fused SGD rounds in another way than the for-loop."""
+    ours = torch.nn.Parameter(torch.linspace(-1.0, 1.0, 64))
+    plain = torch.nn.Parameter(ours.detach().clone())
+    optimizer = shardopt.keyed("sgd", {"w": ours}, lr=0.1, weight_decay=0.1)
+    torchs = torch.optim.SGD([plain], lr=0.1, weight_decay=0.1, foreach=False)
+    for dtype in (torch.float32, torch.bfloat16):
+        ours.data, plain.data = ours.data.to(dtype), ours.data.to(dtype)
+        for i in range(10):
+            ours.grad = torch.linspace(i - 5.0, 0.3, 64, dtype=dtype)
+            plain.grad = ours.grad.clone()
+            optimizer.step()
+            torchs.step()
+    assert torch.equal(ours, plain)
