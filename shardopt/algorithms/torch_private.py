@@ -145,10 +145,20 @@ def gathers_as_torch(optimizer: Optimizer) -> bool:
     That fills lists: first of the leaves that have a gradient, then of their gradients, then of their state, which the
     step changes in place, but for entries that are None.
     """
-    both = step_without_hooks(type(optimizer)), getattr(optimizer, "_init_group", None)
-    # Not by `__module__`: what is wrapped with functools claims to be from where the wrapped function is.
-    where = [getattr(each, "__globals__", {}).get("__name__", "") for each in both]
-    return all(name.startswith("torch.optim.") for name in where)
+    return _is_of_torch_optim(step_without_hooks(type(optimizer))) and _is_of_torch_optim(
+        getattr(optimizer, "_init_group", None)
+    )
+
+
+def _is_of_torch_optim(function: Any) -> bool:
+    """Whether a function is torch.optim's, wrapped by none but torch, as torch.compile does once it is loaded.
+
+    Not by `__module__` alone: what functools wraps claims to be from where the wrapped function is.
+    """
+    if not getattr(function, "__globals__", {}).get("__name__", "").startswith("torch."):
+        return False
+    inner = getattr(function, "__wrapped__", None)
+    return function.__module__.startswith("torch.optim.") if inner is None else _is_of_torch_optim(inner)
 
 
 @contextmanager

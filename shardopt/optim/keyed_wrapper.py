@@ -24,6 +24,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         params: FQN → parameter (plain, DTensor or ShardedTensor, mixed at will, on one or several meshes).
         optim_factory: builds the torch optimizer from the list of tensors that it shall step on. A plain parameter is
             itself in the list; a sharded one is there as its local tensors, in the order of `params`.
+            What it builds belongs to this optimizer: state that is replaced there, and not in `state`, is not noticed.
 
     Raises:
         AlgorithmError: a parameter is sharded, and the algorithm is not known or may not step on shards.

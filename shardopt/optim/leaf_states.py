@@ -108,6 +108,7 @@ class LeafStates:
             fresh: gives what new state of a leaf looks like; tells devices and dtypes.
         """
         entries, early = self[old], self._untouched.get(old)
+        written = early is not None and early.written()
         self.drop(old)
         if not entries:
             return
@@ -117,7 +118,7 @@ class LeafStates:
         if early is None:
             self._optimizer.state[new] = entries
         else:
-            self._untouched[new] = Untouched(entries, early.written())
+            self._untouched[new] = Untouched(entries, written)
 
 
 def _moved(value: Any, like: Any, keeps_dtype: bool) -> Any:

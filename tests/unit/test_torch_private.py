@@ -59,6 +59,12 @@ def test_init_group_makes_what_the_first_step_makes(spec):
     assert len(optimizers[1].state) == 0
 
 
+def test_torchs_way_of_gathering_is_known_once_the_compiler_is_loaded():
+    """Which wraps it, and is loaded for good."""
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
+    assert gathers_as_torch(torch.optim.AdamW([torch.ones(2)]))
+
+
 @pytest.mark.parametrize("spec", [spec for spec in WITH_INIT_GROUP if spec.elementwise], ids=lambda spec: spec.name)
 def test_a_step_changes_in_place_what_init_group_gathers(spec):
     torchs = spec.optimizer.__module__.startswith("torch.optim.")
