@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 
-from shardopt.checkpoint.storage.directory import BUFFERS_PER_CALL, Span, Storage, runs, too_short
+from shardopt.checkpoint.storage.directory import BUFFERS_PER_CALL, ReadInto, Span, Storage, runs, too_short
 
 _BATCH_BYTES = 16 << 20  # written in one call; more would hold on to memory that was made only to be written
 
@@ -51,13 +52,17 @@ class LocalStorage(Storage):
             file.seek(begin)
             return file.read() if end is None else file.read(end - begin)
 
-    def read_into(self, name: str, spans: Sequence[Span]) -> None:
+    @contextmanager
+    def opened(self, name: str) -> Iterator[ReadInto]:
         fd = os.open(self._path(name), os.O_RDONLY)
         try:
-            for offset, buffers in runs(spans):
-                self._read_run(fd, name, offset, buffers)
+            yield partial(self._read_into, fd, name)
         finally:
             os.close(fd)
+
+    def _read_into(self, fd: int, name: str, spans: Sequence[Span]) -> None:
+        for offset, buffers in runs(spans):
+            self._read_run(fd, name, offset, buffers)
 
     def _read_run(self, fd: int, name: str, offset: int, buffers: list[memoryview]) -> None:
         while buffers:
