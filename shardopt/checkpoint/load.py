@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch.optim import Optimizer
@@ -77,6 +78,30 @@ class _Plan:
     def key_of(self, key: str) -> str:
         """The key in the data files."""
         return self.names.renamed.get(key, key)
+
+
+class _Reads:
+    """What this rank reads and sends, worked out when it is first asked for: within a round, so that all hear of failure.
+
+    Args:
+        alike: whether all ranks hold the same shared tensors; otherwise nothing is sent.
+    """
+
+    def __init__(self, plan: _Plan, alike: bool, ranks: Ranks) -> None:
+        self._plan, self._alike, self._ranks = plan, alike, ranks
+
+    @cached_property
+    def shared(self) -> SharedReads:
+        return SharedReads(self._plan.shared if self._alike else {}, self._ranks)
+
+    @cached_property
+    def wants(self) -> list[tuple[OpenFile, Want]]:
+        """Where ranks share: what only this one holds, and its part of the rest."""
+        plan = self._plan
+        if not (self._alike and plan.shared):
+            return plan.wants
+        pieces = {key: view.pieces for key, view in plan.into.items() if key not in plan.shared} | self.shared.own()
+        return [want for key, own in pieces.items() for want in plan.reader.wants(plan.key_of(key), own)]
 
 
 def load(
@@ -150,16 +175,15 @@ def _load(
         decide=lambda reports: _compare_ranks(str(url), reports),
         deadline_seconds=deadline_seconds,
     )
-    shared = SharedReads(plan.shared if alike else {}, ranks)
-    wants = _own_wants(plan, shared) if alike and plan.shared else plan.wants
+    reads = _Reads(plan, alike, ranks)
     if transactional:
-        ranks.agree(what, work=lambda: check_all(wants), deadline_seconds=deadline_seconds)
+        ranks.agree(what, work=lambda: check_all(reads.wants), deadline_seconds=deadline_seconds)
     loaded = [each for each in plan.flat.handbacks if plan.match.loads_into(each.path, plan.flat)]
     optimizers = [each.target for each in loaded if isinstance(each.target, Optimizer)]
     mark_torn(optimizers, what)
-    bytes_read, _ = ranks.agree(what, work=lambda: _fill(wants, progress), deadline_seconds=deadline_seconds)
+    bytes_read, _ = ranks.agree(what, work=lambda: _fill(reads.wants, progress), deadline_seconds=deadline_seconds)
     # A round of its own: nobody is to wait for what its reader failed to read, or to hand back what others lack.
-    ranks.agree(what, work=lambda: _hand_back(plan, shared, loaded), deadline_seconds=deadline_seconds)
+    ranks.agree(what, work=lambda: _hand_back(plan, reads.shared, loaded), deadline_seconds=deadline_seconds)
     unmark_torn(optimizers)
 
     report = LoadReport(
@@ -204,12 +228,6 @@ def _plan(
     wants = [want for key, view in into.items() for want in reader.wants(old.get(key, key), view.pieces)]
     share = replicas == "exchange" or (replicas == "auto" and reader.is_remote)
     return _Plan(reader, flat, names, match, into, wants, shared_among(into, ranks.size) if share else {}, per_rank)
-
-
-def _own_wants(plan: _Plan, shared: SharedReads) -> list[tuple[OpenFile, Want]]:
-    """What this rank reads where ranks share: what only it holds, and its part of the rest."""
-    pieces = {key: view.pieces for key, view in plan.into.items() if key not in plan.shared} | shared.own()
-    return [want for key, own in pieces.items() for want in plan.reader.wants(plan.key_of(key), own)]
 
 
 def _refuse_missing(keys: list[str], rank: int) -> None:
