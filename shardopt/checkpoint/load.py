@@ -81,7 +81,7 @@ class _Plan:
 
 
 class _Reads:
-    """What this rank reads and sends, worked out when it is first asked for: within a round, so that all hear of failure.
+    """What this rank reads and sends, worked out when it is first asked for: in a round, so that all hear of a failure.
 
     Args:
         alike: whether all ranks hold the same shared tensors; otherwise nothing is sent.
@@ -116,7 +116,7 @@ def load(
     progress: Progress | None = None,
     deadline_seconds: float = DEADLINE_SECONDS,
 ) -> LoadReport:
-    """Loads a checkpoint into `app`, whatever ranks, meshes and placements it was saved from. Collective.
+    r"""Loads a checkpoint into `app`, whatever ranks, meshes and placements it was saved from. Collective.
 
     Tensors are filled in their own memory; plain values are replaced in the dicts and lists of `app` that hold them;
     objects get their state through `load_state_dict`. What does not fit is found before a byte is changed.
@@ -126,8 +126,13 @@ def load(
         app: as for `save`.
         strict: whether keys that only one side has are an error; `Strictness` has a choice for each kind of difference.
         select: a regex; only keys of the app in which it is found are loaded, and the others stay as they are.
-        rename: regex → replacement, applied in turn to the checkpoint's keys to make them the app's. What stands within
-            a plain value keeps its names, so the groups of an optimizer are not renamed.
+        rename: regex → replacement, applied in turn, as by `re.sub`, to the checkpoint's keys to make them the app's:
+            `{r"\.layers\.": ".blocks."}` renames "model.layers.0.weight" and "optimizer.state.layers.0.weight.exp_avg".
+            Parameters in the groups of keyed optimizers, nested in any way, are renamed as their state is:
+            "layers.0.weight" as the key "optimizer.state.layers.0.weight". So `^model\.layers\.` renames the model
+            alone, and needs `^optimizer\.state\.layers\.` beside it; `^layers\.` fits no key. Refused are rules by
+            which two parameters get one name, or one is called otherwise in its group than in its state. Other names
+            within plain values stay.
         transactional: verify all that will be read before the first byte is changed, at the price of reading it twice.
         replicas: what is done about boxes that several ranks hold: each holder may "read" them, or one of them reads
             and sends to the others ("exchange", over the job's process group, whose own timeout holds for the sends).
