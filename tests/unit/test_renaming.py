@@ -1,5 +1,7 @@
 """A run goes on under other names of its modules: rules for keys rename what groups of optimizers say of parameters."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -17,6 +19,8 @@ from shardopt import (
 )
 from shardopt.checkpoint import Strictness
 from shardopt.errors import MismatchError
+from shardopt.optim.keyed import KeyedOptimizer
+from shardopt.state import PerRank
 
 EVERYWHERE = {r"\.layers\.": ".blocks."}
 RULES = [
@@ -256,3 +260,50 @@ def test_what_is_selected_is_renamed(tmp_path):
     part = app_of("blocks", OPTIMIZERS["adamw"])
     checkpoint.load(tmp_path / "c", part, rename=EVERYWHERE, select="param_groups", strict=Strictness())
     assert [options for _, options in bits(part)] == [options for _, options in bits(app)]
+
+
+def test_groups_that_are_taken_apart_are_left_where_they_are_not_selected(tmp_path):
+    app = saved_by(tmp_path / "c", OPTIMIZERS["rates are tensors"])
+    renamed = app_of("blocks", lambda named: shardopt.keyed("adam", named, lr=torch.tensor(0.01)))  # in one group
+    before = [options for _, options in bits(renamed)]
+    checkpoint.load(tmp_path / "c", renamed, rename=EVERYWHERE, select=r"^model|\.state\.")
+    assert [options for _, options in bits(renamed)] == before
+    assert [weights for weights, _ in bits(renamed)] == [weights for weights, _ in bits(app)]
+
+
+def test_what_has_no_key_of_its_own_is_renamed_and_all_else_left_to_its_key():
+    def new_key(key):
+        return key.replace("layers", "blocks")
+
+    optimizer = shardopt.keyed("adamw", {"w": nn.Parameter(torch.ones(2))})
+    here = PerRank("the key of a tensor")
+    saved = {
+        "state": {"layers.0.w": {"moment": here, "count": 1}, "layers.1.w": {"count": 2}, "own": {"layers": 3}},
+        "param_groups": {"head.w": {"params": ["head.w", "layers.0.w", "layers.1.w"], "untouched": ["layers.0.w"]}},
+    }
+    before = copy.deepcopy(saved)
+    assert optimizer.rename_state_dict(saved, new_key) == {
+        "state": {"layers.0.w": {"moment": here, "count": 1}, "blocks.1.w": {"count": 2}, "own": {"layers": 3}},
+        "param_groups": {"blocks.0.w": {"params": ["blocks.0.w", "blocks.1.w", "head.w"], "untouched": ["blocks.0.w"]}},
+    }
+    assert saved == before
+    assert optimizer.rename_state_dict({"state": {}, "param_groups": [{"params": [0]}]}, new_key)["param_groups"]
+
+
+def test_state_of_plain_values_alone_is_renamed(tmp_path):
+    def app(name):
+        params = {f"{name}.w": nn.Parameter(torch.ones(2)), "head.w": nn.Parameter(torch.ones(2))}
+        state = {parameter: {"count": 0} for parameter in params.values()}
+        optimizer = KeyedOptimizer(params, state, [{"params": list(params.values()), "lr": 0.0}])
+        optimizer.save_param_groups(True)
+        return {"optimizer": optimizer}, state
+
+    saved, state = app("layers")
+    for number, its in enumerate(state.values()):
+        its["count"] = number + 1
+    saved["optimizer"].param_groups[0]["lr"] = 0.5
+    checkpoint.save(tmp_path / "c", saved)
+    renamed, counts = app("blocks")
+    checkpoint.load(tmp_path / "c", renamed, rename={r"\.layers\.": ".blocks."})
+    assert [its["count"] for its in counts.values()] == [1, 2]
+    assert renamed["optimizer"].param_groups[0]["lr"] == 0.5
