@@ -56,11 +56,14 @@ def _are_keyed(groups: Any) -> TypeGuard[Mapping[str, Mapping[str, Any]]]:
     """Whether these are groups as keyed optimizers save them; what else they may be, a check of the state refuses."""
     return isinstance(groups, Mapping) and all(
         isinstance(group, Mapping)
-        and isinstance(group.get(PARAMS), list)
-        and group[PARAMS]
-        and all(isinstance(name, str) for name in group[PARAMS])
+        and group.get(PARAMS)
+        and all(_are_names(group.get(option, [])) for option in (PARAMS, UNTOUCHED))
         for group in groups.values()
     )
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
 def _new_names(names: Iterable[str], state: Mapping[str, Any], new_key: NewKey) -> dict[str, str]:

@@ -287,7 +287,9 @@ def test_what_has_no_key_of_its_own_is_renamed_and_all_else_left_to_its_key():
         "param_groups": {"blocks.0.w": {"params": ["blocks.0.w", "blocks.1.w", "head.w"], "untouched": ["blocks.0.w"]}},
     }
     assert saved == before
-    assert optimizer.rename_state_dict({"state": {}, "param_groups": [{"params": [0]}]}, new_key)["param_groups"]
+    for groups in ([{"params": [0]}], {"a": {"params": []}}, {"a": {"params": ["layers"], "untouched": 7}}):
+        strange = {"state": {}, "param_groups": groups}  # for a comparison to refuse
+        assert optimizer.rename_state_dict(strange, new_key) == strange
 
 
 def test_state_of_plain_values_alone_is_renamed(tmp_path):
