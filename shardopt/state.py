@@ -54,6 +54,21 @@ class CheckedStateful(Stateful, Protocol):
     def check_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
+@runtime_checkable
+class RenamedStateful(Stateful, Protocol):
+    """A Stateful that has names in its state which are no keys, such as those of the parameters in a group.
+
+    `rename_state_dict` gets a stored state, with `PerRank` in the place of each tensor, and gives it with these names
+    made anew; what it leaves where it was is renamed by its key. `new_key` tells what the rules of a load make of a key
+    of the state ("state.layers.0.weight" → "state.blocks.0.weight"): None if they make it a key of something else.
+    It raises MismatchError where the rules are ambiguous, and changes nothing.
+    """
+
+    def rename_state_dict(
+        self, state_dict: Mapping[str, Any], new_key: Callable[[str], str | None]
+    ) -> dict[str, Any]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class PerRank:
     """A plain value that differs between ranks by intent, such as a random state: each rank gets its own back.
@@ -163,10 +178,10 @@ def _descend(node: Any, path: Path, replace: Callable[[Any], None], within: bool
         for part, child in node.items():
             _check_part(part, path)
             _descend(child, (*path, part), _set_item(node, part), within, flat)
-    elif isinstance(node, list) and _holds_tensors(node):
+    elif isinstance(node, list) and holds_tensors(node):
         for i, child in enumerate(node):
             _descend(child, (*path, Index(i)), _set_item(node, i), within, flat)
-    elif isinstance(node, tuple) and _holds_tensors(node):
+    elif isinstance(node, tuple) and holds_tensors(node):
         _descend_tuple(node, path, replace, within, flat)
     else:
         _add(flat, path, node, replace)
@@ -187,7 +202,7 @@ def _descend_stateful(node: Stateful, path: Path, flat: FlatState) -> None:
         for part, child in value.items():
             handback.state[part] = child
 
-    if _holds_tensors(handback.state):
+    if holds_tensors(handback.state):
         for part, child in handback.state.items():
             _check_part(part, path)
             _descend(child, (*path, part), _set_item(handback.state, part), True, flat)
@@ -214,7 +229,7 @@ def _descend_tuple(
 
 
 def _is_branch(node: Mapping[Any, Any], within: bool) -> bool:
-    if _holds_tensors(node):
+    if holds_tensors(node):
         return True
     return not within and len(node) > 0 and not isinstance(node, Counter)
 
@@ -235,7 +250,7 @@ def _shallow(node: Any, seen: set[int]) -> Any:
         copied_list = copy.copy(node)
         copied_list[:] = [_shallow(child, seen) for child in node]
         return copied_list
-    if isinstance(node, tuple) and _holds_tensors(node):
+    if isinstance(node, tuple) and holds_tensors(node):
         return _like_tuple(node, [_shallow(child, seen) for child in node])
     if type(node) is torch.Tensor and node.ndim == 0:
         if id(node) in seen:
@@ -248,14 +263,14 @@ def _like_tuple(node: tuple[Any, ...], items: Iterable[Any]) -> tuple[Any, ...]:
     return type(node)(*items) if hasattr(node, "_fields") else type(node)(items)
 
 
-def _holds_tensors(node: Any) -> bool:
+def holds_tensors(node: Any) -> bool:
     """Whether a tensor, a per-rank value or an object with state of its own is anywhere within."""
     if isinstance(node, torch.Tensor | PerRank | np.ndarray):
         return True
     if isinstance(node, Mapping):
-        return any(map(_holds_tensors, node.values()))
+        return any(map(holds_tensors, node.values()))
     if isinstance(node, list | tuple):
-        return any(map(_holds_tensors, node))
+        return any(map(holds_tensors, node))
     return _is_stateful(node)
 
 

@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from shardopt.checkpoint.describe import Description
 from shardopt.checkpoint.pause import gc_paused
 from shardopt.checkpoint.pending import PendingSave, hold_steps
+from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.replicas import CheckReplicas
 from shardopt.checkpoint.reports import tell
 from shardopt.checkpoint.save import Kept, replicas_to_check, save_described
@@ -66,6 +67,7 @@ class AsyncSaver:
         in_flight: InFlight = "wait",
         durable: bool = True,
         check_replicas: CheckReplicas = "small",
+        progress: Progress | None = None,
         deadline_seconds: float = DEADLINE_SECONDS,
         metrics: bytes | None = None,
         afterwards: Callable[[], None] = lambda: None,
@@ -96,7 +98,7 @@ class AsyncSaver:
             staging = error  # the other ranks are on their way to the thread, in which all will raise it
             self._hooks = hold_steps(_optimizers_in(app), pending)
 
-        options = durable, check_replicas, deadline_seconds, metrics, afterwards
+        options = durable, check_replicas, progress, deadline_seconds, metrics, afterwards
         # Not a daemon: a program that ends waits for it, and then says what it should have waited for itself.
         self._thread = threading.Thread(
             target=self._in_background, args=(beside, pending, staging, begin, *options), name="shardopt-save"
@@ -138,6 +140,7 @@ class AsyncSaver:
         begin: float,
         durable: bool,
         check_replicas: CheckReplicas,
+        progress: Progress | None,
         deadline_seconds: float,
         metrics: bytes | None,
         afterwards: Callable[[], None],
@@ -155,7 +158,9 @@ class AsyncSaver:
             return staging.describe(replicas_to_check(check_replicas, ranks))
 
         try:
-            report = save_described(ranks, pending.url, described, self._kept, durable, deadline_seconds, metrics)
+            report = save_described(
+                ranks, pending.url, described, self._kept, durable, deadline_seconds, metrics, progress
+            )
             pending.succeed(replace(report, seconds=time.monotonic() - begin, staging_seconds=staging_seconds))
             tell("save", pending.result())
         except BaseException as error:
@@ -195,6 +200,7 @@ def async_save(
     in_flight: InFlight = "wait",
     durable: bool = True,
     check_replicas: CheckReplicas = "small",
+    progress: Progress | None = None,
     deadline_seconds: float = DEADLINE_SECONDS,
 ) -> PendingSave:
     """Saves as `save` does, but returns once the state is copied to host memory; a thread writes and commits it.
@@ -215,6 +221,7 @@ def async_save(
             fused kernels, nor through `.data`, nor by steps replayed from a CUDA graph, which call no hooks.
         in_flight: what to do while an earlier save is in flight: "wait" for it, or "refuse" this one on all ranks.
         durable, check_replicas, deadline_seconds: as for `save`.
+        progress: as for `save`, but called from the background, beside the program; what it raises fails the save.
 
     Raises:
         CheckpointError: a save is in flight, and was not to be waited for.
@@ -231,6 +238,7 @@ def async_save(
         in_flight=in_flight,
         durable=durable,
         check_replicas=check_replicas,
+        progress=progress,
         deadline_seconds=deadline_seconds,
     )
 

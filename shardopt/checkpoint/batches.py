@@ -21,7 +21,7 @@ from shardopt.checkpoint.datafile import Entry
 from shardopt.checkpoint.format import SEGMENT_BYTES, Dtype
 from shardopt.checkpoint.memory import address_of, bytes_of, is_plain_memory, move_bytes, tensor_over, torch_dtype
 from shardopt.checkpoint.open_file import OpenFile
-from shardopt.checkpoint.storage import Span
+from shardopt.checkpoint.storage import ReadInto, Span
 from shardopt.sharding.box import Box
 from shardopt.sharding.pieces import narrowed
 
@@ -100,9 +100,9 @@ class Batch:
             offset += memory.nbytes
         self.nbytes += run.nbytes
 
-    def read(self, file: OpenFile) -> None:
+    def read(self, file: OpenFile, read: ReadInto) -> None:
         """Fills, verifies and copies; the batch is done with then."""
-        file.read_into(self._spans)
+        read(self._spans)
         for entry, segment, parts in self._checks:
             if _sum(parts) != file.sums[8 * segment : 8 * segment + 8]:
                 raise file.failed(entry, segment)
@@ -147,11 +147,11 @@ class Crumbs:
         self._members.append((entry, target))
         self.nbytes += entry.end - entry.begin
 
-    def read(self, file: OpenFile) -> None:
+    def read(self, file: OpenFile, read: ReadInto) -> None:
         """Fills, verifies and copies; the batch is done with then."""
         buffer = taken_from(self._scratch, self._limit)
         memory, address, sums = memoryview(buffer), address_of(buffer), file.sums
-        file.read_into(self._spans(memory))
+        read(self._spans(memory))
         at = 0
         for entry, target in self._members:
             nbytes = entry.end - entry.begin

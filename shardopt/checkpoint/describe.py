@@ -107,7 +107,7 @@ def describe(flat: FlatState, check_replicas: CheckReplicas) -> Description:
             if isinstance(leaf.value, Tensor):
                 view = views[key] = view_of(leaf.value, key)
                 tensors[key] = leaf.path, stored_dtype(view.dtype, key), view.layout
-                if any(piece.tensor.is_meta for piece in view.pieces):
+                if any([piece.tensor.is_meta for piece in view.pieces]):
                     problem = Problem(key, "a tensor on the meta device", "a tensor with values", "initialize it first")
                     raise StateError("a tensor cannot be stored", [problem])
             elif isinstance(leaf.value, PerRank):

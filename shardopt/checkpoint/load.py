@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch.optim import Optimizer
@@ -79,6 +80,30 @@ class _Plan:
         return self.names.renamed.get(key, key)
 
 
+class _Reads:
+    """What this rank reads and sends, worked out when it is first asked for: in a round, so that all hear of a failure.
+
+    Args:
+        alike: whether all ranks hold the same shared tensors; otherwise nothing is sent.
+    """
+
+    def __init__(self, plan: _Plan, alike: bool, ranks: Ranks) -> None:
+        self._plan, self._alike, self._ranks = plan, alike, ranks
+
+    @cached_property
+    def shared(self) -> SharedReads:
+        return SharedReads(self._plan.shared if self._alike else {}, self._ranks)
+
+    @cached_property
+    def wants(self) -> list[tuple[OpenFile, Want]]:
+        """Where ranks share: what only this one holds, and its part of the rest."""
+        plan = self._plan
+        if not (self._alike and plan.shared):
+            return plan.wants
+        pieces = {key: view.pieces for key, view in plan.into.items() if key not in plan.shared} | self.shared.own()
+        return [want for key, own in pieces.items() for want in plan.reader.wants(plan.key_of(key), own)]
+
+
 def load(
     url: str | os.PathLike[str],
     app: Mapping[str, Any],
@@ -91,7 +116,7 @@ def load(
     progress: Progress | None = None,
     deadline_seconds: float = DEADLINE_SECONDS,
 ) -> LoadReport:
-    """Loads a checkpoint into `app`, whatever ranks, meshes and placements it was saved from. Collective.
+    r"""Loads a checkpoint into `app`, whatever ranks, meshes and placements it was saved from. Collective.
 
     Tensors are filled in their own memory; plain values are replaced in the dicts and lists of `app` that hold them;
     objects get their state through `load_state_dict`. What does not fit is found before a byte is changed.
@@ -101,8 +126,13 @@ def load(
         app: as for `save`.
         strict: whether keys that only one side has are an error; `Strictness` has a choice for each kind of difference.
         select: a regex; only keys of the app in which it is found are loaded, and the others stay as they are.
-        rename: regex → replacement, applied in turn to the checkpoint's keys to make them the app's. What stands within
-            a plain value keeps its names, so the groups of an optimizer are not renamed.
+        rename: regex → replacement, applied in turn, as by `re.sub`, to the checkpoint's keys to make them the app's:
+            `{r"\.layers\.": ".blocks."}` renames "model.layers.0.weight" and "optimizer.state.layers.0.weight.exp_avg".
+            Parameters in the groups of keyed optimizers, nested in any way, are renamed as their state is:
+            "layers.0.weight" as the key "optimizer.state.layers.0.weight". So `^model\.layers\.` renames the model
+            alone, and needs `^optimizer\.state\.layers\.` beside it; `^layers\.` fits no key. Refused are rules by
+            which two parameters get one name, or one is called otherwise in its group than in its state. Other names
+            within plain values stay.
         transactional: verify all that will be read before the first byte is changed, at the price of reading it twice.
         replicas: what is done about boxes that several ranks hold: each holder may "read" them, or one of them reads
             and sends to the others ("exchange", over the job's process group, whose own timeout holds for the sends).
@@ -150,16 +180,15 @@ def _load(
         decide=lambda reports: _compare_ranks(str(url), reports),
         deadline_seconds=deadline_seconds,
     )
-    shared = SharedReads(plan.shared if alike else {}, ranks)
-    wants = _own_wants(plan, shared) if alike and plan.shared else plan.wants
+    reads = _Reads(plan, alike, ranks)
     if transactional:
-        ranks.agree(what, work=lambda: check_all(wants), deadline_seconds=deadline_seconds)
+        ranks.agree(what, work=lambda: check_all(reads.wants), deadline_seconds=deadline_seconds)
     loaded = [each for each in plan.flat.handbacks if plan.match.loads_into(each.path, plan.flat)]
     optimizers = [each.target for each in loaded if isinstance(each.target, Optimizer)]
     mark_torn(optimizers, what)
-    bytes_read, _ = ranks.agree(what, work=lambda: _fill(wants, progress), deadline_seconds=deadline_seconds)
+    bytes_read, _ = ranks.agree(what, work=lambda: _fill(reads.wants, progress), deadline_seconds=deadline_seconds)
     # A round of its own: nobody is to wait for what its reader failed to read, or to hand back what others lack.
-    ranks.agree(what, work=lambda: _hand_back(plan, shared, loaded), deadline_seconds=deadline_seconds)
+    ranks.agree(what, work=lambda: _hand_back(plan, reads.shared, loaded), deadline_seconds=deadline_seconds)
     unmark_torn(optimizers)
 
     report = LoadReport(
@@ -204,12 +233,6 @@ def _plan(
     wants = [want for key, view in into.items() for want in reader.wants(old.get(key, key), view.pieces)]
     share = replicas == "exchange" or (replicas == "auto" and reader.is_remote)
     return _Plan(reader, flat, names, match, into, wants, shared_among(into, ranks.size) if share else {}, per_rank)
-
-
-def _own_wants(plan: _Plan, shared: SharedReads) -> list[tuple[OpenFile, Want]]:
-    """What this rank reads where ranks share: what only it holds, and its part of the rest."""
-    pieces = {key: view.pieces for key, view in plan.into.items() if key not in plan.shared} | shared.own()
-    return [want for key, own in pieces.items() for want in plan.reader.wants(plan.key_of(key), own)]
 
 
 def _refuse_missing(keys: list[str], rank: int) -> None:

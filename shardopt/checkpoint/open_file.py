@@ -11,7 +11,7 @@ import xxhash
 from shardopt.checkpoint.datafile import Entry, header_length, parse_header
 from shardopt.checkpoint.format import Dtype, damaged, segment_count, stored_shape
 from shardopt.checkpoint.manifest import DataFile
-from shardopt.checkpoint.storage import Span, Storage, telling
+from shardopt.checkpoint.storage import ReadInto, Span, Storage, telling
 from shardopt.errors import CorruptionError
 from shardopt.sharding.box import Box
 
@@ -58,9 +58,15 @@ class OpenFile:
             except FileNotFoundError:
                 raise damaged(self.where, "no such file") from None
 
+    @contextmanager
+    def opened(self) -> Iterator[ReadInto]:
+        """What fills spans from this file, for as long as this is open."""
+        with self.reading(), self.storage.opened(self.file.name) as read:
+            yield read
+
     def read_into(self, spans: Sequence[Span]) -> None:
-        with self.reading():
-            self.storage.read_into(self.file.name, spans)
+        with self.opened() as read:
+            read(spans)
 
     def checksums(self, entry: Entry) -> bytes:
         """Of all segments of an entry, one after the other."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
 
@@ -38,35 +38,60 @@ def fetch(wants: Sequence[tuple[OpenFile, Want]], progress: Progress | None = No
     by_file: defaultdict[OpenFile, list[Want]] = defaultdict(list)
     for file, want in wants:
         by_file[file].append(want)
-    scratch: list[bytearray] = []  # at most two buffers more than there are threads: batches under way or being made
-    failures: list[Exception] = []
     threads = max((threads_for(file.storage) for file in by_file), default=1)
-    limit = max(map(_batch_bytes, by_file), default=0)
-    slots = threading.Semaphore(threads + 1)  # batches that are under way or wait for a thread
+    batches = _Batches(by_file)
     done = Counter(sum(want.wanted.numel * want.dtype.itemsize for _, want in wants), progress)
-    nbytes = 0
-
-    def run(batch: Batch | Crumbs, file: OpenFile) -> None:
+    with ThreadPoolExecutor(threads, "shardopt-read") as pool:
         try:
-            batch.read(file)
-            done.add(batch.nbytes)
-        except Exception as error:
-            failures.append(error)
+            for each in [pool.submit(_read_batches, batches, done) for _ in range(threads)]:
+                each.result()
         finally:
-            slots.release()
+            batches.stop()  # where one has failed, or the caller was interrupted, the others are not to go on
+    return batches.nbytes
 
-    with torch.no_grad(), ThreadPoolExecutor(threads, "shardopt-read") as pool:
-        for file, wanted in by_file.items():
-            for batch in batches_of(sorted(wanted, key=lambda want: want.entry.begin), limit, scratch):
-                slots.acquire()
-                if failures:
-                    slots.release()  # or the files that follow would wait for it
-                    break
-                pool.submit(run, batch, file)
-                nbytes += batch.nbytes
-    if failures:
-        raise failures[0]
-    return nbytes
+
+class _Batches:
+    """Batches of all files, for threads that take one after the other."""
+
+    def __init__(self, by_file: Mapping[OpenFile, list[Want]]) -> None:
+        self.nbytes = 0
+        self._lock = threading.Lock()
+        self._made = self._make(by_file)
+        self._stopped = False
+
+    def take(self) -> tuple[OpenFile, Batch | Crumbs] | None:
+        """The next one; None where there is none any more."""
+        with self._lock, torch.no_grad():  # a thread has a grad mode of its own
+            taken = None if self._stopped else next(self._made, None)
+            self.nbytes += taken[1].nbytes if taken else 0
+            return taken
+
+    def stop(self) -> None:
+        """Gives no more."""
+        self._stopped = True
+
+    def _make(self, by_file: Mapping[OpenFile, list[Want]]) -> Iterator[tuple[OpenFile, Batch | Crumbs]]:
+        limit = max(map(_batch_bytes, by_file), default=0)
+        scratch: list[bytearray] = []  # two for each thread, at most: one is read while the next batch is made
+        for file, wants in by_file.items():
+            for batch in batches_of(sorted(wants, key=lambda want: want.entry.begin), limit, scratch):
+                yield file, batch
+
+
+def _read_batches(batches: _Batches, done: Counter) -> None:
+    """What a thread does; whatever goes wrong ends all of them."""
+    try:
+        taken = batches.take()
+        while taken is not None:
+            file = taken[0]
+            with file.opened() as read:
+                while taken is not None and taken[0] is file:
+                    taken[1].read(file, read)
+                    done.add(taken[1].nbytes)
+                    taken = batches.take()
+    except BaseException:
+        batches.stop()
+        raise
 
 
 def threads_for(storage: Storage) -> int:
@@ -101,14 +126,15 @@ def damaged_segments(
     step = _batch_bytes(file)
     buffer = memoryview(bytearray(min(step, entry.end - entry.begin)))
     segment = entry.segment
-    for begin in range(entry.begin, entry.end, step):
-        chunk = buffer[: min(step, entry.end - begin)]
-        file.read_into([Span(begin, chunk)])
-        progress(chunk.nbytes)
-        for i in range(0, chunk.nbytes, SEGMENT_BYTES):
-            if xxhash.xxh3_64_digest(chunk[i : i + SEGMENT_BYTES]) != file.sums[8 * segment : 8 * segment + 8]:
-                yield from file.failed(entry, segment).problems
-            segment += 1
+    with file.opened() as read:
+        for begin in range(entry.begin, entry.end, step):
+            chunk = buffer[: min(step, entry.end - begin)]
+            read([Span(begin, chunk)])
+            progress(chunk.nbytes)
+            for i in range(0, chunk.nbytes, SEGMENT_BYTES):
+                if xxhash.xxh3_64_digest(chunk[i : i + SEGMENT_BYTES]) != file.sums[8 * segment : 8 * segment + 8]:
+                    yield from file.failed(entry, segment).problems
+                segment += 1
 
 
 def pieces_in_order(box: Box, itemsize: int) -> Iterator[Box]:

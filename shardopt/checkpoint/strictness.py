@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal, TypeVar
 
 from shardopt.checkpoint.manifest import Manifest, StoredTensors
+from shardopt.checkpoint.renaming import Within, renamed_within
 from shardopt.errors import MismatchError, Problem
-from shardopt.state import FlatState, Path
+from shardopt.state import FlatState, Path, join
 
 T = TypeVar("T")
 
@@ -66,46 +68,56 @@ def under_names_of(manifest: Manifest, flat: FlatState, select: str | None, rena
     """Applies `rename` (regex → replacement, in turn) to stored keys, and `select` (a regex) to keys on both sides.
 
     Raises:
-        MismatchError: two stored keys get one name.
+        MismatchError: two stored keys get one name, or rules are ambiguous about names that stand in no key.
     """
     if not select and not rename:
         return Names(manifest, {}, frozenset(flat.leaves))
-    keys = [*manifest.tensors, *manifest.values, *manifest.per_rank]
     rules = [(re.compile(pattern), into) for pattern, into in (rename or {}).items()]
     wanted = re.compile(select or "")
-    new_key = {}
-    for key in keys:
-        name = key
+
+    @cache
+    def renamed(key: str) -> str:
         for pattern, into in rules:
-            name = pattern.sub(into, name)
-        new_key[key] = name
-    _refuse_collisions(keys, new_key)
+            key = pattern.sub(into, key)
+        return key
+
+    within = renamed_within(manifest, flat, renamed) if rules else Within()
+    keys = [key for key in (*manifest.tensors, *manifest.values, *manifest.per_rank) if key not in within.dropped]
+    new_key = {key: join(within.moved[key]) if key in within.moved else renamed(key) for key in keys}
+    added = {join(path): (path, value) for path, value in within.added.items()}
+    _refuse_collisions([*new_key.items(), *((key, key) for key in added)])
 
     def path_of(key: str, path: Path) -> Path:
         leaf = flat.leaves.get(new_key[key])
         if leaf is not None:
             return leaf.path
+        if key in within.moved:
+            return within.moved[key]
         return path if new_key[key] == key else tuple(new_key[key].split("."))
 
     def chosen(stored: Mapping[str, T]) -> Iterable[tuple[str, T]]:
-        return ((key, value) for key, value in stored.items() if wanted.search(new_key[key]))
+        return ((key, its) for key, its in stored.items() if key in new_key and wanted.search(new_key[key]))
 
     named_anew = replace(
         manifest,
         tensors=StoredTensors(
             (new_key[key], tensor._replace(path=path_of(key, tensor.path))) for key, tensor in chosen(manifest.tensors)
         ),
-        values={new_key[key]: (path_of(key, path), value) for key, (path, value) in chosen(manifest.values)},
+        values={key: its for key, its in added.items() if wanted.search(key)}
+        | {
+            new_key[key]: (path_of(key, path), within.values.get(key, value))
+            for key, (path, value) in chosen(manifest.values)
+        },
         per_rank={new_key[key]: path_of(key, path) for key, path in chosen(manifest.per_rank)},
     )
     changed = {new: key for key, new in new_key.items() if new != key}
     return Names(named_anew, changed, frozenset(key for key in flat.leaves if wanted.search(key)))
 
 
-def _refuse_collisions(keys: Iterable[str], new_key: Mapping[str, str]) -> None:
+def _refuse_collisions(named: Iterable[tuple[str, str]]) -> None:
+    """Refuses pairs of a stored key and its name of which two have one name."""
     taken: dict[str, str] = {}
-    for key in keys:
-        name = new_key[key]
+    for key, name in named:
         if name in taken:
             problem = Problem(name, f"{taken[name]} and {key}", "one stored key for a name", "mend the rules")
             raise MismatchError("the rules of rename give two keys one name", [problem])

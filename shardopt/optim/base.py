@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from itertools import chain
 from typing import Any, cast
 from weakref import WeakSet
@@ -22,6 +22,7 @@ from shardopt.errors import Problem, StateError
 from shardopt.optim.agreement import differences
 from shardopt.optim.groups import first_names, listed, named, refuse_non_leaves
 from shardopt.optim.loading import LoadPlan, Unmatched
+from shardopt.optim.renaming import renamed
 from shardopt.optim.saved import PARAM_GROUPS, PARAMS, STATE, KeyedGroup, as_saved, plan_all, saved_options
 from shardopt.optim.scaler import refuse_scaled_backward, refuse_torchs_scaler
 from shardopt.ranks import ranks_of
@@ -129,6 +130,22 @@ class KeyedOptimizer(Optimizer):
         plan = LoadPlan(strict, convert_dtype, descriptions=True)
         self.plan_load(plan, state_dict)
         plan.check()
+
+    def rename_state_dict(self, state_dict: Mapping[str, Any], new_key: Callable[[str], str | None]) -> dict[str, Any]:
+        """A saved state under other names for its parameters, which `load(..., rename=...)` asks for.
+
+        A parameter is renamed as the key of its state is: "layers.0.weight" in a group becomes "blocks.0.weight" where
+        "state.layers.0.weight" becomes "state.blocks.0.weight". Groups go by the least of their new names.
+
+        Args:
+            state_dict: as from `state_dict()`; unchanged. Entries of state with tensors keep their names, as each of
+                these has a key by which it is renamed.
+            new_key: what the rules make of a key; None if it is one of something else.
+
+        Raises:
+            MismatchError: a parameter in a group is renamed to none, to the same as another, or in its state otherwise.
+        """
+        return renamed(state_dict, new_key)
 
     def post_load_state_dict(self) -> None:
         """Called after state was loaded; does nothing here."""

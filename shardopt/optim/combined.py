@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -14,7 +14,7 @@ from shardopt.optim.base import KeyedOptimizer, StateDict
 from shardopt.optim.composite import CompositeOptimizer
 from shardopt.optim.groups import listed, named
 from shardopt.optim.loading import LoadPlan
-from shardopt.optim.saved import PARAM_GROUPS, PARAMS, STATE, UNTOUCHED, plan_keys
+from shardopt.optim.saved import PARAM_GROUPS, PARAMS, STATE, plan_keys, renamed_group
 
 Child = tuple[str, KeyedOptimizer]
 
@@ -205,7 +205,7 @@ class CombinedOptimizer(CompositeOptimizer):
                     raise StateError("two optimizers keep state under one name", [problem])
                 gathered[STATE][seen_as] = entries
             for name, group in its.get(PARAM_GROUPS, {}).items():
-                renamed = _renamed(group, partial(self.prepend_opt_key, opt_key=key))
+                renamed = renamed_group(group, partial(self.prepend_opt_key, opt_key=key))
                 gathered.setdefault(PARAM_GROUPS, {})[self.prepend_opt_key(name, key)] = renamed
         return gathered
 
@@ -237,7 +237,7 @@ class CombinedOptimizer(CompositeOptimizer):
                 plan.unexpected(f"{plan.section(section)}.{name}", "combine the optimizers as when it was saved")
                 continue
             key = self._keys[meant[0]]
-            renamed = _renamed(value, partial(_inner, opt_key=key)) if section == PARAM_GROUPS else value
+            renamed = renamed_group(value, partial(_inner, opt_key=key)) if section == PARAM_GROUPS else value
             shares[meant[0]][section][_inner(name, key)] = renamed
 
     def _meant(self, name: str) -> set[int]:
@@ -287,13 +287,3 @@ def _begins(name: str, opt_key: str) -> bool:
 def _inner(name: str, opt_key: str) -> str:
     """A name without the key of the child; one that does not begin with it stays."""
     return name.removeprefix(f"{opt_key}.") if opt_key else name
-
-
-def _renamed(group: Any, rename: Callable[[str], str]) -> Any:
-    """A saved group with other names for its parameters."""
-    if not isinstance(group, Mapping):
-        return group
-    return {
-        option: [rename(name) for name in value] if option in (PARAMS, UNTOUCHED) else value
-        for option, value in group.items()
-    }

@@ -8,7 +8,7 @@ Groups go by the least name in them, so that neither the order of parameters nor
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,11 +49,26 @@ class KeyedGroup:
     @property
     def key(self) -> str:
         """The least name of the group's parameters."""
-        return str(self.saved[PARAMS][0])
+        return least_name(self.saved)
 
     def take(self) -> None:
         """Puts options of `saved`, which a load has changed, into the group."""
         self.live.update({name: value for name, value in self.saved.items() if name in self.live and name != PARAMS})
+
+
+def least_name(group: Mapping[str, Any]) -> str:
+    """The name that a saved group goes by: the first of its parameters', which are sorted."""
+    return str(group[PARAMS][0])
+
+
+def renamed_group(group: Any, rename: Callable[[str], str]) -> Any:
+    """A saved group with other names for its parameters, in their order."""
+    if not isinstance(group, Mapping):
+        return group
+    return {
+        option: [rename(name) for name in value] if option in (PARAMS, UNTOUCHED) else value
+        for option, value in group.items()
+    }
 
 
 def as_saved(value: Any) -> Any:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from shardopt.sharding.box import Box
+from shardopt.sharding.box import Box, whole
 from shardopt.sharding.layout import Layout
 from shardopt.sharding.mesh import Mesh, Split, boxes_of, in_order, mesh_layout, runs_of
 from shardopt.sharding.pieces import Piece, View, awaited, empty_piece, memory_of, narrowed, refusal
@@ -24,11 +24,12 @@ _MOST_PLACES = 4096
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """What placements come to for one rank: the layout, and where the rank's boxes lie in its local tensor."""
+    """What placements come to for one rank: the layout, and where the rank's boxes lie in its local tensor (None: all
+    of it)."""
 
     layout: Layout
     local_shape: tuple[int, ...]
-    slots: tuple[tuple[Box, Box], ...]
+    slots: tuple[tuple[Box, Box | None], ...]
 
 
 @dataclass(slots=True)
@@ -90,7 +91,7 @@ def view_of_dtensor(tensor: DTensor, local: Tensor, key: str) -> View:
     if 0 in shape:
         pieces = empty_piece(place.layout.shape, memory.dtype, [memory])
     else:
-        pieces = tuple([Piece(box, narrowed(memory, slot)) for box, slot in place.slots])
+        pieces = tuple([Piece(box, memory if slot is None else narrowed(memory, slot)) for box, slot in place.slots])
     return View(place.layout.shape, memory.dtype, pieces, place.layout)
 
 
@@ -138,7 +139,9 @@ def _place(
         return _Place(layout, (0,), ())
     runs = runs_of(shape, here.mesh.shape, splits, here.coordinate)
     local_shape = tuple(sum(end - start for start, end in dim_runs) for dim_runs in runs)
-    return _Place(layout, local_shape, boxes_of(runs))
+    return _Place(
+        layout, local_shape, tuple((box, None if slot == whole(local_shape) else slot) for box, slot in boxes_of(runs))
+    )
 
 
 def dtensor_like(like: DTensor, local: Tensor) -> DTensor:

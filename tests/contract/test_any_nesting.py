@@ -1,6 +1,7 @@
 """Optimizers nested in any order to depth 4: loading what was saved is the identity, and resuming is exact."""
 
 import copy
+import re
 import tempfile
 
 import torch
@@ -46,21 +47,21 @@ OF_LEAVES = {
 RAMP_AND_DECAY = [WarmupStage(max_iters=2, value=0.5), WarmupStage(WarmupPolicy.POLY, max_iters=3, decay_iters=5)]
 
 
-def built(tree, numbers=None):
+def built(tree, numbers=None, spell=str):
     """The optimizer that a tree tells of; every parameter and every wrapper with state has a name of its own."""
     numbers = iter(range(10_000)) if numbers is None else numbers
     kind, *parts = tree
     number = next(numbers)
     if kind in OF_LEAVES:
         params = {
-            f"{number}.w": torch.nn.Parameter(torch.ones(2, 2)),
-            f"{number}.b": torch.nn.Parameter(torch.full((3,), 0.5)),
+            f"{spell(number)}.w": torch.nn.Parameter(torch.ones(2, 2)),
+            f"{spell(number)}.b": torch.nn.Parameter(torch.full((3,), 0.5)),
         }
         return shardopt.keyed(kind, params, groups=[{"match": "b", "lr": 0.03}], **OF_LEAVES[kind])
     if kind == "combine":
-        children = [(f"{key}{i}" if key else "", built(part, numbers)) for i, (key, part) in enumerate(parts[0])]
+        children = [(f"{key}{i}" if key else "", built(part, numbers, spell)) for i, (key, part) in enumerate(parts[0])]
         return CombinedOptimizer([child if child[0] else child[1] for child in children])
-    inner = built(parts[0], numbers)
+    inner = built(parts[0], numbers, spell)
     if kind == "warm":
         return WarmupOptimizer(inner, RAMP_AND_DECAY, lr=0.2, param_name=f"__warmup{number}")
     if kind == "clip":
@@ -121,3 +122,29 @@ def test_steps_after_a_checkpoint_of_any_nesting_are_those_of_an_uninterrupted_r
         step(optimizer, i)
         step(resumed, i)
     alike(optimizer, resumed)
+
+
+@settings(max_examples=40)
+@given(tree=trees(), steps=st.integers(0, 2))
+def test_any_nesting_goes_on_under_other_names(tree, steps):
+    optimizer = built(tree)
+    renamed = built(tree, spell=lambda number: f"z{number}.inner" if number % 2 else str(number))
+    optimizer.init_state()
+    renamed.init_state()
+    for i in range(steps):
+        step(optimizer, i)
+    for k, group in enumerate(optimizer.param_groups):
+        group["lr"] *= 0.5 + k
+    rules = {r"\.(\d*[13579])\.([wb])\b": r".z\1.inner.\2"}
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint.save(folder, {"model": dict(optimizer.params), "optimizer": optimizer})
+        checkpoint.load(folder, {"model": dict(renamed.params), "optimizer": renamed}, rename=rules)
+    for i in range(steps, steps + 2):
+        step(optimizer, i)
+        step(renamed, i)
+    assert all(map(torch.equal, optimizer.params.values(), renamed.params.values()))
+    for group, other in zip(optimizer.param_groups, renamed.param_groups, strict=True):
+        assert {**group, "params": len(group["params"])} == {**other, "params": len(other["params"])}
+    names = {name: re.sub(*next(iter(rules.items())), f".{name}")[1:] for name in optimizer.state_dict()["state"]}
+    state, others = optimizer.state_dict()["state"], renamed.state_dict()["state"]
+    assert same({names[name]: entries for name, entries in state.items()}, others)

@@ -123,3 +123,56 @@ def test_a_covering_few(tmp_path, source, target):
 @pytest.mark.parametrize("source", [*itertools.product((1, 2, 4), STYLES)], ids=str)
 def test_all(tmp_path, source):
     check(tmp_path, source, list(itertools.product((1, 2, 3, 4), STYLES)))
+
+
+OPTIONS = {"rest": {"lr": 0.25, "weight_decay": 0.5}, "short": {"lr": 0.75, "weight_decay": 0.0}}
+
+
+def grouped(style, prefix, lr):
+    """Two groups, of which one goes by another name under another prefix; nothing is as it was saved."""
+    named = {f"{prefix}{fqn}" if fqn != "even" else fqn: parameter(fqn, style) for fqn in SHAPES}
+    made = shardopt.keyed("adamw", named, lr=lr, groups=[{"match": "short", "lr": lr, "weight_decay": 9.0}])
+    made.init_state()
+    return made
+
+
+def options_of(made):
+    short, rest = made.param_groups
+    return {
+        name: {option: group[option] for option in ("lr", "weight_decay")}
+        for name, group in (("rest", rest), ("short", short))
+    }
+
+
+def step_by_numbers(made):
+    """One step, whose gradients are those of the whole tensors, however they are cut."""
+    for fqn, tensor in made.params.items():
+        whole = known(fqn.split(".")[-1], "exp_avg") / 1e5
+        tensor.grad = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
+    made.step()
+
+
+def save_grouped(path):
+    made = grouped("rows", "layers.", 0.1)
+    for name, group in zip(("short", "rest"), made.param_groups, strict=True):
+        group.update(OPTIONS[name])
+    step_by_numbers(made)
+    checkpoint.save(path, {"params": dict(made.params), "optimizer": made})
+
+
+def load_under(path, prefix, rename):
+    """The full tensors after another step, by the last part of the name."""
+    made = grouped("columns", prefix, 0.3)
+    checkpoint.load(path, {"params": dict(made.params), "optimizer": made}, rename=rename)
+    assert options_of(made) == OPTIONS
+    step_by_numbers(made)
+    return {name.split(".")[-1]: tensor.full_tensor().detach() for name, tensor in made.params.items()}
+
+
+def test_saved_by_two_ranks_and_loaded_by_one_under_other_names(tmp_path):
+    path = str(tmp_path / "c")
+    run_ranks(2, save_grouped, path)
+    (as_saved,) = run_ranks(1, load_under, path, "layers.", None)
+    (renamed,) = run_ranks(1, load_under, path, "blocks.", {r"\.layers\.": ".blocks."})
+    assert as_saved.keys() == renamed.keys() == SHAPES.keys()
+    assert all(torch.equal(as_saved[name], renamed[name]) for name in SHAPES)

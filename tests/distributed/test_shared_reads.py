@@ -6,9 +6,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+import shardopt
 from shardopt import checkpoint
 from shardopt.checkpoint import share
-from shardopt.errors import CorruptionError
+from shardopt.checkpoint.share import SharedReads
+from shardopt.errors import CorruptionError, RankError, TornStateError
 from shardopt.ranks import Ranks
 from tests.distributed import test_reshard_matrix as matrix
 from tests.harness import run_ranks, run_ranks_outcomes
@@ -109,6 +111,44 @@ def test_damage_that_one_rank_reads_is_raised_by_all(tmp_path):
     outcomes = run_ranks_outcomes(3, load_damaged, str(path))
     assert [type(each.error) for each in outcomes] == [CorruptionError] * 3
     assert all("plain" in str(each.error) for each in outcomes)
+
+
+def load_and_break_on_rank_1(path, transactional):
+    """What is raised where one rank cannot work out what it reads, and whether the optimizer may step."""
+    weight = torch.nn.Parameter(torch.zeros(3))
+    optimizer = shardopt.keyed("adam", {"w": weight}, lr=0.5)
+    optimizer.init_state()
+    if dist.get_rank() == 1:
+
+        def broken(self):
+            raise LookupError("no part")
+
+        SharedReads.own = broken
+    weight.grad = torch.ones(3)
+    with pytest.raises(RankError) as caught:
+        checkpoint.load(path, {"w": weight, "optimizer": optimizer}, replicas="exchange", transactional=transactional)
+    try:
+        optimizer.step()
+    except TornStateError:
+        return str(caught.value), "torn"
+    return str(caught.value), "steps"
+
+
+def save_small(path):
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = shardopt.keyed("adam", {"w": weight}, lr=0.5)
+    optimizer.init_state()
+    checkpoint.save(path, {"w": weight, "optimizer": optimizer})
+
+
+@pytest.mark.parametrize(("transactional", "then"), [(False, "torn"), (True, "steps")])
+def test_a_rank_that_fails_before_it_reads_is_named_to_all_at_once(tmp_path, transactional, then):
+    path = str(tmp_path / "saved")
+    run_ranks(1, save_small, path)
+    # A rank outside of a round would be missed by the others only after their deadline, which is far longer than this.
+    for message, optimizer in run_ranks(3, load_and_break_on_rank_1, path, transactional, deadline_seconds=30.0):
+        assert "rank 1" in message and "LookupError" in message and "no part" in message
+        assert optimizer == then
 
 
 def load_in_rounds(path):

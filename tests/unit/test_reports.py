@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import threading
 
 import pytest
 import torch
@@ -82,6 +83,33 @@ def test_progress_goes_from_nothing_to_all(tmp_path, to):
         assert {total for _, total in seen} == {nbytes}
 
 
+def test_progress_of_a_save_in_the_background(tmp_path):
+    seen, threads = [], set()
+
+    def progress(*each):
+        threads.add(threading.current_thread().name)
+        seen.append(each)
+
+    pending = checkpoint.async_save(tmp_path / "c", app(), progress=progress)
+    pending.result(60)
+    nbytes = 4 * 3_000_007
+    assert len(seen) >= 2
+    assert seen == sorted(seen)
+    assert seen[-1] == (nbytes, nbytes)
+    assert {total for _, total in seen} == {nbytes}
+    assert threading.current_thread().name not in threads
+
+
+def test_what_progress_raises_fails_the_save_in_the_background(tmp_path):
+    def progress(done, total):
+        raise LookupError("no bar")
+
+    pending = checkpoint.async_save(tmp_path / "c", app(), progress=progress)
+    with pytest.raises(LookupError, match="no bar"):
+        pending.result(60)
+    assert not (tmp_path / "c" / "manifest.json").exists()
+
+
 def bars(root):
     with checkpoint.progress_bar("saving") as progress:
         checkpoint.save(root, {"x": torch.zeros(5)}, progress=progress)
@@ -98,12 +126,13 @@ def test_a_bar_only_on_a_terminal(tmp_path, monkeypatch):
 
 
 def seen_by_rank(root):
-    seen = []
-    checkpoint.save(root, {"x": torch.arange(4_000_000.0)}, progress=lambda *each: seen.append(each))
-    return seen[-1]
+    now, beside, state = [], [], {"x": torch.arange(4_000_000.0)}
+    checkpoint.save(f"{root}/now", state, progress=lambda *each: now.append(each))
+    checkpoint.async_save(f"{root}/beside", state, progress=lambda *each: beside.append(each)).result(60)
+    return now[-1], beside[-1]
 
 
 def test_each_rank_sees_its_own_part(tmp_path):
-    ends = run_ranks(2, seen_by_rank, str(tmp_path / "c"))
-    assert all(done == total for done, total in ends)
-    assert sum(total for _, total in ends) == 16_000_000
+    for ends in zip(*run_ranks(2, seen_by_rank, str(tmp_path)), strict=True):
+        assert all(done == total for done, total in ends)
+        assert sum(total for _, total in ends) == 16_000_000

@@ -1,8 +1,8 @@
 """Where checkpoints lie: local directories, and all else that fsspec opens. Nothing above tells them apart."""
 
 from shardopt.checkpoint.storage.choose import storage_of, telling
-from shardopt.checkpoint.storage.directory import Span, Storage
+from shardopt.checkpoint.storage.directory import ReadInto, Span, Storage
 from shardopt.checkpoint.storage.local import LocalStorage
 from shardopt.checkpoint.storage.remote import RemoteStorage
 
-__all__ = ["LocalStorage", "RemoteStorage", "Span", "Storage", "storage_of", "telling"]
+__all__ = ["LocalStorage", "ReadInto", "RemoteStorage", "Span", "Storage", "storage_of", "telling"]

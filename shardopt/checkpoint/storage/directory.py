@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 from shardopt.errors import CorruptionError, Problem
@@ -20,6 +21,10 @@ class Span(NamedTuple):
 
     offset: int
     memory: memoryview
+
+
+ReadInto = Callable[[Sequence[Span]], None]
+"""Fills the memory of spans, which are in ascending order, from one file. Raises CorruptionError if it ends before."""
 
 
 class Storage(ABC):
@@ -46,8 +51,13 @@ class Storage(ABC):
         """A file's bytes from `begin` up to `end`; fewer where it ends before. Raises FileNotFoundError."""
 
     @abstractmethod
+    def opened(self, name: str) -> AbstractContextManager[ReadInto]:
+        """A file to read from, again and again, by any thread. Raises FileNotFoundError, here or when it is read."""
+
     def read_into(self, name: str, spans: Sequence[Span]) -> None:
         """Fills the memory of spans, which are in ascending order. Raises CorruptionError if the file ends before."""
+        with self.opened(name) as read:
+            read(spans)
 
     @abstractmethod
     def write(self, name: str, buffers: Iterable[memoryview]) -> int:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import stat
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 
-from shardopt.checkpoint.storage.directory import BUFFERS_PER_CALL, Span, Storage, runs, too_short
+from shardopt.checkpoint.storage.directory import BUFFERS_PER_CALL, ReadInto, Span, Storage, runs, too_short
 
 _BATCH_BYTES = 16 << 20  # written in one call; more would hold on to memory that was made only to be written
+
+_SYNC_FILE_RANGE_WRITE = 2
+_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)  # of Linux; os has no name for it
+if _sync_file_range is not None:
+    _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 
 
 class LocalStorage(Storage):
@@ -51,13 +58,17 @@ class LocalStorage(Storage):
             file.seek(begin)
             return file.read() if end is None else file.read(end - begin)
 
-    def read_into(self, name: str, spans: Sequence[Span]) -> None:
+    @contextmanager
+    def opened(self, name: str) -> Iterator[ReadInto]:
         fd = os.open(self._path(name), os.O_RDONLY)
         try:
-            for offset, buffers in runs(spans):
-                self._read_run(fd, name, offset, buffers)
+            yield partial(self._read_into, fd, name)
         finally:
             os.close(fd)
+
+    def _read_into(self, fd: int, name: str, spans: Sequence[Span]) -> None:
+        for offset, buffers in runs(spans):
+            self._read_run(fd, name, offset, buffers)
 
     def _read_run(self, fd: int, name: str, offset: int, buffers: list[memoryview]) -> None:
         while buffers:
@@ -77,14 +88,22 @@ class LocalStorage(Storage):
                 batch.append(buffer)
                 batch_bytes += buffer.nbytes
                 if len(batch) == BUFFERS_PER_CALL or batch_bytes >= _BATCH_BYTES:
-                    total += _write_all(fd, batch)
+                    total += self._write_batch(fd, total, batch)
                     batch, batch_bytes = [], 0
-            total += _write_all(fd, batch)
+            total += self._write_batch(fd, total, batch)
             self._sync(fd)
         finally:
             os.close(fd)
         self._sync_directory(self.url)
         return total
+
+    def _write_batch(self, fd: int, offset: int, buffers: list[memoryview]) -> int:
+        nbytes = _write_all(fd, buffers)
+        if self._durable and _sync_file_range is not None and nbytes:
+            # Has the disk work while the next bytes are made. A hint: the fsync at the end is what makes them durable,
+            # and tells of what went wrong.
+            _sync_file_range(fd, offset, nbytes, _SYNC_FILE_RANGE_WRITE)
+        return nbytes
 
     def publish(self, name: str, data: bytes) -> None:
         temporary = self._path(f".{name}.tmp")

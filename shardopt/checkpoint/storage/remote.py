@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import islice
 from typing import Any
 
-from shardopt.checkpoint.storage.directory import Span, Storage, runs, too_short
+from shardopt.checkpoint.storage.directory import ReadInto, Span, Storage, runs, too_short
 from shardopt.checkpoint.storage.multipart import PART_BYTES, has_multipart, upload
 from shardopt.checkpoint.storage.retry import Requests
 
@@ -72,7 +73,11 @@ class RemoteStorage(Storage):
 
         return self._requests.repeat(f"read {self.url}/{name}", read_once)
 
-    def read_into(self, name: str, spans: Sequence[Span]) -> None:
+    @contextmanager
+    def opened(self, name: str) -> Iterator[ReadInto]:
+        yield partial(self._read_into, name)
+
+    def _read_into(self, name: str, spans: Sequence[Span]) -> None:
         left = [(offset, buffers) for offset, buffers in runs(spans) if any(buffer.nbytes for buffer in buffers)]
 
         def read_what_is_left() -> None:
