@@ -187,6 +187,8 @@ def batches_of(wants: Sequence[Want], limit: int, scratch: list[bytearray]) -> I
     for want in wants:
         entry, dtype, sizes, wanted, target = want
         nbytes = entry.end - entry.begin
+        if not nbytes:
+            continue  # and no checksum
         if nbytes <= _CRUMB_BYTES and wanted.sizes == sizes and _takes_bytes(target, dtype):
             if not crumbs.has_room(nbytes):
                 yield crumbs

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shardopt.checkpoint.manifest import Manifest, StoredTensor
-from shardopt.checkpoint.memory import dtype_name, torch_dtype
+from shardopt.checkpoint.memory import GIVEN_BACK, dtype_name, has_no_memory, torch_dtype
 from shardopt.checkpoint.strictness import Choice, Names, Strictness
 from shardopt.errors import MismatchError, Problem, ShardoptError
 from shardopt.sharding.pieces import View
@@ -153,14 +153,26 @@ def _is_inexact(dtype: torch.dtype) -> bool:
 def _unfit_memory(key: str, view: View) -> Problem | None:
     """What speaks against reading into the memory of a tensor."""
     for piece in view.pieces:
-        if piece.tensor.is_meta:
-            return Problem(key, "a tensor on the meta device", "memory to load into", "call to_empty(device=...) first")
-        strides = piece.tensor.stride()
-        if 0 in strides and any(
-            stride == 0 and size > 1 for stride, size in zip(strides, piece.box.sizes, strict=True)
-        ):
-            return Problem(key, "an expanded tensor", "a place for each element", "call contiguous() first")
+        if has_no_memory(piece.tensor):
+            if piece.tensor.is_meta:
+                found, remedy = "a tensor on the meta device", "call to_empty(device=...) first"
+            else:
+                found, remedy = GIVEN_BACK, "load while its parameter is there"
+            return Problem(key, found, "memory to load into", remedy)
+        if not piece.tensor.is_contiguous() and _share_memory(piece.box.sizes, piece.tensor.stride()):
+            found = f"elements that share memory (strides {piece.tensor.stride()})"
+            return Problem(key, found, "a place for each element", "call contiguous() first")
     return None
+
+
+def _share_memory(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether elements may lie in one place, as in an expanded tensor: a dimension does not go beyond a lower one."""
+    beyond = 1
+    for stride, size in sorted(zip(strides, sizes, strict=True)):
+        if size > 1 and stride < beyond:
+            return True
+        beyond += (size - 1) * stride
+    return False
 
 
 def _one_sided_state(handback: Handback, flat: FlatState, stored: Mapping[str, Path], names: Names) -> Problem | None:

@@ -90,7 +90,7 @@ def parse_header(header: bytes, file_bytes: int, where: str) -> dict[str, Entry]
     for key, info in table.items():
         try:
             dtype, shape, (begin, end) = info["dtype"], tuple(info["shape"]), info["data_offsets"]
-            fits = type(dtype) is str and begin + length == offset and begin <= end
+            fits = type(dtype) is str and begin + length == offset and begin <= end < 2**63
         except (KeyError, TypeError, ValueError):
             raise damaged(where, f"a malformed entry for {key!r}") from None
         if not fits:

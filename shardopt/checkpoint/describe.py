@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardopt.checkpoint.format import DTYPES, Dtype
 from shardopt.checkpoint.manifest import decode_path, encode_path
-from shardopt.checkpoint.memory import stored_dtype
+from shardopt.checkpoint.memory import GIVEN_BACK, has_no_memory, stored_dtype
 from shardopt.checkpoint.plan import Member
 from shardopt.checkpoint.replicas import CheckReplicas, Contents, contents_of, summary_of
 from shardopt.errors import LayoutError, Problem, ShardoptError, StateError
@@ -107,8 +107,12 @@ def describe(flat: FlatState, check_replicas: CheckReplicas) -> Description:
             if isinstance(leaf.value, Tensor):
                 view = views[key] = view_of(leaf.value, key)
                 tensors[key] = leaf.path, stored_dtype(view.dtype, key), view.layout
-                if any([piece.tensor.is_meta for piece in view.pieces]):
-                    problem = Problem(key, "a tensor on the meta device", "a tensor with values", "initialize it first")
+                if any([has_no_memory(piece.tensor) for piece in view.pieces]):
+                    problem = (
+                        Problem(key, "a tensor on the meta device", "a tensor with values", "initialize it first")
+                        if view.pieces[0].tensor.is_meta
+                        else Problem(key, GIVEN_BACK, "a tensor with values", "save while its parameter is there")
+                    )
                     raise StateError("a tensor cannot be stored", [problem])
             elif isinstance(leaf.value, PerRank):
                 per_rank[key] = leaf.path

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from shardopt.checkpoint.batches import Want
@@ -255,6 +256,8 @@ def _compare_ranks(url: str, reports: list[list[str]]) -> bool:
 
 def _fill(wants: list[tuple[OpenFile, Want]], progress: Progress | None) -> int:
     wait_for_copies()  # a save in the background may still be taking what this changes
+    # Autograd is to refuse a backward through values that are gone: what is read past torch counts as no change.
+    increment_version([want.target for _, want in wants])
     return fetch(wants, progress)
 
 

@@ -36,6 +36,15 @@ def torch_dtype(dtype: Dtype) -> torch.dtype:
     return _TORCH_DTYPES[dtype.name]
 
 
+GIVEN_BACK = "a tensor whose memory was given back"
+"""As with `storage.resize_(0)`, by which sharded modules free what they have gathered."""
+
+
+def has_no_memory(tensor: Tensor) -> bool:
+    """Whether there is nothing where the elements of a tensor should be: to touch them would end the process."""
+    return not tensor.data_ptr() and tensor.numel() > 0
+
+
 def is_plain_memory(tensor: Tensor) -> bool:
     """Whether the tensor's elements are bytes of this process, one after the other in C order."""
     return tensor.is_cpu and tensor.is_contiguous()  # views that conjugate or negate lazily have no boxes

@@ -1,4 +1,4 @@
-"""Found in how small tensors are read and how numbers of headers are checked; not mended yet."""
+"""Memory that is not there, memory that autograd remembers, and numbers beyond all sizes."""
 
 import json
 import struct
@@ -16,7 +16,7 @@ from shardopt.checkpoint.format import DTYPES
 from shardopt.checkpoint.open_file import OpenFile
 from shardopt.checkpoint.read import fetch
 from shardopt.checkpoint.storage import storage_of
-from shardopt.errors import CorruptionError
+from shardopt.errors import CorruptionError, MismatchError
 from shardopt.sharding.box import whole
 
 FREED = """
@@ -26,7 +26,7 @@ from shardopt.errors import ShardoptError
 tensors = {f"t{i}": torch.ones(5, 3) for i in range(4)}
 if sys.argv[2] == "load":
     checkpoint.save(sys.argv[1], tensors)
-tensors["t1"].untyped_storage().resize_(int(sys.argv[3]))
+tensors["t1"].untyped_storage().resize_(0)
 try:
     getattr(checkpoint, sys.argv[2])(sys.argv[1], tensors)
 except ShardoptError as error:
@@ -35,7 +35,6 @@ except ShardoptError as error:
 """
 
 
-@pytest.mark.xfail(strict=True, raises=OverflowError, reason="end - begin is outside of what is caught")
 def test_offsets_beyond_all_floats_and_then_a_float():
     first = {"dtype": "F32", "shape": [], "data_offsets": [0, 10**400]}
     text = json.dumps({"a": first, "b": {**first, "data_offsets": [10**400, float("inf")]}}).encode()
@@ -43,17 +42,15 @@ def test_offsets_beyond_all_floats_and_then_a_float():
         parse_header(struct.pack("<Q", len(text)) + text, 8 + len(text), "a file")
 
 
-@pytest.mark.xfail(strict=True, reason="the process dies of a signal: nobody asks how much memory a tensor has")
-@pytest.mark.parametrize("how, nbytes", [("load", 0), ("load", 8), ("save", 0)])
-def test_a_tensor_whose_memory_was_freed(tmp_path, how, nbytes):
+@pytest.mark.parametrize("how", ["load", "save"])
+def test_a_tensor_whose_memory_was_freed(tmp_path, how):
     """As `storage.resize_` does, with which sharded modules give memory back."""
     ran = subprocess.run(
-        [sys.executable, "-c", FREED, str(tmp_path / "c"), how, str(nbytes)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", FREED, str(tmp_path / "c"), how], capture_output=True, text=True, timeout=60
     )
     assert (ran.returncode, ran.stdout) == (0, "refused")
 
 
-@pytest.mark.xfail(strict=True, reason="what is read past torch does not count as a change")
 def test_autograd_learns_that_a_tensor_was_loaded(tmp_path):
     """As after torch's `load_state_dict`: a backward through values that are gone fails, and is not wrong."""
     weight = torch.ones(3, requires_grad=True)
@@ -64,7 +61,24 @@ def test_autograd_learns_that_a_tensor_was_loaded(tmp_path):
         loss.backward()
 
 
-@pytest.mark.xfail(strict=True, raises=CorruptionError, reason="nothing has no checksum; the next one's is compared")
+@pytest.mark.parametrize("strides", [(1, 1), (0, 1), (2, 3), (1, 2)])
+def test_elements_that_share_memory(tmp_path, strides):
+    """Loaded into, some would have the values of others."""
+    checkpoint.save(tmp_path / "c", {"w": torch.arange(12.0).view(3, 4)})
+    memory = torch.full((20,), -1.0)
+    with pytest.raises(MismatchError, match=r"w: found .* share"):
+        checkpoint.load(tmp_path / "c", {"w": memory.as_strided((3, 4), strides)})
+    assert torch.equal(memory, torch.full((20,), -1.0))
+
+
+@pytest.mark.parametrize("strides", [(4, 1), (1, 3), (5, 1), (1, 4)])
+def test_elements_that_lie_apart(tmp_path, strides):
+    checkpoint.save(tmp_path / "c", {"w": torch.arange(12.0).view(3, 4)})
+    target = torch.full((20,), -1.0).as_strided((3, 4), strides)
+    checkpoint.load(tmp_path / "c", {"w": target})
+    assert torch.equal(target, torch.arange(12.0).view(3, 4))
+
+
 def test_wants_of_nothing_among_others(tmp_path):
     """Only `fetch` itself can be asked so: layers above leave empty boxes out."""
     tensors = {"a": torch.ones(3), "b": torch.zeros(0), "c": torch.ones(2)}

@@ -87,7 +87,7 @@ def test_every_difference_is_told_at_once(tmp_path):
     ("tensor", "said"),
     [
         (torch.zeros(4, device="meta"), "the meta device"),
-        (torch.zeros(1).expand(4), "an expanded tensor"),
+        (torch.zeros(1).expand(4), "elements that share memory"),
         (nn.Parameter(torch.zeros(4, device="meta")), "the meta device"),
     ],
     ids=["meta", "expanded", "parameter"],
