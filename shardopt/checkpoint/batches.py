@@ -26,9 +26,7 @@ from shardopt.sharding.box import Box
 from shardopt.sharding.pieces import narrowed
 
 _ALIGNMENT = 64  # of what is taken from scratch, so that there can be tensors of any dtype over it
-_CRUMB_BYTES = (
-    64 * 1024
-)  # at most a segment; up to this, a copy costs less than one more place for the kernel to read to
+_CRUMB_BYTES = 64 * 1024  # up to here a copy costs less than one more place to read to; no more than a segment
 
 
 class Want(NamedTuple):
@@ -120,7 +118,7 @@ class Batch:
             self._buffer = taken_from(self._scratch, self._limit)
         begin = self._used
         self._used += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        if self._used > len(self._buffer):  # thousands of crumbs, which alignment has made larger
+        if self._used > len(self._buffer):  # thousands of small parts, which alignment has made larger
             return memoryview(bytearray(nbytes))
         return memoryview(self._buffer)[begin : begin + nbytes]
 

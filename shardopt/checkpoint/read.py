@@ -72,7 +72,7 @@ class _Batches:
 
     def _make(self, by_file: Mapping[OpenFile, list[Want]]) -> Iterator[tuple[OpenFile, Batch | Crumbs]]:
         limit = max(map(_batch_bytes, by_file), default=0)
-        scratch: list[bytearray] = []  # two for each thread, at most: one is read while the next batch is made
+        scratch: list[bytearray] = []  # as many as there are threads, and one for the batch that is being made
         for file, wants in by_file.items():
             for batch in batches_of(sorted(wants, key=lambda want: want.entry.begin), limit, scratch):
                 yield file, batch
