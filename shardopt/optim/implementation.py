@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shardopt.algorithms.registry import AlgorithmSpec, AtFirstStep
 from shardopt.errors import GradientError, Problem
+from shardopt.optim.leaves import GroupLeaves
 from shardopt.optim.turn import Turn
 
 Group = Mapping[str, Any]
@@ -32,7 +33,7 @@ def fused_now(spec: AlgorithmSpec, turn: Turn, state: States, chooses: bool) -> 
     """
     group, leaves = turn.group, turn.leaves
     fused: bool | None = group["fused"]
-    if chooses and _prefers_fused(spec, group, leaves.kinds):
+    if chooses and _prefers_fused(spec, group, leaves):
         fused = turn.repeats or not (spec.takes_sparse and _any_sparse(leaves.leaves))
     if fused and spec.settled_at_first_step and not turn.repeats:
         names = _names_from_gradients(spec, group)
@@ -72,7 +73,7 @@ def refuse_sparse(spec: AlgorithmSpec, group: Group, sharded: Iterable[tuple[str
             raise GradientError(f"{option} does not go with sparse gradients of shards", [problem])
 
 
-def _prefers_fused(spec: AlgorithmSpec, group: Group, kinds: Collection[tuple[str, torch.dtype]]) -> bool:
+def _prefers_fused(spec: AlgorithmSpec, group: Group, leaves: GroupLeaves) -> bool:
     """Whether a group names no implementation, and the fused one is the fastest that agrees.
 
     It is not where the for-loop refuses the options, takes numbers that the fused one does not, or keeps other state.
@@ -80,11 +81,11 @@ def _prefers_fused(spec: AlgorithmSpec, group: Group, kinds: Collection[tuple[st
     return (
         group["fused"] is None
         and group["foreach"] is None
-        and all(device == "cpu" and dtype in spec.fused_agrees for device, dtype in kinds)
         and not group["differentiable"]
         and not group.get("capturable")  # refused on the CPU
         and not any(isinstance(value, Tensor) for name, value in group.items() if name != "lr")
         and torch.get_default_dtype() != torch.float64  # which would be the dtype of the for-loop's counters
+        and all(device == "cpu" and dtype in spec.fused_agrees for device, dtype in leaves.kinds)
     )
 
 
