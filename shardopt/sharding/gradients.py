@@ -134,6 +134,7 @@ def lend_gradients(
     """
     gradients: list[Tensor | None] = []
     others = []
+    strided = torch.strided
     # Asking a DTensor for its gradient takes three times as long where torch looks for overrides, of which it has none.
     with torch._C.DisableTorchFunctionSubclass():
         for reader in readers:
@@ -145,7 +146,7 @@ def lend_gradients(
                     continue
                 if type(grad) is DTensor and grad._spec is reader._have:
                     local = grad._local_tensor
-                    if type(local) is Tensor and local.layout is torch.strided:
+                    if type(local) is Tensor and local.layout is strided:
                         try:
                             leaf.grad = local
                         except (RuntimeError, TypeError):  # another size or dtype: gradient_leaves tells what is wrong
