@@ -167,7 +167,8 @@ class WarmupOptimizer(OptimizerWrapper):
             twins = [other for other in self.param_groups if self._full in other and other[self._lr_param] is rate]
             shared = isinstance(rate, Tensor) and twins
             group[self._full] = twins[0][self._full] if shared else self._full_rate(self._nominal(group))
-        self._set_rates(new)
+        if new:
+            self._set_rates(new)
 
     def _full_rate(self, nominal: float | None) -> float:
         return self._lr if nominal is None or not self._reference else self._lr * (nominal / self._reference)
