@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 import xxhash
@@ -61,8 +61,15 @@ class OpenFile:
     @contextmanager
     def opened(self) -> Iterator[ReadInto]:
         """What fills spans from this file, for as long as this is open."""
-        with self.reading(), self.storage.opened(self.file.name) as read:
-            yield read
+        with ExitStack() as stack:
+            with self.reading():
+                read = stack.enter_context(self.storage.opened(self.file.name))
+
+            def read_named(spans: Sequence[Span]) -> None:
+                with self.reading():  # and nothing else: what the caller does beside it may fail in other ways
+                    read(spans)
+
+            yield read_named
 
     def read_into(self, spans: Sequence[Span]) -> None:
         with self.opened() as read:

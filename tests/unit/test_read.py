@@ -357,6 +357,19 @@ def test_what_a_rank_has_for_itself_may_be_hostile(tmp_path):
             reader.per_rank(0)
 
 
+def test_what_progress_raises_is_not_taken_for_damage(tmp_path):
+    value = numbers((4, 3), "float32")
+    path = store(tmp_path / "c", {"x": value}, {"x": [whole((4, 3))]})
+
+    def progress(done, total):
+        raise FileNotFoundError("a log that is gone")
+
+    with checkpoint.open(path) as reader:
+        wants = list(reader.wants("x", [Piece(whole((4, 3)), torch.zeros(4, 3))]))
+        with pytest.raises(FileNotFoundError, match="a log that is gone"):
+            fetch(wants, progress)
+
+
 def test_damage_does_not_make_the_files_after_it_wait(tmp_path):
     """More files than batches can be under way, the first of them damaged."""
     boxes = [Box((i, 0), (1, 3000)) for i in range(20)]
