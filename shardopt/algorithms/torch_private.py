@@ -167,11 +167,12 @@ def gathering(
 ) -> Iterator[None]:
     """While this is open, steps of the optimizer call `gather(_init_group, group, lists)` instead of `_init_group`."""
     init_group = optimizer._init_group  # type: ignore[attr-defined]  # not in Optimizer, but in each class that is asked
-    optimizer._init_group = lambda group, *lists: gather(init_group, group, lists)  # type: ignore[attr-defined]
+    # On the instance, where it comes before the class's; mypy knows it of neither.
+    optimizer._init_group = lambda group, *lists: gather(init_group, group, lists)  # type: ignore[attr-defined]  # see above
     try:
         yield
     finally:
-        del optimizer._init_group  # type: ignore[attr-defined]
+        del optimizer._init_group  # type: ignore[attr-defined]  # as above
 
 
 def before_state_dict(optimizer: Optimizer) -> None:
