@@ -24,7 +24,6 @@ from shardopt.sharding.gradients import (
     GradientReader,
     lend_gradients,
     requires_gradient,
-    takes_gradient,
 )
 from shardopt.sharding.view import assemble, empty_leaf, leaves_of
 
@@ -120,16 +119,6 @@ class Shards:
     def take_apart(self, whole: Tensor) -> tuple[Tensor, ...]:
         """The reverse of `put_together`; a stand-in gets an empty tensor of that dtype."""
         return (torch.zeros_like(self.leaves[0], dtype=whole.dtype),) if self.stands_in else leaves_of(whole)
-
-
-def zero_gradients(parameter: Tensor, set_to_none: bool) -> None:
-    """`zero_grad` for one parameter of any kind, wherever its gradients are."""
-    leaves = leaves_of(parameter)
-    for holder in (*leaves, parameter) if takes_gradient(parameter) else leaves:
-        if set_to_none:
-            holder.grad = None
-        elif holder.grad is not None:
-            holder.grad.detach_().zero_()
 
 
 class GroupLeaves:

@@ -22,10 +22,10 @@ from shardopt.algorithms.torch_private import step_without_hooks
 from shardopt.errors import AlgorithmError
 from shardopt.optim.implementation import fused_now, refuse_sparse
 from shardopt.optim.leaf_states import LeafStates
-from shardopt.optim.leaves import GroupLeaves, ShardedState, Shards, zero_gradients
+from shardopt.optim.leaves import GroupLeaves, ShardedState, Shards
 from shardopt.optim.refusals import parameters_of, refuse_unfit
 from shardopt.optim.turn import Turn, in_turns
-from shardopt.sharding.gradients import requires_gradient
+from shardopt.sharding.gradients import requires_gradient, zero_gradients
 from shardopt.sharding.view import leaves_of
 
 Group = dict[str, Any]

@@ -17,6 +17,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.nn.parameter import Parameter
 
 from shardopt.errors import GradientError, Problem
+from shardopt.sharding.kinds import kind_of
 from shardopt.sharding.pieces import awaited
 from shardopt.sharding.view import leaves_of
 from shardopt.sharding.wrapper import is_wrapper
@@ -35,6 +36,9 @@ def gradient_leaves(param: Tensor) -> tuple[Tensor | None, ...]:
     """
     leaves = leaves_of(param)
     if not isinstance(param, DTensor):
+        kind = kind_of(param)
+        if kind is not None:
+            return tuple(kind.gradients(param))
         if isinstance(param, ShardedTensor) or is_wrapper(param):
             return tuple(leaf.grad for leaf in leaves)
         grad = param.grad
@@ -162,7 +166,21 @@ def lend_gradients(
 
 def takes_gradient(param: Tensor) -> bool:
     """Whether a gradient is set on the tensor itself (`param.grad`), not on its local shards."""
-    return not (isinstance(param, ShardedTensor) or is_wrapper(param))
+    return not (isinstance(param, ShardedTensor) or is_wrapper(param) or kind_of(param) is not None)
+
+
+def zero_gradients(param: Tensor, set_to_none: bool) -> None:
+    """`zero_grad` for one parameter of any kind, wherever its gradients are."""
+    kind = kind_of(param)
+    if kind is not None:
+        kind.zero_gradients(param, set_to_none)
+        return
+    leaves = leaves_of(param)
+    for holder in (*leaves, param) if takes_gradient(param) else leaves:
+        if set_to_none:
+            holder.grad = None
+        elif holder.grad is not None:
+            holder.grad.detach_().zero_()
 
 
 def requires_gradient(param: Tensor) -> bool:

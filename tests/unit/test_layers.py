@@ -37,6 +37,7 @@ PRIVATE_PLACES = {
     "sharding/view.py": "the local tensor of a DTensor, the process group of a ShardedTensor",
     "sharding/pieces.py": "results of collectives that are still on their way",
     "sharding/dtensor.py": "DTensor specs, _StridedShard",
+    "sharding/pieces_tensor.py": "a tensor subclass that has no memory of its own",
     "sharding/sharded_tensor.py": "ShardedTensors made without a collective",
     "sharding/gradients.py": "DTensor specs, torch's search for overrides switched off",
     "sharding/along.py": "the same classes, for what is left of a tensor when a dimension of it is summed over",
