@@ -161,6 +161,7 @@ class AlgorithmSpec:
         takes_dense: whether it steps with dense gradients.
         fused_agrees: the dtypes in which torch's fused implementation for the CPU computes what its for-loop computes,
             up to the rounding of the last bits.
+        fused_astray: the dtypes in which it computes something else, and is refused.
         needs_closure: whether a step has to evaluate the model again itself, maybe several times.
     """
 
@@ -176,6 +177,7 @@ class AlgorithmSpec:
     takes_sparse: bool = False
     takes_dense: bool = True
     fused_agrees: tuple[torch.dtype, ...] = ()
+    fused_astray: tuple[torch.dtype, ...] = ()
     needs_closure: bool = False
 
     @property

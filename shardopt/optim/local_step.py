@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 
 from shardopt.algorithms.fresh import fresh_state
 from shardopt.algorithms.registry import AlgorithmSpec, MakesGlobalState, MakesState, StepsOn, find_spec, unknown
-from shardopt.algorithms.torch_private import step_without_hooks
+from shardopt.algorithms.torch_private import gathers_as_torch, step_without_hooks
 from shardopt.errors import AlgorithmError
-from shardopt.optim.implementation import fused_now, refuse_sparse
+from shardopt.optim.implementation import choose_fused, refuse_sparse, settle_fused
 from shardopt.optim.leaf_states import LeafStates
 from shardopt.optim.leaves import GroupLeaves, ShardedState, Shards, zero_gradients
 from shardopt.optim.refusals import parameters_of, refuse_unfit
@@ -48,6 +48,7 @@ class LocalOptimizer:
     def __init__(self, names: Mapping[Tensor, str], optim_factory: Callable[[list[Tensor]], Optimizer]) -> None:
         self.shards: dict[Tensor, Shards] = {}
         self.chooses = False
+        self._names = dict(names)
         self._grouped: list[GroupLeaves] = []
         # With the group of each parameter, and its place there.
         self._alone: dict[Tensor, tuple[Group, int, GroupLeaves]] = {}
@@ -95,6 +96,7 @@ class LocalOptimizer:
                 self.shards.pop(parameter, None)
             raise
         self.groups[-1]["params"] = list(names)
+        self._names.update(names)
         self.hand_over_parameters({**getattr(self.optimizer, "names", {}), **names})
         if self.spec is not None and self.spec.state_at_construction:
             self.make_state(names)
@@ -148,11 +150,17 @@ class LocalOptimizer:
             anew = [turn for turn in turns if not turn.repeats]
             for turn in anew:
                 refuse_sparse(spec, turn.group, turn.leaves.sharded)
-            for turn in anew:
-                self.states.hand_over(turn.leaves.leaves)
-            for turn in turns:
-                if "fused" in turn.group:
-                    turn.group["fused"] = fused_now(spec, turn, self.optimizer.state, self.chooses)
+            undo = self.states.hand_over(chain.from_iterable(turn.leaves.leaves for turn in anew))
+            try:
+                if self.chooses:
+                    choose_fused(spec, turns)
+                if gathers_as_torch(self.optimizer):
+                    for turn in turns:
+                        turn.gather(self.optimizer)
+                settle_fused(spec, turns, self.optimizer.state, self._names)
+            except BaseException:
+                undo()
+                raise
             with in_turns(self.optimizer, turns):
                 step_without_hooks(type(self.optimizer))(self.optimizer)
         finally:
