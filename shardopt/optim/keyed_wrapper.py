@@ -55,6 +55,9 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
 
         Raises:
             GradientError: the gradient of a sharded parameter does not fit it.
+            AlgorithmError: a group names `fused=True`, and torch's fused implementation for the CPU would be wrong: a
+                parameter, its gradient and its state do not lie alike in memory, or SGD is to step in 16 bits. Nothing
+                was changed.
             StateError: a parameter was sharded in another way since the optimizer was built.
         """
         return self._local.step(closure)

@@ -204,7 +204,7 @@ def cases():
 
 @pytest.fixture(scope="module")
 def mesh():
-    with fake_rank(0, 2) as mesh:
+    with fake_rank(0, 1) as mesh:  # of more, collectives would leave what was in their memory
         yield mesh
 
 
@@ -232,3 +232,252 @@ USUAL = {
     ("contiguous", "transposed", "gradient"),
     ("transposed", "contiguous", "state"),
 }
+
+
+def local(tensor):
+    return leaves_of(tensor)[0].detach()
+
+
+def places_of_all():
+    """Where a parameter, its gradients, and its state from the third step on lie."""
+    for place, gradient in itertools.product(MATRICES, GRADIENTS):
+        yield place, gradient, None
+    yield from itertools.product(MATRICES[:3], ("contiguous", "one row"), MATRICES[1:3])
+
+
+@pytest.mark.parametrize("name", [name for name in ELEMENTWISE if name in ("SGD", "AdamW", "RMSprop")])
+@pytest.mark.parametrize("sharded", [False, True], ids=["plain", "sharded"])
+def test_updates_in_backward(name, sharded, mesh):
+    """Where autograd lays gradients as their parameters lie, or contiguous where these have gaps."""
+    options = {"lr": 0.05, **OPTIONS[name][0]}
+    for place in (*MATRICES, "channels_last"):
+        shape = IMAGES if place == "channels_last" else SHAPE
+        numbers = [torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i in range(STEPS + 1)]
+        leaf, twin = lay(numbers[0], place), torch.nn.Parameter(lay(numbers[0], place))
+        whole = DTensor.from_local(leaf, mesh, [Shard(0)], run_check=False) if sharded else leaf
+        parameter = torch.nn.Parameter(whole)
+        optimizer = shardopt.in_backward({"w": parameter}, name, **options)
+        torchs = getattr(torch.optim, name)([twin], **options, foreach=False)
+        for factor in numbers[1:]:
+            (twin * factor).sum().backward()
+            fits = name in FUSED and fused_is_right(twin, torchs.state.get(twin, {}))
+            torchs.param_groups[0]["fused"] = fits or None
+            torchs.step()
+            torchs.zero_grad()
+            if sharded:
+                factor = DTensor.from_local(factor, mesh, [Shard(0)], run_check=False)
+                (parameter * factor).to_local().sum().backward()
+            else:
+                (parameter * factor).sum().backward()
+            assert torch.equal(local(parameter), twin.detach()) and is_guarded(local(parameter)), place
+        optimizer.stop()
+
+
+def placed(local, mesh, like=None):
+    """A plain tensor, or a DTensor around it."""
+    if mesh is None:
+        return local
+    if like is not None:
+        return DTensor(local, like._spec, requires_grad=False)  # sparse ones can be made in this way only
+    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+
+
+def gradient_of(values, place, sparse):
+    gradient = lay(values, place)
+    if not sparse:
+        return gradient
+    rows = torch.tensor([1, 5, 11])
+    return torch.sparse_coo_tensor(rows[None], gradient[rows], SHAPE, check_invariants=True)
+
+
+def trained(name, options, mesh, place, gradient_place, state_place, sparse):
+    """The local tensor and state after some steps of an algorithm that is not elementwise."""
+    numbers = [torch.randn(SHAPE, generator=torch.Generator().manual_seed(i)) for i in range(STEPS + 1)]
+    parameter = torch.nn.Parameter(placed(lay(numbers[0], place), mesh))
+    optimizer = shardopt.keyed(name, {"w": parameter}, lr=0.05, **options)
+
+    def closure():
+        difference = local(parameter) - lay(numbers[1], gradient_place)
+        parameter.grad = placed(gradient_of(difference, gradient_place, sparse), mesh, parameter)
+        return difference.square().sum() / 2
+
+    for number, values in enumerate(numbers[1:]):
+        if number == CHANGE and state_place is not None:
+            for key, value in list(optimizer.state[parameter].items()):
+                if torch.is_tensor(value) and value.shape == parameter.shape:
+                    optimizer.state[parameter][key] = placed(lay(local(value), state_place), mesh)
+        if name == "LBFGS":
+            optimizer.step(closure)
+        else:
+            parameter.grad = placed(gradient_of(values, gradient_place, sparse), mesh, parameter)
+            optimizer.step()
+    assert is_guarded(local(parameter))
+    state = optimizer.state[parameter].values()
+    return [local(parameter), *(local(value) for value in state if torch.is_tensor(value))]
+
+
+OTHERS = {
+    "Muon": [{"ns_dtype": "float32"}],
+    "Adafactor": [{}, {"foreach": True}],
+    "RowWiseAdagrad": [{}],
+    "RowWiseAdam": [{"weight_decay": 0.1}],
+    "LBFGS": [{"max_iter": 1, "history_size": 3}],
+}
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["plain", "sharded"])
+@pytest.mark.parametrize(
+    ("name", "options", "sparse"),
+    [
+        *((name, options, False) for name, sets in OTHERS.items() for options in sets),
+        *((name, {}, True) for name in ("RowWiseAdagrad", "RowWiseAdam", "SparseAdam")),
+    ],
+    ids=str,
+)
+def test_algorithms_that_are_not_elementwise(name, options, sparse, sharded, mesh, request):
+    """They compute the same wherever their tensors lie."""
+    mesh = mesh if sharded else None
+    full = request.config.getoption("--exhaustive")
+    wanted = {}
+    for place, gradient, state in places_of_all():
+        if not full and (place, gradient, state) not in SOME:
+            continue
+        kind = gradient if gradient.startswith("one") else "contiguous"
+        if kind not in wanted:
+            wanted[kind] = trained(name, options, mesh, "contiguous", kind, None, sparse)
+        for one, other in zip(trained(name, options, mesh, place, gradient, state, sparse), wanted[kind], strict=True):
+            assert (one - other).abs().max() <= 1e-5 * other.abs().max(), (place, gradient, state)
+
+
+SOME = {
+    ("transposed", "contiguous", None),
+    ("slice", "transposed", None),
+    ("every other row", "one element", None),
+    ("contiguous", "one row", "slice"),
+    ("transposed", "contiguous", "transposed"),
+}
+
+
+@pytest.mark.parametrize("kind", [shardopt.EMA, shardopt.SWA])
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+def test_averages(kind, dtype, mesh):
+    for place, changed in itertools.permutations(MATRICES, 2):
+        for wrapped in (None, mesh):
+            models = []
+            for where in (place, "contiguous"):
+                model = torch.nn.Module()
+                model.w = torch.nn.Parameter(placed(lay(torch.ones(SHAPE), where), wrapped))
+                averages = kind(model, dtype=dtype)
+                for number in range(4):
+                    values = torch.randn(SHAPE, generator=torch.Generator().manual_seed(number))
+                    if number == 2 and where != "contiguous":
+                        leaves_of(model.w)[0].data = lay(local(model.w), changed)
+                    local(model.w).copy_(values)
+                    averages.update()
+                with averages.swap():
+                    models.append(local(model.w).clone())
+                    assert is_guarded(local(model.w))
+                assert torch.equal(local(model.w), values) and is_guarded(local(model.w))
+                models.append(local(averages.state_dict()["state"]["w"][kind._entry]))
+            assert torch.equal(models[0], models[2]) and torch.equal(models[1], models[3])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("how", ["norm", "value", "scaler"])
+def test_gradients_that_are_scaled(how, dtype, mesh):
+    """Also those whose elements share memory, which cannot be scaled where they lie."""
+    for place, wrapped in itertools.product(GRADIENTS, (None, mesh)):
+        start = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)).to(dtype)
+        parameter = torch.nn.Parameter(placed(lay(start, "slice"), wrapped))
+        gradient = lay(torch.randn(SHAPE, generator=torch.Generator().manual_seed(1)).to(dtype), place)
+        parameter.grad, exact = placed(gradient, wrapped), gradient.double()
+        optimizer = shardopt.keyed("sgd", {"w": parameter}, lr=1.0)
+        if how == "scaler":
+            scaler = shardopt.GradScaler("cpu", init_scale=4.0)
+            scaler.scale(torch.ones(()))
+            scaler.step(optimizer)
+            exact /= 4
+        else:
+            clipping = shardopt.GradientClipping(how)
+            shardopt.GradientClippingOptimizer(optimizer, clipping, 0.5).step()
+            exact = exact.clamp(-0.5, 0.5) if how == "value" else exact * min(0.5 / float(exact.norm()), 1)
+        off = (local(parameter).double() - (start.double() - exact)).abs().max()
+        assert off <= 8 * torch.finfo(dtype).eps and is_guarded(local(parameter)) and is_guarded(gradient)
+
+
+def test_momentum_that_is_resumed_into_other_strides():
+    """The buffer of `init_state` lies as its parameter; the gradients that come do not."""
+    runs = []
+    for fused in (None, False):
+        first = {"w": torch.nn.Parameter(lay(torch.ones(SHAPE), "contiguous"))}
+        second = {"w": torch.nn.Parameter(lay(torch.ones(SHAPE), "transposed"))}
+        saved = shardopt.keyed("sgd", first, lr=0.1, momentum=0.9, fused=fused)
+        loaded = shardopt.keyed("sgd", second, lr=0.1, momentum=0.9, fused=fused)
+        for number in range(4):
+            params, optimizer = (first, saved) if number < 2 else (second, loaded)
+            params["w"].grad = torch.randn(SHAPE, generator=torch.Generator().manual_seed(number))
+            optimizer.step()
+            if number == 1:
+                loaded.init_state()
+                loaded.load_state_dict(saved.state_dict())
+        runs.append(second["w"].detach())
+    assert torch.equal(*runs)
+
+
+def test_a_parameter_that_has_grown_is_not_stepped_with_state_that_has_not():
+    """The for-loop takes the step, and says what does not fit; a fused kernel would read past the state's end."""
+    params = {"w": torch.nn.Parameter(lay(torch.ones(SHAPE), "contiguous"))}
+    optimizer = shardopt.keyed("adamw", params)
+    for rows in (18, 18, 40):
+        if rows > len(params["w"]):
+            params["w"].data = lay(torch.ones(rows, 12), "contiguous")
+        params["w"].grad = torch.ones(rows, 12)
+        if rows == 18:
+            optimizer.step()
+        else:
+            with pytest.raises(RuntimeError, match="size of tensor"):
+                optimizer.step()
+            optimizer.param_groups[0]["fused"] = True
+            with pytest.raises(AlgorithmError, match=r"w\.exp_avg: found shape \(18, 12\)"):
+                optimizer.step()
+    assert is_guarded(params["w"].detach())
+
+
+def test_a_group_is_refused_before_another_one_has_stepped():
+    params = {
+        name: torch.nn.Parameter(lay(torch.ones(SHAPE), place)) for name, place in (("a", "contiguous"), ("b", "slice"))
+    }
+    optimizer = shardopt.keyed("adamw", params, fused=True, groups=[{"match": "a"}])
+    for parameter in params.values():
+        parameter.grad = torch.ones(SHAPE)
+    with pytest.raises(AlgorithmError, match=r"b: found shape .* with strides") as caught:
+        optimizer.step()
+    assert [problem.key for problem in caught.value.problems] == ["b"]
+    assert torch.equal(params["a"], torch.ones(SHAPE)) and not optimizer.state_dict()["state"]
+    optimizer.init_state()
+    with pytest.raises(AlgorithmError):
+        optimizer.step()
+    assert all(float(state["step"]) == 0 for state in optimizer.state_dict()["state"].values())
+    for group in optimizer.param_groups:
+        group["fused"] = None
+    optimizer.step()
+    assert all(float(state["step"]) == 1 for state in optimizer.state_dict()["state"].values())
+
+
+def test_a_parameter_that_was_laid_out_anew_in_a_sharded_model(mesh):
+    """`to(memory_format=...)` gives a DTensor another local tensor, and its state stays as it was."""
+    runs = []
+    for options in ({}, {"foreach": False}):
+        layer = torch.nn.Conv2d(4, 6, 3, bias=False)
+        values = torch.randn(6, 4, 3, 3, generator=torch.Generator().manual_seed(0))
+        layer.weight = torch.nn.Parameter(placed(values.clone(), mesh))
+        optimizer = shardopt.keyed("adamw", layer.named_parameters(), lr=0.1, **options)
+        for number in range(6):
+            if number == 3:
+                layer.to(memory_format=torch.channels_last)
+                assert not local(layer.weight).is_contiguous()
+            gradient = torch.randn(values.shape, generator=torch.Generator().manual_seed(number + 1))
+            layer.weight.grad = placed(gradient.to(memory_format=torch.channels_last) if number > 3 else gradient, mesh)
+            optimizer.step()
+        runs.append(local(layer.weight))
+    assert (runs[0] - runs[1]).abs().max() <= 1e-6
