@@ -104,6 +104,9 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         super().__setstate__({**state, "state": LocalState(state["_names"], state["_local"])})
         self._local.hand_over_parameters(self._names)
 
+    def _state_names(self) -> set[str]:
+        return super()._state_names() | self._local.global_names
+
     @property
     def _needs_closure(self) -> bool:
         return self._local.spec is not None and self._local.spec.needs_closure

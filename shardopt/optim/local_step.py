@@ -17,13 +17,21 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardopt.algorithms.fresh import fresh_state
-from shardopt.algorithms.registry import AlgorithmSpec, MakesGlobalState, MakesState, StepsOn, find_spec, unknown
+from shardopt.algorithms.registry import (
+    AlgorithmSpec,
+    KeepsLess,
+    MakesGlobalState,
+    MakesState,
+    StepsOn,
+    find_spec,
+    unknown,
+)
 from shardopt.algorithms.torch_private import gathers_as_torch, step_without_hooks
 from shardopt.errors import AlgorithmError
 from shardopt.optim.implementation import choose_fused, refuse_sparse, settle_fused
 from shardopt.optim.leaf_states import LeafStates
 from shardopt.optim.leaves import GroupLeaves, ShardedState, Shards, zero_gradients
-from shardopt.optim.refusals import parameters_of, refuse_unfit
+from shardopt.optim.refusals import parameters_of, refuse_global_name, refuse_unfit
 from shardopt.optim.turn import Turn, in_turns
 from shardopt.sharding.gradients import requires_gradient
 from shardopt.sharding.view import leaves_of
@@ -79,6 +87,13 @@ class LocalOptimizer:
         """Whether the inner optimizer is handed the user's own tensors, sharded as they are."""
         return self.spec is not None and self.spec.steps_on is StepsOn.PARAMETERS
 
+    @property
+    def global_names(self) -> frozenset[str]:
+        """The names under which there is, or will be, state that belongs to no parameter."""
+        if self.spec is None or not self.spec.has_global_state:
+            return frozenset()
+        return frozenset([cast(MakesGlobalState, self.optimizer).global_name])
+
     def leaves(self, parameter: Tensor) -> tuple[Tensor, ...]:
         """The tensors that are stepped on in place of a parameter."""
         shards = self.shards.get(parameter)
@@ -109,6 +124,7 @@ class LocalOptimizer:
         if self.steps_on_parameters:
             self.shards.clear()
             cast(MakesState, self.optimizer).names = names
+            refuse_global_name(self.global_names, names)
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
         """One step of the algorithm without hooks; returns the closure's loss."""
@@ -199,6 +215,8 @@ class LocalOptimizer:
         """The live state of a parameter; empty if there is none yet."""
         shards = self.shards.get(parameter)
         if shards is None:
+            if self.steps_on_parameters and isinstance(self.optimizer, KeepsLess):
+                self.optimizer.complete_state(parameter)
             return self.states[parameter]
         assert self.spec is not None  # sharded parameters are refused for an unknown class
         return ShardedState(shards, tuple(self.states[leaf] for leaf in shards.leaves), self.spec, self.state_changed)

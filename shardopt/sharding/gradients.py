@@ -104,9 +104,10 @@ class GradientReader:
         else:
             return None
         # Of another class are unfinished results of collectives, and several shards in one.
-        plainly = type(grad) is Tensor and grad.shape == wanted.shape
-        if not plainly or grad.is_contiguous():
-            return grad if plainly else None
+        if type(grad) is not Tensor or grad.shape != wanted.shape:
+            return None
+        if grad.is_contiguous():  # as it mostly is
+            return grad
         return None if grad.layout is not torch.strided or elements_overlap(grad) else grad
 
     def accepted(self) -> None:
