@@ -12,7 +12,7 @@ from shardopt.checkpoint.manifest import Manifest, StoredTensor
 from shardopt.checkpoint.memory import GIVEN_BACK, dtype_name, has_no_memory, torch_dtype
 from shardopt.checkpoint.strictness import Choice, Names, Strictness
 from shardopt.errors import Problem, ShardoptError
-from shardopt.sharding.pieces import View
+from shardopt.sharding.pieces import View, elements_overlap
 from shardopt.state import CheckedStateful, FlatState, Handback, PartialStateful, Path, PerRank, join, nest
 
 _MISSING = "save it, remove it from the app, or load with strict=False to leave it as it is"
@@ -161,20 +161,10 @@ def _unfit_memory(key: str, view: View) -> Problem | None:
             else:
                 found, remedy = GIVEN_BACK, "load while its parameter is there"
             return Problem(key, found, "memory to load into", remedy)
-        if not piece.tensor.is_contiguous() and _share_memory(piece.box.sizes, piece.tensor.stride()):
+        if elements_overlap(piece.tensor):
             found = f"elements that share memory (strides {piece.tensor.stride()})"
             return Problem(key, found, "a place for each element", "call contiguous() first")
     return None
-
-
-def _share_memory(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether elements may lie in one place, as in an expanded tensor: a dimension does not go beyond a lower one."""
-    beyond = 1
-    for stride, size in sorted(zip(strides, sizes, strict=True)):
-        if size > 1 and stride < beyond:
-            return True
-        beyond += (size - 1) * stride
-    return False
 
 
 def _one_sided_state(handback: Handback, flat: FlatState, stored: Mapping[str, Path], names: Names) -> Problem | None:

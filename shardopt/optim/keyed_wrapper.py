@@ -55,6 +55,9 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
 
         Raises:
             GradientError: the gradient of a sharded parameter does not fit it.
+            AlgorithmError: a group names `fused=True`, and torch's fused implementation for the CPU would be wrong: a
+                parameter, its gradient and its state do not lie alike in memory, or SGD is to step in 16 bits. Nothing
+                was changed.
             StateError: a parameter was sharded in another way since the optimizer was built.
         """
         return self._local.step(closure)
@@ -100,6 +103,9 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({**state, "state": LocalState(state["_names"], state["_local"])})
         self._local.hand_over_parameters(self._names)
+
+    def _state_names(self) -> set[str]:
+        return super()._state_names() | self._local.global_names
 
     @property
     def _needs_closure(self) -> bool:

@@ -18,7 +18,7 @@ from torch.nn.parameter import Parameter
 
 from shardopt.errors import GradientError, Problem
 from shardopt.sharding.kinds import kind_of
-from shardopt.sharding.pieces import awaited
+from shardopt.sharding.pieces import awaited, elements_overlap
 from shardopt.sharding.view import leaves_of
 from shardopt.sharding.wrapper import is_wrapper
 
@@ -71,7 +71,8 @@ def gradient_leaves(param: Tensor) -> tuple[Tensor | None, ...]:
 
 
 class GradientReader:
-    """Reads the gradient of a parameter with one leaf, where it is plainly there: dense, and placed as the parameter.
+    """Reads the gradient of a parameter with one leaf, where it is plainly there: dense, placed as the parameter, and
+    with a place in memory for each element, so that it can be scaled there.
 
     `gradient_leaves` for those who ask in every step: in a fraction of its time, as it remembers which placement it has
     found good. Calling it gives None where there is no gradient, and where only `gradient_leaves` can tell.
@@ -107,8 +108,11 @@ class GradientReader:
         else:
             return None
         # Of another class are unfinished results of collectives, and several shards in one.
-        plainly = type(grad) is Tensor and grad.shape == wanted.shape and grad.layout is torch.strided
-        return grad if plainly else None
+        if type(grad) is not Tensor or grad.shape != wanted.shape:
+            return None
+        if grad.is_contiguous():  # as it mostly is
+            return grad
+        return None if grad.layout is not torch.strided or elements_overlap(grad) else grad
 
     def accepted(self) -> None:
         """Tells that `gradient_leaves` has looked at the parameter and its gradient, and refused neither."""
