@@ -30,7 +30,7 @@ from shardopt.algorithms.torch_private import gathers_as_torch, step_without_hoo
 from shardopt.errors import AlgorithmError
 from shardopt.optim.implementation import choose_fused, refuse_sparse, settle_fused
 from shardopt.optim.leaf_states import LeafStates
-from shardopt.optim.leaves import GroupLeaves, ShardedState, Shards, zero_gradients
+from shardopt.optim.leaves import GroupLeaves, ShardedState, Shards
 from shardopt.optim.refusals import parameters_of, refuse_global_name, refuse_unfit
 from shardopt.optim.turn import Turn, in_turns
 from shardopt.sharding.gradients import requires_gradient, zero_gradients
