@@ -36,6 +36,7 @@ class Description:
     per_rank: Mapping[str, Path]
     contents: Contents  # hashes of what other ranks hold too
     own_values: Mapping[str, Any]  # those that are per rank
+    check_replicas: CheckReplicas  # of which replicas `contents` has hashes
 
     @property
     def is_partial(self) -> bool:
@@ -57,9 +58,9 @@ class Description:
         """Equal on two ranks if they have the same plain values."""
         return xxhash.xxh3_128_hexdigest(json.dumps(self.values_json(), sort_keys=True).encode())
 
-    def contents_summary(self) -> dict[str, str]:
-        """A few hashes that are equal on ranks whose replicas are."""
-        return summary_of(self.contents, self.views)
+    def contents_summary(self, members: Mapping[str, Member]) -> dict[str, str]:
+        """A few hashes that are equal on ranks whose replicas are; `members` as for `summary_of`."""
+        return summary_of(self.contents, self.views, members)
 
     def geometry_json(self) -> dict[str, Any]:
         layouts: dict[Layout, int] = {}
@@ -127,7 +128,8 @@ def describe(flat: FlatState, check_replicas: CheckReplicas) -> Description:
     if refused:
         kind, message = type(refused[0]), refused[0].message
         raise kind(message, [problem for error in refused for problem in error.problems])
-    return Description(views, tensors, values, per_rank, contents_of(views, check_replicas), own_values)
+    contents = contents_of(views, check_replicas)
+    return Description(views, tensors, values, per_rank, contents, own_values, check_replicas)
 
 
 def geometry_of(description: Description, world_size: int) -> Geometry:
@@ -153,10 +155,12 @@ def merge_geometry(descriptions: Sequence[Mapping[str, Any]]) -> Geometry:
             paths[key][rank] = decode_path(key, path)
     per_rank = {key: next(iter(by_rank.values())) for key, by_rank in paths.items()}
     members: dict[str, Member] = {}
+    same: dict[tuple[int, ...], tuple[int, ...]] = {}  # one tuple of ranks for all tensors that they have
     problems = [problem for key, by_rank in paths.items() for problem in _other_kinds(key, by_rank)]
     for key, by_rank in tensors.items():
         try:
-            members[key] = _merge_tensor(key, by_rank)
+            ranks = tuple(sorted(by_rank))
+            members[key] = _merge_tensor(key, by_rank, same.setdefault(ranks, ranks))
         except StateError as error:
             problems += error.problems
     problems += [_differs(key, "tensors on some ranks, values per rank on others") for key in members.keys() & per_rank]
@@ -192,7 +196,7 @@ def merge_values(descriptions: Sequence[Mapping[str, Any]], geometry: Geometry) 
     return merged
 
 
-def _merge_tensor(key: str, by_rank: Mapping[int, tuple[Any, ...]]) -> Member:
+def _merge_tensor(key: str, by_rank: Mapping[int, tuple[Any, ...]], ranks: tuple[int, ...]) -> Member:
     problems = _other_kinds(key, {rank: each[0] for rank, each in by_rank.items()})
     if problems:
         raise StateError("", problems)
@@ -206,7 +210,7 @@ def _merge_tensor(key: str, by_rank: Mapping[int, tuple[Any, ...]]) -> Member:
             found = f"{_place(layout)} on rank {first_rank}, {_place(other)} on rank {rank}"
             raise StateError("", [_differs(key, found)])
     whole_layout = joined({rank: each[2] for rank, each in knowing.items()}, key) if layout.local else layout
-    return Member(path, DTYPES[dtype], _held_by(whole_layout, by_rank), tuple(sorted(by_rank)))
+    return Member(path, DTYPES[dtype], _held_by(whole_layout, by_rank), ranks)
 
 
 def _held_by(layout: Layout, ranks: Collection[int]) -> Layout:
