@@ -1,5 +1,6 @@
 """What tells two states apart: fingerprints of their geometry and values, and what ranks are told where they differ."""
 
+import copy
 import json
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from shardopt import checkpoint
 from shardopt.checkpoint.describe import describe, merge_geometry, merge_values
-from shardopt.errors import StateError
+from shardopt.errors import MismatchError, StateError
 from shardopt.state import flatten, join
 
 TENSOR = torch.ones(2)
@@ -95,3 +96,18 @@ def test_ranks_that_nest_otherwise_are_told(number):
             merge_values(wires([one, other], "values_json"), geometry)
     same = merge_geometry(wires([apps[0], apps[0]], "geometry_json"))
     merge_values(wires([apps[0], apps[0]], "values_json"), same)
+
+
+@pytest.mark.parametrize("choice", [{}, {"strict": False}, {"select": "."}, {"rename": {"y": "x"}}], ids=str)
+def test_a_load_finds_out_what_was_nested_otherwise(tmp_path, choice):
+    for group in OF_ONE_KEY:
+        for number, saved in enumerate(group):
+            path = tmp_path / f"{OF_ONE_KEY.index(group)}-{number}"
+            checkpoint.save(path, saved)
+            for other, app in enumerate(copy.deepcopy(group)):
+                # Where a key is cut into parts is no matter: a module has one part for what dicts have several for.
+                if other == number or group in (OF_ONE_KEY[1], OF_ONE_KEY[4]) or "x.0" in [*saved, *app]:
+                    checkpoint.load(path, app, **choice)
+                else:
+                    with pytest.raises(MismatchError, match=r"x\.0: found app\['x'\]\['?0'?\] \(.*\); required app"):
+                        checkpoint.load(path, app, **choice)
