@@ -13,7 +13,18 @@ from shardopt.checkpoint.memory import GIVEN_BACK, dtype_name, has_no_memory, to
 from shardopt.checkpoint.strictness import Choice, Names, Strictness
 from shardopt.errors import Problem, ShardoptError
 from shardopt.sharding.pieces import View, elements_overlap
-from shardopt.state import CheckedStateful, FlatState, Handback, PartialStateful, Path, PerRank, join, nest
+from shardopt.state import (
+    CheckedStateful,
+    FlatState,
+    Handback,
+    PartialStateful,
+    Path,
+    PerRank,
+    join,
+    kinds_differ,
+    nest,
+    tell_path,
+)
 
 _MISSING = "save it, remove it from the app, or load with strict=False to leave it as it is"
 _UNEXPECTED = "add it to the app, or load with strict=False to leave it out"
@@ -65,7 +76,11 @@ def compare(flat: FlatState, views: Mapping[str, View], names: Names, strictness
     for key, leaf in flat.leaves.items():
         if key in stored and key in names.chosen and not (settled and _below(leaf.path, settled)):
             view, tensor = views.get(key), manifest.tensors.get(key)
-            if view is not None and tensor is not None:
+            problem: Problem | None
+            if kinds_differ(stored[key], leaf.path):
+                remedy = "nest it in the app as it was when it was saved"
+                problem = Problem(key, tell_path(stored[key]), tell_path(leaf.path), remedy)
+            elif view is not None and tensor is not None:
                 problem = _match_tensors(key, view, tensor, match, strictness)
             else:
                 problem = _match_values(key, flat, views, names, match, world_size)

@@ -132,7 +132,7 @@ class Manager:
         if self._saver is not None:
             self._saver.wait()
         deadline_seconds = min(self._deadline_seconds, stop.deadline_seconds if stop else math.inf)
-        report = save_now(self.path(step), app, True, "small", deadline_seconds, noted)
+        report = save_now(self.path(step), app, True, "sampled", deadline_seconds, noted)
         self._after_commit(step)
         if stop is not None:
             if ranks_of().rank == 0:

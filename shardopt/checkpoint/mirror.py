@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from shardopt.checkpoint.commit import read_manifest, settle_files
+from shardopt.checkpoint.commit import publish_checkpoint, read_manifest
 from shardopt.checkpoint.format import FILE_NAME, MANIFEST_NAME, SEGMENT_BYTES, damaged
 from shardopt.checkpoint.manifest import Manifest
 from shardopt.checkpoint.open_file import OpenFile
@@ -234,8 +234,7 @@ def _commit(source: Storage, target: Storage, manifest: Manifest, data: bytes) -
         for name in source.names():
             if name != MANIFEST_NAME and not FILE_NAME.fullmatch(name) and not name.startswith("."):
                 target.publish(name, source.read(name))
-        settle_files(target, manifest)
-        target.publish(MANIFEST_NAME, data)
+        publish_checkpoint(target, manifest, data)
 
 
 class _Verified:
