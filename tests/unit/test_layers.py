@@ -19,6 +19,7 @@ LAYERS = {
     "state": 1,
     "values": 1,
     "sharding": 1,
+    "signals": 1,
     "ranks": 2,
     "random_state": 2,
     "sampler": 2,
