@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeGuard, runtime_checkable
 
@@ -48,10 +48,22 @@ class CheckedStateful(Stateful, Protocol):
     """A Stateful that can tell whether a state would fit before any of it is there.
 
     `check_state_dict` gets tensors that have a shape and a dtype but no memory (device `meta`), and real plain
-    values. It raises MismatchError and changes nothing.
+    values, of all that it has a place for and of what belongs on this rank (`PartialStateful`). It raises
+    MismatchError and changes nothing.
     """
 
     def check_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+@runtime_checkable
+class PartialStateful(Stateful, Protocol):
+    """A Stateful of whose "state", a dict by name, each rank has only some names, and maybe no place for them yet.
+
+    `held_state_names` gives the names that belong on this rank. What is stored under others is left to the ranks that
+    hold them; what is stored under these and has no place is an error.
+    """
+
+    def held_state_names(self) -> Collection[str]: ...
 
 
 @runtime_checkable

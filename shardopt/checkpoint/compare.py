@@ -11,9 +11,9 @@ import torch
 from shardopt.checkpoint.manifest import Manifest, StoredTensor
 from shardopt.checkpoint.memory import GIVEN_BACK, dtype_name, has_no_memory, torch_dtype
 from shardopt.checkpoint.strictness import Choice, Names, Strictness
-from shardopt.errors import MismatchError, Problem, ShardoptError
+from shardopt.errors import Problem, ShardoptError
 from shardopt.sharding.pieces import View
-from shardopt.state import CheckedStateful, FlatState, Handback, Path, PerRank, join, nest
+from shardopt.state import CheckedStateful, FlatState, Handback, PartialStateful, Path, PerRank, join, nest
 
 _MISSING = "save it, remove it from the app, or load with strict=False to leave it as it is"
 _UNEXPECTED = "add it to the app, or load with strict=False to leave it out"
@@ -28,7 +28,8 @@ class Match:
     per_rank: list[str] = field(default_factory=list)
     cast: list[str] = field(default_factory=list)  # of the tensors, those that change their dtype
     missing: list[str] = field(default_factory=list)  # in the app only
-    unexpected: list[str] = field(default_factory=list)  # in the checkpoint only
+    unexpected: list[str] = field(default_factory=list)  # in the checkpoint only, as far as this rank knows
+    problems: list[Problem] = field(default_factory=list)  # differences that do not pass
     warnings: list[Problem] = field(default_factory=list)  # differences that are to be told, not refused
 
     def loads_into(self, path: Path, flat: FlatState) -> bool:
@@ -38,22 +39,18 @@ class Match:
 
 
 def compare(flat: FlatState, views: Mapping[str, View], names: Names, strictness: Strictness, world_size: int) -> Match:
-    """Matches an app with a checkpoint, by key.
+    """Matches an app with a checkpoint, by key, on one rank.
+
+    Every difference that `strictness` does not let pass is in `problems` of the result. Shapes and kinds always have
+    to fit. Whether an `unexpected` key is one depends on the other ranks, which may have a place for it.
 
     Args:
         names: the checkpoint under the app's names, and which of the app's keys are to be loaded.
-
-    Raises:
-        MismatchError: with every difference that `strictness` does not let pass, each with key, found, required and
-            remedy. Shapes and kinds always have to fit.
     """
     manifest = names.manifest
     stored = dict(_stored_paths(manifest))
-    match = Match(
-        missing=[key for key in flat.leaves if key in names.chosen and key not in stored],
-        unexpected=[key for key in stored if key not in flat.leaves],
-    )
-    problems: list[Problem] = []
+    match = Match(missing=[key for key in flat.leaves if key in names.chosen and key not in stored])
+    problems = match.problems
     settled: list[Path] = []  # what is said of an object as a whole stands for its single keys
     for handback in flat.handbacks:
         one_sided = _one_sided_state(handback, flat, stored, names)
@@ -78,14 +75,19 @@ def compare(flat: FlatState, views: Mapping[str, View], names: Names, strictness
         if not _below(flat.leaves[key].path, settled):
             problem = Problem(key, "nothing in the checkpoint", _kind_of_leaf(flat, views, key), _MISSING)
             _note(problem, strictness.missing, problems, match)
-    for key in match.unexpected:
-        if not _below(stored[key], settled):
-            found_kind = f"{_kind_of_stored(manifest, key)} in the checkpoint"
-            problem = Problem(key, found_kind, "nothing under this key", _UNEXPECTED)
-            _note(problem, strictness.unexpected, problems, match)
-    if problems:
-        raise MismatchError("the checkpoint does not fit the app; nothing was changed", problems)
+    match.unexpected = [key for key in stored if key not in flat.leaves and not _below(stored[key], settled)]
     return match
+
+
+def judge_unexpected(match: Match, names: Names, strictness: Strictness, keys: Iterable[str]) -> list[Problem]:
+    """Takes it that no rank of the job has a place for these stored keys; returns those that `strictness` refuses."""
+    match.unexpected = list(keys)
+    refused: list[Problem] = []
+    for key in match.unexpected:
+        found = f"{_kind_of_stored(names.manifest, key)} in the checkpoint"
+        problem = Problem(key, found, "nothing under this key", _UNEXPECTED)
+        _note(problem, strictness.unexpected, refused, match)
+    return refused
 
 
 def _note(problem: Problem, choice: Choice, problems: list[Problem], match: Match) -> None:
@@ -185,10 +187,11 @@ def _one_sided_state(handback: Handback, flat: FlatState, stored: Mapping[str, P
     of_stored = [key for key, at in stored.items() if _below(at, [path])]
     if not of_stored or not of_both:
         return None  # the whole object is on one side only, which is another matter
-    saved = any(key in names.manifest.tensors and _below(stored[key], [state]) for key in of_stored)
+    in_state = [key for key in of_stored if key in names.manifest.tensors and _below(stored[key], [state])]
     there = any(
         isinstance(flat.leaves[key].value, torch.Tensor) and _below(flat.leaves[key].path, [state]) for key in of_both
     )
+    saved = bool(in_state if there else _belonging(handback, stored, in_state))
     if saved == there:
         return None
     found = f"{'state' if saved else 'no state'} in the checkpoint"
@@ -205,15 +208,16 @@ def _object_problems(
     target, path = handback.target, handback.path
     if not isinstance(target, CheckedStateful):
         return
-    keys = [key for key, at in stored.items() if at[: len(path)] == path]
     own = {key: leaf for key, leaf in flat.leaves.items() if leaf.path[: len(path)] == path}
-    if not any(key in own for key in keys):
+    of_stored = [key for key, at in stored.items() if at[: len(path)] == path]
+    if own.keys().isdisjoint(of_stored):
         return  # nothing of it is loaded; its keys are told one by one
+    without_place = [key for key in of_stored if key not in own]
+    belonging = _belonging(handback, stored, without_place) if strictness.unexpected == "raise" else []
+    keys = [*(key for key in of_stored if key in own), *belonging]
     described: dict[Path, Any] = {}
     if strictness.missing != "raise" or not names.chosen.issuperset(own):
         described |= {leaf.path[len(path) :]: leaf.value for leaf in own.values()}
-    if strictness.unexpected != "raise":
-        keys = [key for key in keys if key in own]
     for key in keys:
         described[stored[key][len(path) :]] = _description(key, flat, names.manifest, strictness)
     try:
@@ -222,6 +226,16 @@ def _object_problems(
         problems = error.problems or [Problem("", error.message, "a state that fits", "see the message")]
         prefix = join(path)
         yield from (replace(p, key=f"{prefix}.{p.key}" if p.key else prefix) for p in problems)
+
+
+def _belonging(handback: Handback, stored: Mapping[str, Path], keys: Iterable[str]) -> list[str]:
+    """Those of the stored keys of an object that belong on this rank, whether it has a place for them or not."""
+    target, root = handback.target, len(handback.path)
+    if isinstance(target, PartialStateful):
+        names = target.held_state_names()
+        within = ((key, stored[key][root:]) for key in keys)
+        return [key for key, path in within if len(path) < 2 or path[0] != "state" or path[1] in names]
+    return [] if isinstance(target, CheckedStateful) else list(keys)
 
 
 def _description(key: str, flat: FlatState, manifest: Manifest, strictness: Strictness) -> Any:

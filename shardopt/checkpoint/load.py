@@ -5,19 +5,21 @@ open → flatten → compare → plan → read in place → hand back to app
 
 from __future__ import annotations
 
+import json
 import os
 import time
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import xxhash
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from shardopt.checkpoint.batches import Want
-from shardopt.checkpoint.compare import Match, compare
+from shardopt.checkpoint.compare import Match, compare, judge_unexpected
 from shardopt.checkpoint.open_file import OpenFile
 from shardopt.checkpoint.pause import gc_paused
 from shardopt.checkpoint.progress import Progress
@@ -31,6 +33,7 @@ from shardopt.checkpoint.twins import refuse_unequal, twins_in
 from shardopt.copies import wait_for_copies
 from shardopt.errors import CheckpointError, MismatchError, Problem
 from shardopt.ranks import DEADLINE_SECONDS, Ranks, ranks_of
+from shardopt.ranks.failures import names_of
 from shardopt.sharding.pieces import View
 from shardopt.sharding.view import view_of
 from shardopt.state import FlatState, Handback, PerRank, flatten
@@ -45,7 +48,7 @@ class LoadReport:
         save_id: the unique name of the save that it is of.
         loaded: the keys that were loaded.
         missing: keys of the app that the checkpoint has not; left as they were (`strict=False`).
-        unexpected: keys of the checkpoint that the app has not; left out (`strict=False`).
+        unexpected: keys of the checkpoint that the app has on no rank; left out (`strict=False`).
         cast: keys of tensors that were converted to the app's dtype.
         renamed: key of the app → key in the checkpoint, where they differ.
         bytes_wanted: of tensors, on this rank.
@@ -126,6 +129,7 @@ def load(
         url: of a committed checkpoint.
         app: as for `save`.
         strict: whether keys that only one side has are an error; `Strictness` has a choice for each kind of difference.
+            A key of the checkpoint may be left to other ranks; it is unexpected if no rank has a place for it.
         select: a regex; only keys of the app in which it is found are loaded, and the others stay as they are.
         rename: regex → replacement, applied in turn, as by `re.sub`, to the checkpoint's keys to make them the app's:
             `{r"\.layers\.": ".blocks."}` renames "model.layers.0.weight" and "optimizer.state.layers.0.weight.exp_avg".
@@ -174,14 +178,16 @@ def _load(
     ranks = ranks_of()
     what = f"loading {os.fspath(url)}"
 
-    plan, alike = ranks.agree(
+    plan, opened = ranks.agree(
         what,
         work=lambda: _plan(url, app, strictness, select, rename, replicas, ranks),
-        report=lambda plan: [plan.reader.digest, fingerprint(plan.shared)],
+        report=lambda plan: [plan.reader.digest, fingerprint(plan.shared), _fingerprint_of_differences(plan.match)],
         decide=lambda reports: _compare_ranks(str(url), reports),
         deadline_seconds=deadline_seconds,
     )
-    reads = _Reads(plan, alike, ranks)
+    if opened["with_differences"]:
+        _settle_differences(ranks, what, plan, strictness, opened["with_differences"], deadline_seconds)
+    reads = _Reads(plan, opened["alike"], ranks)
     if transactional:
         ranks.agree(what, work=lambda: check_all(reads.wants), deadline_seconds=deadline_seconds)
     loaded = [each for each in plan.flat.handbacks if plan.match.loads_into(each.path, plan.flat)]
@@ -218,12 +224,14 @@ def _plan(
     replicas: Replicas,
     ranks: Ranks,
 ) -> _Plan:
-    """Everything that can be refused is refused here."""
+    """Everything that can be refused is refused here, or found, to be settled with the other ranks."""
     reader = open_checkpoint(url)
     flat = flatten(app)
     names = under_names_of(reader.manifest, flat, select, rename)
     views = {key: view_of(tensor, key) for key, tensor in flat.tensors().items()}
     match = compare(flat, views, names, strictness, ranks.size)
+    if match.problems:
+        return _Plan(reader, flat, names, match, {}, [], {}, {})
     old = names.renamed
     per_rank = reader.per_rank(ranks.rank) if match.per_rank else {}
     _refuse_missing([key for key in match.per_rank if old.get(key, key) not in per_rank], ranks.rank)
@@ -243,15 +251,77 @@ def _refuse_missing(keys: list[str], rank: int) -> None:
         raise MismatchError("the checkpoint does not fit the app; nothing was changed", problems)
 
 
-def _compare_ranks(url: str, reports: list[list[str]]) -> bool:
-    """On rank 0: whether all ranks hold the same shared tensors; refuses to load from different checkpoints."""
-    digests, fingerprints = zip(*reports, strict=True)
+def _fingerprint_of_differences(match: Match) -> str:
+    """Equal on ranks that differ alike from the checkpoint; empty where nothing does."""
+    if not (match.problems or match.unexpected):
+        return ""
+    return xxhash.xxh3_128_hexdigest(json.dumps(_differences(match)).encode())
+
+
+def _differences(match: Match) -> list[Any]:
+    return [[asdict(problem) for problem in match.problems], match.unexpected]
+
+
+def _compare_ranks(url: str, reports: list[list[str]]) -> dict[str, Any]:
+    """On rank 0: whether all ranks hold the same shared tensors, and which of them have met which differences.
+
+    Raises:
+        CheckpointError: ranks would load from different checkpoints.
+    """
+    digests, fingerprints, differences = zip(*reports, strict=True)
     other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if other is not None:
         found = f"another checkpoint on rank {other} than on rank 0"
         problem = Problem(url, found, "the same on every rank", "check what is mounted there")
         raise CheckpointError("ranks do not see the same checkpoint", [problem])
-    return len(set(fingerprints)) == 1
+    ranks_with: dict[str, list[int]] = {}
+    for rank, difference in enumerate(differences):
+        ranks_with.setdefault(difference, []).append(rank)
+    with_differences = list(ranks_with.values()) if any(differences) else []
+    return {"alike": len(set(fingerprints)) == 1, "with_differences": with_differences}
+
+
+def _settle_differences(
+    ranks: Ranks, what: str, plan: _Plan, strictness: Strictness, alike: list[list[int]], deadline_seconds: float
+) -> None:
+    """Refuses what does not fit on some rank, and stored keys that no rank has a place for. Collective.
+
+    Args:
+        alike: the ranks that differ alike from the checkpoint, of which the first tells what all have found.
+
+    Raises:
+        MismatchError: lists each difference once, with the ranks that have it.
+    """
+    speakers = [those[0] for those in alike]
+
+    def merge(reports: list[Any]) -> list[Any]:
+        heard = [reports[rank] for rank in speakers]
+        nobodys = set.intersection(*(set(unexpected) for _, unexpected in heard))
+        ranks_with: dict[Problem, list[int]] = {}
+        for (problems, _), those in zip(heard, alike, strict=True):
+            for problem in problems:
+                ranks_with.setdefault(Problem(**problem), []).extend(those)
+        merged = [[asdict(problem), sorted(those)] for problem, those in ranks_with.items()]
+        return [merged, [key for key in plan.match.unexpected if key in nobodys]]
+
+    _, (merged, unexpected) = ranks.agree(
+        what,
+        work=lambda: _differences(plan.match) if ranks.rank in speakers else None,
+        report=lambda found: found,
+        decide=merge,
+        deadline_seconds=deadline_seconds,
+    )
+    problems = judge_unexpected(plan.match, plan.names, strictness, unexpected)
+    failed = set(range(ranks.size)) if problems else {rank for _, those in merged for rank in those}
+    if failed:
+        local = [_on(those, ranks.size, Problem(**problem)) for problem, those in merged]
+        where = f"{what} failed on {names_of(sorted(failed))}: " if len(failed) < ranks.size else ""
+        raise MismatchError(f"{where}the checkpoint does not fit the app; nothing was changed", [*local, *problems])
+
+
+def _on(those: list[int], size: int, problem: Problem) -> Problem:
+    """A problem, with the ranks that have met it where those are not all."""
+    return problem if len(those) == size else replace(problem, found=f"{problem.found} (on {names_of(those)})")
 
 
 def _fill(wants: list[tuple[OpenFile, Want]], progress: Progress | None) -> int:

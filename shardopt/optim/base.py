@@ -147,6 +147,10 @@ class KeyedOptimizer(Optimizer):
         """
         return renamed(state_dict, new_key)
 
+    def held_state_names(self) -> set[str]:
+        """The names under "state" that belong on this rank, whether there is state for them or not."""
+        return self._state_names()
+
     def post_load_state_dict(self) -> None:
         """Called after state was loaded; does nothing here."""
 

@@ -99,7 +99,65 @@ def test_a_value_that_only_some_ranks_saved(tmp_path):
     outcomes = run_ranks(3, save_of_some, str(tmp_path / "c"))
     found = ["no value of rank 1", "no value of rank 2"]
     assert outcomes[0] == ([1, 1], checkpoint.PerRank("first"), (), found)
-    assert outcomes[1:] == [([1, 1], None, ("mine",), found)] * 2
+    assert outcomes[1:] == [([1, 1], None, (), found)] * 2
+
+
+# Strictness is over all ranks.
+
+
+def load_parts(path, mine):
+    """Each rank loads the keys that it is told, strictly; what it gets, or the problems."""
+    app = {key: torch.zeros(2) for key in mine[dist.get_rank()]}
+    try:
+        report = checkpoint.load(path, app, deadline_seconds=20)
+    except MismatchError as error:
+        assert not any(value.any() for value in app.values())
+        return [(problem.key, problem.found) for problem in error.problems], str(error).splitlines()[0]
+    return {key: value.tolist() for key, value in app.items()}, report.unexpected
+
+
+def test_ranks_may_load_different_keys_if_together_they_load_all(tmp_path):
+    stored = {key: torch.full((2,), float(i)) for i, key in enumerate("abc")}
+    checkpoint.save(tmp_path / "c", stored)
+    outcomes = run_ranks(3, load_parts, str(tmp_path / "c"), ["ab", "bc", "b"])
+    assert [set(found) for found, _ in outcomes] == [{"a", "b"}, {"b", "c"}, {"b"}]
+    assert all(found[key] == stored[key].tolist() for found, _ in outcomes for key in found)
+    assert [unexpected for _, unexpected in outcomes] == [()] * 3
+
+
+def test_a_key_that_no_rank_has_is_told_once_with_what_single_ranks_miss(tmp_path):
+    checkpoint.save(tmp_path / "c", {key: torch.ones(2) for key in "abc"})
+    outcomes = run_ranks(3, load_parts, str(tmp_path / "c"), ["ax", "b", "bx"])
+    problems, message = outcomes[0]
+    assert problems == [
+        ("x", "nothing in the checkpoint (on ranks 0, 2)"),
+        ("c", "a tensor of float32 [2] in the checkpoint"),
+    ]
+    assert "the checkpoint does not fit the app; nothing was changed" in message
+    assert outcomes[1:] == outcomes[:1] * 2
+
+
+def load_uninitialized(path):
+    """Rank 1 forgot `init_state`, so that state of a parameter that it has would be lost."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = shardopt.keyed("adamw", model.named_parameters())
+    if dist.get_rank() == 0:
+        optimizer.init_state()
+    app = {"model": model, "optimizer": optimizer}
+    with pytest.raises(MismatchError) as caught:
+        checkpoint.load(path, app, deadline_seconds=20)
+    return [(problem.key, problem.found, problem.remedy) for problem in caught.value.problems]
+
+
+def test_state_that_another_rank_has_a_place_for_is_not_lost_on_this_one(tmp_path):
+    model = torch.nn.Linear(2, 1)
+    optimizer = shardopt.keyed("adamw", model.named_parameters())
+    optimizer.init_state()
+    checkpoint.save(tmp_path / "c", {"model": model, "optimizer": optimizer})
+    outcomes = run_ranks(2, load_uninitialized, str(tmp_path / "c"))
+    ((key, found, remedy),) = outcomes[0]
+    assert (key, found) == ("optimizer.state", "state in the checkpoint (on rank 1)") and "init_state()" in remedy
+    assert outcomes[1] == outcomes[0]
 
 
 # The plan that is kept for the next save.
