@@ -19,6 +19,7 @@ LAYERS = {
     "state": 1,
     "values": 1,
     "sharding": 1,
+    "signals": 1,
     "ranks": 2,
     "random_state": 2,
     "sampler": 2,
@@ -41,6 +42,7 @@ PRIVATE_PLACES = {
     "sharding/sharded_tensor.py": "ShardedTensors made without a collective",
     "sharding/gradients.py": "DTensor specs, torch's search for overrides switched off",
     "sharding/along.py": "the same classes, for what is left of a tensor when a dimension of it is summed over",
+    "ranks/groups.py": "how many process groups there are, by which torch names a new one",
     "algorithms/torch_private.py": "the lazy state of torch's optimizers, made without a step",
 }
 # Private by name only: torch's multi-tensor operations, a tensor's version counter, what a namedtuple offers, os._exit.
