@@ -89,6 +89,8 @@ def view_of_dtensor(tensor: DTensor, local: Tensor, key: str) -> View:
         here.places[told] = place
     if here.coordinate is None:  # torch gives such ranks a 1-dimensional empty tensor, whatever the shape
         return View(place.layout.shape, memory.dtype, (), place.layout)
+    if 0 in place.local_shape and not memory.numel() and 0 not in shape:  # fully_shard gives these another empty shape
+        return View(place.layout.shape, memory.dtype, (), place.layout)
     if memory.shape != place.local_shape:
         raise refusal(
             key,

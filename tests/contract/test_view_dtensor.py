@@ -17,6 +17,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -172,6 +173,23 @@ def test_uneven_fsdp_over_tensor_parallel_as_fully_shard_lays_it(rank):
         view = view_of(made)
     assert [piece.tensor.tolist() for piece in view.pieces] == [mine.tolist()] * bool(mine.numel())
     assert [counting((17,))[at(piece.box)].tolist() for piece in view.pieces] == [mine.tolist()] * bool(mine.numel())
+
+
+@pytest.mark.parametrize("shape", [(5, 1), (2, 1), (1, 1), (5, 3)])
+def test_fully_shard_over_ranks_that_hold_no_columns(shape):
+    """Their local tensors have no elements, in a shape of torch's choosing."""
+
+    def make(mesh):
+        layer = torch.nn.Linear(shape[1], shape[0], bias=False)
+        whole = distribute_tensor(counting(shape).float(), mesh["tp"], [Shard(1)], src_data_rank=None)
+        layer.weight = torch.nn.Parameter(whole)
+        return fully_shard(layer, mesh=mesh["dp"]).weight
+
+    views = {}
+    for rank in range(4):
+        with as_rank(rank, 4):
+            views[rank] = view_of(make(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))))
+    check_views(views, counting(shape).float())
 
 
 def test_the_other_reading_is_refused_where_its_sizes_show():
