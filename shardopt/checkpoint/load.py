@@ -21,7 +21,7 @@ from shardopt.checkpoint.compare import Match, compare
 from shardopt.checkpoint.open_file import OpenFile
 from shardopt.checkpoint.pause import gc_paused
 from shardopt.checkpoint.progress import Progress
-from shardopt.checkpoint.read import check_all, fetch
+from shardopt.checkpoint.read import casts_to_check, check_all, check_casts, fetch
 from shardopt.checkpoint.reader import CheckpointReader, open_checkpoint
 from shardopt.checkpoint.reports import tell
 from shardopt.checkpoint.share import Replicas, SharedReads, fingerprint, shared_among
@@ -75,6 +75,11 @@ class _Plan:
     wants: list[tuple[OpenFile, Want]]
     shared: Mapping[str, View]
     per_rank: Mapping[str, Any]
+
+    @property
+    def has_casts_to_check(self) -> bool:
+        """Whether anything goes to a dtype that cannot hold all that may be there."""
+        return bool(self.match.cast and casts_to_check(self.wants))
 
     def key_of(self, key: str) -> str:
         """The key in the data files."""
@@ -143,7 +148,8 @@ def load(
 
     Raises:
         CheckpointNotFoundError, FormatError: there is nothing here to load.
-        MismatchError: the checkpoint does not fit; every difference is listed, and nothing was changed.
+        MismatchError: the checkpoint does not fit, or has numbers that a cast would turn into infinities or others;
+            every difference is listed, and nothing was changed.
         CorruptionError: stored bytes are not what was written. Where that is met in the middle, the optimizers of
             `app` refuse to step until a load is whole.
         RankError: a rank failed in another way, died, or did not make the call.
@@ -174,14 +180,16 @@ def _load(
     ranks = ranks_of()
     what = f"loading {os.fspath(url)}"
 
-    plan, alike = ranks.agree(
+    plan, (alike, casts) = ranks.agree(
         what,
         work=lambda: _plan(url, app, strictness, select, rename, replicas, ranks),
-        report=lambda plan: [plan.reader.digest, fingerprint(plan.shared)],
+        report=lambda plan: [plan.reader.digest, fingerprint(plan.shared), plan.has_casts_to_check],
         decide=lambda reports: _compare_ranks(str(url), reports),
         deadline_seconds=deadline_seconds,
     )
     reads = _Reads(plan, alike, ranks)
+    if casts:
+        ranks.agree(what, work=lambda: _check_casts(plan, reads), deadline_seconds=deadline_seconds)
     if transactional:
         ranks.agree(what, work=lambda: check_all(reads.wants), deadline_seconds=deadline_seconds)
     loaded = [each for each in plan.flat.handbacks if plan.match.loads_into(each.path, plan.flat)]
@@ -243,15 +251,20 @@ def _refuse_missing(keys: list[str], rank: int) -> None:
         raise MismatchError("the checkpoint does not fit the app; nothing was changed", problems)
 
 
-def _compare_ranks(url: str, reports: list[list[str]]) -> bool:
-    """On rank 0: whether all ranks hold the same shared tensors; refuses to load from different checkpoints."""
-    digests, fingerprints = zip(*reports, strict=True)
+def _check_casts(plan: _Plan, reads: _Reads) -> None:
+    check_casts(casts_to_check(reads.wants), {old: key for key, old in plan.names.renamed.items()})
+
+
+def _compare_ranks(url: str, reports: list[list[Any]]) -> tuple[bool, bool]:
+    """On rank 0: whether all ranks hold the same shared tensors, and whether any has casts to check; refuses to load
+    from different checkpoints."""
+    digests, fingerprints, casts = zip(*reports, strict=True)
     other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if other is not None:
         found = f"another checkpoint on rank {other} than on rank 0"
         problem = Problem(url, found, "the same on every rank", "check what is mounted there")
         raise CheckpointError("ranks do not see the same checkpoint", [problem])
-    return len(set(fingerprints)) == 1
+    return len(set(fingerprints)) == 1, any(casts)
 
 
 def _fill(wants: list[tuple[OpenFile, Want]], progress: Progress | None) -> int:
