@@ -50,19 +50,18 @@ class InOrder:
 
     def __init__(self, columns: Columns) -> None:
         parameters, _, *others = columns
-        self._kept = [list(parameters), *map(list, others)]
+        self._kept = [*parameters, *chain.from_iterable(others)]
         self._nbytes = list(map(_NBYTES, parameters))
 
     def still(self, columns: Columns) -> bool:
         """Whether these are the same tensors, but for the gradients, and still lie so."""
         parameters, gradients, *others = columns
-        now = [parameters, *others]
+        now = [*parameters, *chain.from_iterable(others)]
         return (
             len(now) == len(self._kept)
-            and all(len(a) == len(b) and all(map(is_, a, b)) for a, b in zip(self._kept, now, strict=True))
+            and all(map(is_, now, self._kept))
             and list(map(_NBYTES, parameters)) == self._nbytes
-            and _are_contiguous(parameters)
-            and _are_contiguous(gradients)
+            and _are_contiguous(chain(parameters, gradients))
         )
 
 
