@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from itertools import filterfalse
 from typing import Any
 
 from torch import Tensor
@@ -115,7 +116,7 @@ class LeafStates:
     def _empty(self, leaves: Collection[Tensor] | None) -> list[State]:
         state = self._optimizer.state
         if leaves is None or len(leaves) > len(state) // 8:  # to look a leaf up takes as long as to pass by eight
-            return [entries for entries in state.values() if not entries]
+            return list(filterfalse(None, state.values()))
         return [state[leaf] for leaf in leaves if leaf in state and not state[leaf]]
 
     def move(self, old: Tensor, new: Tensor, fresh: Callable[[Tensor], Mapping[str, Any]]) -> None:

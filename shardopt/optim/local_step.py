@@ -175,7 +175,7 @@ class LocalOptimizer:
         for turn in anew:
             if turn.leaves.sharded:
                 refuse_sparse(spec, turn.group, turn.leaves.sharded)
-        undo = self.states.hand_over([leaf for turn in anew for leaf in turn.leaves.leaves]) if anew else None
+        undo = self.states.hand_over(list(chain.from_iterable(turn.leaves.leaves for turn in anew))) if anew else None
         try:
             if self.chooses:
                 choose_fused(spec, turns)

@@ -30,6 +30,8 @@ class Turn:
         self._options = deciding(group) if leaves.alike else ()
         self._loan = Loan()
         self._gradients: list[Tensor | None] | None = None
+        self.gradients_in_order = False
+        """Whether in a step that repeats gradients are contiguous, and of the shape of their leaves."""
         self.lists: list[list[Any]] | None = None
         """What torch gathers of the group: leaves that have a gradient, gradients, then lists of their state, in which
         None stands for what the step makes. None before `gather`, and where torch does not gather ahead."""
@@ -52,7 +54,7 @@ class Turn:
         """
         leaves, kept = self.leaves, self.leaves.gathered
         leaves.gathered = None
-        self._gradients = leaves.lend(self._loan, follow, takes_dense)
+        self._gradients, self.gradients_in_order = leaves.lend(self._loan, follow, takes_dense)
         self.group["params"] = leaves.leaves
         if kept is not None and self._gradients is not None and kept.holds(self._options, self._gradients):
             self.repeats, leaves.gathered = True, kept
