@@ -20,8 +20,9 @@ cut, in two rounds: first R, C, M and RMS(θ), then RMS(U), which needs the othe
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
-from math import prod
+from math import isnan, nan, prod
 from types import MappingProxyType
 from typing import Any
 
@@ -29,6 +30,7 @@ import torch
 from torch import Tensor
 
 from shardopt.algorithms.dense_gradients import dense_gradients
+from shardopt.algorithms.late_checks import LateChecks
 from shardopt.errors import GradientError, Problem
 from shardopt.ranks import ranks_of
 from shardopt.sharding.along import Cut, cuts_of, parts_for, sum_like, sum_memory
@@ -65,9 +67,11 @@ class Adafactor(torch.optim.Adafactor):
             closure: evaluates the model again and returns the loss, which is returned; called once.
 
         Raises:
-            GradientError: a gradient is sparse or does not fit its parameter; or, told on the CPU only but there by all
-                ranks, a DTensor has one on some of its ranks and not on others. Nothing was changed.
+            GradientError: on all ranks that share a parameter: its gradient is sparse or does not fit it on one of
+                them; or a DTensor has one on some of its ranks and not on others. Nothing was changed; but on an
+                accelerator, where an earlier step has taken what was absent or refused for zeros.
         """
+        self._late.judge()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -78,6 +82,15 @@ class Adafactor(torch.optim.Adafactor):
         # Where a number stands among others decides in which order ranks add it up, and so its last bit.
         works.sort(key=lambda work: self.names.get(work.parameter, ""))
         add_up(chain.from_iterable(work.statistics() for work in works))
+        shared = [work for work in works if work.cuts]
+        if all(_is_there(work.numbers) for work in shared):
+            _raise_fault(works)
+            _judge([work.asked for work in shared], torch.cat([work.numbers[1:] for work in shared] or [_NOTHING]))
+        else:  # to look at them now would be to wait
+            for device in {work.numbers.device for work in shared}:
+                here = [work for work in shared if work.numbers.device == device]
+                told = torch.cat([work.numbers[1:].float() for work in here])
+                self._late.note(told, partial(_judge, [work.asked for work in here]))
         due = [work for work in works if work.is_due()]
         for work in due:
             work.take_statistics()
@@ -88,7 +101,13 @@ class Adafactor(torch.optim.Adafactor):
         for work in due:
             if work.cuts:
                 work.apply()
+        _raise_fault(works)  # now that the others do not wait for this rank
         return loss
+
+    @property
+    def _late(self) -> LateChecks:
+        checks: LateChecks = self.__dict__.setdefault("_late_checks", LateChecks())  # copies are made without it
+        return checks
 
     def fresh_state(self, group: Group, parameter: Tensor) -> dict[str, Any]:
         """New state of a parameter that has none, as its first step would make it; changes nothing."""
@@ -142,9 +161,14 @@ class _Work:
         self.leaves = leaves_of(parameter)
         self.cuts = cuts_of(parameter)
         self.name = optimizer.names.get(parameter, f"a parameter of shape {view.shape}")
-        found = dense_gradients(parameter, self.name)
-        self.gradients: Sequence[Tensor] = found or ()
-        self.may_have_gradient = found is not None or requires_gradient(parameter)
+        self.gradients: Sequence[Tensor] = ()
+        self.fault: GradientError | None = None  # to be raised once the other ranks have heard of it
+        try:
+            found = dense_gradients(parameter, self.name)
+            self.gradients = found or ()
+        except GradientError as error:
+            found, self.fault = None, error
+        self.may_have_gradient = found is not None or self.fault is not None or requires_gradient(parameter)
         self.state: dict[str, Any] = optimizer.state.get(parameter, {})
         self.time = 1.0 + (float(self.state["step"]) if self.state else 0.0)
         self.weight = self.time ** group["beta2_decay"]
@@ -156,12 +180,13 @@ class _Work:
 
     def statistics(self) -> Iterator[Term]:
         """This rank's share in what is added up before the update."""
-        # RMS(θ)², how many ranks have a gradient, and how many have shards but no gradient.
+        # RMS(θ)², how many ranks have a gradient, and how many have shards but no gradient; NaN where one refuses its
+        # own.
         self.numbers: Tensor = torch.zeros(3, dtype=self.sum_dtype, device=device_of(self.parameter))
         self.update_square = self.numbers.new_zeros(())
         self.numbers[0] = _mean_of_squares(self.leaves, self.shape, self.numbers)
         if self.leaves:
-            self.numbers[1 if self.gradients else 2] = 1.0
+            self.numbers[1 if self.gradients else 2] = nan if self.fault else 1.0
         yield self.numbers, self.cuts
         if not self.factored:
             return
@@ -214,17 +239,12 @@ class _Work:
             if due and not self.gradients:
                 self.gradients = [torch.zeros_like(leaf) for leaf in self.leaves]
             return due
-        if self.numbers.is_cpu and self.cuts:
-            _, have, lack = self.numbers.tolist()
-            if have and lack:
-                problem = Problem(
-                    key=f"{self.name}.grad",
-                    found=f"one on {have:g} of its ranks, none on {lack:g}",
-                    required="one on all of its ranks, or on none",
-                    remedy="give it zeros where a rank had nothing to do with it",
-                )
-                raise GradientError("a gradient is absent on some ranks", [problem])
         return bool(self.gradients)
+
+    @property
+    def asked(self) -> tuple[str, bool]:
+        """The parameter's name, and whether all of its ranks must have a gradient, or none."""
+        return self.name, takes_gradient(self.parameter)
 
     def take_statistics(self) -> None:
         """Moves the state by what the ranks have added up."""
@@ -287,6 +307,44 @@ class _Work:
         if not isinstance(lr, Tensor):
             return float(lr)
         return float(lr) if lr.is_cpu else lr.to(self.numbers.device, non_blocking=True).reshape(())
+
+
+def _raise_fault(works: Iterable[_Work]) -> None:
+    for work in works:
+        if work.fault is not None:
+            raise work.fault
+
+
+def _judge(asked: Sequence[tuple[str, bool]], told: Tensor) -> None:
+    """Looks at how many ranks have a gradient, and how many have none.
+
+    Args:
+        asked: of each of N parameters.
+        told: [2 N] such numbers, on the CPU; the same on all ranks.
+
+    Raises:
+        GradientError: some have one and others do not, or one refuses its own.
+    """
+    problems = []
+    for (name, all_or_none), (have, lack) in zip(asked, told.view(-1, 2).tolist(), strict=True):
+        if isnan(lack):
+            found = "one that a rank refuses"
+        elif all_or_none and have and lack:
+            found = f"one on {have:g} of its ranks, none on {lack:g}"
+        else:
+            continue
+        remedy = "give it zeros where a rank had nothing to do with it"
+        problems.append(Problem(f"{name}.grad", found, "one on all of its ranks, or on none", remedy))
+    if problems:
+        raise GradientError("gradients are absent on some ranks, or refused there", problems)
+
+
+_NOTHING = torch.zeros(0)
+
+
+def _is_there(numbers: Tensor) -> bool:
+    """Whether to look at numbers waits for nothing."""
+    return numbers.is_cpu
 
 
 def _squares_along(gradient: Tensor, dim: int, dtype: torch.dtype) -> Tensor:

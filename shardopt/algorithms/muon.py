@@ -19,6 +19,7 @@ large. The owner computes on the whole matrix, so that the result is the same bi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -27,13 +28,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardopt.algorithms.dense_gradients import dense_gradients
+from shardopt.algorithms.late_checks import LateChecks
 from shardopt.algorithms.newton_schulz import adjustment, orthogonalised
 from shardopt.algorithms.owners import Job
+from shardopt.algorithms.teams import Team, judge_words, refusal
 from shardopt.algorithms.wholes import Together
 from shardopt.errors import GradientError, Problem, StateError
-from shardopt.ranks import Ranks, ranks_among, ranks_of
+from shardopt.ranks import ranks_among, ranks_of
 from shardopt.sharding.box import Box, cover_faults
-from shardopt.sharding.gradients import takes_gradient
 from shardopt.sharding.layout import held
 from shardopt.sharding.pieces import View
 from shardopt.sharding.view import assemble, device_of, groups_of, leaves_of, members_of, view_of
@@ -114,14 +116,19 @@ class Muon(Optimizer):
         `round_bytes` that an owner works on; before them, on the CPU or where there are ShardedTensors, one small
         all-reduce that finds absent gradients. No device is waited for, but for ShardedTensors or an lr that is there.
 
+        Where nothing is waited for, the first exchange tells who has which gradients, and matrices of which nobody has
+        one take part in it. What is wrong with that is found once it has come to the host, in a later step.
+
         Args:
             closure: evaluates the model again and returns the loss, which is returned; called once.
 
         Raises:
-            GradientError: a gradient does not fit its parameter, is sparse or, on the CPU, is absent on some ranks.
-                Nothing was changed on this rank.
+            GradientError: on all ranks that share a matrix: its gradient does not fit it or is sparse on one of them,
+                or is absent on some. Nothing was changed; but on an accelerator, where an earlier step has taken what
+                was absent or refused for zeros.
             StateError: a parameter was sharded in another way since its momentum was made.
         """
+        self._late.judge()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -132,21 +139,38 @@ class Muon(Optimizer):
             for parameter in group["params"]
         ]
         teams = _teams(sorted(matrices, key=lambda matrix: matrix.name))
-        for ranks, its in teams:
-            _agree_on_gradients(ranks, its)
+        problems = [problem for team in teams if team.asks for problem in team.agree()]
+        unheard = {matrix for team in teams if not team.asks for matrix in team.matrices}
+        _raise_fault(matrix for matrix in matrices if matrix not in unheard)
+        if problems:
+            raise refusal(problems)
         for matrix in matrices:
             if matrix.gradients is not None:
                 matrix.update_momentum(self._momentum(matrix))
-        for ranks, its in teams:
-            moving = [matrix for matrix in its if matrix.gradients is not None]
-            if moving:
-                dtype = _DTYPES[moving[0].group["ns_dtype"]]
-                Together(ranks, dtype, moving[0].device, self.round_bytes).run(moving)
+        for team in teams:
+            self._orthogonalise(team)
+        _raise_fault(unheard)  # now that the others do not wait for this rank
         return loss
 
     def fresh_state(self, group: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
         """New state of a parameter that has none, as its first step would make it; changes nothing."""
         return {"momentum_buffer": assemble(parameter, [torch.zeros_like(leaf) for leaf in leaves_of(parameter)])}
+
+    def _orthogonalise(self, team: Team[_Matrix]) -> None:
+        moving = team.moving()
+        if not moving:
+            return
+        dtype = _DTYPES[moving[0].group["ns_dtype"]]
+        together = Together(team.ranks, dtype, moving[0].device, self.round_bytes)
+        told = together.run(moving, team.word(moving))
+        if not team.asks:
+            names = [matrix.name for matrix in moving]
+            self._late.note(told, partial(judge_words, team.ranks.members, names))
+
+    @property
+    def _late(self) -> LateChecks:
+        checks: LateChecks = self.__dict__.setdefault("_late_checks", LateChecks())  # copies are made without it
+        return checks
 
     def _momentum(self, matrix: _Matrix) -> Tensor:
         state = self.state[matrix.parameter]
@@ -168,7 +192,12 @@ class _Matrix:
     def __init__(self, parameter: Tensor, group: Mapping[str, Any], name: str) -> None:
         self.parameter, self.group, self.name = parameter, group, name
         self.view = view_of(parameter, name)
-        self.gradients = dense_gradients(parameter, name)
+        self.gradients: list[Tensor] | None = None
+        self.fault: GradientError | None = None  # to be raised once the other ranks have heard of it
+        try:
+            self.gradients = dense_gradients(parameter, name)
+        except GradientError as error:
+            self.fault = error
         self._momentum: tuple[Tensor, ...] = ()
 
     @property
@@ -202,8 +231,9 @@ class _Matrix:
             momentum.lerp_(gradient, 1 - self.group["momentum"])
 
     def parts(self) -> dict[Box, Tensor]:
-        """U, by box."""
-        assert self.gradients is not None
+        """U, by box; zeros without a gradient."""
+        if self.gradients is None:
+            return {piece.box: torch.zeros_like(piece.tensor) for piece in self.view.pieces}
         update: Sequence[Tensor] = self._momentum
         if self.group["nesterov"]:
             pairs = zip(self.gradients, self._momentum, strict=True)
@@ -215,7 +245,9 @@ class _Matrix:
         return orthogonalised(whole, self.group["ns_coefficients"], self.group["ns_steps"], self.group["eps"])
 
     def take(self, box: Box, part: Tensor) -> None:
-        """θ ← (1 − lr weight_decay) θ − lr s O, in one box."""
+        """θ ← (1 − lr weight_decay) θ − lr s O, in one box; nothing without a gradient."""
+        if self.gradients is None:
+            return
         lr: Any = self.group["lr"]
         lr = lr.squeeze() if isinstance(lr, Tensor) else lr
         scale = adjustment(self.group["adjust_lr_fn"], *self.view.shape)
@@ -239,38 +271,13 @@ def unsuitable_for_muon(view: View) -> str:
     return ""
 
 
-def _agree_on_gradients(ranks: Ranks, matrices: Sequence[_Matrix]) -> None:
-    """Finds where some ranks have a gradient and others do not. Collective: one all-reduce, or none.
-
-    A ShardedTensor has its gradients with the shards: one on any rank is one for the whole matrix, zero elsewhere. Of
-    the others ranks must have the same; where that can be asked without waiting for an accelerator, it is.
-
-    Raises:
-        GradientError: they do not; all ranks raise it.
-    """
-    asked = [matrix for matrix in matrices if ranks.device.type == "cpu" or not takes_gradient(matrix.parameter)]
-    if not asked or ranks.size == 1:
-        return
-    have = torch.tensor([matrix.gradients is not None for matrix in asked], dtype=torch.int32, device=ranks.device)
-    problems = []
-    for matrix, count in zip(asked, ranks.add_up(have).tolist(), strict=True):
-        if not takes_gradient(matrix.parameter):
-            if count and matrix.gradients is None:
-                matrix.gradients = [torch.zeros_like(leaf) for leaf in leaves_of(matrix.parameter)]
-        elif 0 < count < ranks.size:
-            problems.append(
-                Problem(
-                    key=f"{matrix.name}.grad",
-                    found=f"a gradient on {count} of its {ranks.size} ranks",
-                    required="one on all of them, or on none",
-                    remedy="give it zeros where a rank has nothing to do with it",
-                )
-            )
-    if problems:
-        raise GradientError("gradients are absent on some ranks", problems)
+def _raise_fault(matrices: Iterable[_Matrix]) -> None:
+    for matrix in matrices:
+        if matrix.fault is not None:
+            raise matrix.fault
 
 
-def _teams(matrices: Iterable[_Matrix]) -> list[tuple[Ranks, list[_Matrix]]]:
+def _teams(matrices: Iterable[_Matrix]) -> list[Team[_Matrix]]:
     """The matrices by the ranks over which they lie, in the same order on all of these."""
     rank = ranks_of().rank
     teams: dict[tuple[tuple[int, ...], str, str], list[_Matrix]] = {}
@@ -278,4 +285,4 @@ def _teams(matrices: Iterable[_Matrix]) -> list[tuple[Ranks, list[_Matrix]]]:
         members = members_of(matrix.parameter)
         if rank in members and matrix.view.layout.boxes[0].numel:  # an empty matrix has nothing to orthogonalise
             teams.setdefault((members, matrix.group["ns_dtype"], matrix.device.type), []).append(matrix)
-    return [(ranks_among(key[0], groups_of(teams[key][0].parameter)), teams[key]) for key in sorted(teams)]
+    return [Team(ranks_among(key[0], groups_of(teams[key][0].parameter)), teams[key]) for key in sorted(teams)]

@@ -6,8 +6,7 @@ Each is present and behaves alike in torch 2.11 to 2.13; a test of each fails by
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, ParamSpec, TypeVar
 
@@ -126,7 +125,8 @@ def lazy_state(optimizer: Optimizer, group: Mapping[str, Any], leaf: Tensor) -> 
     gradient = leaf.grad
     leaf.grad = torch.zeros_like(leaf)
     try:
-        gather_lists(optimizer, {**group, "params": [leaf]})  # the lists are thrown away
+        with torch.no_grad():
+            gather_lists(optimizer, {**group, "params": [leaf]})  # the lists are thrown away
     finally:
         leaf.grad = gradient
     return dict(optimizer.state.pop(leaf, {}))
@@ -143,11 +143,13 @@ def gathers_as_torch(optimizer: Optimizer) -> bool:
     That fills lists: first of the leaves that have a gradient, then of their gradients, then of their state, which the
     step changes in place, but for entries that are None.
     """
+    init_group = getattr(optimizer, "_init_group", None)
     return _is_of_torch_optim(step_without_hooks(type(optimizer))) and _is_of_torch_optim(
-        getattr(optimizer, "_init_group", None)
+        getattr(init_group, "__func__", init_group)
     )
 
 
+@lru_cache
 def _is_of_torch_optim(function: Any) -> bool:
     """Whether a function is torch.optim's, wrapped by none but torch, as torch.compile does once it is loaded.
 
@@ -162,7 +164,7 @@ def _is_of_torch_optim(function: Any) -> bool:
 def gather_lists(optimizer: Optimizer, group: Mapping[str, Any]) -> tuple[list[list[Any]], Any]:
     """What a step of torch's hands to its kernels for a group, and what its `_init_group` returns with that.
 
-    Makes the state of those who have a gradient for the first time.
+    Makes the state of those who have a gradient for the first time. To be called as a step is, without autograd.
 
     Args:
         optimizer: of a class that has torch's `_init_group`.
@@ -171,8 +173,10 @@ def gather_lists(optimizer: Optimizer, group: Mapping[str, Any]) -> tuple[list[l
     init_group = optimizer._init_group  # type: ignore[attr-defined]  # not in Optimizer, but in each class that is asked
     plain = getattr(init_group, "__func__", init_group)
     lists: list[list[Any]] = [[] for _ in range(_arguments_of(plain) - (1 if plain is init_group else 2))]
-    with torch.set_grad_enabled(bool(optimizer.defaults.get("differentiable"))):  # as in a step
-        return lists, init_group(group, *lists)
+    if optimizer.defaults.get("differentiable"):
+        with torch.enable_grad():
+            return lists, init_group(group, *lists)
+    return lists, init_group(group, *lists)
 
 
 @lru_cache
@@ -180,13 +184,23 @@ def _arguments_of(function: Callable[..., Any]) -> int:
     return len(inspect.signature(function).parameters)
 
 
-@contextmanager
-def gathering(optimizer: Optimizer, gather: Callable[[dict[str, Any], tuple[Any, ...]], Any]) -> Iterator[None]:
-    """While this is open, steps of the optimizer call `gather(group, lists)` instead of its `_init_group`."""
+def step_with_lists(
+    optimizer: Optimizer, hand_over: Callable[[dict[str, Any], tuple[list[Any], ...]], Any] | None
+) -> None:
+    """A step without hooks, of an optimizer that has gathered ahead.
+
+    Args:
+        optimizer: of a class that `gathers_as_torch`, if it has.
+        hand_over: fills the lists of a group, and returns what `_init_group` would; None where that is asked itself.
+    """
+    step = step_without_hooks(type(optimizer))
+    if hand_over is None:
+        step(optimizer)
+        return
     # On the instance, where it comes before the class's; mypy knows it of neither.
-    optimizer._init_group = lambda group, *lists: gather(group, lists)  # type: ignore[attr-defined]  # see above
+    optimizer._init_group = lambda group, *lists: hand_over(group, lists)  # type: ignore[attr-defined]  # see above
     try:
-        yield
+        step(optimizer)
     finally:
         del optimizer._init_group  # type: ignore[attr-defined]  # as above
 

@@ -17,11 +17,21 @@ import torch
 import xxhash
 from torch import Tensor
 
+from shardopt.casts import lost_in_cast
 from shardopt.checkpoint.datafile import Entry
 from shardopt.checkpoint.format import SEGMENT_BYTES, Dtype
-from shardopt.checkpoint.memory import address_of, bytes_of, is_plain_memory, move_bytes, tensor_over, torch_dtype
+from shardopt.checkpoint.memory import (
+    address_of,
+    bytes_of,
+    dtype_name,
+    is_plain_memory,
+    move_bytes,
+    tensor_over,
+    torch_dtype,
+)
 from shardopt.checkpoint.open_file import OpenFile
 from shardopt.checkpoint.storage import ReadInto, Span
+from shardopt.errors import CheckpointError, Problem
 from shardopt.sharding.box import Box
 from shardopt.sharding.pieces import narrowed
 
@@ -64,21 +74,47 @@ class _Run(NamedTuple):
         return self.head + (self.memory.nbytes if self.memory else 0) + self.tail
 
 
+Use = Callable[[Entry, Tensor, Tensor], None]
+"""What is done with a part of an entry that was read into scratch and verified: the entry, where it is wanted, and the
+part, of the same shape."""
+
+
+def copy_into(entry: Entry, target: Tensor, source: Tensor) -> None:
+    """Copies what was read to where it is wanted.
+
+    Raises:
+        CheckpointError: the target's dtype cannot hold a number of it. Others may have been copied by then.
+    """
+    lost = None if source.dtype == target.dtype else lost_in_cast(source, target.dtype)
+    if lost is not None:
+        problem = lost_problem(entry.key, lost, source.dtype, target.dtype)
+        raise CheckpointError("a number cannot be cast, and the load is not whole", [problem])
+    target.copy_(source)
+
+
+def lost_problem(key: str, lost: float, source: torch.dtype, target: torch.dtype) -> Problem:
+    """The problem of a number that would become another one in a cast."""
+    found = f"{lost} in {dtype_name(source)}"
+    required = f"numbers that {dtype_name(target)} can hold, of at most {torch.finfo(target).max}"
+    return Problem(key, found, required, "load it into a wider dtype")
+
+
 class Batch:
-    """Spans to read in one go, the segments that are complete with them, and copies to make once they are verified.
+    """Spans to read in one go, the segments that are complete with them, and what to do once they are verified.
 
     Args:
         limit: of its bytes.
         scratch: buffers for what is not read in place; the batch takes one when it needs it, and gives it back.
+        use: what is done with the parts that lie in scratch.
     """
 
-    def __init__(self, limit: int, scratch: list[bytearray]) -> None:
+    def __init__(self, limit: int, scratch: list[bytearray], use: Use = copy_into) -> None:
         self._limit = limit
         self.nbytes = 0
         self._spans: list[Span] = []
         self._checks: list[tuple[Entry, int, Sequence[memoryview]]] = []
-        self._copies: list[tuple[Tensor, Tensor]] = []
-        self._scratch = scratch
+        self._parts: list[tuple[Entry, Tensor, Tensor]] = []
+        self._scratch, self._use = scratch, use
         self._buffer: bytearray | None = None
         self._used = 0
 
@@ -90,7 +126,7 @@ class Batch:
         parts = [self._take(run.head), run.memory, self._take(run.tail)] if run.memory else [self._take(run.tail)]
         parts = [part for part in parts if part]
         if run.copy is not None:
-            self._copies.append(run.copy(parts[0]))
+            self._parts.append((entry, *run.copy(parts[0])))
         offset = run.offset
         self._checks += _segments(entry, offset, parts)
         for memory in parts:
@@ -105,8 +141,8 @@ class Batch:
             if _sum(parts) != file.sums[8 * segment : 8 * segment + 8]:
                 raise file.failed(entry, segment)
         with torch.no_grad():  # a thread has a grad mode of its own
-            for target, source in self._copies:
-                target.copy_(source)
+            for entry, target, source in self._parts:
+                self._use(entry, target, source)
         if self._buffer is not None:
             self._scratch.append(self._buffer)
 
@@ -179,9 +215,11 @@ def taken_from(scratch: list[bytearray], limit: int) -> bytearray:
         return bytearray(limit + 2 * SEGMENT_BYTES)
 
 
-def batches_of(wants: Sequence[Want], limit: int, scratch: list[bytearray]) -> Iterator[Batch | Crumbs]:
+def batches_of(
+    wants: Sequence[Want], limit: int, scratch: list[bytearray], use: Use = copy_into
+) -> Iterator[Batch | Crumbs]:
     """Batches of at most `limit` bytes, or of one run."""
-    batch, crumbs = Batch(limit, scratch), Crumbs(limit, scratch)
+    batch, crumbs = Batch(limit, scratch, use), Crumbs(limit, scratch)
     for want in wants:
         entry, dtype, sizes, wanted, target = want
         nbytes = entry.end - entry.begin
@@ -196,7 +234,7 @@ def batches_of(wants: Sequence[Want], limit: int, scratch: list[bytearray]) -> I
         for run in _direct(want, limit) if _is_one_run(want) else _through_scratch(want, limit):
             if not batch.has_room(run.nbytes):
                 yield batch
-                batch = Batch(limit, scratch)
+                batch = Batch(limit, scratch, use)
             batch.add(entry, run)
     yield from (each for each in (crumbs, batch) if each.nbytes)
 

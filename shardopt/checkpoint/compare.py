@@ -159,7 +159,9 @@ def _match_values(
 
 
 def _can_cast(stored: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether a conversion loses no more than digits."""
+    """Whether a conversion loses no more than digits, of numbers that are not too large."""
+    if wanted is torch.float8_e8m0fnu:  # powers of two alone, without a sign or a zero
+        return False
     return wanted.is_complex if stored.is_complex else stored.is_floating_point and _is_inexact(wanted)
 
 

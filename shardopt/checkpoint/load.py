@@ -23,7 +23,7 @@ from shardopt.checkpoint.compare import Match, compare, judge_unexpected
 from shardopt.checkpoint.open_file import OpenFile
 from shardopt.checkpoint.pause import gc_paused
 from shardopt.checkpoint.progress import Progress
-from shardopt.checkpoint.read import check_all, fetch
+from shardopt.checkpoint.read import casts_to_check, check_all, check_casts, fetch
 from shardopt.checkpoint.reader import CheckpointReader, open_checkpoint
 from shardopt.checkpoint.reports import tell
 from shardopt.checkpoint.share import Replicas, SharedReads, fingerprint, shared_among
@@ -78,6 +78,11 @@ class _Plan:
     wants: list[tuple[OpenFile, Want]]
     shared: Mapping[str, View]
     per_rank: Mapping[str, Any]
+
+    @property
+    def has_casts_to_check(self) -> bool:
+        """Whether anything goes to a dtype that cannot hold all that may be there."""
+        return bool(self.match.cast and casts_to_check(self.wants))
 
     def key_of(self, key: str) -> str:
         """The key in the data files."""
@@ -147,7 +152,8 @@ def load(
 
     Raises:
         CheckpointNotFoundError, FormatError: there is nothing here to load.
-        MismatchError: the checkpoint does not fit; every difference is listed, and nothing was changed.
+        MismatchError: the checkpoint does not fit, or has numbers that a cast would turn into infinities or others;
+            every difference is listed, and nothing was changed.
         CorruptionError: stored bytes are not what was written. Where that is met in the middle, the optimizers of
             `app` refuse to step until a load is whole.
         RankError: a rank failed in another way, died, or did not make the call.
@@ -181,13 +187,20 @@ def _load(
     plan, opened = ranks.agree(
         what,
         work=lambda: _plan(url, app, strictness, select, rename, replicas, ranks),
-        report=lambda plan: [plan.reader.digest, fingerprint(plan.shared), _fingerprint_of_differences(plan.match)],
+        report=lambda plan: [
+            plan.reader.digest,
+            fingerprint(plan.shared),
+            _fingerprint_of_differences(plan.match),
+            plan.has_casts_to_check,
+        ],
         decide=lambda reports: _compare_ranks(str(url), reports),
         deadline_seconds=deadline_seconds,
     )
     if opened["with_differences"]:
         _settle_differences(ranks, what, plan, strictness, opened["with_differences"], deadline_seconds)
     reads = _Reads(plan, opened["alike"], ranks)
+    if opened["with_casts"]:
+        ranks.agree(what, work=lambda: _check_casts(plan, reads), deadline_seconds=deadline_seconds)
     if transactional:
         ranks.agree(what, work=lambda: check_all(reads.wants), deadline_seconds=deadline_seconds)
     loaded = [each for each in plan.flat.handbacks if plan.match.loads_into(each.path, plan.flat)]
@@ -251,6 +264,10 @@ def _refuse_missing(keys: list[str], rank: int) -> None:
         raise MismatchError("the checkpoint does not fit the app; nothing was changed", problems)
 
 
+def _check_casts(plan: _Plan, reads: _Reads) -> None:
+    check_casts(casts_to_check(reads.wants), {old: key for key, old in plan.names.renamed.items()})
+
+
 def _fingerprint_of_differences(match: Match) -> str:
     """Equal on ranks that differ alike from the checkpoint; empty where nothing does."""
     if not (match.problems or match.unexpected):
@@ -262,13 +279,14 @@ def _differences(match: Match) -> list[Any]:
     return [[asdict(problem) for problem in match.problems], match.unexpected]
 
 
-def _compare_ranks(url: str, reports: list[list[str]]) -> dict[str, Any]:
-    """On rank 0: whether all ranks hold the same shared tensors, and which of them have met which differences.
+def _compare_ranks(url: str, reports: list[list[Any]]) -> dict[str, Any]:
+    """On rank 0: whether all ranks hold the same shared tensors, and which of them have met which differences, or
+    casts to check.
 
     Raises:
         CheckpointError: ranks would load from different checkpoints.
     """
-    digests, fingerprints, differences = zip(*reports, strict=True)
+    digests, fingerprints, differences, casts = zip(*reports, strict=True)
     other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if other is not None:
         found = f"another checkpoint on rank {other} than on rank 0"
@@ -278,7 +296,11 @@ def _compare_ranks(url: str, reports: list[list[str]]) -> dict[str, Any]:
     for rank, difference in enumerate(differences):
         ranks_with.setdefault(difference, []).append(rank)
     with_differences = list(ranks_with.values()) if any(differences) else []
-    return {"alike": len(set(fingerprints)) == 1, "with_differences": with_differences}
+    return {
+        "alike": len(set(fingerprints)) == 1,
+        "with_differences": with_differences,
+        "with_casts": any(casts),
+    }
 
 
 def _settle_differences(

@@ -9,14 +9,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import xxhash
+from torch import Tensor
 
-from shardopt.checkpoint.batches import Batch, Crumbs, Want, batches_of
+from shardopt.casts import has_fewer_exponents, lost_in_cast
+from shardopt.checkpoint.batches import Batch, Crumbs, Use, Want, batches_of, copy_into, lost_problem
 from shardopt.checkpoint.datafile import Entry
 from shardopt.checkpoint.format import SEGMENT_BYTES
+from shardopt.checkpoint.memory import torch_dtype
 from shardopt.checkpoint.open_file import OpenFile
 from shardopt.checkpoint.progress import Counter, Progress
 from shardopt.checkpoint.storage import Span, Storage
-from shardopt.errors import CorruptionError, Problem
+from shardopt.errors import CorruptionError, MismatchError, Problem
 from shardopt.sharding.box import Box, cut_in_order
 
 _THREADS = 4
@@ -25,11 +28,12 @@ _FAR_BATCH_BYTES = 8 << 20  # where each request costs a round trip; see benchma
 _FAR_THREADS = 8
 
 
-def fetch(wants: Sequence[tuple[OpenFile, Want]], progress: Progress | None = None) -> int:
+def fetch(wants: Sequence[tuple[OpenFile, Want]], progress: Progress | None = None, use: Use = copy_into) -> int:
     """Reads all that is wanted into its targets; returns the bytes read.
 
     Args:
         progress: of the bytes that are wanted.
+        use: what is done with what cannot be read into its target's own memory.
 
     Raises:
         CorruptionError: bytes that fail their checksum; targets may have changed by then.
@@ -38,7 +42,7 @@ def fetch(wants: Sequence[tuple[OpenFile, Want]], progress: Progress | None = No
     for file, want in wants:
         by_file[file].append(want)
     threads = max((threads_for(file.storage) for file in by_file), default=1)
-    batches = _Batches(by_file)
+    batches = _Batches(by_file, use)
     done = Counter(sum(want.wanted.numel * want.dtype.itemsize for _, want in wants), progress)
     with ThreadPoolExecutor(threads, "shardopt-read") as pool:
         try:
@@ -52,8 +56,9 @@ def fetch(wants: Sequence[tuple[OpenFile, Want]], progress: Progress | None = No
 class _Batches:
     """Batches of all files, for threads that take one after the other."""
 
-    def __init__(self, by_file: Mapping[OpenFile, list[Want]]) -> None:
+    def __init__(self, by_file: Mapping[OpenFile, list[Want]], use: Use) -> None:
         self.nbytes = 0
+        self._use = use
         self._lock = threading.Lock()
         self._made = self._make(by_file)
         self._stopped = False
@@ -73,7 +78,7 @@ class _Batches:
         limit = max(map(_batch_bytes, by_file), default=0)
         scratch: list[bytearray] = []  # as many as there are threads, and one for the batch that is being made
         for file, wants in by_file.items():
-            for batch in batches_of(sorted(wants, key=lambda want: want.entry.begin), limit, scratch):
+            for batch in batches_of(sorted(wants, key=lambda want: want.entry.begin), limit, scratch, self._use):
                 yield file, batch
 
 
@@ -112,6 +117,36 @@ def check_all(wants: Sequence[tuple[OpenFile, Want]]) -> None:
     problems = [problem for file, entry in boxes.values() for problem in damaged_segments(file, entry)]
     if problems:
         raise CorruptionError("a checkpoint is damaged; nothing was changed", problems)
+
+
+def casts_to_check(wants: Sequence[tuple[OpenFile, Want]]) -> list[tuple[OpenFile, Want]]:
+    """What is wanted in a dtype that cannot hold all that may be there."""
+    both = ((each, torch_dtype(each[1].dtype), each[1].target.dtype) for each in wants)
+    return [each for each, stored, wanted in both if stored != wanted and has_fewer_exponents(stored, wanted)]
+
+
+def check_casts(wants: Sequence[tuple[OpenFile, Want]], names: Mapping[str, str]) -> None:
+    """Reads what `casts_to_check` gave, and changes nothing.
+
+    Args:
+        names: stored key → the app's, where they differ.
+
+    Raises:
+        MismatchError: with the keys that have a number which would become another one.
+        CorruptionError: bytes that fail their checksum.
+    """
+    problems: dict[str, Problem] = {}
+
+    def look(entry: Entry, target: Tensor, source: Tensor) -> None:
+        lost = lost_in_cast(source, target.dtype)
+        if lost is not None:
+            key = names.get(entry.key, entry.key)
+            problems.setdefault(key, lost_problem(key, lost, source.dtype, target.dtype))
+
+    fetch(wants, use=look)
+    if problems:
+        message = "the checkpoint has numbers that the app's dtypes cannot hold; nothing was changed"
+        raise MismatchError(message, [problems[key] for key in sorted(problems)])
 
 
 def damaged_segments(

@@ -25,7 +25,10 @@ class Strictness:
     Args:
         missing: keys of the app that the checkpoint has not; they stay as they are.
         unexpected: keys of the checkpoint that the app has not; they are left out.
-        dtype: "cast" converts floating point and complex values to the dtype that the app has.
+        dtype: "cast" converts floating point and complex values to the dtype that the app has. Numbers that it cannot
+            hold are an error: what goes to a dtype with fewer exponents (fp16 or fp8 from anything wider, fp32 from
+            fp64) is read twice for it, before anything is changed; of what does not, as bf16 from fp32, only numbers
+            next to the largest can be lost, and are found as they are read.
         uninitialized: an optimizer that has state on one side only; it stays as it is.
     """
 

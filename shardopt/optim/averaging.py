@@ -171,6 +171,7 @@ class Averaging:
             state_dict: as from `state_dict()`.
             strict: whether names on one side only are errors; otherwise they are passed over, and returned.
             convert_dtype: whether averages of another floating-point dtype are converted to the one that is here.
+                Numbers that it cannot hold are errors.
 
         Raises:
             MismatchError: lists everything that does not fit; nothing was changed.

@@ -106,7 +106,8 @@ class KeyedOptimizer(Optimizer):
             state_dict: as from `state_dict()`.
             strict: whether parameters, state, groups and options on one side only are errors. Otherwise those on both
                 sides are loaded; the others stay as they are and are returned.
-            convert_dtype: whether floating-point state of another dtype is converted to the one that is here.
+            convert_dtype: whether floating-point state of another dtype is converted to the one that is here. Numbers
+                that it cannot hold are errors.
 
         Raises:
             MismatchError: lists everything that does not fit; nothing was changed.

@@ -20,7 +20,7 @@ from torch import Tensor
 from shardopt.algorithms.registry import AlgorithmSpec, AtFirstStep, Kind
 from shardopt.errors import AlgorithmError, GradientError, Problem
 from shardopt.optim.leaves import GroupLeaves
-from shardopt.optim.memory_order import InOrder, Row, lie_in_order, misfits
+from shardopt.optim.memory_order import InOrder, Row, are_contiguous, lie_in_order, misfits
 from shardopt.optim.turn import Turn
 
 Group = Mapping[str, Any]
@@ -52,12 +52,13 @@ def settle_fused(spec: AlgorithmSpec, turns: Iterable[Turn], state: States, name
         AlgorithmError: `fused=True` was asked for by name, and would be wrong. No step was taken.
     """
     for turn in turns:
-        leaves, lists = turn.leaves, turn.lists
+        leaves, known = turn.leaves, turn.leaves.in_order
+        leaves.in_order = None
         if not turn.group.get("fused"):
             continue
-        if leaves.in_order is not None and lists is not None and leaves.in_order.still(lists):
+        if known is not None and _lies_as_before(turn, known):
+            leaves.in_order = known
             continue
-        leaves.in_order = None
         if not leaves.any_on_cpu:
             continue
         if not turn.chosen:
@@ -66,11 +67,20 @@ def settle_fused(spec: AlgorithmSpec, turns: Iterable[Turn], state: States, name
         if columns is None:
             turn.group["fused"] = False
         elif lie_in_order(columns):
-            leaves.in_order = None if lists is None else InOrder(lists)
+            leaves.in_order = None if turn.lists is None else InOrder(turn.lists, columns)
         elif found := misfits(columns):
             if not turn.chosen:
                 raise _would_be_wrong(found, state, leaves.names_of_leaves(names))
             turn.group["fused"] = False
+
+
+def _lies_as_before(turn: Turn, known: InOrder) -> bool:
+    """Whether what is stepped with lies as it did in the step before."""
+    if turn.lists is None:
+        return False
+    if turn.repeats and turn.gradients_in_order:  # then the leaves alone may lie otherwise
+        return are_contiguous(turn.lists[0])
+    return known.still(turn.lists)
 
 
 def refuse_sparse(spec: AlgorithmSpec, group: Group, sharded: Iterable[tuple[str, Tensor]]) -> None:

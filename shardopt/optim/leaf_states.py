@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from itertools import filterfalse
 from typing import Any
 
 from torch import Tensor
@@ -82,7 +83,7 @@ class LeafStates:
         self._untouched.pop(leaf, None)
         self._optimizer.state.pop(leaf, None)
 
-    def hand_over(self, leaves: Iterable[Tensor] | None = None) -> Callable[[], None]:
+    def hand_over(self, leaves: Collection[Tensor] | None = None) -> Callable[[], None]:
         """Lets the inner optimizer make state anew for those of the leaves that are to have their first step.
 
         What someone wrote into early state is not lost: it is handed to the inner optimizer as it is.
@@ -95,7 +96,7 @@ class LeafStates:
         """
         state = self._optimizer.state
         # What is made from now on stands behind what is known, or in dicts that someone has looked at.
-        known, empty = len(state), [entries for entries in state.values() if not entries]
+        known, empty = len(state), self._empty(leaves)
         among = () if not self._untouched else self._untouched if leaves is None else leaves
         early = {leaf: self._untouched[leaf] for leaf in among if self.is_untouched(leaf) and leaf.grad is not None}
         for leaf, untouched in early.items():
@@ -111,6 +112,12 @@ class LeafStates:
             self._untouched.update(early)
 
         return undo
+
+    def _empty(self, leaves: Collection[Tensor] | None) -> list[State]:
+        state = self._optimizer.state
+        if leaves is None or len(leaves) > len(state) // 8:  # to look a leaf up takes as long as to pass by eight
+            return list(filterfalse(None, state.values()))
+        return [state[leaf] for leaf in leaves if leaf in state and not state[leaf]]
 
     def move(self, old: Tensor, new: Tensor, fresh: Callable[[Tensor], Mapping[str, Any]]) -> None:
         """Makes the state of one leaf that of another, with the same values where the new one needs them.

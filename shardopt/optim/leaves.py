@@ -164,7 +164,7 @@ class GroupLeaves:
 
     def lend(
         self, loan: Loan, follow: Callable[[Shards], None], takes_dense: bool = True
-    ) -> list[Tensor | None] | None:
+    ) -> tuple[list[Tensor | None] | None, bool]:
         """Gives every leaf of a sharded parameter its gradient.
 
         Args:
@@ -173,14 +173,15 @@ class GroupLeaves:
             takes_dense: whether the algorithm steps with dense gradients.
 
         Returns:
-            The gradients of sharded parameters, None for one without; None where one had to be looked at.
+            The gradients of sharded parameters, None for one without; None where one had to be looked at. And whether
+            they are known to be contiguous.
 
         Raises:
             GradientError: a gradient does not fit its parameter.
         """
-        gradients, others = lend_gradients(self._readers, loan.leaves)
+        gradients, others, in_order = lend_gradients(self._readers, loan.leaves)
         if not others:
-            return gradients
+            return gradients, in_order
         try:
             for shards in [self._readers[reader] for reader in others]:
                 follow(shards)
@@ -188,7 +189,7 @@ class GroupLeaves:
         finally:
             # Those before one that is refused may have other leaves, and are not looked at again.
             self._refresh()
-        return None
+        return None, False
 
     def names_of_leaves(self, names: Mapping[Tensor, str]) -> dict[Tensor, str]:
         """The FQN of the parameter that each leaf belongs to.

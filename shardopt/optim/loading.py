@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardopt.casts import lost_in_cast
 from shardopt.errors import LayoutError, MismatchError, Problem
 from shardopt.sharding.view import leaves_of, view_of
 
@@ -192,7 +193,23 @@ class LoadPlan:
                 "load through shardopt.checkpoint, which reshards, or redistribute it first",
             )
             return
-        self._copies.extend(zip((p.tensor for p in here.pieces), (p.tensor for p in there.pieces), strict=True))
+        for mine_piece, their_piece in zip(here.pieces, there.pieces, strict=True):
+            self._check_cast(key, mine_piece.tensor, their_piece.tensor)
+            self._copies.append((mine_piece.tensor, their_piece.tensor))
+
+    def _check_cast(self, key: str, into: Tensor, offered: Tensor) -> None:
+        """Notes a number that the dtype of `into` cannot hold."""
+        if into.dtype == offered.dtype or not _both_floating(into.dtype, offered.dtype):
+            return
+        lost = lost_in_cast(offered, into.dtype)
+        if lost is not None:
+            largest = torch.finfo(into.dtype).max
+            self.problem(
+                key,
+                f"{lost} in {offered.dtype}",
+                f"numbers that {into.dtype} can hold, of at most {largest}",
+                "keep this state in a wider dtype",
+            )
 
 
 def _kind(value: Any) -> str:

@@ -32,7 +32,7 @@ from shardopt.optim.implementation import choose_fused, refuse_sparse, settle_fu
 from shardopt.optim.leaf_states import LeafStates
 from shardopt.optim.leaves import GroupLeaves, ShardedState, Shards
 from shardopt.optim.refusals import parameters_of, refuse_global_name, refuse_unfit
-from shardopt.optim.turn import Turn, in_turns
+from shardopt.optim.turn import Turn, step_in_turns
 from shardopt.sharding.gradients import requires_gradient, zero_gradients
 from shardopt.sharding.view import leaves_of
 
@@ -160,28 +160,33 @@ class LocalOptimizer:
         """A step of an elementwise algorithm on these leaves, and nothing else."""
         turns = [Turn(group, leaves) for group, leaves in grouped]
         try:
-            for turn in turns:
-                with torch.no_grad():
+            with torch.no_grad():
+                for turn in turns:
                     turn.lend(partial(self._follow, group=turn.group), spec.takes_dense)
-            anew = [turn for turn in turns if not turn.repeats]
-            for turn in anew:
-                refuse_sparse(spec, turn.group, turn.leaves.sharded)
-            undo = self.states.hand_over(chain.from_iterable(turn.leaves.leaves for turn in anew))
-            try:
-                if self.chooses:
-                    choose_fused(spec, turns)
-                if gathers_as_torch(self.optimizer):
-                    for turn in turns:
-                        turn.gather(self.optimizer)
-                settle_fused(spec, turns, self.optimizer.state, self._names)
-            except BaseException:
-                undo()
-                raise
-            with in_turns(self.optimizer, turns):
-                step_without_hooks(type(self.optimizer))(self.optimizer)
+                self._gather(spec, turns)
+            step_in_turns(self.optimizer, turns)
         finally:
             for turn in reversed(turns):  # so that what one was lent is not given back by the next as the leaf's own
                 turn.give_back()
+
+    def _gather(self, spec: AlgorithmSpec, turns: list[Turn]) -> None:
+        """Gathers what is to be stepped with, and settles how; what is refused here has changed nothing."""
+        anew = [turn for turn in turns if not turn.repeats]
+        for turn in anew:
+            if turn.leaves.sharded:
+                refuse_sparse(spec, turn.group, turn.leaves.sharded)
+        undo = self.states.hand_over(list(chain.from_iterable(turn.leaves.leaves for turn in anew))) if anew else None
+        try:
+            if self.chooses:
+                choose_fused(spec, turns)
+            if gathers_as_torch(self.optimizer):
+                for turn in turns:
+                    turn.gather(self.optimizer)
+            settle_fused(spec, turns, self.optimizer.state, self._names)
+        except BaseException:
+            if undo is not None:
+                undo()
+            raise
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Drops or zeroes the gradients of all parameters."""

@@ -23,10 +23,15 @@ Columns = Sequence[Sequence[Tensor]]
 _NBYTES = attrgetter("nbytes")
 
 
+def are_contiguous(tensors: Iterable[Tensor]) -> bool:
+    """Whether all of them lie in C order without gaps. Sparse ones do not."""
+    return all(map(Tensor.is_contiguous, tensors))
+
+
 def lie_in_order(columns: Columns) -> bool:
     """Whether in every row all tensors have one shape, and lie in C order without gaps: as they mostly do."""
     sizes = [list(map(Tensor.size, column)) for column in columns]
-    return all(each == sizes[0] for each in sizes) and _are_contiguous(chain.from_iterable(columns))
+    return all(each == sizes[0] for each in sizes) and are_contiguous(chain.from_iterable(columns))
 
 
 def misfits(columns: Columns) -> list[tuple[Row, Tensor]]:
@@ -45,24 +50,21 @@ class InOrder:
     the same tensor (`.data`, `set_`). Of state it is enough that nobody has replaced it.
 
     Args:
-        columns: parameters, gradients (which are not kept), and what else is to be known again.
+        lists: parameters, gradients (which are not kept), and lists of their state, some of it like them.
+        columns: what of these was seen to lie in order.
     """
 
-    def __init__(self, columns: Columns) -> None:
-        parameters, _, *others = columns
-        self._kept = [list(parameters), *map(list, others)]
-        self._nbytes = list(map(_NBYTES, parameters))
+    def __init__(self, lists: Columns, columns: Columns) -> None:
+        seen = set(map(id, columns))
+        self._state = [(place, list(each)) for place, each in enumerate(lists) if place > 1 and id(each) in seen]
+        self._nbytes = list(map(_NBYTES, lists[0]))
 
-    def still(self, columns: Columns) -> bool:
-        """Whether these are the same tensors, but for the gradients, and still lie so."""
-        parameters, gradients, *others = columns
-        now = [parameters, *others]
+    def still(self, lists: Columns) -> bool:
+        """Whether tensors that may be others now, but for their state, lie so too."""
         return (
-            len(now) == len(self._kept)
-            and all(len(a) == len(b) and all(map(is_, a, b)) for a, b in zip(self._kept, now, strict=True))
-            and list(map(_NBYTES, parameters)) == self._nbytes
-            and _are_contiguous(parameters)
-            and _are_contiguous(gradients)
+            list(map(_NBYTES, lists[0])) == self._nbytes
+            and all(len(lists[place]) == len(kept) and all(map(is_, lists[place], kept)) for place, kept in self._state)
+            and are_contiguous(chain(lists[0], lists[1]))
         )
 
 
@@ -74,11 +76,6 @@ def _misfit(row: Row) -> Tensor | None:
         if first.numel() and (_strides(tensor) != _strides(first) or not _is_run(tensor)):
             return tensor
     return None
-
-
-def _are_contiguous(tensors: Iterable[Tensor]) -> bool:
-    """Sparse tensors are not."""
-    return all(map(Tensor.is_contiguous, tensors))
 
 
 def _strides(tensor: Tensor) -> list[int]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardopt.algorithms.torch_private import gather_lists, gathering
+from shardopt.algorithms.torch_private import gather_lists, step_with_lists
 from shardopt.optim.gathered import deciding, gathered
 from shardopt.optim.leaves import GroupLeaves, Loan, Shards
 
@@ -27,9 +26,12 @@ class Turn:
     def __init__(self, group: Group, leaves: GroupLeaves) -> None:
         self.group, self.leaves = group, leaves
         self._seen: Group = {name: group[name] for name in ("params", "fused") if name in group}
-        self._options = deciding(group)
+        # What is gathered is kept for leaves of one kind only.
+        self._options = deciding(group) if leaves.alike else ()
         self._loan = Loan()
         self._gradients: list[Tensor | None] | None = None
+        self.gradients_in_order = False
+        """Whether in a step that repeats gradients are contiguous, and of the shape of their leaves."""
         self.lists: list[list[Any]] | None = None
         """What torch gathers of the group: leaves that have a gradient, gradients, then lists of their state, in which
         None stands for what the step makes. None before `gather`, and where torch does not gather ahead."""
@@ -52,7 +54,7 @@ class Turn:
         """
         leaves, kept = self.leaves, self.leaves.gathered
         leaves.gathered = None
-        self._gradients = leaves.lend(self._loan, follow, takes_dense)
+        self._gradients, self.gradients_in_order = leaves.lend(self._loan, follow, takes_dense)
         self.group["params"] = leaves.leaves
         if kept is not None and self._gradients is not None and kept.holds(self._options, self._gradients):
             self.repeats, leaves.gathered = True, kept
@@ -80,17 +82,13 @@ class Turn:
         self._loan.give_back()
 
 
-@contextmanager
-def in_turns(optimizer: Optimizer, turns: Sequence[Turn]) -> Iterator[None]:
-    """While this is open, the optimizer has the groups of these turns, and steps with what they have gathered."""
+def step_in_turns(optimizer: Optimizer, turns: Sequence[Turn]) -> None:
+    """A step of the optimizer, without hooks, on the groups of these turns, with what they have gathered."""
     every = optimizer.param_groups
     by_group = {id(turn.group): turn for turn in turns}
+    ahead = any(turn.lists is not None for turn in turns)
     optimizer.param_groups = [turn.group for turn in turns]
     try:
-        if any(turn.lists is not None for turn in turns):
-            with gathering(optimizer, lambda group, lists: by_group[id(group)].hand_over(lists)):
-                yield
-        else:
-            yield
+        step_with_lists(optimizer, (lambda group, lists: by_group[id(group)].hand_over(lists)) if ahead else None)
     finally:
         optimizer.param_groups = every

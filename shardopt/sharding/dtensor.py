@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardopt.sharding.box import Box, whole
 from shardopt.sharding.layout import Layout
-from shardopt.sharding.mesh import Mesh, Split, boxes_of, in_order, mesh_layout, runs_of
+from shardopt.sharding.mesh import Mesh, Split, boxes_of, differ_unseen, in_order, mesh_layout, runs_of
 from shardopt.sharding.pieces import Piece, View, awaited, empty_piece, memory_of, narrowed, refusal
 
 _MOST_PLACES = 4096
@@ -76,10 +76,20 @@ def view_of_dtensor(tensor: DTensor, local: Tensor, key: str) -> View:
     if place is None:
         refuse_placements(tensor, key)
         place = _place(tuple(shape), here, spec.placements, spec.shard_order, strided_is_order)
+        if place is None:
+            raise refusal(
+                key,
+                f"{spec.placements} over {spec.mesh} of shape {tuple(shape)}, which distribute_tensor and fully_shard "
+                "lay out in two ways that are alike in size",
+                "one way to lie",
+                "shard it over fewer dimensions of the mesh, or pad it so that sizes divide evenly",
+            )
         while len(here.places) >= _MOST_PLACES:
             del here.places[next(iter(here.places))]
         here.places[told] = place
     if here.coordinate is None:  # torch gives such ranks a 1-dimensional empty tensor, whatever the shape
+        return View(place.layout.shape, memory.dtype, (), place.layout)
+    if 0 in place.local_shape and not memory.numel() and 0 not in shape:  # fully_shard gives these another empty shape
         return View(place.layout.shape, memory.dtype, (), place.layout)
     if memory.shape != place.local_shape:
         raise refusal(
@@ -117,13 +127,14 @@ def _place(
     placements: tuple[Placement, ...],
     shard_order: Sequence[Any] | None,
     strided_is_order: bool | None,
-) -> _Place:
+) -> _Place | None:
     """What placements of these kinds come to.
 
     torch has two readings of `[_StridedShard(0, split_factor=2), Shard(0)]`: from left to right, as `distribute_tensor`
     makes it, and "first over the second mesh dimension, then over the first", as `fully_shard` and `redistribute` make
     it and `full_tensor` reads it. They differ where sizes do not divide evenly. The second holds here wherever there is
-    such an order; the local shape on some rank gives a tensor of the first kind away.
+    such an order; the local shape on some rank gives a tensor of the first kind away. Where it would not, as it may be
+    where a dimension is split three times, nobody can tell what lies there: None.
     """
     splits = tuple(
         Split(mesh_dim, placement.dim % len(shape), int(getattr(placement, "split_factor", 1)))
@@ -131,7 +142,10 @@ def _place(
         if isinstance(placement, Shard | _StridedShard)
     )
     if strided_is_order:
-        splits = in_order(splits, here.mesh.shape) or splits
+        ordered = in_order(splits, here.mesh.shape) or splits
+        if differ_unseen(shape, here.mesh.shape, splits, ordered):
+            return None
+        splits = ordered
     elif all(split.factor == 1 for split in splits) and shard_order:
         splits = tuple(Split(mesh_dim, dim) for dim, mesh_dims in shard_order for mesh_dim in mesh_dims)
     layout = mesh_layout(shape, here.mesh, splits)

@@ -126,7 +126,7 @@ class GradientReader:
 
 def lend_gradients(
     readers: Iterable[GradientReader], lent: list[Tensor]
-) -> tuple[list[Tensor | None], list[GradientReader]]:
+) -> tuple[list[Tensor | None], list[GradientReader], bool]:
     """Sets `grad` of the local tensors of DTensors to their local gradients, where all lies as when it was accepted.
 
     That is known by the very same objects: on small parameters a step's time is made of such checks, and this loop
@@ -137,11 +137,13 @@ def lend_gradients(
         lent: gets the local tensors that were given a gradient; before, they had none of their own.
 
     Returns:
-        For each reader the dense gradient that was set, None where there is none. And the readers that must be looked
-        at: there, too, the first list has None, and the local tensor was left alone.
+        For each reader the dense gradient that was set, None where there is none. The readers that must be looked at:
+        there, too, the first list has None, and the local tensor was left alone. And whether all gradients that were
+        set are contiguous.
     """
     gradients: list[Tensor | None] = []
     others = []
+    in_order = True
     strided = torch.strided
     # Asking a DTensor for its gradient takes three times as long where torch looks for overrides, of which it has none.
     with torch._C.DisableTorchFunctionSubclass():
@@ -154,18 +156,20 @@ def lend_gradients(
                     continue
                 if type(grad) is DTensor and grad._spec is reader._have:
                     local = grad._local_tensor
-                    if type(local) is Tensor and local.layout is strided:
-                        try:
-                            leaf.grad = local
-                        except (RuntimeError, TypeError):  # another size or dtype: gradient_leaves tells what is wrong
-                            pass
-                        else:
-                            gradients.append(local)
-                            lent.append(leaf)
-                            continue
+                    if type(local) is Tensor:
+                        in_order = in_order and local.is_contiguous()
+                        if in_order or local.layout is strided:
+                            try:
+                                leaf.grad = local
+                            except (RuntimeError, TypeError):  # of another size or dtype, which gradient_leaves tells
+                                pass
+                            else:
+                                gradients.append(local)
+                                lent.append(leaf)
+                                continue
             gradients.append(None)
             others.append(reader)
-    return gradients, others
+    return gradients, others, in_order
 
 
 def takes_gradient(param: Tensor) -> bool:

@@ -91,13 +91,7 @@ def runs_of(
     shape: tuple[int, ...], mesh_shape: tuple[int, ...], splits: tuple[Split, ...], coordinate: tuple[int, ...]
 ) -> tuple[Runs, ...]:
     """The runs of indices along each dimension that the rank at `coordinate` of the mesh holds."""
-    dims = []
-    for dim, size in enumerate(shape):
-        runs: Runs = ((0, size),) if size else ()
-        for split in _of_dim(splits, dim):
-            runs = _share(runs, mesh_shape[split.mesh_dim], split.factor, coordinate[split.mesh_dim])
-        dims.append(runs)
-    return tuple(dims)
+    return tuple(_runs_along(size, mesh_shape, _of_dim(splits, dim), coordinate) for dim, size in enumerate(shape))
 
 
 def boxes_of(runs: Sequence[Runs]) -> tuple[tuple[Box, Box], ...]:
@@ -136,6 +130,38 @@ def in_order(splits: Sequence[Split], mesh_shape: Sequence[int]) -> tuple[Split,
             return None
         later.insert(parts.index(split.factor), split.mesh_dim)
     return tuple(Split(mesh_dim, dim) for dim, mesh_dims in order.items() for mesh_dim in mesh_dims)
+
+
+def differ_unseen(
+    shape: Sequence[int], mesh_shape: Sequence[int], one: Sequence[Split], other: Sequence[Split]
+) -> bool:
+    """Whether splits in two orders give some ranks other indices, and every rank as many of them along each dimension.
+
+    Not where no dimension is split more than twice: in both orders the runs of a rank of the first split stand one
+    behind the other, and if they are cut to equal lengths, they are cut at the same places.
+    """
+    if all(len(_of_dim(one, dim)) < 3 for dim in range(len(shape))):
+        return False
+    differ = False
+    for dim, size in enumerate(shape):
+        orders = _of_dim(one, dim), _of_dim(other, dim)
+        if orders[0] == orders[1] or size % prod(mesh_shape[split.mesh_dim] for split in orders[0]) == 0:
+            continue
+        ours = {split.mesh_dim for split in orders[0]}
+        for coordinate in product(*(range(n if mesh_dim in ours else 1) for mesh_dim, n in enumerate(mesh_shape))):
+            first, second = (_runs_along(size, mesh_shape, splits, coordinate) for splits in orders)
+            if sum(end - start for start, end in first) != sum(end - start for start, end in second):
+                return False
+            differ = differ or first != second
+    return differ
+
+
+def _runs_along(size: int, mesh_shape: Sequence[int], splits: Iterable[Split], coordinate: Sequence[int]) -> Runs:
+    """The indices of one dimension that the rank at `coordinate` gets by splits of it."""
+    runs: Runs = ((0, size),) if size else ()
+    for split in splits:
+        runs = _share(runs, mesh_shape[split.mesh_dim], split.factor, coordinate[split.mesh_dim])
+    return runs
 
 
 def _of_dim(splits: Sequence[Split], tensor_dim: int) -> list[Split]:

@@ -17,13 +17,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardopt.errors import LayoutError
 from shardopt.sharding.box import Box
-from shardopt.sharding.mesh import Split, in_order
+from shardopt.sharding.mesh import Split, differ_unseen, in_order, runs_of
 from shardopt.sharding.view import view_of
 from tests.contract.fake_ranks import as_rank, at, check_views, counting, placed
 
@@ -57,6 +58,7 @@ def views_on_all_ranks(make, mesh_shape, world_size=None, ranks=None):
 @given(cases())
 def test_every_placement_that_torch_redistributes_to(case):
     shape, mesh_shape, placements = case
+    assume(not cannot_be_told(shape, mesh_shape, placements))
     world = counting(shape)
     views = views_on_all_ranks(lambda mesh: placed(world, mesh, placements), mesh_shape)
     check_views(views, world)
@@ -73,13 +75,30 @@ def test_every_placement_with_one_meaning_that_torch_distributes(case):
     check_views(views, world)
 
 
-def has_two_readings(shape, mesh_shape, placements):
-    """Whether a _StridedShard stands for an order of splits, and those do not divide evenly."""
-    splits = tuple(
+def splits_of(shape, placements):
+    return tuple(
         Split(mesh_dim, placement.dim % len(shape), getattr(placement, "split_factor", 1))
         for mesh_dim, placement in enumerate(placements)
         if not isinstance(placement, Replicate)
     )
+
+
+def cannot_be_told(shape, mesh_shape, placements):
+    """Whether splits in the order that a _StridedShard stands for lie otherwise than from left to right, and no size
+    of a local tensor shows it."""
+    splits = splits_of(shape, placements)
+    ordered = in_order(splits, mesh_shape) or splits
+    both = [
+        tuple(runs_of(shape, mesh_shape, each, coordinate) for coordinate in product(*map(range, mesh_shape)))
+        for each in (splits, ordered)
+    ]
+    sizes = [[[sum(end - start for start, end in dim) for dim in runs] for runs in each] for each in both]
+    return prod(shape) > 0 and both[0] != both[1] and sizes[0] == sizes[1]
+
+
+def has_two_readings(shape, mesh_shape, placements):
+    """Whether a _StridedShard stands for an order of splits, and those do not divide evenly."""
+    splits = splits_of(shape, placements)
     ordered = in_order(splits, mesh_shape)
     uneven = any(
         size % prod(mesh_shape[split.mesh_dim] for split in splits if split.tensor_dim == dim)
@@ -156,6 +175,23 @@ def test_uneven_fsdp_over_tensor_parallel_as_fully_shard_lays_it(rank):
     assert [counting((17,))[at(piece.box)].tolist() for piece in view.pieces] == [mine.tolist()] * bool(mine.numel())
 
 
+@pytest.mark.parametrize("shape", [(5, 1), (2, 1), (1, 1), (5, 3)])
+def test_fully_shard_over_ranks_that_hold_no_columns(shape):
+    """Their local tensors have no elements, in a shape of torch's choosing."""
+
+    def make(mesh):
+        layer = torch.nn.Linear(shape[1], shape[0], bias=False)
+        whole = distribute_tensor(counting(shape).float(), mesh["tp"], [Shard(1)], src_data_rank=None)
+        layer.weight = torch.nn.Parameter(whole)
+        return fully_shard(layer, mesh=mesh["dp"]).weight
+
+    views = {}
+    for rank in range(4):
+        with as_rank(rank, 4):
+            views[rank] = view_of(make(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))))
+    check_views(views, counting(shape).float())
+
+
 def test_the_other_reading_is_refused_where_its_sizes_show():
     views, refused = {}, {}
     for rank in range(8):
@@ -173,6 +209,60 @@ def test_the_other_reading_is_refused_where_its_sizes_show():
     assert refused[6].required.startswith("(0, 3)")
     for view in views.values():
         assert all(torch.equal(piece.tensor, counting((17, 3))[at(piece.box)]) for piece in view.pieces)
+
+
+THREE_SPLITS = [
+    ((2, 3, 2), (6, 2, 1)),  # fully_shard over the first dimension of a mesh, and others over the next two
+    ((2, 2, 3), (6, 1, 1)),
+    ((3, 2, 2), (4, 1, 1)),
+]
+
+
+@pytest.mark.parametrize("columns", [None, 4])
+@pytest.mark.parametrize(("mesh_shape", "factors"), THREE_SPLITS, ids=str)
+@pytest.mark.parametrize("size", [8, 9, pytest.param(22, marks=pytest.mark.exhaustive)])
+def test_what_lies_there_is_never_told_wrongly(mesh_shape, factors, size, columns):
+    """Of 9 rows on 2 × 3 × 2 ranks distribute_tensor and redistribute give four ranks others, but all as many."""
+    shape = (size,) if columns is None else (size, columns)
+    world = counting(shape)
+    placements = [_StridedShard(0, split_factor=factor) if factor > 1 else Shard(0) for factor in factors]
+    undecided = cannot_be_told(shape, mesh_shape, placements)
+    splits = splits_of(shape, placements)
+    assert differ_unseen(shape, mesh_shape, splits, in_order(splits, mesh_shape)) == undecided
+    for make in (lambda mesh: distribute_tensor(world, mesh, placements, src_data_rank=None), None):
+        views, refused = {}, 0
+        for rank in range(prod(mesh_shape)):
+            with as_rank(rank, prod(mesh_shape)):
+                mesh = init_device_mesh("cpu", mesh_shape)
+                try:
+                    views[rank] = view_of((make or (lambda mesh: placed(world, mesh, placements)))(mesh), "w")
+                except LayoutError as error:
+                    refused += 1
+                    assert error.problems[0].key == "w"
+        if undecided:
+            assert refused == prod(mesh_shape)
+        elif make is None:
+            check_views(views, world)
+        elif not refused:  # where a rank refuses, nothing is done with what the others see
+            assert all(torch.equal(p.tensor, world[at(p.box)]) for view in views.values() for p in view.pieces)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mesh_shape", [(2, 2), (3, 2), (2, 3), (2, 2, 2), (2, 3, 2), (2, 2, 3), (3, 2, 2)], ids=str)
+def test_no_tensor_that_torch_distributes_is_told_wrongly(mesh_shape):
+    """Every placement of a dimension, by the indices that it gives to each rank."""
+    factors = sorted({0, 1, 2, 3, 4, 6, *(prod(mesh_shape[i:]) for i in range(len(mesh_shape)))})
+    for chosen in product(factors, repeat=len(mesh_shape)):
+        splits = tuple(Split(mesh_dim, 0, factor) for mesh_dim, factor in enumerate(chosen) if factor)
+        ordered = in_order(splits, mesh_shape) or splits
+        for size in range(1, 30):
+            both = [
+                [runs_of((size,), mesh_shape, each, coordinate)[0] for coordinate in product(*map(range, mesh_shape))]
+                for each in (splits, ordered)
+            ]
+            lengths = [[sum(end - start for start, end in runs) for runs in each] for each in both]
+            unseen = both[0] != both[1] and lengths[0] == lengths[1]
+            assert differ_unseen((size,), mesh_shape, splits, ordered) == unseen, (chosen, size)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from torch.distributed.tensor import Shard
 
 import shardopt
 from shardopt import checkpoint
+from shardopt.algorithms import adafactor
 from shardopt.errors import GradientError
 from shardopt.sharding.view import leaves_of, view_of
 from tests.cases import option_sets
@@ -259,6 +260,42 @@ def step_where_a_gradient_is_on_one_rank_only():
 
 def test_a_gradient_on_some_ranks_only_is_told_by_all():
     run_ranks(2, step_where_a_gradient_is_on_one_rank_only)
+
+
+def step_with_a_gradient_that_one_rank_refuses(late):
+    """`late`: as on an accelerator, where to look at what ranks have told each other would be to wait for it."""
+    mesh = init_device_mesh("cpu", (2,))
+    params = {name: torch.nn.Parameter(shard(torch.ones(4, 6), mesh, Shard(0))) for name in ("a", "b")}
+    optimizer = shardopt.keyed("adafactor", params)
+    told = []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if late:
+            monkeypatch.setattr(adafactor, "_is_there", lambda numbers: False)
+        for step in range(3):
+            for parameter in params.values():
+                parameter.grad = shard(torch.ones(4, 6), mesh, Shard(0))
+            if step == 1 and dist.get_rank() == 1:
+                params["a"].grad = torch.ones(4, 6)  # no DTensor, as the parameter is one
+            before = {name: leaves_of(parameter)[0].clone() for name, parameter in params.items()}
+            try:
+                optimizer.step()
+                told.append("")
+            except GradientError as error:
+                told.append(str(error))
+                assert [problem.key for problem in error.problems] == ["a.grad"]
+                if not late or step == 2:
+                    assert all(torch.equal(leaves_of(params[name])[0], before[name]) for name in params)
+    return told
+
+
+def test_a_gradient_that_one_rank_refuses_is_told_by_all():
+    other, own = run_ranks(2, step_with_a_gradient_that_one_rank_refuses, False)
+    assert [bool(each) for each in other] == [bool(each) for each in own] == [False, True, False]
+    assert "found one that a rank refuses" in other[1] and "found Tensor of shape" in own[1]
+    other, own = run_ranks(2, step_with_a_gradient_that_one_rank_refuses, True)
+    assert [bool(each) for each in other] == [False, False, True]
+    assert "found Tensor of shape" in own[1]
+    assert "found one that a rank refuses" in other[2] and other[2] == own[2]
 
 
 def step_a_table_with_gradients_on_one_rank_only():

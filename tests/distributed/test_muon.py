@@ -14,7 +14,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 import shardopt
 from shardopt import checkpoint
 from shardopt.algorithms.muon import Muon
+from shardopt.algorithms.teams import Team
 from shardopt.errors import GradientError
+from shardopt.sharding.gradients import takes_gradient
 from shardopt.sharding.view import leaves_of, view_of
 from tests.distributed.matrices import SHAPES, give_gradient, matrices, same, value
 from tests.harness import run_ranks
@@ -231,6 +233,94 @@ def gradient_on_one_rank():
 
 def test_a_gradient_on_some_ranks_only_is_refused_by_all():
     run_ranks(2, gradient_on_one_rank)
+
+
+def gradient_that_one_rank_refuses():
+    parameters = {name: matrices()[name] for name in ("rows", "columns")}
+    optimizer = shardopt.keyed("muon", parameters)
+    for name, parameter in parameters.items():
+        give_gradient(parameter, value(name, 1))
+    if dist.get_rank() == 1:
+        parameters["columns"].grad = torch.ones(SHAPES["columns"])  # no DTensor, as the parameter is one
+    with pytest.raises(GradientError) as caught:
+        optimizer.step()
+    assert all(same(parameter, value(name, 0)) for name, parameter in parameters.items())
+    assert not optimizer.state_dict()["state"]
+    return str(caught.value)
+
+
+def test_a_gradient_that_one_rank_refuses_is_told_by_all():
+    other, own = run_ranks(2, gradient_that_one_rank_refuses)
+    assert "columns.grad: found one that another of its ranks refuses" in other
+    assert "columns.grad: found Tensor of shape" in own
+
+
+# As on an accelerator, where to ask before the step would be to wait for it.
+
+
+def never_asking(monkeypatch):
+    """Teams tell each other in the exchange what they find, where they would have to wait for an answer."""
+    made = Team.__init__
+
+    def make(self, ranks, matrices):
+        made(self, ranks, matrices)
+        self.asks = ranks.size == 1 or any(not takes_gradient(matrix.parameter) for matrix in matrices)
+
+    monkeypatch.setattr(Team, "__init__", make)
+
+
+def differing_without_asking(round_bytes):
+    Muon.round_bytes = round_bytes
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        never_asking(monkeypatch)
+        with CommDebugMode() as counted:
+            found = differing(OPTIONS)
+        return found, counted.get_total_counts()
+
+
+@pytest.mark.parametrize(("ranks", "round_bytes"), [(4, 600), pytest.param(3, 1 << 20, marks=pytest.mark.exhaustive)])
+def test_same_bits_where_ranks_do_not_ask_each_other(ranks, round_bytes):
+    assert [found for found, _ in run_ranks(ranks, differing_without_asking, round_bytes)] == [[]] * ranks
+
+
+def found_later(what):
+    """Of three steps the second goes wrong on one rank; the others hear of it in the third."""
+    told = []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        never_asking(monkeypatch)
+        parameters = {name: matrices()[name] for name in ("rows", "columns", "copies")}
+        optimizer = shardopt.keyed("muon", parameters)
+        for step in range(3):
+            for name, parameter in parameters.items():
+                give_gradient(parameter, value(name, step + 1))
+            if step == 1 and dist.get_rank() == 1:
+                parameters["columns"].grad = None if what == "absent" else torch.ones(SHAPES["columns"])
+            try:
+                optimizer.step()
+                told.append("")
+            except GradientError as error:
+                told.append(str(error))
+                assert [problem.key for problem in error.problems] == ["columns.grad"]
+    return told
+
+
+def test_what_goes_wrong_where_nobody_asks_is_told_by_all_in_the_next_step():
+    for told in run_ranks(3, found_later, "absent"):
+        assert told[:2] == ["", ""]
+        assert "columns.grad: found a gradient on ranks [0, 2], none on [1]" in told[2]
+    for rank, told in enumerate(run_ranks(3, found_later, "refused")):
+        assert told[0] == "" and ("found Tensor of shape" in told[1]) == (rank == 1)
+        assert "columns.grad: found one that ranks [1] refuse" in told[2]
+
+
+def collectives_without_asking():
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        never_asking(monkeypatch)
+        return collectives_of_a_step()
+
+
+def test_who_has_gradients_is_told_in_the_exchange_that_there_is():
+    assert {counts[0] for counts in run_ranks(4, collectives_without_asking)} == {2}
 
 
 # --- costs -----------------------------------------------------------------------------------------------------------

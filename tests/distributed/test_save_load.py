@@ -465,3 +465,26 @@ def test_a_second_save_of_the_same_layouts_says_little(tmp_path):
 
 def test_memory_filesystem_takes_the_same_line():
     run_ranks(1, save_and_load_in_memory)
+
+
+def load_what_one_rank_cannot_hold(path, replicas):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = torch.ones(6, 4)
+    whole[5, 3] = 70000.0
+    sharded, copies = ([Shard(0)], [Replicate()])
+    saved = {name: distribute_tensor(whole, mesh, placed) for name, placed in (("rows", sharded), ("copies", copies))}
+    checkpoint.save(path, saved)
+    for dtype in (torch.float16, torch.bfloat16):
+        app = {name: torch.zeros_like(tensor, dtype=dtype) for name, tensor in saved.items()}
+        strict = checkpoint.Strictness(dtype="cast")
+        if dtype == torch.float16:
+            with pytest.raises(MismatchError, match=r"found 70000\.0 in float32; required numbers that float16"):
+                checkpoint.load(path, app, strict=strict, replicas=replicas)
+            assert not any(tensor.to_local().any() for tensor in app.values())
+        else:
+            assert len(checkpoint.load(path, app, strict=strict, replicas=replicas).cast) == 2
+
+
+@pytest.mark.parametrize("replicas", ["read", "exchange"])
+def test_a_number_that_one_rank_cannot_hold_is_told_by_all(tmp_path, replicas):
+    run_ranks(2, load_what_one_rank_cannot_hold, str(tmp_path / "c"), replicas)

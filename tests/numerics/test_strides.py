@@ -21,8 +21,8 @@ from tests.fake_rank import fake_rank
 
 SHAPE, IMAGES = (18, 12), (2, 6, 5, 4)  # of images the second dimension are channels
 MARGIN = 64
-STEPS = 6
-CHANGE = 3  # the step from which on something lies otherwise
+STEPS = 5
+CHANGE = 2  # the step from which on something lies otherwise
 FUSED = {spec.name for spec in algorithms() if spec.fused_agrees}
 OPTIONS = {
     "SGD": [{"momentum": 0.9, "dampening": 0.5}, {}, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}],
@@ -150,7 +150,9 @@ class Twins:
         assert self.state.keys() == wanted.keys()
         for key, value in self.state.items():
             assert value is wanted[key] is None or torch.equal(value, wanted[key]), key
-        eps = 2 * STEPS * torch.finfo(self.twin.dtype).eps
+        # ASGD has two numbers in fp32, whatever its parameters are in.
+        dtype = torch.float32 if "ax" in wanted and self.twin.dtype == torch.float64 else self.twin.dtype
+        eps = 2 * STEPS * torch.finfo(dtype).eps
         off = (self.leaf.detach().double() - self.whole.detach()).abs().max() / self.whole.detach().abs().max()
         assert off <= 4 * eps, off.item()
 
@@ -178,7 +180,7 @@ EVENTS = ("gradient", "steady", "parameter", "state")
 
 
 def train(twins, event, other):
-    """Steps in which something lies otherwise from the third on: the gradient from the first on where it is steady."""
+    """Steps in which something lies otherwise after a while: the gradient from the first on where it is steady."""
     for number in range(STEPS):
         if number == CHANGE and event == "parameter":
             twins.lay_parameter(other)
@@ -196,7 +198,9 @@ def cases():
             for i, options in enumerate(OPTIONS.get(name, [{}])):
                 for sharded in (True, False):
                     for dtype in (torch.float32, torch.float64, torch.bfloat16):
-                        usual = i == 0 and dtype == torch.float32 and sharded == (name in FUSED)
+                        if how == "fused" and dtype not in spec_of(name).fused_agrees:
+                            continue  # refused, however the memory lies
+                        usual = i == 0 and dtype == torch.float32 and sharded == (name in FUSED) and name != "Adam"
                         id = f"{name}-{i}-{how}-{'sharded' if sharded else 'plain'}-{str(dtype).removeprefix('torch.')}"
                         marks = () if usual else pytest.mark.exhaustive
                         yield pytest.param(name, options, how, sharded, dtype, id=id, marks=marks)
@@ -210,27 +214,27 @@ def mesh():
 
 @pytest.mark.parametrize(("name", "options", "how", "sharded", "dtype"), list(cases()))
 def test_memory_of_any_kind(name, options, how, sharded, dtype, mesh, request):
-    if how == "fused" and dtype not in spec_of(name).fused_agrees:
-        pytest.skip("torch's kernel is wrong in this dtype, however the memory lies")
     full = request.config.getoption("--exhaustive")
     for event in EVENTS:
         for place, other in itertools.product(MATRICES, GRADIENTS if event in ("gradient", "steady") else MATRICES):
-            if not full and "slice" not in (place, other) and (place, other, event) not in USUAL:
-                continue
-            train(Twins(name, options, how, place, dtype, mesh=mesh if sharded else None), event, other)
+            if full or (place, other) in USUAL[event]:
+                train(Twins(name, options, how, place, dtype, mesh=mesh if sharded else None), event, other)
         if full or event == "parameter":
             for place, other in itertools.permutations(("contiguous", "channels_last"), 2):
                 train(Twins(name, options, how, place, dtype, IMAGES, mesh if sharded else None), event, other)
 
 
 USUAL = {
-    ("transposed", "transposed", "steady"),
-    ("transposed", "contiguous", "steady"),
-    ("contiguous", "contiguous", "steady"),
-    ("contiguous", "one element", "steady"),
-    ("transposed", "one row", "gradient"),
-    ("contiguous", "transposed", "gradient"),
-    ("transposed", "contiguous", "state"),
+    "gradient": [("contiguous", "transposed"), ("contiguous", "one row"), ("transposed", "contiguous")],
+    "steady": [
+        ("contiguous", "contiguous"),
+        ("contiguous", "one element"),
+        ("transposed", "transposed"),
+        ("slice", "slice"),
+        ("every other row", "contiguous"),
+    ],
+    "parameter": [("contiguous", "transposed"), ("contiguous", "slice")],
+    "state": [("contiguous", "transposed"), ("contiguous", "slice"), ("transposed", "contiguous")],
 }
 
 
@@ -245,7 +249,7 @@ def places_of_all():
     yield from itertools.product(MATRICES[:3], ("contiguous", "one row"), MATRICES[1:3])
 
 
-@pytest.mark.parametrize("name", [name for name in ELEMENTWISE if name in ("SGD", "AdamW", "RMSprop")])
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "RMSprop"])
 @pytest.mark.parametrize("sharded", [False, True], ids=["plain", "sharded"])
 def test_updates_in_backward(name, sharded, mesh):
     """Where autograd lays gradients as their parameters lie, or contiguous where these have gaps."""

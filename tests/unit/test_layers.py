@@ -15,6 +15,7 @@ from tests.unit.source import PACKAGE, ROOT, Source, sources
 
 LAYERS = {
     "errors": 0,
+    "casts": 1,
     "copies": 1,
     "state": 1,
     "values": 1,

@@ -11,12 +11,12 @@ from shardopt.algorithms.torch_private import (
     before_step,
     can_make_lazy_state,
     gather_lists,
-    gathering,
     gathers_as_torch,
     gradient_hooks,
     in_forward_of_ddp,
     lazy_state,
     scale_and_look,
+    step_with_lists,
     step_without_hooks,
 )
 from tests.fake_rank import fake_rank
@@ -86,8 +86,7 @@ def test_a_step_changes_in_place_what_init_group_gathers(spec):
             leaf.grad = torch.ones_like(leaf)
         lists, told = gather_lists(optimizer, optimizer.param_groups[0])
         gathered.append(lists)
-        with gathering(optimizer, hand_over):
-            step_without_hooks(spec.optimizer)(optimizer)
+        step_with_lists(optimizer, hand_over)
     assert "_init_group" not in vars(optimizer)
     stepped, gradients, *state = gathered[-1]
     assert all(a is b for a, b in zip(stepped, leaves, strict=True))
