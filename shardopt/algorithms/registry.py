@@ -95,6 +95,13 @@ class MakesState(Protocol):
 class MakesGlobalState(MakesState, Protocol):
     """What is asked as well where some state belongs to no parameter."""
 
+    @property
+    def global_name(self) -> str:
+        """The name that it goes by in `state`."""
+
+    def fresh_global(self) -> dict[str, Tensor]:
+        """What it is before the first step; changes nothing."""
+
     def make_global(self) -> Mapping[str, Tensor]:
         """Makes that state, under a name in `state`, where there is none yet."""
 

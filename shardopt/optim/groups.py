@@ -59,6 +59,15 @@ def first_names(parameters: Mapping[str, Tensor]) -> dict[Tensor, str]:
     return names
 
 
+def refuse_unknown(argument: str, names: Iterable[str], known: Collection[str]) -> None:
+    """Refuses names that an optimizer does not have. Raises StateError."""
+    unknown = sorted(set(names).difference(known))
+    if unknown:
+        remedy = "mend their spelling; within combined optimizers the key of each stands before its names"
+        problem = Problem(argument, listed(unknown), f"some of {listed(known)}", remedy)
+        raise StateError("a name is not known", [problem])
+
+
 def refuse_non_leaves(parameters: Mapping[str, Tensor], groups: Iterable[Mapping[str, Any]] = ()) -> None:
     """As torch: what autograd computed is not optimized, but by a step that is differentiable itself.
 
