@@ -67,6 +67,19 @@ class PartialStateful(Stateful, Protocol):
 
 
 @runtime_checkable
+class UnsteppedStateful(PartialStateful, Protocol):
+    """A PartialStateful, an optimizer, that can make state before its first step, for some names alone.
+
+    `init_state` makes it where there is none; `unstepped_state` gives those of some names whose state is as it was
+    made so, which to training is the same as none; `drop_state` leaves names without state.
+    """
+
+    def init_state(self, *, names: Iterable[str]) -> None: ...
+    def unstepped_state(self, names: Iterable[str]) -> Collection[str]: ...
+    def drop_state(self, names: Iterable[str]) -> None: ...
+
+
+@runtime_checkable
 class RenamedStateful(Stateful, Protocol):
     """A Stateful that has names in its state which are no keys, such as those of the parameters in a group.
 

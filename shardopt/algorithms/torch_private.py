@@ -120,18 +120,20 @@ def lazy_state(optimizer: Optimizer, group: Mapping[str, Any], leaf: Tensor) -> 
     Args:
         optimizer: of a class that has torch's `_init_group`.
         group: the options that `leaf` has; its "params" are ignored.
-        leaf: a tensor without state in `optimizer`.
+        leaf: a tensor that it steps on, with state or without.
     """
     init_group = optimizer._init_group  # type: ignore[attr-defined]  # not in Optimizer, but in each class that is asked
     # After the group, _init_group takes lists that a step would hand to its kernels; they are thrown away.
     lists: list[list[Any]] = [[] for _ in list(inspect.signature(init_group).parameters)[1:]]
-    gradient = leaf.grad
+    gradient, state = leaf.grad, optimizer.state.pop(leaf, None)
     leaf.grad = torch.zeros_like(leaf)
     try:
         init_group({**group, "params": [leaf]}, *lists)
+        return dict(optimizer.state.pop(leaf, {}))
     finally:
         leaf.grad = gradient
-    return dict(optimizer.state.pop(leaf, {}))
+        if state is not None:
+            optimizer.state[leaf] = state
 
 
 def can_make_lazy_state(optimizer: Optimizer) -> bool:

@@ -197,7 +197,7 @@ def _one_sided_state(handback: Handback, flat: FlatState, stored: Mapping[str, P
     found = f"{'state' if saved else 'no state'} in the checkpoint"
     required = f"{'none: it was never initialized' if saved else 'state'} in the app"
     before = "loading" if saved else "saving"
-    remedy = f"call init_state() before {before} (on a torch.optim optimizer without it, take a step)"
+    remedy = f"load with init_state=True, or call init_state() before {before} (where there is none, take a step)"
     return Problem(join(state), found, required, remedy)
 
 

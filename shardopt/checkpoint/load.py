@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from shardopt.checkpoint.batches import Want
 from shardopt.checkpoint.compare import Match, compare, judge_unexpected
+from shardopt.checkpoint.initialize import init_unstepped
 from shardopt.checkpoint.open_file import OpenFile
 from shardopt.checkpoint.pause import gc_paused
 from shardopt.checkpoint.progress import Progress
@@ -31,7 +32,7 @@ from shardopt.checkpoint.strictness import Names, Strictness, strictness_of, und
 from shardopt.checkpoint.torn import mark_torn, unmark_torn
 from shardopt.checkpoint.twins import refuse_unequal, twins_in
 from shardopt.copies import wait_for_copies
-from shardopt.errors import CheckpointError, MismatchError, Problem
+from shardopt.errors import CheckpointError, MismatchError, Problem, ShardoptError
 from shardopt.ranks import DEADLINE_SECONDS, Ranks, ranks_of
 from shardopt.ranks.failures import names_of
 from shardopt.sharding.pieces import View
@@ -117,6 +118,7 @@ def load(
     rename: Mapping[str, str] | None = None,
     transactional: bool = False,
     replicas: Replicas = "auto",
+    init_state: bool = False,
     progress: Progress | None = None,
     deadline_seconds: float = DEADLINE_SECONDS,
 ) -> LoadReport:
@@ -142,6 +144,9 @@ def load(
         replicas: what is done about boxes that several ranks hold: each holder may "read" them, or one of them reads
             and sends to the others ("exchange", over the job's process group, whose own timeout holds for the sends).
             "auto" exchanges where storage is remote: a local disk's cache is faster than what joins processes.
+        init_state: whether keyed optimizers get state for the parameters that the checkpoint has state for, as by
+            `init_state(names=...)`, and lose state that was never stepped where it has none: to training that is the
+            same as none. State that was stepped stays, and does not fit. Otherwise what is in `app` is what counts.
         progress: called with the bytes of this rank that are read and those there are to read.
         deadline_seconds: how long a rank may show no sign of life before the others give up and name it.
 
@@ -154,7 +159,16 @@ def load(
     """
     with gc_paused():  # around a call, so that the collector finds the plan gone when it wakes
         report, differences = _load(
-            url, app, strictness_of(strict), select, rename, transactional, replicas, progress, deadline_seconds
+            url,
+            app,
+            strictness_of(strict),
+            select,
+            rename,
+            transactional,
+            replicas,
+            init_state,
+            progress,
+            deadline_seconds,
         )
     tell("load", report)
     for difference in differences:
@@ -170,14 +184,39 @@ def _load(
     rename: Mapping[str, str] | None,
     transactional: bool,
     replicas: Replicas,
+    init_state: bool,
+    progress: Progress | None,
+    deadline_seconds: float,
+) -> tuple[LoadReport, list[Problem]]:
+    """The line itself, with optimizers that have room for what is loaded; returns what to warn of as well."""
+    ranks = ranks_of()
+    what = f"loading {os.fspath(url)}"
+    options = strictness, select, rename, transactional, replicas, progress, deadline_seconds
+    if not init_state:
+        return _load_into(ranks, what, url, app, *options)
+    undo = init_unstepped(ranks, what, url, app, select, rename, deadline_seconds)
+    try:
+        return _load_into(ranks, what, url, app, *options)
+    except ShardoptError:
+        undo()
+        raise
+
+
+def _load_into(
+    ranks: Ranks,
+    what: str,
+    url: str | os.PathLike[str],
+    app: Mapping[str, Any],
+    strictness: Strictness,
+    select: str | None,
+    rename: Mapping[str, str] | None,
+    transactional: bool,
+    replicas: Replicas,
     progress: Progress | None,
     deadline_seconds: float,
 ) -> tuple[LoadReport, list[Problem]]:
     """The line itself; returns what to warn of as well."""
     begin = time.monotonic()
-    ranks = ranks_of()
-    what = f"loading {os.fspath(url)}"
-
     plan, opened = ranks.agree(
         what,
         work=lambda: _plan(url, app, strictness, select, rename, replicas, ranks),

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardopt.checkpoint.async_save import AsyncSaver, Stage
-from shardopt.checkpoint.initialize import init_unstepped
 from shardopt.checkpoint.keeper import Keeper
 from shardopt.checkpoint.load import load
 from shardopt.checkpoint.metrics import metrics_of, pack_metrics
@@ -161,8 +160,7 @@ class Manager:
         candidates = self._candidates()
         for step, url in candidates:
             try:
-                init_unstepped(url, app, self._deadline_seconds)
-                load(url, app, strict=strict, deadline_seconds=self._deadline_seconds)
+                load(url, app, strict=strict, init_state=True, deadline_seconds=self._deadline_seconds)
             except CorruptionError as error:
                 if url == self.path(step):
                     damaged.append(step)

@@ -34,6 +34,12 @@ _REMEDY = (
 )
 
 
+_STATE_REMEDY = (
+    "load what was saved from the same parameters and options, by checkpoint.load(..., init_state=True) where some "
+    "have not stepped, or pass strict=False"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class KeyedGroup:
     """A group of an optimizer and what is saved of it.
@@ -153,7 +159,7 @@ def _plan_state(plan: LoadPlan, mine: dict[str, MutableMapping[str, Any]], offer
                 "on which init_state() was not called",
             )
             return
-    plan.mapping(plan.section(STATE), mine, offered, _REMEDY)
+    plan.mapping(plan.section(STATE), mine, offered, _STATE_REMEDY)
 
 
 def _plan_groups(plan: LoadPlan, mine: Mapping[str, KeyedGroup], offered: Any) -> None:
