@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from shardopt.checkpoint.describe import Values
@@ -11,7 +14,6 @@ from shardopt.checkpoint.format import (
     FILE_NAME,
     MANIFEST_LIMIT_BYTES,
     MANIFEST_NAME,
-    METRICS_NAME,
     damaged,
     file_name,
 )
@@ -45,25 +47,27 @@ def commit(
     values: Values,
     reports: Sequence[Sequence[Sequence[Any]]],
     metrics: bytes | None = None,
+    saved_at: float | None = None,
 ) -> int:
     """Makes the checkpoint exist, once every rank has reported its files. On rank 0 only.
 
     Args:
         values: plain values in their typed JSON form.
         reports: by rank, the name, bytes and digest of each file that it wrote.
-        metrics: what is to stand beside the checkpoint under `METRICS_NAME`.
+        metrics: numbers by name, as `pack_metrics` gives them.
+        saved_at: when it was saved, in seconds since 1970 began; None for now.
 
     Returns:
         The bytes of all data files.
     """
-    manifest = manifest_of(save_id, plan, values, reports)
+    manifest = replace(
+        manifest_of(save_id, plan, values, reports),
+        saved_at=time.time() if saved_at is None else saved_at,
+        metrics={} if metrics is None else json.loads(metrics),
+    )
     data = encode_manifest(manifest)
-    there = settle_files(storage, manifest)
+    settle_files(storage, manifest)
     refuse_committed(storage)
-    if metrics is not None:
-        storage.publish(METRICS_NAME, metrics)
-    elif METRICS_NAME in there:
-        storage.remove(METRICS_NAME)  # of a save that died
     storage.publish(MANIFEST_NAME, data)
     return sum(file.nbytes for file in manifest.files)
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import prod
+from math import isfinite, prod
 from typing import Any, NamedTuple
-
-import xxhash
 
 from shardopt.checkpoint.format import (
     DTYPES,
@@ -18,12 +15,15 @@ from shardopt.checkpoint.format import (
     FORMAT_NAME,
     FORMAT_VERSION,
     MANIFEST_LIMIT_BYTES,
+    SEAL_BYTES,
     Dtype,
     all_sizes,
     damaged,
+    is_sealed,
     load_json,
     read_size,
     read_sizes,
+    seal,
     without_duplicates,
 )
 from shardopt.checkpoint.pause import gc_paused
@@ -31,9 +31,6 @@ from shardopt.errors import FormatError, Problem, StateError
 from shardopt.sharding.box import Box, grid_boxes, grid_cuts
 from shardopt.state import Index, Path
 from shardopt.values import decode_value, encode_value
-
-_SEAL = re.compile(rb',"xxh3":"([0-9a-f]{16})"}')
-_SEAL_BYTES = len(',"xxh3":"0123456789abcdef"}')
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,7 +78,11 @@ class DataFile:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a checkpoint holds. `values` are decoded; `per_rank` gives the paths of what each rank has for itself."""
+    """What a checkpoint holds. `values` are decoded; `per_rank` gives the paths of what each rank has for itself.
+
+    `saved_at` is the time of the commit, in seconds since 1970 began (UTC); `metrics` are numbers by name that were
+    measured beside. Both are None where an older version wrote the manifest.
+    """
 
     save_id: str
     world_size: int
@@ -89,6 +90,8 @@ class Manifest:
     tensors: StoredTensors
     values: Mapping[str, tuple[Path, Any]] = field(default_factory=dict)
     per_rank: Mapping[str, Path] = field(default_factory=dict)
+    saved_at: float | None = None
+    metrics: Mapping[str, float] | None = None
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -105,12 +108,16 @@ def encode_manifest(manifest: Manifest) -> bytes:
         },
         "per_rank": {key: encode_path(key, path) for key, path in manifest.per_rank.items()},
     }
+    if manifest.saved_at is not None:
+        head["saved_at"] = manifest.saved_at
+    if manifest.metrics is not None:
+        head["metrics"] = {name: encode_value(number, name) for name, number in manifest.metrics.items()}
     text = f"{_dump(head)[:-1]},{manifest.tensors.members}".encode()
-    if len(text) + _SEAL_BYTES > MANIFEST_LIMIT_BYTES:
+    if len(text) + SEAL_BYTES > MANIFEST_LIMIT_BYTES:
         found, required = f"{len(text)} bytes of plain values and layouts", f"at most {MANIFEST_LIMIT_BYTES}"
         problem = Problem("manifest", found, required, "store large values as tensors or NumPy arrays")
         raise StateError("the manifest would be unreadable", [problem])
-    return text + b',"xxh3":"' + xxhash.xxh3_64_hexdigest(text).encode() + b'"}'
+    return seal(text)
 
 
 def _dump(body: Any) -> str:
@@ -129,10 +136,9 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
 
 
 def _decode(data: bytes, where: str) -> Manifest:
-    seal = _SEAL.fullmatch(data[-_SEAL_BYTES:])
     if len(data) > MANIFEST_LIMIT_BYTES:
         raise damaged(where, f"{len(data)} bytes, more than the limit of {MANIFEST_LIMIT_BYTES}")
-    if seal is None or xxhash.xxh3_64_hexdigest(data[:-_SEAL_BYTES]).encode() != seal[1]:
+    if not is_sealed(data):
         raise damaged(where, "bytes that fail the seal at their end (torn or changed)")
     body = load_json(data, where, without_duplicates)
     needed = body.get("min_reader_version")
@@ -153,6 +159,8 @@ def _decode(data: bytes, where: str) -> Manifest:
             tensors=_decode_tensors(body["tensors"], layouts),
             values={key: (decode_path(key, path), decode_value(v)) for key, (path, v) in body["values"].items()},
             per_rank={key: decode_path(key, path) for key, path in body["per_rank"].items()},
+            saved_at=_decode_time(body["saved_at"]) if "saved_at" in body else None,
+            metrics=_decode_metrics(body["metrics"]) if "metrics" in body else None,
         )
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise damaged(where, f"a field that is missing or malformed ({type(error).__name__}: {error})") from error
@@ -209,6 +217,16 @@ def _decode_tensors(wire: Mapping[str, Any], layouts: Sequence[StoredLayout]) ->
     if not all_sizes([layout for _, layout, _ in wire.values()]):
         raise ValueError("a number of a layout that is none")
     return tensors
+
+
+def _decode_time(wire: Any) -> float:
+    if type(wire) not in (int, float) or not isfinite(wire):
+        raise ValueError(f"the time {str(wire)[:40]!r}")
+    return float(wire)
+
+
+def _decode_metrics(wire: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(decode_value(number)) for name, number in wire.items()}
 
 
 def _decode_file(name: Any, nbytes: Any, digest: Any) -> DataFile:

@@ -1,25 +1,64 @@
-"""What was measured of a checkpoint: numbers by name, in a file beside its manifest."""
+"""What was measured of a checkpoint: numbers by name, in its manifest."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 
+from shardopt.checkpoint.commit import read_manifest
 from shardopt.checkpoint.format import METRICS_NAME, damaged, load_json
 from shardopt.checkpoint.storage import Storage
+from shardopt.errors import CheckpointNotFoundError, OptionError, Problem
 
 
 def pack_metrics(metrics: Mapping[str, float]) -> bytes:
-    """The file's bytes. Raises TypeError and ValueError where something is no number."""
-    return json.dumps({name: float(each) for name, each in metrics.items()}).encode()
+    """As JSON. Raises OptionError where something is no number."""
+    if not isinstance(metrics, Mapping):
+        raise _no_metrics([Problem("metrics", repr(metrics)[:80], "numbers by name", 'give them as {"loss": 0.5}')])
+    numbers: dict[str, float] = {}
+    problems = []
+    for name, value in metrics.items():
+        try:
+            if not isinstance(name, str) or isinstance(value, str | bytes):
+                raise TypeError
+            numbers[name] = float(value)
+        except (TypeError, ValueError, RuntimeError):  # the last of tensors with several elements
+            found = repr(value)[:80] if isinstance(name, str) else f"{value!r} under {name!r}"[:80]
+            problems.append(
+                Problem(f"metrics.{name}", found, "a number under a name", "leave out what is not measured")
+            )
+    if problems:
+        raise _no_metrics(problems)
+    return json.dumps(numbers).encode()
+
+
+def unpack_metrics(packed: bytes) -> dict[str, float]:
+    """What `pack_metrics` was given, as floats."""
+    unpacked: dict[str, float] = json.loads(packed)
+    return unpacked
+
+
+def _no_metrics(problems: list[Problem]) -> OptionError:
+    return OptionError("metrics cannot be stored", problems)
 
 
 def metrics_of(checkpoint: Storage) -> dict[str, float]:
-    """Those of a checkpoint; empty where it has none.
+    """Those of a checkpoint; empty where it has none, or where there is no checkpoint.
 
     Raises:
-        CorruptionError: the file is damaged.
+        CorruptionError: what should have them is damaged.
     """
+    try:
+        manifest, _ = read_manifest(checkpoint)
+    except CheckpointNotFoundError:
+        return {}
+    if manifest.metrics is not None:
+        return dict(manifest.metrics)
+    return _beside(checkpoint)
+
+
+def _beside(checkpoint: Storage) -> dict[str, float]:
+    """The metrics of a checkpoint of before they were in manifests: then a file had them."""
     try:
         data = checkpoint.read(METRICS_NAME)
     except FileNotFoundError:

@@ -13,6 +13,7 @@ from shardopt.checkpoint.describe import Geometry
 from shardopt.checkpoint.format import SEGMENT_BYTES
 from shardopt.checkpoint.manifest import StoredLayout
 from shardopt.checkpoint.memory import bytes_of
+from shardopt.checkpoint.metrics import pack_metrics
 from shardopt.checkpoint.plan import Member
 from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.read import pieces_in_order
@@ -85,7 +86,8 @@ def reshard(
                 files = write_files(target, save_id, OwnParts(plan, rank), source.chunks_of, per_rank)
                 reports.append([[file.name, file.nbytes, file.digest] for file in files])
             values = {key: (path, encode_value(value, key)) for key, (path, value) in reader.manifest.values.items()}
-            total = commit(target, save_id, plan, values, reports)
+            metrics = None if reader.manifest.metrics is None else pack_metrics(reader.manifest.metrics)
+            total = commit(target, save_id, plan, values, reports, metrics, reader.manifest.saved_at)
         except BaseException:
             discard(target, save_id)
             raise

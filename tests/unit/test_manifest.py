@@ -1,6 +1,7 @@
 """The manifest: what is written is what is read, and what was not written is refused with our error."""
 
 import json
+import math
 from collections import Counter
 
 import pytest
@@ -50,7 +51,9 @@ def manifests(draw):
             values[join(path)] = (path, draw(VALUES))
         else:
             per_rank[join(path)] = path
-    return Manifest("0a", len(files), files, tensors, values, per_rank)
+    saved_at = draw(st.none() | st.floats(allow_nan=False, allow_infinity=False))
+    metrics = draw(st.none() | st.dictionaries(st.text(max_size=3), st.floats(allow_nan=False), max_size=3))
+    return Manifest("0a", len(files), files, tensors, values, per_rank, saved_at, metrics)
 
 
 def plain(manifest):
@@ -60,7 +63,8 @@ def plain(manifest):
         for key, (path, dtype, layout) in manifest.tensors.items()
     }
     values = {key: (path, [type(part) for part in path], value) for key, (path, value) in manifest.values.items()}
-    return manifest.save_id, manifest.world_size, manifest.files, tensors, values, dict(manifest.per_rank)
+    beside = manifest.saved_at, manifest.metrics
+    return manifest.save_id, manifest.world_size, manifest.files, tensors, values, dict(manifest.per_rank), beside
 
 
 @given(manifests())
@@ -109,7 +113,8 @@ def sound():
         }
     )
     values = {"v.x": (("v", "x"), [1, (2**60, Counter("a"), float("inf"))])}
-    return encode_manifest(Manifest("0a", 2, files, tensors, values, {"rng": ("rng",)}))
+    metrics = {"loss": 0.5, "worst": float("inf")}
+    return encode_manifest(Manifest("0a", 2, files, tensors, values, {"rng": ("rng",)}, 1.5e9, metrics))
 
 
 def test_every_truncation_is_found(sound):
@@ -143,7 +148,24 @@ def nested(levels, inside="1"):
     return json.loads("[" * levels + inside + "]" * levels)
 
 
-ODD = [None, True, -1, 1.5, 2**63, 2**80, "x", "\ud800", [], {}, [None], {"x": 1}, nested(60), nested(900)]
+ODD = [
+    None,
+    True,
+    -1,
+    1.5,
+    math.inf,
+    math.nan,
+    2**63,
+    2**80,
+    "x",
+    "\ud800",
+    [],
+    {},
+    [None],
+    {"x": 1},
+    nested(60),
+    nested(900),
+]
 PLACES = [
     *(("save_id",), ("world_size",), ("files",), ("layouts",), ("tensors",), ("values",), ("per_rank",)),
     *(("files", 0), ("files", 0, 0), ("files", 0, 1), ("files", 0, 2), ("layouts", 0), ("layouts", 1)),
@@ -160,6 +182,7 @@ PLACES = [
     *(("values", "v.x"), ("values", "v.x", 0), ("values", "v.x", 1), ("values", "v.x", 1, 1), ("per_rank", "rng")),
     ("min_reader_version",),
     ("format",),
+    *(("saved_at",), ("metrics",), ("metrics", "loss"), ("metrics", "worst"), ("metrics", "worst", "float")),
 ]
 
 
