@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,8 +16,10 @@ from shardopt.errors import Problem, ShardoptError
 from shardopt.sharding.pieces import View
 from shardopt.state import CheckedStateful, FlatState, Handback, PartialStateful, Path, PerRank, join, nest
 
-_MISSING = "save it, remove it from the app, or load with strict=False to leave it as it is"
-_UNEXPECTED = "add it to the app, or load with strict=False to leave it out"
+_MISSING = "give its old name with rename={...}, remove it from the app, or load with strict=False to leave it as it is"
+_UNEXPECTED = "give its new name with rename={...}, add it to the app, or load with strict=False to leave it out"
+# Where optimizers keep theirs, which follows from what models have.
+_OF_OPTIMIZERS = re.compile(r"(^|\.)(state|param_groups)(\.|$)")
 
 
 @dataclass(slots=True)
@@ -77,6 +80,11 @@ def compare(flat: FlatState, views: Mapping[str, View], names: Names, strictness
             _note(problem, strictness.missing, problems, match)
     match.unexpected = [key for key in stored if key not in flat.leaves and not _below(stored[key], settled)]
     return match
+
+
+def in_order(problems: Iterable[Problem]) -> list[Problem]:
+    """Weights first, then what optimizers have of them; each in the order that it had."""
+    return sorted(problems, key=lambda problem: _OF_OPTIMIZERS.search(problem.key) is not None)
 
 
 def judge_unexpected(match: Match, names: Names, strictness: Strictness, keys: Iterable[str]) -> list[Problem]:

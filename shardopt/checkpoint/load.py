@@ -19,7 +19,8 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from shardopt.checkpoint.batches import Want
-from shardopt.checkpoint.compare import Match, compare, judge_unexpected
+from shardopt.checkpoint.compare import Match, compare, in_order, judge_unexpected
+from shardopt.checkpoint.in_use import reading
 from shardopt.checkpoint.initialize import init_unstepped
 from shardopt.checkpoint.open_file import OpenFile
 from shardopt.checkpoint.pause import gc_paused
@@ -55,6 +56,8 @@ class LoadReport:
         bytes_wanted: of tensors, on this rank.
         bytes_read: from data files, on this rank; the ends of checksummed segments and strided reads add to it.
         seconds: on this rank.
+        world_size: of the job that saved it.
+        saved_at: when it was saved, in seconds since 1970 began; None where that is not known.
     """
 
     url: str
@@ -67,6 +70,8 @@ class LoadReport:
     bytes_wanted: int
     bytes_read: int
     seconds: float
+    world_size: int
+    saved_at: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +162,7 @@ def load(
             `app` refuse to step until a load is whole.
         RankError: a rank failed in another way, died, or did not make the call.
     """
-    with gc_paused():  # around a call, so that the collector finds the plan gone when it wakes
+    with reading(url), gc_paused():  # around a call, so that the collector finds the plan gone when it wakes
         report, differences = _load(
             url,
             app,
@@ -250,6 +255,8 @@ def _load_into(
         bytes_wanted=sum(want.wanted.numel * want.dtype.itemsize for _, want in plan.wants),
         bytes_read=bytes_read,
         seconds=time.monotonic() - begin,
+        world_size=plan.reader.manifest.world_size,
+        saved_at=plan.reader.manifest.saved_at,
     )
     return report, plan.match.warnings
 
@@ -355,7 +362,9 @@ def _settle_differences(
     if failed:
         local = [_on(those, ranks.size, Problem(**problem)) for problem, those in merged]
         where = f"{what} failed on {names_of(sorted(failed))}: " if len(failed) < ranks.size else ""
-        raise MismatchError(f"{where}the checkpoint does not fit the app; nothing was changed", [*local, *problems])
+        raise MismatchError(
+            f"{where}the checkpoint does not fit the app; nothing was changed", in_order([*local, *problems])
+        )
 
 
 def _on(those: list[int], size: int, problem: Problem) -> Problem:
