@@ -29,7 +29,7 @@ from shardopt.checkpoint.reports import tell
 from shardopt.checkpoint.save import Kept, replicas_to_check, save_described
 from shardopt.checkpoint.staging import HostMemory, Staging
 from shardopt.copies import copying_until
-from shardopt.errors import CheckpointError, Problem
+from shardopt.errors import CheckpointError, OptionError, Problem
 from shardopt.ranks import DEADLINE_SECONDS, Ranks, ranks_of
 
 Stage = Literal["now", "lazy"]
@@ -250,4 +250,5 @@ def _optimizers_in(app: Any) -> list[Optimizer]:
 
 def _require_choice(name: str, found: str, choices: tuple[str, ...]) -> None:
     if found not in choices:
-        raise ValueError(f"{name}: found {found!r}; required one of {choices}; pass one of them")
+        problem = Problem(name, repr(found), f"one of {', '.join(map(repr, choices))}", "pass one of them")
+        raise OptionError("an argument that cannot be meant", [problem])

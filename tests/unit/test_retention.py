@@ -30,7 +30,7 @@ def with_metric(losses):
 @given(STEPS_AND_RESUMED, RULES, LOSSES)
 def test_what_every_choice_holds(steps_and_resumed, rules, losses):
     steps, resumed = steps_and_resumed
-    keep = steps_to_keep(steps, rules, with_metric(losses), resumed)
+    keep = steps_to_keep(steps, rules, with_metric(losses), {resumed})
     assert keep <= steps
     assert max(steps) in keep
     assert resumed not in steps or resumed in keep
@@ -52,15 +52,15 @@ def test_what_every_choice_holds(steps_and_resumed, rules, losses):
 @given(STEPS_AND_RESUMED, RULES, LOSSES)
 def test_what_was_kept_is_kept_again(steps_and_resumed, rules, losses):
     steps, resumed = steps_and_resumed
-    keep = steps_to_keep(steps, rules, with_metric(losses), resumed)
-    assert steps_to_keep(keep, rules, with_metric(losses), resumed) == keep
+    keep = steps_to_keep(steps, rules, with_metric(losses), {resumed})
+    assert steps_to_keep(keep, rules, with_metric(losses), {resumed}) == keep
 
 
 def test_a_run_from_beginning_to_end():
     there, rules = set(), Rules(keep_last=2, keep_every=50, best=Best("loss", "min", 1))
     losses = {10: 3.0, 20: 1.0, 30: 2.0, 40: 2.0, 50: math.nan, 60: 4.0, 70: 5.0}
     for step in losses:
-        there = set(steps_to_keep(there | {step}, rules, with_metric(losses), None))
+        there = set(steps_to_keep(there | {step}, rules, with_metric(losses)))
     assert there == {20, 50, 60, 70}
 
 
