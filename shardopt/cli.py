@@ -94,6 +94,8 @@ def _verify(told: argparse.Namespace) -> int:
         report = checkpoint.verify(told.url, progress=progress)
     for problem in report.problems:
         print(problem, file=sys.stderr)
+    for name in report.remains:
+        print(f"{report.url}/{name}: a data file of another save, which torch's own reader takes too", file=sys.stderr)
     verdict = "every byte is as it was written" if report.ok else f"damaged in {len(report.problems)} places"
     print(f"{report.url}: {report.tensors} tensors, {report.files} files, {report.bytes_read:,} bytes: {verdict}")
     return 0 if report.ok else 1

@@ -170,6 +170,24 @@ def join(path: Path) -> str:
     return ".".join(map(str, path))
 
 
+def kinds_differ(one: Path, other: Path) -> bool:
+    """Whether two paths of the same parts disagree on what a part is: a position in a list, a dict's key 0, or "0".
+
+    They may well be cut in other places: a module has one part for what a dict of dicts has several for.
+    """
+    try:
+        "".join(one), "".join(other)  # type: ignore[arg-type]  # a quick look at whether all parts are str
+    except TypeError:
+        return [*map(str, one)] == [*map(str, other)] and [*map(type, one)] != [*map(type, other)]
+    return False
+
+
+def tell_path(path: Path) -> str:
+    """A path for error messages, with what each part is: "app['x'][0] (a dict's key)", "app['x'][0] (of a list)"."""
+    kind = "of a list" if path and isinstance(path[-1], Index) else "a dict's key"
+    return f"app{''.join(f'[{part!r}]' for part in path)} ({kind})"
+
+
 def nest(leaves: Mapping[Path, Any]) -> Any:
     """The nested state of leaves by path: dicts, and lists where a path has an `Index`."""
     if () in leaves:

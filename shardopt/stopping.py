@@ -6,8 +6,7 @@ question. The rank that was told to stop makes it "stop 9" instead: a place that
 in one step. Counted are questions, not the program's own steps, of which a program may leave some out.
 
 Nobody answers for a rank that never comes to ask. So a process that is told, or hears of it, ends after a deadline,
-whatever it is in. That is seen to by a thread, which has the signal from C: Python's own handlers wait for the main
-thread to come back from whatever it is in.
+whatever it is in. That is seen to by a thread (`signals.py`).
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ import os
 import signal
 import sys
 import threading
-import weakref
-from types import FrameType
 from typing import NoReturn
 
 from shardopt.ranks import Notice, Ranks
+from shardopt.signals import Listener
 
 _QUESTION = "whether to stop"
+_WORDS_SECONDS = 1.0  # for what a process that is late has to say
 
 
 class Stop:
@@ -41,13 +40,8 @@ class Stop:
         self._asked = 0  # questions so far
         self._asked_for: int | None = None  # the step of the last one
         self._stops_at: int | None = None
-        self._reader, self._writer = os.pipe()
-        os.set_blocking(self._writer, False)
-        self._previous = signal.signal(signum, self._note)
-        self._previous_wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        self._thread = threading.Thread(target=self._listen, name="shardopt-stop", daemon=True)
-        self._thread.start()
-        _listening.add(self)
+        self._counting = threading.Lock()  # taken for good once the deadline runs
+        self._listener = Listener(signum, self._told.set, self._hear)
 
     def after(self, step: int, ranks: Ranks) -> bool:
         """Whether all ranks are to stop after this step.
@@ -63,7 +57,7 @@ class Stop:
             if self._stops_at is None:
                 self._stops_at = self._ask(ranks)
                 if self._stops_at is not None:
-                    os.write(self._writer, bytes([self.signum]))  # now the deadline runs here too
+                    self._count_down()
         return self._stops_at is not None and self._asked >= self._stops_at
 
     def _ask(self, ranks: Ranks) -> int | None:
@@ -87,56 +81,31 @@ class Stop:
 
     def close(self) -> None:
         """Listens no longer; what the signal did before, it does again. Not where it has come: then until the end."""
-        _listening.discard(self)
-        if self._told.is_set() or self._stops_at is not None:
-            return
-        signal.set_wakeup_fd(self._previous_wakeup)
-        signal.signal(self.signum, self._previous)
-        os.close(self._writer)  # which ends the thread
-        self._thread.join()
+        if not self._told.is_set() and self._stops_at is None:
+            self._listener.close()
 
-    def forget_in_child(self) -> None:
-        """In a process that was forked: the signal is about that process alone."""
-        signal.set_wakeup_fd(-1)
-        signal.signal(self.signum, signal.SIG_DFL)
-
-    def _note(self, signum: int, frame: FrameType | None) -> None:
+    def _hear(self) -> None:
         self._told.set()
+        self._count_down()
 
-    def _listen(self) -> None:
-        """What the thread does."""
-        while signum := os.read(self._reader, 1):
-            if signum[0] == self.signum:
-                self._told.set()
-                threading.Event().wait(self.deadline_seconds)
-                self._give_up()
-        os.close(self._reader)
+    def _count_down(self) -> None:
+        """From now on the deadline runs."""
+        if self._counting.acquire(blocking=False):
+            timer = threading.Timer(self.deadline_seconds, self._give_up)
+            timer.name, timer.daemon = "shardopt-stop", True
+            timer.start()
 
     def _give_up(self) -> None:
         text = f"told to stop by {self.signum.name}, and not done with it after {self.deadline_seconds:g} s"
-        os.write(2, f"shardopt: {text}: what was not saved by now is lost\n".encode())
-        sys.stdout.flush()
+        # In a thread, as either may wait for a reader, or for a lock that the main thread holds.
+        words = threading.Thread(
+            target=_say, args=(f"shardopt: {text}: what was not saved by now is lost\n",), daemon=True
+        )
+        words.start()
+        words.join(_WORDS_SECONDS)
         os._exit(self.exit_code or 1)
 
 
-_listening: weakref.WeakSet[Stop] = weakref.WeakSet()
-_masks = threading.local()
-
-
-def _before_fork() -> None:
-    # A child that is told while it still has this process's handler would tell this process, by the pipe they share.
-    _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, {stop.signum for stop in tuple(_listening)})
-
-
-def _after_fork_in_parent() -> None:
-    signal.pthread_sigmask(signal.SIG_SETMASK, _masks.before)
-
-
-def _after_fork_in_child() -> None:
-    for stop in tuple(_listening):
-        stop.forget_in_child()
-    _listening.clear()
-    signal.pthread_sigmask(signal.SIG_SETMASK, _masks.before)
-
-
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
+def _say(text: str) -> None:
+    os.write(2, f"shardopt: {text}\n".encode())
+    sys.stdout.flush()

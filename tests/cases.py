@@ -64,9 +64,9 @@ def refused(name, options, dtype):
 
 
 def astray(name, options, dtype):
-    """Whether this is torch's fused SGD for the CPU in bfloat16.
+    """Whether this is torch's fused SGD for the CPU in 16 bits, which ours refuses.
 
     It is off from its own for-loop by much more than rounding, at other elements where a tensor is cut otherwise; and
     with momentum its first step reads what was in the buffer's memory before, so that no two runs need be equal.
     """
-    return name == "SGD" and bool(options.get("fused")) and dtype == torch.bfloat16
+    return name == "SGD" and bool(options.get("fused")) and dtype in (torch.bfloat16, torch.float16)

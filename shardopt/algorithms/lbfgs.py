@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardopt.algorithms.lbfgs_memory import Memory, fresh_numbers
+from shardopt.algorithms.lbfgs_memory import Memory, fresh_numbers, resize_history
 from shardopt.algorithms.space import Space
 from shardopt.algorithms.strong_wolfe import Trial, strong_wolfe
 from shardopt.errors import AlgorithmError, Problem
@@ -45,8 +45,10 @@ class LBFGS(Optimizer):
     """torch.optim.LBFGS for parameters of which some or all are sharded, on one or several meshes.
 
     State of a parameter: `d`, the last direction, and `prev_flat_grad`, the last gradient, both like the parameter;
-    `old_dirs` and `old_stps`, the columns of Y and S, [history_size, *shape of the parameter], cut as it is. They have
-    all their memory from the first step on, and are filled in turn. State under "global.<least FQN>", on the CPU:
+    `old_dirs` and `old_stps`, the columns of Y and S, [history_size, *shape of the parameter], cut as it is. They are
+    filled in turn, and while training have memory for the pairs that there are and up to a quarter more; who looks at
+    them in a keyed optimizer, as a save does, gets all of their places, and with the next step those without a pair are
+    given back. State under "global.<least FQN>", on the CPU:
     `n_iter`, `func_evals`, `pairs` (in the history) and `next` (the place of the next one) as int64; `t`, `H_diag` (γ),
     `prev_loss`, `s_dot_y` and `y_dot_y` (SᵀY and YᵀY by place) as float64. The history keeps the size that it had at
     the first step.
@@ -137,7 +139,7 @@ class LBFGS(Optimizer):
             raise AlgorithmError("LBFGS evaluates the model several times in a step", [problem])
         (group,) = self.param_groups
         space = self._space_of(group)
-        memory = Memory(space, [self._state_of(group, parameter) for parameter in space.parameters], self.make_global())
+        memory = Memory(space, [self._state_of(parameter) for parameter in space.parameters], self.make_global())
         first_loss, now = space.evaluate(closure)
         evaluations = 1
         memory.add("func_evals", 1)
@@ -201,29 +203,39 @@ class LBFGS(Optimizer):
         space.add(found.step, direction)
         return found, spent
 
-    def fresh_state(self, group: Group, parameter: Tensor) -> dict[str, Any]:
-        """New state of a parameter that has none, as the first step would make it; changes nothing."""
+    @property
+    def global_name(self) -> str:
+        """The name under which `state` has what belongs to no parameter."""
+        (group,) = self.param_groups
+        least = min((self.names[parameter] for parameter in group["params"] if parameter in self.names), default="")
+        return f"{GLOBAL}.{least}" if least else GLOBAL
 
+    def complete_state(self, parameter: Tensor) -> None:
+        """Gives the state of a parameter, if it has any, the shapes that it is saved with."""
+        state = self.state.get(parameter)
+        if state:
+            (group,) = self.param_groups
+            by_name: Any = self.state  # torch declares tensors as its only keys, and takes any
+            numbers = by_name.get(self.global_name)
+            resize_history(parameter, state, len(numbers["s_dot_y"]) if numbers else group["history_size"])
+
+    def fresh_state(self, group: Group, parameter: Tensor) -> dict[str, Any]:
+        """New state of a parameter that has none, with the shapes that it is saved with; changes nothing."""
+        return self._fresh(parameter, group["history_size"])
+
+    def _fresh(self, parameter: Tensor, places: int) -> dict[str, Any]:
         def zeros() -> Tensor:
             return assemble(
                 parameter,
                 [torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device) for leaf in leaves_of(parameter)],
             )
 
-        size = group["history_size"]
         return {
             "d": zeros(),
             "prev_flat_grad": zeros(),
-            "old_dirs": stack_like(parameter, size),
-            "old_stps": stack_like(parameter, size),
+            "old_dirs": stack_like(parameter, places),
+            "old_stps": stack_like(parameter, places),
         }
-
-    @property
-    def global_name(self) -> str:
-        """The name in `state` of what belongs to no parameter."""
-        (group,) = self.param_groups
-        least = min((self.names[parameter] for parameter in group["params"] if parameter in self.names), default="")
-        return f"{GLOBAL}.{least}" if least else GLOBAL
 
     def fresh_global(self) -> dict[str, Tensor]:
         """State that belongs to no parameter, before the first step; changes nothing."""
@@ -237,10 +249,10 @@ class LBFGS(Optimizer):
             state.update(self.fresh_global())
         return state
 
-    def _state_of(self, group: Group, parameter: Tensor) -> dict[str, Tensor]:
+    def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
-            state.update(self.fresh_state(group, parameter))
+            state.update(self._fresh(parameter, 1))
         return state
 
     def _space_of(self, group: Group) -> Space:

@@ -1,11 +1,12 @@
 """What L-BFGS remembers, and the direction that follows from it. The maths is at the top of `lbfgs`.
 
-The history is filled place by place, and then again from the first, so that nothing is moved. h pairs in it.
+The history is filled place by place, and then again from the first, so that nothing is moved. It has memory for the
+pairs that it holds and a few more, and grows as they come: h pairs at most, which is the shape that it is saved with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,9 +14,12 @@ from torch import Tensor
 from shardopt.algorithms.dots import as_rows, combine, products
 from shardopt.algorithms.space import Space
 from shardopt.algorithms.strong_wolfe import Trial
-from shardopt.sharding.view import leaves_of
+from shardopt.sharding.along import stack_like
+from shardopt.sharding.view import leaves_of, view_of
 
 _LEAST_CURVATURE = 1e-10  # s · y of a pair that is taken into the history
+HISTORY = ("old_dirs", "old_stps")
+"""Y and S, in the state of a parameter."""
 
 
 def fresh_numbers(size: int) -> dict[str, Tensor]:
@@ -25,23 +29,47 @@ def fresh_numbers(size: int) -> dict[str, Tensor]:
     return numbers | {name: torch.zeros(size, size, dtype=torch.float64) for name in ("s_dot_y", "y_dot_y")}
 
 
+def resize_history(parameter: Tensor, state: MutableMapping[str, Tensor], places: int) -> None:
+    """Gives the history of a parameter memory for so many pairs; those in the first places stay, others are zeros."""
+    for name in HISTORY:
+        old = state[name]
+        if view_of(old, name).shape[0] == places:
+            continue
+        state[name] = stack_like(parameter, places)
+        for into, leaf in zip(leaves_of(state[name]), leaves_of(old), strict=True):
+            kept = min(len(into), len(leaf))
+            into[:kept] = leaf[:kept]
+
+
 class Memory:
     """The state of all parameters and that of none, in one step.
 
     Args:
         space: of the parameters.
-        states: of each of its parameters, in its order.
+        states: of each of its parameters, in its order; their history is given the size that it needs.
         numbers: state that belongs to no parameter.
     """
 
-    def __init__(self, space: Space, states: Sequence[Mapping[str, Tensor]], numbers: Mapping[str, Tensor]) -> None:
-        def leaves(name: str) -> list[Tensor]:
-            return [leaf for state in states for leaf in leaves_of(state[name])]
-
-        self._space, self._numbers = space, numbers
-        self.direction, self._gradient = leaves("d"), leaves("prev_flat_grad")
-        self._steps, self._changes = leaves("old_stps"), leaves("old_dirs")  # S and Y
+    def __init__(
+        self, space: Space, states: Sequence[MutableMapping[str, Tensor]], numbers: Mapping[str, Tensor]
+    ) -> None:
+        self._space, self._numbers, self._states = space, numbers, states
+        self.direction, self._gradient = self._leaves("d"), self._leaves("prev_flat_grad")
         self._size = len(numbers["s_dot_y"])
+        # What somebody has looked at has its whole size, which may be far too much for now.
+        self._make_room(int(self.number("pairs")) + 1 if self.number("n_iter") else 1)
+
+    def _leaves(self, name: str) -> list[Tensor]:
+        return [leaf for state in self._states for leaf in leaves_of(state[name])]
+
+    def _make_room(self, pairs: int) -> None:
+        """Gives the history memory for so many pairs, and takes away what is more than a quarter beyond."""
+        enough = min(pairs, self._size)
+        for parameter, state in zip(self._space.parameters, self._states, strict=True):
+            places = view_of(state[HISTORY[0]]).shape[0]
+            if not enough <= places <= enough + enough // 4:
+                resize_history(parameter, state, min(enough + enough // 4, self._size))
+        self._steps, self._changes = self._leaves("old_stps"), self._leaves("old_dirs")  # S and Y
 
     def number(self, name: str) -> float:
         """One of the numbers."""
@@ -96,6 +124,7 @@ class Memory:
         s_g[:pairs], y_g[:pairs] = old
         if s_y > _LEAST_CURVATURE:
             place = int(self.number("next"))
+            self._make_room(max(place + 1, pairs))
             self._remember(place, step, change, with_y[: 2 * pairs].view(2, pairs), s_y, y_y)
             s_g[place], y_g[place] = of_new
         return self._combine(gradient, s_g, y_g, g_g)
@@ -150,9 +179,10 @@ class Memory:
         by_place[age], by_place[pairs + age], by_place[-1] = b, -gamma * a, -gamma
         for steps, changes, its, into in zip(self._steps, self._changes, gradient, self.direction, strict=True):
             rows = [as_rows(each[:pairs], pairs) for each in (steps, changes)] if pairs else []
-            row = as_rows(into)[0]
-            assert row.data_ptr() == into.data_ptr()  # state is made contiguous, and loaded in place
-            combine(by_place.to(into.device, non_blocking=True), [*rows, as_rows(its)], row)
+            flat = into.contiguous()  # itself, but where someone has put a tensor of his own in its place
+            combine(by_place.to(into.device, non_blocking=True), [*rows, as_rows(its)], as_rows(flat)[0])
+            if flat is not into:
+                into.copy_(flat)
         return float(slope)
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -97,13 +97,21 @@ class MakesGlobalState(MakesState, Protocol):
 
     @property
     def global_name(self) -> str:
-        """The name that it goes by in `state`."""
+        """The name under which `state` has it, or will."""
 
     def fresh_global(self) -> dict[str, Tensor]:
         """What it is before the first step; changes nothing."""
 
     def make_global(self) -> Mapping[str, Tensor]:
         """Makes that state, under a name in `state`, where there is none yet."""
+
+
+@runtime_checkable
+class KeepsLess(Protocol):
+    """What is asked as well of one that, while it trains, keeps less than it saves."""
+
+    def complete_state(self, parameter: Tensor) -> None:
+        """Gives the state of a parameter, if it has any, the shapes that it is saved with."""
 
 
 class AtFirstStep(Enum):
@@ -168,6 +176,7 @@ class AlgorithmSpec:
         takes_dense: whether it steps with dense gradients.
         fused_agrees: the dtypes in which torch's fused implementation for the CPU computes what its for-loop computes,
             up to the rounding of the last bits.
+        fused_astray: the dtypes in which it computes something else, and is refused.
         needs_closure: whether a step has to evaluate the model again itself, maybe several times.
     """
 
@@ -183,6 +192,7 @@ class AlgorithmSpec:
     takes_sparse: bool = False
     takes_dense: bool = True
     fused_agrees: tuple[torch.dtype, ...] = ()
+    fused_astray: tuple[torch.dtype, ...] = ()
     needs_closure: bool = False
 
     @property

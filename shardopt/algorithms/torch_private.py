@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -122,13 +123,10 @@ def lazy_state(optimizer: Optimizer, group: Mapping[str, Any], leaf: Tensor) -> 
         group: the options that `leaf` has; its "params" are ignored.
         leaf: a tensor that it steps on, with state or without.
     """
-    init_group = optimizer._init_group  # type: ignore[attr-defined]  # not in Optimizer, but in each class that is asked
-    # After the group, _init_group takes lists that a step would hand to its kernels; they are thrown away.
-    lists: list[list[Any]] = [[] for _ in list(inspect.signature(init_group).parameters)[1:]]
     gradient, state = leaf.grad, optimizer.state.pop(leaf, None)
     leaf.grad = torch.zeros_like(leaf)
     try:
-        init_group({**group, "params": [leaf]}, *lists)
+        gather_lists(optimizer, {**group, "params": [leaf]})  # the lists are thrown away
         return dict(optimizer.state.pop(leaf, {}))
     finally:
         leaf.grad = gradient
@@ -163,14 +161,32 @@ def _is_of_torch_optim(function: Any) -> bool:
     return function.__module__.startswith("torch.optim.") if inner is None else _is_of_torch_optim(inner)
 
 
-@contextmanager
-def gathering(
-    optimizer: Optimizer, gather: Callable[[Callable[..., Any], dict[str, Any], tuple[Any, ...]], Any]
-) -> Iterator[None]:
-    """While this is open, steps of the optimizer call `gather(_init_group, group, lists)` instead of `_init_group`."""
+def gather_lists(optimizer: Optimizer, group: Mapping[str, Any]) -> tuple[list[list[Any]], Any]:
+    """What a step of torch's hands to its kernels for a group, and what its `_init_group` returns with that.
+
+    Makes the state of those who have a gradient for the first time.
+
+    Args:
+        optimizer: of a class that has torch's `_init_group`.
+        group: with "params".
+    """
     init_group = optimizer._init_group  # type: ignore[attr-defined]  # not in Optimizer, but in each class that is asked
+    plain = getattr(init_group, "__func__", init_group)
+    lists: list[list[Any]] = [[] for _ in range(_arguments_of(plain) - (1 if plain is init_group else 2))]
+    with torch.set_grad_enabled(bool(optimizer.defaults.get("differentiable"))):  # as in a step
+        return lists, init_group(group, *lists)
+
+
+@lru_cache
+def _arguments_of(function: Callable[..., Any]) -> int:
+    return len(inspect.signature(function).parameters)
+
+
+@contextmanager
+def gathering(optimizer: Optimizer, gather: Callable[[dict[str, Any], tuple[Any, ...]], Any]) -> Iterator[None]:
+    """While this is open, steps of the optimizer call `gather(group, lists)` instead of its `_init_group`."""
     # On the instance, where it comes before the class's; mypy knows it of neither.
-    optimizer._init_group = lambda group, *lists: gather(init_group, group, lists)  # type: ignore[attr-defined]  # see above
+    optimizer._init_group = lambda group, *lists: gather(group, lists)  # type: ignore[attr-defined]  # see above
     try:
         yield
     finally:

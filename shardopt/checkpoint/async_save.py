@@ -24,7 +24,7 @@ from shardopt.checkpoint.describe import Description
 from shardopt.checkpoint.pause import gc_paused
 from shardopt.checkpoint.pending import PendingSave, hold_steps
 from shardopt.checkpoint.progress import Progress
-from shardopt.checkpoint.replicas import CheckReplicas
+from shardopt.checkpoint.replicas import CheckReplicas, refuse_unknown_choice
 from shardopt.checkpoint.reports import tell
 from shardopt.checkpoint.save import Kept, replicas_to_check, save_described
 from shardopt.checkpoint.staging import HostMemory, Staging
@@ -66,7 +66,7 @@ class AsyncSaver:
         stage: Stage = "now",
         in_flight: InFlight = "wait",
         durable: bool = True,
-        check_replicas: CheckReplicas = "small",
+        check_replicas: CheckReplicas = "sampled",
         progress: Progress | None = None,
         deadline_seconds: float = DEADLINE_SECONDS,
         metrics: bytes | None = None,
@@ -81,6 +81,7 @@ class AsyncSaver:
         begin = time.monotonic()
         _require_choice("stage", stage, ("now", "lazy"))
         _require_choice("in_flight", in_flight, ("wait", "refuse"))
+        refuse_unknown_choice(check_replicas)
         ranks = ranks_of()
         if in_flight == "refuse":
             self._refuse_second(ranks, os.fspath(url), deadline_seconds)
@@ -199,7 +200,7 @@ def async_save(
     stage: Stage = "now",
     in_flight: InFlight = "wait",
     durable: bool = True,
-    check_replicas: CheckReplicas = "small",
+    check_replicas: CheckReplicas = "sampled",
     progress: Progress | None = None,
     deadline_seconds: float = DEADLINE_SECONDS,
 ) -> PendingSave:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -31,13 +32,19 @@ from shardopt.checkpoint.write import SavePlan
 from shardopt.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, Problem
 from shardopt.values import decode_value
 
+_log = logging.getLogger("shardopt.checkpoint")
+
 
 def refuse_committed(storage: Storage) -> None:
     """Raises CheckpointExistsError if a committed checkpoint stands here."""
     if storage.exists(MANIFEST_NAME):
-        remedy = "save to a new path; a committed checkpoint is never written over"
-        problem = Problem(storage.url, "a committed checkpoint", "no checkpoint", remedy)
-        raise CheckpointExistsError("the path is taken", [problem])
+        raise _taken(storage)
+
+
+def _taken(storage: Storage) -> CheckpointExistsError:
+    remedy = "save to a new path; a committed checkpoint is never written over"
+    problem = Problem(storage.url, "a committed checkpoint", "no checkpoint", remedy)
+    return CheckpointExistsError("the path is taken", [problem])
 
 
 def commit(
@@ -66,32 +73,65 @@ def commit(
         metrics={} if metrics is None else json.loads(metrics),
     )
     data = encode_manifest(manifest)
-    settle_files(storage, manifest)
-    refuse_committed(storage)
-    storage.publish(MANIFEST_NAME, data)
+    publish_checkpoint(storage, manifest, data)
     return sum(file.nbytes for file in manifest.files)
 
 
-def settle_files(storage: Storage, manifest: Manifest) -> set[str]:
-    """Refuses to commit where files of the manifest are not there; removes what other saves have left.
+def publish_checkpoint(storage: Storage, manifest: Manifest, data: bytes) -> None:
+    """Makes the checkpoint exist whose data files are there, or nothing: the path may be taken meanwhile.
 
-    Returns:
-        The names of all files that were there before.
+    Others may be at work here: another save to this path, which had found it free as well, or a job that clears away
+    what it takes for the remains of a dead one. So nothing of others is touched before the manifest is there, of which
+    only one can be; and afterwards the files must be there still, or the checkpoint is taken back. Who removes a
+    checkpoint looks for a manifest once more when all else is gone (`remove_checkpoint`): whoever comes last of the
+    two finds what the other did.
+
+    Args:
+        data: the manifest's bytes.
+
+    Raises:
+        CheckpointExistsError: another checkpoint was committed here.
+        CheckpointError: files of the manifest are not there.
     """
+    _, missing = _look_for_files(storage, manifest)
+    if missing:
+        remedy = "give all ranks the same path, on storage that they share"
+        problems = [Problem(each, "no such file on rank 0", "what was written", remedy) for each in missing]
+        raise CheckpointError("rank 0 does not see the files of other ranks", problems)
+    try:
+        exclusive = storage.publish_new(MANIFEST_NAME, data)
+    except FileExistsError:
+        raise _taken(storage) from None
+    there, missing = _look_for_files(storage, manifest)
+    if missing:
+        if storage.read(MANIFEST_NAME) == data:
+            storage.retract(MANIFEST_NAME)
+        remedy = "give each job a path of its own"
+        problems = [Problem(each, "no such file any more", "what was written", remedy) for each in missing]
+        raise CheckpointError("files of the checkpoint were removed while it was committed", problems)
+    if exclusive:
+        _remove_remains(storage, manifest, there)
+
+
+def _look_for_files(storage: Storage, manifest: Manifest) -> tuple[set[str], list[str]]:
+    """The names of all files that are there, and the places of those of the manifest that are not."""
     wanted, there = {file.name for file in manifest.files}, set(storage.names())
     # A listing may be older than a file (NFS keeps them for a while): what is not in it is asked for by name.
-    unseen = [name for name in sorted(wanted - there) if not storage.exists(name)]
-    if unseen:
-        remedy = "give all ranks the same path, on storage that they share"
-        problems = [
-            Problem(f"{storage.url}/{name}", "no such file on rank 0", "what was written", remedy) for name in unseen
-        ]
-        raise CheckpointError("rank 0 does not see the files of other ranks", problems)
-    # torch's reader takes every data file in the directory, those of a save that died included.
-    for name in there - wanted:
-        if FILE_NAME.fullmatch(name):
-            storage.remove(name)
-    return there
+    return there, [f"{storage.url}/{name}" for name in sorted(wanted - there) if not storage.exists(name)]
+
+
+def _remove_remains(storage: Storage, manifest: Manifest, there: set[str]) -> None:
+    """Removes data files of other saves: torch's reader takes every one in the directory.
+
+    They are of a save that died, or of one that will find the path taken. The checkpoint is whole without this.
+    """
+    own = {file.name for file in manifest.files}
+    try:
+        for name in sorted(there - own):
+            if FILE_NAME.fullmatch(name):
+                storage.remove(name)
+    except (OSError, CheckpointError) as error:
+        _log.warning("remains of other saves could not be removed from %s: %s", storage.url, error)
 
 
 def manifest_of(save_id: str, plan: SavePlan, values: Values, reports: Sequence[Sequence[Sequence[Any]]]) -> Manifest:
@@ -133,11 +173,15 @@ def _stored_tensors(plan: SavePlan) -> StoredTensors:
 
 
 def discard(storage: Storage, save_id: str) -> None:
-    """Removes what a failed save has written, unless it was committed all the same."""
+    """Removes what a failed save has written, and nothing else, unless it is committed all the same or may yet be."""
     with suppress(Exception):  # the error that brought us here must not be hidden by another
-        if not storage.exists(MANIFEST_NAME):
+        try:
+            committed = read_manifest(storage)[0].save_id
+        except CheckpointNotFoundError:
+            committed = None
+        if committed != save_id and not storage.may_appear(MANIFEST_NAME):
             for name in storage.names():
-                if name.startswith(save_id):
+                if FILE_NAME.fullmatch(name) and name.startswith(f"{save_id}-"):
                     storage.remove(name)
 
 

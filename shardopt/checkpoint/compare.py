@@ -13,8 +13,19 @@ from shardopt.checkpoint.manifest import Manifest, StoredTensor
 from shardopt.checkpoint.memory import GIVEN_BACK, dtype_name, has_no_memory, torch_dtype
 from shardopt.checkpoint.strictness import Choice, Names, Strictness
 from shardopt.errors import Problem, ShardoptError
-from shardopt.sharding.pieces import View
-from shardopt.state import CheckedStateful, FlatState, Handback, PartialStateful, Path, PerRank, join, nest
+from shardopt.sharding.pieces import View, elements_overlap
+from shardopt.state import (
+    CheckedStateful,
+    FlatState,
+    Handback,
+    PartialStateful,
+    Path,
+    PerRank,
+    join,
+    kinds_differ,
+    nest,
+    tell_path,
+)
 
 _MISSING = "give its old name with rename={...}, remove it from the app, or load with strict=False to leave it as it is"
 _UNEXPECTED = "give its new name with rename={...}, add it to the app, or load with strict=False to leave it out"
@@ -68,7 +79,11 @@ def compare(flat: FlatState, views: Mapping[str, View], names: Names, strictness
     for key, leaf in flat.leaves.items():
         if key in stored and key in names.chosen and not (settled and _below(leaf.path, settled)):
             view, tensor = views.get(key), manifest.tensors.get(key)
-            if view is not None and tensor is not None:
+            problem: Problem | None
+            if kinds_differ(stored[key], leaf.path):
+                remedy = "nest it in the app as it was when it was saved"
+                problem = Problem(key, tell_path(stored[key]), tell_path(leaf.path), remedy)
+            elif view is not None and tensor is not None:
                 problem = _match_tensors(key, view, tensor, match, strictness)
             else:
                 problem = _match_values(key, flat, views, names, match, world_size)
@@ -169,20 +184,10 @@ def _unfit_memory(key: str, view: View) -> Problem | None:
             else:
                 found, remedy = GIVEN_BACK, "load while its parameter is there"
             return Problem(key, found, "memory to load into", remedy)
-        if not piece.tensor.is_contiguous() and _share_memory(piece.box.sizes, piece.tensor.stride()):
+        if elements_overlap(piece.tensor):
             found = f"elements that share memory (strides {piece.tensor.stride()})"
             return Problem(key, found, "a place for each element", "call contiguous() first")
     return None
-
-
-def _share_memory(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether elements may lie in one place, as in an expanded tensor: a dimension does not go beyond a lower one."""
-    beyond = 1
-    for stride, size in sorted(zip(strides, sizes, strict=True)):
-        if size > 1 and stride < beyond:
-            return True
-        beyond += (size - 1) * stride
-    return False
 
 
 def _one_sided_state(handback: Handback, flat: FlatState, stored: Mapping[str, Path], names: Names) -> Problem | None:

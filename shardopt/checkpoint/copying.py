@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import xxhash
 
-from shardopt.checkpoint.commit import read_manifest, settle_files
+from shardopt.checkpoint.commit import publish_checkpoint, read_manifest
 from shardopt.checkpoint.format import FILE_NAME, MANIFEST_NAME, SEGMENT_BYTES, damaged
 from shardopt.checkpoint.manifest import Manifest
 from shardopt.checkpoint.open_file import OpenFile
@@ -71,8 +71,7 @@ def commit_copy(source: Storage, target: Storage, manifest: Manifest, data: byte
         for name in source.names():
             if name != MANIFEST_NAME and not FILE_NAME.fullmatch(name) and not name.startswith("."):
                 _copy_beside(source, target, name)
-        settle_files(target, manifest)
-        target.publish(MANIFEST_NAME, data)
+        publish_checkpoint(target, manifest, data)
 
 
 def _copy_beside(source: Storage, target: Storage, name: str) -> None:

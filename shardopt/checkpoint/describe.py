@@ -20,7 +20,7 @@ from shardopt.errors import LayoutError, Problem, ShardoptError, StateError
 from shardopt.sharding.layout import Layout, held, joined
 from shardopt.sharding.pieces import View
 from shardopt.sharding.view import view_of
-from shardopt.state import FlatState, Path, PerRank
+from shardopt.state import FlatState, Path, PerRank, kinds_differ, tell_path
 from shardopt.values import canonical, decode_value, encode_value
 
 _DIFFER = "ranks have different things under one key"
@@ -36,6 +36,7 @@ class Description:
     per_rank: Mapping[str, Path]
     contents: Contents  # hashes of what other ranks hold too
     own_values: Mapping[str, Any]  # those that are per rank
+    check_replicas: CheckReplicas  # of which replicas `contents` has hashes
 
     @property
     def is_partial(self) -> bool:
@@ -44,19 +45,22 @@ class Description:
 
     def geometry_fingerprint(self) -> str:
         """Equal on two ranks, and in two saves, if they describe the same tensors in the same places."""
-        words = [*self.per_rank, ""]
+        words: list[str] = []
+        for key, path in self.per_rank.items():
+            words += (key, *_path_words(key, path))
+        words.append("")
         for key in sorted(self.tensors):
             path, dtype, layout = self.tensors[key]
-            words += (key, dtype.name, layout.fingerprint, str(len(path)))
+            words += (key, dtype.name, layout.fingerprint, *_path_words(key, path))
         return xxhash.xxh3_128_hexdigest("\0".join(words).encode())
 
     def values_fingerprint(self) -> str:
         """Equal on two ranks if they have the same plain values."""
-        return xxhash.xxh3_128_hexdigest(json.dumps(self.values, sort_keys=True).encode())
+        return xxhash.xxh3_128_hexdigest(json.dumps(self.values_json(), sort_keys=True).encode())
 
-    def contents_summary(self) -> dict[str, str]:
-        """A few hashes that are equal on ranks whose replicas are."""
-        return summary_of(self.contents, self.views)
+    def contents_summary(self, members: Mapping[str, Member]) -> dict[str, str]:
+        """A few hashes that are equal on ranks whose replicas are; `members` as for `summary_of`."""
+        return summary_of(self.contents, self.views, members)
 
     def geometry_json(self) -> dict[str, Any]:
         layouts: dict[Layout, int] = {}
@@ -124,7 +128,8 @@ def describe(flat: FlatState, check_replicas: CheckReplicas) -> Description:
     if refused:
         kind, message = type(refused[0]), refused[0].message
         raise kind(message, [problem for error in refused for problem in error.problems])
-    return Description(views, tensors, values, per_rank, contents_of(views, check_replicas), own_values)
+    contents = contents_of(views, check_replicas)
+    return Description(views, tensors, values, per_rank, contents, own_values, check_replicas)
 
 
 def geometry_of(description: Description, world_size: int) -> Geometry:
@@ -141,18 +146,21 @@ def merge_geometry(descriptions: Sequence[Mapping[str, Any]]) -> Geometry:
         StateError: ranks have different things under one key; each such key is named with what which rank has.
     """
     tensors: defaultdict[str, dict[int, tuple[Any, ...]]] = defaultdict(dict)
-    per_rank: dict[str, Path] = {}
+    paths: defaultdict[str, dict[int, Path]] = defaultdict(dict)
     for rank, wire in enumerate(descriptions):
         layouts = [Layout.from_json(layout) for layout in wire["layouts"]]
         for key, (path, dtype, index, holds) in wire["tensors"].items():
             tensors[key][rank] = (decode_path(key, path), dtype, layouts[index], holds)
         for key, path in wire["per_rank"].items():
-            per_rank[key] = decode_path(key, path)
+            paths[key][rank] = decode_path(key, path)
+    per_rank = {key: next(iter(by_rank.values())) for key, by_rank in paths.items()}
     members: dict[str, Member] = {}
-    problems: list[Problem] = []
+    same: dict[tuple[int, ...], tuple[int, ...]] = {}  # one tuple of ranks for all tensors that they have
+    problems = [problem for key, by_rank in paths.items() for problem in _other_kinds(key, by_rank)]
     for key, by_rank in tensors.items():
         try:
-            members[key] = _merge_tensor(key, by_rank)
+            ranks = tuple(sorted(by_rank))
+            members[key] = _merge_tensor(key, by_rank, same.setdefault(ranks, ranks))
         except StateError as error:
             problems += error.problems
     problems += [_differs(key, "tensors on some ranks, values per rank on others") for key in members.keys() & per_rank]
@@ -171,10 +179,12 @@ def merge_values(descriptions: Sequence[Mapping[str, Any]], geometry: Geometry) 
     for rank, wire in enumerate(descriptions):
         for key, (path, value) in wire.items():
             values[key][rank] = (decode_path(key, path), value)
-    merged, problems = {}, []
+    merged: dict[str, tuple[Path, Any]] = {}
+    problems: list[Problem] = []
     for key, by_rank in values.items():
         first_rank, (path, first) = next(iter(by_rank.items()))
         other = next((rank for rank, (_, value) in by_rank.items() if canonical(value) != canonical(first)), None)
+        problems += _other_kinds(key, {rank: each[0] for rank, each in by_rank.items()})
         if key in geometry.members or key in geometry.per_rank:
             problems.append(_differs(key, "tensors on some ranks, plain values on others"))
         elif other is not None:
@@ -186,7 +196,10 @@ def merge_values(descriptions: Sequence[Mapping[str, Any]], geometry: Geometry) 
     return merged
 
 
-def _merge_tensor(key: str, by_rank: Mapping[int, tuple[Any, ...]]) -> Member:
+def _merge_tensor(key: str, by_rank: Mapping[int, tuple[Any, ...]], ranks: tuple[int, ...]) -> Member:
+    problems = _other_kinds(key, {rank: each[0] for rank, each in by_rank.items()})
+    if problems:
+        raise StateError("", problems)
     # A rank that holds nothing of a tensor may not even know its dtype.
     knowing = {rank: each for rank, each in by_rank.items() if each[3]} or dict(by_rank)
     first_rank, (path, dtype, layout, _) = next(iter(knowing.items()))
@@ -197,7 +210,7 @@ def _merge_tensor(key: str, by_rank: Mapping[int, tuple[Any, ...]]) -> Member:
             found = f"{_place(layout)} on rank {first_rank}, {_place(other)} on rank {rank}"
             raise StateError("", [_differs(key, found)])
     whole_layout = joined({rank: each[2] for rank, each in knowing.items()}, key) if layout.local else layout
-    return Member(path, DTYPES[dtype], _held_by(whole_layout, by_rank), tuple(sorted(by_rank)))
+    return Member(path, DTYPES[dtype], _held_by(whole_layout, by_rank), ranks)
 
 
 def _held_by(layout: Layout, ranks: Collection[int]) -> Layout:
@@ -214,6 +227,24 @@ def _place(layout: Layout) -> str:
     holders = sorted({rank for ranks in layout.holders or () for rank in ranks})
     where = f"sharded over ranks {holders}" if holders else "whole on each rank"
     return f"shape {list(layout.shape)} {where}"
+
+
+def _other_kinds(key: str, paths: Mapping[int, Path]) -> list[Problem]:
+    """What is wrong where a key stands in a list on one rank and in a dict on another."""
+    first_rank, first = next(iter(paths.items()))
+    for rank, path in paths.items():
+        if kinds_differ(first, path):
+            return [_differs(key, f"{tell_path(first)} on rank {first_rank}, {tell_path(path)} on rank {rank}")]
+    return []
+
+
+def _path_words(key: str, path: Path) -> tuple[str, str]:
+    """Two texts that together with the key tell a path from every other: where its parts end, and of what kind they are
+    (a position in a list is no key of a dict, and the key 0 is not "0")."""
+    try:
+        return "\1".join(path), ""  # type: ignore[arg-type]  # of what is no str the lines below make another form
+    except TypeError:
+        return "", json.dumps(encode_path(key, path))
 
 
 def _differs(key: str, found: str) -> Problem:

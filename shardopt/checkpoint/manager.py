@@ -362,7 +362,7 @@ class Manager:
             if self._saver is not None:
                 self._saver.wait()
             deadline_seconds = min(self._deadline_seconds, stop.deadline_seconds if stop else math.inf)
-            result = save_now(url, app, True, "small", deadline_seconds, noted)
+            result = save_now(url, app, True, "sampled", deadline_seconds, noted)
             self._after_commit(place, url, noted)
         self._last = place, result
         return result

@@ -72,8 +72,13 @@ def check_covers(members: Mapping[str, Member]) -> None:
         raise LayoutError("the shards of a tensor do not make up the tensor", problems)
 
 
-def assign(members: Mapping[str, Member]) -> dict[str, Assignment]:
+def assign(members: Mapping[str, Member], cut_plain: bool = True) -> dict[str, Assignment]:
     """Shares the writing out: each box is written by one of the ranks that hold it, and all write about as much.
+
+    Args:
+        cut_plain: whether plain tensors, which every rank that has the key holds, are known to be the same on all of
+            these. Otherwise each goes to one of them whole, the largest first and always to the one with least to
+            write: should they differ after all, what is stored is at least what some rank had.
 
     Tensors whose boxes have the same holders form a group. A group's tensors are laid end to end, and that line of
     bytes is cut into one piece for each of the H positions among a box's holders, so long that the ranks come out
@@ -89,15 +94,27 @@ def assign(members: Mapping[str, Member]) -> dict[str, Assignment]:
     assigned: dict[str, Assignment] = {}
     # Those that have least choice come first, and the others fill up what they leave.
     for holders in sorted(groups, key=lambda holders: (holders.positions, holders.ranks)):
-        keys = groups[holders]
-        lines = _lines(holders, load, [members[key] for key in keys])
-        for key in keys:
+
+        def give(key: str, *parts: Parts, holders: Holders = holders) -> None:
             member = members[key]
-            choice = member.layout, holders, tuple(line.take(member) for line in lines)
+            choice = member.layout, holders, parts
             split = splits.get(choice) or splits.setdefault(choice, _split(*choice))
             assigned[key] = split.assignment
             load[split.ranks] += split.numels * member.dtype.itemsize
+
+        whole = [] if cut_plain else [key for key in groups[holders] if _would_be_cut(members[key])]
+        for key in sorted(whole, key=lambda key: -members[key].nbytes):
+            give(key, ((1.0, int(load[list(holders.ranks[0])].argmin())),))
+        keys = [key for key in groups[holders] if key not in assigned]
+        lines = _lines(holders, load, [members[key] for key in keys])
+        for key in keys:
+            give(key, *[line.take(members[key]) for line in lines])
     return {key: assigned[key] for key in members}
+
+
+def _would_be_cut(member: Member) -> bool:
+    """Whether it is a plain tensor of a size at which a line may end within it."""
+    return member.layout.holders is None and member.nbytes > 2 * _CUT_BYTES
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,7 +6,6 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from math import prod
 
 import torch
 import xxhash
@@ -18,7 +17,7 @@ from shardopt.checkpoint.open_file import OpenFile
 from shardopt.checkpoint.progress import Counter, Progress
 from shardopt.checkpoint.storage import Span, Storage
 from shardopt.errors import CorruptionError, Problem
-from shardopt.sharding.box import Box
+from shardopt.sharding.box import Box, cut_in_order
 
 _THREADS = 4
 _BATCH_BYTES = 2 << 20  # read by one thread at a time, and still in its cache when it is summed and copied
@@ -139,16 +138,4 @@ def damaged_segments(
 
 def pieces_in_order(box: Box, itemsize: int) -> Iterator[Box]:
     """Boxes of bounded size that hold a box's elements one after the other in C order."""
-    row_bytes = prod(box.sizes[1:]) * itemsize
-    if not box.sizes or box.numel * itemsize <= _BATCH_BYTES:
-        if box.numel:
-            yield box
-        return
-    step = _BATCH_BYTES // row_bytes
-    for begin in range(0, box.sizes[0], max(step, 1)):
-        offsets = (box.offsets[0] + begin, *box.offsets[1:])
-        if step:
-            yield Box(offsets, (min(step, box.sizes[0] - begin), *box.sizes[1:]))
-        else:
-            for inner in pieces_in_order(Box(box.offsets[1:], box.sizes[1:]), itemsize):
-                yield Box((offsets[0], *inner.offsets), (1, *inner.sizes))
+    return cut_in_order(box, _BATCH_BYTES // itemsize)

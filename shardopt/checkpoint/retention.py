@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Literal, NamedTuple
 
 from shardopt.checkpoint.format import FILE_NAME, MANIFEST_NAME
-from shardopt.checkpoint.storage import Storage
+from shardopt.checkpoint.storage import Storage, is_temporary
 
 Mode = Literal["min", "max"]
 
@@ -72,6 +72,7 @@ def remove_checkpoint(storage: Storage) -> None:
     """
     storage.retract(MANIFEST_NAME)  # durably first: without it nobody takes the rest for a checkpoint
     for name in storage.names():
-        if FILE_NAME.fullmatch(name) or name == f".{MANIFEST_NAME}.tmp":
+        if FILE_NAME.fullmatch(name) or is_temporary(name):
             storage.remove(name)
+    storage.retract(MANIFEST_NAME)  # of a save that was taken for dead, and committed meanwhile what is gone now
     storage.remove_if_empty()

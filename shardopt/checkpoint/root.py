@@ -71,8 +71,7 @@ class Root:
         return [place for place in self.look().places if self.is_committed(place)]
 
     def add(self, record: Branch) -> None:
-        """Writes the record of a branch, if it is not there."""
+        """Writes the record of a branch, which may be there already. Raises CheckpointError if another one is."""
         with telling(f"write {self.url}/{record.file_name}"):
             self.storage.make()
-            if not self.storage.exists(record.file_name):
-                self.storage.publish(record.file_name, record.pack())
+            self.storage.publish_new(record.file_name, record.pack())

@@ -14,7 +14,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -30,16 +30,27 @@ from shardopt.checkpoint.describe import (
 from shardopt.checkpoint.manifest import DataFile
 from shardopt.checkpoint.pause import gc_paused
 from shardopt.checkpoint.progress import Progress
-from shardopt.checkpoint.replicas import CheckReplicas, refuse_drifted, summaries_agree
+from shardopt.checkpoint.replicas import CheckReplicas, refuse_drifted, refuse_unknown_choice, summaries_agree
 from shardopt.checkpoint.reports import tell
 from shardopt.checkpoint.storage import Storage, storage_of, telling
 from shardopt.checkpoint.unsettled import raise_failures
 from shardopt.checkpoint.write import OwnParts, SavePlan, counting, from_memory, write_files
+from shardopt.errors import Problem, StateError
 from shardopt.ranks import DEADLINE_SECONDS, Ranks, ranks_of
 from shardopt.state import flatten
 
 _MOST_KEPT = 2
-Kept = dict[tuple[str, int], tuple[SavePlan, OwnParts]]
+
+
+class KeptPlan(NamedTuple):
+    """The plan of a save, this rank's part of it, and the fingerprint of what this rank described."""
+
+    plan: SavePlan
+    own: OwnParts
+    described: str
+
+
+Kept = dict[tuple[str, int], KeptPlan]
 """Plans of the last saves, by the fingerprint of what all ranks described and the rank that this process was."""
 
 _kept: Kept = {}
@@ -78,7 +89,7 @@ def save(
     app: Mapping[str, Any],
     *,
     durable: bool = True,
-    check_replicas: CheckReplicas = "small",
+    check_replicas: CheckReplicas = "sampled",
     progress: Progress | None = None,
     deadline_seconds: float = DEADLINE_SECONDS,
 ) -> SaveReport:
@@ -94,8 +105,11 @@ def save(
             Objects are asked in the order of `app`, which ranks must share if a `state_dict` communicates.
         durable: whether local files are flushed to the disk before the commit. Without it a save is faster, and a
             machine that loses power afterwards may lose the checkpoint.
-        check_replicas: which tensors that several ranks hold are compared before they are written: "small" ones (of at
-            most 4 KiB), "all", or "none".
+        check_replicas: what is compared before it is written of tensors that several ranks hold. "sampled" compares
+            hashes of all bytes of tensors of up to 256 KiB, and of 64 blocks of 4 KiB of larger ones: the first, the
+            last, and others at equal distances between them, the same in every save. "all" compares all bytes, "none"
+            none. Plain tensors that are not compared whole are written whole by one rank each; DTensors, whose
+            placements say that they are replicas, are cut among those that hold them.
         progress: called with the bytes of this rank that are written and those there are to write.
         deadline_seconds: how long a rank may show no sign of life before the others give up and name it.
 
@@ -105,6 +119,7 @@ def save(
         CheckpointError: a rank could not write.
         RankError: a rank failed in another way, died, or did not make the call.
     """
+    refuse_unknown_choice(check_replicas)
     return save_now(url, app, durable, check_replicas, deadline_seconds, progress=progress)
 
 
@@ -161,14 +176,19 @@ def save_described(
     """
     begin = time.monotonic()
     what = f"saving {os.fspath(url)}"
-    (description, storage), opened = ranks.agree(
+
+    def begun() -> tuple[Description, str, Storage]:
+        description = described()
+        return description, description.geometry_fingerprint(), storage_of(url, durable)
+
+    (description, geometry, storage), opened = ranks.agree(
         what,
-        work=lambda: (described(), storage_of(url, durable)),
-        report=lambda done: _fingerprints(done[0], ranks.rank, kept),
+        work=begun,
+        report=lambda done: _report(*done[:2], ranks.rank, kept),
         decide=lambda reports: _open(storage_of(url, durable), reports),
         deadline_seconds=deadline_seconds,
     )
-    plan, own, values = _plan(ranks, what, description, opened, kept, deadline_seconds)
+    plan, own, values = _plan(ranks, what, description, geometry, opened, kept, deadline_seconds)
     save_id = opened["save_id"]
     begin_writing = time.monotonic()
     try:
@@ -197,33 +217,73 @@ def save_described(
     )
 
 
-def _fingerprints(description: Description, rank: int, plans: Kept) -> list[Any]:
-    geometry, values = description.geometry_fingerprint(), description.values_fingerprint()
-    kept = [job for job, kept_for in plans if kept_for == rank]
-    return [geometry, description.is_partial, values, description.contents_summary(), kept]
+class _Report(NamedTuple):
+    """What rank 0 hears of each rank at first.
+
+    Args:
+        geometry, values: fingerprints of what the rank describes.
+        partial: whether it knows of some tensor only what it holds itself.
+        check_replicas: what was asked for.
+        contents: a summary of the replicas' hashes, in groups by who holds them according to the plan `guess`.
+        guess: the kept plan that this save most likely goes by; "" where there is none.
+        kept: all plans that the rank has.
+    """
+
+    geometry: str
+    values: str
+    partial: bool
+    check_replicas: CheckReplicas
+    contents: dict[str, str]
+    guess: str
+    kept: list[str]
+
+
+def _report(description: Description, geometry: str, rank: int, plans: Kept) -> _Report:
+    own = {job: each for (job, kept_for), each in plans.items() if kept_for == rank}
+    guess = next((job for job, each in reversed(own.items()) if each.described == geometry), "")
+    # Ranks that have other keys beside those that they share can be compared in these alone, which only a plan tells.
+    contents = description.contents_summary(own[guess].plan.geometry.members if guess else {})
+    values = description.values_fingerprint()
+    return _Report(geometry, values, description.is_partial, description.check_replicas, contents, guess, [*own])
 
 
 def _open(storage: Storage, reports: list[Any]) -> dict[str, Any]:
     """On rank 0: refuses a path that is taken, names the save, and tells what ranks must exchange."""
+    told = [_Report(*report) for report in reports]
+    _refuse_other_choices([each.check_replicas for each in told])
     with telling(f"make {storage.url}"):
         refuse_committed(storage)
         storage.make()
-    geometries, partial, values, contents, kept = zip(*reports, strict=True)
-    job = xxhash.xxh3_128_hexdigest("".join(geometries).encode())
+    geometries = [each.geometry for each in told]
+    job = xxhash.xxh3_128_hexdigest("".join([told[0].check_replicas, *geometries]).encode())
+    geometry_alike = len(set(geometries)) == 1 and not any(each.partial for each in told)
+    # Summaries are of the same groups of keys where all have made them by the plan that holds.
+    guesses = {each.guess for each in told}
+    comparable = guesses == {job} or (guesses == {""} and geometry_alike)
     return {
         "save_id": secrets.token_hex(6),
         "geometry": job,
-        "geometry_kept": all(job in own for own in kept),
-        "geometry_alike": len(set(geometries)) == 1 and not any(partial),
-        "values_alike": len(set(values)) == 1,
-        "contents_alike": summaries_agree(contents),
+        "geometry_kept": all(job in each.kept for each in told),
+        "geometry_alike": geometry_alike,
+        "values_alike": len({each.values for each in told}) == 1,
+        "contents_alike": comparable and summaries_agree(each.contents for each in told),
     }
+
+
+def _refuse_other_choices(choices: Sequence[str]) -> None:
+    """Ranks that compare other things would plan otherwise too."""
+    other = next((rank for rank, choice in enumerate(choices) if choice != choices[0]), None)
+    if other is not None:
+        found = f"{choices[0]!r} on rank 0, {choices[other]!r} on rank {other}"
+        problem = Problem("check_replicas", found, "the same on every rank", "pass the same on every rank")
+        raise StateError("ranks ask for different comparisons", [problem])
 
 
 def _plan(
     ranks: Ranks,
     what: str,
     description: Description,
+    geometry_fingerprint: str,
     opened: Mapping[str, Any],
     kept: Kept,
     deadline_seconds: float,
@@ -244,11 +304,12 @@ def _plan(
             geometry = merge_geometry([each["geometry"] for each in all_wires])
         else:
             geometry = geometry_of(description, ranks.size)
-        plan = SavePlan(geometry, ranks.size)
-        kept[opened["geometry"], ranks.rank] = plan, OwnParts(plan, ranks.rank, description.views)
+        plan = SavePlan(geometry, ranks.size, cut_plain=description.check_replicas == "all")
+        own = OwnParts(plan, ranks.rank, description.views)
+        kept[opened["geometry"], ranks.rank] = KeptPlan(plan, own, geometry_fingerprint)
         while len(kept) > _MOST_KEPT:
             del kept[next(iter(kept))]
-    plan, own = kept[opened["geometry"], ranks.rank]
+    plan, own, _ = kept[opened["geometry"], ranks.rank]
     if "contents" in wire:
         refuse_drifted([each["contents"] for each in all_wires])
     if opened["values_alike"]:

@@ -175,7 +175,8 @@ class Staging:
 
     def describe(self, check_replicas: CheckReplicas) -> Description:
         """The state as it was, in host memory. To be called after `finish`."""
-        return replace(self._description, contents=contents_of(self._description.views, check_replicas))
+        contents = contents_of(self._description.views, check_replicas)
+        return replace(self._description, contents=contents, check_replicas=check_replicas)
 
 
 def changed_by_steps_alone(flat: FlatState) -> frozenset[str]:

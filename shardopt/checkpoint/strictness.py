@@ -88,12 +88,12 @@ def under_names_of(manifest: Manifest, flat: FlatState, select: str | None, rena
     _refuse_collisions([*new_key.items(), *((key, key) for key in added)])
 
     def path_of(key: str, path: Path) -> Path:
+        if new_key[key] == key and key not in within.moved:
+            return path
         leaf = flat.leaves.get(new_key[key])
         if leaf is not None:
             return leaf.path
-        if key in within.moved:
-            return within.moved[key]
-        return path if new_key[key] == key else tuple(new_key[key].split("."))
+        return within.moved.get(key) or tuple(new_key[key].split("."))
 
     def chosen(stored: Mapping[str, T]) -> Iterable[tuple[str, T]]:
         return ((key, its) for key, its in stored.items() if key in new_key and wanted.search(new_key[key]))

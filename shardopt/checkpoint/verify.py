@@ -34,6 +34,8 @@ class VerifyReport:
         bytes_read: of data files.
         problems: everything that is not as it was written, each with file, key and segment; empty if all is well.
         seconds: that it took.
+        remains: data files of other saves to this path that lie beside it. They are no damage, and no part of it; but
+            torch's own reader takes all that lie in a directory, so they are better removed.
     """
 
     url: str
@@ -42,6 +44,7 @@ class VerifyReport:
     bytes_read: int
     problems: tuple[Problem, ...]
     seconds: float = 0.0
+    remains: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -77,7 +80,7 @@ def _verify(storage: Storage, progress: Progress | None) -> VerifyReport:
         manifest, _ = read_manifest(storage)
     except CorruptionError as error:
         return VerifyReport(storage.url, 0, 0, 0, error.problems, time.monotonic() - begin)
-    problems = [*_cover_problems(storage, manifest), *_stray_files(storage, manifest)]
+    problems = [*_cover_problems(storage, manifest)]
     members = _members_by_file(manifest)
     done = Counter(sum(file.nbytes for file in manifest.files), progress)
     with ThreadPoolExecutor(threads_for(storage), "shardopt-verify") as pool:
@@ -86,8 +89,15 @@ def _verify(storage: Storage, progress: Progress | None) -> VerifyReport:
         ]
         for check in checks:
             problems += check.result()
-    seconds = time.monotonic() - begin
-    return VerifyReport(storage.url, len(manifest.tensors), len(manifest.files), done.nbytes, tuple(problems), seconds)
+    return VerifyReport(
+        url=storage.url,
+        tensors=len(manifest.tensors),
+        files=len(manifest.files),
+        bytes_read=done.nbytes,
+        problems=tuple(problems),
+        seconds=time.monotonic() - begin,
+        remains=tuple(_remains(storage, manifest)),
+    )
 
 
 def _cover_problems(storage: Storage, manifest: Manifest) -> Iterator[Problem]:
@@ -100,11 +110,9 @@ def _cover_problems(storage: Storage, manifest: Manifest) -> Iterator[Problem]:
             yield Problem(f"{storage.url}: {key}", fault, "boxes that make up the tensor", _REMEDY)
 
 
-def _stray_files(storage: Storage, manifest: Manifest) -> Iterator[Problem]:
+def _remains(storage: Storage, manifest: Manifest) -> Iterator[str]:
     known = {file.name for file in manifest.files}
-    for name in storage.names():
-        if name.endswith(DATA_SUFFIX) and name not in known:
-            yield Problem(f"{storage.url}/{name}", "a data file of another save", "only the manifest's", "remove it")
+    yield from (name for name in storage.names() if name.endswith(DATA_SUFFIX) and name not in known)
 
 
 def _members_by_file(manifest: Manifest) -> defaultdict[int, list[tuple[str, StoredTensor, Box]]]:

@@ -36,14 +36,17 @@ class Part(NamedTuple):
 class SavePlan:
     """Who writes what of a job's state; the same on every rank. Holds no tensor.
 
+    Args:
+        cut_plain: as for `assign`.
+
     Raises:
         LayoutError: the boxes of a tensor do not make up the tensor.
     """
 
-    def __init__(self, geometry: Geometry, world_size: int) -> None:
+    def __init__(self, geometry: Geometry, world_size: int, cut_plain: bool = True) -> None:
         check_covers(geometry.members)
         self.geometry = geometry
-        self.assigned = assign(geometry.members)
+        self.assigned = assign(geometry.members, cut_plain)
         writers = {writer for assignment in set(self.assigned.values()) for writer in assignment.writers}
         if geometry.per_rank:
             writers |= {(rank, 0) for rank in range(world_size)}

@@ -21,8 +21,7 @@ from shardopt.optim.fused import FusedOptimizer, FusedOptimizerModule
 from shardopt.optim.groups import NamedTensors
 from shardopt.optim.keyed import build
 from shardopt.optim.keyed_wrapper import KeyedOptimizerWrapper
-from shardopt.optim.leaves import zero_gradients
-from shardopt.sharding.gradients import takes_gradient
+from shardopt.sharding.gradients import takes_gradient, zero_gradients
 from shardopt.sharding.view import leaves_of
 
 

@@ -46,19 +46,13 @@ class Gathered(NamedTuple):
         """
         return self.options == options and self.present == [gradient is not None for gradient in gradients]
 
-    def again(self, gradients: Sequence[Tensor | None], lists: Sequence[list[Any]]) -> Any:
-        """Does what `_init_group` would do: fills its lists, and returns what it returned.
+    def again(self, gradients: Sequence[Tensor | None]) -> list[list[Any]]:
+        """What `_init_group` would fill its lists with: leaves, gradients, and those of `state`.
 
         Args:
             gradients: of the leaves of the group, present where they were.
-            lists: of leaves, of gradients, and those of `state`.
         """
-        leaves, into, *state = lists
-        leaves.extend(self.leaves)
-        into.extend(compress(gradients, self.present))
-        for each, kept in zip(state, self.state, strict=True):
-            each.extend(kept)
-        return self.told
+        return [self.leaves, list(compress(gradients, self.present)), *self.state]
 
 
 def gathered(options: Options, leaves: Sequence[Tensor], lists: Sequence[list[Any]], told: Any) -> Gathered | None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from shardopt.algorithms.torch_private import scale_and_look
 from shardopt.errors import GradientError
 from shardopt.sharding.gradients import gradient_leaves, takes_gradient
+from shardopt.sharding.pieces import elements_overlap
 from shardopt.sharding.view import assemble, leaves_of
 
 _SHORT = (torch.bfloat16, torch.float16)
@@ -23,7 +24,8 @@ def local_gradients(name: str, parameter: Tensor) -> tuple[Tensor | None, ...]:
 
     Writing into it changes the gradient that the optimizer steps with. Of a sparse gradient it is the values, after
     the gradient was coalesced in place. A gradient with another placement than its parameter is redistributed, and
-    takes the old one's place; for that all ranks of its mesh must call.
+    takes the old one's place; for that all ranks of its mesh must call. So does a copy of one whose elements share
+    memory (`expand`), which cannot be written into.
 
     Raises:
         GradientError: the gradient does not fit the parameter.
@@ -36,8 +38,7 @@ def local_gradients(name: str, parameter: Tensor) -> tuple[Tensor | None, ...]:
     whole = parameter.grad if takes_gradient(parameter) else None
     standing = tuple(leaf.grad for leaf in leaves_of(parameter)) if whole is None else leaves_of(whole)
     sparse = any(map(_is_sparse, found))
-    if sparse:
-        found = tuple(map(_coalesced, found))
+    found = tuple(map(_writable, found))
     if not all(map(is_, found, standing)):
         if whole is None:
             for leaf, gradient in zip(leaves_of(parameter), found, strict=True):
@@ -84,8 +85,13 @@ def _is_sparse(gradient: Tensor | None) -> bool:
     return gradient is not None and gradient.is_sparse
 
 
-def _coalesced(gradient: Tensor | None) -> Tensor | None:
-    return gradient.coalesce() if gradient is not None and gradient.is_sparse else gradient
+def _writable(gradient: Tensor | None) -> Tensor | None:
+    """The gradient, or one that is equal to it, and whose elements can be changed one by one."""
+    if gradient is None:
+        return None
+    if gradient.is_sparse:
+        return gradient.coalesce()
+    return gradient.clone() if elements_overlap(gradient) else gradient
 
 
 def _memory(gradient: Tensor | None) -> Tensor | None:

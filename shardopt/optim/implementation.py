@@ -1,48 +1,76 @@
 """Which of an algorithm's implementations in torch takes a step: its for-loop, foreach or fused one.
 
 Who names one (`foreach`, `fused`) gets it. Who names none gets, from `keyed`, the fastest that computes what the loop
-computes: on the CPU the fused one where `AlgorithmSpec.fused_agrees` says that it does, else the for-loop; elsewhere
-what torch takes by itself. Nothing of this choice is kept: the group's options stay as they were given.
+computes: on the CPU the fused one where `AlgorithmSpec.fused_agrees` says that it does and memory lies as it takes it
+to, else the for-loop; elsewhere what torch takes by itself. Nothing of this choice is kept: the group's options stay as
+they were given. Where torch's fused kernels for the CPU would compute something else, or walk out of the memory that
+they are given, a step that names them is refused; on other devices torch refuses by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import repeat
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardopt.algorithms.registry import AlgorithmSpec, AtFirstStep
-from shardopt.errors import GradientError, Problem
+from shardopt.algorithms.registry import AlgorithmSpec, AtFirstStep, Kind
+from shardopt.errors import AlgorithmError, GradientError, Problem
 from shardopt.optim.leaves import GroupLeaves
+from shardopt.optim.memory_order import InOrder, Row, lie_in_order, misfits
 from shardopt.optim.turn import Turn
 
 Group = Mapping[str, Any]
 States = Mapping[Tensor, Mapping[str, Any]]
 
 
-def fused_now(spec: AlgorithmSpec, turn: Turn, state: States, chooses: bool) -> bool | None:
-    """What a group's "fused" is to be in this step.
+def choose_fused(spec: AlgorithmSpec, turns: Iterable[Turn]) -> None:
+    """Sets "fused" where a group names no implementation, and the fused one may take its step.
 
     Args:
         spec: of the algorithm.
-        turn: of the group, in which "fused" is an option; its leaves have their gradients.
-        state: of the inner optimizer.
-        chooses: whether a group that names no implementation gets the fastest.
+        turns: of groups, with their leaves.
     """
-    group, leaves = turn.group, turn.leaves
-    fused: bool | None = group["fused"]
-    if chooses and _prefers_fused(spec, group, leaves):
-        fused = turn.repeats or not (spec.takes_sparse and _any_sparse(leaves.leaves))
-    if fused and spec.settled_at_first_step and not turn.repeats:
-        names = _names_from_gradients(spec, group)
-        if leaves.settled != names:
-            if _some_are_late(names, leaves.leaves, state):
-                return False
-            if _all_have(names, leaves.leaves, state):
-                leaves.settled = names
-    return fused
+    for turn in turns:
+        if "fused" in turn.group and _prefers_fused(spec, turn.group, turn.leaves):
+            turn.group["fused"] = turn.chosen = True
+
+
+def settle_fused(spec: AlgorithmSpec, turns: Iterable[Turn], state: States, names: Mapping[Tensor, str]) -> None:
+    """Leaves those steps to the for-loop that torch's fused implementation for the CPU cannot take.
+
+    Args:
+        spec: of the algorithm.
+        turns: of groups that have gathered what they step with, where that is torch's way.
+        state: of the inner optimizer.
+        names: plain parameter → FQN, for errors.
+
+    Raises:
+        AlgorithmError: `fused=True` was asked for by name, and would be wrong. No step was taken.
+    """
+    for turn in turns:
+        leaves, lists = turn.leaves, turn.lists
+        if not turn.group.get("fused"):
+            continue
+        if leaves.in_order is not None and lists is not None and leaves.in_order.still(lists):
+            continue
+        leaves.in_order = None
+        if not leaves.any_on_cpu:
+            continue
+        if not turn.chosen:
+            _refuse_dtypes(spec, leaves, names)
+        columns = _columns(spec, turn, state)
+        if columns is None:
+            turn.group["fused"] = False
+        elif lie_in_order(columns):
+            leaves.in_order = None if lists is None else InOrder(lists)
+        elif found := misfits(columns):
+            if not turn.chosen:
+                raise _would_be_wrong(found, state, leaves.names_of_leaves(names))
+            turn.group["fused"] = False
 
 
 def refuse_sparse(spec: AlgorithmSpec, group: Group, sharded: Iterable[tuple[str, Tensor]]) -> None:
@@ -85,13 +113,8 @@ def _prefers_fused(spec: AlgorithmSpec, group: Group, leaves: GroupLeaves) -> bo
         and not group.get("capturable")  # refused on the CPU
         and not any(isinstance(value, Tensor) for name, value in group.items() if name != "lr")
         and torch.get_default_dtype() != torch.float64  # which would be the dtype of the for-loop's counters
-        and all(device == "cpu" and dtype in spec.fused_agrees for device, dtype in leaves.kinds)
+        and all(on_cpu and dtype in spec.fused_agrees for on_cpu, dtype in leaves.kinds)
     )
-
-
-def _any_sparse(leaves: Collection[Tensor]) -> bool:
-    """Whether a leaf has a sparse gradient, of which fused implementations know nothing."""
-    return any([grad is not None and grad.is_sparse for grad in [leaf.grad for leaf in leaves]])
 
 
 def _names_from_gradients(spec: AlgorithmSpec, group: Group) -> tuple[str, ...]:
@@ -99,15 +122,74 @@ def _names_from_gradients(spec: AlgorithmSpec, group: Group) -> tuple[str, ...]:
     return tuple(entry.name for entry in spec.entries(group) if entry.initial is AtFirstStep.GRADIENT)
 
 
-def _some_are_late(names: Collection[str], leaves: Collection[Tensor], state: States) -> bool:
-    """Whether of the leaves with a gradient some have such state and some do not.
+def _columns(spec: AlgorithmSpec, turn: Turn, state: States) -> list[list[Tensor]] | None:
+    """The leaves that have gradients, these, and each kind of state that lies like leaves, as far as there is any.
 
-    torch's fused implementations make it for all of their parameters or for none, and fail otherwise.
+    None where some leaves have such state, and others get it in this step: torch's fused implementations make it for
+    all of their parameters or for none, and fail otherwise.
     """
-    stepped = [state.get(leaf, {}) for leaf in leaves if leaf.grad is not None]
-    return any(len({entries.get(name) is None for entries in stepped}) > 1 for name in names)
+    names = [entry.name for entry in spec.state if entry.kind is Kind.PARAMETER]
+    if turn.lists is None:
+        leaves = [leaf for leaf in turn.leaves.leaves if leaf.grad is not None]
+        gradients: list[Any] = [leaf.grad for leaf in leaves]
+        held = [state.get(leaf, {}) for leaf in leaves]
+        others = [[its.get(name) for its in held] for name in names]
+    else:
+        leaves, gradients, *others = turn.lists
+        others = [column for column in others if _name_of(column, leaves, state) in names]
+    columns = [leaves, gradients]
+    for column in others:
+        absent = sum(map(is_, column, repeat(None)))
+        if 0 < absent < len(column):
+            return None
+        if not absent:
+            columns.append(column)
+    return columns
 
 
-def _all_have(names: Collection[str], leaves: Collection[Tensor], state: States) -> bool:
-    """Whether every leaf has all of that state, so that none can be late any more."""
-    return all(state.get(leaf, {}).get(name) is not None for leaf in leaves for name in names)
+def _name_of(column: Sequence[Tensor | None], leaves: Sequence[Tensor], state: States) -> str:
+    """The name that state has which torch has gathered; "" where there is none yet."""
+    for leaf, value in zip(leaves, column, strict=False):  # torch leaves lists empty of what options do without
+        if value is not None:
+            return next((name for name, its in state.get(leaf, {}).items() if its is value), "")
+    return ""
+
+
+def _refuse_dtypes(spec: AlgorithmSpec, leaves: GroupLeaves, names: Mapping[Tensor, str]) -> None:
+    astray = {dtype for on_cpu, dtype in leaves.kinds if on_cpu}.intersection(spec.fused_astray)
+    if astray:
+        problems = [
+            Problem(
+                key=name,
+                found=f"a parameter of {leaf.dtype} on the CPU",
+                required=f"another dtype, as torch's fused {spec.name} is far from its for-loop in this one",
+                remedy=_REMEDY,
+            )
+            for leaf, name in leaves.names_of_leaves(names).items()
+            if leaf.is_cpu and leaf.dtype in astray
+        ]
+        raise AlgorithmError(f"torch's fused {spec.name} would be wrong; no step was taken", problems)
+
+
+_REMEDY = "leave fused out: the for-loop takes such steps"
+
+
+def _would_be_wrong(found: Iterable[tuple[Row, Tensor]], state: States, names: Mapping[Tensor, str]) -> AlgorithmError:
+    problems = [_misfit_problem(row, tensor, state, names[row[0]]) for row, tensor in found]
+    return AlgorithmError("torch's fused kernels would walk out of these tensors; no step was taken", problems)
+
+
+def _misfit_problem(row: Row, other: Tensor, state: States, name: str) -> Problem:
+    leaf, gradient = row[:2]
+    if other is leaf:
+        required = "elements that fill a run of memory, each in a place of its own, as fused kernels go through it"
+        return Problem(name, _described(leaf), required, _REMEDY)
+    entry = next((key for key, value in state.get(leaf, {}).items() if value is other), "state")
+    key = f"{name}.grad" if other is gradient else f"{name}.{entry}"
+    return Problem(key, _described(other), f"{_described(leaf)}, as its parameter has", _REMEDY)
+
+
+def _described(tensor: Tensor) -> str:
+    if tensor.layout is not torch.strided:
+        return f"{tensor.layout} memory"
+    return f"shape {tuple(tensor.shape)} with strides {tensor.stride()}"

@@ -55,6 +55,9 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
 
         Raises:
             GradientError: the gradient of a sharded parameter does not fit it.
+            AlgorithmError: a group names `fused=True`, and torch's fused implementation for the CPU would be wrong: a
+                parameter, its gradient and its state do not lie alike in memory, or SGD is to step in 16 bits. Nothing
+                was changed.
             StateError: a parameter was sharded in another way since the optimizer was built.
         """
         return self._local.step(closure)
@@ -122,12 +125,12 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         super().__setstate__({**state, "state": LocalState(state["_names"], state["_local"])})
         self._local.hand_over_parameters(self._names)
 
+    def _state_names(self) -> set[str]:
+        return super()._state_names() | self._local.global_names
+
     @property
     def _needs_closure(self) -> bool:
         return self._local.spec is not None and self._local.spec.needs_closure
-
-    def _state_names(self) -> set[str]:
-        return super()._state_names().union(self._local.global_names)
 
     def _saved_besides(self, names: list[str]) -> dict[str, Any]:
         if not self._local.settles_at_first_step:

@@ -86,21 +86,35 @@ class LeafStates:
         self._untouched.pop(leaf, None)
         self._optimizer.state.pop(leaf, None)
 
-    def hand_over(self, leaves: Iterable[Tensor] | None = None) -> None:
+    def hand_over(self, leaves: Iterable[Tensor] | None = None) -> Callable[[], None]:
         """Lets the inner optimizer make state anew for those of the leaves that are to have their first step.
 
         What someone wrote into early state is not lost: it is handed to the inner optimizer as it is.
 
         Args:
             leaves: None for all.
+
+        Returns:
+            What undoes this, and drops state that was made since.
         """
-        if not self._untouched:
-            return
-        among = self._untouched if leaves is None else leaves
-        for leaf in [leaf for leaf in among if self.is_untouched(leaf) and leaf.grad is not None]:
-            early = self._untouched.pop(leaf)
-            if early.written():
-                self._optimizer.state[leaf] = early.entries
+        state = self._optimizer.state
+        # What is made from now on stands behind what is known, or in dicts that someone has looked at.
+        known, empty = len(state), [entries for entries in state.values() if not entries]
+        among = () if not self._untouched else self._untouched if leaves is None else leaves
+        early = {leaf: self._untouched[leaf] for leaf in among if self.is_untouched(leaf) and leaf.grad is not None}
+        for leaf, untouched in early.items():
+            del self._untouched[leaf]
+            if untouched.written():
+                state[leaf] = untouched.entries
+
+        def undo() -> None:
+            for made in list(state)[known:]:
+                del state[made]
+            for entries in empty:
+                entries.clear()
+            self._untouched.update(early)
+
+        return undo
 
     def move(self, old: Tensor, new: Tensor, fresh: Callable[[Tensor], Mapping[str, Any]]) -> None:
         """Makes the state of one leaf that of another, with the same values where the new one needs them.

@@ -7,10 +7,10 @@ same names and counters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from copy import deepcopy
 from itertools import chain
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -20,11 +20,11 @@ from shardopt.algorithms.dense_gradients import found_gradients, no_gradient
 from shardopt.algorithms.registry import AlgorithmSpec, Kind
 from shardopt.errors import Problem, StateError
 from shardopt.optim.gathered import Gathered
+from shardopt.optim.memory_order import InOrder
 from shardopt.sharding.gradients import (
     GradientReader,
     lend_gradients,
     requires_gradient,
-    takes_gradient,
 )
 from shardopt.sharding.view import assemble, empty_leaf, leaves_of
 
@@ -122,21 +122,11 @@ class Shards:
         return (torch.zeros_like(self.leaves[0], dtype=whole.dtype),) if self.stands_in else leaves_of(whole)
 
 
-def zero_gradients(parameter: Tensor, set_to_none: bool) -> None:
-    """`zero_grad` for one parameter of any kind, wherever its gradients are."""
-    leaves = leaves_of(parameter)
-    for holder in (*leaves, parameter) if takes_gradient(parameter) else leaves:
-        if set_to_none:
-            holder.grad = None
-        elif holder.grad is not None:
-            holder.grad.detach_().zero_()
-
-
 class GroupLeaves:
     """The leaves of a group's parameters, kept from step to step.
 
-    For who steps on them: `settled` are names of state that all of them are known to have, `gathered` is what the last
-    step gathered of them, if the next one may go by it.
+    For who steps on them: `gathered` is what the last step gathered of them, if the next one may go by it; `in_order`
+    that it saw them lie alike in memory.
 
     Args:
         parameters: of the group, in its order.
@@ -147,8 +137,8 @@ class GroupLeaves:
         self._parameters = list(parameters)
         self._shards = [shards.get(parameter) for parameter in self._parameters]
         self._readers = {its.reader: its for its in self._shards if its is not None}
-        self.settled: tuple[str, ...] | None = None
         self.gathered: Gathered | None = None
+        self.in_order: InOrder | None = None
         self._refresh()
 
     def are_of(self, parameters: list[Tensor]) -> bool:
@@ -162,9 +152,15 @@ class GroupLeaves:
         return len(self._readers) == len(self._parameters) == len(self.leaves)
 
     @property
-    def kinds(self) -> set[tuple[str, torch.dtype]]:
-        """Devices and dtypes of the leaves. A plain parameter gets others while it stays the same (`module.to`)."""
+    def kinds(self) -> set[tuple[bool, torch.dtype]]:
+        """Whether on the CPU, and dtype, of the leaves. A plain parameter gets others while it stays the same
+        (`module.to`)."""
         return self._kinds if None not in self._shards else _kinds_of(self.leaves)
+
+    @property
+    def any_on_cpu(self) -> bool:
+        """Whether a leaf is on the CPU."""
+        return any(map(_IS_CPU, self.leaves))
 
     def lend(
         self, loan: Loan, follow: Callable[[Shards], None], takes_dense: bool = True
@@ -194,6 +190,15 @@ class GroupLeaves:
             self._refresh()
         return None
 
+    def names_of_leaves(self, names: Mapping[Tensor, str]) -> dict[Tensor, str]:
+        """The FQN of the parameter that each leaf belongs to.
+
+        Args:
+            names: of plain parameters.
+        """
+        plain = {leaf: names[leaf] for leaf in self.leaves if leaf in names}
+        return {**plain, **{leaf: name for name, leaf in self.sharded}}
+
     def _refresh(self) -> None:
         both = zip(self._parameters, self._shards, strict=True)
         self.leaves = list(chain.from_iterable((tensor,) if its is None else its.leaves for tensor, its in both))
@@ -201,8 +206,11 @@ class GroupLeaves:
         self._kinds = _kinds_of(self.leaves)
 
 
-def _kinds_of(leaves: Iterable[Tensor]) -> set[tuple[str, torch.dtype]]:
-    return {(leaf.device.type, leaf.dtype) for leaf in leaves}
+def _kinds_of(leaves: Collection[Tensor]) -> set[tuple[bool, torch.dtype]]:
+    return set(zip(map(_IS_CPU, leaves), map(_DTYPE, leaves), strict=True))
+
+
+_IS_CPU, _DTYPE = attrgetter("is_cpu"), attrgetter("dtype")  # of plain parameters this is asked in every step
 
 
 class ShardedState(MutableMapping[str, Any]):

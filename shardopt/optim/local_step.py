@@ -17,15 +17,23 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardopt.algorithms.fresh import fresh_state, is_fresh
-from shardopt.algorithms.registry import AlgorithmSpec, MakesGlobalState, MakesState, StepsOn, find_spec, unknown
-from shardopt.algorithms.torch_private import step_without_hooks
+from shardopt.algorithms.registry import (
+    AlgorithmSpec,
+    KeepsLess,
+    MakesGlobalState,
+    MakesState,
+    StepsOn,
+    find_spec,
+    unknown,
+)
+from shardopt.algorithms.torch_private import gathers_as_torch, step_without_hooks
 from shardopt.errors import AlgorithmError
-from shardopt.optim.implementation import fused_now, refuse_sparse
+from shardopt.optim.implementation import choose_fused, refuse_sparse, settle_fused
 from shardopt.optim.leaf_states import LeafStates
-from shardopt.optim.leaves import GroupLeaves, ShardedState, Shards, zero_gradients
-from shardopt.optim.refusals import parameters_of, refuse_unfit
+from shardopt.optim.leaves import GroupLeaves, ShardedState, Shards
+from shardopt.optim.refusals import parameters_of, refuse_global_name, refuse_unfit
 from shardopt.optim.turn import Turn, in_turns
-from shardopt.sharding.gradients import requires_gradient
+from shardopt.sharding.gradients import requires_gradient, zero_gradients
 from shardopt.sharding.view import leaves_of
 
 Group = dict[str, Any]
@@ -48,6 +56,7 @@ class LocalOptimizer:
     def __init__(self, names: Mapping[Tensor, str], optim_factory: Callable[[list[Tensor]], Optimizer]) -> None:
         self.shards: dict[Tensor, Shards] = {}
         self.chooses = False
+        self._names = dict(names)
         self._grouped: list[GroupLeaves] = []
         # With the group of each parameter, and its place there.
         self._alone: dict[Tensor, tuple[Group, int, GroupLeaves]] = {}
@@ -78,6 +87,13 @@ class LocalOptimizer:
         """Whether the inner optimizer is handed the user's own tensors, sharded as they are."""
         return self.spec is not None and self.spec.steps_on is StepsOn.PARAMETERS
 
+    @property
+    def global_names(self) -> frozenset[str]:
+        """The names under which there is, or will be, state that belongs to no parameter."""
+        if self.spec is None or not self.spec.has_global_state:
+            return frozenset()
+        return frozenset([cast(MakesGlobalState, self.optimizer).global_name])
+
     def leaves(self, parameter: Tensor) -> tuple[Tensor, ...]:
         """The tensors that are stepped on in place of a parameter."""
         shards = self.shards.get(parameter)
@@ -95,6 +111,7 @@ class LocalOptimizer:
                 self.shards.pop(parameter, None)
             raise
         self.groups[-1]["params"] = list(names)
+        self._names.update(names)
         self.hand_over_parameters({**getattr(self.optimizer, "names", {}), **names})
         if self.spec is not None and self.spec.state_at_construction:
             self.make_state(names)
@@ -107,6 +124,7 @@ class LocalOptimizer:
         if self.steps_on_parameters:
             self.shards.clear()
             cast(MakesState, self.optimizer).names = names
+            refuse_global_name(self.global_names, names)
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
         """One step of the algorithm without hooks; returns the closure's loss."""
@@ -148,11 +166,17 @@ class LocalOptimizer:
             anew = [turn for turn in turns if not turn.repeats]
             for turn in anew:
                 refuse_sparse(spec, turn.group, turn.leaves.sharded)
-            for turn in anew:
-                self.states.hand_over(turn.leaves.leaves)
-            for turn in turns:
-                if "fused" in turn.group:
-                    turn.group["fused"] = fused_now(spec, turn, self.optimizer.state, self.chooses)
+            undo = self.states.hand_over(chain.from_iterable(turn.leaves.leaves for turn in anew))
+            try:
+                if self.chooses:
+                    choose_fused(spec, turns)
+                if gathers_as_torch(self.optimizer):
+                    for turn in turns:
+                        turn.gather(self.optimizer)
+                settle_fused(spec, turns, self.optimizer.state, self._names)
+            except BaseException:
+                undo()
+                raise
             with in_turns(self.optimizer, turns):
                 step_without_hooks(type(self.optimizer))(self.optimizer)
         finally:
@@ -166,13 +190,6 @@ class LocalOptimizer:
             return
         for parameter in chain.from_iterable(group["params"] for group in self.groups):
             zero_gradients(parameter, set_to_none)
-
-    @property
-    def global_names(self) -> tuple[str, ...]:
-        """The names of state that belongs to no parameter, whether it is there yet or not."""
-        if self.spec is None or not self.spec.has_global_state:
-            return ()
-        return (cast(MakesGlobalState, self.optimizer).global_name,)
 
     def make_state(self, parameters: Iterable[Tensor], frozen_too: bool = False) -> None:
         """Makes state for those parameters that have none; changes nothing else.
@@ -220,6 +237,7 @@ class LocalOptimizer:
             return False
         if self.settles_at_first_step:
             return all(map(self.states.is_unwritten, leaves))
+        self.state_of(key)  # has all of it there, of one that keeps less while it trains
         return all(is_fresh(self.states[leaf], fresh_state(spec, self.optimizer, group, leaf)) for leaf in leaves)
 
     def _group_of(self) -> dict[Tensor, Group]:
@@ -229,6 +247,8 @@ class LocalOptimizer:
         """The live state of a parameter; empty if there is none yet."""
         shards = self.shards.get(parameter)
         if shards is None:
+            if self.steps_on_parameters and isinstance(self.optimizer, KeepsLess):
+                self.optimizer.complete_state(parameter)
             return self.states[parameter]
         assert self.spec is not None  # sharded parameters are refused for an unknown class
         return ShardedState(shards, tuple(self.states[leaf] for leaf in shards.leaves), self.spec, self.state_changed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -54,6 +54,27 @@ def refuse_unfit(
             remedy="leave differentiable out, or keep the parameters whole",
         )
         raise AlgorithmError("a step on shards cannot be differentiated", [problem])
+
+
+def refuse_global_name(taken: Collection[str], names: Mapping[Tensor, str]) -> None:
+    """Raises where a parameter has the name under which state is saved that belongs to no parameter.
+
+    Args:
+        taken: such names.
+        names: parameter → FQN.
+
+    Raises:
+        AlgorithmError: there is one.
+    """
+    problems = [
+        Problem(
+            name, "a parameter of this name", "another one, as state of no parameter is saved under it", "rename it"
+        )
+        for name in names.values()
+        if name in taken
+    ]
+    if problems:
+        raise AlgorithmError("two kinds of state would be saved under one name", problems)
 
 
 def _refuse_unsuitable(spec: AlgorithmSpec, names: Mapping[Tensor, str]) -> None:

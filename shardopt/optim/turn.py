@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardopt.algorithms.torch_private import gathering, gathers_as_torch
+from shardopt.algorithms.torch_private import gather_lists, gathering
 from shardopt.optim.gathered import deciding, gathered
 from shardopt.optim.leaves import GroupLeaves, Loan, Shards
 
@@ -30,6 +30,13 @@ class Turn:
         self._options = deciding(group)
         self._loan = Loan()
         self._gradients: list[Tensor | None] | None = None
+        self.lists: list[list[Any]] | None = None
+        """What torch gathers of the group: leaves that have a gradient, gradients, then lists of their state, in which
+        None stands for what the step makes. None before `gather`, and where torch does not gather ahead."""
+        self.told: Any = None
+        """What torch's `_init_group` has returned with that."""
+        self.chosen = False
+        """Whether the group names no implementation, and "fused" was set for it."""
         self.repeats = False
         """Whether this step can go by what the leaves have gathered."""
 
@@ -50,15 +57,22 @@ class Turn:
         if kept is not None and self._gradients is not None and kept.holds(self._options, self._gradients):
             self.repeats, leaves.gathered = True, kept
 
-    def gather(self, init_group: Callable[..., Any], lists: Sequence[list[Any]]) -> Any:
-        """torch's `_init_group` for this group, or what it did before."""
+    def gather(self, optimizer: Optimizer) -> None:
+        """Lets torch gather what it steps with, which may make state; or does what it did before."""
         kept = self.leaves.gathered
         if self.repeats and kept is not None and self._gradients is not None:
-            return kept.again(self._gradients, lists)
-        told = init_group(self.group, *lists)
+            self.lists, self.told = kept.again(self._gradients), kept.told
+            return
+        self.lists, self.told = gather_lists(optimizer, self.group)
         if self.leaves.alike:
-            self.leaves.gathered = gathered(self._options, self.leaves.leaves, lists, told)
-        return told
+            self.leaves.gathered = gathered(self._options, self.leaves.leaves, self.lists, self.told)
+
+    def hand_over(self, lists: Sequence[list[Any]]) -> Any:
+        """Does what torch's `_init_group` would do in the step."""
+        assert self.lists is not None
+        for each, mine in zip(lists, self.lists, strict=True):
+            each.extend(mine)
+        return self.told
 
     def give_back(self) -> None:
         """Undoes `lend`, and what the group was told for the time of the step."""
@@ -68,13 +82,13 @@ class Turn:
 
 @contextmanager
 def in_turns(optimizer: Optimizer, turns: Sequence[Turn]) -> Iterator[None]:
-    """While this is open, the optimizer has the groups of these turns, and gathers through them."""
+    """While this is open, the optimizer has the groups of these turns, and steps with what they have gathered."""
     every = optimizer.param_groups
     by_group = {id(turn.group): turn for turn in turns}
     optimizer.param_groups = [turn.group for turn in turns]
     try:
-        if any(turn.leaves.alike for turn in turns) and gathers_as_torch(optimizer):
-            with gathering(optimizer, lambda init_group, group, lists: by_group[id(group)].gather(init_group, lists)):
+        if any(turn.lists is not None for turn in turns):
+            with gathering(optimizer, lambda group, lists: by_group[id(group)].hand_over(lists)):
                 yield
         else:
             yield

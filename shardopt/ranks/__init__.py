@@ -5,14 +5,27 @@ reported and decides, and either every rank gets the decision or every rank rais
 `Ranks.add_up`, for the few numbers that every step needs, and `Ranks.exchange`, for algorithms that need whole
 parameters and for rows of tables: the only collectives of shardopt itself.
 
-Each file imports only those before it: parts (JSON in the store), failures (errors as JSON), life (heartbeats), channel
-(rounds in the store), collectives, notice, ranks (all of these together), groups (which ranks there are).
+Each file imports only those before it: parts (JSON in the store), calls (what rounds are for), failures (errors as
+JSON), life (heartbeats), process (who has ended), channel (rounds in the store), collectives, notice, ranks (all of
+these together), groups (which ranks there are), side (ranks for threads).
 """
 
+from shardopt.ranks.calls import Call, call_on
 from shardopt.ranks.collectives import Exchange
 from shardopt.ranks.groups import ranks_among, ranks_of
 from shardopt.ranks.life import DEADLINE_SECONDS
 from shardopt.ranks.notice import Notice
 from shardopt.ranks.ranks import Ranks
+from shardopt.ranks.side import SideRanks
 
-__all__ = ["DEADLINE_SECONDS", "Exchange", "Notice", "Ranks", "ranks_among", "ranks_of"]
+__all__ = [
+    "DEADLINE_SECONDS",
+    "Call",
+    "Exchange",
+    "Notice",
+    "Ranks",
+    "SideRanks",
+    "call_on",
+    "ranks_among",
+    "ranks_of",
+]

@@ -12,15 +12,18 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]  # from a compiled module
 
 from shardopt.errors import RankError
-from shardopt.ranks.failures import describe, merge, names_of
+from shardopt.ranks.calls import Call
+from shardopt.ranks.failures import describe, different_calls, merge, names_of
 from shardopt.ranks.life import Heartbeat, SignsOfLife
 from shardopt.ranks.parts import are_put, get, pack, put, set_bytes
+from shardopt.ranks.process import Processes, this_process
 
 _POLL_SECONDS = (0.0005, 0.01)  # first pause between two looks at the store, and the longest
 
@@ -34,34 +37,46 @@ class Channel:
 
     Keys: `session`, `<session>/welcome/<rank>`, `beat/<rank>`; and in parts, as values may be large, the reports
     `<session>/<round>/r<rank>/…` and the answers `<session>/<round>/answer/…`.
+
+    Args:
+        session: the name of a session that all ranks know already; "" where they have to agree on one.
+        processes: those of the ranks, where they are known already.
     """
 
-    def __init__(self, store: Store, rank: int, size: int) -> None:
+    def __init__(
+        self, store: Store, rank: int, size: int, session: str = "", processes: Processes | None = None
+    ) -> None:
         self.store, self.rank, self.size = store, rank, size
         self.told = False  # whether the others have all that they need of this rank in this round
-        self._session = secrets.token_hex(8) if rank == 0 else ""
+        self._joined = bool(session)
+        self._session = session or (secrets.token_hex(8) if rank == 0 else "")
         self._round = 0
         self._spent: list[str] = []  # keys that all have read once all have reported in the next round
+        self._heartbeat = Heartbeat(store, f"beat/{rank}")
+        self._introduces = processes is None
+        self.processes = Processes() if processes is None else processes
 
-    def round(self, what: str, deadline_seconds: float) -> Heartbeat:
-        """Begins a round; within the context that this gives, the rank beats."""
+    def beating(self, deadline_seconds: float) -> AbstractContextManager[None]:
+        """While this is open, the rank shows life, in rounds and between them."""
+        return self._heartbeat.beating(deadline_seconds)
+
+    def begin_round(self, call: Call, deadline_seconds: float) -> None:
         self._round += 1
         self.told = False
-        self.what, self.deadline_seconds = what, deadline_seconds
-        return Heartbeat(self.store, f"beat/{self.rank}", deadline_seconds / 5)
+        self.call, self.deadline_seconds = call, deadline_seconds
 
     def decide(self, mine: dict[str, Any], decide: Callable[[list[Any]], Any]) -> dict[str, Any]:
         """Rank 0: gathers, decides, answers. What interrupts it is raised when the others have been told."""
         interrupt: BaseException | None = None
         try:
             answer = self._decided(mine, decide)
-            data = pack(answer)
+            data = pack(self._introduced(answer))
         except DistError:
             raise
         except BaseException as error:
             interrupt = None if isinstance(error, Exception) else error
-            answer = {"error": merge(self.what, [(0, describe(error))], self.size)}
-            data = pack(answer)
+            answer = {"error": merge(str(self.call), [(0, describe(error))], self.size)}
+            data = pack(self._introduced(answer))
         self._spent += put(self.store, self._key("answer"), data)
         self.told = True
         if interrupt is not None:
@@ -70,49 +85,74 @@ class Channel:
 
     def follow(self, mine: dict[str, Any]) -> dict[str, Any]:
         """Any other rank: reports, and waits for the answer."""
-        token = secrets.token_hex(8)
+        beside = {"call": self.call.same}
+        if not self._joined:
+            beside["token"] = secrets.token_hex(8)
         try:
-            data = pack({**mine, "token": token})
+            data = pack(self._introduced({**mine, **beside}))
         except Exception as error:  # a report that is not JSON
-            data = pack({"error": describe(error), "token": token})
-        if self._round == 1:
-            self._join(data, token.encode())
-        else:
+            data = pack(self._introduced({"error": describe(error), **beside}))
+        if self._joined:
             put(self.store, self._key(f"r{self.rank}"), data)
+        else:
+            self._join(data, beside["token"].encode())
         self.told = True
         # Rank 0 waits up to a deadline for the others, and beats all the while.
         self._wait_for_rank_0(lambda: are_put(self.store, [self._key("answer")]))
         answer: dict[str, Any] = get(self.store, self._key("answer"))[0]
+        self._meet(0, answer)
         return answer
 
     def _decided(self, mine: dict[str, Any], decide: Callable[[list[Any]], Any]) -> dict[str, Any]:
-        heard, silent = self._gather()
-        heard[0] = mine
-        failures = [(rank, heard[rank]["error"]) for rank in sorted(heard) if "error" in heard[rank]]
-        if silent:
-            others = "".join(f" (on rank {rank}: {error['message']})" for rank, error in failures)
-            return {"error": RankError(f"{self.what}: {self._silence(silent)}{others}").to_json(), "broken": True}
+        heard, lost = self._gather()
+        heard[0] = {**mine, "call": self.call.same}
+        ranks = sorted(heard)
+        others = [(rank, heard[rank]["call"]) for rank in ranks]
+        if any(call != self.call.same for _, call in others):
+            return {"error": different_calls(others).to_json()}
+        failures = [(rank, heard[rank]["error"]) for rank in ranks if "error" in heard[rank]]
+        if lost:
+            also = "".join(f" (on rank {rank}: {error['message']})" for rank, error in failures)
+            return {"error": RankError(f"{self.call}: {lost}{also}").to_json(), "broken": True}
         if failures:
-            return {"error": merge(self.what, failures, self.size)}
-        return {"decision": decide([heard[rank]["report"] for rank in range(self.size)])}
+            return {"error": merge(str(self.call), failures, self.size)}
+        return {"decision": decide([heard[rank]["report"] for rank in ranks])}
 
-    def _gather(self) -> tuple[dict[int, dict[str, Any]], list[int]]:
-        """What the other ranks report, by rank; and the silent ranks, for which others may be missing too."""
-        if self._round == 1:
+    def _gather(self) -> tuple[dict[int, dict[str, Any]], str]:
+        """What the other ranks report, by rank; and what is to be said of those that were lost, if any were.
+
+        Reports are missing where ranks were lost, or where one is in another call, for which nobody has to wait.
+        """
+        if not self._joined:
             set_bytes(self.store, "session", self._session.encode())
+        got: dict[int, tuple[dict[str, Any], list[str]]] = {}
+
+        def are_there(ranks: Sequence[int]) -> bool:
+            return are_put(self.store, [self._key(f"r{rank}") for rank in ranks])
+
+        def read(ranks: Iterable[int]) -> bool:
+            """Reads reports that are there; tells whether there is no need to wait for the others."""
+            new = {rank: get(self.store, self._key(f"r{rank}")) for rank in ranks if rank not in got}
+            got.update(new)
+            # Not in the first round, in which each rank waits to be welcomed.
+            return self._joined and any(report["call"] != self.call.same for report, _ in new.values())
+
         ranks = range(1, self.size)
-        silent = self._wait(ranks, lambda some: are_put(self.store, [self._key(f"r{rank}") for rank in some]))
-        arrived = [rank for rank in ranks if not silent or are_put(self.store, [self._key(f"r{rank}")])]
-        got = {rank: get(self.store, self._key(f"r{rank}")) for rank in arrived}
-        if not silent:
+        lost = self._wait(ranks, are_there, read)
+        missing = [rank for rank in ranks if rank not in got]
+        if not missing:
             for key in self._spent:
                 self.store.delete_key(key)
-            self._spent = [key for _, keys in got.values() for key in keys]
-        if self._round == 1:
-            for rank, (report, _) in got.items():
+            self._spent = []
+        self._spent += [key for _, keys in got.values() for key in keys]
+        self._spent += [f"{self._key(f'r{rank}')}/0" for rank in missing]
+        for rank, (report, _) in got.items():
+            self._meet(rank, report)
+            if not self._joined:
                 set_bytes(self.store, f"{self._session}/welcome/{rank}", report["token"].encode())
                 self._spent.append(f"{self._session}/welcome/{rank}")
-        return {rank: report for rank, (report, _) in got.items()}, silent
+        self._joined = True
+        return {rank: report for rank, (report, _) in got.items()}, lost
 
     def _join(self, data: bytes, token: bytes) -> None:
         """Reports in the session whose rank 0 welcomes this rank; at first it may see one of ranks that are gone."""
@@ -131,30 +171,76 @@ class Channel:
             return is_welcome()
 
         self._wait_for_rank_0(welcomed)
+        self._joined = True
 
     def _wait_for_rank_0(self, there: Callable[[], bool]) -> None:
-        silent = self._wait([0], lambda _: there())
-        if silent:
-            raise Silent(self._silence(silent))
+        lost = self._wait([0], lambda _: there(), lambda _: False)
+        if lost:
+            raise Silent(lost)
 
-    def _wait(self, ranks: Sequence[int], there: Callable[[Sequence[int]], bool]) -> list[int]:
-        """Waits until what is wanted of `ranks` is there; gives up once some whose part is not there are silent."""
+    def _wait(
+        self,
+        ranks: Sequence[int],
+        are_there: Callable[[Sequence[int]], bool],
+        read: Callable[[Iterable[int]], bool],
+    ) -> str:
+        """Waits until what is wanted of `ranks` is there, and has it read; gives up once some will not come.
+
+        Args:
+            are_there: whether what is wanted of some ranks is there.
+            read: gets ranks of which it is, again and again; where it is true, the others are waited for no longer.
+
+        Returns:
+            What is to be said of those that will not come; "" where all have come, or need not be waited for.
+        """
         life = SignsOfLife(self.store, self.deadline_seconds)
         pause, longest = _POLL_SECONDS
-        while not there(ranks):
-            silent = [rank for rank in life.silent(ranks) if not there([rank])] if life.due() else []
-            if silent:
-                return silent
+        while not are_there(ranks):
+            if life.due():
+                missing = _missing(ranks, are_there)
+                if read(rank for rank in ranks if rank not in missing):
+                    return ""
+                silent, ended = life.silent(sorted(missing)), self.processes.ended(missing)
+                # Looked at once more: what a rank has put may be there although nothing more will ever come of it.
+                missing = _missing(ranks, are_there) if silent or ended else set()
+                if not missing.isdisjoint([*silent, *ended]):
+                    read(rank for rank in ranks if rank not in missing)
+                    return _words(missing.intersection(ended), missing.intersection(silent), self.deadline_seconds)
             time.sleep(pause)
             pause = min(2 * pause, longest)
-        return []
+        read(ranks)
+        return ""
 
-    def _silence(self, silent: Sequence[int]) -> str:
-        names = names_of(silent)
-        return (
-            f"{names} gave no sign of life for {self.deadline_seconds:g} s: dead, cut off, "
-            "or not in this call (every rank of the group must make it)"
-        )
+    def _introduced(self, message: dict[str, Any]) -> dict[str, Any]:
+        """In the first round with what the others need to know the process of this rank."""
+        return {**message, "process": this_process()} if self._round == 1 and self._introduces else message
+
+    def _meet(self, rank: int, message: dict[str, Any]) -> None:
+        if "process" in message:
+            self.processes.meet(rank, message["process"])
 
     def _key(self, name: str) -> str:
         return f"{self._session}/{self._round}/{name}"
+
+
+def _missing(ranks: Sequence[int], are_there: Callable[[Sequence[int]], bool]) -> set[int]:
+    """Those of whom something is not there, by halves: of many ranks a few are late."""
+    if are_there(ranks):
+        return set()
+    if len(ranks) == 1:
+        return set(ranks)
+    middle = len(ranks) // 2
+    return _missing(ranks[:middle], are_there) | _missing(ranks[middle:], are_there)
+
+
+def _words(ended: set[int], silent: set[int], deadline_seconds: float) -> str:
+    """What is to be said of ranks that will not come."""
+    words = []
+    if ended:
+        words.append(f"{names_of(sorted(ended))} died, or ended before this call")
+    if silent - ended:
+        words.append(
+            f"{names_of(sorted(silent - ended))} gave no sign of life for {deadline_seconds:g} s: dead, cut off, "
+            "or not in this call (every rank of the group must make it)"
+        )
+    return "; ".join(words)

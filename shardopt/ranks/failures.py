@@ -8,6 +8,8 @@ from typing import Any
 
 from shardopt.errors import RankError, ShardoptError
 
+_MOST_NAMES = 16
+
 
 def describe(error: BaseException) -> dict[str, Any]:
     """An error of one rank as JSON, from which `ShardoptError.from_json` makes one again."""
@@ -29,6 +31,20 @@ def merge(what: str, failures: list[tuple[int, dict[str, Any]]], size: int) -> d
     return {"type": first[0], "message": message, "problems": list(problems.values())}
 
 
+def different_calls(calls: Sequence[tuple[int, str]]) -> RankError:
+    """What to raise on all ranks where some are in another call than rank 0.
+
+    Args:
+        calls: of rank 0 and others, ascending: the rank, and what it calls.
+    """
+    ranks_in: dict[str, list[int]] = {}
+    for rank, call in calls:
+        ranks_in.setdefault(call, []).append(rank)
+    found = "; ".join(f"{call} on {names_of(ranks)}" for call, ranks in ranks_in.items())
+    return RankError(f"ranks are in different calls: {found}; all must make the same ones, in the same order")
+
+
 def names_of(ranks: Sequence[int]) -> str:
-    """ "rank 1", or "ranks 1, 3"."""
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+    """ "rank 1", or "ranks 1, 3", or the first of very many."""
+    more = f" and {len(ranks) - _MOST_NAMES} more" if len(ranks) > _MOST_NAMES else ""
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks[:_MOST_NAMES])) + more

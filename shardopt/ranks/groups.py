@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Iterable
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
 
+from shardopt.errors import Problem, RankError
 from shardopt.ranks.ranks import Ranks
 
 _of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, Ranks] = weakref.WeakKeyDictionary()
@@ -22,6 +25,19 @@ def ranks_of(group: dist.ProcessGroup | None = None) -> Ranks:
     if group not in _of_group:
         _of_group[group] = Ranks(group)
     return _of_group[group]
+
+
+def refuse_lone_processes(doing: str) -> None:
+    """Refuses what a process would do alone because nobody has told it of the others.
+
+    Raises:
+        RankError: the launcher has started several processes, and there is no process group.
+    """
+    launched = os.environ.get("WORLD_SIZE", "")
+    if launched.isdecimal() and int(launched) > 1 and not (dist.is_available() and dist.is_initialized()):
+        remedy = "call torch.distributed.init_process_group first, or unset WORLD_SIZE where this process is alone"
+        problem = Problem("WORLD_SIZE", f"{launched}, and no process group", "one of all processes", remedy)
+        raise RankError(f"{doing}: each process would do it alone", [problem])
 
 
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
@@ -48,5 +64,19 @@ def ranks_among(members: tuple[int, ...], known: Iterable[dist.ProcessGroup] = (
         if sorted(dist.get_process_group_ranks(group)) == list(members):
             return ranks_of(group)
     if members not in made:
-        made[members] = dist.new_group(list(members), use_local_synchronization=True)
+        made[members] = _new_group(members, job)
     return ranks_of(made[members])
+
+
+def _new_group(members: tuple[int, ...], job: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A process group, for which these ranks alone must call.
+
+    torch names it by how many groups a process has, and waits without an end where members have made different ones.
+    """
+    name = f"a process group of ranks {', '.join(map(str, members))}"
+    meeting = Ranks.meeting(job, members)
+    _, most = meeting.agree(f"making {name}", work=lambda: len(_world.pg_names), report=lambda count: count, decide=max)
+    while len(_world.pg_names) < most:
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    group: dist.ProcessGroup = dist.new_group(list(members), use_local_synchronization=True)
+    return group

@@ -1,42 +1,76 @@
 """Heartbeats: how ranks show life, and who shows none.
 
-A rank that works or waits counts up a key of the store; one that has neither answered nor beaten for a deadline is
-given up, and named. Clocks of different hosts are never compared.
+A rank counts up a key of the store for as long as it is in a call; one that has neither answered nor beaten for a
+deadline is given up, and named. Clocks of different hosts are never compared.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # from a compiled module
 
 DEADLINE_SECONDS = 300.0
+_LONGEST_INTERVAL_SECONDS = 5.0
 
 
 class Heartbeat:
     """Counts up a key of the store from a thread of its own, so that long work and long waits show life."""
 
-    def __init__(self, store: Store, key: str, interval_seconds: float) -> None:
+    def __init__(self, store: Store, key: str) -> None:
         self._store, self._key = store, key
-        self._interval_seconds = min(interval_seconds, 5.0)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="shardopt-heartbeat", daemon=True)
+        self._changed = threading.Condition()
+        self._intervals: list[float] = []  # of all that are in `beating`
+        self._last = 0.0
+        self._thread: threading.Thread | None = None
 
-    def __enter__(self) -> None:
-        self._thread.start()
+    @contextmanager
+    def beating(self, deadline_seconds: float) -> Iterator[None]:
+        """Beats until the end of the block. Blocks may lie within one another, and overlap in several threads.
 
-    def __exit__(self, *exc_info: object) -> None:
-        self._stop.set()
-        self._thread.join()
+        Args:
+            deadline_seconds: after which others take silence for death; beats are several times as frequent.
+        """
+        interval = min(deadline_seconds / 5, _LONGEST_INTERVAL_SECONDS)
+        with self._changed:
+            if self._thread is None:
+                self._last = time.monotonic()
+                thread = threading.Thread(target=self._run, name="shardopt-heartbeat", daemon=True)
+                thread.start()
+                self._thread = thread
+            elif interval < min(self._intervals):
+                self._changed.notify()
+            self._intervals.append(interval)
+        try:
+            yield
+        finally:
+            ended = None
+            with self._changed:
+                self._intervals.remove(interval)
+                if not self._intervals:
+                    ended, self._thread = self._thread, None
+                    self._changed.notify()
+            if ended is not None:
+                ended.join()
 
     def _run(self) -> None:
-        while not self._stop.wait(self._interval_seconds):
+        while True:
+            with self._changed:
+                while self._thread is threading.current_thread():
+                    left = self._last + min(self._intervals) - time.monotonic()
+                    if left <= 0:
+                        break
+                    self._changed.wait(left)
+                else:
+                    return
             try:
                 self._store.add(self._key, 1)
             except RuntimeError:  # the store is gone: whoever waits finds out, and says so
                 return
+            self._last = time.monotonic()
 
 
 class SignsOfLife:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import secrets
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from hashlib import blake2b
 from typing import Any, TypeVar
 
 import torch
@@ -12,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DistError, HashStore, PrefixStore  # type: ignore[attr-defined]  # from a compiled module
 
-from shardopt.errors import RankError, ShardoptError
+from shardopt.errors import Problem, RankError, ShardoptError
+from shardopt.ranks.calls import Call, as_call
 from shardopt.ranks.channel import Channel, Silent
 from shardopt.ranks.collectives import Exchange, accelerator_of, begin_exchange
 from shardopt.ranks.failures import describe
@@ -27,15 +30,15 @@ class Ranks:
 
     Of each the number in the job is in `members`.
 
-    All ranks must make the same calls in the same order. After an error that a silent rank caused, the ranks may
-    have lost step, and every further call raises at once.
+    All ranks must make the same calls in the same order. Where they do not, each round of them raises and names what
+    every rank calls; the rounds themselves stay in step. After an error that a lost rank caused they may not be, and
+    every further call raises at once.
 
     Args:
         group: None for this process alone.
-        name: of ranks that talk beside others, as `beside` makes them.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, name: str = "") -> None:
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.rank = group.rank() if group is not None else 0
         self.size = group.size() if group is not None else 1
         self.members = _members(group)
@@ -44,25 +47,54 @@ class Ranks:
         self._accelerator = None if group is None else accelerator_of(group)
         self._channel: Channel | None = None
         if group is not None and self.size > 1:
-            store = group.get_group_store()
-            # A client answers one question at a time, so those who talk beside others need one of their own.
-            if name:
-                store = store.clone()  # type: ignore[attr-defined]  # torch's stubs do not have it
-            under = PrefixStore(f"shardopt-{name}" if name else "shardopt", store)
-            self._channel = Channel(under, self.rank, self.size)
+            self._channel = Channel(PrefixStore("shardopt", group.get_group_store()), self.rank, self.size)
         self._broken: str | None = None
 
-    def beside(self, name: str) -> Ranks:
-        """The same ranks, to `agree` in another thread while these do in theirs: in rounds of their own.
+    @classmethod
+    def meeting(cls, job: dist.ProcessGroup, members: tuple[int, ...]) -> Ranks:
+        """Some ranks of a job, which have no process group yet: they can `agree`, and nothing else.
+
+        Args:
+            members: their numbers in the job, ascending; this rank's is among them.
+        """
+        ranks = cls(None)
+        ranks.rank, ranks.size, ranks.members = members.index(job.rank()), len(members), members
+        place = blake2b(repr(members).encode(), digest_size=16).hexdigest()
+        store = PrefixStore(f"shardopt-{place}", job.get_group_store())
+        ranks._channel = Channel(store, ranks.rank, ranks.size)
+        return ranks
+
+    def beside(self, what: str, deadline_seconds: float = DEADLINE_SECONDS) -> Ranks:
+        """The same ranks, to `agree` in another thread while these do in theirs: in rounds of their own. Collective.
 
         They have their own connection to the store, which closes when they are let go.
 
         Args:
-            name: the same on every rank, and of no others that are in use.
+            what: what they will do, as for `agree`.
         """
-        return Ranks(self._process_group(), name)
+        _, session = self.agree(
+            what, work=lambda: None, decide=lambda _: secrets.token_hex(8), deadline_seconds=deadline_seconds
+        )
+        group = self._process_group()
+        ranks = Ranks(group)
+        if group is not None and self._channel is not None:
+            # A client answers one question at a time, so those who talk beside others need one of their own.
+            store = group.get_group_store().clone()  # type: ignore[attr-defined]  # torch's stubs do not have it
+            known = self._channel.processes
+            ranks._channel = Channel(PrefixStore(f"shardopt-{session}", store), self.rank, self.size, session, known)
+        return ranks
 
-    def notice(self, what: str, first: str, deadline_seconds: float = DEADLINE_SECONDS) -> Notice:
+    def beating(self, deadline_seconds: float = DEADLINE_SECONDS) -> AbstractContextManager[None]:
+        """While this is open, this rank shows life. For calls of several rounds, between which there is work too.
+
+        May be opened within itself, and closed by another thread.
+
+        Args:
+            deadline_seconds: as for `agree`.
+        """
+        return nullcontext() if self._channel is None else self._channel.beating(deadline_seconds)
+
+    def notice(self, what: str | Call, first: str, deadline_seconds: float = DEADLINE_SECONDS) -> Notice:
         """A word that all of these ranks can read and replace at any time, each for itself. Collective.
 
         Args:
@@ -113,7 +145,7 @@ class Ranks:
 
     def agree(
         self,
-        what: str,
+        what: str | Call,
         work: Callable[[], T],
         report: Callable[[T], Any] = lambda result: None,
         decide: Callable[[list[Any]], Any] = lambda reports: None,
@@ -122,7 +154,8 @@ class Ranks:
         """Does `work` on every rank, and `decide` on rank 0 over all the reports. Collective.
 
         Args:
-            what: what is being done, for error messages ("writing step-7").
+            what: what is being done, for error messages ("saving step-7"); all ranks must do the same. What of words
+                has a slash in it is not compared, as hosts may have a disk under other paths: `call_on`.
             work: this rank's own part; what it returns stays here.
             report: what rank 0 must know of it, as JSON.
             decide: runs on rank 0 only; gets the reports by rank and returns JSON that every rank gets.
@@ -134,7 +167,7 @@ class Ranks:
         Raises:
             ShardoptError: `work` failed on some rank, or `decide` on rank 0. Every rank raises the same error, and
                 where not all have failed it names those that did.
-            RankError: a rank has died or has not arrived.
+            RankError: a rank has died or has not arrived, or is in another call.
         """
         if self._channel is None:
             result = work()
@@ -144,7 +177,8 @@ class Ranks:
         channel = self._channel
         outcome: list[T] = []
         cause: BaseException | None = None
-        with channel.round(what, deadline_seconds):
+        with channel.beating(deadline_seconds):
+            channel.begin_round(as_call(what), deadline_seconds)
             try:
                 outcome.append(work())
                 mine = {"report": report(outcome[0])}
@@ -168,7 +202,23 @@ class Ranks:
         return outcome[0], answer["decision"]
 
     def _process_group(self) -> dist.ProcessGroup | None:
-        return None if self._group is None else self._group()
+        """The group; None for this process alone.
+
+        Raises:
+            RankError: it was destroyed.
+        """
+        if self._group is None:
+            return None
+        group = self._group()
+        if group is None:
+            problem = Problem(
+                f"the process group of ranks {', '.join(map(str, self.members))}",
+                "destroyed",
+                "one that is in use",
+                "make optimizers and what else communicates anew after destroy_process_group",
+            )
+            raise RankError("ranks cannot communicate", [problem])
+        return group
 
 
 def _members(group: dist.ProcessGroup | None) -> tuple[int, ...]:

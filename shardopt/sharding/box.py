@@ -6,7 +6,7 @@ Everything here is arithmetic on integers; a box knows nothing of tensors, ranks
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise, product
 from math import prod
 from typing import NamedTuple
@@ -73,6 +73,22 @@ def whole(shape: Iterable[int]) -> Box:
     """The box that holds every element of a tensor of this shape."""
     sizes = tuple(shape)
     return Box((0,) * len(sizes), sizes)
+
+
+def cut_in_order(box: Box, most: int) -> Iterator[Box]:
+    """Boxes of at most `most` elements (at least one) that hold a box's elements one after the other in C order."""
+    if not box.sizes or box.numel <= most:
+        if box.numel:
+            yield box
+        return
+    step = most // prod(box.sizes[1:])
+    for begin in range(0, box.sizes[0], max(step, 1)):
+        offsets = (box.offsets[0] + begin, *box.offsets[1:])
+        if step:
+            yield Box(offsets, (min(step, box.sizes[0] - begin), *box.sizes[1:]))
+        else:
+            for inner in cut_in_order(Box(box.offsets[1:], box.sizes[1:]), most):
+                yield Box((offsets[0], *inner.offsets), (1, *inner.sizes))
 
 
 def grid_cuts(shape: Sequence[int], boxes: Sequence[Box]) -> tuple[tuple[int, ...], ...] | None:

@@ -17,7 +17,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.nn.parameter import Parameter
 
 from shardopt.errors import GradientError, Problem
-from shardopt.sharding.pieces import awaited
+from shardopt.sharding.kinds import kind_of
+from shardopt.sharding.pieces import awaited, elements_overlap
 from shardopt.sharding.view import leaves_of
 from shardopt.sharding.wrapper import is_wrapper
 
@@ -35,6 +36,9 @@ def gradient_leaves(param: Tensor) -> tuple[Tensor | None, ...]:
     """
     leaves = leaves_of(param)
     if not isinstance(param, DTensor):
+        kind = kind_of(param)
+        if kind is not None:
+            return tuple(kind.gradients(param))
         if isinstance(param, ShardedTensor) or is_wrapper(param):
             return tuple(leaf.grad for leaf in leaves)
         grad = param.grad
@@ -67,7 +71,8 @@ def gradient_leaves(param: Tensor) -> tuple[Tensor | None, ...]:
 
 
 class GradientReader:
-    """Reads the gradient of a parameter with one leaf, where it is plainly there: dense, and placed as the parameter.
+    """Reads the gradient of a parameter with one leaf, where it is plainly there: dense, placed as the parameter, and
+    with a place in memory for each element, so that it can be scaled there.
 
     `gradient_leaves` for those who ask in every step: in a fraction of its time, as it remembers which placement it has
     found good. Calling it gives None where there is no gradient, and where only `gradient_leaves` can tell.
@@ -103,8 +108,11 @@ class GradientReader:
         else:
             return None
         # Of another class are unfinished results of collectives, and several shards in one.
-        plainly = type(grad) is Tensor and grad.shape == wanted.shape and grad.layout is torch.strided
-        return grad if plainly else None
+        if type(grad) is not Tensor or grad.shape != wanted.shape:
+            return None
+        if grad.is_contiguous():  # as it mostly is
+            return grad
+        return None if grad.layout is not torch.strided or elements_overlap(grad) else grad
 
     def accepted(self) -> None:
         """Tells that `gradient_leaves` has looked at the parameter and its gradient, and refused neither."""
@@ -162,7 +170,21 @@ def lend_gradients(
 
 def takes_gradient(param: Tensor) -> bool:
     """Whether a gradient is set on the tensor itself (`param.grad`), not on its local shards."""
-    return not (isinstance(param, ShardedTensor) or is_wrapper(param))
+    return not (isinstance(param, ShardedTensor) or is_wrapper(param) or kind_of(param) is not None)
+
+
+def zero_gradients(param: Tensor, set_to_none: bool) -> None:
+    """`zero_grad` for one parameter of any kind, wherever its gradients are."""
+    kind = kind_of(param)
+    if kind is not None:
+        kind.zero_gradients(param, set_to_none)
+        return
+    leaves = leaves_of(param)
+    for holder in (*leaves, param) if takes_gradient(param) else leaves:
+        if set_to_none:
+            holder.grad = None
+        elif holder.grad is not None:
+            holder.grad.detach_().zero_()
 
 
 def requires_gradient(param: Tensor) -> bool:

@@ -77,6 +77,19 @@ def memory_of(tensor: Tensor, key: str) -> Tensor:
     raise refusal(key, found, "strided memory, plain or inside a DTensor or ShardedTensor", remedy)
 
 
+def elements_overlap(tensor: Tensor) -> bool:
+    """Whether elements of a strided tensor may lie in one place, as in an expanded one: a dimension does not go beyond
+    a lower one."""
+    if tensor.is_contiguous():
+        return False
+    beyond = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride < beyond:
+            return True
+        beyond += (size - 1) * stride
+    return False
+
+
 def empty_piece(shape: tuple[int, ...], dtype: torch.dtype, memory: Sequence[Tensor]) -> tuple[Piece, ...]:
     """The one piece of a tensor without elements; no local tensor need have its shape."""
     device = memory[0].device if memory else None

@@ -16,8 +16,10 @@ from torch.distributed.tensor import DTensor
 
 from shardopt.sharding.box import Box, overlap_faults
 from shardopt.sharding.dtensor import dtensor_like, on_mesh, refuse_placements, view_of_dtensor
+from shardopt.sharding.kinds import kind_of, local_tensors
 from shardopt.sharding.layout import everywhere, held
 from shardopt.sharding.pieces import Piece, View, memory_of, refusal, shard_pieces
+from shardopt.sharding.pieces_tensor import PiecesTensor
 from shardopt.sharding.sharded_tensor import sharded_tensor_like, view_of_sharded_tensor
 from shardopt.sharding.wrapper import Wrapper, is_wrapper, wrapper_like
 
@@ -40,6 +42,9 @@ def view_of(tensor: Tensor, key: str = "tensor") -> View:
         return _view_of_wrapper(tensor, local, key) if is_wrapper(local) else view_of_dtensor(tensor, local, key)
     if isinstance(tensor, ShardedTensor):
         return view_of_sharded_tensor(tensor, key)
+    kind = kind_of(tensor)
+    if kind is not None:
+        return _view_of_own(tuple(kind.shape(tensor)), tensor.dtype, kind.pieces(tensor), key)
     memory = memory_of(tensor, key)
     layout = everywhere(tuple(tensor.shape))
     return View(layout.shape, tensor.dtype, (Piece(layout.boxes[0], memory),), layout)
@@ -56,6 +61,9 @@ def leaves_of(tensor: Tensor) -> tuple[Tensor, ...]:
         return tuple(local.local_shards()) if is_wrapper(local) else (local,)
     if isinstance(tensor, ShardedTensor):
         return tuple(shard.tensor for shard in tensor.local_shards())
+    kind = kind_of(tensor)
+    if kind is not None:
+        return local_tensors(kind, tensor)
     return tuple(tensor.local_shards()) if is_wrapper(tensor) else (tensor,)
 
 
@@ -80,6 +88,11 @@ def assemble(like: Tensor, leaves: Sequence[Tensor]) -> Tensor:
         return dtensor_like(like, local_like(like, leaves))
     if isinstance(like, ShardedTensor):
         return sharded_tensor_like(like, leaves)
+    kind = kind_of(like)
+    if kind is not None:
+        boxes = [box for box, _ in kind.pieces(like)]
+        device = None if leaves else like.device
+        return PiecesTensor(kind.shape(like), list(zip(boxes, leaves, strict=True)), like.dtype, device)
     return wrapper_like(like, leaves) if is_wrapper(like) else leaves[0]
 
 
@@ -91,7 +104,7 @@ def local_like(like: DTensor, leaves: Sequence[Tensor]) -> Tensor:
 
 def tells_of_others(tensor: Tensor) -> bool:
     """Whether a sharded tensor says where all of its shards are; a LocalShardsWrapper tells of this rank's only."""
-    return not is_wrapper(tensor._local_tensor if isinstance(tensor, DTensor) else tensor)
+    return kind_of(tensor) is None and not is_wrapper(tensor._local_tensor if isinstance(tensor, DTensor) else tensor)
 
 
 def members_of(tensor: Tensor) -> tuple[int, ...]:
@@ -103,7 +116,7 @@ def members_of(tensor: Tensor) -> tuple[int, ...]:
         return tuple(sorted(on_mesh(tensor._spec.mesh).mesh.ranks))
     if isinstance(tensor, ShardedTensor):
         return tuple(sorted(dist.get_process_group_ranks(tensor._process_group)))
-    return (dist.get_rank() if dist.is_initialized() else 0,)
+    return (_rank(),)
 
 
 def groups_of(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
@@ -135,13 +148,21 @@ def empty_leaf(param: Tensor) -> Tensor:
 
 def _view_of_wrapper(tensor: DTensor, wrapper: Wrapper, key: str) -> View:
     refuse_placements(tensor, key)
-    shape = tuple(tensor.shape)
-    told = zip(wrapper.local_shards(), wrapper.local_offsets(), wrapper.local_sizes(), strict=False)
-    shards = [(Box(tuple(offsets), tuple(sizes)), shard) for shard, offsets, sizes in told]
-    dtype = shards[0][1].dtype if shards else tensor.dtype
-    pieces = shard_pieces(shape, dtype, shards, key)
-    layout = held(shape, {piece.box: (tensor._spec.mesh._rank,) for piece in pieces}, local=True)
+    shards = zip(wrapper.local_shards(), wrapper.local_offsets(), wrapper.local_sizes(), strict=False)
+    own = [(Box(tuple(offsets), tuple(sizes)), shard) for shard, offsets, sizes in shards]
+    return _view_of_own(tuple(tensor.shape), tensor.dtype, own, key)
+
+
+def _view_of_own(shape: tuple[int, ...], dtype: torch.dtype, own: Sequence[tuple[Box, Tensor]], key: str) -> View:
+    """The view of a tensor of which each rank knows its own shards only."""
+    dtype = own[0][1].dtype if own else dtype
+    pieces = shard_pieces(shape, dtype, own, key)
+    layout = held(shape, {piece.box: (_rank(),) for piece in pieces}, local=True)
     faults = overlap_faults(shape, [piece.box for piece in pieces])
     if faults:
         raise refusal(key, "; ".join(faults), f"disjoint shards inside {shape}", "mend the shards' offsets")
     return View(shape, dtype, pieces, layout)
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0

@@ -3,19 +3,32 @@
 import errno
 import importlib
 import os
+import threading
 import tracemalloc
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 
 import fsspec
 import pytest
 import torch
+from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shardopt import checkpoint
-from shardopt.checkpoint.storage import LocalStorage, RemoteStorage, Span, remote, retry, storage_of, telling
+from shardopt.checkpoint.storage import (
+    LocalStorage,
+    RemoteStorage,
+    Span,
+    is_temporary,
+    local,
+    remote,
+    retry,
+    storage_of,
+    telling,
+)
 from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError
 from tests.harness import Fault
 from tests.harness.faults import watched
@@ -168,6 +181,129 @@ def test_published_at_once_and_over_what_was_there(storage):
     assert storage.names() == ["manifest.json"]
 
 
+NOT_EXCLUSIVE = {"directory", "generic local"}
+"""File systems of which fsspec can only say that it looks before it writes."""
+
+
+def test_published_only_where_there_is_nothing(storage, request):
+    exclusive = request.node.callspec.params["storage"] not in NOT_EXCLUSIVE
+    data = b"1" * 5000
+    assert storage.publish_new("manifest.json", data) == exclusive
+    for other in (b"2", b"1" * 4999):
+        with pytest.raises(FileExistsError):
+            storage.publish_new("manifest.json", other)
+    storage.publish_new("manifest.json", data)  # the answer to an earlier attempt was lost
+    assert storage.read("manifest.json") == data
+    assert storage.names() == ["manifest.json"]
+    assert not storage.may_appear("manifest.json")
+    storage.remove("manifest.json")
+    storage.publish_new("manifest.json", b"3")
+    assert storage.read("manifest.json") == b"3"
+
+
+def test_of_many_who_publish_at_one_time_one_succeeds(tmp_path):
+    storage, rounds = LocalStorage(str(tmp_path), durable=False), 20
+    together = threading.Barrier(6)
+
+    def publish(number, name):
+        together.wait()
+        try:
+            return storage.publish_new(name, str(number).encode() * 10_000)
+        except FileExistsError:
+            return None
+
+    with ThreadPoolExecutor(6) as pool:
+        for name in map(str, range(rounds)):
+            told = list(pool.map(lambda number, name=name: publish(number, name), range(6)))
+            assert told.count(None) == 5
+            assert storage.read(name) == str(told.index(True)).encode() * 10_000
+    assert storage.names() == sorted(map(str, range(rounds)))
+
+
+class WithoutConditions(PlannedFileSystem):
+    """A store that refuses a conditional PUT as an unknown request, or that knows none."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.number = number
+
+    def pipe_file(self, path, value, mode="overwrite", **options):
+        if mode == "create":
+            raise OSError(self.number, "a header that implies functionality that is not implemented")
+        super().pipe_file(path, value, **options)
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOSYS])
+def test_a_store_without_conditions_is_looked_into_first(number):
+    storage = RemoteStorage(WithoutConditions(number), "/root")
+    assert storage.publish_new("m", b"1") is False
+    with pytest.raises(FileExistsError):
+        storage.publish_new("m", b"2")
+    assert storage.read("m") == b"1"
+
+
+def test_a_condition_is_asked_for_where_a_client_has_one():
+    class Azure(AsyncFileSystem):
+        async def _pipe_file(self, path, value, overwrite=True, max_concurrency=None, **kwargs): ...
+
+    class Google(AsyncFileSystem):
+        async def _pipe_file(self, path, data, metadata=None, mode="overwrite"): ...
+
+    class Old(AsyncFileSystem):
+        async def _pipe_file(self, path, data, chunksize=1): ...
+
+    cases = [(Azure, {"overwrite": False}), (Google, {"mode": "create"}), (Old, {}), (LocalFileSystem, {})]
+    for kind, condition in cases:
+        assert remote._condition_of(kind()) == condition
+        assert remote._condition_of(DirFileSystem("root", fs=kind())) == condition
+
+
+def test_what_was_given_up_may_appear(monkeypatch):
+    monkeypatch.setattr(retry, "PATIENCE", retry.Patience(attempts=2, pause_seconds=0.001))
+    storage = RemoteStorage(PlannedFileSystem(OSError(errno.EBUSY, "SlowDown"), times=9), "/root")
+    with pytest.raises(CheckpointError, match="2 attempts"):
+        storage.publish_new("m", b"1")
+    assert storage.may_appear("m")
+    assert not storage.may_appear("n")
+
+
+@pytest.mark.parametrize(("without", "exclusive"), [([], True), (["link"], True), (["link", "rename"], False)], ids=str)
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP])
+def test_local_file_systems_without_links(tmp_path, monkeypatch, without, exclusive, number):
+    storage = LocalStorage(str(tmp_path))
+    if "rename" in without:
+        monkeypatch.setattr(local, "_renameat2", None)
+    faults = [Fault(0, "os:link", action=errno.errorcode[number], times=9)] if without else []
+    with watched(faults, []):
+        assert storage.publish_new("m", b"1") == exclusive
+        with pytest.raises(FileExistsError):
+            storage.publish_new("m", b"2")
+        storage.publish_new("m", b"1")
+    assert storage.read("m") == b"1"
+    assert storage.names() == ["m"]
+
+
+@pytest.mark.parametrize("operation", ["os:link", "os:fsync"])
+@pytest.mark.parametrize("kind", ["ENOSPC", "EIO"])
+def test_what_cannot_be_published_leaves_nothing(tmp_path, operation, kind):
+    storage = LocalStorage(str(tmp_path))
+    with watched([Fault(0, operation, action=kind)], []), pytest.raises(OSError):
+        storage.publish_new("m", b"1")
+    assert storage.names() == []
+
+
+def test_remains_of_a_publication_have_a_name_that_is_known(tmp_path):
+    storage = LocalStorage(str(tmp_path))
+    with watched([Fault(0, "os:unlink", action="EIO")], []):
+        storage.publish_new("manifest.json", b"1")
+    remains, name = storage.names()
+    assert name == "manifest.json"
+    assert is_temporary(remains)
+    assert not any(
+        map(is_temporary, ["manifest.json", ".manifest.json.tmp", "a.0123456789ab.tmp", ".0123456789ab.tmp"])
+    )
+
+
 @pytest.mark.parametrize("kind", ["local", "memory", "directory", "generic local"])
 def test_a_checkpoint_takes_the_same_line_everywhere(tmp_path, monkeypatch, kind):
     for module in ("save", "reader"):
@@ -225,18 +361,19 @@ def test_a_file_of_any_size_has_fewer_parts_than_s3_takes(monkeypatch):
 
 def flushed(tmp_path, durable):
     storage = LocalStorage(str(tmp_path / "a" / "b"), durable)
-    with watched([], ["os:fsync", "os:writev", "os:replace", "os:open", "os:close"]) as watch:
+    with watched([], ["os:fsync", "os:writev", "os:replace", "os:link", "os:unlink", "os:open", "os:close"]) as watch:
         storage.make()
         storage.write("a", views(b"1"))
         storage.publish("m", b"2")
+        storage.publish_new("n", b"3")
         storage.child("c").make()
     assert watch.calls.count("os:open") == watch.calls.count("os:close")
     return watch.calls
 
 
 def test_bytes_are_flushed_before_they_are_named(tmp_path):
-    calls = [call for call in flushed(tmp_path, True) if call in ("os:fsync", "os:writev", "os:replace")]
-    # Two directories; the file, its directory; the temporary file, its new name; one directory.
+    calls = [call for call in flushed(tmp_path, True) if call not in ("os:open", "os:close")]
+    # Two directories; the file, its directory; the temporary file, its new name, twice; one directory.
     assert calls == [
         *["os:fsync"] * 2,
         "os:writev",
@@ -244,6 +381,7 @@ def test_bytes_are_flushed_before_they_are_named(tmp_path):
         "os:fsync",
         "os:replace",
         "os:fsync",
+        *["os:fsync", "os:link", "os:unlink", "os:fsync"],
         "os:fsync",
     ]
     assert "os:fsync" not in flushed(tmp_path / "again", False)

@@ -184,7 +184,7 @@ def test_a_rank_that_dies_is_named_to_the_others(tmp_path, stage, fault):
     for outcome in outcomes:
         if outcome.rank != fault.rank:
             took, kind, message = outcome.value
-            assert kind == "RankError" and f"rank {fault.rank} gave no sign of life" in message
+            assert kind == "RankError" and f"rank {fault.rank} died" in message
             assert took < DEADLINE_SECONDS + 6
     assert checkpoint.verify(tmp_path / "first").ok
     assert not (tmp_path / "second" / "manifest.json").exists()

@@ -8,10 +8,11 @@ import threading
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from shardopt.errors import RankError
-from shardopt.ranks import Ranks, ranks_of
+from shardopt.ranks import Ranks, ranks_among, ranks_of
 from tests.harness import Fault, each_operation, run_ranks, run_ranks_outcomes
 
 TALK = ["shardopt.ranks.channel:put", "shardopt.ranks.channel:get"]
@@ -46,8 +47,9 @@ def check_survivors(fault):
     survivors = [outcome.value for outcome in outcomes if outcome.rank != fault.rank]
     assert max(seconds for _, _, seconds in survivors) < 1 + 5  # the deadline, and some for a busy machine
     ((done, error),) = {(done, error) for done, error, _ in survivors}
-    if error:
-        assert f"round {done}: rank {fault.rank} gave no sign of life for 1 s" in error
+    if error:  # in the first round the others do not know its process yet
+        found = "died, or ended before this call" if done else "gave no sign of life for 1 s"
+        assert f"round {done}: rank {fault.rank} {found}" in error
     else:
         assert done == 2
     return done
@@ -80,16 +82,21 @@ def test_a_slow_rank_that_beats_is_waited_for():
     assert run_ranks(2, slow_rounds) == [(None, None)] * 2
 
 
+def stop_for(seconds):
+    """Stops this process, as a debugger or a full disk would."""
+    waker = f"import os, signal, time; time.sleep({seconds}); os.kill({os.getpid()}, signal.SIGCONT)"
+    with subprocess.Popen([sys.executable, "-S", "-c", waker]):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def stopped_rounds(victim, seconds):
-    """Two rounds; in the work of the second a rank is stopped for a while, as by a debugger or a full disk."""
+    """Two rounds; in the work of the second a rank is stopped for a while."""
     here = ranks_of()
     here.agree("first", lambda: None, deadline_seconds=0.8)
 
     def stop():
         if here.rank == victim:
-            waker = f"import os, signal, time; time.sleep({seconds}); os.kill({os.getpid()}, signal.SIGCONT)"
-            with subprocess.Popen([sys.executable, "-S", "-c", waker]):
-                os.kill(os.getpid(), signal.SIGSTOP)
+            stop_for(seconds)
 
     errors = []
     for what in ("second", "third"):
@@ -114,6 +121,84 @@ def test_rank_0_stopped_for_long_is_given_up():
     assert outcomes[1] == outcomes[2]
     assert outcomes[1][0].startswith("second: rank 0 gave no sign of life for 0.8 s")
     assert outcomes[0][0].startswith("third: ranks 1, 2 gave no sign of life")
+
+
+def between_rounds(victim, seconds):
+    """A call of two rounds, between which one rank is stopped for a while. What the second round raises."""
+    here = ranks_of()
+    with here.beating(0.5):
+        here.agree("a call", lambda: None, deadline_seconds=0.5)
+        if here.rank == victim:
+            stop_for(seconds)
+        try:
+            here.agree("a call", lambda: None, deadline_seconds=0.5)
+        except RankError as error:
+            return str(error)
+    return ""
+
+
+def test_a_rank_that_is_stopped_between_rounds_is_named():
+    """Where it works there for as long it is not: tests/unit/test_ranks.py."""
+    found = run_ranks(2, between_rounds, 1, 1.5)
+    assert found[0].startswith("a call: rank 1 gave no sign of life for 0.5 s")
+
+
+def one_dies_later():
+    """How long the others take to learn of a death, under a deadline that they would not wait out."""
+    here = ranks_of()
+    here.agree("first", lambda: None)
+    if here.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    with pytest.raises(RankError, match="second: rank 1 died, or ended before this call"):
+        here.agree("second", lambda: None, deadline_seconds=300)
+    return time.monotonic() - begin
+
+
+def test_a_death_on_this_machine_is_not_waited_out():
+    outcomes = run_ranks_outcomes(3, one_dies_later)
+    assert outcomes[1].signal == signal.SIGKILL
+    assert all(outcomes[rank].value < 20 for rank in (0, 2)), outcomes
+
+
+def use_after_the_end():
+    """What collectives say once their process group is gone; at first they did nothing, on each rank for itself."""
+    here = ranks_of()
+    numbers = here.add_up(torch.ones(1))
+    dist.barrier()
+    dist.destroy_process_group()
+    texts = []
+    for call in (
+        lambda: here.add_up(torch.ones(1)),
+        lambda: here.exchange(torch.ones(2), [1, 1], [1, 1]),
+        lambda: here.beside("x", 1.0),
+    ):
+        with pytest.raises(RankError) as caught:
+            call()
+        texts.append(str(caught.value))
+    return numbers.item(), texts
+
+
+def test_a_destroyed_group_is_named_by_whoever_would_use_it():
+    for number, texts in run_ranks(2, use_after_the_end):
+        assert number == 2
+        assert all("the process group of ranks 0, 1: found destroyed" in text for text in texts)
+
+
+def overlapping_teams(extra):
+    """Sums over groups of two ranks each; ranks have made different numbers of groups by then."""
+    rank, sums = dist.get_rank(), []
+    for _ in range(extra[rank]):
+        dist.new_group([rank], use_local_synchronization=True)
+    for members in ((0, 1), (0, 2), (1, 2), (0, 1)):
+        if rank in members:
+            sums.append(ranks_among(members).add_up(torch.full((1,), 10.0**rank)).item())
+    return sums
+
+
+@pytest.mark.parametrize("extra", [(0, 0, 0), (2, 0, 1)], ids=str)
+def test_ranks_make_groups_whatever_others_they_have_made(extra):
+    assert run_ranks(3, overlapping_teams, extra) == [[11, 101, 11], [11, 110, 11], [101, 110]]
 
 
 def groups_turn_by_turn():
@@ -148,7 +233,8 @@ def rounds_of_three():
             report = [name, ranks.rank, done]
             _, heard[name] = ranks.agree(name, lambda: None, lambda _, r=report: r, lambda all_: all_, 5.0)
 
-    threads = [threading.Thread(target=talk, args=(name, ranks_of().beside(name))) for name in ("left", "right")]
+    sides = {name: ranks_of().beside(name) for name in ("left", "right")}
+    threads = [threading.Thread(target=talk, args=each) for each in sides.items()]
     for thread in threads:
         thread.start()
     talk("main", ranks_of())

@@ -111,17 +111,32 @@ def test_each_replica_is_written_once(saved):
     assert stored == sum(global_value(name).numel() for name in SHAPES)
 
 
-def save_big_replica(path):
+def save_big_replica(path, kind, check):
     state = {"a": torch.arange(3 << 20, dtype=torch.float32), "b": torch.arange(1 << 20, dtype=torch.float32)}
-    return checkpoint.save(path, state).bytes_written
+    if kind == "dtensor":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        state = {
+            key: distribute_tensor(tensor, mesh, [Replicate()], src_data_rank=None) for key, tensor in state.items()
+        }
+    return checkpoint.save(path, state, check_replicas=check).bytes_written
 
 
-def test_replicas_share_the_writing(tmp_path):
-    written = run_ranks(4, save_big_replica, str(tmp_path / "c"))
+@pytest.mark.parametrize(("kind", "check"), [("dtensor", "sampled"), ("dtensor", "none"), ("plain", "all")])
+def test_replicas_share_the_writing(tmp_path, kind, check):
+    written = run_ranks(4, save_big_replica, str(tmp_path / "c"), kind, check)
     assert max(written) <= 1.1 * sum(written) / 4 + (1 << 20)
     with checkpoint.open(tmp_path / "c") as reader:
         assert torch.equal(reader.read("a"), torch.arange(3 << 20, dtype=torch.float32))
         assert torch.equal(reader.read("b"), torch.arange(1 << 20, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("check", ["sampled", "none"])
+def test_plain_tensors_that_were_not_compared_whole_are_written_whole(tmp_path, check):
+    run_ranks(3, save_big_replica, str(tmp_path / "c"), "plain", check)
+    with checkpoint.open(tmp_path / "c") as reader:
+        assert [len(reader.info(key).boxes) for key in "ab"] == [1, 1]
+        files = {file for key in "ab" for file in reader.manifest.tensors[key].layout.files}
+        assert len(files) == 2  # by two ranks
 
 
 def outcomes_alike(outcomes, kind):
@@ -256,23 +271,71 @@ def test_what_cannot_be_saved_is_refused_by_all(tmp_path, kind, error, said):
     assert not list(tmp_path.glob("c/*"))
 
 
-def save_drifted(path, check):
-    big = torch.zeros(3000)
-    big[-1] = dist.get_rank()
-    checkpoint.save(path, {"big": big, "small": torch.tensor(float(dist.get_rank()))}, check_replicas=check)
+MIB_OF_FLOATS = 1 << 18
 
 
-def save_big_drifted(path, check):
-    big = torch.zeros(3000)
-    big[-1] = dist.get_rank()
-    checkpoint.save(path, {"big": big}, check_replicas=check)
+def save_drifted(path, check, where):
+    """Two MiB that differ between ranks: in all elements, in one that is among the samples, or in one that is not."""
+    drifted = torch.zeros(2 * MIB_OF_FLOATS)
+    drifted[{"all": slice(None), "last": -1, "unseen": 1024}[where]] += dist.get_rank()
+    same = torch.arange(2.0 * MIB_OF_FLOATS)
+    checkpoint.save(path, {"drifted": drifted, "same": same, "t": {"x": same[:5]}}, check_replicas=check)
 
 
-def test_large_replicas_are_compared_on_request(tmp_path):
-    run_ranks(2, save_drifted, str(tmp_path / "none"), "none")
-    run_ranks(2, save_big_drifted, str(tmp_path / "small"), "small")
-    text = outcomes_alike(run_ranks_outcomes(2, save_big_drifted, str(tmp_path / "all"), "all"), StateError)
-    assert "check_replicas" in text
+def test_a_tensor_that_is_each_ranks_own_is_refused(tmp_path):
+    """As a forgotten PerRank, or the local tensors of tensor parallelism by hand: no mixture of ranks is stored."""
+    for check, where in [("sampled", "all"), ("sampled", "last"), ("all", "unseen")]:
+        outcomes = run_ranks_outcomes(3, save_drifted, str(tmp_path / "c"), check, where)
+        text = outcomes_alike(outcomes, StateError)
+        assert "drifted: found other bytes of [0:524288] on rank 1 than on rank 0" in text
+        assert "PerRank" in text
+        assert "- same" not in text
+        assert not list(tmp_path.glob("c/*"))
+
+
+@pytest.mark.parametrize(("check", "where"), [("sampled", "unseen"), ("none", "all")])
+def test_what_is_not_compared_is_stored_as_one_rank_has_it(tmp_path, check, where):
+    run_ranks(3, save_drifted, str(tmp_path / "c"), check, where)
+    with checkpoint.open(tmp_path / "c") as reader:
+        stored = reader.read("drifted")
+    if where == "all":
+        assert len(stored.unique()) == 1
+    assert stored.max() in (0, 1, 2)
+
+
+def save_other_choices(path):
+    checkpoint.save(path, {"x": torch.ones(3)}, check_replicas="all" if dist.get_rank() == 2 else "sampled")
+
+
+def test_ranks_that_ask_for_other_comparisons_are_refused(tmp_path):
+    text = outcomes_alike(run_ranks_outcomes(3, save_other_choices, str(tmp_path / "c")), StateError)
+    assert "check_replicas: found 'sampled' on rank 0, 'all' on rank 2" in text
+    assert not (tmp_path / "c").exists()
+
+
+def save_stages_that_drift(folder, kind):
+    """Ranks with some keys in common and others of their own; what they have in common drifts after the first save."""
+    rank = dist.get_rank()
+    shared = torch.zeros(10)
+    if kind == "cut mesh":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "copies"))["copies"]
+        shared = torch.distributed.tensor.DTensor.from_local(shared, mesh, [Replicate()])
+    app = {f"of{rank // 2}": shared, f"own{rank}": torch.ones(3)}
+    told = []
+    for number in range(3):
+        if number == 2 and rank == 3:
+            (shared if kind == "plain" else shared.to_local()).add_(1)
+        try:
+            checkpoint.save(f"{folder}/{number}", app)
+        except StateError as error:
+            told.append((number, error.problems[0].key))
+    return told
+
+
+@pytest.mark.parametrize("kind", ["plain", "cut mesh"])
+def test_drift_between_ranks_of_one_stage_is_found_in_later_saves_too(tmp_path, kind):
+    """The plan is kept then, and only a summary of the hashes is exchanged."""
+    assert run_ranks(4, save_stages_that_drift, str(tmp_path), kind) == [[(2, "of1")]] * 4
 
 
 def save_by_stages(path):
@@ -322,7 +385,9 @@ def test_values_per_rank(tmp_path):
 
 
 def save_under_a_fault(path):
-    checkpoint.save(path, {"x": torch.ones(3), "y": torch.zeros(1 << 21)}, deadline_seconds=3)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    shared = distribute_tensor(torch.zeros(1 << 21), mesh, [Replicate()], src_data_rank=None)  # each writes a part
+    checkpoint.save(path, {"x": torch.ones(3), "y": shared}, deadline_seconds=3)
 
 
 def test_a_rank_that_cannot_write_is_named_by_all(tmp_path):
@@ -342,7 +407,7 @@ def test_a_rank_that_dies_is_named_by_all(tmp_path, victim):
     outcomes = run_ranks_outcomes(3, save_under_a_fault, str(tmp_path / "c"), faults=[fault])
     survivors = [outcome for rank, outcome in enumerate(outcomes) if rank != victim]
     text = outcomes_alike(survivors, RankError)
-    assert f"rank {victim} gave no sign of life for 3 s" in text
+    assert f"rank {victim} died" in text or f"rank {victim} gave no sign of life for 3 s" in text
     with pytest.raises(CheckpointNotFoundError):
         checkpoint.open(tmp_path / "c")
 

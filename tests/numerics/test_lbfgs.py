@@ -10,7 +10,7 @@ import shardopt
 from shardopt.algorithms import Kind, spec_of
 from shardopt.algorithms.lbfgs_memory import coefficients
 from shardopt.algorithms.strong_wolfe import Trial, strong_wolfe
-from shardopt.errors import AlgorithmError, GradientError
+from shardopt.errors import AlgorithmError, GradientError, StateError
 from shardopt.optim import KeyedOptimizerWrapper
 from tests.cases import option_sets
 
@@ -324,3 +324,53 @@ def test_a_sparse_gradient_is_refused_by_name():
 
     with pytest.raises(GradientError, match=r"w\.grad: found torch\.sparse_coo"):
         optimizer.step(closure)
+
+
+def places(optimizer, params):
+    """For how many pairs the histories have memory, as long as nobody looks at them through the keyed optimizer."""
+    inner = optimizer._local.optimizer
+    return {len(inner.state[p][entry]) for p in params.values() for entry in ("old_dirs", "old_stps")}
+
+
+@pytest.mark.parametrize("initialized", [False, True])
+def test_the_history_has_memory_for_the_pairs_that_there_are(initialized):
+    """Not for a hundred from the first step on; what looks at it sees all places, and a step gives them back."""
+    options = {"lr": 0.05, "max_iter": 1, "tolerance_change": 0.0, "tolerance_grad": 0.0, "history_size": 60}
+    params, twins = parameters(torch.float64), parameters(torch.float64)
+    optimizer, seen = (shardopt.keyed("lbfgs", its, **options) for its in (params, twins))
+    if initialized:
+        optimizer.init_state()
+        assert places(optimizer, params) == {60}
+    for step in range(66):
+        train(optimizer, params, [step])
+        (held,) = places(optimizer, params)
+        pairs = int(optimizer._local.optimizer.state["global.cube"]["pairs"])
+        assert max(pairs, 1) <= held <= min((pairs + 1) * 5 // 4, 60)
+        train(seen, twins, [step])
+        state = seen.state_dict()["state"]["matrix"]
+        assert state["old_dirs"].shape == state["old_stps"].shape == (60, 6, 4)
+        assert not state["old_dirs"][pairs:].any()
+    assert pairs == held == 60
+    assert all(torch.equal(params[name], twins[name]) for name in params)
+
+
+def test_the_first_step_takes_no_memory_for_a_history():
+    weight = torch.nn.Parameter(torch.ones(100_000))
+    optimizer = shardopt.keyed("lbfgs", {"w": weight}, max_iter=2)
+    weight.grad = torch.ones(100_000)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        optimizer.step(lambda: weight.square().sum().detach())
+    allocated = sum(event.self_cpu_memory_usage for event in profile.key_averages() if event.self_cpu_memory_usage > 0)
+    assert allocated <= 40 * weight.nbytes
+
+
+def test_a_parameter_called_as_the_state_of_none_is_refused():
+    params = {name: torch.nn.Parameter(torch.ones(2)) for name in ("bias", "global.bias")}
+    with pytest.raises(AlgorithmError, match=r"global\.bias: found a parameter of this name"):
+        shardopt.keyed("lbfgs", params)
+    with pytest.raises(StateError, match=r"global\.bias: found state of two optimizers"):
+        shardopt.keyed("adamw", params, groups=[{"match": "^bias", "algorithm": "lbfgs"}])
+    params = {name: torch.nn.Parameter(torch.ones(2)) for name in ("a", "global.bias")}
+    optimizer = shardopt.keyed("lbfgs", params)
+    optimizer.init_state()
+    assert optimizer.state_dict()["state"].keys() == {"a", "global.bias", "global.a"}

@@ -19,6 +19,7 @@ LAYERS = {
     "state": 1,
     "values": 1,
     "sharding": 1,
+    "signals": 1,
     "ranks": 2,
     "random_state": 2,
     "sampler": 2,
@@ -37,9 +38,11 @@ PRIVATE_PLACES = {
     "sharding/view.py": "the local tensor of a DTensor, the process group of a ShardedTensor",
     "sharding/pieces.py": "results of collectives that are still on their way",
     "sharding/dtensor.py": "DTensor specs, _StridedShard",
+    "sharding/pieces_tensor.py": "a tensor subclass that has no memory of its own",
     "sharding/sharded_tensor.py": "ShardedTensors made without a collective",
     "sharding/gradients.py": "DTensor specs, torch's search for overrides switched off",
     "sharding/along.py": "the same classes, for what is left of a tensor when a dimension of it is summed over",
+    "ranks/groups.py": "how many process groups there are, by which torch names a new one",
     "algorithms/torch_private.py": "the lazy state of torch's optimizers, made without a step",
 }
 # Private by name only: torch's multi-tensor operations, a tensor's version counter, what a namedtuple offers, os._exit.

@@ -6,12 +6,13 @@ What only processes can show (death, real process groups) is in tests/distribute
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from shardopt.errors import CheckpointError, CheckpointExistsError, MismatchError, Problem, RankError, StateError
-from shardopt.ranks import Ranks, life, ranks_of
+from shardopt.ranks import Ranks, call_on, life, ranks_of
 from shardopt.ranks import ranks as ranks_module
 
 
@@ -302,6 +303,138 @@ def test_an_interrupt_while_waiting_leaves_the_ranks_in_step(job, rank):
     )
     assert type(outcomes.pop(rank)) is KeyboardInterrupt
     assert all(type(error) is RankError for error in outcomes)
+
+
+# Ranks that are in different calls.
+
+
+def in_calls(*calls):
+    """Each rank in a call of its own, and then all in one."""
+    return lambda here: then_once_more(here, lambda here: here.agree(calls[here.rank], lambda: None))
+
+
+def test_ranks_in_different_calls_are_told_at_once_by_all(any_job):
+    start = time.monotonic()
+    outcomes = together(any_job.start(), in_calls("saving /a/b", "loading /c", "saving /a/b"))
+    assert alike(outcomes, RankError) == (
+        "ranks are in different calls: saving on ranks 0, 2; loading on rank 1; "
+        "all must make the same ones, in the same order"
+    )
+    assert time.monotonic() - start < 10  # not the deadline
+
+
+def test_nobody_is_waited_for_where_two_are_in_different_calls(job):
+    """The third may itself wait for one of them, elsewhere."""
+    ranks = job.start()
+    together(ranks, lambda here: here.agree("before", lambda: None))
+    late = []
+
+    def call(here):
+        if here.rank == 2:
+            while not late:
+                time.sleep(0.01)
+        try:
+            here.agree("saving" if here.rank else "loading", lambda: None, deadline_seconds=30)
+        except RankError as error:
+            late.append(here.rank)
+            assert here.agree("after", lambda: None) == (None, None)
+            return str(error)
+
+    outcomes = together(ranks, call)
+    # Rank 2 comes late, to an answer that is there.
+    assert set(outcomes) == {
+        "ranks are in different calls: loading on rank 0; saving on rank 1; "
+        "all must make the same ones, in the same order"
+    }
+    keys = job.store().num_keys()
+    for _ in range(3):
+        together(ranks, lambda here: here.agree("x", lambda: None))
+    assert job.store().num_keys() <= keys
+
+
+def test_of_paths_only_the_last_part_is_compared(job):
+    ranks = job.start()
+    places = ["/mnt/a/step-10", "/mnt/b/step-10/", Path("/local/x/step-10")]
+    assert together(ranks, lambda here: here.agree(call_on("saving", places[here.rank]), lambda: None)) == (
+        [(None, None)] * 3
+    )
+    steps = ["s3://b/run/step-10", "s3://b/run/step-11", "s3://b/run/step-10"]
+    outcomes = together(ranks, in_calls(*(call_on("saving", each) for each in steps)))
+    assert "saving step-10 on ranks 0, 2; saving step-11 on rank 1" in alike(outcomes, RankError)
+
+
+def test_a_rank_in_another_call_is_told_so_whatever_it_met_there(job):
+    def call(here):
+        here.agree("saving" if here.rank else "loading", lambda: fail(OSError("?")) if here.rank == 1 else None)
+
+    outcomes = together(job.start(), lambda here: then_once_more(here, call))
+    assert "loading on rank 0; saving on ranks 1, 2" in alike(outcomes, RankError)
+
+
+def test_a_word_that_is_agreed_upon_is_a_call_too(job):
+    outcomes = together(
+        job.start(),
+        lambda here: then_once_more(
+            here, lambda here: here.notice("stopping", "") if here.rank else here.beside("background")
+        ),
+    )
+    assert "background on rank 0; stopping on ranks 1, 2" in alike(outcomes, RankError)
+
+
+# Life between rounds.
+
+
+def test_beats_reach_from_the_first_line_to_the_last(job):
+    def call(here):
+        with here.beating(0.2):
+            here.agree("x", lambda: None, deadline_seconds=0.2)
+            with here.beating(0.2):
+                time.sleep(0.6 if here.rank == 1 else 0)
+            here.agree("x", lambda: None, deadline_seconds=0.2)
+            time.sleep(0.6 if here.rank == 0 else 0)
+            return here.agree("x", lambda: None, deadline_seconds=0.2)
+
+    before = threading.active_count()
+    assert together(job.start(), call) == [(None, None)] * 3
+    assert threading.active_count() == before
+
+
+def beats(store):
+    return store.add("beat/0", 0)
+
+
+def test_a_heartbeat_is_one_thread_however_many_want_it():
+    """Blocks that overlap, as of two threads in turn, and one of which a shorter deadline is asked."""
+    store = dist.HashStore()
+    heart = life.Heartbeat(store, "beat/0")
+    before = threading.active_count()
+    first, second, third = heart.beating(100), heart.beating(0.05), heart.beating(1)
+    first.__enter__()
+    time.sleep(0.1)
+    assert beats(store) == 0
+    second.__enter__()
+    third.__enter__()
+    first.__exit__(None, None, None)
+    while beats(store) < 5:
+        time.sleep(0.001)
+    assert threading.active_count() == before + 1
+    second.__exit__(None, None, None)
+    third.__exit__(None, None, None)
+    assert threading.active_count() == before
+    count = beats(store)
+    time.sleep(0.1)
+    assert beats(store) == count
+
+
+def test_many_short_blocks_within_a_long_one_do_not_keep_it_from_beating():
+    store = dist.HashStore()
+    heart = life.Heartbeat(store, "beat/0")
+    with heart.beating(0.5):
+        until = time.monotonic() + 0.5
+        while time.monotonic() < until:
+            with heart.beating(0.4):
+                time.sleep(0.001)
+    assert beats(store) >= 2
 
 
 # Ranks that are silent.

@@ -1,5 +1,6 @@
 """One process that listens for a signal: what it does with it, and what it leaves alone."""
 
+import itertools
 import os
 import signal
 import subprocess
@@ -10,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from shardopt import checkpoint
+from shardopt import checkpoint, signals
 from shardopt.ranks import Ranks
+from shardopt.signals import Listener
 from shardopt.stopping import Stop
 
 ALONE = Ranks(None)
@@ -39,6 +41,129 @@ def test_what_the_signal_did_before_it_does_again():
     assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == held
 
 
+# Several that listen, closed in any order, and handlers of the program's own in between.
+
+SIGNALS = (signal.SIGUSR2, signal.SIGUSR2, signal.SIGHUP)
+
+
+@pytest.fixture
+def as_before():
+    """Nothing that listens is left behind, and both signals do what they did."""
+    before = {signum: signal.signal(signum, signal.SIG_IGN) for signum in set(SIGNALS)}
+    held = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    yield
+    assert {signum: signal.getsignal(signum) for signum in before} == dict.fromkeys(before, signal.SIG_IGN)
+    assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == held
+    assert signal.set_wakeup_fd(-1) == -1
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
+
+
+class Ears:
+    """Listens like a `Stop` that goes on after it was told."""
+
+    def __init__(self, signum):
+        self.signum, self.noted, self.heard = signum, 0, threading.Semaphore(0)
+        self.listener = Listener(signum, self.note, self.heard.release)
+
+    def note(self):
+        self.noted += 1
+
+    def hears(self):
+        before = self.noted
+        signal.raise_signal(self.signum)
+        assert self.heard.acquire(timeout=5)
+        return self.noted == before + 1
+
+    def is_deaf(self):
+        return not self.heard.acquire(blocking=False)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+def test_listeners_are_closed_in_any_order(as_before, order):
+    ears = [Ears(signum) for signum in SIGNALS]
+    still = set(range(3))
+    for closed in order:
+        for i in still:
+            assert ears[i].hears()
+            for other in still - {i}:
+                if ears[other].signum == ears[i].signum:
+                    assert ears[other].heard.acquire(timeout=5)
+        ears[closed].listener.close()
+        still.discard(closed)
+        signal.raise_signal(ears[closed].signum)  # another listener hears it, or nothing happens
+        for other in still:
+            if ears[other].signum == ears[closed].signum:
+                assert ears[other].heard.acquire(timeout=5)
+    assert all(each.is_deaf() for each in ears)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(["first", "second", "program"])), ids="-".join)
+@pytest.mark.parametrize("chains", [True, False])
+def test_a_handler_that_the_program_puts_in_between_is_kept_and_may_be_taken_away(as_before, order, chains):
+    calls = []
+    first = Ears(signal.SIGUSR2)
+    below = signal.getsignal(signal.SIGUSR2)
+
+    def of_program(signum, frame):
+        calls.append(signum)
+        if chains:
+            below(signum, frame)
+
+    signal.signal(signal.SIGUSR2, of_program)
+    second = Ears(signal.SIGUSR2)
+    assert second.hears() and first.noted == 1 and not calls
+    for name in order:
+        if name == "program":  # as a context manager does
+            signal.signal(signal.SIGUSR2, below)
+        else:
+            {"first": first, "second": second}[name].listener.close()
+            left = [each for each in (first, second) if each.listener in signals._open]
+            now = signal.getsignal(signal.SIGUSR2)
+            calls.clear()
+            before = sum(each.noted for each in left)
+            signal.raise_signal(signal.SIGUSR2)
+            noted = sum(each.noted for each in left) - before
+            if now is of_program:
+                assert calls == [signal.SIGUSR2] and noted == (len(left) if chains else 0)
+            else:
+                assert calls == [] and noted == len(left)
+            for each in left:  # a thread hears in any case
+                while each.heard.acquire(timeout=0.02):
+                    pass
+    if order[-1] != "program":
+        assert signal.getsignal(signal.SIGUSR2) in (signal.SIG_IGN, below)
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+
+
+def test_what_an_event_loop_is_woken_by_is_handed_on(as_before):
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer)
+    ears = [Ears(signal.SIGUSR2), Ears(signal.SIGHUP)]
+    assert ears[0].hears()
+    assert os.read(reader, 10) == bytes([signal.SIGUSR2])
+    for each in ears:
+        each.listener.close()
+    assert signal.set_wakeup_fd(-1) == writer
+    os.close(reader)
+    os.close(writer)
+
+
+def test_closing_does_not_wait_for_children_that_were_forked(as_before):
+    """Who has the pipe open too: workers of a DataLoader."""
+    ears = Ears(signal.SIGUSR2)
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+        os._exit(0)
+    begin = time.monotonic()
+    ears.listener.close()
+    assert time.monotonic() - begin < 10
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
 PROGRAM = """
 import ctypes, os, signal, sys, threading, time
 from shardopt import checkpoint
@@ -62,7 +187,9 @@ elif case == "stuck":
     for _ in range(2):  # in C, from which no signal leads back
         ctypes.CDLL(None).pthread_mutex_lock(mutex)
 else:
+    earlier = checkpoint.Manager(root + "-other", every=100, stop_on=signal.SIGTERM)
     with checkpoint.Manager(root, every=100, stop_on=signal.SIGTERM) as m:
+        earlier.close()  # the first one made is closed first
         for step in range(1, 1000):
             if step == 5:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -71,7 +198,10 @@ print("the last line")
 """
 
 
-@pytest.mark.parametrize(("case", "code", "steps"), [("told", 143, [5]), ("forked", 0, []), ("stuck", 1, [])])
+@pytest.mark.parametrize(
+    ("case", "code", "steps"),
+    [("told", 143, [5]), ("forked", 0, []), ("stuck", 1, [])],
+)
 def test_programs(tmp_path, case, code, steps):
     begin = time.monotonic()
     ended = subprocess.run(

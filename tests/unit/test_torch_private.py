@@ -10,6 +10,7 @@ from shardopt.algorithms.torch_private import (
     backward_under_way,
     before_step,
     can_make_lazy_state,
+    gather_lists,
     gathering,
     gathers_as_torch,
     gradient_hooks,
@@ -75,15 +76,17 @@ def test_a_step_changes_in_place_what_init_group_gathers(spec):
     optimizer = spec.optimizer(leaves)
     gathered = []
 
-    def gather(init_group, group, lists):
-        told = init_group(group, *lists)
-        gathered.append([list(each) for each in lists])
+    def hand_over(group, lists):
+        for each, ahead in zip(lists, gathered[-1], strict=True):
+            each.extend(ahead)
         return told
 
     for _ in range(3):
         for leaf in leaves:
             leaf.grad = torch.ones_like(leaf)
-        with gathering(optimizer, gather):
+        lists, told = gather_lists(optimizer, optimizer.param_groups[0])
+        gathered.append(lists)
+        with gathering(optimizer, hand_over):
             step_without_hooks(spec.optimizer)(optimizer)
     assert "_init_group" not in vars(optimizer)
     stepped, gradients, *state = gathered[-1]

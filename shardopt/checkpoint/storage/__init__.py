@@ -2,7 +2,7 @@
 
 from shardopt.checkpoint.storage.choose import storage_of, telling
 from shardopt.checkpoint.storage.directory import ReadInto, Span, Storage
-from shardopt.checkpoint.storage.local import LocalStorage
+from shardopt.checkpoint.storage.local import LocalStorage, is_temporary
 from shardopt.checkpoint.storage.remote import RemoteStorage
 
-__all__ = ["LocalStorage", "ReadInto", "RemoteStorage", "Span", "Storage", "storage_of", "telling"]
+__all__ = ["LocalStorage", "ReadInto", "RemoteStorage", "Span", "Storage", "is_temporary", "storage_of", "telling"]

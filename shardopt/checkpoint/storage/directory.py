@@ -73,6 +73,26 @@ class Storage(ABC):
         """Writes a small file in one atomic step: at no time does a part of it exist under its name."""
 
     @abstractmethod
+    def publish_new(self, name: str, data: bytes) -> bool:
+        """Writes a small file in one atomic step, where there is none of its name yet.
+
+        Bytes that stand there already count as written by this call: the answer to an earlier attempt may have been
+        lost. So they should be such as nobody else would write.
+
+        Returns:
+            Whether only one can have succeeded of several who tried at one time. Where the storage has no such
+            operation, a file is looked for before it is written.
+
+        Raises:
+            FileExistsError: other bytes stand there.
+        """
+
+    def may_appear(self, name: str) -> bool:
+        """Whether a file that this object could not publish may be there at any time: a request was given up that the
+        storage may still carry out."""
+        return False
+
+    @abstractmethod
     def remove(self, name: str) -> None:
         """Removes a file, if it is there."""
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import re
+import secrets
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -24,11 +26,20 @@ _BATCH_BYTES = 16 << 20  # written in one call; more would hold on to memory tha
 
 # What a disk, or the file system on it, says of bytes that it has lost; not what one says that is out of reach.
 _LOST = {errno.EIO, errno.EBADMSG, errno.EUCLEAN}
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}\.tmp")  # as `_write_aside` names them
 
 _SYNC_FILE_RANGE_WRITE = 2
-_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)  # of Linux; os has no name for it
+_RENAME_NOREPLACE = 1
+_AT_FDCWD = -100
+_libc = ctypes.CDLL(None, use_errno=True)  # for what os has no name for
+_sync_file_range = getattr(_libc, "sync_file_range", None)  # of Linux
 if _sync_file_range is not None:
     _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+_renameat2 = getattr(_libc, "renameat2", None)  # of Linux
+if _renameat2 is not None:
+    _renameat2.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
+# Of file systems that know no hard links (FAT, some mounts over FUSE), or no rename without replacing.
+_NO_SUCH_OPERATION = (errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV)
 
 
 class LocalStorage(Storage):
@@ -120,13 +131,38 @@ class LocalStorage(Storage):
         return nbytes
 
     def publish(self, name: str, data: bytes) -> None:
-        temporary = self._path(f".{name}.tmp")
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            self._sync(file.fileno())
+        temporary = self._write_aside(name, data)
         os.replace(temporary, self._path(name))
         self._sync_directory(self.url)
+
+    def publish_new(self, name: str, data: bytes) -> bool:
+        temporary = self._write_aside(name, data)
+        try:
+            exclusive = _give_name(temporary, self._path(name))
+        except FileExistsError:
+            # The answer to a link over a network may be lost, and the link there.
+            if self.read(name) != data:
+                raise
+            exclusive = False  # as far as one can tell
+        finally:
+            with suppress(OSError):
+                os.unlink(temporary)
+        self._sync_directory(self.url)
+        return exclusive
+
+    def _write_aside(self, name: str, data: bytes) -> str:
+        """Writes a file under a name that nobody else has, durably; removes it if that fails."""
+        temporary = self._path(f".{name}.{secrets.token_hex(6)}.tmp")
+        try:
+            with open(temporary, "xb") as file:
+                file.write(data)
+                file.flush()
+                self._sync(file.fileno())
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(temporary)
+            raise
+        return temporary
 
     def remove(self, name: str) -> None:
         with suppress(FileNotFoundError):
@@ -169,6 +205,31 @@ def _reading(path: str) -> Iterator[None]:
         if error.errno in _LOST:
             raise unreadable(path, error) from error
         raise
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a file is one that was being published when its process died."""
+    return _TEMPORARY.fullmatch(name) is not None
+
+
+def _give_name(temporary: str, path: str) -> bool:
+    """Gives a file a second, or another, name if nothing has that name; as for `publish_new`."""
+    try:
+        os.link(temporary, path)
+        return True
+    except OSError as error:
+        if error.errno not in _NO_SUCH_OPERATION:
+            raise
+    if _renameat2 is not None:
+        if _renameat2(_AT_FDCWD, os.fsencode(temporary), _AT_FDCWD, os.fsencode(path), _RENAME_NOREPLACE) == 0:
+            return True
+        number = ctypes.get_errno()
+        if number not in _NO_SUCH_OPERATION:
+            raise OSError(number, os.strerror(number), path)
+    if os.path.lexists(path):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+    os.replace(temporary, path)
+    return False
 
 
 def _write_all(fd: int, buffers: list[memoryview]) -> int:

@@ -8,15 +8,21 @@ the file system's own way of writing large files.
 from __future__ import annotations
 
 import errno
+import inspect
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
 from typing import Any
 
+from fsspec import AbstractFileSystem  # type: ignore[import-untyped]  # has no type hints
+from fsspec.asyn import AsyncFileSystem  # type: ignore[import-untyped]  # as above
+
 from shardopt.checkpoint.storage.directory import ReadInto, Span, Storage, runs, too_short
 from shardopt.checkpoint.storage.multipart import PART_BYTES, has_multipart, upload
 from shardopt.checkpoint.storage.retry import Requests
+from shardopt.errors import CheckpointError
 
 
 class RemoteStorage(Storage):
@@ -27,6 +33,7 @@ class RemoteStorage(Storage):
     def __init__(self, fs: Any, path: str) -> None:
         self._fs, self._root = fs, path.rstrip("/")
         self._requests = Requests(fs)
+        self._given_up: set[str] = set()  # names of files whose publication failed, as far as one can tell
         self.url = fs.unstrip_protocol(path)
 
     def _path(self, name: str) -> str:
@@ -165,6 +172,41 @@ class RemoteStorage(Storage):
     def publish(self, name: str, data: bytes) -> None:
         self._ask("write", "pipe_file", name, data)
 
+    def publish_new(self, name: str, data: bytes) -> bool:
+        condition = _condition_of(self._fs)
+        if condition:
+            try:
+                self._ask("write", "pipe_file", name, data, **condition)
+                return True
+            except FileExistsError:
+                self._require_own(name, data)
+                return True
+            except CheckpointError as error:
+                if not _is_unmet_or_unknown(error):
+                    self._given_up.add(name)
+                    raise
+        if self.exists(name):
+            self._require_own(name, data)
+            return False
+        try:
+            self.publish(name, data)
+        except BaseException:
+            self._given_up.add(name)
+            raise
+        return False
+
+    def may_appear(self, name: str) -> bool:
+        return name in self._given_up
+
+    def _require_own(self, name: str, data: bytes) -> None:
+        """Raises FileExistsError unless an attempt was carried out after all, and only its answer lost."""
+        try:
+            is_own = self.read(name) == data
+        except FileNotFoundError:
+            is_own = False  # what stood there has just gone
+        if not is_own:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), self._path(name))
+
     def remove(self, name: str) -> None:
         with suppress(FileNotFoundError):
             self._ask("remove", "rm_file", name)
@@ -176,6 +218,31 @@ class RemoteStorage(Storage):
 
     def child(self, name: str) -> Storage:
         return RemoteStorage(self._fs, self._path(name))
+
+
+def _condition_of(fs: Any) -> dict[str, Any]:
+    """What to ask of `pipe_file` so that it writes only where nothing is; empty where the store cannot tell.
+
+    fsspec's own way to do it (`mode="create"`, of its base classes) looks first and then writes.
+    """
+    if isinstance(getattr(fs, "fs", None), AbstractFileSystem):
+        return _condition_of(fs.fs)  # a file system that wraps another
+    for kind in type(fs).__mro__:
+        if kind in (AsyncFileSystem, AbstractFileSystem):
+            break
+        for method in ("_pipe_file", "pipe_file"):
+            arguments = inspect.signature(vars(kind)[method]).parameters if method in vars(kind) else {}
+            if "mode" in arguments:  # s3fs, gcsfs, memory
+                return {"mode": "create"}
+            if "overwrite" in arguments:  # adlfs
+                return {"overwrite": False}
+    return {}
+
+
+def _is_unmet_or_unknown(error: CheckpointError) -> bool:
+    """Whether a store may have refused a request for its condition: it is not met, or no condition is known there."""
+    cause = error.__cause__
+    return isinstance(cause, OSError) and cause.errno in (errno.EINVAL, errno.ENOSYS)
 
 
 def _is_refusal(error: BaseException) -> bool:

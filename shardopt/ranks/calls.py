@@ -1,0 +1,35 @@
+"""What ranks do together: as errors name it, and as rounds compare it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The call that a round belongs to.
+
+    Args:
+        text: for error messages: "saving /runs/7/step-00000010".
+        same: what must be equal on all ranks, as hosts may have a disk under other paths: "saving step-00000010".
+    """
+
+    text: str
+    same: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def call_on(doing: str, url: str | os.PathLike[str]) -> Call:
+    """A call on a path or URL whose last part is to be the same on all ranks, whatever stands before it."""
+    path = os.fspath(url)
+    return Call(f"{doing} {path}", f"{doing} {path.rstrip('/').rpartition('/')[2]}")
+
+
+def as_call(what: str | Call) -> Call:
+    """A call from words, of which those that are paths or URLs are not compared."""
+    if isinstance(what, Call):
+        return what
+    return Call(what, " ".join(word for word in what.split() if "/" not in word))

@@ -1,0 +1,28 @@
+"""The job's ranks for a thread in the background."""
+
+from __future__ import annotations
+
+from shardopt.ranks.life import DEADLINE_SECONDS
+from shardopt.ranks.ranks import Ranks
+
+
+class SideRanks:
+    """Ranks that agree beside those of the program, made at first use, and anew in another process group.
+
+    Args:
+        what: what they are for, as for `Ranks.agree`.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._made: tuple[Ranks, Ranks] | None = None  # those of the program, and those beside them
+
+    def of(self, ranks: Ranks, deadline_seconds: float = DEADLINE_SECONDS) -> Ranks:
+        """Those beside `ranks`. Collective where they are not made yet, and local afterwards."""
+        if self._made is None or self._made[0] is not ranks:
+            self._made = ranks, ranks.beside(f"preparing for {self._what}", deadline_seconds)
+        return self._made[1]
+
+    def forget(self) -> None:
+        """Lets them go, with their connection."""
+        self._made = None

@@ -1,0 +1,93 @@
+"""Kinds of sharded tensors that others bring: what a framework tells of its own, and the registry of them.
+
+Of a class that is registered here the rest of the package knows just what its `TensorKind` says. State of optimizers
+that lies like such a tensor is a `PiecesTensor`: boxes, and local memory for each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.nn.parameter import Parameter
+
+from shardopt.errors import LayoutError, Problem
+from shardopt.sharding.box import Box
+from shardopt.sharding.pieces_tensor import PiecesKind, PiecesTensor
+from shardopt.sharding.tensor_kind import TensorKind
+
+_kinds: dict[type, TensorKind] = {PiecesTensor: PiecesKind()}
+
+
+def register_kind(cls: type[Tensor], kind: TensorKind) -> None:
+    """Teaches this package a class of sharded tensors, and its subclasses; a later call replaces an earlier one.
+
+    Args:
+        cls: a subclass of `torch.Tensor`.
+        kind: what to ask of its instances.
+
+    Raises:
+        LayoutError: `cls` is no subclass of `torch.Tensor`, or all tensors are of it.
+    """
+    if not issubclass(cls, Tensor) or cls in (Tensor, Parameter):
+        problem = Problem(
+            "register_kind", repr(cls), "a subclass of torch.Tensor", "register the framework's own class"
+        )
+        raise LayoutError("a class cannot be registered as a kind of tensors", [problem])
+    _kinds[cls] = kind
+
+
+def kind_of(tensor: Tensor) -> TensorKind | None:
+    """What is registered for the class of a tensor or for the nearest of its bases; None for all that torch has."""
+    if type(tensor) is Tensor or type(tensor) is Parameter or not _kinds:
+        return None
+    return next((_kinds[base] for base in type(tensor).__mro__ if base in _kinds), None)
+
+
+def local_tensors(kind: TensorKind, tensor: Tensor) -> tuple[Tensor, ...]:
+    """The tensors of all pieces of this rank."""
+    return tuple(local for _, local in kind.pieces(tensor))
+
+
+def cut_range(flat: Tensor, shape: Sequence[int], start: int) -> list[tuple[Box, Tensor]]:
+    """Cuts a run of the elements of a tensor, in C order, into boxes: the pieces of a part of a flat buffer.
+
+    At most 2·d - 1 boxes for d dimensions: a run ends and begins within a row, within a row of rows, and so on.
+
+    Args:
+        flat: 1-dimensional, contiguous; elements `start` to `start + len(flat)` of the flattened tensor.
+        shape: of the whole tensor.
+        start: position of the first element in the flattened tensor.
+
+    Returns:
+        Boxes in the order of their elements, each with the part of `flat` that it is, as a view of the box's sizes.
+    """
+    found: list[tuple[Box, Tensor]] = []
+    at = 0
+    for box in _boxes_of_range(tuple(shape), start, start + flat.numel()):
+        found.append((box, flat[at : at + box.numel].view(box.sizes)))
+        at += box.numel
+    return found
+
+
+def _boxes_of_range(shape: tuple[int, ...], start: int, end: int) -> list[Box]:
+    if start == end:
+        return []
+    if not shape:
+        return [Box((), ())]
+    row = 1
+    for size in shape[1:]:
+        row *= size
+    first, last = -(-start // row), end // row  # rows that are in the range as a whole: [first, last)
+    inner = (0,) * (len(shape) - 1)
+
+    def within(index: int, begin: int, stop: int) -> list[Box]:
+        boxes = _boxes_of_range(shape[1:], begin, stop)
+        return [Box((index, *box.offsets), (1, *box.sizes)) for box in boxes]
+
+    if first > last:  # all of it lies in one row
+        return within(last, start - last * row, end - last * row)
+    boxes = within(first - 1, start - (first - 1) * row, row) if start < first * row else []
+    if first < last:
+        boxes.append(Box((first, *inner), (last - first, *shape[1:])))
+    return boxes + (within(last, 0, end - last * row) if end > last * row else [])

@@ -1,0 +1,162 @@
+"""Signals of this process, for as many listeners as there are, made and closed in any order.
+
+Python's own handlers wait for the main thread to come back from whatever it is in. So a thread hears of signals too,
+from a pipe into which C writes their numbers (`signal.set_wakeup_fd`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+_Handler = Callable[[int, FrameType | None], Any] | int | None
+
+
+class Listener:
+    """Hears a signal until it is closed, instead of what the process did on it before. To be made in the main thread.
+
+    All listeners of a signal hear it. Once they are closed, the process does again what it did before the first; a
+    handler that the program has put in place since stays, and may put back that of a listener, which then hands on.
+
+    Args:
+        note: called in the main thread between any two of its instructions; so it must not lock.
+        hear: called in a thread.
+    """
+
+    def __init__(self, signum: signal.Signals, note: Callable[[], None], hear: Callable[[], None]) -> None:
+        self.signum, self.note, self.hear = signum, note, hear
+        self.number = next(_numbers)  # in the order in which they were made
+        self._previous: _Handler = signal.signal(signum, self._handle)
+        _open.append(self)
+        try:
+            _pipe.open()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Hears no longer. In another thread than the main one the handler stays, and hands on."""
+        if self not in _open:
+            return
+        _open.remove(self)
+        if threading.current_thread() is not threading.main_thread():
+            return
+        owner = _owner_of(signal.getsignal(self.signum))
+        if owner is not None and (owner is self or owner not in _open):
+            # One that was made later has no handler in place where the program has put back an earlier one.
+            later = any(each.signum == self.signum and each.number > owner.number for each in _open)
+            before = owner._before()
+            if not later and before is not None:
+                signal.signal(self.signum, before)
+        if not _open:
+            _pipe.close()
+
+    def _before(self) -> _Handler:
+        """What the process did before, without listeners that are closed by now."""
+        handler = self._previous
+        while (owner := _owner_of(handler)) is not None and owner not in _open:
+            handler = owner._previous
+        return handler
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        heard = [each for each in tuple(_open) if each.signum == signum]
+        for listener in heard:
+            listener.note()
+        if heard:
+            return
+        before = self._before()
+        if callable(before):
+            before(signum, frame)
+        elif before == signal.SIG_DFL:
+            signal.signal(signum, signal.SIG_DFL)
+            os.kill(os.getpid(), signum)
+
+
+def _owner_of(handler: _Handler) -> Listener | None:
+    owner = getattr(handler, "__self__", None)
+    return owner if isinstance(owner, Listener) else None
+
+
+class _Pipe:
+    """Has listeners hear of signals in a thread, while there are listeners."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._reader = self._writer = self._next = -1
+
+    def open(self) -> None:
+        if self._thread is None:
+            self._reader, self._writer = os.pipe()
+            os.set_blocking(self._writer, False)
+            self._thread = threading.Thread(target=self._run, name="shardopt-signals", daemon=True)
+            self._thread.start()
+        before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        if before != self._writer:
+            self._next = before  # of an event loop, say: what comes here is handed on to it
+
+    def close(self) -> None:
+        if self._thread is None:
+            return
+        before = signal.set_wakeup_fd(-1)
+        with suppress(ValueError, OSError):  # it may be closed by now
+            signal.set_wakeup_fd(self._next if before == self._writer else before)
+        os.set_blocking(self._writer, True)
+        os.write(self._writer, b"\0")  # not by closing it: forked children may have it open
+        self._thread.join()
+        self._forget()
+
+    def after_fork_in_child(self) -> None:
+        if self._thread is not None:
+            signal.set_wakeup_fd(-1)
+            self._forget()
+
+    def _forget(self) -> None:
+        for fd in (self._reader, self._writer):
+            os.close(fd)
+        self._thread, self._reader, self._writer, self._next = None, -1, -1, -1
+
+    def _run(self) -> None:
+        while True:
+            numbers = os.read(self._reader, 4096)
+            for number in numbers:
+                if number == 0:
+                    return
+                for listener in tuple(_open):
+                    if listener.signum == number:
+                        listener.hear()
+            if self._next != -1:
+                with suppress(OSError):
+                    os.write(self._next, numbers)
+
+
+_open: list[Listener] = []
+_numbers = itertools.count()
+_pipe = _Pipe()
+_masks = threading.local()
+
+
+def _before_fork() -> None:
+    # A child that is told while it still has this process's handler would tell this process, by the pipe they share.
+    _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, {listener.signum for listener in tuple(_open)})
+
+
+def _after_fork_in_parent() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _masks.before)
+
+
+def _after_fork_in_child() -> None:
+    """A signal to a child that was forked is about that process alone."""
+    for listener in _open:
+        signal.signal(listener.signum, signal.SIG_DFL)
+    _open.clear()
+    _pipe.after_fork_in_child()
+    signal.pthread_sigmask(signal.SIG_SETMASK, _masks.before)
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
