@@ -67,6 +67,8 @@ def commit(
     data = encode_manifest(manifest)
     if metrics is not None:
         storage.publish(METRICS_NAME, metrics)
+    elif storage.exists(METRICS_NAME):
+        storage.remove(METRICS_NAME)  # of a save that died
     publish_checkpoint(storage, manifest, data)
     return sum(file.nbytes for file in manifest.files)
 
@@ -89,6 +91,7 @@ def publish_checkpoint(storage: Storage, manifest: Manifest, data: bytes) -> Non
     """
     _, missing = _look_for_files(storage, manifest)
     if missing:
+        refuse_committed(storage)  # by whom they were cleared away
         remedy = "give all ranks the same path, on storage that they share"
         problems = [Problem(each, "no such file on rank 0", "what was written", remedy) for each in missing]
         raise CheckpointError("rank 0 does not see the files of other ranks", problems)
