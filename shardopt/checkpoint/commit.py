@@ -163,10 +163,13 @@ def _stored_tensors(plan: SavePlan) -> StoredTensors:
         )
         for assignment in set(plan.assigned.values())
     }
-    return StoredTensors(
+    stored = StoredTensors(
         (key, StoredTensor(member.path, member.dtype, layouts[plan.assigned[key]]))
         for key, member in plan.geometry.members.items()
     )
+    for key, (tied_to, path) in plan.geometry.tied.items():
+        stored[key] = stored[tied_to]._replace(path=path, tied_to=tied_to)
+    return stored
 
 
 def discard(storage: Storage, save_id: str) -> None:
