@@ -4,7 +4,9 @@
     leaves     {"model.layers.0.weight": tensor, "optimizer.state.layers.0.weight.exp_avg": tensor, "progress.step": 7}
 
 Keys are the path's parts joined by dots. The path is kept beside the key, so that the way back is exact although
-parts hold dots themselves. Dictionaries of `app` are descended to the last value. Within what an object's
+parts hold dots themselves. Names in a module's state are without what wrappers (torch.compile, DistributedDataParallel,
+checkpointed activations) put into them; the module itself gets its own names back. Dictionaries of `app` are descended
+to the last value. Within what an object's
 `state_dict()` gave, a part without tensors is one value: what is in it is that object's own affair, and a fresh
 object may well have fewer entries than the one that was saved.
 """
@@ -21,6 +23,7 @@ import numpy as np
 import torch
 
 from shardopt.errors import Problem, StateError
+from shardopt.names import plain_names_in
 
 RESERVED_PREFIXES = ("__xxh3__.", "__per_rank__.")
 RESERVED_KEYS = ("__metadata__",)  # safetensors keeps its own notes under this name
@@ -119,11 +122,15 @@ class Leaf:
 
 @dataclass(slots=True)
 class Handback:
-    """An object of `app`, and the state that it gave; filled by a load, it is handed to `load_state_dict`."""
+    """An object of `app`, and the state that it gave; filled by a load, it is handed to `load_state_dict`.
+
+    `plain_names` has the outermost names in its state that stand otherwise in the paths of its leaves, and how.
+    """
 
     path: Path
     target: Stateful
     state: dict[str, Any]
+    plain_names: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -238,20 +245,41 @@ def _descend_stateful(node: Stateful, path: Path, flat: FlatState) -> None:
     if not isinstance(state, dict):
         problem = Problem(join(path), f"state_dict() gave a {type(state).__name__}", "a dict", "return a dict by name")
         raise StateError("state must have names", [problem])
-    handback = Handback(path, node, _shallow(state, set()))
+    plain = plain_names_in(node, [*filter(_is_str, state)]) if isinstance(node, torch.nn.Module) else {}
+    _refuse_one_name(plain, state, path)
+    handback = Handback(path, node, _shallow(state, set()), plain)
 
     def replace_state(value: dict[str, Any]) -> None:
+        own = {name: part for part, name in plain.items()}
         handback.state.clear()
         for part, child in value.items():
-            handback.state[part] = child
+            handback.state[own.get(part, part)] = child
 
     if holds_tensors(handback.state):
         for part, child in handback.state.items():
             _check_part(part, path)
-            _descend(child, (*path, part), _set_item(handback.state, part), True, flat)
+            _descend(child, (*path, plain.get(part, part)), _set_item(handback.state, part), True, flat)
     else:
-        _add(flat, path, dict(handback.state), replace_state)
+        _add(flat, path, {plain.get(part, part): child for part, child in handback.state.items()}, replace_state)
     flat.handbacks.append(handback)  # after those within: an object gets its parts back whole
+
+
+def _is_str(part: object) -> bool:
+    return isinstance(part, str)
+
+
+def _refuse_one_name(plain: Mapping[str, str], state: Mapping[str, Any], path: Path) -> None:
+    """Refuses names of a module that are one without what wrappers put into them."""
+    taken: dict[str, str] = {}
+    problems = []
+    for part, name in plain.items():
+        other = taken.setdefault(name, name if name in state and name not in plain else part)
+        if other != part:
+            found = f"{other} and {part} in the state of {path[-1]!r}"
+            remedy = "call a module otherwise that has the name of a wrapper"
+            problems.append(Problem(join((*path, name)), found, "one tensor under a name without wrappers", remedy))
+    if problems:
+        raise StateError("two names are one without what wrappers put into them", problems)
 
 
 def _descend_tuple(

@@ -95,6 +95,7 @@ def publish_checkpoint(storage: Storage, manifest: Manifest, data: bytes) -> Non
     """
     _, missing = _look_for_files(storage, manifest)
     if missing:
+        refuse_committed(storage)  # by whom they were cleared away
         remedy = "give all ranks the same path, on storage that they share"
         problems = [Problem(each, "no such file on rank 0", "what was written", remedy) for each in missing]
         raise CheckpointError("rank 0 does not see the files of other ranks", problems)
@@ -166,10 +167,13 @@ def _stored_tensors(plan: SavePlan) -> StoredTensors:
         )
         for assignment in set(plan.assigned.values())
     }
-    return StoredTensors(
+    stored = StoredTensors(
         (key, StoredTensor(member.path, member.dtype, layouts[plan.assigned[key]]))
         for key, member in plan.geometry.members.items()
     )
+    for key, (tied_to, path) in plan.geometry.tied.items():
+        stored[key] = stored[tied_to]._replace(path=path, tied_to=tied_to)
+    return stored
 
 
 def discard(storage: Storage, save_id: str) -> None:

@@ -233,6 +233,9 @@ def _object_problems(
         described |= {leaf.path[len(path) :]: leaf.value for leaf in own.values()}
     for key in keys:
         described[stored[key][len(path) :]] = _description(key, flat, names.manifest, strictness)
+    if handback.plain_names:
+        own_names: dict[str | int, str] = {plain: name for name, plain in handback.plain_names.items()}
+        described = {(own_names.get(at[0], at[0]), *at[1:]): value for at, value in described.items()}
     try:
         target.check_state_dict(nest(described))
     except ShardoptError as error:

@@ -22,7 +22,9 @@ import xxhash
 from shardopt.errors import CorruptionError, Problem
 
 FORMAT_NAME = "shardopt"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""What is written, and the newest that is read."""
+
 MANIFEST_NAME = "manifest.json"
 METRICS_NAME = "metrics.json"
 DATA_SUFFIX = ".safetensors"

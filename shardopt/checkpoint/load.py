@@ -30,8 +30,9 @@ from shardopt.checkpoint.reader import CheckpointReader, open_checkpoint
 from shardopt.checkpoint.reports import tell
 from shardopt.checkpoint.share import Replicas, SharedReads, fingerprint, shared_among
 from shardopt.checkpoint.strictness import Names, Strictness, strictness_of, under_names_of
+from shardopt.checkpoint.tied import tied_in
 from shardopt.checkpoint.torn import mark_torn, unmark_torn
-from shardopt.checkpoint.twins import refuse_unequal, twins_in
+from shardopt.checkpoint.twins import refuse_unequal
 from shardopt.copies import wait_for_copies
 from shardopt.errors import CheckpointError, MismatchError, Problem, ShardoptError
 from shardopt.ranks import DEADLINE_SECONDS, Ranks, ranks_of
@@ -282,7 +283,7 @@ def _plan(
     per_rank = reader.per_rank(ranks.rank) if match.per_rank else {}
     _refuse_missing([key for key in match.per_rank if old.get(key, key) not in per_rank], ranks.rank)
     into = {key: view for key, (view, _) in match.tensors.items()}
-    twins = twins_in(into)
+    twins = tied_in(into)
     refuse_unequal(reader, into, twins, old)
     into = {key: view for key, view in into.items() if key not in twins}
     wants = [want for key, view in into.items() for want in reader.wants(old.get(key, key), view.pieces)]

@@ -43,28 +43,42 @@ class StoredLayout:
 
 
 class StoredTensor(NamedTuple):
-    """One tensor of a checkpoint: its path in the nested state, how its items are stored, and where its boxes lie."""
+    """One tensor of a checkpoint: its path in the nested state, how its items are stored, and where its boxes lie.
+
+    `tied_to` is the key under which the data files have it, where that is another: both keys were one memory.
+    """
 
     path: Path
     dtype: Dtype
     layout: StoredLayout
+    tied_to: str | None = None
 
 
 class StoredTensors(dict[str, StoredTensor]):
     """Tensors by key. Not changed once it is made: saves of one geometry share it, and with it its JSON."""
 
     @cached_property
+    def min_reader_version(self) -> int:
+        """The least version of the format in which all of this can be told."""
+        return 2 if any(tensor.tied_to is not None for tensor in self.values()) else 1
+
+    @cached_property
     def members(self) -> str:
-        """The manifest's members "layouts" and "tensors", as JSON."""
+        """The manifest's members "layouts", "tensors" and "tied", as JSON."""
         layouts: dict[int, int] = {}
         distinct: list[StoredLayout] = []
         tensors = {}
-        for key, (path, dtype, layout) in self.items():
+        tied = {}
+        for key, (path, dtype, layout, tied_to) in self.items():
+            if tied_to is not None:
+                tied[key] = (tied_to, encode_path(key, path))
+                continue
             number = layouts.setdefault(id(layout), len(layouts))
             if number == len(distinct):
                 distinct.append(layout)
             tensors[key] = (dtype.name, number, encode_path(key, path))
-        return f'"layouts":{_dump([_encode_layout(layout) for layout in distinct])},"tensors":{_dump(tensors)}'
+        members = f'"layouts":{_dump([_encode_layout(layout) for layout in distinct])},"tensors":{_dump(tensors)}'
+        return members + (f',"tied":{_dump(tied)}' if tied else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +113,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     head = {
         "format": FORMAT_NAME,
         "version": FORMAT_VERSION,
-        "min_reader_version": FORMAT_VERSION,
+        "min_reader_version": manifest.tensors.min_reader_version,
         "save_id": manifest.save_id,
         "world_size": manifest.world_size,
         "files": [[file.name, file.nbytes, file.digest] for file in manifest.files],
@@ -152,13 +166,19 @@ def _decode(data: bytes, where: str) -> Manifest:
         layouts = [_decode_layout(layout, len(files)) for layout in body["layouts"]]
         if len({file.name for file in files}) < len(files) or type(body["save_id"]) is not str:
             raise ValueError("a file that stands twice, or a save_id that is no string")
+        tensors = _decode_tensors(body["tensors"], layouts)
+        _add_tied(tensors, body.get("tied", {}))
+        values = {key: (decode_path(key, path), decode_value(v)) for key, (path, v) in body["values"].items()}
+        per_rank = {key: decode_path(key, path) for key, path in body["per_rank"].items()}
+        if len({*tensors, *values, *per_rank}) < len(tensors) + len(values) + len(per_rank):
+            raise ValueError("a key that is of two kinds")
         return Manifest(
             save_id=body["save_id"],
             world_size=read_size(body["world_size"]),
             files=files,
-            tensors=_decode_tensors(body["tensors"], layouts),
-            values={key: (decode_path(key, path), decode_value(v)) for key, (path, v) in body["values"].items()},
-            per_rank={key: decode_path(key, path) for key, path in body["per_rank"].items()},
+            tensors=tensors,
+            values=values,
+            per_rank=per_rank,
             saved_at=_decode_time(body["saved_at"]) if "saved_at" in body else None,
             metrics=_decode_metrics(body["metrics"]) if "metrics" in body else None,
         )
@@ -217,6 +237,16 @@ def _decode_tensors(wire: Mapping[str, Any], layouts: Sequence[StoredLayout]) ->
     if not all_sizes([layout for _, layout, _ in wire.values()]):
         raise ValueError("a number of a layout that is none")
     return tensors
+
+
+def _add_tied(tensors: StoredTensors, wire: Mapping[str, Any]) -> None:
+    tied = {}
+    for key, (tied_to, path) in wire.items():
+        _, dtype, layout, _ = tensors[tied_to]
+        tied[key] = StoredTensor(decode_path(key, path), dtype, layout, tied_to)
+    if not tied.keys().isdisjoint(tensors):
+        raise ValueError("a tied key that is stored too")
+    tensors.update(tied)
 
 
 def _decode_time(wire: Any) -> float:

@@ -35,11 +35,15 @@ from shardopt.values import decode_value
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What a checkpoint knows of a tensor. `boxes` are the parts that it is stored in."""
+    """What a checkpoint knows of a tensor. `boxes` are the parts that it is stored in.
+
+    `tied_to` is the key with which it was one memory when it was saved, and under which it is stored, if there is one.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     boxes: tuple[Box, ...]
+    tied_to: str | None = None
 
 
 class _Shared(NamedTuple):
@@ -88,7 +92,11 @@ class CheckpointReader:
         tensor = self._manifest.tensors.get(key)
         if tensor is None:
             raise self._unknown(key, self._manifest.tensors, "a tensor")
-        return TensorInfo(tensor.layout.shape, torch_dtype(tensor.dtype), tensor.layout.boxes)
+        return TensorInfo(tensor.layout.shape, torch_dtype(tensor.dtype), tensor.layout.boxes, tensor.tied_to)
+
+    def key_in_files(self, key: str) -> str:
+        """The key under which the data files have a tensor: its own, or that of the one that it is tied to."""
+        return self._manifest.tensors[key].tied_to or key
 
     def read(self, key: str, box: Box | None = None) -> Any:
         """A plain value, or a tensor (on the CPU, its own memory): the whole of it, or the part that `box` names.
@@ -119,7 +127,8 @@ class CheckpointReader:
         Raises:
             CorruptionError: a file is missing, damaged, or not what the manifest says of it.
         """
-        _, dtype, layout = self._manifest.tensors[key]
+        _, dtype, layout, tied_to = self._manifest.tensors[key]
+        key = tied_to or key
         for box, tensor in pieces:
             for file, form, sizes, stored, wanted in self._shared(layout, dtype, box):
                 target = tensor if wanted is None else narrowed(tensor, wanted)

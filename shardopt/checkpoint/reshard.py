@@ -67,14 +67,16 @@ def reshard(
     refuse_committed(target)
     with open_checkpoint(src) as reader:
         choose = layout or _as_stored(world_size or 0)
-        tensors = reader.manifest.tensors
+        stored = reader.manifest.tensors
+        tied = {key: (each.tied_to, each.path) for key, each in stored.items() if each.tied_to is not None}
+        tensors = {key: tensor for key, tensor in stored.items() if key not in tied}
         layouts = {key: choose(key, tensor.layout) for key, tensor in tensors.items()}
         named = [rank for each in set(layouts.values()) for ranks in each.holders or () for rank in ranks]
         size = world_size or 1 + max(named, default=0)
         everyone = tuple(range(size))
         members = {key: Member(t.path, t.dtype, layouts[key], everyone) for key, t in tensors.items()}
         keep_per_rank = _keeps_per_rank(reader, size, drop_per_rank)
-        plan = SavePlan(Geometry(members, reader.manifest.per_rank if keep_per_rank else {}), size)
+        plan = SavePlan(Geometry(members, reader.manifest.per_rank if keep_per_rank else {}, tied), size)
 
         target.make()
         save_id = secrets.token_hex(6)
@@ -91,7 +93,7 @@ def reshard(
         except BaseException:
             discard(target, save_id)
             raise
-    report = SaveReport(target.url, save_id, len(members), total, total, time.monotonic() - begin)
+    report = SaveReport(target.url, save_id, len(stored), total, total, time.monotonic() - begin)
     tell("reshard", report)
     return report
 

@@ -209,7 +209,7 @@ def save_described(
     return SaveReport(
         url=storage.url,
         save_id=save_id,
-        tensors=len(plan.geometry.members),
+        tensors=len(plan.geometry.members) + len(plan.geometry.tied),
         bytes_written=sum(file.nbytes for file in files),
         bytes_total=bytes_total,
         seconds=end - begin,

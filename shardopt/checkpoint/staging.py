@@ -125,18 +125,22 @@ class Staging:
         flat = flatten(app)
         live = describe(flat, "none")
         later = changed_by_steps_alone(flat) if lazily else frozenset()
-        pieces = [piece for view in live.views.values() for piece in view.pieces]
+        later -= {first for key, first in live.tied.items() if key not in later}
+        own = {key: view for key, view in live.views.items() if key not in live.tied}  # of one memory one copy
+        pieces = [piece for view in own.values() for piece in view.pieces]
         hosts = iter(memory.tensors_like([piece.tensor for piece in pieces]))
         self._memory = memory
         self._later: list[Copy] = []
         now: list[Copy] = []
         views: dict[str, View] = {}
-        for key, view in live.views.items():
+        for key, view in own.items():
             staged = tuple(Piece(piece.box, next(hosts)) for piece in view.pieces)
             views[key] = View(view.shape, view.dtype, staged, view.layout)
             copies = self._later if key in later else now
             for piece, host in zip(view.pieces, staged, strict=True):
                 copies.append(Copy(key, piece.tensor, host.tensor, _version(piece.tensor)))
+        for key, first in live.tied.items():
+            views[key] = views[first]
         self._now = now  # kept until they are copied: on an accelerator that takes until `finish`
         self._description = replace(live, views=views)
         self.optimizers = _optimizers_of(flat)

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardopt.errors import AlgorithmError, Problem, StateError
+from shardopt.names import plain_name
 from shardopt.sharding.gradients import takes_gradient
 
 NamedTensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
-_WRAPPERS = re.compile(r"(?<![^.])(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.")
 _MOST_NAMES = 20
 
 
@@ -41,14 +41,6 @@ def named(parameters: NamedTensors) -> dict[str, Tensor]:
             raise StateError("two parameters have one name", [problem])
         by_name[name] = tensor
     return by_name
-
-
-def plain_name(name: str) -> str:
-    """A name without what activation checkpointing, torch.compile and FullyShardedDataParallel put into it.
-
-    As torch's own checkpoints have it: state is for the parameter, however its module will be wrapped the next time.
-    """
-    return _WRAPPERS.sub("", name)
 
 
 def first_names(parameters: Mapping[str, Tensor]) -> dict[Tensor, str]:

@@ -51,6 +51,11 @@ def manifests(draw):
             values[join(path)] = (path, draw(VALUES))
         else:
             per_rank[join(path)] = path
+    stored = sorted(tensors)
+    for path in draw(st.lists(PATHS, max_size=2, unique_by=join)) if stored else ():
+        if join(path) not in {*tensors, *values, *per_rank}:
+            first = draw(st.sampled_from(stored))
+            tensors[join(path)] = tensors[first]._replace(path=path, tied_to=first)
     saved_at = draw(st.none() | st.floats(allow_nan=False, allow_infinity=False))
     metrics = draw(st.none() | st.dictionaries(st.text(max_size=3), st.floats(allow_nan=False), max_size=3))
     return Manifest("0a", len(files), files, tensors, values, per_rank, saved_at, metrics)
@@ -59,8 +64,8 @@ def manifests(draw):
 def plain(manifest):
     """The manifest in terms that can be compared, kinds of parts included."""
     tensors = {
-        key: (path, [type(part) for part in path], dtype, layout.shape, layout.boxes, layout.files)
-        for key, (path, dtype, layout) in manifest.tensors.items()
+        key: (path, [type(part) for part in path], dtype, layout.shape, layout.boxes, layout.files, tied_to)
+        for key, (path, dtype, layout, tied_to) in manifest.tensors.items()
     }
     values = {key: (path, [type(part) for part in path], value) for key, (path, value) in manifest.values.items()}
     beside = manifest.saved_at, manifest.metrics
@@ -74,7 +79,10 @@ def test_what_is_written_is_read(manifest):
     except StateError:  # a text that is no Unicode, as a value
         return
     assert plain(decode_manifest(data, "m")) == plain(manifest)
-    assert json.loads(data)["version"] == 1
+    body = json.loads(data)
+    ties = any(tensor.tied_to for tensor in manifest.tensors.values())
+    assert (body["version"], body["min_reader_version"]) == (2, 2 if ties else 1)
+    assert ("tied" in body) == ties
 
 
 def test_text_beyond_the_basic_plane_comes_back():
@@ -110,6 +118,7 @@ def sound():
         {
             "a.b": StoredTensor(("a", "b"), DTYPES["float32"], grid),
             "l.0": StoredTensor(("l", Index(0)), DTYPES["bool"], odd),
+            "t.0": StoredTensor(("t", "0"), DTYPES["float32"], grid, "a.b"),
         }
     )
     values = {"v.x": (("v", "x"), [1, (2**60, Counter("a"), float("inf"))])}
@@ -180,6 +189,7 @@ PLACES = [
         ("tensors", "l.0", 2, 1),
     ),
     *(("values", "v.x"), ("values", "v.x", 0), ("values", "v.x", 1), ("values", "v.x", 1, 1), ("per_rank", "rng")),
+    *(("tied",), ("tied", "t.0"), ("tied", "t.0", 0), ("tied", "t.0", 1)),
     ("min_reader_version",),
     ("format",),
     *(("saved_at",), ("metrics",), ("metrics", "loss"), ("metrics", "worst"), ("metrics", "worst", "float")),
@@ -264,7 +274,7 @@ def test_what_is_no_plain_json_object_is_refused(text):
 def test_other_formats_and_newer_ones_are_told_apart_from_damage(sound):
     for change, said in (
         ({"format": "other"}, "is not a manifest"),
-        ({"min_reader_version": 2}, "needs a newer reader"),
+        ({"min_reader_version": 3}, "needs a newer reader"),
         ({"min_reader_version": None}, "is not a manifest"),
     ):
         body = json.loads(sound) | change
@@ -274,6 +284,39 @@ def test_other_formats_and_newer_ones_are_told_apart_from_damage(sound):
     body = json.loads(sound) | {"version": 7, "new": {"x": [1]}}
     del body["xxh3"]
     assert decode_manifest(sealed(body), "m").save_id == "0a"
+
+
+def test_a_reader_of_version_1_refuses_what_it_would_miss(sound, monkeypatch):
+    body = json.loads(sound)
+    del body["xxh3"]
+    without = sealed({key: value for key, value in body.items() if key != "tied"} | {"min_reader_version": 1})
+    monkeypatch.setattr(manifest_module, "FORMAT_VERSION", 1)
+    assert decode_manifest(without, "m").save_id == "0a"
+    with pytest.raises(FormatError, match="version 2; required at most 1; install a newer shardopt"):
+        decode_manifest(sound, "m")
+
+
+@pytest.mark.parametrize(
+    "tied",
+    [
+        {"x": ["none", None]},
+        {"x": ["t.0", None], "t.0": ["a.b", None]},
+        {"a.b": ["l.0", None]},
+        {"v.x": ["a.b", None]},
+        {"rng": ["a.b", None]},
+        {"x": ["x", None]},
+        {"x": [["a.b"], None]},
+        {"x": ["a.b", ["y"]]},
+        {"x": ["a.b"]},
+        ["a.b"],
+    ],
+    ids=str,
+)
+def test_ties_that_cannot_be_are_refused(sound, tied):
+    body = json.loads(sound) | {"tied": tied}
+    del body["xxh3"]
+    with pytest.raises(CorruptionError):
+        decode_manifest(sealed(body), "m")
 
 
 def test_a_manifest_over_the_limit_is_neither_written_nor_read(monkeypatch):

@@ -95,5 +95,6 @@ def test_a_removal_that_ends_early_leaves_no_checkpoint_or_a_whole_one(tmp_path,
 def test_only_what_a_save_wrote_is_removed(tmp_path):
     checkpoint.save(tmp_path, {"w": torch.ones(3)})
     (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / ".manifest.json.0123456789ab.tmp").write_text("of a save that died in its commit")
     remove_checkpoint(LocalStorage(str(tmp_path)))
     assert [each.name for each in tmp_path.iterdir()] == ["notes.txt"]
