@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import signal
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +14,7 @@ from shardopt.checkpoint.async_save import AsyncSaver, Stage
 from shardopt.checkpoint.initialize import init_unstepped
 from shardopt.checkpoint.keeper import Keeper
 from shardopt.checkpoint.load import load
-from shardopt.checkpoint.metrics import metrics_of, pack_metrics
+from shardopt.checkpoint.metrics import metrics_of
 from shardopt.checkpoint.mirror import Mirror
 from shardopt.checkpoint.pending import PendingSave
 from shardopt.checkpoint.retention import Mode, Rules, best_of
@@ -120,25 +121,8 @@ class Manager:
         self._require_open()
         if not (force or self.should_save(step)):
             return None
-        stop = self._stop if self._stops_after(step) else None
-        if self._mirror is not None:
-            # Agreed upon: the threads of some ranks may have heard of it, and those of others not yet.
-            doing = f"copying checkpoints of {self._storage.url}"
-            ranks_of().agree(doing, work=self._raise_failed_copy, deadline_seconds=self._deadline_seconds)
-        self._keeper.make_way(step)
-        noted = None if metrics is None else pack_metrics(metrics)
-        if self._stage is not None and stop is None:
-            return self._save_beside(step, app, self._stage, noted)
-        if self._saver is not None:
-            self._saver.wait()
-        deadline_seconds = min(self._deadline_seconds, stop.deadline_seconds if stop else math.inf)
-        report = save_now(self.path(step), app, True, "small", deadline_seconds, noted)
-        self._after_commit(step)
-        if stop is not None:
-            if ranks_of().rank == 0:
-                _log.warning("told to stop: saved step %d, and leaving", step)
-            stop.leave()
-        return report
+        with ranks_of().beating(self._deadline_seconds):
+            return self._save(step, app, metrics)
 
     def restore(self, app: Mapping[str, Any], *, strict: bool | Strictness = True) -> int:
         """Loads the newest committed checkpoint that is whole into `app`, in place; returns its step.
@@ -155,6 +139,10 @@ class Manager:
             MismatchError: a checkpoint does not fit.
         """
         self._require_open()
+        with ranks_of().beating(self._deadline_seconds):
+            return self._restore(app, strict)
+
+    def _restore(self, app: Mapping[str, Any], strict: bool | Strictness) -> int:
         if self._saver is not None:
             self._saver.wait()
         damaged: list[int] = []
@@ -188,18 +176,27 @@ class Manager:
         return [(int(step), self.path(step)) for step in reversed(steps)]
 
     def close(self) -> None:
-        """Waits for what goes on in the background, and ends the use of this manager. Raises what failed there."""
+        """Waits for what goes on in the background, and ends the use of this manager. Raises what failed there.
+
+        Collective where a save in the background has failed: then all ranks raise if one of them was not told yet.
+        """
+        # Within an except or a finally it may be this rank alone that is on its way out, and the others anywhere.
+        self._close(alone=sys.exception() is not None)
+
+    def _close(self, alone: bool) -> None:
         if self._closed:
             return
         self._closed = True
-        if self._stop is not None:
-            self._stop.close()
         try:
             if self._saver is not None:
-                self._saver.close()
+                self._saver.close(alone)
         finally:
-            if self._mirror is not None:
-                self._mirror.close()
+            try:
+                if self._mirror is not None:
+                    self._mirror.close()
+            finally:
+                if self._stop is not None:
+                    self._stop.close()  # not before: the signal would end the process, and what is being saved with it
         self._raise_failed_copy()
 
     def __enter__(self) -> Manager:
@@ -207,7 +204,7 @@ class Manager:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
-            self.close()
+            self._close(alone=error is not None)
         except Exception as failure:
             if error is None:
                 raise
@@ -217,15 +214,37 @@ class Manager:
     def _stops_after(self, step: int) -> bool:
         return self._stop is not None and self._stop.after(step, ranks_of())
 
-    def _save_beside(self, step: int, app: Mapping[str, Any], stage: Stage, noted: bytes | None) -> PendingSave:
-        # Made at the first save: ranks must make their savers in one order, but a Manager that only looks is anybody's.
+    def _save(self, step: int, app: Mapping[str, Any], metrics: Mapping[str, float] | None) -> SaveReport | PendingSave:
+        stop = self._stop if self._stops_after(step) else None
+        if self._mirror is not None:
+            # Agreed upon: the threads of some ranks may have heard of it, and those of others not yet.
+            doing = f"copying checkpoints of {self._storage.url}"
+            ranks_of().agree(doing, work=self._raise_failed_copy, deadline_seconds=self._deadline_seconds)
+            self._mirror.prepare()
+        self._keeper.make_way(step)
+        if self._stage is not None and stop is None:
+            return self._save_beside(step, app, self._stage, metrics)
+        if self._saver is not None:
+            self._saver.wait()
+        deadline_seconds = min(self._deadline_seconds, stop.deadline_seconds if stop else math.inf)
+        report = save_now(self.path(step), app, True, "small", deadline_seconds, metrics)
+        self._after_commit(step)
+        if stop is not None:
+            if ranks_of().rank == 0:
+                _log.warning("told to stop: saved step %d, and leaving", step)
+            stop.leave()
+        return report
+
+    def _save_beside(
+        self, step: int, app: Mapping[str, Any], stage: Stage, metrics: Mapping[str, float] | None
+    ) -> PendingSave:
         self._saver = self._saver or AsyncSaver()
         return self._saver.save(
             self.path(step),
             app,
             stage=stage,
             deadline_seconds=self._deadline_seconds,
-            metrics=noted,
+            metrics=metrics,
             afterwards=lambda: self._after_commit(step),
         )
 

@@ -4,14 +4,36 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from typing import Any
 
 from shardopt.checkpoint.format import METRICS_NAME, damaged, load_json
 from shardopt.checkpoint.storage import Storage
+from shardopt.errors import Problem, StateError
 
 
-def pack_metrics(metrics: Mapping[str, float]) -> bytes:
-    """The file's bytes. Raises TypeError and ValueError where something is no number."""
-    return json.dumps({name: float(each) for name, each in metrics.items()}).encode()
+def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Metrics as numbers.
+
+    Raises:
+        StateError: what is none is named.
+    """
+    if not isinstance(metrics, Mapping):
+        problem = Problem("metrics", repr(metrics)[:80], "numbers by name", 'give a dict, such as {"loss": 0.5}')
+        raise StateError("metrics cannot be kept", [problem])
+    numbers, problems = {}, []
+    for name, value in metrics.items():
+        try:
+            numbers[name] = float(value)
+        except (TypeError, ValueError, RuntimeError):  # the last of a tensor of several elements
+            problems.append(Problem(f"metrics.{name}", repr(value)[:80], "a number", "give one, or leave it out"))
+    if problems:
+        raise StateError("metrics cannot be kept", problems)
+    return numbers
+
+
+def pack_metrics(metrics: Mapping[str, Any]) -> bytes:
+    """The file's bytes. Raises StateError, as `numbers_of`."""
+    return json.dumps(numbers_of(metrics)).encode()
 
 
 def metrics_of(checkpoint: Storage) -> dict[str, float]:

@@ -7,7 +7,6 @@ has the newest; of one step the local copy comes first.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import threading
@@ -24,10 +23,9 @@ from shardopt.checkpoint.open_file import OpenFile
 from shardopt.checkpoint.reports import tell
 from shardopt.checkpoint.storage import Span, Storage, storage_of, telling
 from shardopt.errors import CheckpointError, Problem
-from shardopt.ranks import DEADLINE_SECONDS, Ranks, ranks_of
+from shardopt.ranks import DEADLINE_SECONDS, Ranks, SideRanks, ranks_of
 
 _CHUNK_BYTES = 16 * SEGMENT_BYTES
-_numbers = itertools.count()
 _log = logging.getLogger("shardopt.checkpoint")
 
 
@@ -68,13 +66,16 @@ class Mirror:
     ) -> None:
         self._local, self._remote = storage_of(local), storage_of(remote)
         self._deadline_seconds = deadline_seconds
-        self._name = f"mirror-{next(_numbers)}"  # ranks make their mirrors in one order
-        self._ranks: tuple[Ranks, Ranks] | None = None
+        self._side = SideRanks("copies of checkpoints")
         self._lock = threading.Lock()
         self._waiting: list[str] = []
         self._last: threading.Thread | None = None
         self._failure: BaseException | None = None
         self.report: UploadReport | None = None  # of the last upload that was made
+
+    def prepare(self) -> None:
+        """Lets ranks agree on how they talk while they copy, as `upload` does where they have not. Collective then."""
+        self._side.of(ranks_of(), self._deadline_seconds)
 
     def upload(self, name: str, afterwards: Callable[[Storage], None] = lambda copies: None) -> None:
         """Begins to copy a committed checkpoint, once those before it are done. Collective; does not wait.
@@ -90,7 +91,7 @@ class Mirror:
         Raises:
             ShardoptError: what an earlier upload has failed with, if nobody was told. This one was begun all the same.
         """
-        beside = self._beside(ranks_of())
+        beside = self._side.of(ranks_of(), self._deadline_seconds)
         earlier, self._failure = self._failure, None
         with self._lock:
             self._waiting.append(name)
@@ -146,22 +147,18 @@ class Mirror:
         if failure is not None:
             raise failure
 
-    def _beside(self, ranks: Ranks) -> Ranks:
-        if self._ranks is None or self._ranks[0] is not ranks:
-            self._ranks = ranks, ranks.beside(self._name)
-        return self._ranks[1]
-
     def _in_turn(
         self, ranks: Ranks, name: str, before: threading.Thread | None, afterwards: Callable[[Storage], None]
     ) -> None:
         """What the thread of an upload does."""
-        if before is not None:
-            before.join()
         try:
-            report = self._copy(ranks, name)
-            if report is not None:
-                self.report = report
-                afterwards(self._remote)
+            with ranks.beating(self._deadline_seconds):
+                if before is not None:
+                    before.join()
+                report = self._copy(ranks, name)
+                if report is not None:
+                    self.report = report
+                    afterwards(self._remote)
         except BaseException as error:  # told by the next call; the training goes on meanwhile
             _log.error("copying %s to %s failed: %s", self._local.child(name).url, self._remote.url, error)
             self._failure = error
