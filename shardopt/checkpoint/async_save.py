@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from shardopt.checkpoint.describe import Description
+from shardopt.checkpoint.host_memory import HostMemory
 from shardopt.checkpoint.metrics import numbers_of
 from shardopt.checkpoint.pause import gc_paused
 from shardopt.checkpoint.pending import PendingSave, hold_steps
@@ -32,7 +33,7 @@ from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.replicas import CheckReplicas
 from shardopt.checkpoint.reports import tell
 from shardopt.checkpoint.save import Kept, replicas_to_check, save_described
-from shardopt.checkpoint.staging import HostMemory, Staging
+from shardopt.checkpoint.staging import Staging
 from shardopt.copies import copying_until
 from shardopt.errors import CheckpointError, Problem
 from shardopt.ranks import DEADLINE_SECONDS, Call, Ranks, SideRanks, as_call, call_on, ranks_of, refuse_lone_processes
