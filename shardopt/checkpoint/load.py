@@ -163,7 +163,8 @@ def load(
             `app` refuse to step until a load is whole.
         RankError: a rank failed in another way, died, or did not make the call.
     """
-    with reading(url), gc_paused():  # around a call, so that the collector finds the plan gone when it wakes
+    # Around a call, so that the collector finds the plan gone when it wakes.
+    with reading(url), ranks_of().beating(deadline_seconds), gc_paused():
         report, differences = _load(
             url,
             app,
@@ -234,11 +235,16 @@ def _load_into(
         _settle_differences(ranks, what, plan, strictness, opened["with_differences"], deadline_seconds)
     reads = _Reads(plan, opened["alike"], ranks)
     if transactional:
-        ranks.agree(what, work=lambda: check_all(reads.wants), deadline_seconds=deadline_seconds)
+        doing = f"{what} (transactional)"  # by which ranks notice that some of them do not verify
+        ranks.agree(doing, work=lambda: check_all(reads.wants), deadline_seconds=deadline_seconds)
     loaded = [each for each in plan.flat.handbacks if plan.match.loads_into(each.path, plan.flat)]
     optimizers = [each.target for each in loaded if isinstance(each.target, Optimizer)]
-    mark_torn(optimizers, what)
-    bytes_read, _ = ranks.agree(what, work=lambda: _fill(reads.wants, progress), deadline_seconds=deadline_seconds)
+
+    def fill() -> int:
+        mark_torn(optimizers, what)  # in the round, as an optimizer may refuse
+        return _fill(reads.wants, progress)
+
+    bytes_read, _ = ranks.agree(what, work=fill, deadline_seconds=deadline_seconds)
     # A round of its own: nobody is to wait for what its reader failed to read, or to hand back what others lack.
     ranks.agree(what, work=lambda: _hand_back(plan, reads.shared, loaded), deadline_seconds=deadline_seconds)
     unmark_torn(optimizers)

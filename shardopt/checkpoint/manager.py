@@ -6,16 +6,17 @@ import logging
 import math
 import os
 import signal
-from collections.abc import Collection, Mapping
-from typing import Any
+import sys
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NoReturn
 
 from shardopt.checkpoint.async_save import AsyncSaver, Stage
 from shardopt.checkpoint.branches import Beyond, Branches
 from shardopt.checkpoint.format import MANIFEST_NAME
 from shardopt.checkpoint.history import History
 from shardopt.checkpoint.keeper import Keeper
-from shardopt.checkpoint.load import load
-from shardopt.checkpoint.metrics import metrics_of, pack_metrics, unpack_metrics
+from shardopt.checkpoint.load import LoadReport, load
+from shardopt.checkpoint.metrics import metrics_of, numbers_of
 from shardopt.checkpoint.mirror import Mirror
 from shardopt.checkpoint.pending import PendingSave
 from shardopt.checkpoint.progress import Progress
@@ -36,8 +37,8 @@ from shardopt.checkpoint.share import Replicas
 from shardopt.checkpoint.steps import Place
 from shardopt.checkpoint.storage import storage_of
 from shardopt.checkpoint.strictness import Strictness
-from shardopt.checkpoint.unsettled import raise_failures
-from shardopt.errors import ShardoptError
+from shardopt.checkpoint.unsettled import take_failures
+from shardopt.errors import ShardoptError, StateError
 from shardopt.ranks import DEADLINE_SECONDS, ranks_of
 from shardopt.stopping import Stop
 
@@ -165,25 +166,11 @@ class Manager:
         check_step(step)
         if not (force or self.should_save(step)):
             return None
-        stop = self._stop if self._stops_after(step) else None
-        # Told to stop, a save comes first: what has failed before is told when this is committed.
-        earlier = self._earlier_failures() if stop is not None else []
-        if stop is None:
+        with ranks_of().beating(self._deadline_seconds):
+            if self._stops_after(step):
+                self._save_and_leave(step, app, metrics)
             self._raise_failed_copy_everywhere()
-        try:
-            place = self._branches().place(int(step))
-            if self._is_known(place):
-                result = self._last[1] if self._last is not None and self._last[0] == place else None
-            else:
-                result = self._save(place, app, {} if metrics is None else metrics, stop)
-        finally:
-            for failure in earlier:
-                _log.error("before the job was told to stop, this had failed: %s", failure)
-        if stop is not None:
-            if ranks_of().rank == 0:
-                _log.warning("told to stop: saved step %d, and leaving", step)
-            stop.leave()
-        return result
+            return self._save_step(step, app, metrics, None)
 
     def restore(
         self,
@@ -231,14 +218,9 @@ class Manager:
         """
         self._require_open()
         check_restore_options(step, branch, beyond)
-        if self._saver is not None:
-            self._saver.wait()
-        branches = self._history.agree_on_branches(needs_copies=True)
-        seen_from = branches.current if branch is None else branch
-        refuse_unknown_branch(seen_from, branches.current)
-        restored = restore_newest(
-            lambda: self._history.candidates(seen_from, step, required or step is not None),
-            lambda url: load(
+
+        def load_from(url: str) -> LoadReport:
+            return load(
                 url,
                 app,
                 strict=strict,
@@ -249,7 +231,27 @@ class Manager:
                 init_state=True,
                 progress=progress,
                 deadline_seconds=self._deadline_seconds,
-            ),
+            )
+
+        with ranks_of().beating(self._deadline_seconds):
+            return self._restore(load_from, step, branch, beyond, required)
+
+    def _restore(
+        self,
+        load_from: Callable[[str], LoadReport],
+        step: int | None,
+        branch: int | None,
+        beyond: Beyond,
+        required: bool,
+    ) -> int:
+        if self._saver is not None:
+            self._saver.wait()
+        branches = self._history.agree_on_branches(needs_copies=True)
+        seen_from = branches.current if branch is None else branch
+        refuse_unknown_branch(seen_from, branches.current)
+        restored = restore_newest(
+            lambda: self._history.candidates(seen_from, step, required or step is not None),
+            load_from,
         )
         self._keeper.branches = branches
         if restored is None:
@@ -268,18 +270,27 @@ class Manager:
         return place.step
 
     def close(self) -> None:
-        """Waits for what goes on in the background, and ends the use of this manager. Raises what failed there."""
+        """Waits for what goes on in the background, and ends the use of this manager. Raises what failed there.
+
+        Collective where a save in the background has failed: then all ranks raise if one of them was not told yet.
+        """
+        # Within an except or a finally it may be this rank alone that is on its way out, and the others anywhere.
+        self._close(alone=sys.exception() is not None)
+
+    def _close(self, alone: bool) -> None:
         if self._closed:
             return
         self._closed = True
-        if self._stop is not None:
-            self._stop.close()
         try:
             if self._saver is not None:
-                self._saver.close()
+                self._saver.close(alone)
         finally:
-            if self._mirror is not None:
-                self._mirror.close()
+            try:
+                if self._mirror is not None:
+                    self._mirror.close()
+            finally:
+                if self._stop is not None:
+                    self._stop.close()  # not before: the signal would end the process, and what is being saved with it
         self._raise_failed_copy()
 
     def __enter__(self) -> Manager:
@@ -287,7 +298,7 @@ class Manager:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
-            self.close()
+            self._close(alone=error is not None)
         except Exception as failure:
             if error is None:
                 raise
@@ -325,7 +336,7 @@ class Manager:
     def _is_known(self, place: Place) -> bool:
         """Whether this Manager has committed a checkpoint, or was restored from it, and it is there. Collective."""
         if self._saver is not None and self._last is not None and self._last[0] == place:
-            self._saver.wait()
+            self._saver.wait()  # which may have failed, and then is no checkpoint
         url = self._known.get(place)
         if url is None:
             return False
@@ -339,40 +350,56 @@ class Manager:
             self._announce(f"step {place.step} is in {url} already: nothing was saved")
         return bool(is_there)
 
-    def _save(
-        self, place: Place, app: Mapping[str, Any], metrics: Mapping[str, float], stop: Stop | None
-    ) -> SaveReport | PendingSave:
-        noted = pack_metrics(metrics)
+    def _save_and_leave(self, step: int, app: Mapping[str, Any], metrics: Mapping[str, float] | None) -> NoReturn:
+        """The last save of a job that was told to stop. What has failed before is told when this is done."""
+        assert self._stop is not None
+        earlier = self._earlier_failures()
+        try:
+            self._save_step(step, app, metrics, self._stop)
+        finally:
+            for failure in earlier:
+                _log.error("before the job was told to stop, this had failed: %s", failure)
+        if ranks_of().rank == 0:
+            _log.warning("told to stop: saved step %d, and leaving", step)
+        self._stop.leave()
+
+    def _save_step(
+        self, step: int, app: Mapping[str, Any], metrics: Mapping[str, float] | None, stop: Stop | None
+    ) -> SaveReport | PendingSave | None:
+        place = self._branches().place(int(step))
+        if self._is_known(place):
+            return self._last[1] if self._last is not None and self._last[0] == place else None
+        if self._mirror is not None:
+            self._mirror.prepare()
         self._keeper.make_way(place)
         url = self._root.checkpoint(place).url
-        result: SaveReport | PendingSave
+        numbers = _numbers_or_none(metrics)
         if self._stage is not None and stop is None:
-            # Made at the first save: ranks must make their savers in one order, but a Manager that only looks is
-            # anybody's.
             self._saver = self._saver or AsyncSaver()
-            result = self._saver.save(
+            pending = self._saver.save(
                 url,
                 app,
                 stage=self._stage,
                 deadline_seconds=self._deadline_seconds,
-                metrics=noted,
-                afterwards=lambda: self._after_commit(place, url, noted),
+                metrics=metrics,
+                afterwards=lambda: self._after_commit(place, url, numbers),
             )
-        else:
-            if self._saver is not None:
-                self._saver.wait()
-            deadline_seconds = min(self._deadline_seconds, stop.deadline_seconds if stop else math.inf)
-            result = save_now(url, app, True, "sampled", deadline_seconds, noted)
-            self._after_commit(place, url, noted)
-        self._last = place, result
-        return result
+            self._last = place, pending
+            return pending
+        if self._saver is not None and stop is None:
+            self._saver.wait()
+        deadline_seconds = min(self._deadline_seconds, stop.deadline_seconds if stop else math.inf)
+        report = save_now(url, app, True, "sampled", deadline_seconds, metrics, raise_earlier=stop is None)
+        self._after_commit(place, url, numbers)
+        self._last = place, report
+        return report
 
-    def _after_commit(self, place: Place, url: str, noted: bytes) -> None:
+    def _after_commit(self, place: Place, url: str, metrics: Mapping[str, float]) -> None:
         """Begins to copy the new checkpoint, and removes what is no longer wanted. No save is under way then."""
         self._known[place] = url
         if self._mirror is not None:
             self._upload(place)
-        self._keeper.tidy(place, unpack_metrics(noted))
+        self._keeper.tidy(place, metrics)
 
     def _upload(self, place: Place) -> None:
         assert self._mirror is not None
@@ -394,19 +421,12 @@ class Manager:
 
     def _earlier_failures(self) -> list[BaseException]:
         """What this rank's saves and copies have failed with and nobody was told; waits for the save in flight."""
-        raisers = [raise_failures, self._raise_failed_copy]
-        if self._saver is not None:
-            raisers.insert(0, self._saver.wait)
+        failures = [self._saver.take_failure()] if self._saver is not None else []
+        failures += [*take_failures(), self._failed_copy]
+        self._failed_copy = None
         if self._mirror is not None:
-            raisers.append(self._mirror.raise_failure)
-        failures: list[BaseException] = []
-        while raisers:
-            try:
-                raisers[0]()
-                raisers.pop(0)
-            except Exception as error:  # to be told once the save that matters now is made
-                failures.append(error)
-        return failures
+            failures.append(self._mirror.take_failure())
+        return [failure for failure in failures if failure is not None]
 
     def _announce(self, text: str) -> None:
         if ranks_of().rank == 0:
@@ -415,3 +435,11 @@ class Manager:
     def _require_open(self) -> None:
         if self._closed:
             raise RuntimeError("this Manager was closed; make a new one")
+
+
+def _numbers_or_none(metrics: Mapping[str, float] | None) -> Mapping[str, float]:
+    """Metrics as they are now; none where something is no number, which the save refuses, on all ranks."""
+    try:
+        return {} if metrics is None else numbers_of(metrics)
+    except StateError:
+        return {}

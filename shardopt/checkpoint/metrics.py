@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from typing import Any
 
 from shardopt.checkpoint.commit import read_manifest
 from shardopt.checkpoint.format import METRICS_NAME, damaged, load_json
 from shardopt.checkpoint.storage import Storage
-from shardopt.errors import CheckpointNotFoundError, OptionError, Problem
+from shardopt.errors import CheckpointNotFoundError, Problem, StateError
 
 
-def pack_metrics(metrics: Mapping[str, float]) -> bytes:
-    """As JSON. Raises OptionError where something is no number."""
+def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Metrics as numbers.
+
+    Raises:
+        StateError: what is none is named.
+    """
     if not isinstance(metrics, Mapping):
-        raise _no_metrics([Problem("metrics", repr(metrics)[:80], "numbers by name", 'give them as {"loss": 0.5}')])
+        problem = Problem("metrics", repr(metrics)[:80], "numbers by name", 'give a dict, such as {"loss": 0.5}')
+        raise StateError("metrics cannot be kept", [problem])
     numbers: dict[str, float] = {}
     problems = []
     for name, value in metrics.items():
@@ -22,24 +28,17 @@ def pack_metrics(metrics: Mapping[str, float]) -> bytes:
             if not isinstance(name, str) or isinstance(value, str | bytes):
                 raise TypeError
             numbers[name] = float(value)
-        except (TypeError, ValueError, RuntimeError):  # the last of tensors with several elements
+        except (TypeError, ValueError, RuntimeError):  # the last of a tensor of several elements
             found = repr(value)[:80] if isinstance(name, str) else f"{value!r} under {name!r}"[:80]
-            problems.append(
-                Problem(f"metrics.{name}", found, "a number under a name", "leave out what is not measured")
-            )
+            problems.append(Problem(f"metrics.{name}", found, "a number under a name", "give one, or leave it out"))
     if problems:
-        raise _no_metrics(problems)
-    return json.dumps(numbers).encode()
+        raise StateError("metrics cannot be kept", problems)
+    return numbers
 
 
-def unpack_metrics(packed: bytes) -> dict[str, float]:
-    """What `pack_metrics` was given, as floats."""
-    unpacked: dict[str, float] = json.loads(packed)
-    return unpacked
-
-
-def _no_metrics(problems: list[Problem]) -> OptionError:
-    return OptionError("metrics cannot be stored", problems)
+def pack_metrics(metrics: Mapping[str, Any]) -> bytes:
+    """As JSON. Raises StateError, as `numbers_of`."""
+    return json.dumps(numbers_of(metrics)).encode()
 
 
 def metrics_of(checkpoint: Storage) -> dict[str, float]:

@@ -7,7 +7,6 @@ has the newest; of one step the local copy comes first.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import threading
@@ -23,9 +22,8 @@ from shardopt.checkpoint.format import MANIFEST_NAME
 from shardopt.checkpoint.reports import tell
 from shardopt.checkpoint.steps import in_order
 from shardopt.checkpoint.storage import Storage, storage_of, telling
-from shardopt.ranks import DEADLINE_SECONDS, Ranks, ranks_of
+from shardopt.ranks import DEADLINE_SECONDS, Ranks, SideRanks, ranks_of
 
-_numbers = itertools.count()
 _log = logging.getLogger("shardopt.checkpoint")
 
 
@@ -66,13 +64,16 @@ class Mirror:
     ) -> None:
         self._local, self._remote = storage_of(local), storage_of(remote)
         self._deadline_seconds = deadline_seconds
-        self._name = f"mirror-{next(_numbers)}"  # ranks make their mirrors in one order
-        self._ranks: tuple[Ranks, Ranks] | None = None
+        self._side = SideRanks("copies of checkpoints")
         self._lock = threading.Lock()
         self._waiting: list[str] = []
         self._last: threading.Thread | None = None
         self._failure: BaseException | None = None
         self.report: UploadReport | None = None  # of the last upload that was made
+
+    def prepare(self) -> None:
+        """Lets ranks agree on how they talk while they copy, as `upload` does where they have not. Collective then."""
+        self._side.of(ranks_of(), self._deadline_seconds)
 
     def upload(self, name: str, afterwards: Callable[[Storage], None] = lambda copies: None) -> None:
         """Begins to copy a committed checkpoint, once those before it are done. Collective; does not wait.
@@ -91,8 +92,8 @@ class Mirror:
         Raises:
             ShardoptError: what an earlier upload has failed with, if nobody was told. This one was begun all the same.
         """
-        beside = self._beside(ranks_of())
-        earlier, self._failure = self._failure, None
+        beside = self._side.of(ranks_of(), self._deadline_seconds)
+        earlier = self.take_failure()
         with self._lock:
             self._waiting.append(name)
             # Not a daemon: a program that ends waits for it.
@@ -131,7 +132,9 @@ class Mirror:
         """Waits until nothing is being copied, and raises what an upload has failed with, if nobody was told."""
         if self._last is not None:
             self._last.join()
-        self.raise_failure()
+        failure = self.take_failure()
+        if failure is not None:
+            raise failure
 
     def close(self) -> None:
         """As `wait`."""
@@ -143,28 +146,23 @@ class Mirror:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def raise_failure(self) -> None:
-        """Raises what an upload has failed with, if nobody was told; does not wait."""
+    def take_failure(self) -> BaseException | None:
+        """What an upload has failed with, if nobody was told; does not wait. Local."""
         failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
-
-    def _beside(self, ranks: Ranks) -> Ranks:
-        if self._ranks is None or self._ranks[0] is not ranks:
-            self._ranks = ranks, ranks.beside(self._name)
-        return self._ranks[1]
+        return failure
 
     def _in_turn(
         self, ranks: Ranks, name: str, before: threading.Thread | None, afterwards: Callable[[Storage], None]
     ) -> None:
         """What the thread of an upload does."""
-        if before is not None:
-            before.join()
         try:
-            report = self._copy(ranks, name)
-            if report is not None:
-                self.report = report
-                afterwards(self._remote)
+            with ranks.beating(self._deadline_seconds):
+                if before is not None:
+                    before.join()
+                report = self._copy(ranks, name)
+                if report is not None:
+                    self.report = report
+                    afterwards(self._remote)
         except BaseException as error:  # told by the next call; the training goes on meanwhile
             _log.error("copying %s to %s failed: %s", self._local.child(name).url, self._remote.url, error)
             self._failure = error

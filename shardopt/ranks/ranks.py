@@ -114,6 +114,11 @@ class Ranks:
         return Notice(channel.store, key)
 
     @property
+    def in_step(self) -> bool:
+        """Whether these ranks can still `agree`: none was lost, as far as this one knows."""
+        return self._broken is None
+
+    @property
     def device(self) -> torch.device:
         """Where numbers for `add_up` are to lie: on the accelerator in use where the group communicates there."""
         if self._accelerator is None:

@@ -17,7 +17,7 @@ import torch
 import shardopt
 from shardopt import checkpoint
 from shardopt.checkpoint import staging
-from shardopt.errors import CheckpointError, CorruptionError, MismatchError, OptionError
+from shardopt.errors import CheckpointError, CorruptionError, MismatchError, OptionError, StateError
 
 STAGES = (None, "now", "lazy")
 
@@ -382,7 +382,7 @@ def test_a_step_that_is_none(tmp_path, step):
 )
 def test_metrics_that_are_none(tmp_path, metrics):
     manager = checkpoint.Manager(tmp_path)
-    with pytest.raises(OptionError, match="metrics"):
+    with pytest.raises(StateError, match="metrics"):
         manager.save(1, app_of(), metrics=metrics)
     assert manager.steps() == []
 
