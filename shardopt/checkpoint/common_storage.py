@@ -14,6 +14,7 @@ from shardopt.errors import CheckpointError, Problem
 
 _LOOK_SECONDS = 10.0  # for which clients of NFS may not see what is new
 _PAUSE_SECONDS = 0.1
+_NO_SLOT = 999_999_999  # of no data file: a file of this save, as `discard` sees it, and not one of tensors
 
 
 def leave_mark(storage: Storage, save_id: str) -> None:
@@ -47,4 +48,4 @@ def remove_mark(storage: Storage, save_id: str) -> None:
 
 
 def _mark(save_id: str) -> str:
-    return file_name(f"{save_id}0", 0, 0)
+    return file_name(save_id, 0, _NO_SLOT)

@@ -59,14 +59,14 @@ class History:
         """Reads the records of branches, and completes those of the other root. Collective.
 
         Args:
-            needs_copies: whether it is an error that the root of the copies cannot be read.
+            needs_copies: whether it is an error that the root of the copies cannot be read, as it is for a restore.
 
         Raises:
             CheckpointError: a root cannot be read, or the records contradict each other.
             CorruptionError: a record is damaged or missing.
         """
         _, wire = ranks_of().agree(
-            f"looking for checkpoints in {self._root.url}",
+            f"restoring from {self._root.url}" if needs_copies else f"looking for checkpoints in {self._root.url}",
             work=lambda: None,
             decide=lambda _: [list(each) for each in self._read_branches(needs_copies).values()],
             deadline_seconds=self._deadline_seconds,
@@ -136,7 +136,7 @@ class History:
             named = [(place_of(name), url) for name, url in self._mirror.committed()]
             return [Candidate(place, url) for place, url in named if place is not None]
         _, places = ranks_of().agree(
-            f"looking for checkpoints in {self._root.url}",
+            f"restoring from {self._root.url}",
             # One listing on each rank, where that is cheap: a disk may be mounted on some hosts only.
             work=lambda: not self._root.storage.is_remote and bool(self._root.look().places),
             report=bool,
