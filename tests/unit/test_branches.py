@@ -307,7 +307,7 @@ def go_back(root, beyond):
         save(manager, 300, -300)
 
 
-@pytest.mark.parametrize("beyond", ["set_aside", "remove"])
+@pytest.mark.parametrize("beyond", [pytest.param("set_aside", marks=pytest.mark.exhaustive), "remove"])
 def test_wherever_it_ends_the_run_is_what_it_was_or_what_it_is_to_be(tmp_path, monkeypatch, beyond):
     monkeypatch.setattr("os.fsync", lambda fd: None)  # of the process it is that ends here, not the machine
     for at in itertools.count():
@@ -469,7 +469,7 @@ def live_through(root, mirror, history):
     manager.close()
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(histories(), st.booleans())
 def test_any_history_of_a_run(history, mirrored):
     with tempfile.TemporaryDirectory() as root, mock.patch("os.fsync", lambda fd: None):
