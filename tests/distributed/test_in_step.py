@@ -184,7 +184,8 @@ def check_ways(outcomes):
     for n, (name, caller, first, next_) in outcomes[0].items():
         theirs = outcomes[1][n][2:]
         assert next_ == theirs[1], (name, caller, first, next_, theirs)
-        assert (first == "ok") == (theirs[0] == "ok"), (name, caller, first, theirs)
+        # An interrupt that comes once all is handed over leaves the save to go on.
+        assert first == "ok" or theirs[0] != "ok", (name, caller, first, theirs)
         alive += next_ == "ok"
     print(f"{alive} of {len(outcomes[0])} next saves were made")
     return alive
