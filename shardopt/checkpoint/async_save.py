@@ -17,14 +17,13 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from shardopt.checkpoint.describe import Description
 from shardopt.checkpoint.host_memory import HostMemory
 from shardopt.checkpoint.metrics import numbers_of
 from shardopt.checkpoint.pause import gc_paused
@@ -32,7 +31,7 @@ from shardopt.checkpoint.pending import PendingSave, hold_steps
 from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.replicas import CheckReplicas, refuse_unknown_choice
 from shardopt.checkpoint.reports import tell
-from shardopt.checkpoint.save import Kept, replicas_to_check, save_described
+from shardopt.checkpoint.save import Described, Kept, replicas_to_check, save_described
 from shardopt.checkpoint.staging import Staging
 from shardopt.copies import copying_until
 from shardopt.errors import CheckpointError, OptionError, Problem
@@ -93,31 +92,34 @@ class AsyncSaver:
         call = call_on("saving", url)
         refuse_lone_processes(str(call))
         ranks = ranks_of()
-        with ranks.beating(deadline_seconds):
-            if in_flight == "refuse":
-                self._refuse_second(ranks, call, deadline_seconds)
-            self._wait(call)
-            side = self._side.of(ranks, deadline_seconds)
+        if in_flight == "refuse":
+            self._refuse_second(ranks, call, deadline_seconds)
+        self._wait(call)
+        side = self._side.of(ranks, deadline_seconds)
         options = _Options(durable, check_replicas, progress, deadline_seconds, afterwards)
         work = _Work(side, os.fspath(url), self._kept, begin, options)
         pending = work.pending
+        staged: _Staged | BaseException
         try:
-            self._ranks, self._pending, self._asked, self._deadline_seconds = side, pending, False, deadline_seconds
-            work.beats.enter_context(side.beating(deadline_seconds))
-            work.staging = self._stage(app, stage, metrics, work)
-            # Not a daemon: a program that ends waits for it, and then says what it should have waited for itself.
+            self._ranks, self._deadline_seconds = side, deadline_seconds
+            self._pending, self._asked, self._thread = pending, False, None
+            # Begun before the state is copied, as it shows meanwhile that this rank is alive. Not a daemon: a program
+            # that ends waits for it, and then says what it should have waited for itself.
             self._thread = threading.Thread(target=work.run, name="shardopt-save")
             self._thread.start()
+            staged = self._stage(app, stage, metrics, pending)
+            work.hand_over(staged)
         except BaseException as error:
             # The other ranks are on their way to the thread's first round, in which all are to raise this.
-            work.staging = error
+            work.hand_over(error)
             pending.hear_beforehand()
-            work.run()
+            if self._thread is None or self._thread.ident is None:
+                work.run()
             raise
         pending.call_seconds = time.monotonic() - begin
-        if isinstance(work.staging, BaseException) and not isinstance(work.staging, Exception):
+        if isinstance(staged, BaseException) and not isinstance(staged, Exception):
             pending.hear_beforehand()
-            raise work.staging
+            raise staged
         return pending
 
     def wait(self) -> None:
@@ -185,18 +187,17 @@ class AsyncSaver:
             raise pending.failure
 
     def _stage(
-        self, app: Mapping[str, Any], stage: Stage, metrics: Mapping[str, float] | None, work: _Work
-    ) -> Staging | BaseException:
+        self, app: Mapping[str, Any], stage: Stage, metrics: Mapping[str, float] | None, pending: PendingSave
+    ) -> _Staged | BaseException:
         """The state on its way to the host; or what went wrong, of which all ranks will hear in the thread."""
-        pending = work.pending
         try:
-            work.metrics = None if metrics is None else numbers_of(metrics)
+            numbers = None if metrics is None else numbers_of(metrics)
             with gc_paused():
                 staging = Staging(app, self._memory, lazily=stage == "lazy")
             hold_steps(staging.optimizers, pending, self._hooks)
             if staging.is_lazy:
                 copying_until(pending.staged)
-            return staging
+            return _Staged(staging, numbers)
         except BaseException as error:
             if not self._hooks:
                 with suppress(Exception):  # not even the walk through the state may have worked
@@ -228,31 +229,37 @@ class _Options:
     afterwards: Callable[[], None]
 
 
-class _Work:
-    """What is done of one save in the background, once, in whichever thread runs it first.
+class _Staged(NamedTuple):
+    """What a thread saves: the state of the call, and the metrics."""
 
-    Attributes:
-        staging: the state, or what went wrong with it on this rank.
-        metrics: as for `AsyncSaver.save`, as they were in the call.
-        beats: what shows that this rank is alive; closed at the end.
-    """
+    state: Staging
+    metrics: Mapping[str, float] | None
+
+
+class _Work:
+    """What is done of one save in the background, once, in whichever thread runs it first."""
 
     def __init__(self, ranks: Ranks, url: str, kept: Kept, begin: float, options: _Options) -> None:
-        self.beats = ExitStack()
-        self.staging: Staging | BaseException = RuntimeError("nothing was staged")
-        self.metrics: Mapping[str, float] | None = None
         self._ranks, self._kept, self._begin, self._options = ranks, kept, begin, options
         self._running = threading.Lock()  # taken for good by who runs it
+        self._handed_over = threading.Event()
+        self._staged: _Staged | BaseException | None = None
         self._staging_seconds = 0.0
         self.pending = PendingSave(url)  # last: from now on it has to end
 
+    def hand_over(self, staged: _Staged | BaseException) -> None:
+        """What is to be saved, or what went wrong with it on this rank. The first one counts."""
+        if self._staged is None:
+            self._staged = staged
+        self._handed_over.set()
+
     def run(self) -> None:
-        """Saves; does not raise."""
+        """Saves what is handed over, and tells `pending` of the end."""
         if not self._running.acquire(blocking=False):
             return
-        with self.beats:
-            options = self._options
-            try:
+        options = self._options
+        try:
+            with self._ranks.beating(options.deadline_seconds):
                 report = save_described(
                     self._ranks,
                     self.pending.url,
@@ -260,24 +267,28 @@ class _Work:
                     self._kept,
                     options.durable,
                     options.deadline_seconds,
-                    self.metrics,
                     options.progress,
                 )
                 seconds = time.monotonic() - self._begin
                 self.pending.succeed(replace(report, seconds=seconds, staging_seconds=self._staging_seconds))
-            except BaseException as error:
-                self.pending.fail(error)
-                return
-            tell("save", self.pending.result())
-            options.afterwards()
+                tell("save", self.pending.result())
+                options.afterwards()
+        except BaseException as error:
+            if self.pending.done:
+                raise  # of what comes afterwards
+            self.pending.fail(error)
 
-    def _described(self) -> Description:
-        if isinstance(self.staging, BaseException):
-            raise self.staging
-        self.staging.finish()
+    def _described(self) -> Described:
+        self._handed_over.wait()
+        staged = self._staged
+        if not isinstance(staged, _Staged):
+            assert staged is not None
+            raise staged
+        staged.state.finish()
         self.pending.staged.happen()
         self._staging_seconds = time.monotonic() - self._begin
-        return self.staging.describe(replicas_to_check(self._options.check_replicas, self._ranks))
+        check_replicas = replicas_to_check(self._options.check_replicas, self._ranks)
+        return Described(staged.state.describe(check_replicas), staged.metrics)
 
 
 _default = AsyncSaver()

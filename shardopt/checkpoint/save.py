@@ -146,15 +146,15 @@ def save_now(
     refuse_lone_processes(f"saving {os.fspath(url)}")
     ranks = ranks_of()
 
-    def described() -> Description:
+    def described() -> Described:
         description = describe(flatten(app), replicas_to_check(check_replicas, ranks))
         if raise_earlier:
             raise_failures()  # once the state is there: to ask for it may be collective, and only some ranks may raise
-        return description
+        return Described(description, metrics)
 
     # Around a call, so that the collector finds nothing left of it when it wakes.
     with ranks.beating(deadline_seconds), gc_paused():
-        report = save_described(ranks, url, described, _kept, durable, deadline_seconds, metrics, progress)
+        report = save_described(ranks, url, described, _kept, durable, deadline_seconds, progress)
     seconds = time.monotonic() - begin
     report = replace(report, seconds=seconds, stall_seconds=seconds)
     tell("save", report)
@@ -166,14 +166,20 @@ def replicas_to_check(wanted: CheckReplicas, ranks: Ranks) -> CheckReplicas:
     return wanted if ranks.size > 1 else "none"
 
 
+class Described(NamedTuple):
+    """What a rank has to save: its state, and metrics as for `save_now`."""
+
+    state: Description
+    metrics: Mapping[str, float] | None
+
+
 def save_described(
     ranks: Ranks,
     url: str | os.PathLike[str],
-    described: Callable[[], Description],
+    described: Callable[[], Described],
     kept: Kept,
     durable: bool,
     deadline_seconds: float,
-    metrics: Mapping[str, float] | None = None,
     progress: Progress | None = None,
 ) -> SaveReport:
     """Writes the state that each rank describes, and commits it. Collective.
@@ -182,7 +188,6 @@ def save_described(
         ranks: those who save.
         described: this rank's state, whose tensors stay as they are until this returns; if it raises, all ranks do.
         kept: plans of earlier saves of these ranks, into which those of this one go.
-        metrics: as for `save_now`.
 
     Raises:
         What `save` does.
@@ -190,14 +195,14 @@ def save_described(
     begin = time.monotonic()
     call = call_on("saving", url)
 
-    def begun() -> tuple[Description, str, Storage, bytes | None]:
-        description = described()
+    def begin_here() -> tuple[Description, str, Storage, bytes | None]:
+        state, metrics = described()
         noted = None if metrics is None else pack_metrics(metrics)
-        return description, description.geometry_fingerprint(), storage_of(url, durable), noted
+        return state, state.geometry_fingerprint(), storage_of(url, durable), noted
 
     (description, geometry, storage, noted), opened = ranks.agree(
         call,
-        work=begun,
+        work=begin_here,
         report=lambda done: _report(*done[:2], ranks.rank, kept),
         decide=lambda reports: _open(storage_of(url, durable), reports),
         deadline_seconds=deadline_seconds,

@@ -33,7 +33,9 @@ class CallersStreams:
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         devices = {tensor.device for tensor in tensors if not tensor.is_cpu}
-        self._streams = [torch.get_device_module(device).current_stream(device) for device in devices]
+        modules = [(device, torch.get_device_module(device)) for device in devices]
+        # Not every kind of device has streams (MPS has none).
+        self._streams = [module.current_stream(device) for device, module in modules if hasattr(module, "stream")]
 
     @contextmanager
     def entered(self) -> Iterator[None]:

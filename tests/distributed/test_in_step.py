@@ -45,9 +45,16 @@ NEXT_CALLS = {
 }
 
 
-def hear_of_failures(root, heard_by, how):
-    """For each next call: what it raises on this rank, and what the save after it does."""
-    return {name: hear_of_a_failure(f"{root}/{name}", heard_by, how, call) for name, call in NEXT_CALLS.items()}
+HEARD = {"on 0 by result": ((0,), "result"), "on 1 by a step": ((1,), "step"), "on both": ((0, 1), "result")}
+
+
+def hear_of_failures(root):
+    """For each way and each next call: what that raises on this rank, and what the save after it does."""
+    return {
+        (heard, name): hear_of_a_failure(f"{root}/{heard}-{name}", *HEARD[heard], call)
+        for heard in HEARD
+        for name, call in NEXT_CALLS.items()
+    }
 
 
 def hear_of_a_failure(root, heard_by, how, next_call):
@@ -70,11 +77,10 @@ def hear_of_a_failure(root, heard_by, how, next_call):
     return told and told[0], after, checkpoint.verify(manager.path(8)).ok
 
 
-@pytest.mark.parametrize(("heard_by", "how"), [((0,), "result"), ((1,), "step"), ((0, 1), "result")], ids=str)
-def test_a_failure_that_not_all_have_heard_of_is_raised_by_all(tmp_path, heard_by, how):
-    found = all_alike(run_ranks(RANKS, hear_of_failures, str(tmp_path), heard_by, how))
-    told = None if len(heard_by) == RANKS else "CheckpointExistsError"
-    assert found == dict.fromkeys(NEXT_CALLS, (told, None, True))
+def test_a_failure_that_not_all_have_heard_of_is_raised_by_all(tmp_path):
+    for (heard, name), (told, after, is_whole) in all_alike(run_ranks(RANKS, hear_of_failures, str(tmp_path))).items():
+        assert told == (None if heard == "on both" else "CheckpointExistsError"), (heard, name)
+        assert after is None and is_whole, (heard, name, after)
 
 
 def leave_alone(root):
@@ -184,7 +190,8 @@ def check_ways(outcomes):
     for n, (name, caller, first, next_) in outcomes[0].items():
         theirs = outcomes[1][n][2:]
         assert next_ == theirs[1], (name, caller, first, next_, theirs)
-        assert (first == "ok") == (theirs[0] == "ok"), (name, caller, first, theirs)
+        # An interrupt that comes once all is handed over leaves the save to go on.
+        assert first == "ok" or theirs[0] != "ok", (name, caller, first, theirs)
         alive += next_ == "ok"
     print(f"{alive} of {len(outcomes[0])} next saves were made")
     return alive
@@ -316,8 +323,8 @@ def test_ranks_in_different_calls_are_told_at_once(tmp_path):
 
 
 def save_metrics(root, stage):
-    rank, app = dist.get_rank(), small_app()
-    manager = checkpoint.Manager(root, stage=stage, deadline_seconds=NEVER)
+    rank, app = dist.get_rank(), {"x": torch.ones(2)}
+    manager = checkpoint.Manager(f"{root}/{stage}", stage=stage, deadline_seconds=NEVER)
 
     def save(step, metrics):
         saved = manager.save(step, app, metrics=metrics)
@@ -329,11 +336,14 @@ def save_metrics(root, stage):
     return told, manager.steps(), manager.metrics(2)
 
 
-@pytest.mark.parametrize("stage", [None, "now"])
-def test_metrics_that_are_no_numbers_on_one_rank_fail_the_save_on_all(tmp_path, stage):
-    (kind, text), steps, kept = all_alike(run_ranks(RANKS, save_metrics, str(tmp_path), stage))
-    assert kind == "StateError" and "on rank 0" in text and "metrics.loss: found 'n/a'" in text
-    assert (steps, kept) == ([2], {"loss": 0.25})
+def save_metrics_in_both_ways(root):
+    return [save_metrics(root, stage) for stage in (None, "now")]
+
+
+def test_metrics_that_are_no_numbers_on_one_rank_fail_the_save_on_all(tmp_path):
+    for (kind, text), steps, kept in all_alike(run_ranks(RANKS, save_metrics_in_both_ways, str(tmp_path))):
+        assert kind == "StateError" and "on rank 0" in text and "metrics.loss: found 'n/a'" in text
+        assert (steps, kept) == ([2], {"loss": 0.25})
 
 
 # Processes and disks that are not what they look like.
@@ -352,23 +362,26 @@ def test_processes_of_a_launcher_without_a_process_group_do_not_save_each_for_it
     assert not list(tmp_path.iterdir())
 
 
-def save_to_own_disk(root, there):
+def save_to_own_disks(root):
+    """Where the directories are there, and where they are not; and then to one that is shared."""
     common_storage._LOOK_SECONDS = 0.3
-    url = f"{root}/disk-{dist.get_rank()}/run"
-    if there:
-        os.makedirs(url)
-    told = raised(lambda: checkpoint.save(url, {"x": torch.ones(3)}))
+    told = []
+    for name in ("there", "new"):
+        url = f"{root}/disk-{dist.get_rank()}/{name}"
+        if name == "there":
+            os.makedirs(url)
+        told.append(raised(lambda url=url: checkpoint.save(url, {"x": torch.ones(3)})))
     checkpoint.save(f"{root}/shared", {"x": torch.ones(3)})
     return told
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_disks_that_ranks_do_not_share_are_named_before_anything_is_written(tmp_path, there):
-    kind, text = all_alike(run_ranks(RANKS, save_to_own_disk, str(tmp_path), there))
-    assert kind == "CheckpointError" and "failed on rank 1: ranks do not share the storage" in text
-    assert f"{tmp_path}/disk-1/run: found not what rank 0 has made there" in text
-    assert [path for path in tmp_path.glob("disk-*/run/*")] == []
-    assert len(list((tmp_path / "shared").iterdir())) == 1 + 1  # the mark is gone; one of two holders wrote
+def test_disks_that_ranks_do_not_share_are_named_before_anything_is_written(tmp_path):
+    there, new = all_alike(run_ranks(RANKS, save_to_own_disks, str(tmp_path)))
+    for name, (kind, text) in (("there", there), ("new", new)):
+        assert kind == "CheckpointError" and "failed on rank 1: ranks do not share the storage" in text
+        assert f"{tmp_path}/disk-1/{name}: found not what rank 0 has made there" in text
+    assert [path for path in tmp_path.glob("disk-*/*/*")] == []
+    assert sorted(path.suffix for path in (tmp_path / "shared").iterdir()) == [".json", ".safetensors"]  # and no mark
 
 
 def save_where_names_come_late(root):
@@ -385,7 +398,7 @@ def test_what_rank_0_has_made_may_be_seen_a_little_later(tmp_path):
 # Life between rounds.
 
 PLANNING = "shardopt.checkpoint.save:SavePlan"
-DEADLINE = 0.8
+DEADLINE = 0.6
 
 
 def save_and_load(root, how):
