@@ -33,6 +33,9 @@ from shardopt.sharding.pieces import Piece, narrowed
 from shardopt.values import decode_value
 
 
+_MOST_OVERLAPS = 1 << 16  # that are kept, some 20 MB
+
+
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
     """What a checkpoint knows of a tensor. `boxes` are the parts that it is stored in.
@@ -69,6 +72,7 @@ class CheckpointReader:
         self.digest = xxhash.xxh3_64_hexdigest(data)
         self._files: dict[int, OpenFile] = {}
         self._overlaps: dict[tuple[StoredLayout, str, Box], list[_Shared]] = {}
+        self._overlaps_kept = 0
         self._check_covers()
 
     @property
@@ -96,7 +100,8 @@ class CheckpointReader:
 
     def key_in_files(self, key: str) -> str:
         """The key under which the data files have a tensor: its own, or that of the one that it is tied to."""
-        return self._manifest.tensors[key].tied_to or key
+        tied_to = self._manifest.tensors[key].tied_to
+        return key if tied_to is None else tied_to
 
     def read(self, key: str, box: Box | None = None) -> Any:
         """A plain value, or a tensor (on the CPU, its own memory): the whole of it, or the part that `box` names.
@@ -128,7 +133,7 @@ class CheckpointReader:
             CorruptionError: a file is missing, damaged, or not what the manifest says of it.
         """
         _, dtype, layout, tied_to = self._manifest.tensors[key]
-        key = tied_to or key
+        key = key if tied_to is None else tied_to
         for box, tensor in pieces:
             for file, form, sizes, stored, wanted in self._shared(layout, dtype, box):
                 target = tensor if wanted is None else narrowed(tensor, wanted)
@@ -158,6 +163,7 @@ class CheckpointReader:
         """Forgets the files. Nothing is held open between reads."""
         self._files.clear()
         self._overlaps.clear()
+        self._overlaps_kept = 0
 
     def __enter__(self) -> CheckpointReader:
         return self
@@ -181,6 +187,10 @@ class CheckpointReader:
                     wanted = None if common == box else common.within(box)
                     form = form_of(dtype, stored)
                     found.append(_Shared(self._open(file), form, stored.sizes, common.within(stored), wanted))
+            self._overlaps_kept += 1 + len(found)
+            if self._overlaps_kept > _MOST_OVERLAPS:  # of one who reads through a checkpoint box by box
+                self._overlaps.clear()
+                self._overlaps_kept = 1 + len(found)
             self._overlaps[layout, dtype.name, box] = found
         return found
 
