@@ -32,7 +32,6 @@ from shardopt.sharding.box import Box, cover_faults, whole
 from shardopt.sharding.pieces import Piece, narrowed
 from shardopt.values import decode_value
 
-
 _MOST_OVERLAPS = 1 << 16  # that are kept, some 20 MB
 
 
