@@ -121,7 +121,7 @@ class CheckpointReader:
         # Without memory at first: the files must bear out the size that the manifest tells before any is taken for it.
         for _ in self.wants(key, [Piece(box, torch.empty(box.sizes, dtype=info.dtype, device="meta"))]):
             pass
-        target = torch.empty(box.sizes, dtype=info.dtype)
+        target = torch.empty(box.sizes, dtype=info.dtype, device="cpu")
         fetch(list(self.wants(key, [Piece(box, target)])))
         return target
 
@@ -147,7 +147,7 @@ class CheckpointReader:
         file = self._open(number)
         key = PER_RANK_PREFIX + file_stem(rank, 0)
         nbytes = file.entries[key].end - file.entries[key].begin if key in file.entries else 0
-        target = torch.empty(nbytes, dtype=torch.uint8)
+        target = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         box = whole((nbytes,))
         entry = file.entry(key, form_of(DTYPES["uint8"], box))
         fetch([(file, Want(entry, DTYPES["uint8"], box.sizes, box, target))])
