@@ -65,7 +65,7 @@ def _show(told: argparse.Namespace) -> int:
             if key in stored.tensors:
                 info = reader.info(key)
                 parts = f"  in {len(info.boxes)} parts" if len(info.boxes) > 1 else ""
-                tied = f"  tied to {info.tied_to}" if info.tied_to else ""
+                tied = f"  tied to {info.tied_to}" if info.tied_to is not None else ""
                 print(f"{key}  {str(info.dtype).removeprefix('torch.')} {list(info.shape)}{parts}{tied}")
             else:
                 print(f"{key}  = {reader.read(key)!r}")

@@ -17,10 +17,12 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal, Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 import torch
+from torch.optim import Optimizer
 
 from shardopt.errors import Problem, StateError
 from shardopt.names import plain_names_in
@@ -240,6 +242,7 @@ def _descend(node: Any, path: Path, replace: Callable[[Any], None], within: bool
 def _descend_stateful(node: Stateful, path: Path, flat: FlatState) -> None:
     # With keep_vars a module gives its very parameters, and copying a tensor onto itself, which is what its
     # load_state_dict does with what was loaded in place, costs nothing.
+    node = unwrapped(node, path)
     plain_module = getattr(node.state_dict, "__func__", None) is torch.nn.Module.state_dict
     state = node.state_dict(keep_vars=True) if plain_module else node.state_dict()  # type: ignore[call-arg] # Module
     if not isinstance(state, dict):
@@ -262,6 +265,40 @@ def _descend_stateful(node: Stateful, path: Path, flat: FlatState) -> None:
     else:
         _add(flat, path, {plain.get(part, part): child for part, child in handback.state.items()}, replace_state)
     flat.handbacks.append(handback)  # after those within: an object gets its parts back whole
+
+
+def unwrapped(node: Stateful, path: Path = ()) -> Stateful:
+    """The optimizer itself where a trainer of another library has put one of its own class around it.
+
+    Such a wrapper (of Accelerate, Lightning, Fabric) is an Optimizer to isinstance, but none of its constructors has
+    run: so it has no place for hooks, by which a load keeps an optimizer that is half loaded from stepping.
+
+    Raises:
+        StateError: it is not one optimizer that it wraps.
+    """
+    while isinstance(node, Optimizer) and not is_constructed(node):
+        inner = list({id(each): each for each in vars(node).values() if isinstance(each, Optimizer)}.values())
+        if len(inner) != 1:
+            found = f"a {type(node).__module__}.{type(node).__qualname__}, whose constructor has not run torch's"
+            required = f"an optimizer of torch's classes, or what wraps one (found {len(inner)} in it)"
+            problem = Problem(
+                join(path) or "app", found, required, "pass the optimizer itself, or save it by its library"
+            )
+            raise StateError("what stands for an optimizer cannot be saved and loaded", [problem])
+        node = inner[0]
+    return node
+
+
+def is_constructed(optimizer: Optimizer) -> bool:
+    """Whether the constructor of torch's Optimizer has run, without which it takes no hooks."""
+    return not _hooks_of_optimizers().isdisjoint(vars(optimizer))
+
+
+@cache
+def _hooks_of_optimizers() -> frozenset[str]:
+    """The attributes in which torch's optimizers have their hooks."""
+    some = torch.optim.SGD([torch.empty(0, device="cpu")])
+    return frozenset(name for name in vars(some) if name.endswith("hooks"))
 
 
 def _is_str(part: object) -> bool:

@@ -36,6 +36,7 @@ from shardopt.checkpoint.staging import Staging
 from shardopt.copies import copying_until
 from shardopt.errors import CheckpointError, OptionError, Problem
 from shardopt.ranks import DEADLINE_SECONDS, Call, Ranks, SideRanks, as_call, call_on, ranks_of, refuse_lone_processes
+from shardopt.state import is_constructed
 
 Stage = Literal["now", "lazy"]
 InFlight = Literal["wait", "refuse"]
@@ -347,7 +348,8 @@ def async_save(
 
 def _optimizers_in(app: Any) -> list[Optimizer]:
     """Those that can be told of a failure although the state could not be walked through."""
-    return [each for each in app.values() if isinstance(each, Optimizer)] if isinstance(app, Mapping) else []
+    values = app.values() if isinstance(app, Mapping) else ()
+    return [each for each in values if isinstance(each, Optimizer) and is_constructed(each)]
 
 
 def _require_choice(name: str, found: str, choices: tuple[str, ...]) -> None:

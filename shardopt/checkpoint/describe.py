@@ -14,6 +14,7 @@ from torch import Tensor
 from shardopt.checkpoint.format import DTYPES, Dtype
 from shardopt.checkpoint.manifest import decode_path, encode_path
 from shardopt.checkpoint.memory import GIVEN_BACK, has_no_memory, stored_dtype
+from shardopt.checkpoint.ownership import refuse_strange_parameters
 from shardopt.checkpoint.plan import Member
 from shardopt.checkpoint.replicas import CheckReplicas, Contents, contents_of, summary_of
 from shardopt.checkpoint.tied import tied_in
@@ -109,18 +110,22 @@ def describe(flat: FlatState, check_replicas: CheckReplicas) -> Description:
     Raises:
         StateError, LayoutError: something in it cannot be stored; all that cannot is named.
     """
+    refuse_strange_parameters(flat)
     views: dict[str, View] = {}
     tensors: dict[str, tuple[Path, Dtype, Layout]] = {}
     values: dict[str, tuple[Path, Any]] = {}
     per_rank: dict[str, Path] = {}
     own_values: dict[str, Any] = {}
+    addresses: dict[str, int] = {}
     refused: list[ShardoptError] = []
     for key, leaf in flat.leaves.items():
         try:
             if isinstance(leaf.value, Tensor):
                 view = views[key] = view_of(leaf.value, key)
                 tensors[key] = leaf.path, stored_dtype(view.dtype, key), view.layout
-                if any([has_no_memory(piece.tensor) for piece in view.pieces]):
+                at = [piece.tensor.data_ptr() for piece in view.pieces]
+                addresses[key] = at[0] if at else 0
+                if 0 in at and any(has_no_memory(piece.tensor) for piece in view.pieces):
                     problem = (
                         Problem(key, "a tensor on the meta device", "a tensor with values", "initialize it first")
                         if view.pieces[0].tensor.is_meta
@@ -138,7 +143,7 @@ def describe(flat: FlatState, check_replicas: CheckReplicas) -> Description:
         kind, message = type(refused[0]), refused[0].message
         raise kind(message, [problem for error in refused for problem in error.problems])
     contents = contents_of(views, check_replicas)
-    tied = {key: first for key, first in tied_in(views).items() if views[key].layout == views[first].layout}
+    tied = {key: first for key, first in tied_in(views, addresses).items() if views[key].layout == views[first].layout}
     return Description(views, tensors, values, per_rank, contents, own_values, check_replicas, tied)
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from math import isfinite, prod
 from typing import Any, NamedTuple
 
@@ -15,6 +16,8 @@ from shardopt.checkpoint.format import (
     FORMAT_NAME,
     FORMAT_VERSION,
     MANIFEST_LIMIT_BYTES,
+    MOST_DIMENSIONS,
+    MOST_OFFSETS,
     SEAL_BYTES,
     Dtype,
     all_sizes,
@@ -77,6 +80,10 @@ class StoredTensors(dict[str, StoredTensor]):
             if number == len(distinct):
                 distinct.append(layout)
             tensors[key] = (dtype.name, number, encode_path(key, path))
+        found = _too_many([(len(layout.boxes), len(layout.shape)) for layout in distinct])
+        if found:
+            problem = Problem("manifest", found, "layouts within the limit", "have fewer dimensions, ranks or layouts")
+            raise StateError("the manifest would be unreadable", [problem])
         members = f'"layouts":{_dump([_encode_layout(layout) for layout in distinct])},"tensors":{_dump(tensors)}'
         return members + (f',"tied":{_dump(tied)}' if tied else "")
 
@@ -109,7 +116,7 @@ class Manifest:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The bytes of a manifest, sealed."""
+    """The bytes of a manifest, sealed. Raises StateError where no reader would take it."""
     head = {
         "format": FORMAT_NAME,
         "version": FORMAT_VERSION,
@@ -163,6 +170,7 @@ def _decode(data: bytes, where: str) -> Manifest:
         raise FormatError("the checkpoint needs a newer reader", [problem])
     try:
         files = tuple(_decode_file(*file) for file in body["files"])
+        _refuse_too_many([(len(layout["files"]), len(layout["shape"])) for layout in body["layouts"]], where)
         layouts = [_decode_layout(layout, len(files)) for layout in body["layouts"]]
         if len({file.name for file in files}) < len(files) or type(body["save_id"]) is not str:
             raise ValueError("a file that stands twice, or a save_id that is no string")
@@ -213,10 +221,14 @@ def _encode_layout(layout: StoredLayout) -> dict[str, Any]:
 
 def _decode_layout(wire: Mapping[str, Any], file_count: int) -> StoredLayout:
     shape, files = read_sizes(wire["shape"]), read_sizes(wire["files"])
+    if len(set(files)) < len(files):
+        raise ValueError("two boxes of a tensor in one file")
     if "cuts" in wire:
         cuts = [read_sizes(points) for points in wire["cuts"]]
         if len(cuts) != len(shape) or prod(len(points) - 1 for points in cuts) != len(files):
             raise ValueError("a grid whose cells are not as many as its files")
+        if any(point >= following for points in cuts for point, following in pairwise(points)):
+            raise ValueError("a grid with cells of nothing")
         boxes = grid_boxes(cuts)
     else:
         boxes = tuple(Box(read_sizes(offsets), read_sizes(sizes)) for offsets, sizes in wire["boxes"])
@@ -227,6 +239,24 @@ def _decode_layout(wire: Mapping[str, Any], file_count: int) -> StoredLayout:
     if any(len(box.offsets) != len(shape) or min(box.sizes, default=0) < 0 for box in boxes):
         raise ValueError("a box that is not within its tensor")
     return StoredLayout(shape, boxes, files)
+
+
+def _refuse_too_many(sizes: Sequence[tuple[int, int]], where: str) -> None:
+    """Raises CorruptionError where layouts of so many boxes and dimensions would take more memory than one has."""
+    found = _too_many(sizes)
+    if found:
+        raise damaged(where, found)
+
+
+def _too_many(sizes: Sequence[tuple[int, int]]) -> str:
+    """What is beyond the limits in layouts of so many boxes and dimensions; "" if nothing is."""
+    dimensions = max((dimensions for _, dimensions in sizes), default=0)
+    if dimensions > MOST_DIMENSIONS:
+        return f"a layout of {dimensions} dimensions, more than the limit of {MOST_DIMENSIONS}"
+    offsets = sum(boxes * (1 + dimensions) for boxes, dimensions in sizes)
+    if offsets > MOST_OFFSETS:
+        return f"layouts of {offsets} offsets of boxes, more than the limit of {MOST_OFFSETS}"
+    return ""
 
 
 def _decode_tensors(wire: Mapping[str, Any], layouts: Sequence[StoredLayout]) -> StoredTensors:

@@ -34,8 +34,13 @@ class OptimizerWrapper(CompositeOptimizer):
 
     @property
     def _optimizer(self) -> KeyedOptimizer:
-        """The wrapped one."""
-        return self._parts[0]
+        """The wrapped one.
+
+        Trainers that make the class of an optimizer a base of their own wrapper's (Lightning) keep this under that very
+        name in the wrapper itself.
+        """
+        kept: KeyedOptimizer | None = vars(self).get("_optimizer")
+        return self._parts[0] if kept is None else kept
 
     @property
     def params(self) -> Mapping[str, Tensor]:

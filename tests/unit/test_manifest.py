@@ -2,6 +2,7 @@
 
 import json
 import math
+import tracemalloc
 from collections import Counter
 
 import pytest
@@ -35,11 +36,12 @@ VALUES = st.none() | st.integers() | st.floats(allow_nan=False) | st.text(max_si
 
 @st.composite
 def manifests(draw):
-    files = tuple(DataFile(f"0a-r{i:05d}.safetensors", 100 + i, f"{i:016x}") for i in range(draw(st.integers(1, 5))))
     layouts = []
-    for _ in range(draw(st.integers(1, 3))):
-        shape, boxes = draw(partitions())
-        where = draw(st.lists(st.integers(0, len(files) - 1), min_size=len(boxes), max_size=len(boxes)))
+    parts = [draw(partitions()) for _ in range(draw(st.integers(1, 3)))]
+    count = draw(st.integers(0, 2)) + max(len(boxes) for _, boxes in parts)
+    files = tuple(DataFile(f"0a-r{i:05d}.safetensors", 100 + i, f"{i:016x}") for i in range(count))
+    for shape, boxes in parts:
+        where = draw(st.permutations(range(count)))[: len(boxes)]
         layouts.append(StoredLayout(tuple(shape), tuple(boxes), tuple(where)))
     tensors, values, per_rank = StoredTensors(), {}, {}
     for path in draw(st.lists(PATHS, max_size=6, unique_by=join)):
@@ -80,7 +82,7 @@ def test_what_is_written_is_read(manifest):
         return
     assert plain(decode_manifest(data, "m")) == plain(manifest)
     body = json.loads(data)
-    ties = any(tensor.tied_to for tensor in manifest.tensors.values())
+    ties = any(tensor.tied_to is not None for tensor in manifest.tensors.values())
     assert (body["version"], body["min_reader_version"]) == (2, 2 if ties else 1)
     assert ("tied" in body) == ties
 
@@ -107,6 +109,46 @@ def test_a_layout_of_many_boxes_is_as_small_as_its_edges():
         (f"layer.{i}", StoredTensor(("layer", str(i)), DTYPES["float32"], layout)) for i in range(50)
     )
     assert len(json.dumps(json.loads(encode_manifest(Manifest("0a", 4096, files, tensors)))["layouts"])) < 40_000
+
+
+def wire_of(layout, files):
+    body = {"format": "shardopt", "version": 2, "min_reader_version": 1, "save_id": "0a", "world_size": 1}
+    body |= {"files": [[f"0a-r{i:05d}.safetensors", 1, "0" * 16] for i in range(files)], "layouts": [layout]}
+    return sealed(body | {"tensors": {"x": ["float32", 0, None]}, "values": {}, "per_rank": {}})
+
+
+@pytest.mark.parametrize(
+    ("layout", "files", "said"),
+    [
+        ({"shape": [3000, 3000], "cuts": [[*range(3001)]] * 2, "files": [0] * 9_000_000}, 1, "27000000 offsets"),
+        ({"shape": [3], "cuts": [[0, 1, 2, 3]], "files": [0, 1, 0]}, 2, "two boxes of a tensor in one file"),
+        ({"shape": [3], "boxes": [[[0], [1]], [[1], [2]]], "files": [1, 1]}, 2, "two boxes of a tensor in one file"),
+        ({"shape": [3], "cuts": [[0, 1, 1, 3]], "files": [0, 1, 2]}, 3, "cells of nothing"),
+        ({"shape": [3], "cuts": [[0, 2, 1, 3]], "files": [0, 1, 2]}, 3, "cells of nothing"),
+        ({"shape": [1] * 65, "cuts": [[0, 1]] * 65, "files": [0]}, 1, "a layout of 65 dimensions"),
+        ({"shape": [9000] + [1] * 63, "cuts": [[*range(9001)]] + [[0, 1]] * 63, "files": [0] * 9000}, 1, "two boxes"),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_what_would_become_more_than_one_has_is_refused_before_it_does(layout, files, said):
+    data = wire_of(layout, files)
+    tracemalloc.start()
+    with pytest.raises(CorruptionError, match=said):
+        decode_manifest(data, "m")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 20 * len(data) + (1 << 20)  # what JSON takes
+
+
+def test_what_no_reader_would_take_is_not_written(monkeypatch):
+    layout = StoredLayout((1,) * 65, (Box((0,) * 65, (1,) * 65),), (0,))
+    tensors = StoredTensors({"x": StoredTensor(("x",), DTYPES["float32"], layout)})
+    with pytest.raises(StateError, match="65 dimensions, more than the limit of 64"):
+        encode_manifest(Manifest("0a", 1, (DataFile("0a-r00000.safetensors", 1, "0"),), tensors))
+    monkeypatch.setattr(manifest_module, "MOST_OFFSETS", 7)
+    grid = StoredLayout((4,), grid_boxes([(0, 1, 2, 3, 4)]), (0, 1, 2, 3))
+    with pytest.raises(StateError, match="8 offsets of boxes, more than the limit of 7"):
+        encode_manifest(Manifest("0a", 1, (), StoredTensors({"x": StoredTensor(("x",), DTYPES["float32"], grid)})))
 
 
 @pytest.fixture(scope="module")

@@ -211,3 +211,14 @@ def test_the_plan_of_a_tied_app_is_not_used_for_an_untied_one(tmp_path):
         with checkpoint.open(tmp_path / str(number)) as reader:
             assert (reader.info(HEAD).tied_to == EMBED) == (model is tied)
             assert torch.equal(reader.read(HEAD), model.head.weight)
+
+
+def test_the_first_key_may_be_empty(tmp_path):
+    value = torch.arange(3.0)
+    checkpoint.save(tmp_path / "c", {"": value, "x": value})
+    with checkpoint.open(tmp_path / "c") as reader:
+        assert reader.info("x").tied_to == ""
+        assert torch.equal(reader.read("x"), value)
+    app = {"": torch.zeros(3), "x": torch.zeros(3)}
+    checkpoint.load(tmp_path / "c", app)
+    assert torch.equal(app["x"], value)
