@@ -81,7 +81,6 @@ def train(config: dict[str, Any], device: torch.device) -> None:
         init_device_mesh(device.type, (ranks,)),
     )
     optimizer = tables.fuse(shardopt.RowWiseAdagrad, **config["optimizer"])
-    optimizer.init_state()
 
     out = Path(config["out"])
     out.mkdir(parents=True, exist_ok=True)

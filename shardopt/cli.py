@@ -1,6 +1,6 @@
 """The command `shardopt`: looks into checkpoints, verifies and rewrites them, without a job.
 
-    shardopt show URL [KEY]
+    shardopt show URL [KEY]      of a checkpoint, or the root of a run
     shardopt verify URL
     shardopt reshard SRC DST --world-size N
 
@@ -10,6 +10,7 @@ URL is a path, or anything that fsspec opens. Exit status: 0, 1 where something 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -31,7 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="shardopt", description="Looks into checkpoints, verifies and rewrites them.")
     commands = parser.add_subparsers(required=True)
-    show = commands.add_parser("show", help="list what a checkpoint holds, or print one tensor or value of it")
+    show = commands.add_parser(
+        "show",
+        help="list what a checkpoint holds, or print one tensor or value of it; or list the checkpoints of a run",
+    )
     show.add_argument("url")
     show.add_argument("key", nargs="?")
     show.set_defaults(run=_show)
@@ -48,6 +52,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _show(told: argparse.Namespace) -> int:
+    if told.key is None and _show_run(told.url):
+        return 0
     with checkpoint.open(told.url) as reader:
         if told.key is not None:
             print(reader.read(told.key))
@@ -59,12 +65,29 @@ def _show(told: argparse.Namespace) -> int:
             if key in stored.tensors:
                 info = reader.info(key)
                 parts = f"  in {len(info.boxes)} parts" if len(info.boxes) > 1 else ""
-                print(f"{key}  {str(info.dtype).removeprefix('torch.')} {list(info.shape)}{parts}")
+                tied = f"  tied to {info.tied_to}" if info.tied_to is not None else ""
+                print(f"{key}  {str(info.dtype).removeprefix('torch.')} {list(info.shape)}{parts}{tied}")
             else:
                 print(f"{key}  = {reader.read(key)!r}")
         for key in stored.per_rank:
             print(f"{key}  a value of each rank")
     return 0
+
+
+def _show_run(url: str) -> bool:
+    """Lists the checkpoints of a run; whether there is one here."""
+    manager = checkpoint.Manager(url) if not os.path.isfile(url) else None
+    steps, aside = (manager.steps(), manager.set_aside()) if manager is not None else ([], {})
+    if manager is None or not (steps or aside):
+        return False
+    branches = f", on branch {manager.branch}" if manager.branch else ""
+    print(f"{url}: a run of {len(steps)} checkpoints{branches}")
+    for step in steps:
+        newest = f"  the newest, in {os.path.basename(manager.path(step))}" if step == steps[-1] else ""
+        print(f"step {step}{newest}")
+    for branch, its in sorted(aside.items()):
+        print(f"set aside, of branch {branch}: step {', '.join(map(str, its))}")
+    return True
 
 
 def _verify(told: argparse.Namespace) -> int:

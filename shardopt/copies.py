@@ -31,6 +31,11 @@ class Moment:
         self._event.set()
         _awaited.discard(self)
 
+    def happen_in_child(self) -> None:
+        """As `happen`, in a process that was forked, where a lock may be held by a thread that is not there."""
+        self._event = threading.Event()
+        self._event.set()
+
 
 _awaited: set[Moment] = set()
 """The ends of the copies that are under way."""

@@ -4,6 +4,7 @@
     ├── StateError            (ValueError)         state that cannot be keyed, described or stored
     ├── LayoutError           (ValueError)         a placement without a layout; boxes that do not cover a tensor
     ├── MismatchError         (ValueError)         what is loaded does not fit what it is loaded into
+    ├── OptionError           (ValueError, TypeError)  an argument of the wrong type, or out of its range
     ├── AlgorithmError        (TypeError)          an optimizer that may not run on these parameters
     ├── GradientError         (RuntimeError)       a gradient that does not fit its parameter
     ├── InputError            (ValueError)         ids, offsets or weights that a table cannot look up
@@ -13,6 +14,7 @@
         ├── CheckpointNotFoundError  (FileNotFoundError)   no committed checkpoint at this path
         ├── CheckpointExistsError    (FileExistsError)     a committed checkpoint stands at this path already
         ├── CorruptionError                                bytes that are not what was written
+        │   └── UnreadableError                            bytes that a disk does not give back
         └── FormatError                                    a checkpoint that this version cannot read
 
 Every error can cross the wire as JSON (`to_json`, `from_json`), so that all ranks raise the same one.
@@ -23,8 +25,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
-
-_MOST_PROBLEMS_IN_MESSAGE = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,10 @@ class ShardoptError(Exception):
 
     Args:
         message: what happened, in one sentence.
-        problems: each thing that is wrong; all of them are kept, the first 200 are printed.
+        problems: each thing that is wrong; all of them are kept, and the first ones printed.
     """
+
+    most_problems_in_message = 200
 
     def __init__(self, message: str, problems: Iterable[Problem] = ()) -> None:
         super().__init__(message)
@@ -54,8 +56,8 @@ class ShardoptError(Exception):
         self.problems = tuple(problems)
 
     def __str__(self) -> str:
-        lines = [self.message, *(f"  - {problem}" for problem in self.problems[:_MOST_PROBLEMS_IN_MESSAGE])]
-        left_out = len(self.problems) - _MOST_PROBLEMS_IN_MESSAGE
+        lines = [self.message, *(f"  - {problem}" for problem in self.problems[: self.most_problems_in_message])]
+        left_out = len(self.problems) - self.most_problems_in_message
         if left_out > 0:
             lines.append(f"  ... and {left_out} more (see .problems)")
         return "\n".join(lines)
@@ -83,6 +85,12 @@ class LayoutError(ShardoptError, ValueError):
 
 class MismatchError(ShardoptError, ValueError):
     """What is to be loaded does not fit what it is to be loaded into. Nothing was changed."""
+
+    most_problems_in_message = 20  # of thousands of names: enough to see what has become of them
+
+
+class OptionError(ShardoptError, ValueError, TypeError):
+    """Arguments of the wrong type or out of their range; each is named, and nothing was begun."""
 
 
 class AlgorithmError(ShardoptError, TypeError):
@@ -119,6 +127,10 @@ class CheckpointExistsError(CheckpointError, FileExistsError):
 
 class CorruptionError(CheckpointError):
     """Stored bytes are not the bytes that were written: file, key and segment are named."""
+
+
+class UnreadableError(CorruptionError):
+    """Stored bytes that their disk does not give back, while there is no doubt that they are there."""
 
 
 class FormatError(CheckpointError):

@@ -4,7 +4,9 @@
     leaves     {"model.layers.0.weight": tensor, "optimizer.state.layers.0.weight.exp_avg": tensor, "progress.step": 7}
 
 Keys are the path's parts joined by dots. The path is kept beside the key, so that the way back is exact although
-parts hold dots themselves. Dictionaries of `app` are descended to the last value. Within what an object's
+parts hold dots themselves. Names in a module's state are without what wrappers (torch.compile, DistributedDataParallel,
+checkpointed activations) put into them; the module itself gets its own names back. Dictionaries of `app` are descended
+to the last value. Within what an object's
 `state_dict()` gave, a part without tensors is one value: what is in it is that object's own affair, and a fresh
 object may well have fewer entries than the one that was saved.
 """
@@ -15,12 +17,15 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal, Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 import torch
+from torch.optim import Optimizer
 
 from shardopt.errors import Problem, StateError
+from shardopt.names import plain_names_in
 
 RESERVED_PREFIXES = ("__xxh3__.", "__per_rank__.")
 RESERVED_KEYS = ("__metadata__",)  # safetensors keeps its own notes under this name
@@ -67,6 +72,19 @@ class PartialStateful(Stateful, Protocol):
 
 
 @runtime_checkable
+class UnsteppedStateful(PartialStateful, Protocol):
+    """A PartialStateful, an optimizer, that can make state before its first step, for some names alone.
+
+    `init_state` makes it where there is none; `unstepped_state` gives those of some names whose state is as it was
+    made so, which to training is the same as none; `drop_state` leaves names without state.
+    """
+
+    def init_state(self, *, names: Iterable[str]) -> None: ...
+    def unstepped_state(self, names: Iterable[str]) -> Collection[str]: ...
+    def drop_state(self, names: Iterable[str]) -> None: ...
+
+
+@runtime_checkable
 class RenamedStateful(Stateful, Protocol):
     """A Stateful that has names in its state which are no keys, such as those of the parameters in a group.
 
@@ -106,11 +124,15 @@ class Leaf:
 
 @dataclass(slots=True)
 class Handback:
-    """An object of `app`, and the state that it gave; filled by a load, it is handed to `load_state_dict`."""
+    """An object of `app`, and the state that it gave; filled by a load, it is handed to `load_state_dict`.
+
+    `plain_names` has the outermost names in its state that stand otherwise in the paths of its leaves, and how.
+    """
 
     path: Path
     target: Stateful
     state: dict[str, Any]
+    plain_names: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -220,25 +242,81 @@ def _descend(node: Any, path: Path, replace: Callable[[Any], None], within: bool
 def _descend_stateful(node: Stateful, path: Path, flat: FlatState) -> None:
     # With keep_vars a module gives its very parameters, and copying a tensor onto itself, which is what its
     # load_state_dict does with what was loaded in place, costs nothing.
+    node = unwrapped(node, path)
     plain_module = getattr(node.state_dict, "__func__", None) is torch.nn.Module.state_dict
     state = node.state_dict(keep_vars=True) if plain_module else node.state_dict()  # type: ignore[call-arg] # Module
     if not isinstance(state, dict):
         problem = Problem(join(path), f"state_dict() gave a {type(state).__name__}", "a dict", "return a dict by name")
         raise StateError("state must have names", [problem])
-    handback = Handback(path, node, _shallow(state, set()))
+    plain = plain_names_in(node, [*filter(_is_str, state)]) if isinstance(node, torch.nn.Module) else {}
+    _refuse_one_name(plain, state, path)
+    handback = Handback(path, node, _shallow(state, set()), plain)
 
     def replace_state(value: dict[str, Any]) -> None:
+        own = {name: part for part, name in plain.items()}
         handback.state.clear()
         for part, child in value.items():
-            handback.state[part] = child
+            handback.state[own.get(part, part)] = child
 
     if holds_tensors(handback.state):
         for part, child in handback.state.items():
             _check_part(part, path)
-            _descend(child, (*path, part), _set_item(handback.state, part), True, flat)
+            _descend(child, (*path, plain.get(part, part)), _set_item(handback.state, part), True, flat)
     else:
-        _add(flat, path, dict(handback.state), replace_state)
+        _add(flat, path, {plain.get(part, part): child for part, child in handback.state.items()}, replace_state)
     flat.handbacks.append(handback)  # after those within: an object gets its parts back whole
+
+
+def unwrapped(node: Stateful, path: Path = ()) -> Stateful:
+    """The optimizer itself where a trainer of another library has put one of its own class around it.
+
+    Such a wrapper (of Accelerate, Lightning, Fabric) is an Optimizer to isinstance, but none of its constructors has
+    run: so it has no place for hooks, by which a load keeps an optimizer that is half loaded from stepping.
+
+    Raises:
+        StateError: it is not one optimizer that it wraps.
+    """
+    while isinstance(node, Optimizer) and not is_constructed(node):
+        inner = list({id(each): each for each in vars(node).values() if isinstance(each, Optimizer)}.values())
+        if len(inner) != 1:
+            found = f"a {type(node).__module__}.{type(node).__qualname__}, whose constructor has not run torch's"
+            required = f"an optimizer of torch's classes, or what wraps one (found {len(inner)} in it)"
+            problem = Problem(
+                join(path) or "app", found, required, "pass the optimizer itself, or save it by its library"
+            )
+            raise StateError("what stands for an optimizer cannot be saved and loaded", [problem])
+        node = inner[0]
+    return node
+
+
+def is_constructed(optimizer: Optimizer) -> bool:
+    """Whether the constructor of torch's Optimizer has run, without which it takes no hooks."""
+    return not _hooks_of_optimizers().isdisjoint(vars(optimizer))
+
+
+@cache
+def _hooks_of_optimizers() -> frozenset[str]:
+    """The attributes in which torch's optimizers have their hooks."""
+    some = torch.optim.SGD([torch.empty(0, device="cpu")])
+    return frozenset(name for name in vars(some) if name.endswith("hooks"))
+
+
+def _is_str(part: object) -> bool:
+    return isinstance(part, str)
+
+
+def _refuse_one_name(plain: Mapping[str, str], state: Mapping[str, Any], path: Path) -> None:
+    """Refuses names of a module that are one without what wrappers put into them."""
+    taken: dict[str, str] = {}
+    problems = []
+    for part, name in plain.items():
+        other = taken.setdefault(name, name if name in state and name not in plain else part)
+        if other != part:
+            found = f"{other} and {part} in the state of {path[-1]!r}"
+            remedy = "call a module otherwise that has the name of a wrapper"
+            problems.append(Problem(join((*path, name)), found, "one tensor under a name without wrappers", remedy))
+    if problems:
+        raise StateError("two names are one without what wrappers put into them", problems)
 
 
 def _descend_tuple(

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from shardopt.algorithms.registry import AlgorithmSpec, AtFirstStep, Dtype, Kind, MakesState, StateEntry, StepsOn
 from shardopt.algorithms.torch_private import can_make_lazy_state, lazy_state
+from shardopt.sharding.view import leaves_of
 
 
 def fresh_state(spec: AlgorithmSpec, optimizer: Optimizer, group: Mapping[str, Any], leaf: Tensor) -> dict[str, Any]:
@@ -34,6 +35,27 @@ def fresh_state(spec: AlgorithmSpec, optimizer: Optimizer, group: Mapping[str, A
         if entry.name not in state:
             state[entry.name] = _as_told(entry, group, leaf)
     return state
+
+
+def is_fresh(state: Mapping[str, Any], fresh: Mapping[str, Any]) -> bool:
+    """Whether state has the names and values of `fresh` in the elements that this rank holds.
+
+    Args:
+        state: of a parameter, or of none; tensors plain or sharded, and plain values.
+        fresh: as `fresh_state` makes it; sharded in the same way.
+    """
+    return state.keys() == fresh.keys() and all(_equal(state[name], fresh[name]) for name in fresh)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) != isinstance(other, Tensor):
+        return False
+    if not isinstance(one, Tensor):
+        return bool(one == other)
+    held, wanted = leaves_of(one), leaves_of(other)
+    return len(held) == len(wanted) and all(
+        a.dtype == b.dtype and torch.equal(a, b.to(a.device)) for a, b in zip(held, wanted, strict=True)
+    )
 
 
 def _as_told(entry: StateEntry, group: Mapping[str, Any], leaf: Tensor) -> Any:

@@ -237,13 +237,16 @@ class LBFGS(Optimizer):
             "old_stps": stack_like(parameter, places),
         }
 
+    def fresh_global(self) -> dict[str, Tensor]:
+        """State that belongs to no parameter, before the first step; changes nothing."""
+        return fresh_numbers(self.param_groups[0]["history_size"])
+
     def make_global(self) -> dict[str, Tensor]:
         """The state that belongs to no parameter, live; made where there is none yet."""
-        (group,) = self.param_groups
         by_name: Any = self.state  # torch declares tensors as its only keys, and takes any
         state: dict[str, Tensor] = by_name[self.global_name]
         if not state:
-            state.update(fresh_numbers(group["history_size"]))
+            state.update(self.fresh_global())
         return state
 
     def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:

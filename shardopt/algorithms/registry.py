@@ -99,6 +99,9 @@ class MakesGlobalState(MakesState, Protocol):
     def global_name(self) -> str:
         """The name under which `state` has it, or will."""
 
+    def fresh_global(self) -> dict[str, Tensor]:
+        """What it is before the first step; changes nothing."""
+
     def make_global(self) -> Mapping[str, Tensor]:
         """Makes that state, under a name in `state`, where there is none yet."""
 

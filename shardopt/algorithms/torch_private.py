@@ -120,16 +120,18 @@ def lazy_state(optimizer: Optimizer, group: Mapping[str, Any], leaf: Tensor) -> 
     Args:
         optimizer: of a class that has torch's `_init_group`.
         group: the options that `leaf` has; its "params" are ignored.
-        leaf: a tensor without state in `optimizer`.
+        leaf: a tensor that it steps on, with state or without.
     """
-    gradient = leaf.grad
+    gradient, state = leaf.grad, optimizer.state.pop(leaf, None)
     leaf.grad = torch.zeros_like(leaf)
     try:
         with torch.no_grad():
             gather_lists(optimizer, {**group, "params": [leaf]})  # the lists are thrown away
+        return dict(optimizer.state.pop(leaf, {}))
     finally:
         leaf.grad = gradient
-    return dict(optimizer.state.pop(leaf, {}))
+        if state is not None:
+            optimizer.state[leaf] = state
 
 
 def can_make_lazy_state(optimizer: Optimizer) -> bool:

@@ -5,53 +5,61 @@
 
 The thread's ranks talk through the job's store as those of the program do, but beside them: in rounds of their own,
 over a connection of their own, and through no collective. So neither waits for the other.
+
+Whether a save has failed is agreed upon in its thread, and so known alike to all ranks once it is done; who was told of
+it is not. Therefore the next call asks that first, in a round, and all ranks raise, or none.
 """
 
 from __future__ import annotations
 
-import itertools
+import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any, Literal
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from shardopt.checkpoint.describe import Description
+from shardopt.checkpoint.host_memory import HostMemory
+from shardopt.checkpoint.metrics import numbers_of
 from shardopt.checkpoint.pause import gc_paused
 from shardopt.checkpoint.pending import PendingSave, hold_steps
 from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.replicas import CheckReplicas, refuse_unknown_choice
 from shardopt.checkpoint.reports import tell
-from shardopt.checkpoint.save import Kept, replicas_to_check, save_described
-from shardopt.checkpoint.staging import HostMemory, Staging
+from shardopt.checkpoint.save import Described, Kept, replicas_to_check, save_described
+from shardopt.checkpoint.staging import Staging
 from shardopt.copies import copying_until
-from shardopt.errors import CheckpointError, Problem
-from shardopt.ranks import DEADLINE_SECONDS, Ranks, ranks_of
+from shardopt.errors import CheckpointError, OptionError, Problem
+from shardopt.ranks import DEADLINE_SECONDS, Call, Ranks, SideRanks, as_call, call_on, ranks_of, refuse_lone_processes
+from shardopt.state import is_constructed
 
 Stage = Literal["now", "lazy"]
 InFlight = Literal["wait", "refuse"]
 
-_numbers = itertools.count()
+_log = logging.getLogger("shardopt.checkpoint")
 
 
 class AsyncSaver:
     """Saves in the background, one after the other, through host memory that it keeps.
 
-    The ranks of a job must make their savers in the same order, and make the same calls.
+    All ranks of a job must make the same calls of it.
     """
 
     def __init__(self) -> None:
-        self._name = f"async-{next(_numbers)}"
+        self._side = SideRanks("saves in the background")
         self._memory = HostMemory()
         self._kept: Kept = {}
+        self._ranks: Ranks | None = None  # those of the last save, beside those of the program
         self._pending: PendingSave | None = None
+        self._deadline_seconds = DEADLINE_SECONDS
+        self._asked = False  # whether all ranks were asked who was told that the last save has failed
         self._thread: threading.Thread | None = None
         self._hooks: list[RemovableHandle] = []
-        self._ranks: tuple[Ranks, Ranks] | None = None  # those of the program, and those beside them
 
     @property
     def pending(self) -> PendingSave | None:
@@ -69,53 +77,82 @@ class AsyncSaver:
         check_replicas: CheckReplicas = "sampled",
         progress: Progress | None = None,
         deadline_seconds: float = DEADLINE_SECONDS,
-        metrics: bytes | None = None,
+        metrics: Mapping[str, float] | None = None,
         afterwards: Callable[[], None] = lambda: None,
     ) -> PendingSave:
         """As `async_save`, whose arguments and errors these are, but for two.
 
         Args:
-            metrics: as for `commit`.
+            metrics: numbers by name, kept with the checkpoint; rank 0's count.
             afterwards: what the thread does once the checkpoint is committed; `wait` waits for that too.
         """
         begin = time.monotonic()
         _require_choice("stage", stage, ("now", "lazy"))
         _require_choice("in_flight", in_flight, ("wait", "refuse"))
         refuse_unknown_choice(check_replicas)
+        call = call_on("saving", url)
+        refuse_lone_processes(str(call))
         ranks = ranks_of()
         if in_flight == "refuse":
-            self._refuse_second(ranks, os.fspath(url), deadline_seconds)
-        self.wait()
-        beside = self._beside(ranks)
-        pending = self._pending = PendingSave(os.fspath(url))
-        staging: Staging | BaseException
+            self._refuse_second(ranks, call, deadline_seconds)
+        self._wait(call)
+        side = self._side.of(ranks, deadline_seconds)
+        options = _Options(durable, check_replicas, progress, deadline_seconds, afterwards)
+        work = _Work(side, os.fspath(url), self._kept, begin, options)
+        pending = work.pending
+        staged: _Staged | BaseException
         try:
-            with gc_paused():
-                staging = Staging(app, self._memory, lazily=stage == "lazy")
-            self._hooks = hold_steps(staging.optimizers, pending)
-            if staging.is_lazy:
-                copying_until(pending.staged)
-        except BaseException as error:
-            staging = error  # the other ranks are on their way to the thread, in which all will raise it
-            self._hooks = hold_steps(_optimizers_in(app), pending)
-
-        options = durable, check_replicas, progress, deadline_seconds, metrics, afterwards
-        # Not a daemon: a program that ends waits for it, and then says what it should have waited for itself.
-        self._thread = threading.Thread(
-            target=self._in_background, args=(beside, pending, staging, begin, *options), name="shardopt-save"
-        )
-        try:
+            self._ranks, self._deadline_seconds = side, deadline_seconds
+            self._pending, self._asked, self._thread = pending, False, None
+            # Begun before the state is copied, as it shows meanwhile that this rank is alive. Not a daemon: a program
+            # that ends waits for it, and then says what it should have waited for itself.
+            self._thread = threading.Thread(target=work.run, name="shardopt-save")
             self._thread.start()
+            staged = self._stage(app, stage, metrics, pending)
+            work.hand_over(staged)
         except BaseException as error:
-            pending.fail(error)
+            # The other ranks are on their way to the thread's first round, in which all are to raise this.
+            work.hand_over(error)
+            pending.hear_beforehand()
+            if self._thread is None or self._thread.ident is None:
+                work.run()
             raise
         pending.call_seconds = time.monotonic() - begin
-        if isinstance(staging, BaseException) and not isinstance(staging, Exception):
-            raise staging
+        if isinstance(staged, BaseException) and not isinstance(staged, Exception):
+            pending.hear_beforehand()
+            raise staged
         return pending
 
     def wait(self) -> None:
-        """Waits for the save that is in flight; raises what the last one failed with, unless that was told already."""
+        """Waits for the save that is in flight. Collective where it has failed: then all ranks raise what it has failed
+        with if one of them was not told yet, and otherwise none does."""
+        self._wait(as_call("waiting for a save in the background"))
+
+    def take_failure(self) -> BaseException | None:
+        """Waits for the save that is in flight; gives what it has failed with, if this rank was not told yet. Local."""
+        self._finish()
+        return self._pending.hear() if self._pending is not None else None
+
+    def close(self, alone: bool = False) -> None:
+        """Waits as `wait` does, and gives the host memory back. The next save would allocate it anew.
+
+        Args:
+            alone: for a rank that is on its way out by itself: then nobody else is asked.
+        """
+        try:
+            if alone:
+                failure = self.take_failure()
+                if failure is not None:
+                    raise failure
+            else:
+                self._wait(as_call("closing what saves in the background"))
+        finally:
+            self._memory.free()
+            self._side.forget()
+            self._ranks = None
+
+    def _finish(self) -> None:
+        """Waits until nothing is in flight, and no step waits for it."""
         if self._pending is not None:
             self._pending.done.wait()
             if self._thread is not None and self._thread.ident is not None:
@@ -123,62 +160,56 @@ class AsyncSaver:
             for hook in self._hooks:
                 hook.remove()
             self._hooks = []
-            self._pending.raise_failure()
 
-    def close(self) -> None:
-        """Waits as `wait` does, and gives the host memory back. The next save would allocate it anew."""
+    def _wait(self, call: Call) -> None:
+        self._finish()
+        pending, side = self._pending, self._ranks
+        if pending is None or side is None or pending.failure is None or self._asked:
+            return
+        ranks = ranks_of()
+        if ranks.size == 1 or not side.in_step:  # in step no more: a rank was lost, and nobody can be asked
+            pending.raise_failure()
+            return
+        if not self._side.are_beside(ranks):  # in another process group, of other ranks
+            failure = pending.hear()
+            if failure is not None:
+                _log.error("%s", failure)
+            return
+        _, all_heard = side.agree(
+            Call(str(call), f"{call.same}, after a save that failed"),
+            work=lambda: pending.is_heard,
+            report=bool,
+            decide=all,
+            deadline_seconds=self._deadline_seconds,
+        )
+        self._asked = True
+        if not all_heard:
+            pending.hear()
+            raise pending.failure
+
+    def _stage(
+        self, app: Mapping[str, Any], stage: Stage, metrics: Mapping[str, float] | None, pending: PendingSave
+    ) -> _Staged | BaseException:
+        """The state on its way to the host; or what went wrong, of which all ranks will hear in the thread."""
         try:
-            self.wait()
-        finally:
-            self._memory.free()
-            self._ranks = None
-
-    def _in_background(
-        self,
-        ranks: Ranks,
-        pending: PendingSave,
-        staging: Staging | BaseException,
-        begin: float,
-        durable: bool,
-        check_replicas: CheckReplicas,
-        progress: Progress | None,
-        deadline_seconds: float,
-        metrics: bytes | None,
-        afterwards: Callable[[], None],
-    ) -> None:
-        """What the thread does."""
-        staging_seconds = 0.0
-
-        def described() -> Description:
-            nonlocal staging_seconds
-            if isinstance(staging, BaseException):
-                raise staging
-            staging.finish()
-            pending.staged.happen()
-            staging_seconds = time.monotonic() - begin
-            return staging.describe(replicas_to_check(check_replicas, ranks))
-
-        try:
-            report = save_described(
-                ranks, pending.url, described, self._kept, durable, deadline_seconds, metrics, progress
-            )
-            pending.succeed(replace(report, seconds=time.monotonic() - begin, staging_seconds=staging_seconds))
-            tell("save", pending.result())
+            numbers = None if metrics is None else numbers_of(metrics)
+            with gc_paused():
+                staging = Staging(app, self._memory, lazily=stage == "lazy")
+            hold_steps(staging.optimizers, pending, self._hooks)
+            if staging.is_lazy:
+                copying_until(pending.staged)
+            return _Staged(staging, numbers)
         except BaseException as error:
-            pending.fail(error)
-        else:
-            afterwards()
+            if not self._hooks:
+                with suppress(Exception):  # not even the walk through the state may have worked
+                    hold_steps(_optimizers_in(app), pending, self._hooks)
+            return error
 
-    def _beside(self, ranks: Ranks) -> Ranks:
-        if self._ranks is None or self._ranks[0] is not ranks:
-            self._ranks = ranks, ranks.beside(self._name)
-        return self._ranks[1]
-
-    def _refuse_second(self, ranks: Ranks, url: str, deadline_seconds: float) -> None:
+    def _refuse_second(self, ranks: Ranks, call: Call, deadline_seconds: float) -> None:
         """Raises on all ranks where a save is in flight on one: their clocks differ, and one alone must not go on."""
         last = self._pending
         _, in_flight = ranks.agree(
-            f"saving {url}",
+            call,
             work=lambda: last is not None and not last.done,
             report=bool,
             decide=any,
@@ -187,7 +218,78 @@ class AsyncSaver:
         if in_flight:
             assert last is not None
             problem = Problem(last.url, "a save in flight", "one at a time", 'save later, or with in_flight="wait"')
-            raise CheckpointError(f"saving {url} was refused", [problem])
+            raise CheckpointError(f"{call} was refused", [problem])
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    durable: bool
+    check_replicas: CheckReplicas
+    progress: Progress | None
+    deadline_seconds: float
+    afterwards: Callable[[], None]
+
+
+class _Staged(NamedTuple):
+    """What a thread saves: the state of the call, and the metrics."""
+
+    state: Staging
+    metrics: Mapping[str, float] | None
+
+
+class _Work:
+    """What is done of one save in the background, once, in whichever thread runs it first."""
+
+    def __init__(self, ranks: Ranks, url: str, kept: Kept, begin: float, options: _Options) -> None:
+        self._ranks, self._kept, self._begin, self._options = ranks, kept, begin, options
+        self._running = threading.Lock()  # taken for good by who runs it
+        self._handed_over = threading.Event()
+        self._staged: _Staged | BaseException | None = None
+        self._staging_seconds = 0.0
+        self.pending = PendingSave(url)  # last: from now on it has to end
+
+    def hand_over(self, staged: _Staged | BaseException) -> None:
+        """What is to be saved, or what went wrong with it on this rank. The first one counts."""
+        if self._staged is None:
+            self._staged = staged
+        self._handed_over.set()
+
+    def run(self) -> None:
+        """Saves what is handed over, and tells `pending` of the end."""
+        if not self._running.acquire(blocking=False):
+            return
+        options = self._options
+        try:
+            with self._ranks.beating(options.deadline_seconds):
+                report = save_described(
+                    self._ranks,
+                    self.pending.url,
+                    self._described,
+                    self._kept,
+                    options.durable,
+                    options.deadline_seconds,
+                    options.progress,
+                )
+                seconds = time.monotonic() - self._begin
+                self.pending.succeed(replace(report, seconds=seconds, staging_seconds=self._staging_seconds))
+                tell("save", self.pending.result())
+                options.afterwards()
+        except BaseException as error:
+            if self.pending.done:
+                raise  # of what comes afterwards
+            self.pending.fail(error)
+
+    def _described(self) -> Described:
+        self._handed_over.wait()
+        staged = self._staged
+        if not isinstance(staged, _Staged):
+            assert staged is not None
+            raise staged
+        staged.state.finish()
+        self.pending.staged.happen()
+        self._staging_seconds = time.monotonic() - self._begin
+        check_replicas = replicas_to_check(self._options.check_replicas, self._ranks)
+        return Described(staged.state.describe(check_replicas), staged.metrics)
 
 
 _default = AsyncSaver()
@@ -226,11 +328,11 @@ def async_save(
 
     Raises:
         CheckpointError: a save is in flight, and was not to be waited for.
-        ShardoptError: the save before has failed, and nobody was told. Nothing was begun.
+        ShardoptError: the save before has failed, and some rank was not told. All ranks raise; nothing was begun.
 
     What the save itself fails with is raised by the result, with the name of the rank, on every rank; or else at the
     next save, or the next step of an optimizer in `app`, whichever is the first. Ranks may come to different steps
-    until they hear of it.
+    until they hear of it; the next save is in step again, and raises on all of them if one was not told yet.
     """
     return _default.save(
         url,
@@ -246,9 +348,11 @@ def async_save(
 
 def _optimizers_in(app: Any) -> list[Optimizer]:
     """Those that can be told of a failure although the state could not be walked through."""
-    return [each for each in app.values() if isinstance(each, Optimizer)] if isinstance(app, Mapping) else []
+    values = app.values() if isinstance(app, Mapping) else ()
+    return [each for each in values if isinstance(each, Optimizer) and is_constructed(each)]
 
 
 def _require_choice(name: str, found: str, choices: tuple[str, ...]) -> None:
     if found not in choices:
-        raise ValueError(f"{name}: found {found!r}; required one of {choices}; pass one of them")
+        problem = Problem(name, repr(found), f"one of {', '.join(map(repr, choices))}", "pass one of them")
+        raise OptionError("an argument that cannot be meant", [problem])

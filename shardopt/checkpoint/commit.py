@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from shardopt.checkpoint.describe import Values
@@ -12,7 +15,6 @@ from shardopt.checkpoint.format import (
     FILE_NAME,
     MANIFEST_LIMIT_BYTES,
     MANIFEST_NAME,
-    METRICS_NAME,
     damaged,
     file_name,
 )
@@ -52,21 +54,25 @@ def commit(
     values: Values,
     reports: Sequence[Sequence[Sequence[Any]]],
     metrics: bytes | None = None,
+    saved_at: float | None = None,
 ) -> int:
     """Makes the checkpoint exist, once every rank has reported its files. On rank 0 only.
 
     Args:
         values: plain values in their typed JSON form.
         reports: by rank, the name, bytes and digest of each file that it wrote.
-        metrics: what is to stand beside the checkpoint under `METRICS_NAME`.
+        metrics: numbers by name, as `pack_metrics` gives them.
+        saved_at: when it was saved, in seconds since 1970 began; None for now.
 
     Returns:
         The bytes of all data files.
     """
-    manifest = manifest_of(save_id, plan, values, reports)
+    manifest = replace(
+        manifest_of(save_id, plan, values, reports),
+        saved_at=time.time() if saved_at is None else saved_at,
+        metrics={} if metrics is None else json.loads(metrics),
+    )
     data = encode_manifest(manifest)
-    if metrics is not None:
-        storage.publish(METRICS_NAME, metrics)
     publish_checkpoint(storage, manifest, data)
     return sum(file.nbytes for file in manifest.files)
 
@@ -89,6 +95,7 @@ def publish_checkpoint(storage: Storage, manifest: Manifest, data: bytes) -> Non
     """
     _, missing = _look_for_files(storage, manifest)
     if missing:
+        refuse_committed(storage)  # by whom they were cleared away
         remedy = "give all ranks the same path, on storage that they share"
         problems = [Problem(each, "no such file on rank 0", "what was written", remedy) for each in missing]
         raise CheckpointError("rank 0 does not see the files of other ranks", problems)
@@ -160,10 +167,13 @@ def _stored_tensors(plan: SavePlan) -> StoredTensors:
         )
         for assignment in set(plan.assigned.values())
     }
-    return StoredTensors(
+    stored = StoredTensors(
         (key, StoredTensor(member.path, member.dtype, layouts[plan.assigned[key]]))
         for key, member in plan.geometry.members.items()
     )
+    for key, (tied_to, path) in plan.geometry.tied.items():
+        stored[key] = stored[tied_to]._replace(path=path, tied_to=tied_to)
+    return stored
 
 
 def discard(storage: Storage, save_id: str) -> None:

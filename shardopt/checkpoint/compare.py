@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,8 +27,10 @@ from shardopt.state import (
     tell_path,
 )
 
-_MISSING = "save it, remove it from the app, or load with strict=False to leave it as it is"
-_UNEXPECTED = "add it to the app, or load with strict=False to leave it out"
+_MISSING = "give its old name with rename={...}, remove it from the app, or load with strict=False to leave it as it is"
+_UNEXPECTED = "give its new name with rename={...}, add it to the app, or load with strict=False to leave it out"
+# Where optimizers keep theirs, which follows from what models have.
+_OF_OPTIMIZERS = re.compile(r"(^|\.)(state|param_groups)(\.|$)")
 
 
 @dataclass(slots=True)
@@ -92,6 +95,11 @@ def compare(flat: FlatState, views: Mapping[str, View], names: Names, strictness
             _note(problem, strictness.missing, problems, match)
     match.unexpected = [key for key in stored if key not in flat.leaves and not _below(stored[key], settled)]
     return match
+
+
+def in_order(problems: Iterable[Problem]) -> list[Problem]:
+    """Weights first, then what optimizers have of them; each in the order that it had."""
+    return sorted(problems, key=lambda problem: _OF_OPTIMIZERS.search(problem.key) is not None)
 
 
 def judge_unexpected(match: Match, names: Names, strictness: Strictness, keys: Iterable[str]) -> list[Problem]:
@@ -204,7 +212,7 @@ def _one_sided_state(handback: Handback, flat: FlatState, stored: Mapping[str, P
     found = f"{'state' if saved else 'no state'} in the checkpoint"
     required = f"{'none: it was never initialized' if saved else 'state'} in the app"
     before = "loading" if saved else "saving"
-    remedy = f"call init_state() before {before} (on a torch.optim optimizer without it, take a step)"
+    remedy = f"load with init_state=True, or call init_state() before {before} (where there is none, take a step)"
     return Problem(join(state), found, required, remedy)
 
 
@@ -227,6 +235,9 @@ def _object_problems(
         described |= {leaf.path[len(path) :]: leaf.value for leaf in own.values()}
     for key in keys:
         described[stored[key][len(path) :]] = _description(key, flat, names.manifest, strictness)
+    if handback.plain_names:
+        own_names: dict[str | int, str] = {plain: name for name, plain in handback.plain_names.items()}
+        described = {(own_names.get(at[0], at[0]), *at[1:]): value for at, value in described.items()}
     try:
         target.check_state_dict(nest(described))
     except ShardoptError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import xxhash
@@ -14,8 +14,10 @@ from torch import Tensor
 from shardopt.checkpoint.format import DTYPES, Dtype
 from shardopt.checkpoint.manifest import decode_path, encode_path
 from shardopt.checkpoint.memory import GIVEN_BACK, has_no_memory, stored_dtype
+from shardopt.checkpoint.ownership import refuse_strange_parameters
 from shardopt.checkpoint.plan import Member
 from shardopt.checkpoint.replicas import CheckReplicas, Contents, contents_of, summary_of
+from shardopt.checkpoint.tied import tied_in
 from shardopt.errors import LayoutError, Problem, ShardoptError, StateError
 from shardopt.sharding.layout import Layout, held, joined
 from shardopt.sharding.pieces import View
@@ -37,6 +39,7 @@ class Description:
     contents: Contents  # hashes of what other ranks hold too
     own_values: Mapping[str, Any]  # those that are per rank
     check_replicas: CheckReplicas  # of which replicas `contents` has hashes
+    tied: Mapping[str, str]  # key → the first key with the same memory on this rank
 
     @property
     def is_partial(self) -> bool:
@@ -45,7 +48,9 @@ class Description:
 
     def geometry_fingerprint(self) -> str:
         """Equal on two ranks, and in two saves, if they describe the same tensors in the same places."""
-        words: list[str] = []
+        words = [str(len(self.tied))]
+        for key, first in sorted(self.tied.items()):
+            words += (key, first)
         for key, path in self.per_rank.items():
             words += (key, *_path_words(key, path))
         words.append("")
@@ -72,6 +77,7 @@ class Description:
         return {
             "layouts": [layout.to_json() for layout in layouts],
             "tensors": tensors,
+            "tied": dict(self.tied),
             "per_rank": {key: encode_path(key, path) for key, path in self.per_rank.items()},
         }
 
@@ -81,10 +87,14 @@ class Description:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """The state of the whole job without its values: every tensor with its whole layout."""
+    """The state of the whole job without its values: every tensor with its whole layout.
+
+    `tied` has the keys of tensors that are, on every rank, one memory with the member that each is mapped to.
+    """
 
     members: Mapping[str, Member]
     per_rank: Mapping[str, Path]
+    tied: Mapping[str, tuple[str, Path]] = field(default_factory=dict)
 
 
 Values = Mapping[str, tuple[Path, Any]]
@@ -100,18 +110,22 @@ def describe(flat: FlatState, check_replicas: CheckReplicas) -> Description:
     Raises:
         StateError, LayoutError: something in it cannot be stored; all that cannot is named.
     """
+    refuse_strange_parameters(flat)
     views: dict[str, View] = {}
     tensors: dict[str, tuple[Path, Dtype, Layout]] = {}
     values: dict[str, tuple[Path, Any]] = {}
     per_rank: dict[str, Path] = {}
     own_values: dict[str, Any] = {}
+    addresses: dict[str, int] = {}
     refused: list[ShardoptError] = []
     for key, leaf in flat.leaves.items():
         try:
             if isinstance(leaf.value, Tensor):
                 view = views[key] = view_of(leaf.value, key)
                 tensors[key] = leaf.path, stored_dtype(view.dtype, key), view.layout
-                if any([has_no_memory(piece.tensor) for piece in view.pieces]):
+                at = [piece.tensor.data_ptr() for piece in view.pieces]
+                addresses[key] = at[0] if at else 0
+                if 0 in at and any(has_no_memory(piece.tensor) for piece in view.pieces):
                     problem = (
                         Problem(key, "a tensor on the meta device", "a tensor with values", "initialize it first")
                         if view.pieces[0].tensor.is_meta
@@ -129,14 +143,20 @@ def describe(flat: FlatState, check_replicas: CheckReplicas) -> Description:
         kind, message = type(refused[0]), refused[0].message
         raise kind(message, [problem for error in refused for problem in error.problems])
     contents = contents_of(views, check_replicas)
-    return Description(views, tensors, values, per_rank, contents, own_values, check_replicas)
+    tied = {key: first for key, first in tied_in(views, addresses).items() if views[key].layout == views[first].layout}
+    return Description(views, tensors, values, per_rank, contents, own_values, check_replicas, tied)
 
 
 def geometry_of(description: Description, world_size: int) -> Geometry:
     """The job's geometry where every rank has described the same."""
     ranks = tuple(range(world_size))
-    members = {key: Member(path, dtype, layout, ranks) for key, (path, dtype, layout) in description.tensors.items()}
-    return Geometry(members, description.per_rank)
+    tied = {key: (first, description.tensors[key][0]) for key, first in description.tied.items()}
+    members = {
+        key: Member(path, dtype, layout, ranks)
+        for key, (path, dtype, layout) in description.tensors.items()
+        if key not in tied
+    }
+    return Geometry(members, description.per_rank, tied)
 
 
 def merge_geometry(descriptions: Sequence[Mapping[str, Any]]) -> Geometry:
@@ -166,7 +186,8 @@ def merge_geometry(descriptions: Sequence[Mapping[str, Any]]) -> Geometry:
     problems += [_differs(key, "tensors on some ranks, values per rank on others") for key in members.keys() & per_rank]
     if problems:
         raise StateError(_DIFFER, problems)
-    return Geometry(members, per_rank)
+    tied = {key: (first, members[key].path) for key, first in _tied_on_all(descriptions, members).items()}
+    return Geometry({key: member for key, member in members.items() if key not in tied}, per_rank, tied)
 
 
 def merge_values(descriptions: Sequence[Mapping[str, Any]], geometry: Geometry) -> Values:
@@ -211,6 +232,23 @@ def _merge_tensor(key: str, by_rank: Mapping[int, tuple[Any, ...]], ranks: tuple
             raise StateError("", [_differs(key, found)])
     whole_layout = joined({rank: each[2] for rank, each in knowing.items()}, key) if layout.local else layout
     return Member(path, DTYPES[dtype], _held_by(whole_layout, by_rank), ranks)
+
+
+def _tied_on_all(descriptions: Sequence[Mapping[str, Any]], members: Mapping[str, Member]) -> dict[str, str]:
+    """Key → the key that it is one memory with, where that is so on all ranks that hold some of either of them."""
+    tied: dict[str, str] = {}
+    for key, first in dict(pair for wire in descriptions for pair in wire["tied"].items()).items():
+        one, other = members[key], members[first]
+        if one.ranks != other.ranks or one.layout != other.layout:
+            continue
+        of_ranks = [descriptions[rank] for rank in one.ranks]
+        # The last entry of a tensor is whether the rank holds any of it.
+        if all(
+            wire["tied"].get(key) == first or not (wire["tensors"][key][3] or wire["tensors"][first][3])
+            for wire in of_ranks
+        ):
+            tied[key] = first
+    return tied
 
 
 def _held_by(layout: Layout, ranks: Collection[int]) -> Layout:

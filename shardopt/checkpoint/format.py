@@ -17,10 +17,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import xxhash
+
 from shardopt.errors import CorruptionError, Problem
 
 FORMAT_NAME = "shardopt"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""What is written, and the newest that is read."""
+
 MANIFEST_NAME = "manifest.json"
 METRICS_NAME = "metrics.json"
 DATA_SUFFIX = ".safetensors"
@@ -29,6 +33,10 @@ SEGMENT_BYTES = 256 * 1024  # of a tensor's bytes in one file, under one checksu
 ALIGNMENT_BYTES = 4096  # of the first tensor's bytes within the file
 HEADER_LIMIT_BYTES = 100_000_000  # safetensors' own
 MANIFEST_LIMIT_BYTES = 256 << 20
+MOST_DIMENSIONS = 64  # of a tensor
+MOST_OFFSETS = 1 << 24  # of all boxes of all layouts of a manifest, and one more for each box: some 2 GB in memory
+
+SEAL_BYTES = len(',"xxh3":"0123456789abcdef"}')
 
 CHECKSUMS_PREFIX = "__xxh3__."
 PER_RANK_PREFIX = "__per_rank__."
@@ -126,6 +134,16 @@ def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(members) != len(pairs):
         raise ValueError("a member that stands twice")
     return members
+
+
+def seal(text: bytes) -> bytes:
+    """A JSON object without its closing brace, closed by a member "xxh3": the hash of all bytes before it."""
+    return text + b',"xxh3":"' + xxhash.xxh3_64_hexdigest(text).encode() + b'"}'
+
+
+def is_sealed(data: bytes) -> bool:
+    """Whether these are bytes that `seal` gave."""
+    return data[-SEAL_BYTES:] == seal(data[:-SEAL_BYTES])[-SEAL_BYTES:]
 
 
 def damaged(where: str, found: str) -> CorruptionError:

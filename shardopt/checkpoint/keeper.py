@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping
 
+from shardopt.checkpoint.branches import Branches
+from shardopt.checkpoint.in_use import urls_read
 from shardopt.checkpoint.metrics import metrics_of
 from shardopt.checkpoint.mirror import Mirror
 from shardopt.checkpoint.retention import Rules, remove_checkpoint, steps_to_keep
-from shardopt.checkpoint.steps import committed_in, name_of, steps_in
-from shardopt.checkpoint.storage import Storage, storage_of
+from shardopt.checkpoint.root import Root
+from shardopt.checkpoint.steps import Place
+from shardopt.checkpoint.storage import storage_of
 from shardopt.checkpoint.unsettled import urls_unsettled
 from shardopt.errors import CheckpointError, CorruptionError
 from shardopt.ranks import ranks_of
@@ -24,71 +27,113 @@ class Keeper:
 
     Args:
         root: of the run.
+        copies: the root of the mirror, if there is one.
         rules: what to keep.
         mirror: whose copies are under way, if there is one.
     """
 
-    def __init__(self, root: Storage, rules: Rules, mirror: Mirror | None) -> None:
-        self._root = root
+    def __init__(self, root: Root, copies: Root | None, rules: Rules, mirror: Mirror | None) -> None:
+        self.branches = Branches()
+        self._root, self._copies = root, copies
         self._rules = rules
         self._mirror = mirror
-        self._metrics: dict[int, Mapping[str, float]] = {}
-        self._resumed: int | None = None
-        self._damaged: frozenset[int] = frozenset()
+        self._metrics: dict[Place, Mapping[str, float]] = {}
+        self._resumed: Place | None = None
+        self._saved: Place | None = None
+        self._damaged: frozenset[str] = frozenset()
+        self._warned = False
 
-    def restored(self, step: int, damaged: Collection[int]) -> None:
-        """Takes it that the run was restored from a step, whose checkpoint stays.
+    def restored(self, place: Place, damaged: Collection[str]) -> None:
+        """Takes it that the run was restored from a checkpoint, which stays.
 
         Args:
-            damaged: newer ones, whose checkpoints under the run's root are damaged, and so count for nothing.
+            damaged: the URLs of checkpoints of later steps that are damaged, and so count for nothing.
         """
-        self._resumed, self._damaged = step, frozenset(damaged)
+        self._resumed, self._damaged = place, frozenset(damaged)
+        self._saved, self._warned = None, False
 
-    def make_way(self, step: int) -> None:
-        """Removes the checkpoint of a step that is to be saved again, if it is one of the damaged."""
-        if step in self._damaged:
-            self._on_rank_0(lambda: remove_checkpoint(self._root.child(name_of(step))))
-            self._damaged -= {step}
+    def make_way(self, place: Place) -> None:
+        """Removes a checkpoint that is to be saved again, where it is one of the damaged."""
+        for root in filter(None, (self._root, self._copies)):
+            url = root.checkpoint(place).url
+            if url in self._damaged:
+                self._on_rank_0(root, lambda root: remove_checkpoint(root.checkpoint(place)))
+                self._damaged -= {url}
 
-    def tidy(self) -> None:
-        """Removes what is no longer wanted under the run's root. No save to it may be under way."""
-        self._on_rank_0(lambda: self._remove_unwanted(self._root, self._damaged))
+    def tidy(self, place: Place, metrics: Mapping[str, float]) -> None:
+        """Removes what is no longer wanted under the run's root, where a checkpoint was just committed.
 
-    def tidy_copies(self, copies: Storage) -> None:
+        No save to it may be under way.
+
+        Args:
+            metrics: of that checkpoint, which stays in any case.
+        """
+        self._saved = place
+        self._metrics[place] = metrics
+        self._on_rank_0(self._root, self._remove_unwanted)
+
+    def tidy_copies(self) -> None:
         """The same under the root of the mirror, once a checkpoint was copied."""
-        self._on_rank_0(lambda: self._remove_unwanted(copies, frozenset()))
+        if self._copies is not None:
+            self._on_rank_0(self._copies, self._remove_unwanted)
 
-    def _remove_unwanted(self, root: Storage, damaged: frozenset[int]) -> None:
-        there = steps_in(root)
-        committed = set(committed_in(root)) - damaged
-        if not committed:
+    def remove_beyond(self) -> None:
+        """Removes what was to be removed when the run was taken back; what is in use now goes with a later save."""
+        for root in filter(None, (self._root, self._copies)):
+            self._on_rank_0(root, lambda root: self._remove_removed(root, root.look().places))
+
+    def _remove_unwanted(self, root: Root) -> None:
+        places = root.look().places
+        self._remove_removed(root, places)
+        own = [place for place in places if self.branches.has(place)]
+        whole = [each for each in own if root.is_committed(each) and root.checkpoint(each).url not in self._damaged]
+        if not whole:
             return
         if self._rules.best is not None:
-            for step in committed - self._metrics.keys():
-                self._metrics[step] = _metrics_or_none(root.child(name_of(step)))
-        keep = steps_to_keep(committed, self._rules, self._metrics, self._resumed)
-        # A checkpoint that a background save of this process writes may lie anywhere; a copy is read until it is done.
-        busy = {storage_of(url).url for url in urls_unsettled()}
-        if self._mirror is not None:
-            busy |= {root.child(name).url for name in self._mirror.uploading()}
+            for place in set(whole) - self._metrics.keys():
+                self._metrics[place] = _metrics_or_none(root, place)
+        measured = {place.step: self._metrics.get(place, {}) for place in whole}
+        pinned = {place.step for place in (self._resumed, self._saved) if place is not None and place in whole}
+        keep = steps_to_keep(measured, self._rules, measured, pinned)
+        self._warn_of_later(max(measured))
         # Oldest first, and only below the newest: what lies above it may be a save that another process of this job,
         # not dead yet, is about to give up.
-        for step in there:
-            storage = root.child(name_of(step))
-            if step < max(committed) and step not in keep and storage.url not in busy:
+        self._remove(root, [each for each in own if each.step < max(measured) and each.step not in keep])
+
+    def _remove_removed(self, root: Root, places: Collection[Place]) -> None:
+        self._remove(root, [place for place in places if self.branches.is_removed(place)])
+
+    def _remove(self, root: Root, places: Collection[Place]) -> None:
+        # A checkpoint that a background save of this process writes may lie anywhere; a copy is read until it is done,
+        # and what is loaded until all ranks have it.
+        busy = {storage_of(url).url for url in urls_unsettled()} | urls_read()
+        names = self._mirror.uploading() if self._mirror is not None else ()
+        for place in places:
+            storage = root.checkpoint(place)
+            if storage.url not in busy and place.name not in names:
                 remove_checkpoint(storage)
 
-    def _on_rank_0(self, remove: Callable[[], None]) -> None:
+    def _warn_of_later(self, newest: int) -> None:
+        if self._saved is not None and newest > self._saved.step and not self._warned:
+            self._warned = True
+            _log.warning(
+                "step %d was saved where step %d is already, which is not of this job: started again, it would restore "
+                "that. restore(app, step=...) takes a run back to an earlier step",
+                self._saved.step,
+                newest,
+            )
+
+    def _on_rank_0(self, root: Root, remove: Callable[[Root], None]) -> None:
         if ranks_of().rank == 0:
             try:
-                remove()
+                remove(root)
             except (OSError, CheckpointError) as error:
-                _log.warning("old checkpoints could not be removed from %s: %s", self._root.url, error)
+                _log.warning("old checkpoints could not be removed from %s: %s", root.url, error)
 
 
-def _metrics_or_none(checkpoint: Storage) -> Mapping[str, float]:
+def _metrics_or_none(root: Root, place: Place) -> Mapping[str, float]:
     try:
-        return metrics_of(checkpoint)
+        return metrics_of(root.checkpoint(place))
     except CorruptionError as error:
         _log.warning("%s", error)
         return {}

@@ -19,7 +19,9 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from shardopt.checkpoint.batches import Want
-from shardopt.checkpoint.compare import Match, compare, judge_unexpected
+from shardopt.checkpoint.compare import Match, compare, in_order, judge_unexpected
+from shardopt.checkpoint.in_use import reading
+from shardopt.checkpoint.initialize import init_unstepped
 from shardopt.checkpoint.open_file import OpenFile
 from shardopt.checkpoint.pause import gc_paused
 from shardopt.checkpoint.progress import Progress
@@ -28,10 +30,11 @@ from shardopt.checkpoint.reader import CheckpointReader, open_checkpoint
 from shardopt.checkpoint.reports import tell
 from shardopt.checkpoint.share import Replicas, SharedReads, fingerprint, shared_among
 from shardopt.checkpoint.strictness import Names, Strictness, strictness_of, under_names_of
+from shardopt.checkpoint.tied import tied_in
 from shardopt.checkpoint.torn import mark_torn, unmark_torn
-from shardopt.checkpoint.twins import refuse_unequal, twins_in
+from shardopt.checkpoint.twins import refuse_unequal
 from shardopt.copies import wait_for_copies
-from shardopt.errors import CheckpointError, MismatchError, Problem
+from shardopt.errors import CheckpointError, MismatchError, Problem, ShardoptError
 from shardopt.ranks import DEADLINE_SECONDS, Ranks, ranks_of
 from shardopt.ranks.failures import names_of
 from shardopt.sharding.pieces import View
@@ -54,6 +57,8 @@ class LoadReport:
         bytes_wanted: of tensors, on this rank.
         bytes_read: from data files, on this rank; the ends of checksummed segments and strided reads add to it.
         seconds: on this rank.
+        world_size: of the job that saved it.
+        saved_at: when it was saved, in seconds since 1970 began; None where that is not known.
     """
 
     url: str
@@ -66,6 +71,8 @@ class LoadReport:
     bytes_wanted: int
     bytes_read: int
     seconds: float
+    world_size: int
+    saved_at: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +129,7 @@ def load(
     rename: Mapping[str, str] | None = None,
     transactional: bool = False,
     replicas: Replicas = "auto",
+    init_state: bool = False,
     progress: Progress | None = None,
     deadline_seconds: float = DEADLINE_SECONDS,
 ) -> LoadReport:
@@ -147,6 +155,9 @@ def load(
         replicas: what is done about boxes that several ranks hold: each holder may "read" them, or one of them reads
             and sends to the others ("exchange", over the job's process group, whose own timeout holds for the sends).
             "auto" exchanges where storage is remote: a local disk's cache is faster than what joins processes.
+        init_state: whether keyed optimizers get state for the parameters that the checkpoint has state for, as by
+            `init_state(names=...)`, and lose state that was never stepped where it has none: to training that is the
+            same as none. State that was stepped stays, and does not fit. Otherwise what is in `app` is what counts.
         progress: called with the bytes of this rank that are read and those there are to read.
         deadline_seconds: how long a rank may show no sign of life before the others give up and name it.
 
@@ -158,9 +169,19 @@ def load(
             `app` refuse to step until a load is whole.
         RankError: a rank failed in another way, died, or did not make the call.
     """
-    with gc_paused():  # around a call, so that the collector finds the plan gone when it wakes
+    # Around a call, so that the collector finds the plan gone when it wakes.
+    with reading(url), ranks_of().beating(deadline_seconds), gc_paused():
         report, differences = _load(
-            url, app, strictness_of(strict), select, rename, transactional, replicas, progress, deadline_seconds
+            url,
+            app,
+            strictness_of(strict),
+            select,
+            rename,
+            transactional,
+            replicas,
+            init_state,
+            progress,
+            deadline_seconds,
         )
     tell("load", report)
     for difference in differences:
@@ -176,14 +197,39 @@ def _load(
     rename: Mapping[str, str] | None,
     transactional: bool,
     replicas: Replicas,
+    init_state: bool,
+    progress: Progress | None,
+    deadline_seconds: float,
+) -> tuple[LoadReport, list[Problem]]:
+    """The line itself, with optimizers that have room for what is loaded; returns what to warn of as well."""
+    ranks = ranks_of()
+    what = f"loading {os.fspath(url)}"
+    options = strictness, select, rename, transactional, replicas, progress, deadline_seconds
+    if not init_state:
+        return _load_into(ranks, what, url, app, *options)
+    undo = init_unstepped(ranks, what, url, app, select, rename, deadline_seconds)
+    try:
+        return _load_into(ranks, what, url, app, *options)
+    except ShardoptError:
+        undo()
+        raise
+
+
+def _load_into(
+    ranks: Ranks,
+    what: str,
+    url: str | os.PathLike[str],
+    app: Mapping[str, Any],
+    strictness: Strictness,
+    select: str | None,
+    rename: Mapping[str, str] | None,
+    transactional: bool,
+    replicas: Replicas,
     progress: Progress | None,
     deadline_seconds: float,
 ) -> tuple[LoadReport, list[Problem]]:
     """The line itself; returns what to warn of as well."""
     begin = time.monotonic()
-    ranks = ranks_of()
-    what = f"loading {os.fspath(url)}"
-
     plan, opened = ranks.agree(
         what,
         work=lambda: _plan(url, app, strictness, select, rename, replicas, ranks),
@@ -202,11 +248,16 @@ def _load(
     if opened["with_casts"]:
         ranks.agree(what, work=lambda: _check_casts(plan, reads), deadline_seconds=deadline_seconds)
     if transactional:
-        ranks.agree(what, work=lambda: check_all(reads.wants), deadline_seconds=deadline_seconds)
+        doing = f"{what} (transactional)"  # by which ranks notice that some of them do not verify
+        ranks.agree(doing, work=lambda: check_all(reads.wants), deadline_seconds=deadline_seconds)
     loaded = [each for each in plan.flat.handbacks if plan.match.loads_into(each.path, plan.flat)]
     optimizers = [each.target for each in loaded if isinstance(each.target, Optimizer)]
-    mark_torn(optimizers, what)
-    bytes_read, _ = ranks.agree(what, work=lambda: _fill(reads.wants, progress), deadline_seconds=deadline_seconds)
+
+    def fill() -> int:
+        mark_torn(optimizers, what)  # in the round, as an optimizer may refuse
+        return _fill(reads.wants, progress)
+
+    bytes_read, _ = ranks.agree(what, work=fill, deadline_seconds=deadline_seconds)
     # A round of its own: nobody is to wait for what its reader failed to read, or to hand back what others lack.
     ranks.agree(what, work=lambda: _hand_back(plan, reads.shared, loaded), deadline_seconds=deadline_seconds)
     unmark_torn(optimizers)
@@ -224,6 +275,8 @@ def _load(
         bytes_wanted=sum(want.wanted.numel * want.dtype.itemsize for _, want in plan.wants),
         bytes_read=bytes_read,
         seconds=time.monotonic() - begin,
+        world_size=plan.reader.manifest.world_size,
+        saved_at=plan.reader.manifest.saved_at,
     )
     return report, plan.match.warnings
 
@@ -249,7 +302,7 @@ def _plan(
     per_rank = reader.per_rank(ranks.rank) if match.per_rank else {}
     _refuse_missing([key for key in match.per_rank if old.get(key, key) not in per_rank], ranks.rank)
     into = {key: view for key, (view, _) in match.tensors.items()}
-    twins = twins_in(into)
+    twins = tied_in(into)
     refuse_unequal(reader, into, twins, old)
     into = {key: view for key, view in into.items() if key not in twins}
     wants = [want for key, view in into.items() for want in reader.wants(old.get(key, key), view.pieces)]
@@ -338,7 +391,9 @@ def _settle_differences(
     if failed:
         local = [_on(those, ranks.size, Problem(**problem)) for problem, those in merged]
         where = f"{what} failed on {names_of(sorted(failed))}: " if len(failed) < ranks.size else ""
-        raise MismatchError(f"{where}the checkpoint does not fit the app; nothing was changed", [*local, *problems])
+        raise MismatchError(
+            f"{where}the checkpoint does not fit the app; nothing was changed", in_order([*local, *problems])
+        )
 
 
 def _on(those: list[int], size: int, problem: Problem) -> Problem:

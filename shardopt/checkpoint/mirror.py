@@ -7,27 +7,23 @@ has the newest; of one step the local copy comes first.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import xxhash
 
-from shardopt.checkpoint.commit import publish_checkpoint, read_manifest
-from shardopt.checkpoint.format import FILE_NAME, MANIFEST_NAME, SEGMENT_BYTES, damaged
-from shardopt.checkpoint.manifest import Manifest
-from shardopt.checkpoint.open_file import OpenFile
+from shardopt.checkpoint.commit import discard, read_manifest
+from shardopt.checkpoint.copying import commit_copy, is_copied, prepare_copy, upload_files
+from shardopt.checkpoint.format import MANIFEST_NAME
 from shardopt.checkpoint.reports import tell
-from shardopt.checkpoint.storage import Span, Storage, storage_of, telling
-from shardopt.errors import CheckpointError, Problem
-from shardopt.ranks import DEADLINE_SECONDS, Ranks, ranks_of
+from shardopt.checkpoint.steps import in_order
+from shardopt.checkpoint.storage import Storage, storage_of, telling
+from shardopt.ranks import DEADLINE_SECONDS, Ranks, SideRanks, ranks_of
 
-_CHUNK_BYTES = 16 * SEGMENT_BYTES
-_numbers = itertools.count()
 _log = logging.getLogger("shardopt.checkpoint")
 
 
@@ -68,19 +64,25 @@ class Mirror:
     ) -> None:
         self._local, self._remote = storage_of(local), storage_of(remote)
         self._deadline_seconds = deadline_seconds
-        self._name = f"mirror-{next(_numbers)}"  # ranks make their mirrors in one order
-        self._ranks: tuple[Ranks, Ranks] | None = None
+        self._side = SideRanks("copies of checkpoints")
         self._lock = threading.Lock()
         self._waiting: list[str] = []
         self._last: threading.Thread | None = None
         self._failure: BaseException | None = None
         self.report: UploadReport | None = None  # of the last upload that was made
 
+    def prepare(self) -> None:
+        """Lets ranks agree on how they talk while they copy, as `upload` does where they have not. Collective then."""
+        self._side.of(ranks_of(), self._deadline_seconds)
+
     def upload(self, name: str, afterwards: Callable[[Storage], None] = lambda copies: None) -> None:
         """Begins to copy a committed checkpoint, once those before it are done. Collective; does not wait.
 
         One that waits for its turn while a newer one comes to wait behind it is left out: the copies may lag behind
-        the saves, but not ever further.
+        the saves, but not ever further. So is one that is there already. Another checkpoint of that name is never
+        written over: then the upload fails with CheckpointExistsError.
+
+        Files that stand beside those of the checkpoint are copied too, directories are not.
 
         Args:
             name: of its directory in the local root, such as "step-00000500". It must stay until it is copied
@@ -90,8 +92,8 @@ class Mirror:
         Raises:
             ShardoptError: what an earlier upload has failed with, if nobody was told. This one was begun all the same.
         """
-        beside = self._beside(ranks_of())
-        earlier, self._failure = self._failure, None
+        beside = self._side.of(ranks_of(), self._deadline_seconds)
+        earlier = self.take_failure()
         with self._lock:
             self._waiting.append(name)
             # Not a daemon: a program that ends waits for it.
@@ -107,9 +109,10 @@ class Mirror:
             return frozenset(self._waiting)
 
     def committed(self) -> list[tuple[str, str]]:
-        """The name and URL of every committed checkpoint of both roots, newest (by name) first. Collective.
+        """The name and URL of every committed checkpoint of both roots, newest first. Collective.
 
-        Of one name the local copy comes first; it counts only if every rank sees it.
+        Newest are those with the greatest numbers in their names. Of one name the local copy comes first; it counts
+        only if every rank sees it.
 
         Raises:
             CheckpointError: one of the roots cannot be read. What is newest cannot be known then.
@@ -121,7 +124,7 @@ class Mirror:
             decide=lambda names: [sorted(set.intersection(*map(set, names))), _committed(self._remote)],
             deadline_seconds=self._deadline_seconds,
         )
-        both = sorted({*local, *remote}, reverse=True)
+        both = sorted({*local, *remote}, key=in_order, reverse=True)
         places = ((self._local, local), (self._remote, remote))
         return [(name, root.child(name).url) for name in both for root, names in places if name in names]
 
@@ -129,7 +132,9 @@ class Mirror:
         """Waits until nothing is being copied, and raises what an upload has failed with, if nobody was told."""
         if self._last is not None:
             self._last.join()
-        self._raise_failure()
+        failure = self.take_failure()
+        if failure is not None:
+            raise failure
 
     def close(self) -> None:
         """As `wait`."""
@@ -141,27 +146,23 @@ class Mirror:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _raise_failure(self) -> None:
+    def take_failure(self) -> BaseException | None:
+        """What an upload has failed with, if nobody was told; does not wait. Local."""
         failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
-
-    def _beside(self, ranks: Ranks) -> Ranks:
-        if self._ranks is None or self._ranks[0] is not ranks:
-            self._ranks = ranks, ranks.beside(self._name)
-        return self._ranks[1]
+        return failure
 
     def _in_turn(
         self, ranks: Ranks, name: str, before: threading.Thread | None, afterwards: Callable[[Storage], None]
     ) -> None:
         """What the thread of an upload does."""
-        if before is not None:
-            before.join()
         try:
-            report = self._copy(ranks, name)
-            if report is not None:
-                self.report = report
-                afterwards(self._remote)
+            with ranks.beating(self._deadline_seconds):
+                if before is not None:
+                    before.join()
+                report = self._copy(ranks, name)
+                if report is not None:
+                    self.report = report
+                    afterwards(self._remote)
         except BaseException as error:  # told by the next call; the training goes on meanwhile
             _log.error("copying %s to %s failed: %s", self._local.child(name).url, self._remote.url, error)
             self._failure = error
@@ -176,7 +177,7 @@ class Mirror:
         _, is_wanted = ranks.agree(
             what,
             work=lambda: None,
-            decide=lambda _: self._is_newest_waiting(name) and not target.exists(MANIFEST_NAME),
+            decide=lambda _: self._is_newest_waiting(name) and not is_copied(source, target),
             deadline_seconds=self._deadline_seconds,
         )
         if not is_wanted:
@@ -185,15 +186,20 @@ class Mirror:
             what,
             work=lambda: read_manifest(source),
             report=lambda read: xxhash.xxh3_64_hexdigest(read[1]),
-            decide=lambda digests: _prepare(source, target, digests),
+            decide=lambda digests: prepare_copy(source, target, read_manifest(source)[0], digests),
             deadline_seconds=self._deadline_seconds,
         )
-        nbytes, _ = ranks.agree(
-            what,
-            work=lambda: _upload_files(source, target, manifest, ranks),
-            decide=lambda _: _commit(source, target, manifest, data),
-            deadline_seconds=self._deadline_seconds,
-        )
+        try:
+            nbytes, _ = ranks.agree(
+                what,
+                work=lambda: upload_files(source, target, manifest, ranks),
+                decide=lambda _: commit_copy(source, target, manifest, data),
+                deadline_seconds=self._deadline_seconds,
+            )
+        except BaseException:
+            if ranks.rank == 0:  # as a save: it is the one that could still commit, and has now failed to
+                discard(target, manifest.save_id)
+            raise
         total = sum(file.nbytes for file in manifest.files)
         report = UploadReport(target.url, manifest.save_id, nbytes, total, time.monotonic() - begin)
         tell("upload", report)
@@ -207,57 +213,3 @@ class Mirror:
 def _committed(root: Storage) -> list[str]:
     with telling(f"look into {root.url}"):
         return [name for name in root.names() if root.child(name).exists(MANIFEST_NAME)]
-
-
-def _prepare(source: Storage, target: Storage, digests: list[str]) -> None:
-    if len(set(digests)) > 1:
-        problem = Problem(source.url, "not the same checkpoint on every rank", "one", "give all ranks the same path")
-        raise CheckpointError("ranks do not see the same checkpoint", [problem])
-    with telling(f"make {target.url}"):
-        target.make()
-
-
-def _upload_files(source: Storage, target: Storage, manifest: Manifest, ranks: Ranks) -> int:
-    """Uploads what this rank wrote; where other ranks did, they are dealt in turn."""
-    with telling(f"copy {source.url} to {target.url}"):
-        own = [file for file in manifest.files if _writer_of(file.name) % ranks.size == ranks.rank]
-        return sum(target.write(file.name, _Verified(OpenFile(source, file))) for file in own)
-
-
-def _writer_of(name: str) -> int:
-    return int(name.removesuffix(".safetensors").split("-")[1][1:])
-
-
-def _commit(source: Storage, target: Storage, manifest: Manifest, data: bytes) -> None:
-    """On rank 0: what stands beside the data files, and then the manifest."""
-    with telling(f"commit {target.url}"):
-        for name in source.names():
-            if name != MANIFEST_NAME and not FILE_NAME.fullmatch(name) and not name.startswith("."):
-                target.publish(name, source.read(name))
-        publish_checkpoint(target, manifest, data)
-
-
-class _Verified:
-    """The bytes of a data file, none of which is handed on before its checksum is right. May be gone through again."""
-
-    def __init__(self, file: OpenFile) -> None:
-        self._file = file
-
-    def __iter__(self) -> Iterator[memoryview]:
-        file = self._file
-        entries = list(file.entries.values())
-        header = bytearray(entries[0].begin)  # entries follow one another, from the header to the file's end
-        file.read_into([Span(0, memoryview(header))])
-        yield memoryview(header)
-        for entry in entries[:-1]:
-            segment = entry.segment
-            for begin in range(entry.begin, entry.end, _CHUNK_BYTES):
-                chunk = memoryview(bytearray(min(_CHUNK_BYTES, entry.end - begin)))
-                file.read_into([Span(begin, chunk)])
-                for i in range(0, chunk.nbytes, SEGMENT_BYTES):
-                    found = xxhash.xxh3_64_digest(chunk[i : i + SEGMENT_BYTES])
-                    if found != file.sums[8 * segment : 8 * segment + 8]:
-                        raise damaged(file.where, f"{entry.key!r} with bytes that fail their checksum")
-                    segment += 1
-                yield chunk
-        yield memoryview(file.sums)

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from shardopt.checkpoint.save import SaveReport
 from shardopt.checkpoint.unsettled import settled, unsettled
 from shardopt.copies import Moment
+from shardopt.errors import RankError
 
 
 class PendingSave:
@@ -39,7 +40,10 @@ class PendingSave:
         unsettled(self)
 
     def result(self, timeout: float | None = None) -> SaveReport:
-        """Waits until the checkpoint is committed, and tells what was done.
+        """Waits until the checkpoint is committed, and tells what was done. Local.
+
+        A failure that it raises is heard of on this rank. Where others have not heard of it, the next collective call
+        (`save`, `async_save`, or of a `Manager`) raises it once more, on all ranks.
 
         Args:
             timeout: in seconds; None waits for as long as it takes.
@@ -56,11 +60,34 @@ class PendingSave:
         assert self._report is not None
         return replace(self._report, stall_seconds=self.call_seconds + self._waited_seconds)
 
+    @property
+    def failure(self) -> BaseException | None:
+        """What the save has failed with, the same on all ranks, whether this rank has heard of it or not."""
+        return self._error if self.done else None
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether this rank was told what the save has failed with."""
+        return self._told
+
+    def hear(self) -> BaseException | None:
+        """What the save has failed with, if it has and this rank was not told yet; does not wait."""
+        if self.failure is None or self._told:
+            return None
+        self._tell()
+        return self.failure
+
+    def hear_beforehand(self) -> None:
+        """For whoever raises in the call itself what the save will fail with."""
+        self._told = True
+        if self.done:
+            settled(self)
+
     def raise_failure(self) -> None:
-        """Raises what the save has failed with, if it has and nobody was told yet; does not wait."""
-        if self.done and self._error is not None and not self._told:
-            self._tell()
-            raise self._error
+        """Raises what `hear` gives. Local."""
+        failure = self.hear()
+        if failure is not None:
+            raise failure
 
     def complaint(self) -> str:
         """What to say of it where the program has ended."""
@@ -82,18 +109,32 @@ class PendingSave:
         self._error = error
         self._end()
 
+    def abandon_in_child(self) -> None:
+        """In a process that was forked: nobody goes on with it here."""
+        self._error, self._told = (
+            RankError(f"saving {self.url} goes on in the process that this one was forked from"),
+            True,
+        )
+        self.staged.happen_in_child()
+        self.done.happen_in_child()
+
     def _end(self) -> None:
         if self._error is None and threading.main_thread().is_alive():
             settled(self)
         self.staged.happen()
         self.done.happen()
+        if self._told:  # asked once this is done, as `hear_beforehand` asks whether it is once it was told
+            settled(self)
 
     def _tell(self) -> None:
         self._told = True
         settled(self)
 
     def before_step(self, *unused: Any) -> None:
-        """The hook of an optimizer whose state is saved: waits for the copy; tells that an earlier save has failed."""
+        """The hook of an optimizer whose state is saved: waits for the copy; tells that the save has failed.
+
+        Local: where threads end at other times, ranks hear of it before different steps.
+        """
         if not self.staged:
             begin = time.monotonic()
             self.staged.wait()
@@ -101,6 +142,11 @@ class PendingSave:
         self.raise_failure()
 
 
-def hold_steps(optimizers: Iterable[Optimizer], pending: PendingSave) -> list[RemovableHandle]:
-    """Makes optimizers wait with their steps until what they change is copied. Removing the handles ends it."""
-    return [optimizer.register_step_pre_hook(pending.before_step) for optimizer in optimizers]
+def hold_steps(optimizers: Iterable[Optimizer], pending: PendingSave, hooks: list[RemovableHandle]) -> None:
+    """Makes optimizers wait with their steps until what they change is copied.
+
+    Args:
+        hooks: gets the handles, of those that could be made to wait even if one could not. Removing them ends it.
+    """
+    for optimizer in optimizers:
+        hooks.append(optimizer.register_step_pre_hook(pending.before_step))

@@ -19,6 +19,7 @@ from shardopt.checkpoint.memory import torch_dtype
 from shardopt.checkpoint.open_file import OpenFile
 from shardopt.checkpoint.progress import Counter, Progress
 from shardopt.checkpoint.storage import Span, Storage
+from shardopt.checkpoint.streams import CallersStreams
 from shardopt.errors import CorruptionError, MismatchError, Problem
 from shardopt.sharding.box import Box, cut_in_order
 
@@ -44,9 +45,10 @@ def fetch(wants: Sequence[tuple[OpenFile, Want]], progress: Progress | None = No
     threads = max((threads_for(file.storage) for file in by_file), default=1)
     batches = _Batches(by_file, use)
     done = Counter(sum(want.wanted.numel * want.dtype.itemsize for _, want in wants), progress)
+    streams = CallersStreams(want.target for _, want in wants)
     with ThreadPoolExecutor(threads, "shardopt-read") as pool:
         try:
-            for each in [pool.submit(_read_batches, batches, done) for _ in range(threads)]:
+            for each in [pool.submit(_read_batches, batches, done, streams) for _ in range(threads)]:
                 each.result()
         finally:
             batches.stop()  # where one has failed, or the caller was interrupted, the others are not to go on
@@ -82,17 +84,18 @@ class _Batches:
                 yield file, batch
 
 
-def _read_batches(batches: _Batches, done: Counter) -> None:
+def _read_batches(batches: _Batches, done: Counter, streams: CallersStreams) -> None:
     """What a thread does; whatever goes wrong ends all of them."""
     try:
-        taken = batches.take()
-        while taken is not None:
-            file = taken[0]
-            with file.opened() as read:
-                while taken is not None and taken[0] is file:
-                    taken[1].read(file, read)
-                    done.add(taken[1].nbytes)
-                    taken = batches.take()
+        with streams.entered():
+            taken = batches.take()
+            while taken is not None:
+                file = taken[0]
+                with file.opened() as read:
+                    while taken is not None and taken[0] is file:
+                        taken[1].read(file, read)
+                        done.add(taken[1].nbytes)
+                        taken = batches.take()
     except BaseException:
         batches.stop()
         raise

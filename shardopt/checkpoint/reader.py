@@ -32,14 +32,20 @@ from shardopt.sharding.box import Box, cover_faults, whole
 from shardopt.sharding.pieces import Piece, narrowed
 from shardopt.values import decode_value
 
+_MOST_OVERLAPS = 1 << 16  # that are kept, some 20 MB
+
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What a checkpoint knows of a tensor. `boxes` are the parts that it is stored in."""
+    """What a checkpoint knows of a tensor. `boxes` are the parts that it is stored in.
+
+    `tied_to` is the key with which it was one memory when it was saved, and under which it is stored, if there is one.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     boxes: tuple[Box, ...]
+    tied_to: str | None = None
 
 
 class _Shared(NamedTuple):
@@ -65,6 +71,7 @@ class CheckpointReader:
         self.digest = xxhash.xxh3_64_hexdigest(data)
         self._files: dict[int, OpenFile] = {}
         self._overlaps: dict[tuple[StoredLayout, str, Box], list[_Shared]] = {}
+        self._overlaps_kept = 0
         self._check_covers()
 
     @property
@@ -88,7 +95,12 @@ class CheckpointReader:
         tensor = self._manifest.tensors.get(key)
         if tensor is None:
             raise self._unknown(key, self._manifest.tensors, "a tensor")
-        return TensorInfo(tensor.layout.shape, torch_dtype(tensor.dtype), tensor.layout.boxes)
+        return TensorInfo(tensor.layout.shape, torch_dtype(tensor.dtype), tensor.layout.boxes, tensor.tied_to)
+
+    def key_in_files(self, key: str) -> str:
+        """The key under which the data files have a tensor: its own, or that of the one that it is tied to."""
+        tied_to = self._manifest.tensors[key].tied_to
+        return key if tied_to is None else tied_to
 
     def read(self, key: str, box: Box | None = None) -> Any:
         """A plain value, or a tensor (on the CPU, its own memory): the whole of it, or the part that `box` names.
@@ -109,7 +121,7 @@ class CheckpointReader:
         # Without memory at first: the files must bear out the size that the manifest tells before any is taken for it.
         for _ in self.wants(key, [Piece(box, torch.empty(box.sizes, dtype=info.dtype, device="meta"))]):
             pass
-        target = torch.empty(box.sizes, dtype=info.dtype)
+        target = torch.empty(box.sizes, dtype=info.dtype, device="cpu")
         fetch(list(self.wants(key, [Piece(box, target)])))
         return target
 
@@ -119,7 +131,8 @@ class CheckpointReader:
         Raises:
             CorruptionError: a file is missing, damaged, or not what the manifest says of it.
         """
-        _, dtype, layout = self._manifest.tensors[key]
+        _, dtype, layout, tied_to = self._manifest.tensors[key]
+        key = key if tied_to is None else tied_to
         for box, tensor in pieces:
             for file, form, sizes, stored, wanted in self._shared(layout, dtype, box):
                 target = tensor if wanted is None else narrowed(tensor, wanted)
@@ -134,7 +147,7 @@ class CheckpointReader:
         file = self._open(number)
         key = PER_RANK_PREFIX + file_stem(rank, 0)
         nbytes = file.entries[key].end - file.entries[key].begin if key in file.entries else 0
-        target = torch.empty(nbytes, dtype=torch.uint8)
+        target = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         box = whole((nbytes,))
         entry = file.entry(key, form_of(DTYPES["uint8"], box))
         fetch([(file, Want(entry, DTYPES["uint8"], box.sizes, box, target))])
@@ -149,6 +162,7 @@ class CheckpointReader:
         """Forgets the files. Nothing is held open between reads."""
         self._files.clear()
         self._overlaps.clear()
+        self._overlaps_kept = 0
 
     def __enter__(self) -> CheckpointReader:
         return self
@@ -172,6 +186,10 @@ class CheckpointReader:
                     wanted = None if common == box else common.within(box)
                     form = form_of(dtype, stored)
                     found.append(_Shared(self._open(file), form, stored.sizes, common.within(stored), wanted))
+            self._overlaps_kept += 1 + len(found)
+            if self._overlaps_kept > _MOST_OVERLAPS:  # of one who reads through a checkpoint box by box
+                self._overlaps.clear()
+                self._overlaps_kept = 1 + len(found)
             self._overlaps[layout, dtype.name, box] = found
         return found
 

@@ -3,11 +3,15 @@
 The log is that of `logging.getLogger("shardopt")`, at INFO: one line for each on every rank that took part, such as
 
     save url=s3://bucket/run/step-00000500 save_id=… tensors=412 bytes_written=… seconds=1.934 … gb_per_second=4.204
+
+What nobody should have to ask for, such as what a job was restored from, is a line of rank 0 alone. Where the program
+has not configured logging it goes to stderr, where that of Python itself shows warnings only.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -64,6 +68,25 @@ def tell(event: str, report: Any) -> None:
             listener(event, report)
         except Exception:  # of somebody else's code, which is no reason to lose a checkpoint
             _log.exception("a listener failed with the report of a %s", event)
+
+
+def announce(text: str) -> None:
+    """Logs a line at INFO. A program that has no logging configured gets it on stderr."""
+    _log.info(text)
+    if _nobody_has_configured_logging():
+        print(f"shardopt: {text}", file=sys.stderr, flush=True)
+
+
+def _nobody_has_configured_logging() -> bool:
+    """Whether the line has gone nowhere, and not because someone wanted it so: by a handler, a level, or a switch."""
+    if (
+        _log.hasHandlers()
+        or _log.disabled
+        or logging.lastResort is None
+        or logging.root.manager.disable >= logging.INFO
+    ):
+        return False
+    return _log.isEnabledFor(logging.INFO) or (_log.level == logging.NOTSET and logging.root.level == logging.WARNING)
 
 
 def _told(value: float) -> str:

@@ -13,6 +13,7 @@ from shardopt.checkpoint.describe import Geometry
 from shardopt.checkpoint.format import SEGMENT_BYTES
 from shardopt.checkpoint.manifest import StoredLayout
 from shardopt.checkpoint.memory import bytes_of
+from shardopt.checkpoint.metrics import pack_metrics
 from shardopt.checkpoint.plan import Member
 from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.read import pieces_in_order
@@ -66,14 +67,16 @@ def reshard(
     refuse_committed(target)
     with open_checkpoint(src) as reader:
         choose = layout or _as_stored(world_size or 0)
-        tensors = reader.manifest.tensors
+        stored = reader.manifest.tensors
+        tied = {key: (each.tied_to, each.path) for key, each in stored.items() if each.tied_to is not None}
+        tensors = {key: tensor for key, tensor in stored.items() if key not in tied}
         layouts = {key: choose(key, tensor.layout) for key, tensor in tensors.items()}
         named = [rank for each in set(layouts.values()) for ranks in each.holders or () for rank in ranks]
         size = world_size or 1 + max(named, default=0)
         everyone = tuple(range(size))
         members = {key: Member(t.path, t.dtype, layouts[key], everyone) for key, t in tensors.items()}
         keep_per_rank = _keeps_per_rank(reader, size, drop_per_rank)
-        plan = SavePlan(Geometry(members, reader.manifest.per_rank if keep_per_rank else {}), size)
+        plan = SavePlan(Geometry(members, reader.manifest.per_rank if keep_per_rank else {}, tied), size)
 
         target.make()
         save_id = secrets.token_hex(6)
@@ -85,11 +88,12 @@ def reshard(
                 files = write_files(target, save_id, OwnParts(plan, rank), source.chunks_of, per_rank)
                 reports.append([[file.name, file.nbytes, file.digest] for file in files])
             values = {key: (path, encode_value(value, key)) for key, (path, value) in reader.manifest.values.items()}
-            total = commit(target, save_id, plan, values, reports)
+            metrics = None if reader.manifest.metrics is None else pack_metrics(reader.manifest.metrics)
+            total = commit(target, save_id, plan, values, reports, metrics, reader.manifest.saved_at)
         except BaseException:
             discard(target, save_id)
             raise
-    report = SaveReport(target.url, save_id, len(members), total, total, time.monotonic() - begin)
+    report = SaveReport(target.url, save_id, len(stored), total, total, time.monotonic() - begin)
     tell("reshard", report)
     return report
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Literal, NamedTuple
 
-from shardopt.checkpoint.format import FILE_NAME, MANIFEST_NAME, METRICS_NAME
+from shardopt.checkpoint.format import FILE_NAME, MANIFEST_NAME
 from shardopt.checkpoint.storage import Storage, is_temporary
 
 Mode = Literal["min", "max"]
@@ -34,18 +34,11 @@ class Rules(NamedTuple):
     best: Best | None = None
 
 
-def best_of(given: tuple[str, Mode, int] | None) -> Best | None:
-    """What `best=` means. Raises ValueError."""
-    if given is None:
-        return None
-    metric, mode, n = given
-    if mode in ("min", "max") and n >= 1:
-        return Best(metric, mode, n)
-    raise ValueError(f'best: found {given!r}; required (a metric, "min" or "max", at least 1); mend it')
-
-
 def steps_to_keep(
-    committed: Collection[int], rules: Rules, metrics: Mapping[int, Mapping[str, float]], resumed: int | None
+    committed: Collection[int],
+    rules: Rules,
+    metrics: Mapping[int, Mapping[str, float]],
+    pinned: Collection[int] = (),
 ) -> frozenset[int]:
     """The steps whose checkpoints stay.
 
@@ -53,7 +46,7 @@ def steps_to_keep(
         committed: of checkpoints that are committed, and not known to be damaged; in any order.
         metrics: what was measured, by step. A checkpoint without the metric, or where it is no number, is never one of
             the best; of equal ones the newer is better.
-        resumed: the step that the run was resumed from, which stays.
+        pinned: steps that stay in any case: that which the run was resumed from, and that which it has just saved.
     """
     if rules.keep_last is None:
         return frozenset(committed)
@@ -62,9 +55,7 @@ def steps_to_keep(
         keep |= {step for step in committed if step % rules.keep_every == 0}
     if rules.best is not None:
         keep |= set(_best(committed, rules.best, metrics))
-    if resumed is not None and resumed in committed:
-        keep.add(resumed)
-    return frozenset(keep)
+    return frozenset(keep.union(set(committed).intersection(pinned)))
 
 
 def _best(committed: Collection[int], best: Best, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
@@ -81,7 +72,7 @@ def remove_checkpoint(storage: Storage) -> None:
     """
     storage.retract(MANIFEST_NAME)  # durably first: without it nobody takes the rest for a checkpoint
     for name in storage.names():
-        if FILE_NAME.fullmatch(name) or name == METRICS_NAME or is_temporary(name):
+        if FILE_NAME.fullmatch(name) or is_temporary(name):
             storage.remove(name)
     storage.retract(MANIFEST_NAME)  # of a save that was taken for dead, and committed meanwhile what is gone now
     storage.remove_if_empty()

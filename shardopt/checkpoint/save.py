@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from shardopt.checkpoint.commit import commit, discard, refuse_committed
+from shardopt.checkpoint.common_storage import leave_mark, look_for_mark, remove_mark
 from shardopt.checkpoint.describe import (
     Description,
     Values,
@@ -28,6 +29,7 @@ from shardopt.checkpoint.describe import (
     merge_values,
 )
 from shardopt.checkpoint.manifest import DataFile
+from shardopt.checkpoint.metrics import pack_metrics
 from shardopt.checkpoint.pause import gc_paused
 from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.replicas import CheckReplicas, refuse_drifted, refuse_unknown_choice, summaries_agree
@@ -35,8 +37,8 @@ from shardopt.checkpoint.reports import tell
 from shardopt.checkpoint.storage import Storage, storage_of, telling
 from shardopt.checkpoint.unsettled import raise_failures
 from shardopt.checkpoint.write import OwnParts, SavePlan, counting, from_memory, write_files
-from shardopt.errors import Problem, StateError
-from shardopt.ranks import DEADLINE_SECONDS, Ranks, ranks_of
+from shardopt.errors import Problem, ShardoptError, StateError
+from shardopt.ranks import DEADLINE_SECONDS, Call, Ranks, call_on, ranks_of, refuse_lone_processes
 from shardopt.state import flatten
 
 _MOST_KEPT = 2
@@ -129,19 +131,30 @@ def save_now(
     durable: bool,
     check_replicas: CheckReplicas,
     deadline_seconds: float,
-    metrics: bytes | None = None,
+    metrics: Mapping[str, float] | None = None,
     progress: Progress | None = None,
+    raise_earlier: bool = True,
 ) -> SaveReport:
-    """The line itself; `metrics` as for `commit`."""
+    """The line itself.
+
+    Args:
+        metrics: numbers by name, kept with the checkpoint; rank 0's count.
+        raise_earlier: whether a failure of a save in the background of which some rank was not told is raised, on all
+            ranks, in the place of this save. Otherwise it stays to be told (`take_failures`).
+    """
     begin = time.monotonic()
+    refuse_lone_processes(f"saving {os.fspath(url)}")
     ranks = ranks_of()
 
-    def described() -> Description:
-        raise_failures()
-        return describe(flatten(app), replicas_to_check(check_replicas, ranks))
+    def described() -> Described:
+        description = describe(flatten(app), replicas_to_check(check_replicas, ranks))
+        if raise_earlier:
+            raise_failures()  # once the state is there: to ask for it may be collective, and only some ranks may raise
+        return Described(description, metrics)
 
-    with gc_paused():  # around a call, so that the collector finds nothing left of it when it wakes
-        report = save_described(ranks, url, described, _kept, durable, deadline_seconds, metrics, progress)
+    # Around a call, so that the collector finds nothing left of it when it wakes.
+    with ranks.beating(deadline_seconds), gc_paused():
+        report = save_described(ranks, url, described, _kept, durable, deadline_seconds, progress)
     seconds = time.monotonic() - begin
     report = replace(report, seconds=seconds, stall_seconds=seconds)
     tell("save", report)
@@ -153,14 +166,20 @@ def replicas_to_check(wanted: CheckReplicas, ranks: Ranks) -> CheckReplicas:
     return wanted if ranks.size > 1 else "none"
 
 
+class Described(NamedTuple):
+    """What a rank has to save: its state, and metrics as for `save_now`."""
+
+    state: Description
+    metrics: Mapping[str, float] | None
+
+
 def save_described(
     ranks: Ranks,
     url: str | os.PathLike[str],
-    described: Callable[[], Description],
+    described: Callable[[], Described],
     kept: Kept,
     durable: bool,
     deadline_seconds: float,
-    metrics: bytes | None = None,
     progress: Progress | None = None,
 ) -> SaveReport:
     """Writes the state that each rank describes, and commits it. Collective.
@@ -169,34 +188,34 @@ def save_described(
         ranks: those who save.
         described: this rank's state, whose tensors stay as they are until this returns; if it raises, all ranks do.
         kept: plans of earlier saves of these ranks, into which those of this one go.
-        metrics: as for `commit`; those of rank 0 count.
 
     Raises:
         What `save` does.
     """
     begin = time.monotonic()
-    what = f"saving {os.fspath(url)}"
+    call = call_on("saving", url)
 
-    def begun() -> tuple[Description, str, Storage]:
-        description = described()
-        return description, description.geometry_fingerprint(), storage_of(url, durable)
+    def begin_here() -> tuple[Description, str, Storage, bytes | None]:
+        state, metrics = described()
+        noted = None if metrics is None else pack_metrics(metrics)
+        return state, state.geometry_fingerprint(), storage_of(url, durable), noted
 
-    (description, geometry, storage), opened = ranks.agree(
-        what,
-        work=begun,
+    (description, geometry, storage, noted), opened = ranks.agree(
+        call,
+        work=begin_here,
         report=lambda done: _report(*done[:2], ranks.rank, kept),
         decide=lambda reports: _open(storage_of(url, durable), reports),
         deadline_seconds=deadline_seconds,
     )
-    plan, own, values = _plan(ranks, what, description, geometry, opened, kept, deadline_seconds)
     save_id = opened["save_id"]
-    begin_writing = time.monotonic()
     try:
+        planned = _planned(ranks, call, description, geometry, opened, kept, deadline_seconds)
+        begin_writing = time.monotonic()
         files, bytes_total = ranks.agree(
-            what,
-            work=lambda: _write(storage, save_id, plan, own, description, progress),
+            call,
+            work=lambda: _write(storage, save_id, planned, description, progress, ranks.rank),
             report=lambda files: [[file.name, file.nbytes, file.digest] for file in files],
-            decide=lambda reports: _commit(storage, save_id, plan, values, reports, metrics),
+            decide=lambda reports: _commit(storage, save_id, planned, reports, noted),
             deadline_seconds=deadline_seconds,
         )
     except BaseException:
@@ -206,10 +225,11 @@ def save_described(
             discard(storage, save_id)
         raise
     end = time.monotonic()
+    assert isinstance(planned, _Planned)
     return SaveReport(
         url=storage.url,
         save_id=save_id,
-        tensors=len(plan.geometry.members),
+        tensors=len(planned.plan.geometry.members) + len(planned.plan.geometry.tied),
         bytes_written=sum(file.nbytes for file in files),
         bytes_total=bytes_total,
         seconds=end - begin,
@@ -251,9 +271,12 @@ def _open(storage: Storage, reports: list[Any]) -> dict[str, Any]:
     """On rank 0: refuses a path that is taken, names the save, and tells what ranks must exchange."""
     told = [_Report(*report) for report in reports]
     _refuse_other_choices([each.check_replicas for each in told])
+    save_id = secrets.token_hex(6)
     with telling(f"make {storage.url}"):
         refuse_committed(storage)
         storage.make()
+        if len(reports) > 1:
+            leave_mark(storage, save_id)
     geometries = [each.geometry for each in told]
     job = xxhash.xxh3_128_hexdigest("".join([told[0].check_replicas, *geometries]).encode())
     geometry_alike = len(set(geometries)) == 1 and not any(each.partial for each in told)
@@ -261,7 +284,7 @@ def _open(storage: Storage, reports: list[Any]) -> dict[str, Any]:
     guesses = {each.guess for each in told}
     comparable = guesses == {job} or (guesses == {""} and geometry_alike)
     return {
-        "save_id": secrets.token_hex(6),
+        "save_id": save_id,
         "geometry": job,
         "geometry_kept": all(job in each.kept for each in told),
         "geometry_alike": geometry_alike,
@@ -279,15 +302,33 @@ def _refuse_other_choices(choices: Sequence[str]) -> None:
         raise StateError("ranks ask for different comparisons", [problem])
 
 
+class _Planned(NamedTuple):
+    """Who writes what, what this rank writes, and the plain values."""
+
+    plan: SavePlan
+    own: OwnParts
+    values: Values
+
+
+def _planned(ranks: Ranks, call: Call, *args: Any) -> _Planned | BaseException:
+    """What `_plan` gives, or what has kept this rank alone from it, to be raised in the next round, where all hear."""
+    try:
+        return _plan(ranks, call, *args)
+    except ShardoptError:
+        raise  # of a round, or worked out from what all have heard in one: all ranks raise it
+    except BaseException as error:
+        return error
+
+
 def _plan(
     ranks: Ranks,
-    what: str,
+    call: Call,
     description: Description,
     geometry_fingerprint: str,
     opened: Mapping[str, Any],
     kept: Kept,
     deadline_seconds: float,
-) -> tuple[SavePlan, OwnParts, Values]:
+) -> _Planned:
     """Who writes what, and the plain values. The plan is kept for the next save of the same geometry."""
     ask_geometry = not (opened["geometry_kept"] or opened["geometry_alike"])
     wire: dict[str, Any] = {}
@@ -297,7 +338,7 @@ def _plan(
         wire["contents"] = description.contents
     if not opened["values_alike"]:
         wire["values"] = description.values_json()
-    all_wires = _exchange(ranks, what, wire, deadline_seconds) if wire else []
+    all_wires = _exchange(ranks, call, wire, deadline_seconds) if wire else []
 
     if not opened["geometry_kept"]:
         if ask_geometry:
@@ -313,14 +354,14 @@ def _plan(
     if "contents" in wire:
         refuse_drifted([each["contents"] for each in all_wires])
     if opened["values_alike"]:
-        return plan, own, description.values
-    return plan, own, merge_values([each["values"] for each in all_wires], plan.geometry)
+        return _Planned(plan, own, description.values)
+    return _Planned(plan, own, merge_values([each["values"] for each in all_wires], plan.geometry))
 
 
-def _exchange(ranks: Ranks, what: str, wire: dict[str, Any], deadline_seconds: float) -> list[dict[str, Any]]:
+def _exchange(ranks: Ranks, call: Call, wire: dict[str, Any], deadline_seconds: float) -> list[dict[str, Any]]:
     """What every rank has to say, by rank; many ranks say the same, so each text travels once."""
     _, (texts, number_of) = ranks.agree(
-        what,
+        call,
         work=lambda: json.dumps(wire),
         report=lambda text: text,
         decide=lambda texts: [list(dict.fromkeys(texts)), [list(dict.fromkeys(texts)).index(text) for text in texts]],
@@ -333,18 +374,26 @@ def _exchange(ranks: Ranks, what: str, wire: dict[str, Any], deadline_seconds: f
 def _write(
     storage: Storage,
     save_id: str,
-    plan: SavePlan,
-    own: OwnParts,
+    planned: _Planned | BaseException,
     description: Description,
     progress: Progress | None,
+    rank: int,
 ) -> list[DataFile]:
+    if isinstance(planned, BaseException):
+        raise planned
+    plan, own, _ = planned
     per_rank = json.dumps(description.own_values).encode() if plan.geometry.per_rank else None
     with telling(f"write to {storage.url}"):
+        if rank > 0:
+            look_for_mark(storage, save_id)
         return write_files(storage, save_id, own, counting(from_memory(description.views), own, progress), per_rank)
 
 
 def _commit(
-    storage: Storage, save_id: str, plan: SavePlan, values: Values, reports: Sequence[Any], metrics: bytes | None
+    storage: Storage, save_id: str, planned: _Planned | BaseException, reports: Sequence[Any], metrics: bytes | None
 ) -> int:
+    assert isinstance(planned, _Planned)  # or this rank had failed, and would not commit
     with telling(f"commit {storage.url}"):
-        return commit(storage, save_id, plan, values, reports, metrics)
+        if len(reports) > 1:
+            remove_mark(storage, save_id)
+        return commit(storage, save_id, planned.plan, planned.values, reports, metrics)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -14,15 +13,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardopt.checkpoint.describe import Description, describe
-from shardopt.checkpoint.memory import is_plain_memory
+from shardopt.checkpoint.host_memory import HostMemory
+from shardopt.checkpoint.memory import is_plain_memory, move_bytes
 from shardopt.checkpoint.replicas import CheckReplicas, contents_of
-from shardopt.errors import CheckpointError, Problem, StateError
+from shardopt.checkpoint.streams import on_stream
+from shardopt.errors import Problem, StateError
 from shardopt.sharding.pieces import Piece, View
 from shardopt.sharding.view import leaves_of
 from shardopt.state import FlatState, flatten
 
-_ALIGNMENT_BYTES = 64
-_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU
+_SMALL_BYTES = 64 * 1024  # up to here a copy takes less time than to get Python's lock back
 
 
 class Copy(NamedTuple):
@@ -32,75 +32,6 @@ class Copy(NamedTuple):
     source: Tensor
     host: Tensor
     version: int
-
-
-class HostMemory:
-    """Host memory for the tensors of one save at a time: allocated at the first, reused by those that follow.
-
-    It is one block, which grows if a later state is larger. What comes from a GPU is copied to pinned memory, on a
-    stream of its own.
-    """
-
-    def __init__(self) -> None:
-        self._block = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._pinned: weakref.finalize[[Tensor], HostMemory] | None = None
-        self._made_for: list[tuple[torch.dtype, torch.Size]] = []
-        self._tensors: list[Tensor] = []
-        self._streams: dict[torch.device, Any] = {}
-
-    def tensors_like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """A contiguous tensor on the host for each of `tensors`, with no values; the same ones as long as these are."""
-        wanted = [(tensor.dtype, tensor.shape) for tensor in tensors]
-        pin = any(tensor.is_cuda for tensor in tensors)
-        if wanted != self._made_for or (pin and self._pinned is None):
-            begins, total = [], 0
-            for tensor in tensors:
-                begins.append(total)
-                total += -(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-            self._made_for, self._tensors = [], []
-            if total > self._block.numel() or (pin and self._pinned is None):
-                self._allocate(total, pin)
-            self._tensors = [
-                self._block[begin : begin + tensor.numel() * tensor.element_size()]
-                .view(tensor.dtype)
-                .view(tensor.shape)
-                for begin, tensor in zip(begins, tensors, strict=True)
-            ]
-            self._made_for = wanted
-        return self._tensors
-
-    def stream(self, device: torch.device) -> Any:
-        """The stream on which an accelerator's tensors are copied."""
-        if device not in self._streams:
-            self._streams[device] = torch.get_device_module(device).Stream(device)
-        return self._streams[device]
-
-    def free(self) -> None:
-        """Gives the memory back; nobody may still use it."""
-        self._made_for, self._tensors = [], []
-        self._allocate(0, pin=False)
-
-    def _allocate(self, nbytes: int, pin: bool) -> None:
-        if self._pinned is not None:
-            self._pinned()
-            self._pinned = None
-        self._block = torch.empty(0, dtype=torch.uint8, device="cpu")  # before the new one: never both
-        self._block = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        if pin and nbytes:
-            # Not by torch's own allocator of pinned memory, which takes the next power of two.
-            code = int(_cuda_runtime().cudaHostRegister(self._block.data_ptr(), nbytes, _PORTABLE))
-            if code != 0:
-                raise CheckpointError(f"cannot pin {nbytes} bytes of host memory: CUDA error {code}")
-            self._pinned = weakref.finalize(self, _unpin, self._block)
-            self._pinned.atexit = False  # the driver may be gone by then, and the process gives all back
-
-
-def _unpin(block: Tensor) -> None:
-    _cuda_runtime().cudaHostUnregister(block.data_ptr())
-
-
-def _cuda_runtime() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch has no hints for it
 
 
 class Staging:
@@ -125,22 +56,28 @@ class Staging:
         flat = flatten(app)
         live = describe(flat, "none")
         later = changed_by_steps_alone(flat) if lazily else frozenset()
-        pieces = [piece for view in live.views.values() for piece in view.pieces]
+        later -= {first for key, first in live.tied.items() if key not in later}
+        own = {key: view for key, view in live.views.items() if key not in live.tied}  # of one memory one copy
+        pieces = [piece for view in own.values() for piece in view.pieces]
         hosts = iter(memory.tensors_like([piece.tensor for piece in pieces]))
         self._memory = memory
         self._later: list[Copy] = []
         now: list[Copy] = []
         views: dict[str, View] = {}
-        for key, view in live.views.items():
+        for key, view in own.items():
             staged = tuple(Piece(piece.box, next(hosts)) for piece in view.pieces)
             views[key] = View(view.shape, view.dtype, staged, view.layout)
             copies = self._later if key in later else now
             for piece, host in zip(view.pieces, staged, strict=True):
                 copies.append(Copy(key, piece.tensor, host.tensor, _version(piece.tensor)))
+        for key, first in live.tied.items():
+            views[key] = views[first]
         self._now = now  # kept until they are copied: on an accelerator that takes until `finish`
         self._description = replace(live, views=views)
         self.optimizers = _optimizers_of(flat)
         self._devices = {piece.tensor.device for piece in pieces if piece.tensor.device.type != "cpu"}
+        if not self._later:
+            memory.populate()
         for device in self._devices:
             memory.stream(device).wait_stream(torch.get_device_module(device).current_stream(device))
         _copy_all(now, memory)
@@ -159,9 +96,12 @@ class Staging:
             StateError: some of it was changed meanwhile, and not by a step.
         """
         later, self._later = self._later, []
+        self._memory.populate()
         _copy_all(later, self._memory)
         for device in self._devices:
-            self._memory.stream(device).synchronize()
+            stream = self._memory.stream(device)
+            with on_stream(stream):
+                stream.synchronize()  # and not the device: another thread may be capturing a graph on it
         self._now = []
         # Not each after its own copy: an operation counts up the version only when it is through.
         changed = list(dict.fromkeys(copy.key for copy in later if _version(copy.source) != copy.version))
@@ -227,7 +167,7 @@ def _copy_all(copies: Sequence[Copy], memory: HostMemory) -> None:
             for copy in group:
                 copy_on_host(copy.host, copy.source)
         else:
-            with torch.no_grad(), torch.get_device_module(device).stream(memory.stream(device)):
+            with torch.no_grad(), on_stream(memory.stream(device)):
                 hosts, sources = [copy.host for copy in group], [copy.source for copy in group]
                 torch._foreach_copy_(hosts, sources, non_blocking=True)
 
@@ -238,7 +178,8 @@ def copy_on_host(host: Tensor, source: Tensor) -> None:
     torch's own copy takes as many threads as training does, which on a busy machine wait for each other.
     """
     if is_plain_memory(source):
-        ctypes.memmove(host.data_ptr(), source.data_ptr(), source.nbytes)
+        move = move_bytes if source.nbytes <= _SMALL_BYTES else ctypes.memmove
+        move(host.data_ptr(), source.data_ptr(), source.nbytes)
     else:
         with torch.no_grad():
             host.copy_(source)

@@ -1,31 +1,33 @@
-"""The checkpoints of a run by step: directories `step-00000500` under one root."""
+"""How the directories of a run's checkpoints are called: `step-00000500`, and `step-00000500-b2` on a branch."""
 
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
-from shardopt.checkpoint.format import MANIFEST_NAME
-from shardopt.checkpoint.storage import Storage
-
-_NAME = re.compile(r"step-(\d{8,})")
+_NAME = re.compile(r"step-(\d{8,})(?:-b([1-9]\d*))?", re.ASCII)
 
 
-def name_of(step: int) -> str:
-    """What the directory of a step is called."""
-    return f"step-{step:08d}"
+class Place(NamedTuple):
+    """Where a checkpoint of a run is: its step, and the branch that the run was on. The run begins on branch 0."""
+
+    step: int
+    branch: int = 0
+
+    @property
+    def name(self) -> str:
+        """What its directory is called."""
+        return f"step-{self.step:08d}" + (f"-b{self.branch}" if self.branch else "")
 
 
-def step_of(name: str) -> int | None:
-    """Which step a directory is of; None if of none."""
+def place_of(name: str) -> Place | None:
+    """Where a directory of that name is; None if it is none of a checkpoint."""
     found = _NAME.fullmatch(name)
-    return int(found[1]) if found else None
+    place = Place(int(found[1]), int(found[2] or 0)) if found else None
+    return place if place is not None and place.name == name else None
 
 
-def steps_in(root: Storage) -> list[int]:
-    """The steps that have a directory, whatever is in it, ascending."""
-    return sorted(step for step in map(step_of, root.names()) if step is not None)
-
-
-def committed_in(root: Storage) -> list[int]:
-    """The steps whose checkpoint is committed, ascending."""
-    return [step for step in steps_in(root) if root.child(name_of(step)).exists(MANIFEST_NAME)]
+def in_order(name: str) -> tuple[tuple[int, int | str], ...]:
+    """A key by which names are sorted as their numbers are: "step-9" before "step-10"."""
+    parts = re.split(r"([0-9]+)", name)
+    return tuple((1, part) if i % 2 == 0 else (0, int(part)) for i, part in enumerate(parts) if part)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal, TypeVar
 
+from torch.nn import Module
+
 from shardopt.checkpoint.manifest import Manifest, StoredTensors
 from shardopt.checkpoint.renaming import Within, renamed_within
 from shardopt.errors import MismatchError, Problem
+from shardopt.names import may_have_wrappers, names_under_wrappers
 from shardopt.state import FlatState, Path, join
 
 T = TypeVar("T")
@@ -73,7 +76,7 @@ def under_names_of(manifest: Manifest, flat: FlatState, select: str | None, rena
     Raises:
         MismatchError: two stored keys get one name, or rules are ambiguous about names that stand in no key.
     """
-    if not select and not rename:
+    if not (select or rename or _keys_under_wrappers((*manifest.tensors, *manifest.values, *manifest.per_rank), flat)):
         return Names(manifest, {}, frozenset(flat.leaves))
     rules = [(re.compile(pattern), into) for pattern, into in (rename or {}).items()]
     wanted = re.compile(select or "")
@@ -87,6 +90,8 @@ def under_names_of(manifest: Manifest, flat: FlatState, select: str | None, rena
     within = renamed_within(manifest, flat, renamed) if rules else Within()
     keys = [key for key in (*manifest.tensors, *manifest.values, *manifest.per_rank) if key not in within.dropped]
     new_key = {key: join(within.moved[key]) if key in within.moved else renamed(key) for key in keys}
+    unwrapped = _keys_under_wrappers(new_key.values(), flat)
+    new_key = {key: unwrapped.get(name, name) for key, name in new_key.items()}
     added = {join(path): (path, value) for path, value in within.added.items()}
     _refuse_collisions([*new_key.items(), *((key, key) for key in added)])
 
@@ -115,6 +120,23 @@ def under_names_of(manifest: Manifest, flat: FlatState, select: str | None, rena
     )
     changed = {new: key for key, new in new_key.items() if new != key}
     return Names(named_anew, changed, frozenset(key for key in flat.leaves if wanted.search(key)))
+
+
+def _keys_under_wrappers(keys: Collection[str], flat: FlatState) -> dict[str, str]:
+    """Key that was stored with the names of wrappers in it → the key that it has now, for what modules of the app have.
+
+    Names in a module's state are plain when they are saved (`shardopt.names`); once they were not.
+    """
+    if not may_have_wrappers([key for key in keys if key not in flat.leaves]):
+        return {}
+    found: dict[str, str] = {}
+    for handback in flat.handbacks:
+        if isinstance(handback.target, Module):
+            root = f"{join(handback.path)}."
+            own = {key.removeprefix(root) for key in flat.leaves if key.startswith(root)}
+            stored = {key.removeprefix(root) for key in keys if key.startswith(root)}
+            found |= {root + name: root + plain for name, plain in names_under_wrappers(stored, own).items()}
+    return found
 
 
 def _refuse_collisions(named: Iterable[tuple[str, str]]) -> None:

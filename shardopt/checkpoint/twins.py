@@ -1,12 +1,11 @@
 """Tensors of an app that are one and the same memory, such as tied parameters.
 
-Each is stored under a key of its own, but only one of them can be read into the memory; the others must be equal to
-it, or the one that comes last would silently win.
+Where each is stored by itself, only one of them can be read into the memory; the others must be equal to it, or the one
+that comes last would silently win.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -18,24 +17,6 @@ from shardopt.checkpoint.reader import CheckpointReader
 from shardopt.errors import MismatchError, Problem
 from shardopt.sharding.box import Box
 from shardopt.sharding.pieces import Piece, View
-
-
-def twins_in(views: Mapping[str, View]) -> dict[str, str]:
-    """Key → the first key with the very same memory, for each key that has such a twin."""
-    addresses = {key: view.pieces[0].tensor.data_ptr() for key, view in views.items() if view.pieces}
-    if len(set(addresses.values())) == len(addresses):
-        return {}
-    first_at: defaultdict[int, list[str]] = defaultdict(list)
-    twins: dict[str, str] = {}
-    for key, address in addresses.items():
-        if not address:  # a tensor without elements
-            continue
-        twin = next((other for other in first_at[address] if _is_same(views[other], views[key])), None)
-        if twin is None:
-            first_at[address].append(key)
-        else:
-            twins[key] = twin
-    return twins
 
 
 def refuse_unequal(
@@ -56,17 +37,9 @@ def refuse_unequal(
         raise MismatchError("the checkpoint does not fit the app; nothing was changed", problems)
 
 
-def _is_same(one: View, other: View) -> bool:
-    return one.dtype == other.dtype and [_place(piece) for piece in one.pieces] == [
-        _place(piece) for piece in other.pieces
-    ]
-
-
-def _place(piece: Piece) -> tuple[Box, int, tuple[int, ...]]:
-    return piece.box, piece.tensor.data_ptr(), piece.tensor.stride()
-
-
 def _is_equal(reader: CheckpointReader, key: str, twin: str, box: Box) -> bool:
+    if reader.key_in_files(key) == reader.key_in_files(twin):
+        return True
     dtype = reader.info(key).dtype
     if dtype != reader.info(twin).dtype:
         return False

@@ -14,8 +14,11 @@ class Unsettled(Protocol):
 
     url: str
 
-    def raise_failure(self) -> None:
-        """Raises what it failed with, if it has failed and nobody was told."""
+    def hear(self) -> BaseException | None:
+        """What it has failed with, if it has and this rank was not told."""
+
+    def abandon_in_child(self) -> None:
+        """In a process that was forked: nobody goes on with it here."""
 
     def complaint(self) -> str:
         """What to say of it where the program has ended."""
@@ -40,10 +43,18 @@ def urls_unsettled() -> list[str]:
     return [save.url for save in tuple(_unsettled)]
 
 
+def take_failures() -> list[BaseException]:
+    """What saves in the background have failed with of which this rank was not told; it is now. Local."""
+    failures = [save.hear() for save in tuple(_unsettled)]
+    return [failure for failure in failures if failure is not None]
+
+
 def raise_failures() -> None:
-    """Raises what a save has failed with of which nobody was told."""
+    """Raises the first of them, and leaves the others for the next time. Local: within a round, so that all raise."""
     for save in tuple(_unsettled):
-        save.raise_failure()
+        failure = save.hear()
+        if failure is not None:
+            raise failure
 
 
 def _complain_at_exit() -> None:
@@ -62,6 +73,12 @@ def _complain_at_exit() -> None:
         os._exit(1)
 
 
+def _abandon_in_child() -> None:
+    # A forked child has none of the threads that save.
+    for save in _unsettled:
+        save.abandon_in_child()
+    _unsettled.clear()
+
+
 atexit.register(_complain_at_exit)
-# A forked child has none of the threads that save.
-os.register_at_fork(after_in_child=_unsettled.clear)
+os.register_at_fork(after_in_child=_abandon_in_child)

@@ -118,6 +118,8 @@ def _remains(storage: Storage, manifest: Manifest) -> Iterator[str]:
 def _members_by_file(manifest: Manifest) -> defaultdict[int, list[tuple[str, StoredTensor, Box]]]:
     members: defaultdict[int, list[tuple[str, StoredTensor, Box]]] = defaultdict(list)
     for key, tensor in manifest.tensors.items():
+        if tensor.tied_to is not None:
+            continue  # it is that tensor
         for box, file in zip(tensor.layout.boxes, tensor.layout.files, strict=True):
             members[file].append((key, tensor, box))
     return members

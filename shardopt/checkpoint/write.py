@@ -71,7 +71,7 @@ class OwnParts:
     def __init__(self, plan: SavePlan, rank: int, views: Mapping[str, View] | None = None) -> None:
         self.rank = rank
         self.slots: defaultdict[int, list[Part]] = defaultdict(list)
-        for key in plan.assigned if views is None else views:
+        for key in plan.assigned if views is None else filter(plan.assigned.__contains__, views):
             for box, slot in plan.boxes_of(rank, key):
                 piece, inner = (0, None) if views is None else _place_in(views[key], box)
                 self.slots[slot].append(Part(key, plan.geometry.members[key].dtype, box, piece, inner))

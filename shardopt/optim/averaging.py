@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from shardopt.copies import wait_for_copies
 from shardopt.errors import Problem, StateError
-from shardopt.optim.groups import plain_name
+from shardopt.names import plain_name
 from shardopt.optim.loading import LoadPlan, Unmatched
 from shardopt.optim.saved import STATE, plan_keys
 from shardopt.sharding.view import assemble, leaves_of, view_of

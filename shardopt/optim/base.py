@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from itertools import chain
 from typing import Any, cast
@@ -20,7 +21,7 @@ from shardopt.algorithms.torch_private import (
 from shardopt.copies import wait_for_copies
 from shardopt.errors import Problem, StateError
 from shardopt.optim.agreement import differences
-from shardopt.optim.groups import first_names, listed, named, refuse_non_leaves
+from shardopt.optim.groups import first_names, listed, named, refuse_non_leaves, refuse_unknown
 from shardopt.optim.loading import LoadPlan, Unmatched
 from shardopt.optim.renaming import renamed
 from shardopt.optim.saved import PARAM_GROUPS, PARAMS, STATE, KeyedGroup, as_saved, plan_all, saved_options
@@ -155,21 +156,51 @@ class KeyedOptimizer(Optimizer):
     def post_load_state_dict(self) -> None:
         """Called after state was loaded; does nothing here."""
 
-    def init_state(self, sparse_grad_parameter_names: Iterable[str] | None = None) -> None:
+    def init_state(
+        self, sparse_grad_parameter_names: Iterable[str] | None = None, *, names: Iterable[str] | None = None
+    ) -> None:
         """Makes state before the first step; here there is none to make.
 
         Args:
             sparse_grad_parameter_names: parameters whose gradients will be sparse.
+            names: what to make state for, as named in `state_dict()["state"]`; None for every trained parameter.
 
         Raises:
-            StateError: a name is not that of a parameter.
+            StateError: a name is not known.
         """
-        unknown = sorted(set(sparse_grad_parameter_names or ()) - self._params.keys())
-        if unknown:
-            problem = Problem(
-                "sparse_grad_parameter_names", listed(unknown), f"some of {listed(self._params)}", "mend their spelling"
-            )
-            raise StateError("a parameter is not known", [problem])
+        refuse_unknown("sparse_grad_parameter_names", sparse_grad_parameter_names or (), self.params)
+        refuse_unknown("names", names or (), self._state_names())
+
+    def unstepped_state(self, names: Iterable[str]) -> set[str]:
+        """Those of the names whose state is there and as `init_state` makes it, so that it is as good as none.
+
+        Local to the rank, and so of the elements that it holds. Here nothing is known of what state begins with.
+
+        Args:
+            names: as in `state_dict()["state"]`; others are passed over.
+        """
+        return set()
+
+    def drop_state(self, names: Iterable[str]) -> None:
+        """Leaves these names without state, as before the first step.
+
+        Args:
+            names: as in `state_dict()["state"]`; those without state are passed over.
+        """
+        state: Any = self.state
+        for name in names:
+            key = self._params.get(name, name)
+            if key in state:
+                del state[key]
+
+    def _init_named(self, sparse: Collection[str], names: Collection[str] | None) -> None:
+        """`init_state` as part of another optimizer, also of a class whose `init_state` knows of no names."""
+        if names is None or "names" in inspect.signature(self.init_state).parameters:
+            self.init_state(sparse, **({} if names is None else {"names": names}))
+        elif names:
+            there = self._gather()[STATE].keys()
+            self.init_state(sparse)
+            self.drop_state(self._gather()[STATE].keys() - there - set(names))
 
     def check_agreement(self) -> None:
         """Finds options and counters that ranks no longer share. Collective; to be called now and then.

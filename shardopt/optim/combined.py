@@ -12,7 +12,7 @@ from torch import Tensor
 from shardopt.errors import Problem, StateError
 from shardopt.optim.base import KeyedOptimizer, StateDict
 from shardopt.optim.composite import CompositeOptimizer
-from shardopt.optim.groups import listed, named
+from shardopt.optim.groups import listed, named, refuse_unknown
 from shardopt.optim.loading import LoadPlan
 from shardopt.optim.saved import PARAM_GROUPS, PARAMS, STATE, plan_keys, renamed_group
 
@@ -90,24 +90,46 @@ class CombinedOptimizer(CompositeOptimizer):
     def defaults(self, defaults: dict[str, Any]) -> None:
         self._refuse_replacing("defaults")
 
-    def init_state(self, sparse_grad_parameter_names: Iterable[str] | None = None) -> None:
+    def init_state(
+        self, sparse_grad_parameter_names: Iterable[str] | None = None, *, names: Iterable[str] | None = None
+    ) -> None:
         """Makes the state of every child.
 
         Args:
             sparse_grad_parameter_names: parameters whose gradients will be sparse, with their child's key.
+            names: what to make state for, with the child's key; None for every trained parameter.
 
         Raises:
-            StateError: a name is not that of a parameter; no state was made.
+            StateError: a name is not known; no state was made.
             AlgorithmError: a child cannot make its state without a step.
         """
         sparse = set(sparse_grad_parameter_names or ())
-        unknown = sorted(sparse - self.params.keys())
-        if unknown:
-            remedy = "mend their spelling, with the optimizer's key before the name"
-            problem = Problem("sparse_grad_parameter_names", listed(unknown), f"some of {listed(self.params)}", remedy)
-            raise StateError("a parameter is not known", [problem])
+        chosen = None if names is None else set(names)
+        refuse_unknown("sparse_grad_parameter_names", sparse, self.params)
+        refuse_unknown("names", chosen or (), self._state_names())
         for key, optimizer in self.optimizers:
-            optimizer.init_state([name for name in optimizer.params if self.prepend_opt_key(name, key) in sparse])
+            own = [name for name in optimizer.params if self.prepend_opt_key(name, key) in sparse]
+            inner = None if chosen is None else [inner for _, inner in self._of_child(key, optimizer, chosen)]
+            optimizer._init_named(own, inner)
+
+    def unstepped_state(self, names: Iterable[str]) -> set[str]:
+        """Every child's, with its key before the name."""
+        chosen, found = set(names), set[str]()
+        for key, optimizer in self.optimizers:
+            seen_as = {inner: name for name, inner in self._of_child(key, optimizer, chosen)}
+            found |= {seen_as[inner] for inner in optimizer.unstepped_state(seen_as)}
+        return found
+
+    def drop_state(self, names: Iterable[str]) -> None:
+        """Every child's."""
+        chosen = set(names)
+        for key, optimizer in self.optimizers:
+            optimizer.drop_state([inner for _, inner in self._of_child(key, optimizer, chosen)])
+
+    def _of_child(self, key: str, optimizer: KeyedOptimizer, names: Collection[str]) -> list[tuple[str, str]]:
+        """Those of the names that are a child's, as they are seen from here and as they are there."""
+        pairs = ((self.prepend_opt_key(inner, key), inner) for inner in optimizer._state_names())
+        return [(name, inner) for name, inner in pairs if name in names]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group to the child whose key its names begin with, or to the only child.

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardopt.errors import AlgorithmError, Problem, StateError
+from shardopt.names import plain_name
 from shardopt.sharding.gradients import takes_gradient
 
 NamedTensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
-_WRAPPERS = re.compile(r"(?<![^.])(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.")
 _MOST_NAMES = 20
 
 
@@ -43,20 +43,21 @@ def named(parameters: NamedTensors) -> dict[str, Tensor]:
     return by_name
 
 
-def plain_name(name: str) -> str:
-    """A name without what activation checkpointing, torch.compile and FullyShardedDataParallel put into it.
-
-    As torch's own checkpoints have it: state is for the parameter, however its module will be wrapped the next time.
-    """
-    return _WRAPPERS.sub("", name)
-
-
 def first_names(parameters: Mapping[str, Tensor]) -> dict[Tensor, str]:
     """Tensor → its name; a tensor with several names (tied parameters) goes by the first."""
     names: dict[Tensor, str] = {}
     for name, tensor in parameters.items():
         names.setdefault(tensor, name)
     return names
+
+
+def refuse_unknown(argument: str, names: Iterable[str], known: Collection[str]) -> None:
+    """Refuses names that an optimizer does not have. Raises StateError."""
+    unknown = sorted(set(names).difference(known))
+    if unknown:
+        remedy = "mend their spelling; within combined optimizers the key of each stands before its names"
+        problem = Problem(argument, listed(unknown), f"some of {listed(known)}", remedy)
+        raise StateError("a name is not known", [problem])
 
 
 def refuse_non_leaves(parameters: Mapping[str, Tensor], groups: Iterable[Mapping[str, Any]] = ()) -> None:

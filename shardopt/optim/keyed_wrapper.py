@@ -70,7 +70,9 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         """From now on steps with the fastest implementation where a group names none, as `keyed` says."""
         self._local.chooses = True
 
-    def init_state(self, sparse_grad_parameter_names: Iterable[str] | None = None) -> None:
+    def init_state(
+        self, sparse_grad_parameter_names: Iterable[str] | None = None, *, names: Iterable[str] | None = None
+    ) -> None:
         """Makes the state of every trained parameter that has none, so that there is a destination for loading.
 
         Training goes on as if it had not been called: no step is taken, no hook fires, parameters, gradients and
@@ -81,13 +83,32 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         Args:
             sparse_grad_parameter_names: parameters whose gradients will be sparse. The algorithms here keep the same
                 state for them.
+            names: parameters, and state that belongs to none ("global.…" of L-BFGS), as in `state_dict()["state"]`:
+                these get state, frozen or not, and nothing else does. None for every trained parameter and the rest.
 
         Raises:
-            StateError: a name is not that of a parameter.
+            StateError: a name is not known.
             AlgorithmError: the algorithm is not known, or makes its state inside of its step.
         """
-        super().init_state(sparse_grad_parameter_names)
-        self._local.make_state(self._names)
+        names = None if names is None else set(names)
+        super().init_state(sparse_grad_parameter_names, names=names)
+        if names is None:
+            self._local.make_state(self._names)
+            self._local.make_global_state(self._local.global_names)
+        else:
+            chosen = [self._params[name] for name in self._params if name in names]
+            self._local.make_state(dict.fromkeys(chosen), frozen_too=True)
+            self._local.make_global_state(names)
+
+    def unstepped_state(self, names: Iterable[str]) -> set[str]:
+        """Those of the names whose state is there and as `init_state` makes it; for a moment one more is made of each.
+
+        Args:
+            names: as in `state_dict()["state"]`; others are passed over.
+        """
+        key_of = {name: self._params.get(name, name) for name in names}
+        as_made = self._local.as_made(key for key in key_of.values() if key in self.state)
+        return {name for name, key in key_of.items() if key in as_made}
 
     def _add_group(self, names: Mapping[Tensor, str], options: Mapping[str, Any]) -> None:
         self._local.add_group(names, options)

@@ -65,6 +65,10 @@ class LeafStates:
         """Whether the leaf has state and never had a step, so that the first step makes its state anew."""
         return leaf in self._untouched
 
+    def is_unwritten(self, leaf: Tensor) -> bool:
+        """Whether it is untouched, and holds what it was made with."""
+        return self.is_untouched(leaf) and not self._untouched[leaf].written()
+
     def put(self, leaf: Tensor, entries: State, untouched: bool) -> None:
         """Makes these the state of a leaf.
 

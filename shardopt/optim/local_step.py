@@ -7,7 +7,7 @@ stand there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from functools import partial
 from itertools import chain
 from typing import Any, cast
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardopt.algorithms.fresh import fresh_state
+from shardopt.algorithms.fresh import fresh_state, is_fresh
 from shardopt.algorithms.registry import (
     AlgorithmSpec,
     KeepsLess,
@@ -196,25 +196,57 @@ class LocalOptimizer:
         for parameter in chain.from_iterable(group["params"] for group in self.groups):
             zero_gradients(parameter, set_to_none)
 
-    def make_state(self, parameters: Iterable[Tensor]) -> None:
-        """Makes state for those parameters that have none and may get a gradient; changes nothing else.
+    def make_state(self, parameters: Iterable[Tensor], frozen_too: bool = False) -> None:
+        """Makes state for those parameters that have none; changes nothing else.
+
+        Args:
+            frozen_too: whether also for those that get no gradient now.
 
         Raises:
             AlgorithmError: the algorithm is not known, or cannot make state without a step.
         """
         if self.spec is None:
             raise AlgorithmError("an optimizer is not known here", [unknown(type(self.optimizer))])
-        group_of = {parameter: group for group in self.groups for parameter in group["params"]}
+        group_of = self._group_of()
         for parameter in parameters:
             group = group_of.get(parameter)
-            if group is None or not requires_gradient(parameter):
+            if group is None or not (frozen_too or requires_gradient(parameter)):
                 continue
             for leaf in self.leaves(parameter):
                 made = None if leaf in self.states else fresh_state(self.spec, self.optimizer, group, leaf)
                 if made:
                     self.states.put(leaf, made, untouched=self.settles_at_first_step)
-        if self.spec.has_global_state:
+
+    def make_global_state(self, names: Collection[str]) -> None:
+        """Makes the state of these names that belongs to no parameter, where there is none yet."""
+        if not set(self.global_names).isdisjoint(names):
             cast(MakesGlobalState, self.optimizer).make_global()
+
+    def as_made(self, keys: Iterable[Tensor | str]) -> set[Tensor | str]:
+        """Those whose state is there and as `make_state` makes it: without it training goes the same way.
+
+        Args:
+            keys: parameters, and names of state that belongs to none.
+        """
+        if self.spec is None or self.spec.state_at_construction:  # there would be nobody to make it again
+            return set()
+        group_of = self._group_of()
+        return {key for key in keys if self._is_as_made(self.spec, key, group_of)}
+
+    def _is_as_made(self, spec: AlgorithmSpec, key: Tensor | str, group_of: Mapping[Tensor, Group]) -> bool:
+        if isinstance(key, str):
+            there = self.optimizer.state.get(cast(Any, key), {})
+            return bool(there) and is_fresh(there, cast(MakesGlobalState, self.optimizer).fresh_global())
+        group, leaves = group_of.get(key), self.leaves(key)
+        if group is None or not all(leaf in self.states for leaf in leaves):
+            return False
+        if self.settles_at_first_step:
+            return all(map(self.states.is_unwritten, leaves))
+        self.state_of(key)  # has all of it there, of one that keeps less while it trains
+        return all(is_fresh(self.states[leaf], fresh_state(spec, self.optimizer, group, leaf)) for leaf in leaves)
+
+    def _group_of(self) -> dict[Tensor, Group]:
+        return {parameter: group for group in self.groups for parameter in group["params"]}
 
     def state_of(self, parameter: Tensor) -> MutableMapping[str, Any]:
         """The live state of a parameter; empty if there is none yet."""

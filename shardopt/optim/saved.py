@@ -29,8 +29,12 @@ IMPLEMENTATION_OPTIONS = frozenset({"foreach", "fused", "capturable", "different
 loaded, or a job resumed on other hardware would run with what the old one asked for."""
 
 _REMEDY = (
-    "load what was saved from the same parameters and options (a schedule adds some: attach it first), "
-    "or pass strict=False"
+    "load what was saved from the same parameters and options (a schedule adds some: attach it first), by "
+    "checkpoint.load(..., rename={...}) where names have changed, or pass strict=False"
+)
+_STATE_REMEDY = (
+    "load what was saved from the same parameters and options, by checkpoint.load(..., rename={...}) where names have "
+    "changed, with init_state=True where some have not stepped, or pass strict=False"
 )
 
 
@@ -153,7 +157,7 @@ def _plan_state(plan: LoadPlan, mine: dict[str, MutableMapping[str, Any]], offer
                 "on which init_state() was not called",
             )
             return
-    plan.mapping(plan.section(STATE), mine, offered, _REMEDY)
+    plan.mapping(plan.section(STATE), mine, offered, _STATE_REMEDY)
 
 
 def _plan_groups(plan: LoadPlan, mine: Mapping[str, KeyedGroup], offered: Any) -> None:

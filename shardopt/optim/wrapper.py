@@ -34,8 +34,13 @@ class OptimizerWrapper(CompositeOptimizer):
 
     @property
     def _optimizer(self) -> KeyedOptimizer:
-        """The wrapped one."""
-        return self._parts[0]
+        """The wrapped one.
+
+        Trainers that make the class of an optimizer a base of their own wrapper's (Lightning) keep this under that very
+        name in the wrapper itself.
+        """
+        kept: KeyedOptimizer | None = vars(self).get("_optimizer")
+        return self._parts[0] if kept is None else kept
 
     @property
     def params(self) -> Mapping[str, Tensor]:
@@ -72,9 +77,20 @@ class OptimizerWrapper(CompositeOptimizer):
         if self._made:
             self._optimizer.defaults = defaults
 
-    def init_state(self, sparse_grad_parameter_names: Iterable[str] | None = None) -> None:
+    def init_state(
+        self, sparse_grad_parameter_names: Iterable[str] | None = None, *, names: Iterable[str] | None = None
+    ) -> None:
+        """The wrapped optimizer's; what this wrapper keeps itself is always there."""
+        inner = None if names is None else set(names) - self._own_state().keys()
+        self._optimizer._init_named(list(sparse_grad_parameter_names or ()), inner)
+
+    def unstepped_state(self, names: Iterable[str]) -> set[str]:
         """The wrapped optimizer's."""
-        self._optimizer.init_state(sparse_grad_parameter_names)
+        return self._optimizer.unstepped_state(set(names) - self._own_state().keys())
+
+    def drop_state(self, names: Iterable[str]) -> None:
+        """The wrapped optimizer's."""
+        self._optimizer.drop_state(set(names) - self._own_state().keys())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """The wrapped optimizer's."""

@@ -10,9 +10,9 @@ JSON), life (heartbeats), process (who has ended), channel (rounds in the store)
 these together), groups (which ranks there are), side (ranks for threads).
 """
 
-from shardopt.ranks.calls import Call, call_on
+from shardopt.ranks.calls import Call, as_call, call_on
 from shardopt.ranks.collectives import Exchange
-from shardopt.ranks.groups import ranks_among, ranks_of
+from shardopt.ranks.groups import ranks_among, ranks_of, refuse_lone_processes
 from shardopt.ranks.life import DEADLINE_SECONDS
 from shardopt.ranks.notice import Notice
 from shardopt.ranks.ranks import Ranks
@@ -25,7 +25,9 @@ __all__ = [
     "Notice",
     "Ranks",
     "SideRanks",
+    "as_call",
     "call_on",
     "ranks_among",
     "ranks_of",
+    "refuse_lone_processes",
 ]

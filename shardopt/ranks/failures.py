@@ -40,7 +40,7 @@ def different_calls(calls: Sequence[tuple[int, str]]) -> RankError:
     ranks_in: dict[str, list[int]] = {}
     for rank, call in calls:
         ranks_in.setdefault(call, []).append(rank)
-    found = "; ".join(f"{call} on {names_of(ranks)}" for call, ranks in ranks_in.items())
+    found = "; ".join([f"{call} on {names_of(ranks)}" for call, ranks in ranks_in.items()][:_MOST_NAMES])
     return RankError(f"ranks are in different calls: {found}; all must make the same ones, in the same order")
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
 from shardopt.errors import Problem, RankError
+from shardopt.ranks.failures import names_of
 from shardopt.ranks.ranks import Ranks
 
 _of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, Ranks] = weakref.WeakKeyDictionary()
@@ -73,9 +74,8 @@ def _new_group(members: tuple[int, ...], job: dist.ProcessGroup) -> dist.Process
 
     torch names it by how many groups a process has, and waits without an end where members have made different ones.
     """
-    name = f"a process group of ranks {', '.join(map(str, members))}"
-    meeting = Ranks.meeting(job, members)
-    _, most = meeting.agree(f"making {name}", work=lambda: len(_world.pg_names), report=lambda count: count, decide=max)
+    meeting, what = Ranks.meeting(job, members), f"making a process group of {names_of(members)}"
+    _, most = meeting.agree(what, work=lambda: len(_world.pg_names), report=lambda count: count, decide=max)
     while len(_world.pg_names) < most:
         dist.new_group([dist.get_rank()], use_local_synchronization=True)
     group: dist.ProcessGroup = dist.new_group(list(members), use_local_synchronization=True)

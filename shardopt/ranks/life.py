@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from torch.distributed import Store  # type: ignore[attr-defined]  # from a compiled module
 
@@ -39,8 +39,9 @@ class Heartbeat:
             if self._thread is None:
                 self._last = time.monotonic()
                 thread = threading.Thread(target=self._run, name="shardopt-heartbeat", daemon=True)
-                thread.start()
-                self._thread = thread
+                with suppress(RuntimeError):  # no more threads: this rank has to be quick then
+                    thread.start()
+                    self._thread = thread
             elif interval < min(self._intervals):
                 self._changed.notify()
             self._intervals.append(interval)

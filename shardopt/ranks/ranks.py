@@ -18,7 +18,7 @@ from shardopt.errors import Problem, RankError, ShardoptError
 from shardopt.ranks.calls import Call, as_call
 from shardopt.ranks.channel import Channel, Silent
 from shardopt.ranks.collectives import Exchange, accelerator_of, begin_exchange
-from shardopt.ranks.failures import describe
+from shardopt.ranks.failures import describe, names_of
 from shardopt.ranks.life import DEADLINE_SECONDS
 from shardopt.ranks.notice import Notice
 
@@ -43,7 +43,7 @@ class Ranks:
         self.size = group.size() if group is not None else 1
         self.members = _members(group)
         # Weak: `ranks_of` is to forget the group, and these ranks with it, once nobody else has it.
-        self._group = None if group is None else weakref.ref(group)
+        self._group: Callable[[], dist.ProcessGroup | None] | None = None if group is None else weakref.ref(group)
         self._accelerator = None if group is None else accelerator_of(group)
         self._channel: Channel | None = None
         if group is not None and self.size > 1:
@@ -59,6 +59,7 @@ class Ranks:
         """
         ranks = cls(None)
         ranks.rank, ranks.size, ranks.members = members.index(job.rank()), len(members), members
+        ranks._group = _no_group  # what needs one raises, and is not done by each rank alone
         place = blake2b(repr(members).encode(), digest_size=16).hexdigest()
         store = PrefixStore(f"shardopt-{place}", job.get_group_store())
         ranks._channel = Channel(store, ranks.rank, ranks.size)
@@ -112,6 +113,11 @@ class Ranks:
 
         _, key = self.agree(what, work=lambda: None, decide=post, deadline_seconds=deadline_seconds)
         return Notice(channel.store, key)
+
+    @property
+    def in_step(self) -> bool:
+        """Whether these ranks can still `agree`: none was lost, as far as this one knows."""
+        return self._broken is None
 
     @property
     def device(self) -> torch.device:
@@ -212,13 +218,17 @@ class Ranks:
         group = self._group()
         if group is None:
             problem = Problem(
-                f"the process group of ranks {', '.join(map(str, self.members))}",
+                f"the process group of {names_of(self.members)}",
                 "destroyed",
                 "one that is in use",
                 "make optimizers and what else communicates anew after destroy_process_group",
             )
             raise RankError("ranks cannot communicate", [problem])
         return group
+
+
+def _no_group() -> None:
+    """In the place of a weak reference."""
 
 
 def _members(group: dist.ProcessGroup | None) -> tuple[int, ...]:

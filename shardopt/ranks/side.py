@@ -23,6 +23,10 @@ class SideRanks:
             self._made = ranks, ranks.beside(f"preparing for {self._what}", deadline_seconds)
         return self._made[1]
 
+    def are_beside(self, ranks: Ranks) -> bool:
+        """Whether they are made, and beside `ranks`. Local."""
+        return self._made is not None and self._made[0] is ranks
+
     def forget(self) -> None:
         """Lets them go, with their connection."""
         self._made = None

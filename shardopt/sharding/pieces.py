@@ -92,7 +92,7 @@ def elements_overlap(tensor: Tensor) -> bool:
 
 def empty_piece(shape: tuple[int, ...], dtype: torch.dtype, memory: Sequence[Tensor]) -> tuple[Piece, ...]:
     """The one piece of a tensor without elements; no local tensor need have its shape."""
-    device = memory[0].device if memory else None
+    device = memory[0].device if memory else "cpu"
     return (Piece(whole(shape), torch.empty(shape, dtype=dtype, device=device)),)
 
 

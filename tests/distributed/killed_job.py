@@ -34,7 +34,7 @@ PHASES = {
     "training": ("tests.distributed.killed_job:train_step", "shardopt.optim.local_step:LocalOptimizer.step"),
     "staging": ("shardopt.checkpoint.staging:copy_on_host", "shardopt.checkpoint.async_save:Staging"),
     "writing": (STORAGE + "LocalStorage.make", STORAGE + "LocalStorage.write", "os:writev"),
-    "commit": ("shardopt.checkpoint.save:commit", STORAGE + "LocalStorage.publish", "os:replace"),
+    "commit": ("shardopt.checkpoint.save:commit", STORAGE + "LocalStorage.publish_new", "os:link"),
     "retention": (
         "shardopt.checkpoint.keeper:steps_to_keep",
         "shardopt.checkpoint.keeper:remove_checkpoint",

@@ -138,7 +138,7 @@ COPY = "shardopt.checkpoint.staging:copy_on_host"
         ("now", Fault(1, COPY, at=3, action="ENOMEM"), "RankError: .* on rank 1: OSError"),
         ("lazy", Fault(2, COPY, at=4, action="EIO"), "RankError: .* on rank 2: OSError"),
         ("lazy", Fault(2, "os:writev", at=2, action="ENOSPC"), "CheckpointError: .* on rank 2: .*No space left"),
-        ("now", Fault(0, "os:replace", at=2, action="EIO"), "CheckpointError: .* on rank 0: cannot commit"),
+        ("now", Fault(0, "os:link", at=2, action="EIO"), "CheckpointError: .* on rank 0: cannot commit"),
     ],
     ids=["copying", "copying later", "writing", "committing"],
 )
@@ -174,7 +174,7 @@ def save_and_die(root, stage):
         ("now", Fault(1, COPY, at=3)),
         ("lazy", Fault(0, COPY, at=5)),
         ("lazy", Fault(2, "os:writev", at=2)),
-        ("now", Fault(0, "os:replace", at=2)),
+        ("now", Fault(0, "os:link", at=2)),
     ],
     ids=["copying", "copying later", "writing", "committing"],
 )

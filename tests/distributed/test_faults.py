@@ -19,7 +19,7 @@ from tests.harness import Fault, each_operation, run_ranks_outcomes
 
 RANKS = 3
 DEADLINE_SECONDS = 5.0
-CALLS = ("os:open", "os:makedirs", "os:writev", "os:fsync", "os:replace", "os:close", "os:listdir", "os:stat")
+CALLS = ("os:open", "os:makedirs", "os:writev", "os:fsync", "os:link", "os:unlink", "os:close", "os:listdir", "os:stat")
 ERRORS = ("ENOSPC", "EIO")
 
 
@@ -103,7 +103,7 @@ def sample(faults, count):
 
 def test_the_trace_has_every_kind_of_operation(calls):
     seen = Counter(call for outcome in calls for call in outcome.calls)
-    assert {"os:open", "os:writev", "os:fsync", "os:replace", "os:makedirs"} <= set(seen)
+    assert {"os:open", "os:writev", "os:fsync", "os:link", "os:unlink", "os:makedirs"} <= set(seen)
     assert all(outcome.calls for outcome in calls)
 
 

@@ -1,5 +1,12 @@
 """A Manager on several ranks: what one of them finds damaged, none of them takes."""
 
+import errno
+import io
+import logging
+import os
+import signal
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,6 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import shardopt
 from shardopt import checkpoint
+from shardopt.errors import CheckpointError, CheckpointExistsError, RankError
 from tests.harness import run_ranks
 
 RANKS = 3
@@ -58,3 +66,144 @@ def test_a_manifest_that_is_damaged(tmp_path):
     (tmp_path / "step-00000003" / "manifest.json").write_bytes(b'{"format": "shardopt"')
     assert run_ranks(2, restore, str(tmp_path)) == [2] * 2
     assert checkpoint.Manager(tmp_path).steps() == [2, 3]
+
+
+def told_to_stop_after_a_failure(root, kind, code):
+    """The last chance of a job whose save or copy before has failed; its log."""
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("shardopt").addHandler(handler)
+    options = {"mirror": f"{root}/copies"} if kind == "copy" else {"stage": "now"} if kind == "background" else {}
+    manager = checkpoint.Manager(f"{root}/run", stop_on=signal.SIGUSR2, exit_code=code, stop_seconds=50.0, **options)
+    app = app_of(1)
+    manager.save(1, app)
+    if kind == "another":
+        pending = checkpoint.async_save(f"{root}/run/step-00000002", app)
+    else:
+        manager.save(2, app)
+        pending = manager._saver.pending if kind == "background" else None
+    if pending is not None:
+        assert pending.done.wait(30)
+    if manager._mirror is not None:
+        manager._mirror._last.join()
+    os.kill(os.getpid(), signal.SIGUSR2)  # on every rank, so that none goes on to another step first
+    dist.barrier()
+    with pytest.raises(SystemExit) as left:
+        manager.save(3, app_of(3))
+    manager.close()
+    return left.value.code, [line for line in lines if "before the job was told to stop" in line]
+
+
+@pytest.mark.parametrize("kind", ["background", "another", "copy"])
+def test_the_last_save_is_made_although_one_before_has_failed(tmp_path, kind):
+    for path in ("run", "copies") if kind == "copy" else ("run",):
+        (tmp_path / path).mkdir()
+    (tmp_path / ("copies" if kind == "copy" else "run") / "step-00000002").write_text("in the way")
+    outcomes = run_ranks(2, told_to_stop_after_a_failure, str(tmp_path), kind, 85)
+    assert [code for code, _ in outcomes] == [85] * 2
+    assert all(any("step-00000002" in line for line in lines) for _, lines in outcomes)
+    assert checkpoint.Manager(tmp_path / "run").steps()[-1] == 3
+    assert checkpoint.verify(checkpoint.Manager(tmp_path / "run").path(3)).ok
+
+
+def save_again(root, stage):
+    """Saves a step twice, by force, and what the second gives; then in another Manager that was restored from it."""
+    told = []
+    with checkpoint.Manager(root, every=10, stage=stage) as manager:
+        app = app_of(10)
+        first = manager.save(10, app)
+        again = manager.save(10, app, force=True)
+        told.append(again is first)
+        manager.save(11, app, force=True)
+        told += [manager.save(10, app), manager.save(11, app, force=True) is not None, manager.steps()]
+    with checkpoint.Manager(root, every=10, stage=stage) as manager:
+        app = app_of(0)
+        manager.restore(app)
+        told += [manager.save(11, app, force=True), manager.steps()]
+        try:
+            told.append(manager.save(10, app))
+            told.append(told.pop().result())  # in the background it is found there
+        except CheckpointExistsError:
+            told.append("exists")
+    return told
+
+
+def save_again_in_stages(root):
+    return [save_again(f"{root}/{stage}", stage) for stage in (None, "now")]
+
+
+def test_a_step_that_this_manager_has_committed_or_restored_is_not_saved_again(tmp_path):
+    expected = [True, None, True, [10, 11], None, [10, 11], "exists"]
+    assert run_ranks(2, save_again_in_stages, str(tmp_path)) == [[expected] * 2] * 2
+
+
+def roll_back(root):
+    app = app_of(0)
+    with checkpoint.Manager(root, keep_last=1) as manager:
+        assert manager.restore(app, step=2, beyond="remove" if dist.get_world_size() == 2 else "set_aside") == 2
+        manager.save(3, app_of(30))
+    dist.barrier()  # rank 0 removes what is no longer wanted
+    return manager.steps(), manager.set_aside(), manager.path(3)
+
+
+@pytest.mark.parametrize(("ranks", "aside"), [(2, {}), (3, {0: [3]})])
+def test_a_run_is_taken_back_on_all_ranks(tmp_path, ranks, aside):
+    run_ranks(RANKS, save_three, str(tmp_path))
+    path = str(tmp_path / "step-00000003-b1")
+    assert run_ranks(ranks, roll_back, str(tmp_path)) == [([2, 3], aside, path)] * ranks
+
+
+def restore_what_one_cannot_read(root):
+    if dist.get_rank() == 1:
+        sound = os.preadv
+
+        def preadv(fd, *args):
+            if "step-00000003" in os.readlink(f"/proc/self/fd/{fd}"):
+                raise OSError(errno.EIO, "Input/output error")
+            return sound(fd, *args)
+
+        os.preadv = preadv
+    return checkpoint.Manager(root).restore(app_of(0))
+
+
+def test_what_one_rank_cannot_read_from_its_disk_none_takes(tmp_path):
+    run_ranks(RANKS, save_three, str(tmp_path))
+    assert run_ranks(2, restore_what_one_cannot_read, str(tmp_path)) == [2] * 2
+
+
+def restore_where_one_has_another_root(root, which):
+    """One rank's disk is not mounted."""
+    own = root if dist.get_rank() != which else root + "-unmounted"
+    with pytest.raises((CheckpointError, RankError)) as caught:
+        checkpoint.Manager(own, deadline_seconds=10).restore(app_of(0))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_root_that_is_not_mounted_on_one_rank(tmp_path, which):
+    run_ranks(RANKS, save_three, str(tmp_path))
+    messages = run_ranks(2, restore_where_one_has_another_root, str(tmp_path), which)
+    words = "checkpoints on rank 1, and none on rank 0" if which == 0 else "rank 1"
+    assert all(words in message for message in messages), messages
+
+
+def restore_and_look(root):
+    return capture_stderr(lambda: checkpoint.Manager(root).restore(app_of(0)))
+
+
+def capture_stderr(call):
+    sys.stderr.flush()
+    kept, sys.stderr = sys.stderr, io.StringIO()
+    try:
+        call()
+        return sys.stderr.getvalue()
+    finally:
+        sys.stderr = kept
+
+
+def test_rank_0_alone_tells_what_was_restored(tmp_path):
+    run_ranks(RANKS, save_three, str(tmp_path))
+    first, *others = run_ranks(2, restore_and_look, str(tmp_path))
+    assert others == [""]
+    assert f"shardopt: restored step 3 from {tmp_path}/step-00000003, saved by 3 ranks, " in first

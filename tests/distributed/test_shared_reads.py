@@ -171,7 +171,7 @@ def test_rounds_are_of_bounded_size(tmp_path):
     path = str(tmp_path / "saved")
     run_ranks(4, save_big, path)
     rounds = run_ranks(4, load_in_rounds, path)
-    assert {len(each) for each in rounds} == {2}
+    assert {len(each) for each in rounds} == {3}
     assert all(0 < nbytes <= share._ROUND_BYTES for each in rounds for nbytes in each)
     sent = 12 * MIB * (3 + 3 + 1)  # to the three others, and to the one other of each half
     assert sum(map(sum, rounds)) == sent

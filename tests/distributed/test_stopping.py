@@ -14,7 +14,7 @@ import shardopt
 from shardopt import checkpoint
 from shardopt.errors import RankError
 from shardopt.ranks import ranks_of
-from tests.harness import run_ranks, run_ranks_outcomes
+from tests.harness import Fault, run_ranks, run_ranks_outcomes
 
 RANKS, TOLD, STEPS, EVERY = 4, 2, 12, 5
 EXIT_CODE = 85
@@ -188,3 +188,27 @@ def test_a_notice_is_replaced_by_one_rank():
     found = run_ranks(3, words)
     assert len({mine for mine, _, _ in found}) == 1
     assert {(now, other) for _, now, other in found} == {(found[0][0], "another")}
+
+
+def lose_the_other(root, stage):
+    """Rank 1 is killed in a save; the launcher sees it, and tells rank 0 to stop. How long that takes to leave."""
+    manager = checkpoint.Manager(root, stage=stage, stop_on=signal.SIGTERM, stop_seconds=60.0)
+    app = {"x": torch.ones(1 << 18), "step": 1}
+    with manager:
+        manager.save(1, app)
+        begin = time.monotonic()
+        if dist.get_rank() == 0:
+            threading.Timer(0.3, tell).start()
+        with pytest.raises(RankError, match="rank 1 died, or ended before this call"):
+            manager.save(2, app)
+            manager.close()
+    return time.monotonic() - begin
+
+
+@pytest.mark.parametrize("stage", [None, "lazy"])
+def test_a_rank_does_not_wait_for_one_that_was_killed_beside_it(tmp_path, stage):
+    killed = Fault(1, "shardopt.checkpoint.save:write_files", at=2)
+    outcomes = run_ranks_outcomes(2, lose_the_other, str(tmp_path), stage, faults=[killed])
+    assert outcomes[1].signal == signal.SIGKILL
+    assert outcomes[0].value < 20, outcomes  # far from the deadlines, of 60 and 300 seconds
+    assert checkpoint.Manager(tmp_path).steps() == [1]

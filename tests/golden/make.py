@@ -7,12 +7,12 @@ from pathlib import Path
 
 from shardopt import checkpoint
 from shardopt.checkpoint.format import FORMAT_VERSION
-from tests.golden.state import state
+from tests.golden.state import STATES
 from tests.harness import run_ranks
 
 
 def save(path):
-    checkpoint.save(path, state())
+    checkpoint.save(path, STATES[FORMAT_VERSION]())
 
 
 if __name__ == "__main__":

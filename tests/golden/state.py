@@ -1,4 +1,4 @@
-"""The state that the golden checkpoints hold. Once a checkpoint of a version is stored, this must not change."""
+"""The states that the golden checkpoints hold. Once a checkpoint of a version is stored, its state must not change."""
 
 from collections import Counter
 
@@ -69,3 +69,18 @@ def state():
     }
     mine = checkpoint.PerRank({"rank": dist.get_rank(), "state": torch.arange(3, dtype=torch.uint8)}, "keep")
     return {"tensors": tensors, "values": dict(VALUES), "list": [torch.ones(2), {"x": 1}], "mine": mine}
+
+
+ROWS, PLAIN = torch.arange(15.0).reshape(5, 3), torch.arange(4, dtype=torch.bfloat16)
+
+
+def tied_state():
+    """What version 2 can tell and version 1 cannot: on this rank of two, keys that are one memory."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    rows = distribute_tensor(ROWS, mesh, [Shard(0)], src_data_rank=None)
+    plain = PLAIN.clone()
+    tied = {"rows": rows, "same.rows": rows, "list": [plain, {"x": plain}], "plain": plain, "apart": PLAIN.clone()}
+    return {"tied": tied, "step": 7}
+
+
+STATES = {1: state, 2: tied_state}

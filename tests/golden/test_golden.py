@@ -8,10 +8,11 @@ from safetensors import safe_open
 
 from shardopt import checkpoint
 from shardopt.checkpoint.format import FORMAT_VERSION
-from tests.golden.state import DTYPES, VALUES, state, whole
+from tests.golden.state import DTYPES, PLAIN, ROWS, STATES, VALUES, state, tied_state, whole
 from tests.harness import run_ranks
 
 VERSIONS = sorted(Path(__file__).parent.glob("v*"))
+V1, V2 = Path(__file__).parent / "v1", Path(__file__).parent / "v2"
 
 
 def same_bits(left, right):
@@ -24,12 +25,17 @@ def same_bits(left, right):
 
 def test_every_version_is_here():
     assert [path.name for path in VERSIONS] == [f"v{i}" for i in range(1, FORMAT_VERSION + 1)]
+    assert [f"v{i}" for i in STATES] == [path.name for path in VERSIONS]
 
 
 @pytest.mark.parametrize("path", VERSIONS, ids=lambda path: path.name)
-def test_is_read_to_the_last_bit(path):
-    assert checkpoint.verify(path).ok
-    with checkpoint.open(path) as reader:
+def test_is_whole(path):
+    report = checkpoint.verify(path)
+    assert report.ok and not report.remains
+
+
+def test_version_1_is_read_to_the_last_bit():
+    with checkpoint.open(V1) as reader:
         for name in DTYPES:
             assert same_bits(reader.read(f"tensors.rows.{name}"), whole(name)), name
         assert torch.equal(reader.read("tensors.columns"), torch.arange(20.0).reshape(4, 5))
@@ -58,14 +64,49 @@ def load(path):
     return app["mine"].value["rank"]
 
 
-@pytest.mark.parametrize("path", VERSIONS, ids=lambda path: path.name)
 @pytest.mark.parametrize("size", [1, 2])
-def test_is_loaded_by_ranks(path, size):
-    assert run_ranks(size, load, str(path)) == list(range(size))
+def test_version_1_is_loaded_by_ranks(size):
+    assert run_ranks(size, load, str(V1)) == list(range(size))
 
 
-@pytest.mark.parametrize("path", VERSIONS, ids=lambda path: path.name)
-def test_is_read_by_safetensors(path):
-    for file in path.glob("*.safetensors"):
+def test_version_1_is_read_by_safetensors():
+    for file in V1.glob("*.safetensors"):
         with safe_open(file, "pt") as opened:
             assert len(list(opened.keys())) > len(DTYPES)
+
+
+TIED = {"tied.same.rows": "tied.rows", "tied.list.1.x": "tied.list.0", "tied.plain": "tied.list.0"}
+
+
+def test_version_2_is_read_to_the_last_bit():
+    with checkpoint.open(V2) as reader:
+        tied = {key: reader.info(key).tied_to for key in reader.manifest.tensors if reader.info(key).tied_to}
+        assert tied == TIED
+        assert all(same_bits(reader.read(key), ROWS) for key in ("tied.rows", "tied.same.rows"))
+        assert all(same_bits(reader.read(f"tied.{key}"), PLAIN) for key in ("list.0", "list.1.x", "plain", "apart"))
+        assert reader.read("step") == 7
+
+
+def load_tied(path):
+    app = tied_state()
+    for key in ("rows", "plain", "apart"):
+        app["tied"][key].zero_()
+    app["step"] = 0
+    checkpoint.load(path, app)
+    assert same_bits(app["tied"]["same.rows"].full_tensor(), ROWS)
+    assert app["tied"]["list"][0] is app["tied"]["list"][1]["x"] is app["tied"]["plain"]
+    assert same_bits(app["tied"]["plain"], PLAIN) and same_bits(app["tied"]["apart"], PLAIN)
+    return app["step"]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_version_2_is_loaded_by_ranks(size):
+    assert run_ranks(size, load_tied, str(V2)) == [7] * size
+
+
+def test_version_2_has_a_tied_tensor_once_for_safetensors():
+    keys = set()
+    for file in V2.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            keys |= {key for key in opened.keys() if not key.startswith("__")}  # noqa: SIM118  # no dict
+    assert keys == {"tied.rows", "tied.list.0", "tied.apart"}

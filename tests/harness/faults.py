@@ -110,7 +110,7 @@ def watched(faults: Sequence[Fault], trace: Sequence[str]) -> Iterator[Watch]:
 
 def _replace(operation: str, faults: Sequence[Fault], watch: Watch) -> Callable[[], None]:
     """Put the wrapper in its place; the returned function puts the original back."""
-    owner, name = _find(operation)
+    owner, name = find_operation(operation)
     inherited = name not in vars(owner)
     original = inspect.getattr_static(owner, name)
     kind = type(original) if isinstance(original, staticmethod | classmethod) else None
@@ -129,7 +129,7 @@ def _replace(operation: str, faults: Sequence[Fault], watch: Watch) -> Callable[
     return functools.partial(delattr, owner, name) if inherited else functools.partial(setattr, owner, name, original)
 
 
-def _find(operation: str) -> tuple[Any, str]:
+def find_operation(operation: str) -> tuple[Any, str]:
     """The module or class that has the operation, and the operation's name in it."""
     module, colon, path = operation.partition(":")
     if not colon:

@@ -32,6 +32,7 @@ def sound(tmp_path_factory):
     path = tmp_path_factory.mktemp("sound") / "c"
     big = torch.arange(70_000, dtype=torch.float32).reshape(700, 100)
     tensors = {"big": big, "c": torch.zeros(3, dtype=torch.complex128), "s": torch.tensor(1)}
+    tensors["tied"] = tensors["big"]
     values = {"n": 2**70, "t": (1, {"a": [None, 0.5]}), "b": b"xyz"}
     checkpoint.save(path, {"tensors": tensors, "values": values, "mine": checkpoint.PerRank([1])})
     return path

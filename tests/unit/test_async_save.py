@@ -5,7 +5,6 @@ not copied in the call, and not guarded by a hook, is changed before it is copie
 """
 
 import copy
-import ctypes
 import threading
 import time
 
@@ -18,7 +17,7 @@ import shardopt
 from shardopt import checkpoint
 from shardopt.checkpoint import staging
 from shardopt.checkpoint.async_save import AsyncSaver
-from shardopt.checkpoint.staging import HostMemory, Staging, changed_by_steps_alone
+from shardopt.checkpoint.staging import changed_by_steps_alone
 from shardopt.errors import CheckpointError, CheckpointExistsError, StateError
 from shardopt.state import flatten
 
@@ -339,7 +338,7 @@ def test_state_that_cannot_be_stored_fails_the_save_and_not_the_call(saver, tmp_
     with pytest.raises(StateError, match=r"bad\.it"):
         pending.result(30)
     train_step(model, optimizer)
-    with pytest.raises(ValueError, match=r"stage: found 'later'; required one of \('now', 'lazy'\)"):
+    with pytest.raises(ValueError, match=r"stage: found 'later'; required one of 'now', 'lazy'"):
         saver.save(tmp_path / "one", {"model": model}, stage="later")
     with pytest.raises(ValueError, match="in_flight"):
         saver.save(tmp_path / "one", {"model": model}, in_flight="drop")
@@ -350,44 +349,11 @@ def test_an_interrupt_stays_one_and_fails_the_save(saver, tmp_path, monkeypatch)
     def interrupt(*unused):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ctypes, "memmove", interrupt)
+    monkeypatch.setattr(staging, "copy_on_host", interrupt)
     with pytest.raises(KeyboardInterrupt):
         saver.save(tmp_path / "one", {"x": torch.ones(3)})
     with pytest.raises(KeyboardInterrupt):
         saver.pending.result(30)
-
-
-def test_host_memory_is_allocated_once_and_grows_only_for_more():
-    memory = HostMemory()
-    state = {
-        "a": torch.randn(1000),
-        "b": torch.arange(7, dtype=torch.int8),
-        "c": torch.randn(30, 40).T,
-        "d": torch.ones(()),
-    }
-
-    def staged(app, lazily=False):
-        staging = Staging(app, memory, lazily)
-        staging.finish()
-        views = staging.describe("none").views
-        return {key: view.pieces[0].tensor for key, view in views.items()}
-
-    first = staged(state)
-    assert all(torch.equal(first[key], state[key]) for key in state)
-    assert all(host.is_contiguous() and host.data_ptr() % 64 == 0 for host in first.values())
-    block = memory._block.data_ptr()
-    again = staged({key: tensor + 1 for key, tensor in state.items()})
-    assert [again[key] is first[key] for key in state] == [True] * 4
-    smaller = staged(
-        {"c": torch.ones(50, dtype=torch.bfloat16), "e": torch.zeros(0, 3), "f": torch.ones(2, dtype=torch.bool)}
-    )
-    assert memory._block.data_ptr() == block
-    assert smaller["c"].dtype == torch.bfloat16 and smaller["e"].shape == (0, 3) and bool(smaller["f"].all())
-    larger = staged({"a": torch.ones(100_000)})
-    assert memory._block.nbytes == 400_000 and bool((larger["a"] == 1).all())
-    memory.free()
-    assert memory._block.nbytes == 0
-    assert torch.equal(staged(state)["c"], state["c"])
 
 
 def test_nothing_of_a_save_is_kept_but_host_memory(saver, tmp_path):
@@ -415,38 +381,6 @@ def test_async_save_keeps_its_memory_between_calls(tmp_path):
     assert_stored(tmp_path / "two", snapshot(app))
 
 
-class FakeRuntime:
-    """What pins host memory, as far as it can be told without a GPU."""
-
-    def __init__(self):
-        self.pinned, self.code = set(), 0
-
-    def cudaHostRegister(self, address, nbytes, flags):
-        self.pinned.add(address)
-        return self.code
-
-    def cudaHostUnregister(self, address):
-        self.pinned.remove(address)
-
-
-def test_pinned_memory_is_let_go_before_it_is_freed(monkeypatch):
-    runtime = FakeRuntime()
-    monkeypatch.setattr(staging, "_cuda_runtime", lambda: runtime)
-    memory = HostMemory()
-    memory._allocate(1000, pin=True)
-    assert runtime.pinned == {memory._block.data_ptr()}
-    memory._allocate(2000, pin=True)
-    assert runtime.pinned == {memory._block.data_ptr()}
-    memory.free()
-    assert runtime.pinned == set()
-    memory._allocate(1000, pin=True)
-    del memory
-    assert runtime.pinned == set()
-    runtime.code = 2
-    with pytest.raises(CheckpointError, match="cannot pin 50 bytes of host memory: CUDA error 2"):
-        HostMemory()._allocate(50, pin=True)
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="copies from a GPU")
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_is_stored_from_a_gpu_is_the_state_at_the_call(stage, saver, tmp_path):
@@ -466,7 +400,7 @@ def test_what_is_stored_from_a_gpu_is_the_state_at_the_call(stage, saver, tmp_pa
         assert_stored(
             tmp_path / str(number), {key: v.cpu() if torch.is_tensor(v) else v for key, v in expected.items()}
         )
-    assert saver._memory._block.is_pinned()
+    assert saver._memory._pinned.memory.is_pinned() and not saver._memory._plain.memory.is_pinned()
 
 
 class Parts:

@@ -32,6 +32,23 @@ def test_show_prints_one_value(saved, capsys):
     assert capsys.readouterr().out.strip() == str(torch.arange(6.0).view(2, 3))
 
 
+def test_show_lists_a_run(tmp_path, capsys):
+    manager = checkpoint.Manager(tmp_path)
+    for step in (100, 200, 300):
+        manager.save(step, {"step": step})
+    manager.restore({"step": 0}, step=200)
+    manager.save(250, {"step": 250})
+    capsys.readouterr()
+    assert main(["show", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"{tmp_path}: a run of 3 checkpoints, on branch 1",
+        "step 100",
+        "step 200",
+        "step 250  the newest, in step-00000250-b1",
+        "set aside, of branch 0: step 300",
+    ]
+
+
 def test_verify_tells_of_damage_by_its_status(saved, capsys):
     assert main(["verify", str(saved)]) == 0
     assert "every byte is as it was written" in capsys.readouterr().out

@@ -156,7 +156,7 @@ def test_tied_values_may_be_cut_in_other_places(tmp_path):
     """The ranks that share the writing of a replica cut it where it suits them: here the file of many ranks."""
     value = torch.arange(600_000, dtype=torch.float32).reshape(3000, 200)
     value[5] = float("nan")
-    checkpoint.save(tmp_path / "c", {"a": value, "b": value, "c": value})
+    checkpoint.save(tmp_path / "c", {"a": value, "b": value.clone(), "c": value.clone()})
 
     def other_cuts(key, stored):
         boxes = {"a": (1,), "b": (1000, 2000), "c": (1500,)}[key]
@@ -254,3 +254,35 @@ def test_a_torn_optimizer_steps_again_after_a_whole_load(tmp_path):
         file.write_bytes(sound)
         checkpoint.load(tmp_path / "c", app)
         optimizer.step()
+
+
+def renamed_model(name, count=30):
+    return torch.nn.ModuleDict({f"{name}{i:02}": torch.nn.Linear(2, 2) for i in range(count)})
+
+
+def test_a_mismatch_names_rename_first_and_weights_first_in_twenty_lines_and_a_count(tmp_path):
+    model = renamed_model("layer")
+    optimizer = shardopt.keyed("adamw", model.named_parameters())
+    optimizer.init_state()
+    # The optimizer comes first in the app, as its problems would.
+    checkpoint.save(tmp_path / "c", {"optimizer": optimizer, "model": model})
+    model = renamed_model("block")
+    optimizer = shardopt.keyed("adamw", model.named_parameters())
+    optimizer.init_state()
+    with pytest.raises(MismatchError) as caught:
+        checkpoint.load(tmp_path / "c", {"optimizer": optimizer, "model": model})
+    _, *lines, count = str(caught.value).splitlines()
+    assert len(lines) == 20 and all(line.startswith("  - model.block") for line in lines)
+    assert all(line.index("rename=") < line.index("strict=False") for line in lines)
+    problems = caught.value.problems
+    assert count == f"  ... and {len(problems) - 20} more (see .problems)"
+    assert len(problems) > 120
+    weights = [problem.key.startswith("model.") for problem in problems]
+    assert weights == sorted(weights, reverse=True) and sum(weights) == 120
+    assert all(
+        problem.remedy.find("rename=") < problem.remedy.find("strict=False")
+        for problem in problems
+        if "rename" in problem.remedy
+    )
+    rename = {r"layer": "block"}
+    checkpoint.load(tmp_path / "c", {"optimizer": optimizer, "model": model}, rename=rename)

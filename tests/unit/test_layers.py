@@ -16,6 +16,7 @@ from tests.unit.source import PACKAGE, ROOT, Source, sources
 LAYERS = {
     "errors": 0,
     "casts": 1,
+    "names": 0,
     "copies": 1,
     "state": 1,
     "values": 1,

@@ -4,16 +4,20 @@ import gc
 import logging
 import math
 import os
+import shutil
+import signal
+import sys
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import shardopt
 from shardopt import checkpoint
 from shardopt.checkpoint import staging
-from shardopt.errors import CheckpointError, CorruptionError, MismatchError
+from shardopt.errors import CheckpointError, CorruptionError, MismatchError, OptionError, StateError
 
 STAGES = (None, "now", "lazy")
 
@@ -65,18 +69,31 @@ def test_metrics_that_are_no_numbers(tmp_path):
     assert manager.metrics(2) == {}
     with pytest.raises(ValueError):
         manager.save(2, app_of(2), metrics={"a": "high"})
-    (tmp_path / "step-00000001" / "metrics.json").write_text('{"a": "high"}')
+
+
+def test_a_users_own_metrics_are_neither_read_nor_removed(tmp_path):
+    manager = checkpoint.Manager(tmp_path, keep_last=1)
+    for step in (1, 2):
+        own = tmp_path / f"step-{step:08d}" / "metrics.json"
+        own.parent.mkdir()
+        own.write_text('{"loss": "high"}')
+        manager.save(step, app_of(step), metrics=None if step == 1 else {"loss": 2})
+    assert manager.metrics(1) == {} and manager.metrics(2) == {"loss": 2.0}
+    assert manager.steps() == [2]
+    for step in (1, 2):
+        assert (tmp_path / f"step-{step:08d}" / "metrics.json").read_text() == '{"loss": "high"}'
+
+
+def test_metrics_of_before_they_were_in_manifests(tmp_path):
+    manager = checkpoint.Manager(tmp_path)
+    path = tmp_path / "step-00000001"
+    shutil.copytree(Path(__file__).parents[1] / "golden" / "v1", path)
+    assert manager.metrics(1) == {}
+    (path / "metrics.json").write_text('{"loss": 0.5, "a": NaN}')
+    assert manager.metrics(1)["loss"] == 0.5
+    (path / "metrics.json").write_text('{"a": "high"}')
     with pytest.raises(CorruptionError, match="no number"):
         manager.metrics(1)
-
-
-def test_metrics_of_a_save_that_died_are_not_taken_for_those_of_the_next(tmp_path):
-    manager = checkpoint.Manager(tmp_path)
-    dead = tmp_path / "step-00000001"
-    dead.mkdir()
-    (dead / "metrics.json").write_text('{"loss": 0.0}')
-    manager.save(1, app_of(1))
-    assert manager.metrics(1) == {}
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -110,6 +127,34 @@ def test_a_save_in_flight_to_the_same_root_is_not_cleared(tmp_path, monkeypatch)
     pending.result(30)
     manager.save(3, app_of(3))
     assert manager.steps() == [3]
+
+
+def test_what_is_being_read_is_cleared_with_a_later_save(tmp_path, monkeypatch):
+    manager = checkpoint.Manager(tmp_path, keep_last=1)
+    run(manager, [1])
+    reads, may_go_on = threading.Event(), threading.Event()
+    load_module = sys.modules["shardopt.checkpoint.load"]
+    monkeypatch.setattr(load_module, "fetch", held_back(load_module.fetch, reads, may_go_on))
+    app = app_of()
+    reader = threading.Thread(target=lambda: checkpoint.load(manager.path(1), app))
+    reader.start()
+    assert reads.wait(30)
+    run(manager, [2])
+    assert manager.steps() == [1, 2]
+    may_go_on.set()
+    reader.join()
+    assert app["step"] == 1 and app["w"].eq(1).all()
+    run(manager, [3])
+    assert manager.steps() == [3]
+
+
+def held_back(call, begun, may_go_on):
+    def held(*args):
+        begun.set()
+        assert may_go_on.wait(30)
+        return call(*args)
+
+    return held
 
 
 def test_restore_takes_the_newest_and_0_where_there_is_none(tmp_path):
@@ -259,11 +304,91 @@ def test_200_saves_leave_memory_descriptors_and_threads_flat(tmp_path):
     assert manager.steps() == [1, 2, 100, 199, 200]
 
 
+WRONG = {
+    "every": [0, -1, "50", 2.5, True, None, torch.tensor(2.0)],
+    "keep_last": [0, "3", 1.0, False],
+    "keep_every": [0, "3"],
+    "best": ["loss", ("a", "least", 1), ("a", "min", 0), ("a", "min", "1"), ("a", "min"), (1, "min", 1), 3],
+    "stage": ["background", "NOW", 1, True],
+    "stop_on": ["SIGTERM", 0, 4000, True, signal.SIGKILL, 15.0],
+    "exit_code": ["1", -1, 256, True],
+    "stop_seconds": [0, -1, "5", math.nan, None, True],
+    "deadline_seconds": [0, "5", None],
+    "mirror": ["", 5, b"copies"],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name in WRONG for value in WRONG[name]], ids=repr)
+def test_a_wrong_option_is_refused_by_name(tmp_path, name, value):
+    with pytest.raises(OptionError, match=rf"{name}: found .*; required .*; ") as caught:
+        checkpoint.Manager(tmp_path, **{name: value})
+    assert isinstance(caught.value, ValueError) and isinstance(caught.value, TypeError)
+    assert [problem.key for problem in caught.value.problems] == [name]
+
+
+def test_all_wrong_options_are_told_at_once(tmp_path):
+    (tmp_path / "a file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path)
+    before = signal.getsignal(signal.SIGTERM), threading.active_count()
+    with pytest.raises(OptionError) as caught:
+        checkpoint.Manager(tmp_path / "a file", every="50", best="loss", stop_on="SIGTERM", stage="background")
+    assert [problem.key for problem in caught.value.problems] == ["root", "every", "best", "stage", "stop_on"]
+    for mirror in (tmp_path, f"{tmp_path}/", tmp_path / "link"):
+        with pytest.raises(OptionError, match=r"mirror: found .*, which is the root too; required another place"):
+            checkpoint.Manager(tmp_path, mirror=mirror, stop_on=signal.SIGTERM)
+    with pytest.raises(OptionError, match="root: found None; required a path or a URL"):
+        checkpoint.Manager(None)
+    assert (signal.getsignal(signal.SIGTERM), threading.active_count()) == before
+
+
+def test_a_signal_can_be_listened_for_in_the_main_thread_alone(tmp_path):
+    found = []
+
+    def make():
+        try:
+            checkpoint.Manager(tmp_path, stop_on=signal.SIGTERM)
+        except OptionError as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=make, name="mine")
+    thread.start()
+    thread.join()
+    assert "stop_on: found a Manager that is made in the thread 'mine'; required the main thread" in found[0]
+
+
+def test_numbers_of_other_kinds_and_lists_are_taken(tmp_path):
+    manager = checkpoint.Manager(
+        tmp_path, every=np.int64(2), keep_last=torch.tensor(1), best=["loss", "min", np.int32(1)]
+    )
+    for step in range(1, 9):
+        manager.save(np.int64(step), app_of(step), metrics={"loss": torch.tensor(abs(step - 4.0))})
+    assert manager.steps() == [4, 8]
+
+
+@pytest.mark.parametrize("step", ["10", 1.5, -1, None, True], ids=repr)
+def test_a_step_that_is_none(tmp_path, step):
+    manager = checkpoint.Manager(tmp_path)
+    for call in (
+        manager.save,
+        lambda step, app: manager.restore(app, step=step) if step is not None else manager.save(step, app),
+    ):
+        with pytest.raises(OptionError, match="step: found"):
+            call(step, app_of())
+    assert manager.steps() == []
+
+
 @pytest.mark.parametrize(
-    "wrong",
-    [{"every": 0}, {"keep_last": 0}, {"keep_every": 0}, {"best": ("a", "least", 1)}, {"best": ("a", "min", 0)}],
-    ids=str,
+    "metrics", [{"loss": "n/a"}, {"loss": None}, {"loss": torch.ones(2)}, {1: 2.0}, [("loss", 1.0)], 3.0], ids=repr
 )
-def test_wrong_options(tmp_path, wrong):
-    with pytest.raises(ValueError, match=r"found .*; required .*; "):
-        checkpoint.Manager(tmp_path, **wrong)
+def test_metrics_that_are_none(tmp_path, metrics):
+    manager = checkpoint.Manager(tmp_path)
+    with pytest.raises(StateError, match="metrics"):
+        manager.save(1, app_of(), metrics=metrics)
+    assert manager.steps() == []
+
+
+@pytest.mark.parametrize("stage", ["background", None, 1])
+def test_a_wrong_stage_of_async_save(tmp_path, stage):
+    with pytest.raises(OptionError, match=r"stage: found .*; required one of 'now', 'lazy'"):
+        checkpoint.async_save(tmp_path / "c", app_of(), stage=stage)
+    checkpoint.async_save(tmp_path / "c", app_of()).result(30)

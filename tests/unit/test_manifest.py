@@ -1,6 +1,8 @@
 """The manifest: what is written is what is read, and what was not written is refused with our error."""
 
 import json
+import math
+import tracemalloc
 from collections import Counter
 
 import pytest
@@ -34,11 +36,12 @@ VALUES = st.none() | st.integers() | st.floats(allow_nan=False) | st.text(max_si
 
 @st.composite
 def manifests(draw):
-    files = tuple(DataFile(f"0a-r{i:05d}.safetensors", 100 + i, f"{i:016x}") for i in range(draw(st.integers(1, 5))))
     layouts = []
-    for _ in range(draw(st.integers(1, 3))):
-        shape, boxes = draw(partitions())
-        where = draw(st.lists(st.integers(0, len(files) - 1), min_size=len(boxes), max_size=len(boxes)))
+    parts = [draw(partitions()) for _ in range(draw(st.integers(1, 3)))]
+    count = draw(st.integers(0, 2)) + max(len(boxes) for _, boxes in parts)
+    files = tuple(DataFile(f"0a-r{i:05d}.safetensors", 100 + i, f"{i:016x}") for i in range(count))
+    for shape, boxes in parts:
+        where = draw(st.permutations(range(count)))[: len(boxes)]
         layouts.append(StoredLayout(tuple(shape), tuple(boxes), tuple(where)))
     tensors, values, per_rank = StoredTensors(), {}, {}
     for path in draw(st.lists(PATHS, max_size=6, unique_by=join)):
@@ -50,17 +53,25 @@ def manifests(draw):
             values[join(path)] = (path, draw(VALUES))
         else:
             per_rank[join(path)] = path
-    return Manifest("0a", len(files), files, tensors, values, per_rank)
+    stored = sorted(tensors)
+    for path in draw(st.lists(PATHS, max_size=2, unique_by=join)) if stored else ():
+        if join(path) not in {*tensors, *values, *per_rank}:
+            first = draw(st.sampled_from(stored))
+            tensors[join(path)] = tensors[first]._replace(path=path, tied_to=first)
+    saved_at = draw(st.none() | st.floats(allow_nan=False, allow_infinity=False))
+    metrics = draw(st.none() | st.dictionaries(st.text(max_size=3), st.floats(allow_nan=False), max_size=3))
+    return Manifest("0a", len(files), files, tensors, values, per_rank, saved_at, metrics)
 
 
 def plain(manifest):
     """The manifest in terms that can be compared, kinds of parts included."""
     tensors = {
-        key: (path, [type(part) for part in path], dtype, layout.shape, layout.boxes, layout.files)
-        for key, (path, dtype, layout) in manifest.tensors.items()
+        key: (path, [type(part) for part in path], dtype, layout.shape, layout.boxes, layout.files, tied_to)
+        for key, (path, dtype, layout, tied_to) in manifest.tensors.items()
     }
     values = {key: (path, [type(part) for part in path], value) for key, (path, value) in manifest.values.items()}
-    return manifest.save_id, manifest.world_size, manifest.files, tensors, values, dict(manifest.per_rank)
+    beside = manifest.saved_at, manifest.metrics
+    return manifest.save_id, manifest.world_size, manifest.files, tensors, values, dict(manifest.per_rank), beside
 
 
 @given(manifests())
@@ -70,7 +81,10 @@ def test_what_is_written_is_read(manifest):
     except StateError:  # a text that is no Unicode, as a value
         return
     assert plain(decode_manifest(data, "m")) == plain(manifest)
-    assert json.loads(data)["version"] == 1
+    body = json.loads(data)
+    ties = any(tensor.tied_to is not None for tensor in manifest.tensors.values())
+    assert (body["version"], body["min_reader_version"]) == (2, 2 if ties else 1)
+    assert ("tied" in body) == ties
 
 
 def test_text_beyond_the_basic_plane_comes_back():
@@ -97,6 +111,46 @@ def test_a_layout_of_many_boxes_is_as_small_as_its_edges():
     assert len(json.dumps(json.loads(encode_manifest(Manifest("0a", 4096, files, tensors)))["layouts"])) < 40_000
 
 
+def wire_of(layout, files):
+    body = {"format": "shardopt", "version": 2, "min_reader_version": 1, "save_id": "0a", "world_size": 1}
+    body |= {"files": [[f"0a-r{i:05d}.safetensors", 1, "0" * 16] for i in range(files)], "layouts": [layout]}
+    return sealed(body | {"tensors": {"x": ["float32", 0, None]}, "values": {}, "per_rank": {}})
+
+
+@pytest.mark.parametrize(
+    ("layout", "files", "said"),
+    [
+        ({"shape": [3000, 3000], "cuts": [[*range(3001)]] * 2, "files": [0] * 9_000_000}, 1, "27000000 offsets"),
+        ({"shape": [3], "cuts": [[0, 1, 2, 3]], "files": [0, 1, 0]}, 2, "two boxes of a tensor in one file"),
+        ({"shape": [3], "boxes": [[[0], [1]], [[1], [2]]], "files": [1, 1]}, 2, "two boxes of a tensor in one file"),
+        ({"shape": [3], "cuts": [[0, 1, 1, 3]], "files": [0, 1, 2]}, 3, "cells of nothing"),
+        ({"shape": [3], "cuts": [[0, 2, 1, 3]], "files": [0, 1, 2]}, 3, "cells of nothing"),
+        ({"shape": [1] * 65, "cuts": [[0, 1]] * 65, "files": [0]}, 1, "a layout of 65 dimensions"),
+        ({"shape": [9000] + [1] * 63, "cuts": [[*range(9001)]] + [[0, 1]] * 63, "files": [0] * 9000}, 1, "two boxes"),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_what_would_become_more_than_one_has_is_refused_before_it_does(layout, files, said):
+    data = wire_of(layout, files)
+    tracemalloc.start()
+    with pytest.raises(CorruptionError, match=said):
+        decode_manifest(data, "m")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 20 * len(data) + (1 << 20)  # what JSON takes
+
+
+def test_what_no_reader_would_take_is_not_written(monkeypatch):
+    layout = StoredLayout((1,) * 65, (Box((0,) * 65, (1,) * 65),), (0,))
+    tensors = StoredTensors({"x": StoredTensor(("x",), DTYPES["float32"], layout)})
+    with pytest.raises(StateError, match="65 dimensions, more than the limit of 64"):
+        encode_manifest(Manifest("0a", 1, (DataFile("0a-r00000.safetensors", 1, "0"),), tensors))
+    monkeypatch.setattr(manifest_module, "MOST_OFFSETS", 7)
+    grid = StoredLayout((4,), grid_boxes([(0, 1, 2, 3, 4)]), (0, 1, 2, 3))
+    with pytest.raises(StateError, match="8 offsets of boxes, more than the limit of 7"):
+        encode_manifest(Manifest("0a", 1, (), StoredTensors({"x": StoredTensor(("x",), DTYPES["float32"], grid)})))
+
+
 @pytest.fixture(scope="module")
 def sound():
     files = (DataFile("0a-r00000.safetensors", 9000, "0" * 16), DataFile("0a-r00001-1.safetensors", 9000, "1" * 16))
@@ -106,10 +160,12 @@ def sound():
         {
             "a.b": StoredTensor(("a", "b"), DTYPES["float32"], grid),
             "l.0": StoredTensor(("l", Index(0)), DTYPES["bool"], odd),
+            "t.0": StoredTensor(("t", "0"), DTYPES["float32"], grid, "a.b"),
         }
     )
     values = {"v.x": (("v", "x"), [1, (2**60, Counter("a"), float("inf"))])}
-    return encode_manifest(Manifest("0a", 2, files, tensors, values, {"rng": ("rng",)}))
+    metrics = {"loss": 0.5, "worst": float("inf")}
+    return encode_manifest(Manifest("0a", 2, files, tensors, values, {"rng": ("rng",)}, 1.5e9, metrics))
 
 
 def test_every_truncation_is_found(sound):
@@ -143,7 +199,24 @@ def nested(levels, inside="1"):
     return json.loads("[" * levels + inside + "]" * levels)
 
 
-ODD = [None, True, -1, 1.5, 2**63, 2**80, "x", "\ud800", [], {}, [None], {"x": 1}, nested(60), nested(900)]
+ODD = [
+    None,
+    True,
+    -1,
+    1.5,
+    math.inf,
+    math.nan,
+    2**63,
+    2**80,
+    "x",
+    "\ud800",
+    [],
+    {},
+    [None],
+    {"x": 1},
+    nested(60),
+    nested(900),
+]
 PLACES = [
     *(("save_id",), ("world_size",), ("files",), ("layouts",), ("tensors",), ("values",), ("per_rank",)),
     *(("files", 0), ("files", 0, 0), ("files", 0, 1), ("files", 0, 2), ("layouts", 0), ("layouts", 1)),
@@ -158,8 +231,10 @@ PLACES = [
         ("tensors", "l.0", 2, 1),
     ),
     *(("values", "v.x"), ("values", "v.x", 0), ("values", "v.x", 1), ("values", "v.x", 1, 1), ("per_rank", "rng")),
+    *(("tied",), ("tied", "t.0"), ("tied", "t.0", 0), ("tied", "t.0", 1)),
     ("min_reader_version",),
     ("format",),
+    *(("saved_at",), ("metrics",), ("metrics", "loss"), ("metrics", "worst"), ("metrics", "worst", "float")),
 ]
 
 
@@ -241,7 +316,7 @@ def test_what_is_no_plain_json_object_is_refused(text):
 def test_other_formats_and_newer_ones_are_told_apart_from_damage(sound):
     for change, said in (
         ({"format": "other"}, "is not a manifest"),
-        ({"min_reader_version": 2}, "needs a newer reader"),
+        ({"min_reader_version": 3}, "needs a newer reader"),
         ({"min_reader_version": None}, "is not a manifest"),
     ):
         body = json.loads(sound) | change
@@ -251,6 +326,39 @@ def test_other_formats_and_newer_ones_are_told_apart_from_damage(sound):
     body = json.loads(sound) | {"version": 7, "new": {"x": [1]}}
     del body["xxh3"]
     assert decode_manifest(sealed(body), "m").save_id == "0a"
+
+
+def test_a_reader_of_version_1_refuses_what_it_would_miss(sound, monkeypatch):
+    body = json.loads(sound)
+    del body["xxh3"]
+    without = sealed({key: value for key, value in body.items() if key != "tied"} | {"min_reader_version": 1})
+    monkeypatch.setattr(manifest_module, "FORMAT_VERSION", 1)
+    assert decode_manifest(without, "m").save_id == "0a"
+    with pytest.raises(FormatError, match="version 2; required at most 1; install a newer shardopt"):
+        decode_manifest(sound, "m")
+
+
+@pytest.mark.parametrize(
+    "tied",
+    [
+        {"x": ["none", None]},
+        {"x": ["t.0", None], "t.0": ["a.b", None]},
+        {"a.b": ["l.0", None]},
+        {"v.x": ["a.b", None]},
+        {"rng": ["a.b", None]},
+        {"x": ["x", None]},
+        {"x": [["a.b"], None]},
+        {"x": ["a.b", ["y"]]},
+        {"x": ["a.b"]},
+        ["a.b"],
+    ],
+    ids=str,
+)
+def test_ties_that_cannot_be_are_refused(sound, tied):
+    body = json.loads(sound) | {"tied": tied}
+    del body["xxh3"]
+    with pytest.raises(CorruptionError):
+        decode_manifest(sealed(body), "m")
 
 
 def test_a_manifest_over_the_limit_is_neither_written_nor_read(monkeypatch):

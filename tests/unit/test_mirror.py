@@ -1,5 +1,6 @@
 """Copies of checkpoints on a second root."""
 
+import errno
 import threading
 import uuid
 
@@ -10,8 +11,8 @@ import torch.distributed as dist
 from shardopt import checkpoint
 from shardopt.checkpoint import mirror as mirror_module
 from shardopt.checkpoint.mirror import Mirror
-from shardopt.checkpoint.storage import storage_of
-from shardopt.errors import CheckpointError, CorruptionError
+from shardopt.checkpoint.storage import LocalStorage, storage_of
+from shardopt.errors import CheckpointError, CheckpointExistsError, CorruptionError
 from tests.harness import Fault, run_ranks, run_ranks_outcomes
 
 
@@ -111,13 +112,13 @@ def test_what_is_damaged_is_not_copied(roots, caplog):
 def test_one_that_waits_is_left_out_for_a_newer_one(roots, monkeypatch):
     local, remote = roots
     names = [save(local, step) for step in (1, 2, 3, 4)]
-    may_go_on, sound = threading.Event(), mirror_module._upload_files
+    may_go_on, sound = threading.Event(), mirror_module.upload_files
 
     def slow(*args):
         may_go_on.wait(30)
         return sound(*args)
 
-    monkeypatch.setattr(mirror_module, "_upload_files", slow)
+    monkeypatch.setattr(mirror_module, "upload_files", slow)
     with Mirror(local, remote) as mirror:
         mirror.upload(names[0])
         while not storage_of(remote).exists(f"{names[0]}/none") and not mirror.uploading():
@@ -207,7 +208,7 @@ def flip_first(path):
 
 def test_a_rank_that_dies_in_an_upload_leaves_no_copy(tmp_path):
     local, remote = str(tmp_path / "a"), str(tmp_path / "b")
-    fault = Fault(1, "shardopt.checkpoint.mirror:_upload_files", at=2)
+    fault = Fault(1, "shardopt.checkpoint.mirror:upload_files", at=2)
     outcomes = run_ranks_outcomes(3, mirrored, local, remote, [1, 2], faults=[fault])
     assert outcomes[1].signal is not None
     assert all("rank 1" in str(outcomes[rank].error) for rank in (0, 2))
@@ -286,3 +287,158 @@ def test_a_copy_that_failed_is_told_by_the_manager_on_all_ranks_and_training_may
     for told, there in run_ranks(2, fail_to_copy, *two_local_roots(roots)):
         assert told == [(3, True)] or told == [(2, True)]
         assert 4 in there
+
+
+# What a second root may hold already, and what may stand beside a checkpoint.
+
+
+def uploaded(local, remote, *names):
+    with Mirror(local, remote) as mirror:
+        for name in names:
+            mirror.upload(name)
+            mirror.wait()
+
+
+def test_the_newest_is_the_one_with_the_greatest_number(roots):
+    local, _ = roots
+    save(local, 99_999_999)
+    save(local, 100_000_000)
+    mirror = Mirror(*roots)
+    assert [name for name, _ in mirror.committed()] == ["step-100000000", "step-99999999"]
+    manager = checkpoint.Manager(local, mirror=local + "-copies")
+    app = {"x": torch.zeros(300_000), "step": 0, "mine": checkpoint.PerRank(0)}
+    assert manager.restore(app) == app["step"] == 100_000_000
+    manager.close()
+
+
+class FullDisk:
+    """A disk that takes so many data files, and no more."""
+
+    def __init__(self, monkeypatch, root, files):
+        self.root, self.left, self.sound = root, files, LocalStorage.write
+        monkeypatch.setattr(LocalStorage, "write", lambda storage, name, buffers: self.write(storage, name, buffers))
+
+    def write(self, storage, name, buffers):
+        if self.root not in storage.url:
+            return self.sound(storage, name, buffers)
+        self.left -= 1
+        if self.left < 0:
+            self.sound(storage, name, [next(iter(buffers))])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return self.sound(storage, name, buffers)
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_copy_that_did_not_fit_is_made_when_there_is_room(tmp_path, monkeypatch, killed):
+    local, remote = str(tmp_path / "a"), str(tmp_path / "b")
+    name = save(local, 1)
+    disk = FullDisk(monkeypatch, remote, 0)
+    if killed:  # and had no time to clear up
+        monkeypatch.setattr(mirror_module, "discard", lambda *unused: None)
+    for _ in range(2):
+        mirror = Mirror(local, remote)
+        mirror.upload(name)
+        with pytest.raises(CheckpointError, match="No space left"):
+            mirror.close()
+        assert bool(storage_of(remote).child(name).names()) == killed
+    disk.left = 9
+    uploaded(local, remote, name)
+    assert checkpoint.verify(f"{remote}/{name}").ok
+
+
+@pytest.mark.parametrize("to", ["a directory", "a store"])
+def test_what_stands_beside_is_copied_piece_by_piece(tmp_path, roots, monkeypatch, to):
+    local, remote = roots
+    remote = str(tmp_path / "b") if to == "a directory" else remote
+    name = save(local, 1)
+    beside = tmp_path / "local" / name
+    large = bytes(range(256)) * 80_000  # 20 MB
+    (beside / "tokens.bin").write_bytes(large)
+    (beside / "empty.txt").write_bytes(b"")
+    (beside / "tensorboard").mkdir()
+    (beside / "tensorboard" / "events").write_text("mine")
+    largest, read = 0, LocalStorage.read
+
+    def measured(self, *args):
+        nonlocal largest
+        data = read(self, *args)
+        largest = max(largest, len(data))
+        return data
+
+    monkeypatch.setattr(LocalStorage, "read", measured)
+    uploaded(local, remote, name)
+    monkeypatch.undo()
+    there = storage_of(remote).child(name)
+    assert there.read("tokens.bin") == large and there.read("empty.txt") == b""
+    assert "tensorboard" not in there.names()
+    assert checkpoint.verify(there.url).ok
+    assert largest <= 4 << 20
+
+
+def test_a_copy_of_another_checkpoint_is_refused_by_name_and_left(roots):
+    local, remote = roots
+    name = save(local, 1)
+    other = save(local + "-other", 1)
+    uploaded(local + "-other", remote, other)
+    before = {each: storage_of(remote).child(name).read(each) for each in storage_of(remote).child(name).names()}
+    mirror = Mirror(local, remote)
+    mirror.upload(name)
+    with pytest.raises(CheckpointExistsError, match=r"step-00000001: found another checkpoint, of save \w+, where"):
+        mirror.close()
+    assert {each: storage_of(remote).child(name).read(each) for each in before} == before
+
+
+def test_a_copy_whose_manifest_is_damaged_is_made_anew(tmp_path, caplog):
+    local, remote = str(tmp_path / "a"), str(tmp_path / "b")
+    name = save(local, 1)
+    uploaded(local, remote, name)
+    (tmp_path / "b" / name / "manifest.json").write_text("{}")
+    uploaded(local, remote, name)
+    assert checkpoint.verify(f"{remote}/{name}").ok
+    assert "it is copied anew" in caplog.text
+
+
+@pytest.mark.parametrize("restores", [False, True])
+def test_after_a_restart_it_catches_up(tmp_path, restores):
+    local, remote = str(tmp_path / "a"), str(tmp_path / "b")
+    with checkpoint.Manager(local) as manager:  # as if it had ended before it copied
+        for step in (1, 2):
+            manager.save(step, {"x": value(step)})
+    manager = checkpoint.Manager(local, mirror=remote, every=10)
+    if restores:
+        assert manager.restore({"x": value(0)}) == 2
+    else:
+        manager.save(3, {"x": value(3)}, force=True)
+    manager.close()
+    assert checkpoint.Manager(remote).steps() in ([[2]] if restores else [[2, 3], [3]])
+
+
+def test_a_damaged_newest_is_not_what_it_catches_up_with(tmp_path):
+    local, remote = str(tmp_path / "a"), str(tmp_path / "b")
+    with checkpoint.Manager(local) as manager:
+        for step in (1, 2):
+            manager.save(step, {"x": value(step)})
+    flip(f"{local}/step-00000002")
+    with checkpoint.Manager(local, mirror=remote) as manager:
+        assert manager.restore({"x": value(0)}) == 1
+        manager._mirror.wait()
+        assert checkpoint.Manager(remote).steps() == [1]
+        manager.save(2, {"x": value(2)})
+    assert checkpoint.verify(f"{remote}/step-00000002").ok
+
+
+def test_a_step_that_is_damaged_in_both_roots_is_saved_again_in_both(tmp_path):
+    local, remote = str(tmp_path / "a"), str(tmp_path / "b")
+    with checkpoint.Manager(local, mirror=remote) as manager:
+        for step in (1, 2):
+            manager.save(step, {"x": value(step)})
+            manager._mirror.wait()
+    flip(f"{local}/step-00000002")
+    flip(f"{remote}/step-00000002")
+    with checkpoint.Manager(local, mirror=remote) as manager:
+        assert manager.restore({"x": value(0)}) == 1
+        manager.save(2, {"x": value(7)})
+    for root in (local, remote):
+        assert checkpoint.verify(f"{root}/step-00000002").ok
+        with checkpoint.open(f"{root}/step-00000002") as reader:
+            assert torch.equal(reader.read("x"), value(7))

@@ -426,6 +426,23 @@ def test_a_heartbeat_is_one_thread_however_many_want_it():
     assert beats(store) == count
 
 
+def test_without_another_thread_ranks_agree_all_the_same(job, monkeypatch):
+    ranks, start = job.start(), threading.Thread.start
+
+    def no_more(thread):
+        if thread.name == "shardopt-heartbeat":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", no_more)
+
+    def call(here):
+        with here.beating(1.0):
+            return here.agree("x", lambda: None)
+
+    assert together(ranks, call) == [(None, None)] * 3
+
+
 def test_many_short_blocks_within_a_long_one_do_not_keep_it_from_beating():
     store = dist.HashStore()
     heart = life.Heartbeat(store, "beat/0")

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from shardopt import checkpoint
 from shardopt.checkpoint import batches as batches_module
 from shardopt.checkpoint import read as read_module
+from shardopt.checkpoint import reader as reader_module
 from shardopt.checkpoint.commit import commit
 from shardopt.checkpoint.describe import Geometry
 from shardopt.checkpoint.format import DTYPES, SEGMENT_BYTES
@@ -381,3 +382,16 @@ def test_damage_does_not_make_the_files_after_it_wait(tmp_path):
         file.write_bytes(data)
     with checkpoint.open(path) as reader, pytest.raises(CorruptionError):
         reader.read("x")
+
+
+def test_what_is_kept_of_boxes_that_were_read_does_not_grow(tmp_path, monkeypatch):
+    monkeypatch.setattr(reader_module, "_MOST_OVERLAPS", 100)
+    value = torch.arange(6000.0).reshape(2000, 3)
+    checkpoint.save(tmp_path / "c", {"x": value})
+    most = 0
+    with checkpoint.open(tmp_path / "c") as reader:
+        for i in range(1000):
+            assert torch.equal(reader.read("x", Box((i, 0), (2, 3))), value[i : i + 2])
+            most = max(most, len(reader._overlaps), sum(map(len, reader._overlaps.values())))
+            assert reader._overlaps_kept == len(reader._overlaps) + sum(map(len, reader._overlaps.values()))
+    assert 30 < most <= 100

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
-from shardopt.errors import CorruptionError, Problem
+from shardopt.errors import CorruptionError, Problem, UnreadableError
 
 BUFFERS_PER_CALL = min(os.sysconf("SC_IOV_MAX"), 1024)
 
@@ -126,6 +126,12 @@ def runs(spans: Sequence[Span]) -> Iterator[tuple[int, list[memoryview]]]:
             stop += 1
         yield spans[start].offset, [span.memory for span in spans[start:stop]]
         start = stop
+
+
+def unreadable(path: str, error: OSError) -> UnreadableError:
+    """What to raise of a file that its disk does not give back."""
+    problem = Problem(path, str(error.strerror or error), "its bytes", "restore from another checkpoint")
+    return UnreadableError("a file cannot be read from its disk", [problem])
 
 
 def too_short(path: str, offset: int) -> CorruptionError:

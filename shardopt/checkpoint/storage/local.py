@@ -12,10 +12,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 
-from shardopt.checkpoint.storage.directory import BUFFERS_PER_CALL, ReadInto, Span, Storage, runs, too_short
+from shardopt.checkpoint.storage.directory import (
+    BUFFERS_PER_CALL,
+    ReadInto,
+    Span,
+    Storage,
+    runs,
+    too_short,
+    unreadable,
+)
 
 _BATCH_BYTES = 16 << 20  # written in one call; more would hold on to memory that was made only to be written
 
+# What a disk, or the file system on it, says of bytes that it has lost; not what one says that is out of reach.
+_LOST = {errno.EIO, errno.EBADMSG, errno.EUCLEAN}
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}\.tmp")  # as `_write_aside` names them
 
 _SYNC_FILE_RANGE_WRITE = 2
@@ -58,7 +68,8 @@ class LocalStorage(Storage):
 
     def size(self, name: str) -> int:
         try:
-            found = os.stat(self._path(name))
+            with _reading(self._path(name)):
+                found = os.stat(self._path(name))
         except NotADirectoryError:
             raise FileNotFoundError(self._path(name)) from None
         if not stat.S_ISREG(found.st_mode):
@@ -66,21 +77,23 @@ class LocalStorage(Storage):
         return found.st_size
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
-        with open(self._path(name), "rb") as file:
+        with _reading(self._path(name)), open(self._path(name), "rb") as file:
             file.seek(begin)
             return file.read() if end is None else file.read(end - begin)
 
     @contextmanager
     def opened(self, name: str) -> Iterator[ReadInto]:
-        fd = os.open(self._path(name), os.O_RDONLY)
+        with _reading(self._path(name)):
+            fd = os.open(self._path(name), os.O_RDONLY)
         try:
             yield partial(self._read_into, fd, name)
         finally:
             os.close(fd)
 
     def _read_into(self, fd: int, name: str, spans: Sequence[Span]) -> None:
-        for offset, buffers in runs(spans):
-            self._read_run(fd, name, offset, buffers)
+        with _reading(self._path(name)):
+            for offset, buffers in runs(spans):
+                self._read_run(fd, name, offset, buffers)
 
     def _read_run(self, fd: int, name: str, offset: int, buffers: list[memoryview]) -> None:
         while buffers:
@@ -181,6 +194,17 @@ class LocalStorage(Storage):
             self._sync(fd)
         finally:
             os.close(fd)
+
+
+@contextmanager
+def _reading(path: str) -> Iterator[None]:
+    """Tells bytes that are lost from a disk that is out of reach."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _LOST:
+            raise unreadable(path, error) from error
+        raise
 
 
 def is_temporary(name: str) -> bool:

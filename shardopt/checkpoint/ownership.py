@@ -1,0 +1,114 @@
+"""Does an optimizer step the parameters of the model beside it? One that was made too early steps what nobody uses."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from shardopt.errors import Problem, StateError
+from shardopt.names import plain_name
+from shardopt.state import FlatState, Handback, join
+
+_REMEDY = (
+    "make the optimizer last: first the model in the form in which it trains (fully_shard(model), or model = Model()), "
+    "then keyed(..., model.named_parameters()). If these are another model's, add that to the app"
+)
+
+
+def refuse_strange_parameters(flat: FlatState) -> None:
+    """Refuses an optimizer of parameters that no module of the app has, where a module has others in their place.
+
+    So it is after `keyed(...)` before `fully_shard(model)`, or where the model was made anew: steps run, and the model
+    never changes. In their place is what has the same name, shape, dtype and kind of device. Optimizers that know no
+    names are compared as a whole. An optimizer whose model is not in the app is nobody's affair.
+
+    Raises:
+        StateError: names each such optimizer, and a parameter.
+    """
+    optimizers = [each for each in flat.handbacks if isinstance(each.target, Optimizer)]
+    modules = {join(each.path): _parameters_of(each) for each in flat.handbacks if isinstance(each.target, Module)}
+    if not (optimizers and modules):
+        return
+    owned = {id(tensor) for parameters in modules.values() for tensor in parameters.values()}
+    problems = []
+    for handback in optimizers:
+        for optimizer in _parts_of(handback.target):
+            problem = _strange(join(handback.path), optimizer, modules, owned)
+            if problem is not None:
+                problems.append(problem)
+    if problems:
+        raise StateError("an optimizer steps tensors that are no parameters of the model", problems)
+
+
+def _strange(
+    key: str, optimizer: Optimizer, modules: Mapping[str, Mapping[str, Tensor]], owned: set[int]
+) -> Problem | None:
+    named = _names_of(optimizer)
+    if named is None:
+        tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        if any(id(tensor) in owned for tensor in tensors):
+            return None
+        kinds = Counter(map(_kind, tensors))
+        module = next((each for each, own in modules.items() if Counter(map(_kind, set(own.values()))) == kinds), None)
+        if module is None:
+            return None
+        found = f"{len(tensors)} parameters that no module of the app has, while {module!r} has as many of their shapes"
+        return Problem(key, found, "the model's own parameters", _REMEDY)
+    strange = {
+        name: module
+        for name, tensor in named.items()
+        if id(tensor) not in owned
+        for module, own in modules.items()
+        if name in own and _kind(own[name]) == _kind(tensor)
+    }
+    if not strange:
+        return None
+    name, module = next(iter(strange.items()))
+    found = (
+        f"{len(strange)} parameters that no module of the app has, such as {name!r}, while {module!r} has another one"
+    )
+    return Problem(key, found, "the model's own parameters", _REMEDY)
+
+
+def _parameters_of(handback: Handback) -> dict[str, Tensor]:
+    """Plain name → parameter."""
+    assert isinstance(handback.target, Module)
+    parameters: dict[str, Tensor] = {name: each for name, each in handback.state.items() if isinstance(each, Parameter)}
+    if not parameters:  # its state is of tensors over their memory
+        parameters = dict(handback.target.named_parameters(remove_duplicate=False))
+    plain = handback.plain_names
+    return {plain.get(name, plain_name(name)): parameter for name, parameter in parameters.items()}
+
+
+def _parts_of(optimizer: Any) -> Iterator[Optimizer]:
+    """An optimizer, or those that it is combined of, each of which has the names that its model has."""
+    parts = getattr(optimizer, "optimizers", None)
+    if isinstance(parts, list) and parts and all(isinstance(each, tuple) and len(each) == 2 for each in parts):
+        for _, part in parts:
+            yield from _parts_of(part)
+    else:
+        yield optimizer
+
+
+def _names_of(optimizer: Any) -> Mapping[str, Tensor] | None:
+    """The parameters of an optimizer by name, if it knows any: of a keyed one, or of torch's over named parameters."""
+    params = getattr(optimizer, "params", None)
+    if isinstance(params, Mapping):
+        return params
+    groups = optimizer.param_groups
+    if not all("param_names" in group for group in groups):
+        return None
+    return {
+        plain_name(name): tensor
+        for group in groups
+        for name, tensor in zip(group["param_names"], group["params"], strict=True)
+    }
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    return (tensor.shape, tensor.dtype, tensor.device.type)

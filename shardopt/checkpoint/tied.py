@@ -1,0 +1,44 @@
+"""Keys of one state that are one and the same memory, such as tied weights: the memory is stored once."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+
+from shardopt.sharding.box import Box
+from shardopt.sharding.pieces import Piece, View
+
+
+def tied_in(views: Mapping[str, View], addresses: Mapping[str, int] | None = None) -> dict[str, str]:
+    """Key → the first key with the very same boxes in the very same memory, for each key that is not the first.
+
+    Args:
+        addresses: of the first piece of each, 0 for none or an empty one, where they are known.
+    """
+    if addresses is None:
+        addresses = {key: view.pieces[0].tensor.data_ptr() if view.pieces else 0 for key, view in views.items()}
+    if len(set(addresses.values())) == len(addresses):
+        return {}
+    first_at: defaultdict[int, list[str]] = defaultdict(list)
+    tied: dict[str, str] = {}
+    for key, address in addresses.items():
+        if not address:
+            continue
+        first = next((other for other in first_at[address] if _is_same(views[other], views[key])), None)
+        if first is None:
+            first_at[address].append(key)
+        else:
+            tied[key] = first
+    return tied
+
+
+def _is_same(one: View, other: View) -> bool:
+    return one.dtype == other.dtype and [_place(piece) for piece in one.pieces] == [
+        _place(piece) for piece in other.pieces
+    ]
+
+
+def _place(piece: Piece) -> tuple[Box, torch.device, int, tuple[int, ...]]:
+    return piece.box, piece.tensor.device, piece.tensor.data_ptr(), piece.tensor.stride()

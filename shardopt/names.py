@@ -1,0 +1,88 @@
+"""Names of parameters and buffers without what wrappers put into them.
+
+As torch's own checkpoints have it: state is for the parameter, however its module will be wrapped the next time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import combinations
+
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+
+_WRAPPERS = re.compile(r"(?<![^.])(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.")
+_DDP = "module."
+"""The attribute of DistributedDataParallel; a module of the user's own may be called so too."""
+_MOST_SPARE = 4  # "module" in one name that may be DistributedDataParallel's
+
+
+def plain_name(name: str) -> str:
+    """A name without what activation checkpointing, torch.compile and FullyShardedDataParallel put into it."""
+    return _WRAPPERS.sub("", name)
+
+
+def may_have_wrappers(names: Collection[str]) -> bool:
+    """Whether to look at names one by one; a quick answer for thousands of them."""
+    together = "\n".join(names)
+    return _DDP in together or "_orig_mod." in together  # all but the latter end with the former
+
+
+def plain_names_in(module: Module, names: Collection[str]) -> Mapping[str, str]:
+    """Name in the state of a module → plain name, for those that have another: without DistributedDataParallel's
+    "module." as well, which only the types of modules can tell from a module's own name."""
+    if not may_have_wrappers(names):
+        return {}
+    replicated = [
+        f"{path}.{_DDP}" if path else _DDP
+        for path, each in module.named_modules(remove_duplicate=False)
+        if isinstance(each, DistributedDataParallel)
+    ]
+    replicated.sort(key=len, reverse=True)  # inner ones first: what stands before them stays as it is
+    plain = {}
+    for name in names:
+        short = name
+        for prefix in replicated:
+            if short.startswith(prefix):
+                short = prefix.removesuffix(_DDP) + short.removeprefix(prefix)
+        short = plain_name(short)
+        if short != name:
+            plain[name] = short
+    return plain
+
+
+def names_under_wrappers(stored: Collection[str], own: Collection[str]) -> dict[str, str]:
+    """Name that was stored with those of wrappers in it → the name that a module has now, where both sides fit.
+
+    What a "module." in a stored name is from nobody can tell any more: it is left out if all names that go on where it
+    stands do so with it, as those of DistributedDataParallel do. A name that is stored too, or that two would get, is
+    given to none.
+
+    Args:
+        stored: all names of one module, as they were stored.
+        own: all names that it has, plain.
+    """
+    strange = [name for name in stored if name not in own]
+    if not may_have_wrappers(strange):
+        return {}
+    following: dict[str, set[str]] = {}
+    for name in map(plain_name, stored):
+        parts = name.split(".")
+        for i, part in enumerate(parts):
+            following.setdefault(".".join(parts[:i]), set()).add(part)
+    found: dict[str, list[str]] = {}
+    for name in strange:
+        fitting = (each for each in _shorter(plain_name(name).split("."), following) if each in own)
+        candidate = next(fitting, None)
+        if candidate is not None and candidate not in stored:
+            found.setdefault(candidate, []).append(name)
+    return {names[0]: candidate for candidate, names in found.items() if len(names) == 1}
+
+
+def _shorter(parts: Sequence[str], following: Mapping[str, set[str]]) -> Iterator[str]:
+    """A name, and what it is without some of the "module" that nothing else stands beside; as few as can be first."""
+    spare = [i for i in range(len(parts) - 1) if following[".".join(parts[:i])] == {"module"}][:_MOST_SPARE]
+    for count in range(len(spare) + 1):
+        for dropped in combinations(spare, count):
+            yield ".".join(part for i, part in enumerate(parts) if i not in dropped)

@@ -1,0 +1,497 @@
+"""A run that is taken back to an earlier step: what is part of it, what is set aside, and that nothing is lost."""
+
+import itertools
+import json
+import tempfile
+import uuid
+from contextlib import suppress
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardopt import checkpoint
+from shardopt.checkpoint.branches import Branch, Branches, branches_of, read_records
+from shardopt.checkpoint.format import seal
+from shardopt.checkpoint.steps import Place, in_order, place_of
+from shardopt.checkpoint.storage import LocalStorage
+from shardopt.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CorruptionError,
+    OptionError,
+)
+
+# What branches are, without a disk.
+
+SERIES = st.lists(
+    st.one_of(
+        st.tuples(st.just("save"), st.integers(1, 3)),
+        st.tuples(st.just("back"), st.integers(0, 20), st.integers(0, 5), st.sampled_from(["set_aside", "remove"])),
+    ),
+    max_size=25,
+)
+
+
+@given(SERIES)
+def test_they_are_what_a_list_of_all_that_was_saved_says(series):
+    branches = Branches()
+    of_branch = {0: []}  # by branch, what a run on it has: places in the order of steps
+    removed, step = set(), 0
+    for what, *arguments in series:
+        if what == "save":
+            step += arguments[0]
+            of_branch[branches.current].append(branches.place(step))
+            removed.discard(branches.place(step))
+            continue
+        number, branch, beyond = arguments
+        there = [place for place in of_branch.get(branch, []) if place not in removed]
+        if not there:
+            continue
+        target = there[number % len(there)]
+        record = branches.taken_back(target.step, branch, beyond)
+        branches = branches_of([record, *branches.values()])
+        of_branch[record.number] = [place for place in of_branch[branch] if place.step <= target.step]
+        if beyond == "remove":
+            removed |= {place for place in of_branch[branch] if place.step > target.step}
+        step = target.step
+    everything = set(itertools.chain.from_iterable(of_branch.values()))
+    for branch, places in of_branch.items():
+        assert {place for place in everything if branches.has(place, branch)} == set(places)
+        assert all(branches.place(place.step, branch) == place for place in places)
+    run = set(of_branch[branches.current])
+    assert {place for place in everything if branches.is_removed(place)} == removed - run
+    assert everything == {place_of(place.name) for place in everything}
+
+
+def test_names_of_directories():
+    assert Place(500).name == "step-00000500" and Place(123_456_789, 12).name == "step-123456789-b12"
+    for other in ("step-5", "step-00000500-b0", "step-00000500-b01", "step-000000500", "step-00000500-b", "x"):
+        assert place_of(other) is None
+    names = ["step-99999999", "step-100000000", "step-00000009-b1", "a2", "a10", "b", "2", "10"]
+    assert sorted(names, key=in_order) == [
+        "2",
+        "10",
+        "a2",
+        "a10",
+        "b",
+        "step-00000009-b1",
+        "step-99999999",
+        "step-100000000",
+    ]
+
+
+WHOLE = Branch(1, 0, 200)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        WHOLE.pack()[:-1],
+        WHOLE.pack().replace(b"200", b"300"),
+        seal(b"{"),
+        seal(b'{"format":"shardopt-branch","branch":1,"of":1,"from_step":2,"beyond":"remove"'),
+        seal(b'{"format":"shardopt-branch","branch":1,"of":0,"from_step":-2,"beyond":"remove"'),
+        seal(b'{"format":"shardopt-branch","branch":1,"of":0,"from_step":2,"beyond":"keep"'),
+        seal(b'{"format":"shardopt-branch","branch":1,"of":0,"from_step":"2","beyond":"remove"'),
+        seal(b'{"format":"shardopt-branch","branch":2,"of":0,"from_step":2,"beyond":"remove"'),
+        seal(b'{"format":"shardopt","branch":1,"of":0,"from_step":2,"beyond":"remove"'),
+        seal(b'{"format":"shardopt-branch","branch":1'),
+    ],
+)
+def test_a_record_that_is_damaged_is_refused(tmp_path, data):
+    (tmp_path / "branch-00001.json").write_bytes(data)
+    with pytest.raises(CorruptionError, match=r"branch-00001\.json"):
+        read_records(LocalStorage(str(tmp_path)), ["branch-00001.json"], {})
+    with pytest.raises(CorruptionError, match=r"branch-00001\.json"):
+        checkpoint.Manager(tmp_path).restore(app_of())
+
+
+def test_a_record_that_is_missing_is_refused(tmp_path):
+    (tmp_path / "branch-00002.json").write_bytes(Branch(2, 1, 5).pack())
+    with pytest.raises(CorruptionError, match="no record of branch 1 of 2"):
+        checkpoint.Manager(tmp_path).steps()
+
+
+# What a Manager makes of them.
+
+
+def app_of(value=0.0):
+    return {"w": torch.full((5,), float(value)), "step": 0, "value": float(value)}
+
+
+def save(manager, step, value=None, **options):
+    app = app_of(step if value is None else value)
+    app["step"] = step
+    manager.save(step, app, **options)
+
+
+def restored(manager, **options):
+    app = app_of()
+    assert manager.restore(app, **options) == app["step"]
+    assert app["w"].eq(app["value"]).all()
+    return app["step"], app["value"]
+
+
+def directories(root):
+    return sorted(each.name for each in Path(root).glob("*") if each.is_dir())
+
+
+def three_steps(root, **rules):
+    with checkpoint.Manager(root, **rules) as manager:
+        for step in (100, 200, 300):
+            save(manager, step)
+
+
+@pytest.mark.parametrize("stage", [None, "now"])
+@pytest.mark.parametrize("beyond", ["set_aside", "remove"])
+def test_a_run_goes_on_from_an_earlier_step(tmp_path, beyond, stage):
+    three_steps(tmp_path)
+    with checkpoint.Manager(tmp_path, keep_last=1, stage=stage) as manager:
+        assert restored(manager, step=200, beyond=beyond) == (200, 200)
+        assert manager.steps() == [100, 200]
+        assert manager.set_aside() == ({0: [300]} if beyond == "set_aside" else {})
+        save(manager, 250, -250)
+        save(manager, 300, -300)
+    assert manager.steps() == [200, 300]  # the one restored from, and the newest
+    assert manager.path(300) == str(tmp_path / "step-00000300-b1")
+    again = checkpoint.Manager(tmp_path)
+    assert restored(again) == (300, -300)
+    assert again.steps() == [200, 300]
+    kept = ["step-00000300"] if beyond == "set_aside" else []
+    assert directories(tmp_path) == ["step-00000200", *kept, "step-00000300-b1"]
+    if kept:
+        assert restored(again, step=300, branch=0) == (300, 300)
+        assert again.set_aside() == {1: [300]}
+        save(again, 400)
+        assert directories(tmp_path)[-1] == "step-00000400-b2"
+
+
+def test_nothing_is_recorded_where_nothing_is_beyond(tmp_path):
+    three_steps(tmp_path)
+    manager = checkpoint.Manager(tmp_path)
+    assert restored(manager, step=300) == (300, 300)
+    assert restored(manager, step=300, branch=0) == (300, 300)
+    assert not list(tmp_path.glob("branch*"))
+    save(manager, 301)
+    assert manager.steps() == [100, 200, 300, 301]
+
+
+def test_what_is_set_aside_is_out_of_the_way_of_all_rules(tmp_path):
+    three_steps(tmp_path)
+    manager = checkpoint.Manager(tmp_path, keep_last=2, best=("loss", "min", 1))
+    restored(manager, step=100)
+    for step in range(110, 160, 10):
+        save(manager, step, metrics={"loss": step})
+    assert manager.steps() == [100, 110, 140, 150]
+    assert manager.set_aside() == {0: [200, 300]}
+    assert all(checkpoint.verify(tmp_path / name).ok for name in directories(tmp_path))
+
+
+def test_a_run_that_is_taken_back_again_and_again(tmp_path):
+    manager = checkpoint.Manager(tmp_path)
+    for round_number in range(3):
+        for step in (1, 2, 3):
+            if step > round_number - 1:
+                save(manager, step, 10 * round_number + step)
+        restored(manager, step=1)
+    assert manager.steps() == [1]
+    assert manager.set_aside() == {0: [2, 3], 1: [2, 3], 2: [2, 3]}
+    assert restored(manager, step=3, branch=1) == (3, 13)
+    assert manager.steps() == [1, 2, 3]
+
+
+def test_a_process_that_goes_on_for_the_run_as_it_was_saves_beside_it(tmp_path):
+    old = checkpoint.Manager(tmp_path, keep_last=1)
+    for step in (1, 2, 3):
+        save(old, step)
+    old = checkpoint.Manager(tmp_path)
+    save(old, 4)
+    new = checkpoint.Manager(tmp_path, keep_last=1)
+    restored(new, step=3)
+    save(new, 4, -4)
+    save(old, 5)
+    assert new.steps() == [3, 4] and restored(checkpoint.Manager(tmp_path)) == (4, -4)
+    assert new.set_aside() == {0: [4, 5]}
+
+
+def test_what_was_just_saved_stays_and_a_line_says_what_stands_beyond(tmp_path, caplog):
+    three_steps(tmp_path)
+    manager = checkpoint.Manager(tmp_path, keep_last=1)
+    checkpoint.load(manager.path(200), app_of())
+    for step in (250, 260):
+        save(manager, step, -step)
+    assert manager.steps() == [260, 300]
+    (line,) = [each.getMessage() for each in caplog.records]
+    assert "step 250 was saved where step 300 is already" in line and "restore(app, step=...)" in line
+    with pytest.raises(CheckpointExistsError):
+        save(manager, 300)
+
+
+def test_a_step_that_is_not_there(tmp_path):
+    three_steps(tmp_path)
+    manager = checkpoint.Manager(tmp_path)
+    with pytest.raises(CheckpointNotFoundError, match=r"found steps 100, 200, 300; required step 250; give one"):
+        manager.restore(app_of(), step=250)
+    restored(manager, step=200)
+    with pytest.raises(CheckpointNotFoundError, match=r"found steps 100, 200; required step 300"):
+        manager.restore(app_of(), step=300)
+    with pytest.raises(CheckpointNotFoundError, match=r"found steps 100, 200, 300 on branch 0; required step 400"):
+        manager.restore(app_of(), step=400, branch=0)
+    with pytest.raises(OptionError, match=r"branch: found branch 2; required one from 0 to 1"):
+        manager.restore(app_of(), step=300, branch=2)
+    assert manager.steps() == [100, 200]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"step": -1}, {"step": "200"}, {"step": True}, {"branch": -1}, {"beyond": "drop"}], ids=str
+)
+def test_wrong_arguments_of_restore(tmp_path, wrong):
+    three_steps(tmp_path)
+    with pytest.raises(OptionError, match=next(iter(wrong))):
+        checkpoint.Manager(tmp_path).restore(app_of(), **wrong)
+
+
+def test_a_step_that_is_damaged_is_not_gone_around(tmp_path):
+    three_steps(tmp_path)
+    (tmp_path / "step-00000200" / "manifest.json").write_text("{}")
+    manager = checkpoint.Manager(tmp_path)
+    with pytest.raises(CorruptionError):
+        manager.restore(app_of(), step=200)
+    assert not list(tmp_path.glob("branch*")) and manager.steps() == [100, 200, 300]
+
+
+def test_a_load_that_fails_takes_nothing_back(tmp_path):
+    three_steps(tmp_path)
+    manager = checkpoint.Manager(tmp_path)
+    with pytest.raises(ValueError):
+        manager.restore({"w": torch.zeros(9)}, step=200)
+    assert manager.steps() == [100, 200, 300]
+
+
+OPERATIONS = ("make", "write", "publish", "remove", "retract", "remove_if_empty", "names", "read", "size")
+
+
+class Stop(BaseException):
+    """The process ends here."""
+
+
+def stop_at(monkeypatch, at):
+    """From now on the storage does `at` operations, and then the process is killed: before the next has begun."""
+    calls = 0
+
+    def counted(name, method):
+        def call(*args):
+            nonlocal calls
+            calls += 1
+            if calls > at:
+                raise Stop(name)
+            return method(*args)
+
+        return call
+
+    for name in OPERATIONS:
+        monkeypatch.setattr(LocalStorage, name, counted(name, getattr(LocalStorage, name)))
+    return lambda: calls
+
+
+def go_back(root, beyond):
+    with checkpoint.Manager(root, keep_last=1) as manager:
+        restored(manager, step=200, beyond=beyond)
+        save(manager, 250, -250)
+        save(manager, 300, -300)
+
+
+@pytest.mark.parametrize("beyond", [pytest.param("set_aside", marks=pytest.mark.exhaustive), "remove"])
+def test_wherever_it_ends_the_run_is_what_it_was_or_what_it_is_to_be(tmp_path, monkeypatch, beyond):
+    monkeypatch.setattr("os.fsync", lambda fd: None)  # of the process it is that ends here, not the machine
+    for at in itertools.count():
+        root = tmp_path / str(at)
+        three_steps(root)
+        with monkeypatch.context() as patch:
+            calls = stop_at(patch, at)
+            with suppress(Stop):
+                go_back(root, beyond)
+            ended = calls() <= at
+        manager = checkpoint.Manager(root, keep_last=1)
+        step, value = restored(manager)
+        assert (step, value) in [(300, 300), (200, 200), (250, -250), (300, -300)], at
+        assert all(checkpoint.verify(manager.path(each)).ok for each in manager.steps())
+        # What the user does then: the same again, or on with what is there.
+        if value > 0:
+            restored(manager, step=200, beyond=beyond)
+        save(manager, 310, -310)
+        assert max(manager.steps()) == 310
+        later = checkpoint.Manager(root)
+        assert restored(later) == (310, -310)
+        assert later.set_aside() == ({0: [300]} if beyond == "set_aside" else {}), at
+        if ended:
+            break
+    assert at > 30
+
+
+def test_both_roots_know_of_it(tmp_path):
+    root, copies = tmp_path / "local", tmp_path / "copies"
+    with checkpoint.Manager(root, mirror=copies) as manager:
+        for step in (100, 200, 300):
+            save(manager, step)
+            manager._mirror.wait()
+        restored(manager, step=200)
+        save(manager, 250, -250)
+    assert checkpoint.Manager(copies).steps() == [100, 200, 250]
+    assert restored(checkpoint.Manager(copies)) == (250, -250)
+    # The local disk is gone; a new one learns of it from the copies.
+    other = checkpoint.Manager(tmp_path / "new", mirror=copies)
+    assert restored(other) == (250, -250)
+    save(other, 300, -300)
+    other.close()
+    assert directories(tmp_path / "new") == ["step-00000300-b1"]
+    assert checkpoint.Manager(tmp_path / "new").steps() == [300]
+    assert restored(checkpoint.Manager(copies)) == (300, -300)
+
+
+def test_a_record_that_came_to_one_root_alone_comes_to_the_other(tmp_path):
+    for first, second in ((0, 1), (1, 0)):
+        roots = [tmp_path / f"{first}-{number}" for number in range(2)]
+        with checkpoint.Manager(roots[0], mirror=roots[1]) as manager:
+            for step in (1, 2):
+                save(manager, step)
+                manager._mirror.wait()
+        (roots[first] / "branch-00001.json").write_bytes(Branch(1, 0, 1).pack())
+        manager = checkpoint.Manager(roots[0], mirror=roots[1])
+        assert restored(manager) == (1, 1)
+        assert (roots[second] / "branch-00001.json").read_bytes() == Branch(1, 0, 1).pack()
+        manager.close()
+
+
+def test_records_that_contradict_each_other(tmp_path):
+    for number, name in enumerate("ab"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "branch-00001.json").write_bytes(Branch(1, 0, number).pack())
+    with pytest.raises(CheckpointError, match=r"branch-00001.json: found .* one run in both roots"):
+        checkpoint.Manager(tmp_path / "a", mirror=tmp_path / "b").restore(app_of())
+
+
+def test_copies_that_were_to_be_removed_are_removed(tmp_path):
+    root, copies = tmp_path / "local", tmp_path / "copies"
+    with checkpoint.Manager(root, mirror=copies) as manager:
+        for step in (100, 200, 300):
+            save(manager, step)
+            manager._mirror.wait()
+        restored(manager, step=200, beyond="remove")
+    assert directories(copies) == directories(root) == ["step-00000100", "step-00000200"]
+
+
+def test_what_was_to_be_removed_may_be_gone_back_to_while_it_is_there(tmp_path):
+    three_steps(tmp_path)
+    (tmp_path / "branch-00001.json").write_bytes(Branch(1, 0, 100, "remove").pack())  # and the process was killed
+    manager = checkpoint.Manager(tmp_path)
+    assert manager.set_aside() == {0: [200, 300]}
+    assert restored(manager, step=200, branch=0) == (200, 200)
+    save(manager, 400)
+    assert directories(tmp_path) == ["step-00000100", "step-00000200", "step-00000400-b2"]
+
+
+def test_a_format_that_a_stranger_can_write(tmp_path):
+    """As docs/format.md has it."""
+    three_steps(tmp_path)
+    text = json.dumps({"format": "shardopt-branch", "branch": 1, "of": 0, "from_step": 100, "beyond": "set_aside"})
+    (tmp_path / "branch-00001.json").write_bytes(seal(text[:-1].encode()))
+    assert checkpoint.Manager(tmp_path).steps() == [100]
+
+
+class Reference:
+    """What a run has: for each branch a list of (step, value), as one would keep it by hand."""
+
+    def __init__(self):
+        self.lists, self.current = {0: []}, 0
+
+    def save(self, step, value):
+        self.lists[self.current].append((step, value))
+
+    def take_back(self, index, branch, beyond):
+        kept, gone = self.lists[branch][: index + 1], self.lists[branch][index + 1 :]
+        if gone or branch != self.current:
+            self.current = max(self.lists) + 1
+            self.lists[self.current] = list(kept)
+        if beyond == "remove":
+            run = self.lists[self.current]
+            for other in self.lists.values():
+                other[:] = [each for each in other if each not in gone or each in run]
+        return kept[-1]
+
+
+@st.composite
+def histories(draw):
+    kinds = st.sampled_from(["save"] * 4 + ["restart"] + ["back"] * 2)
+    numbers = st.integers(0, 10**6)
+    return draw(st.lists(st.tuples(kinds, numbers, numbers, st.booleans()), min_size=5, max_size=20))
+
+
+def live_through(root, mirror, history):
+    """The same through a Manager; whether all that is restored is what the reference has."""
+    reference, step, value = Reference(), 0, 0
+    options = {"mirror": mirror} if mirror else {}
+    manager = checkpoint.Manager(root, **options)
+    for kind, number, other, remove in history:
+        if kind == "save":
+            step, value = step + 1 + number % 3, value + 1
+            save(manager, step, value)
+            reference.save(step, value)
+        elif kind == "restart":
+            manager.close()
+            manager = checkpoint.Manager(root, **options)
+            wanted = reference.lists[reference.current]
+            assert restored(manager) == (wanted[-1] if wanted else (0, 0))
+            step = wanted[-1][0] if wanted else 0
+        else:
+            branch = number % (max(reference.lists) + 1)
+            if not reference.lists[branch]:
+                continue
+            index = other % len(reference.lists[branch])
+            beyond = "remove" if remove else "set_aside"
+            if manager._mirror is not None:
+                manager._mirror.wait()  # which copies what is to be removed
+            wanted = reference.lists[branch][index]
+            assert restored(manager, step=wanted[0], branch=branch, beyond=beyond) == wanted
+            assert reference.take_back(index, branch, beyond) == wanted
+            step = wanted[0]
+        assert manager.steps() == [each for each, _ in reference.lists[reference.current]]
+        assert manager.branch == reference.current
+        there = {(place.branch, place.step) for place in map(place_of, directories(root)) if place}
+        aside = {(branch, each) for branch, steps in manager.set_aside().items() for each in steps}
+        assert aside <= there
+    manager.close()
+
+
+@settings(max_examples=10)
+@given(histories(), st.booleans())
+def test_any_history_of_a_run(history, mirrored):
+    with tempfile.TemporaryDirectory() as root, mock.patch("os.fsync", lambda fd: None):
+        live_through(f"{root}/run", f"{root}/copies" if mirrored else None, history)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1200)
+@settings(max_examples=1000)
+@given(histories(), st.booleans())
+def test_any_history_of_a_run_at_length(history, mirrored):
+    with tempfile.TemporaryDirectory() as root, mock.patch("os.fsync", lambda fd: None):
+        live_through(f"{root}/run", f"{root}/copies" if mirrored else None, history)
+
+
+def test_on_a_store():
+    root, copies = (f"memory://shardopt-branches/{uuid.uuid4().hex}" for _ in range(2))
+    for beyond, aside in (("set_aside", {0: [300]}), ("remove", {})):
+        where = f"{root}/{beyond}"
+        three_steps(where)
+        with checkpoint.Manager(where, mirror=f"{copies}/{beyond}", keep_last=1) as manager:
+            assert restored(manager, step=200, beyond=beyond) == (200, 200)
+            save(manager, 300, -300)
+            assert manager.steps() == [200, 300] and manager.set_aside() == aside
+        assert restored(checkpoint.Manager(where)) == restored(checkpoint.Manager(f"{copies}/{beyond}")) == (300, -300)

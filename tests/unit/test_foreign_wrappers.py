@@ -1,0 +1,218 @@
+"""What other libraries put around an optimizer, a schedule or a model: stand-ins with the shapes that those have."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import shardopt
+from shardopt import checkpoint
+from shardopt.errors import CorruptionError, StateError, TornStateError
+from shardopt.state import flatten, is_constructed, unwrapped
+
+
+class Delegating(torch.optim.Optimizer):
+    """As Accelerate's: a subclass by name, whose constructor does not run torch's."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        self.scaler = None
+
+    @property
+    def state(self):
+        return self.optimizer.state
+
+    @property
+    def param_groups(self):
+        return self.optimizer.param_groups
+
+    @property
+    def defaults(self):
+        return self.optimizer.defaults
+
+    def state_dict(self):
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict):
+        self.optimizer.load_state_dict(state_dict)
+
+    def step(self, closure=None):
+        return self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none=True):
+        self.optimizer.zero_grad(set_to_none)
+
+
+class Imitating:
+    """As Lightning's: takes the class of what it wraps for a base of its own, and looks attributes up in it."""
+
+    def __init__(self, optimizer):
+        self._optimizer = optimizer
+        self._strategy = None
+        self.__class__ = type("Imitating" + type(optimizer).__name__, (type(self), type(optimizer)), {})
+
+    @property
+    def optimizer(self):
+        return self._optimizer
+
+    def step(self, closure=None):
+        return self._optimizer.step(closure)
+
+    def __getattr__(self, name):
+        return getattr(self._optimizer, name)
+
+
+class Gathering(Imitating):
+    """As Fabric's: its state is what a strategy makes of the optimizer's."""
+
+    def state_dict(self):
+        raise AssertionError("gathers everything on one rank")
+
+
+class Schedule:
+    """As Accelerate's: no schedule by its class, but it has a schedule's methods."""
+
+    def __init__(self, scheduler, optimizer):
+        self.scheduler, self.optimizers = scheduler, [optimizer]
+
+    def state_dict(self):
+        return self.scheduler.state_dict()
+
+    def load_state_dict(self, state_dict):
+        self.scheduler.load_state_dict(state_dict)
+
+    def step(self):
+        self.scheduler.step()
+
+
+class Module(nn.Module):
+    """As Fabric's: its state is that of the model that it wraps."""
+
+    def __init__(self, module):
+        super().__init__()
+        self._forward_module = module
+
+    def forward(self, inputs):
+        return self._forward_module(inputs)
+
+    def state_dict(self, *args, **kwargs):
+        return self._forward_module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args, **kwargs):
+        return self._forward_module.load_state_dict(*args, **kwargs)
+
+
+WRAPPERS = [Delegating, Imitating, Gathering, lambda optimizer: Delegating(Imitating(optimizer))]
+MAKERS = {
+    "torch": lambda model: torch.optim.Adam(model.parameters(), lr=0.1),
+    "keyed": lambda model: shardopt.keyed("adam", model.named_parameters(), lr=0.1),
+    "clipping": lambda model: shardopt.GradientClippingOptimizer(
+        shardopt.keyed("adam", model.named_parameters(), lr=0.1),
+        clipping=shardopt.GradientClipping.NORM,
+        max_gradient=1.0,
+    ),
+}
+
+
+def train(app, steps):
+    for _ in range(steps):
+        app["model"](torch.ones(1, 2)).sum().backward()
+        app["optimizer"].step()
+        app["schedule"].step()
+        app["optimizer"].zero_grad()
+
+
+def make_app(maker, wrap, wrap_model=lambda model: model):
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    optimizer = MAKERS[maker](model)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+    wrapped = wrap(optimizer)
+    return {"model": wrap_model(model), "optimizer": wrapped, "schedule": Schedule(schedule, wrapped)}
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_a_wrapped_optimizer_resumes(tmp_path, maker, wrap):
+    app, plain = make_app(maker, wrap, Module), make_app(maker, lambda optimizer: optimizer)
+    for each in (app, plain):
+        train(each, 3)
+        checkpoint.save(tmp_path / str(each is app), each)
+        train(each, 2)
+    expected = plain["model"].state_dict()
+    for saved in (True, False):  # with wrappers or without: the same keys, the same values
+        for fresh in (make_app(maker, wrap, Module), make_app(maker, lambda optimizer: optimizer)):
+            train(fresh, 1)
+            checkpoint.load(tmp_path / str(saved), fresh)
+            train(fresh, 2)
+            found = fresh["model"].state_dict()
+            assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("stage", ["now", "lazy"])
+@pytest.mark.parametrize("wrap", WRAPPERS)
+def test_saved_beside_training(tmp_path, wrap, stage):
+    app = make_app("keyed", wrap)
+    train(app, 1)
+    before = copy.deepcopy(app["model"].state_dict())
+    pending = checkpoint.async_save(tmp_path / "c", app, stage=stage)
+    train(app, 3)
+    pending.result()
+    fresh = make_app("keyed", wrap)
+    train(fresh, 1)
+    checkpoint.load(tmp_path / "c", fresh)
+    assert all(torch.equal(found, before[name]) for name, found in fresh["model"].state_dict().items())
+
+
+def test_one_that_is_half_loaded_refuses_to_step(tmp_path):
+    app = make_app("torch", Delegating)
+    train(app, 1)
+    checkpoint.save(tmp_path / "c", app)
+    (file,) = tmp_path.glob("c/*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[4096] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CorruptionError):
+        checkpoint.load(tmp_path / "c", app)
+    with pytest.raises(TornStateError):
+        train(app, 1)
+
+
+class Foreign:
+    """As an engine's own optimizer, which is none of torch's."""
+
+    def state_dict(self):
+        return {"x": torch.ones(1)}
+
+    def load_state_dict(self, state_dict): ...
+
+
+@pytest.mark.parametrize("call", [checkpoint.save, checkpoint.async_save])
+@pytest.mark.parametrize("inner", [Foreign(), None])
+def test_what_cannot_be_unwrapped_is_refused_at_the_save(tmp_path, call, inner):
+    wrapped = Delegating(inner)
+    wrapped.state_dict = lambda: {"x": torch.ones(1)}
+    with pytest.raises(StateError, match=r"optimizer: found a .*Delegating.*required an optimizer.*\(found 0 in it\)"):
+        pending = call(tmp_path / "c", {"optimizer": wrapped, "step": 1})
+        pending.result()
+    wrapped.scaler, wrapped.optimizer = (torch.optim.SGD([torch.ones(1)]) for _ in range(2))
+    with pytest.raises(StateError, match="found 2 in it"):
+        flatten({"optimizer": wrapped})
+
+
+def test_what_has_run_its_constructor_is_itself():
+    model = nn.Linear(1, 1)
+
+    class Own(torch.optim.SGD):
+        def __init__(self, params, other):
+            super().__init__(params)
+            self.other = other
+
+    inner = torch.optim.SGD(model.parameters())
+    for optimizer in (inner, Own(model.parameters(), inner), *(make(model) for make in MAKERS.values())):
+        assert is_constructed(optimizer)
+        assert unwrapped(optimizer) is optimizer
+        copied = copy.deepcopy(optimizer)
+        assert is_constructed(copied)
+    assert unwrapped(model) is model

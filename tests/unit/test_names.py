@@ -1,0 +1,223 @@
+"""Models are saved and loaded by the names of their parameters, whatever wrappers they are in at the time."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.parallel import DistributedDataParallel
+
+from shardopt import checkpoint
+from shardopt.errors import MismatchError, StateError
+from shardopt.names import names_under_wrappers, plain_name, plain_names_in
+from shardopt.state import flatten
+from tests.harness import run_ranks
+
+
+class Model(nn.Module):
+    """With a buffer, a nested module, and a module that is really called "module"."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+        self.module = nn.Linear(2, 1)
+        self.norm = nn.BatchNorm1d(2)
+        for tensor in self.state_dict().values():
+            tensor.fill_(number)
+
+
+KEYS = sorted(f"model.{name}" for name in Model(0).state_dict())
+
+
+def compiled(model):
+    return torch.compile(model, backend="eager")
+
+
+def compiled_within(model):
+    model.layers[0] = compiled(model.layers[0])
+    return compiled(model)
+
+
+def checkpointed(model):
+    model.layers[1] = checkpoint_wrapper(model.layers[1])
+    return model
+
+
+WRAPPED = {"plain": lambda model: model, "compiled": compiled, "within": compiled_within, "checkpointed": checkpointed}
+WRAPPED["all"] = lambda model: compiled(checkpointed(model))
+
+
+def is_filled(model, number):
+    return all((tensor == number).all() for tensor in model.state_dict().values())
+
+
+@pytest.mark.parametrize("saved", WRAPPED)
+def test_any_wrapping_saves_what_any_other_loads(tmp_path, saved):
+    checkpoint.save(tmp_path / "c", {"model": WRAPPED[saved](Model(3))})
+    with checkpoint.open(tmp_path / "c") as reader:
+        assert reader.keys() == KEYS
+    for wrap in WRAPPED.values():
+        model = wrap(Model(0))
+        report = checkpoint.load(tmp_path / "c", {"model": model})
+        assert is_filled(model, 3)
+        assert sorted(report.loaded) == KEYS
+        assert report.renamed == {}
+        assert not report.missing and not report.unexpected
+
+
+@pytest.mark.parametrize("wrap", WRAPPED)
+def test_what_was_stored_with_the_names_of_wrappers_still_loads(tmp_path, wrap):
+    for number, old in enumerate(WRAPPED.values()):
+        stored = {f"_orig_mod.{name}": tensor for name, tensor in old(Model(4)).state_dict().items()}
+        checkpoint.save(tmp_path / str(number), {"model": stored})
+        model = WRAPPED[wrap](Model(0))
+        report = checkpoint.load(tmp_path / str(number), {"model": model})
+        assert is_filled(model, 4)
+        assert sorted(report.renamed) == KEYS
+        model = WRAPPED[wrap](Model(0))
+        checkpoint.load(tmp_path / str(number), {"net": model}, rename={r"^model\.": "net."})
+        assert is_filled(model, 4)
+        model = WRAPPED[wrap](Model(0))
+        report = checkpoint.load(tmp_path / str(number), {"model": model}, select=r"layers\.0")
+        assert sorted(report.loaded) == ["model.layers.0.bias", "model.layers.0.weight"]
+
+
+def test_what_stood_in_distributed_data_parallel_still_loads(tmp_path):
+    stored = {f"module.{name}": tensor for name, tensor in Model(5).state_dict().items()}
+    for number, before in enumerate(["", "_orig_mod.", "module."]):
+        checkpoint.save(tmp_path / str(number), {"model": {before + name: tensor for name, tensor in stored.items()}})
+        model = Model(0)
+        checkpoint.load(tmp_path / str(number), {"model": model})
+        assert is_filled(model, 5)
+
+
+def in_ddp(path):
+    model = Model(6)
+    inner = nn.ModuleDict({"encoder": DistributedDataParallel(copy.deepcopy(model.layers[0])), "rest": model.layers[1]})
+    apps = {
+        "ddp": (DistributedDataParallel(model), Model(0)),
+        "compiled ddp": (compiled(DistributedDataParallel(copy.deepcopy(model))), Model(0)),
+        "ddp compiled": (DistributedDataParallel(compiled(copy.deepcopy(model))), Model(0)),
+        "inner": (inner, nn.ModuleDict({"encoder": nn.Linear(2, 2), "rest": nn.Linear(2, 2)})),
+    }
+    for name, (wrapped, plain) in apps.items():
+        checkpoint.save(f"{path}/{name}", {"model": wrapped})
+        with checkpoint.open(f"{path}/{name}") as reader:
+            assert reader.keys() == sorted(f"model.{key}" for key in plain.state_dict()), name
+        checkpoint.load(f"{path}/{name}", {"model": plain})
+        assert is_filled(plain, 6), name
+        for tensor in wrapped.state_dict().values():
+            tensor.zero_()
+        checkpoint.load(f"{path}/{name}", {"model": wrapped})
+        assert is_filled(wrapped, 6), name
+
+
+def test_distributed_data_parallel_is_told_by_its_type(tmp_path):
+    run_ranks(2, in_ddp, str(tmp_path))
+
+
+def test_a_module_of_that_name_keeps_it(tmp_path):
+    class Averaged(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module = nn.Linear(2, 2)
+
+    checkpoint.save(tmp_path / "c", {"model": Averaged()})
+    with checkpoint.open(tmp_path / "c") as reader:
+        assert reader.keys() == ["model.module.bias", "model.module.weight"]
+    checkpoint.load(tmp_path / "c", {"model": Averaged()})
+
+
+def test_names_that_are_one_without_wrappers_are_refused(tmp_path):
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.ones(1))
+    model._orig_mod = nn.Linear(1, 1, bias=False)
+    with pytest.raises(StateError, match=r"m\.weight: found weight and _orig_mod\.weight in the state of 'm'"):
+        checkpoint.save(tmp_path / "c", {"m": model})
+    model = nn.Module()
+    model._orig_mod = nn.Linear(1, 1, bias=False)
+    model._checkpoint_wrapped_module = nn.Linear(1, 1, bias=False)
+    with pytest.raises(StateError, match=r"m\.weight: found _orig_mod\.weight and _checkpoint_wrapped_module\.weight"):
+        checkpoint.save(tmp_path / "c", {"m": model})
+    assert not (tmp_path / "c").exists()
+
+
+def test_stored_names_that_would_be_one_are_left_as_they_are(tmp_path):
+    model = nn.Linear(1, 1, bias=False)
+    stored = {"_orig_mod.weight": torch.ones(1, 1), "_checkpoint_wrapped_module.weight": torch.zeros(1, 1)}
+    checkpoint.save(tmp_path / "c", {"m": stored})
+    with pytest.raises(MismatchError, match=r"m\._orig_mod\.weight"):
+        checkpoint.load(tmp_path / "c", {"m": model})
+    checkpoint.save(tmp_path / "d", {"m": {"weight": torch.full((1, 1), 2.0), "_orig_mod.weight": torch.ones(1, 1)}})
+    report = checkpoint.load(tmp_path / "d", {"m": model}, strict=False)
+    assert model.weight == 2 and report.unexpected == ("m._orig_mod.weight",)
+
+
+def test_a_module_that_is_checked_first_gets_its_own_names(tmp_path):
+    class Checked(nn.Linear):
+        def check_state_dict(self, state_dict):
+            seen.append(sorted(state_dict))
+
+    seen = []
+    module = Checked(1, 1)
+    wrapped = nn.Sequential(compiled(module))
+    wrapped.check_state_dict = lambda state_dict: seen.append(sorted(state_dict))
+    checkpoint.save(tmp_path / "c", {"m": wrapped})
+    checkpoint.load(tmp_path / "c", {"m": wrapped})
+    assert seen == [["0._orig_mod.bias", "0._orig_mod.weight"]]
+
+
+def test_state_that_is_no_tensor(tmp_path):
+    class Extra(nn.Module):
+        def __init__(self, number):
+            super().__init__()
+            self.number = number
+
+        def get_extra_state(self):
+            return {"number": self.number}
+
+        def set_extra_state(self, state):
+            self.number = state["number"]
+
+    for number, (saved, loaded) in enumerate(
+        [(compiled(Extra(3)), Extra(0)), (Extra(3), compiled(Extra(0))), (compiled(Extra(3)), compiled(Extra(0)))]
+    ):
+        checkpoint.save(tmp_path / str(number), {"m": saved})
+        checkpoint.load(tmp_path / str(number), {"m": loaded})
+        assert loaded.state_dict() in ({"_extra_state": {"number": 3}}, {"_orig_mod._extra_state": {"number": 3}})
+
+
+def test_names_of_other_things_stay(tmp_path):
+    app = {"m": {"_orig_mod.x": torch.ones(1)}, "module.y": torch.ones(1), "_orig_mod.z": 3}
+    assert sorted(flatten(app).leaves) == ["_orig_mod.z", "m._orig_mod.x", "module.y"]
+
+
+@pytest.mark.parametrize(
+    ("stored", "own", "expected"),
+    [
+        (["module.a", "module.b"], ["a", "b"], {"module.a": "a", "module.b": "b"}),
+        (["module.a", "b"], ["a", "b"], {}),  # DistributedDataParallel would have been before both
+        (["module.a", "module.module.b"], ["a", "module.b"], {"module.a": "a", "module.module.b": "module.b"}),
+        (["e.module.a", "b"], ["e.a", "b"], {"e.module.a": "e.a"}),
+        (["module.e.module.a"], ["e.module.a"], {"module.e.module.a": "e.module.a"}),
+        (["module.e.module.a"], ["e.a"], {"module.e.module.a": "e.a"}),
+        (["module.a"], ["module.a", "a"], {}),
+        (["x.module.a"], ["b"], {}),
+        (["_orig_mod.module.a"], ["a"], {"_orig_mod.module.a": "a"}),
+        (["_orig_mod.a", "a"], ["a"], {}),
+        (["my_orig_mod.a", "remodule.a"], ["a"], {}),
+        (["a.module"], ["a"], {}),
+    ],
+)
+def test_stored_names(stored, own, expected):
+    assert names_under_wrappers(stored, own) == expected
+
+
+def test_a_look_at_names_without_wrappers_is_all_there_is():
+    class Unlooked(nn.Module):
+        def named_modules(self, *args, **kwargs):
+            raise AssertionError("walked through all modules")
+
+    assert plain_names_in(Unlooked(), [f"layers.{i}.weight" for i in range(5)]) == {}
+    assert plain_name("a._orig_mod.b._checkpoint_wrapped_module.c") == "a.b.c"

@@ -1,0 +1,133 @@
+"""An optimizer that steps other tensors than the model's is refused at the save; anything that may be meant is not."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import shardopt
+from shardopt import checkpoint
+from shardopt.errors import StateError
+from tests.harness import run_ranks_outcomes
+
+
+def make_model():
+    return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+
+
+def keyed(model):
+    return shardopt.keyed("adam", model.named_parameters(), lr=0.1)
+
+
+MAKERS = {
+    "keyed": keyed,
+    "wrapped": lambda model: shardopt.GradientClippingOptimizer(
+        keyed(model), clipping=shardopt.GradientClipping.NORM, max_gradient=1.0
+    ),
+    "combined": lambda model: shardopt.CombinedOptimizer([("first", keyed(model[0])), ("rest", keyed(model[1]))]),
+    "named": lambda model: torch.optim.Adam(model.named_parameters()),
+    "unnamed": lambda model: torch.optim.Adam(model.parameters()),
+    "in groups": lambda model: torch.optim.Adam(
+        [{"params": [*model[1].parameters()]}, {"params": [*model[0].parameters()]}]
+    ),
+}
+
+
+@pytest.mark.parametrize("call", [checkpoint.save, checkpoint.async_save])
+@pytest.mark.parametrize("maker", MAKERS)
+def test_the_optimizer_of_a_model_that_was_made_anew(tmp_path, maker, call):
+    model = make_model()
+    optimizer = MAKERS[maker](model)
+    app = {"model": model, "parts": list(model), "optimizer": optimizer}
+    pending = call(tmp_path / "own", app)
+    if call is checkpoint.async_save:
+        pending.result()
+    app["model"] = make_model()
+    app["parts"] = list(app["model"])
+    with pytest.raises(
+        StateError, match=r"optimizer: found \d parameters .* '(model|parts\.\d)' has .*fully_shard\(model\)"
+    ):
+        pending = call(tmp_path / "strange", app)
+        pending.result()
+    assert not (tmp_path / "strange").exists()
+
+
+def save_sharded_too_late(path, maker):
+    model = make_model()
+    optimizer = MAKERS[maker](model)
+    fully_shard(model)
+    checkpoint.save(path, {"model": model, "optimizer": optimizer})
+
+
+def save_in_order(path, maker):
+    model = make_model()
+    fully_shard(model)
+    optimizer = MAKERS[maker](model)
+    for _ in range(2):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model(torch.ones(1, 2))  # leaves parameters of the root gathered
+    checkpoint.save(path, {"model": torch.compile(model, backend="eager"), "optimizer": optimizer})
+
+
+@pytest.mark.parametrize("maker", ["keyed", "unnamed"])
+def test_an_optimizer_that_was_made_before_its_model_was_sharded(tmp_path, maker):
+    outcomes = run_ranks_outcomes(2, save_sharded_too_late, str(tmp_path / "late"), maker)
+    assert all(isinstance(each.error, StateError) for each in outcomes), outcomes
+    assert all("fully_shard(model)" in str(each.error) for each in outcomes)
+    assert all(each.ok for each in run_ranks_outcomes(2, save_in_order, str(tmp_path / "c"), maker))
+
+
+def meant():
+    """Apps in which optimizers have other parameters than the modules, and are meant to."""
+    model, other = make_model(), make_model()
+    yield "part of a model", {"model": model, "optimizer": keyed(model[0])}
+    yield "a model whose part is here", {"head": model[1], "optimizer": keyed(model)}
+    yield "two models of the same names", {"a": model, "b": other, "of b": keyed(other), "of a": keyed(model)}
+    average = copy.deepcopy(model)
+    yield "an average beside the model", {"average": average, "model": model, "optimizer": keyed(model)}
+    yield "an optimizer alone", {"optimizer": keyed(model)}
+    yield "a nested module", {"nets": {"generator": [model]}, "optimizer": keyed(model)}
+    masters = {name: parameter.detach().double() for name, parameter in model.named_parameters()}
+    yield "masters in another precision", {"model": model, "optimizer": shardopt.keyed("adam", masters, lr=0.1)}
+    yield "another model, of other shapes", {"model": model, "optimizer": keyed(nn.Sequential(nn.Linear(3, 4)))}
+    frozen = make_model().requires_grad_(False)
+    yield "a frozen model", {"model": frozen, "optimizer": keyed(frozen)}
+    head = make_model()
+    head[0].requires_grad_(False)
+    yield "a frozen part", {"model": head, "optimizer": keyed(head[1])}
+    tied = make_model()
+    tied.again = tied[1]
+    yield "tied weights", {"model": tied, "optimizer": keyed(tied)}
+    compiled = torch.compile(model, backend="eager")
+    yield "a compiled model", {"model": compiled, "optimizer": keyed(compiled), "same": keyed(model)}
+    yield (
+        "unnamed, of another model",
+        {"model": model, "optimizer": torch.optim.SGD(nn.Linear(5, 5).parameters(), lr=0.1)},
+    )
+    yield "unnamed, of a part", {"model": model, "optimizer": torch.optim.SGD(model[1].parameters(), lr=0.1)}
+    other_state = make_model()
+    other_state.state_dict = lambda: {name: t.detach() for name, t in nn.Module.state_dict(other_state).items()}
+    yield "a state of its own", {"model": other_state, "optimizer": keyed(other_state)}
+
+
+@pytest.mark.parametrize(("name", "app"), list(meant()), ids=lambda each: each if isinstance(each, str) else "")
+def test_what_may_be_meant_is_saved(tmp_path, name, app):
+    checkpoint.save(tmp_path / "c", app)
+
+
+def test_a_layer_that_was_replaced_after_the_optimizer_was_made(tmp_path):
+    model = make_model()
+    optimizer = keyed(model)
+    model[1] = nn.Linear(3, 1)
+    with pytest.raises(StateError, match=r"found 2 parameters .* such as '1\.weight', while 'model' has another one"):
+        checkpoint.save(tmp_path / "c", {"model": model, "optimizer": optimizer})
+
+
+def test_buffers_are_no_parameters(tmp_path):
+    model, other = (nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)) for _ in range(2))
+    with pytest.raises(StateError, match="found 4 parameters"):
+        checkpoint.save(tmp_path / "c", {"model": model, "optimizer": torch.optim.SGD(other.parameters(), lr=0.1)})

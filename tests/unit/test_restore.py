@@ -1,0 +1,243 @@
+"""What `Manager.restore` takes, what it goes around, and what it tells, in one process."""
+
+import errno
+import logging
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+
+import shardopt
+from shardopt import checkpoint
+from shardopt.checkpoint import manager as manager_module
+from shardopt.checkpoint.restoring import _duration
+from shardopt.checkpoint.storage import retry
+from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError, MismatchError, UnreadableError
+from tests.harness import run_ranks
+
+
+def app_of(value=0.0):
+    return {"w": torch.full((5,), float(value)), "step": value}
+
+
+def saved(root, *steps, **options):
+    with checkpoint.Manager(root, **options) as manager:
+        for step in steps:
+            manager.save(step, app_of(step))
+    return checkpoint.Manager(root, **options)
+
+
+def restored(manager, **options):
+    app = app_of()
+    step = manager.restore(app, **options)
+    assert app["step"] == step and app["w"].eq(step).all()
+    return step
+
+
+class BadDisk:
+    """A disk that fails with an error wherever some paths are read."""
+
+    def __init__(self, monkeypatch, number, *parts, times=10**9):
+        self.number, self.parts, self.times = number, parts, times
+        sound_read, sound_open = os.preadv, open
+
+        def preadv(fd, *args):
+            self.meet(os.readlink(f"/proc/self/fd/{fd}"))
+            return sound_read(fd, *args)
+
+        def opened(path, mode="r", *args, **options):
+            if "r" in mode:
+                self.meet(str(path))
+            return sound_open(path, mode, *args, **options)
+
+        monkeypatch.setattr("os.preadv", preadv)
+        monkeypatch.setattr("builtins.open", opened)
+
+    def meet(self, path):
+        if all(part in path for part in self.parts) and self.times > 0:
+            self.times -= 1
+            raise OSError(self.number, os.strerror(self.number))
+
+
+@pytest.mark.parametrize("part", ["manifest.json", ".safetensors"])
+@pytest.mark.parametrize("number", [errno.EIO, errno.EUCLEAN])
+def test_what_a_disk_does_not_give_back_is_damaged(tmp_path, monkeypatch, caplog, number, part):
+    manager = saved(tmp_path, 1, 2, 3)
+    with monkeypatch.context() as patch:
+        BadDisk(patch, number, "step-00000003", part)
+        assert restored(manager) == 2
+    told = [record.getMessage() for record in caplog.records]
+    assert os.strerror(number) in told[0] and "trying once more" in told[0]
+    assert "the checkpoint of step 3 is damaged" in told[1] and os.strerror(number) in told[1]
+    manager.save(3, app_of(30))  # which is not in the way
+    assert checkpoint.verify(manager.path(3)).ok
+
+
+def test_a_disk_that_comes_back_costs_nothing(tmp_path, monkeypatch):
+    manager = saved(tmp_path, 1, 2)
+    BadDisk(monkeypatch, errno.EIO, "step-00000002", times=1)
+    assert restored(manager) == 2
+
+
+def test_a_disk_that_gives_nothing_back_is_an_error(tmp_path, monkeypatch):
+    manager = saved(tmp_path, 1, 2)
+    BadDisk(monkeypatch, errno.EIO, ".safetensors")
+    with pytest.raises(UnreadableError, match="step-00000001"):
+        manager.restore(app_of())
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EMFILE, errno.ETIMEDOUT, errno.ENOTCONN])
+def test_what_says_nothing_of_the_bytes_is_no_damage(tmp_path, monkeypatch, number):
+    manager = saved(tmp_path, 1, 2)
+    BadDisk(monkeypatch, number, "step-00000002", ".safetensors")
+    with pytest.raises(CheckpointError) as caught:
+        manager.restore(app_of())
+    assert not isinstance(caught.value, CorruptionError)
+
+
+def test_a_store_that_is_down_is_no_damage(monkeypatch):
+    monkeypatch.setattr(retry, "PATIENCE", retry.Patience(2, 0.001, 0.001, 5.0))
+    root = "memory://shardopt-down"
+    manager = saved(root, 1, 2)
+    fs = fsspec.filesystem("memory")
+
+    def fail(*args, **options):
+        raise ConnectionError("the network is down")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(fs), "cat_ranges", fail)
+        with pytest.raises(CheckpointError, match="2 attempts") as caught:
+            manager.restore(app_of())
+        assert not isinstance(caught.value, CorruptionError)
+    assert restored(manager) == 2
+
+
+def test_one_that_another_process_removes_meanwhile_is_gone_around(tmp_path, monkeypatch):
+    """A process of the job, not dead yet, commits a newer one and clears the one that is being restored."""
+    manager = saved(tmp_path / "run", 5)
+    saved(tmp_path / "other", 6)
+    load = manager_module.load
+
+    def meanwhile(url, *args, **options):
+        if url.endswith("5"):
+            shutil.move(tmp_path / "other" / "step-00000006", tmp_path / "run" / "step-00000006")
+            shutil.rmtree(url)
+        return load(url, *args, **options)
+
+    monkeypatch.setattr(manager_module, "load", meanwhile)
+    assert restored(manager) == 6
+
+
+def test_nothing_to_restore_may_be_an_error(tmp_path):
+    for root, found in (
+        (tmp_path, "no committed checkpoint"),
+        (tmp_path / "unmounted", "nothing, not even the directory"),
+    ):
+        manager = checkpoint.Manager(root)
+        assert manager.restore(app_of(7)) == 0
+        with pytest.raises(CheckpointNotFoundError, match=f"found {found}; required one; mount what is missing"):
+            manager.restore(app_of(7), required=True)
+    assert not (tmp_path / "unmounted").exists()
+    assert restored(saved(tmp_path, 4), required=True) == 4
+
+
+def test_it_takes_what_load_takes(tmp_path):
+    model = torch.nn.Linear(3, 3)
+    optimizer = shardopt.keyed("adamw", model.named_parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    with checkpoint.Manager(tmp_path) as manager:
+        manager.save(1, {"model": model, "optimizer": optimizer, "old": 3})
+    new = torch.nn.Sequential(torch.nn.Linear(3, 3))
+    app = {"model": new, "optimizer": shardopt.keyed("adamw", new.named_parameters()), "added": 5}
+    rename = {r"^model\.": "model.0.", r"^optimizer\.state\.": "optimizer.state.0."}
+    with pytest.raises(MismatchError):
+        manager_of(tmp_path).restore(app, rename=rename)
+    assert manager_of(tmp_path).restore(app, rename=rename, strict=False, transactional=True) == 1
+    assert torch.equal(new[0].weight, model.weight) and app["added"] == 5
+    state = app["optimizer"].state_dict()["state"]["0.weight"]
+    assert torch.equal(state["exp_avg"], optimizer.state_dict()["state"]["weight"]["exp_avg"])
+    done = []
+    other = {"model": torch.nn.Linear(3, 3), "old": 0}
+    options = {"select": "^model", "replicas": "read", "progress": lambda *counts: done.append(counts)}
+    assert manager_of(tmp_path).restore(other, **options, strict=False) == 1
+    assert torch.equal(other["model"].weight, model.weight) and other["old"] == 0 and done
+
+
+def manager_of(root):
+    return checkpoint.Manager(root)
+
+
+# What it tells.
+
+# In a process that is not pytest's, which configures logging; each configuration in a child of it.
+
+
+def told_under(root, configurations):
+    """What goes to stderr, by configuration of logging."""
+    assert not logging.root.handlers
+    for number, configured in enumerate(configurations):
+        child = os.fork()
+        if child == 0:
+            os.dup2(os.open(f"{root}/{number}.txt", os.O_WRONLY | os.O_CREAT), 2)
+            sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115  # for as long as the child lives
+            exec(configured)
+            for _ in range(2):
+                checkpoint.Manager(root).restore(app_of())
+            checkpoint.Manager(root + "/none").restore(app_of())
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    return {each: Path(f"{root}/{number}.txt").read_text().splitlines() for number, each in enumerate(configurations)}
+
+
+CONFIGURATIONS = {
+    "": 3,
+    "logging.basicConfig(level=logging.INFO)": 3 + 2,  # and the figures of two loads
+    "logging.basicConfig()": 0,
+    "logging.getLogger('shardopt').addHandler(logging.NullHandler())": 0,
+    "logging.getLogger('shardopt').setLevel(logging.WARNING)": 0,
+    "logging.getLogger().setLevel(logging.ERROR)": 0,
+    "logging.getLogger('shardopt').setLevel(logging.INFO)": 3,
+    "logging.disable(logging.INFO)": 0,
+    "logging.getLogger('shardopt').disabled = True": 0,
+    "logging.lastResort = None": 0,
+    "logging.getLogger('other').addHandler(logging.StreamHandler())": 3,
+}
+
+
+def test_a_program_sees_what_was_restored_unless_it_has_configured_logging_otherwise(tmp_path):
+    saved(tmp_path, 3)
+    (told,) = run_ranks(1, told_under, str(tmp_path), list(CONFIGURATIONS), backend=None)
+    assert {configured: len(lines) for configured, lines in told.items()} == CONFIGURATIONS
+    assert all(sum("restored step 3" in line for line in lines) == (2 if lines else 0) for lines in told.values())
+    first, second, none = told[""]
+    assert first.startswith(f"shardopt: restored step 3 from {tmp_path}/step-00000003, saved by 1 rank, ")
+    assert first.endswith(" s ago") and second.startswith(first.rsplit(",", 1)[0])
+    assert none == f"shardopt: restored nothing: there is no checkpoint in {tmp_path}/none, which is not there"
+
+
+def test_where_logging_is_configured_it_is_a_line_of_the_log(tmp_path, caplog, capsys):
+    with caplog.at_level(logging.INFO, "shardopt"):
+        assert restored(saved(tmp_path, 3)) == 3
+    assert sum("restored step 3" in record.getMessage() for record in caplog.records) == 1
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (-3, "0 s"),
+        (0.4, "0 s"),
+        (99, "99 s"),
+        (100, "2 min"),
+        (3599, "1 h 0 min"),
+        (7500, "2 h 5 min"),
+        (9e5, "10 days"),
+    ],
+)
+def test_how_long_ago(seconds, words):
+    assert _duration(seconds) == words
