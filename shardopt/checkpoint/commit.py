@@ -27,7 +27,9 @@ from shardopt.checkpoint.manifest import (
     decode_manifest,
     encode_manifest,
 )
+from shardopt.checkpoint.no_space import telling_of_space
 from shardopt.checkpoint.storage import Storage, telling
+from shardopt.checkpoint.what_is_there import what_is_at
 from shardopt.checkpoint.write import SavePlan
 from shardopt.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, Problem
 from shardopt.values import decode_value
@@ -100,7 +102,8 @@ def publish_checkpoint(storage: Storage, manifest: Manifest, data: bytes) -> Non
         problems = [Problem(each, "no such file on rank 0", "what was written", remedy) for each in missing]
         raise CheckpointError("rank 0 does not see the files of other ranks", problems)
     try:
-        exclusive = storage.publish_new(MANIFEST_NAME, data)
+        with telling_of_space(storage, "the manifest", data.__len__, lambda: 0):
+            exclusive = storage.publish_new(MANIFEST_NAME, data)
     except FileExistsError:
         raise _taken(storage) from None
     there, missing = _look_for_files(storage, manifest)
@@ -204,8 +207,7 @@ def read_manifest(storage: Storage) -> tuple[Manifest, bytes]:
                 raise damaged(where, f"{nbytes} bytes, more than the limit of {MANIFEST_LIMIT_BYTES}")
             data = storage.read(MANIFEST_NAME, 0, nbytes)
         except FileNotFoundError:
-            there = storage.names()
-            found = f"{len(there)} files of a save that was not finished" if there else "nothing"
-            problem = Problem(storage.url, found, f"a committed checkpoint (with {MANIFEST_NAME})", "give another path")
+            found, remedy = what_is_at(storage)
+            problem = Problem(storage.url, found, f"a committed checkpoint (with {MANIFEST_NAME})", remedy)
             raise CheckpointNotFoundError("there is no checkpoint", [problem]) from None
     return decode_manifest(data, where), data

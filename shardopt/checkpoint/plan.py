@@ -103,8 +103,9 @@ def assign(members: Mapping[str, Member], cut_plain: bool = True) -> dict[str, A
             load[split.ranks] += split.numels * member.dtype.itemsize
 
         whole = [] if cut_plain else [key for key in groups[holders] if _would_be_cut(members[key])]
+        ranks = np.array(holders.ranks[0])
         for key in sorted(whole, key=lambda key: -members[key].nbytes):
-            give(key, ((1.0, int(load[list(holders.ranks[0])].argmin())),))
+            give(key, ((1.0, int(load[ranks].argmin())),))
         keys = [key for key in groups[holders] if key not in assigned]
         lines = _lines(holders, load, [members[key] for key in keys])
         for key in keys:

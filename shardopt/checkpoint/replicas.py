@@ -1,7 +1,7 @@
 """Do ranks that hold the same box hold the same bytes? A "replica" that has drifted is found and named, not saved.
 
-What is compared are hashes. By default those of at most 256 KiB of each tensor: of all of it up to that size, and of
-64 blocks of 4 KiB beyond, the first and the last among them and the others at equal distances (the n-th begins at
+What is compared are hashes. By default those of at most 64 KiB of each tensor: of all of it up to that size, and of
+64 blocks of 1 KiB beyond, the first and the last among them and the others at equal distances (the n-th begins at
 element n · ⌊(elements - elements of a block) / 63⌋). Where they lie follows from the size alone, so that all ranks look
 at the same places in every save.
 """
@@ -26,8 +26,8 @@ from shardopt.sharding.pieces import View, narrowed
 
 CheckReplicas = Literal["sampled", "all", "none"]
 
-SAMPLED_BYTES = 256 << 10  # of a tensor, all of which are hashed where it has no more
-_BLOCK_BYTES = 4 << 10
+SAMPLED_BYTES = 64 << 10  # of a tensor, all of which are hashed where it has no more
+_BLOCK_BYTES = 1 << 10
 _BLOCKS = SAMPLED_BYTES // _BLOCK_BYTES
 _COPIED_BYTES = 64 << 20  # that are copied from a device together, which bounds what is taken there for it
 _PART_BYTES = 2 << 20  # of what has to be made contiguous first

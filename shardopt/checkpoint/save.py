@@ -108,7 +108,7 @@ def save(
         durable: whether local files are flushed to the disk before the commit. Without it a save is faster, and a
             machine that loses power afterwards may lose the checkpoint.
         check_replicas: what is compared before it is written of tensors that several ranks hold. "sampled" compares
-            hashes of all bytes of tensors of up to 256 KiB, and of 64 blocks of 4 KiB of larger ones: the first, the
+            hashes of all bytes of tensors of up to 64 KiB, and of 64 blocks of 1 KiB of larger ones: the first, the
             last, and others at equal distances between them, the same in every save. "all" compares all bytes, "none"
             none. Plain tensors that are not compared whole are written whole by one rank each; DTensors, whose
             placements say that they are replicas, are cut among those that hold them.

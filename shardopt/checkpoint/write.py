@@ -11,9 +11,18 @@ from torch import Tensor
 
 from shardopt.checkpoint.datafile import build_header
 from shardopt.checkpoint.describe import Geometry
-from shardopt.checkpoint.format import DTYPES, PER_RANK_PREFIX, SEGMENT_BYTES, Dtype, file_name, file_stem
+from shardopt.checkpoint.format import (
+    DTYPES,
+    PER_RANK_PREFIX,
+    SEGMENT_BYTES,
+    Dtype,
+    file_name,
+    file_stem,
+    segment_count,
+)
 from shardopt.checkpoint.manifest import DataFile, StoredTensors
 from shardopt.checkpoint.memory import bytes_of, is_plain_memory
+from shardopt.checkpoint.no_space import telling_of_space
 from shardopt.checkpoint.plan import assign, check_covers
 from shardopt.checkpoint.progress import Counter, Progress
 from shardopt.checkpoint.storage import Storage
@@ -91,6 +100,12 @@ class OwnParts:
             self._headers[slot] = per_rank_bytes, found
         return found
 
+    def file_bytes(self, slot: int, per_rank_bytes: int) -> int:
+        """The bytes of one of this rank's data files."""
+        bodies = [part.box.numel * part.dtype.itemsize for part in self.slots.get(slot, ())] + [per_rank_bytes]
+        checksums = 8 * sum(map(segment_count, bodies))
+        return len(self.header(slot, per_rank_bytes)) + sum(bodies) + checksums
+
 
 Chunks = Callable[[Part], Iterator[memoryview]]
 """The bytes of a part in pieces, of whole segments each but the last."""
@@ -105,8 +120,22 @@ def write_files(
         chunks_of: where the bytes of a part come from; `from_memory` in a save.
         per_rank: the rank's own values; they go into its first file under a key of their own.
     """
-    slots = sorted({*own.slots, *([0] if per_rank is not None else [])})
-    return [_write_file(storage, save_id, own, slot, chunks_of, per_rank if slot == 0 else None) for slot in slots]
+    slots = {
+        slot: per_rank if slot == 0 else None for slot in sorted({*own.slots, *([0] if per_rank is not None else [])})
+    }
+    files: list[DataFile] = []
+
+    def needed() -> int:
+        return sum(own.file_bytes(slot, len(values or b"")) for slot, values in slots.items())
+
+    def written() -> int:
+        begun = file_name(save_id, own.rank, [*slots][len(files)])
+        return sum(file.nbytes for file in files) + (storage.size(begun) if storage.exists(begun) else 0)
+
+    with telling_of_space(storage, "the data files of this rank", needed, written):
+        for slot, values in slots.items():
+            files.append(_write_file(storage, save_id, own, slot, chunks_of, values))
+    return files
 
 
 def from_memory(views: Mapping[str, View]) -> Chunks:

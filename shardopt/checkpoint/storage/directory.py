@@ -108,6 +108,14 @@ class Storage(ABC):
     def child(self, name: str) -> Storage:
         """The directory of that name within this one."""
 
+    def as_file(self) -> tuple[Storage, str] | None:
+        """The directory and the name of what is here, where that is a file."""
+        return None
+
+    def free_bytes(self) -> int | None:
+        """How many bytes may be written here at most; None where that cannot be known."""
+        return None
+
     def exists(self, name: str) -> bool:
         try:
             self.size(name)

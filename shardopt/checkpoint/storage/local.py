@@ -183,6 +183,18 @@ class LocalStorage(Storage):
     def child(self, name: str) -> Storage:
         return LocalStorage(self._path(name), self._durable)
 
+    def as_file(self) -> tuple[Storage, str] | None:
+        if not os.path.isfile(self.url):
+            return None
+        return LocalStorage(os.path.dirname(self.url), self._durable), os.path.basename(self.url)
+
+    def free_bytes(self) -> int | None:
+        try:
+            found = os.statvfs(self.url)
+        except OSError:
+            return None
+        return found.f_bavail * found.f_frsize
+
     def _sync(self, fd: int) -> None:
         if self._durable:
             os.fsync(fd)

@@ -216,6 +216,11 @@ class RemoteStorage(Storage):
             with suppress(OSError):  # an object store has nothing by this name
                 self._requests.once("rmdir", self._root)
 
+    def as_file(self) -> tuple[Storage, str] | None:
+        directory, _, name = self._root.rpartition("/")
+        parent = RemoteStorage(self._fs, directory)
+        return (parent, name) if directory and parent.exists(name) else None
+
     def child(self, name: str) -> Storage:
         return RemoteStorage(self._fs, self._path(name))
 

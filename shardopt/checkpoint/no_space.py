@@ -1,0 +1,38 @@
+"""What to say where a disk is full: how many bytes there had to be, and how many there are."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from shardopt.checkpoint.storage import Storage
+from shardopt.errors import CheckpointError, Problem
+
+
+@contextmanager
+def telling_of_space(
+    storage: Storage, what: str, needed: Callable[[], int], written: Callable[[], int]
+) -> Iterator[None]:
+    """Turns an error for want of space into one that has the numbers.
+
+    Args:
+        what: is written, for the message.
+        needed: bytes of all of it.
+        written: bytes of it that are there already.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        free = storage.free_bytes()
+        there = "" if free is None else f"{free:,} bytes free, and "
+        quota = "" if error.errno == errno.ENOSPC else "; a quota may allow fewer than are free"
+        problem = Problem(
+            key=storage.url,
+            found=f"{there}{written():,} of the bytes written{quota}",
+            required=f"{needed():,} bytes for {what}",
+            remedy="make room, keep fewer checkpoints (keep_last), or save to another disk",
+        )
+        raise CheckpointError(f"cannot write to {storage.url}: {error.strerror}", [problem]) from error

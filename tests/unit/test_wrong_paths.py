@@ -1,0 +1,148 @@
+"""A path that is no checkpoint, a protocol that is not there, a full disk: what it is, and what to do."""
+
+import errno
+import sys
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+
+from shardopt import checkpoint
+from shardopt.cli import main
+from shardopt.errors import CheckpointError, CheckpointNotFoundError
+from tests.harness import Fault
+from tests.harness.faults import watched
+
+
+def refused(path):
+    errors = []
+    for call in (lambda: checkpoint.load(path, {"x": torch.ones(1)}), lambda: checkpoint.open(path)):
+        with pytest.raises(CheckpointNotFoundError) as caught:
+            call()
+        errors.append(caught.value)
+    (problem,) = errors[0].problems
+    assert errors[1].problems == (problem,)
+    return f"{problem.found} / {problem.remedy}"
+
+
+@pytest.fixture
+def run(tmp_path):
+    manager = checkpoint.Manager(tmp_path / "run")
+    for step in (9, 100, 20):
+        manager.save(step, {"x": torch.ones(1)})
+    (tmp_path / "run" / "step-00000300").mkdir()
+    return tmp_path / "run"
+
+
+def test_the_root_of_a_run(run, capsys):
+    said = refused(run)
+    assert "a directory of checkpoints: step-00000100 and 2 more" in said
+    assert f"give one of them, such as {run}/step-00000100, or use Manager(...).restore(app)" in said
+    assert main(["show", str(run)]) == 1
+    assert "step-00000100" in capsys.readouterr().err
+    url = "memory://wrong-paths/run"
+    checkpoint.save(f"{url}/last", {"x": torch.ones(1)})
+    assert "a directory of checkpoints: last /" in refused(url)
+
+
+def test_a_file_of_a_checkpoint(run):
+    for file in (run / "step-00000009").iterdir():
+        assert refused(file) == f"a file of a checkpoint / give the directory that it is in: {run}/step-00000009"
+    url = "memory://wrong-paths/file"
+    checkpoint.save(url, {"x": torch.ones(1)})
+    assert refused(f"{url}/manifest.json").startswith("a file of a checkpoint / give the directory")
+
+
+def test_files_and_directories_of_others(tmp_path):
+    model = torch.nn.Linear(1, 1)
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    assert refused(tmp_path / "model.pt").startswith('a file of torch.save / load it by torch.load("model.pt"')
+    torch.save(model.state_dict(), tmp_path / "old.bin", _use_new_zipfile_serialization=False)
+    assert refused(tmp_path / "old.bin").startswith("a file of torch.save")
+    assert refused(tmp_path).startswith("files of torch.save, such as model.pt")
+    (tmp_path / "notes").write_text("mine")
+    assert refused(tmp_path / "notes") == "a file / give the directory of a checkpoint"
+
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.save(model.state_dict(), checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert refused(tmp_path / "dcp").startswith("a checkpoint of torch.distributed.checkpoint / load it by torch.dist")
+    (tmp_path / "hf").mkdir()
+    save_file(model.state_dict(), tmp_path / "hf" / "model-00001-of-00002.safetensors")
+    assert refused(tmp_path / "hf").startswith("a checkpoint of Hugging Face / load it by from_pretrained")
+    assert refused(tmp_path / "hf" / "model-00001-of-00002.safetensors").startswith("a file of safetensors")
+
+    (tmp_path / "other").mkdir()
+    assert refused(tmp_path / "other") == "nothing / give another path"
+    (tmp_path / "other" / "readme.md").write_text("")
+    assert refused(tmp_path / "other").startswith("1 files and directories, none of a checkpoint, such as readme.md")
+    assert refused(tmp_path / "nowhere") == "nothing / give another path"
+
+
+def test_the_remains_of_a_save(tmp_path):
+    (tmp_path / "0123456789ab-r00000.safetensors").touch()
+    assert refused(tmp_path).startswith("1 files of a save that was not finished")
+
+
+def test_what_cannot_be_looked_at_is_no_checkpoint_all_the_same(tmp_path):
+    with watched([Fault(0, "os:listdir", action="EIO", times=9)], []):
+        assert "Input/output error" in refused(tmp_path)
+
+
+@pytest.mark.parametrize("call", ["save", "load", "open", "verify"])
+def test_an_unknown_protocol(call):
+    arguments = [{"x": 1}] if call in ("save", "load") else []
+    with pytest.raises(CheckpointError, match=r"s4://bucket/x: found the protocol 's4'.*did you mean s3") as caught:
+        getattr(checkpoint, call)("s4://bucket/x", *arguments)
+    assert "fsspec.available_protocols()" in str(caught.value)
+
+
+def test_a_package_that_is_not_there(monkeypatch):
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    monkeypatch.setattr(sys.modules["fsspec.registry"], "_registry", {})
+    with pytest.raises(CheckpointError, match=r"no package for 's3' .*pip install 'shardopt\[s3\]'"):
+        checkpoint.open("s3://bucket/x")
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(CheckpointError, match=r"no package for 'gs'.*install it: .*gcsfs"):
+        checkpoint.save("gs://bucket/x", {"x": 1})
+
+
+def test_what_is_no_path_stays_pythons_own_error():
+    with pytest.raises(TypeError):
+        checkpoint.open(3)
+
+
+@pytest.mark.parametrize("at", [1, 2])
+@pytest.mark.parametrize("kind", ["ENOSPC", "EDQUOT"])
+def test_a_full_disk(tmp_path, kind, at):
+    """The first write has a batch of 16 MiB, the second the rest."""
+    app = {"x": torch.zeros(5 << 20), "mine": checkpoint.PerRank("mine")}
+    nbytes = checkpoint.save(tmp_path / "whole", app).bytes_written
+    with watched([Fault(0, "os:writev", at=at, action=kind)], []), pytest.raises(CheckpointError) as caught:
+        checkpoint.save(tmp_path / "c", app)
+    (problem,) = caught.value.problems
+    first = 0 if at == 1 else int(problem.found.split("and ")[1].split(" ")[0].replace(",", ""))
+    assert problem.required == f"{nbytes:,} bytes for the data files of this rank"
+    assert f" bytes free, and {first:,} of the bytes written" in problem.found
+    assert (at == 1) == (first == 0) and first < nbytes
+    assert ("quota" in problem.found) == (kind == "EDQUOT")
+    assert not list(tmp_path.glob("c/*"))
+    free = int(problem.found.split(" ")[0].replace(",", ""))
+    assert free > 0
+
+
+def test_a_full_disk_at_the_commit(tmp_path):
+    with watched([Fault(0, "os:link", action="ENOSPC")], []), pytest.raises(CheckpointError) as caught:
+        checkpoint.save(tmp_path / "c", {"x": torch.zeros(3)})
+    (problem,) = caught.value.problems
+    assert problem.required.endswith("bytes for the manifest")
+    assert not list(tmp_path.glob("c/*"))
+
+
+def test_other_errors_of_the_system_stay_as_they_are(tmp_path):
+    with (
+        watched([Fault(0, "os:writev", action="EIO")], []),
+        pytest.raises(CheckpointError, match="Input/output") as caught,
+    ):
+        checkpoint.save(tmp_path / "c", {"x": torch.zeros(3)})
+    assert caught.value.__cause__.errno == errno.EIO
