@@ -60,7 +60,8 @@ class PartialStateful(Stateful, Protocol):
     """A Stateful of whose "state", a dict by name, each rank has only some names, and maybe no place for them yet.
 
     `held_state_names` gives the names that belong on this rank. What is stored under others is left to the ranks that
-    hold them; what is stored under these and has no place is an error.
+    hold them; what is stored under these and has no place is an error. Its keys do not depend on whether this rank has
+    any: the outermost parts of its state are always apart, and an empty "state" has no key.
     """
 
     def held_state_names(self) -> Collection[str]: ...
@@ -214,9 +215,12 @@ def _descend_stateful(node: Stateful, path: Path, flat: FlatState) -> None:
         for part, child in value.items():
             handback.state[part] = child
 
-    if holds_tensors(handback.state):
+    partial = isinstance(node, PartialStateful)
+    if partial or holds_tensors(handback.state):
         for part, child in handback.state.items():
             _check_part(part, path)
+            if partial and part == "state" and not child:
+                continue  # other ranks may have some, and no rank is to have a key that they have not
             _descend(child, (*path, part), _set_item(handback.state, part), True, flat)
     else:
         _add(flat, path, dict(handback.state), replace_state)

@@ -30,7 +30,7 @@ class Memory:
 
     Args:
         space: of the parameters.
-        states: of each of its parameters, in its order.
+        states: of each of its parameters of which this rank has a part, in its order.
         numbers: state that belongs to no parameter.
     """
 

@@ -36,7 +36,7 @@ from shardopt.sharding.box import Box, cover_faults
 from shardopt.sharding.gradients import takes_gradient
 from shardopt.sharding.layout import held
 from shardopt.sharding.pieces import View
-from shardopt.sharding.view import assemble, device_of, groups_of, leaves_of, members_of, view_of
+from shardopt.sharding.view import assemble, device_of, groups_of, is_held, leaves_of, members_of, view_of
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
@@ -135,7 +135,7 @@ class Muon(Optimizer):
         for ranks, its in teams:
             _agree_on_gradients(ranks, its)
         for matrix in matrices:
-            if matrix.gradients is not None:
+            if matrix.gradients is not None and matrix.is_held:
                 matrix.update_momentum(self._momentum(matrix))
         for ranks, its in teams:
             moving = [matrix for matrix in its if matrix.gradients is not None]
@@ -168,6 +168,7 @@ class _Matrix:
     def __init__(self, parameter: Tensor, group: Mapping[str, Any], name: str) -> None:
         self.parameter, self.group, self.name = parameter, group, name
         self.view = view_of(parameter, name)
+        self.is_held = is_held(parameter)
         self.gradients = dense_gradients(parameter, name)
         self._momentum: tuple[Tensor, ...] = ()
 
@@ -203,6 +204,8 @@ class _Matrix:
 
     def parts(self) -> dict[Box, Tensor]:
         """U, by box."""
+        if not self.is_held:
+            return {}
         assert self.gradients is not None
         update: Sequence[Tensor] = self._momentum
         if self.group["nesterov"]:

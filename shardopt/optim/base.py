@@ -26,6 +26,7 @@ from shardopt.optim.renaming import renamed
 from shardopt.optim.saved import PARAM_GROUPS, PARAMS, STATE, KeyedGroup, as_saved, plan_all, saved_options
 from shardopt.optim.scaler import refuse_scaled_backward, refuse_torchs_scaler
 from shardopt.ranks import ranks_of
+from shardopt.sharding.view import is_held
 
 StateDict = dict[str, Any]
 
@@ -148,8 +149,12 @@ class KeyedOptimizer(Optimizer):
         return renamed(state_dict, new_key)
 
     def held_state_names(self) -> set[str]:
-        """The names under "state" that belong on this rank, whether there is state for them or not."""
-        return self._state_names()
+        """The names under "state" that belong on this rank, whether there is state for them or not.
+
+        Not those of sharded parameters of which it holds no part.
+        """
+        elsewhere = {name for name, parameter in self._params.items() if not is_held(parameter)}
+        return self._state_names() - elsewhere
 
     def post_load_state_dict(self) -> None:
         """Called after state was loaded; does nothing here."""
@@ -243,6 +248,10 @@ class KeyedOptimizer(Optimizer):
 
     def _plan(self, plan: LoadPlan, offered: Mapping[str, Any]) -> None:
         """Plans to load what the hooks have made of a state dict."""
+        state = offered.get(STATE)
+        if isinstance(state, Mapping):
+            elsewhere = self._params.keys() - self.held_state_names()
+            offered = {**offered, STATE: {name: entries for name, entries in state.items() if name not in elsewhere}}
         groups = self._keyed_groups()
         plan_all(plan, dict(self._named_state()), groups, offered)
         for group in groups or ():
@@ -263,6 +272,11 @@ class KeyedOptimizer(Optimizer):
         """Whether a step has to evaluate the model itself, maybe several times."""
         return False
 
+    @property
+    def _has_state(self) -> bool:
+        """Whether `state_dict()["state"]` has anything."""
+        return any(True for _ in self._named_state())
+
     def _state_names(self) -> set[str]:
         """Every name that `state_dict()["state"]` has or may get."""
         return {*self._params, *(key for key in cast(Any, self.state) if isinstance(key, str))}
@@ -272,10 +286,14 @@ class KeyedOptimizer(Optimizer):
         self._plan(plan, state_dict if plan.descriptions else before_load_state_dict(self, state_dict))
 
     def _named_state(self) -> Iterator[tuple[str, MutableMapping[str, Any]]]:
-        """Name and live state of each parameter that has any, then what state has under names of its own."""
+        """Name and live state of each parameter that has any, then what state has under names of its own.
+
+        Of what lies on other ranks alone there is none: what a rank counts that cannot see the gradients would drift
+        from what those count.
+        """
         for parameter, name in self._names.items():
             entries = self.state.get(parameter)
-            if entries:
+            if entries and is_held(parameter):
                 yield name, entries
         for key in list(self.state):
             if isinstance(key, str):

@@ -191,6 +191,10 @@ class CombinedOptimizer(CompositeOptimizer):
             problem = Problem(name, found, "the children's own", "change it in the one that is meant, in `optimizers`")
             raise StateError("a combined optimizer has nothing of its own to replace", [problem])
 
+    def held_state_names(self) -> set[str]:
+        """Those of every child, with its key."""
+        return {self.prepend_opt_key(name, key) for key, part in self.optimizers for name in part.held_state_names()}
+
     def _state_names(self) -> set[str]:
         return {self.prepend_opt_key(name, key) for key, part in self.optimizers for name in part._state_names()}
 
@@ -210,7 +214,7 @@ class CombinedOptimizer(CompositeOptimizer):
         return gathered
 
     def _plan(self, plan: LoadPlan, offered: Mapping[str, Any]) -> None:
-        plan_keys(plan, self._saves_groups, offered)
+        plan_keys(plan, self._saves_groups, offered, self._has_state)
         shares: list[dict[str, Any]] = [{STATE: {}} for _ in self._parts]
         for share, part in zip(shares, self._parts, strict=True):
             if part._saves_groups:

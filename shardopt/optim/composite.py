@@ -109,6 +109,10 @@ class CompositeOptimizer(KeyedOptimizer):
         return "_parts" in self.__dict__
 
     @property
+    def _has_state(self) -> bool:
+        return any(part._has_state for part in self._parts)
+
+    @property
     def _needs_closure(self) -> bool:
         return any(part._needs_closure for part in self._parts)
 

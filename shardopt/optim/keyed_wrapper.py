@@ -15,6 +15,8 @@ from shardopt.optim.groups import first_names, named, refuse_non_leaves
 from shardopt.optim.local_state import LocalState
 from shardopt.optim.local_step import LocalOptimizer
 from shardopt.optim.saved import PARAM_GROUPS, STATE, UNTOUCHED
+from shardopt.sharding.view import is_on_all_ranks
+from shardopt.values import UnionOfRanks
 
 
 class KeyedOptimizerWrapper(KeyedOptimizer):
@@ -47,8 +49,8 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         """One step; hooks run once, on this optimizer.
 
         Local to the rank, unless a gradient has another placement than its parameter: then all ranks of the mesh must
-        call, since it is redistributed. A rank that holds no part of a ShardedTensor counts each step for it, as it
-        cannot see whether the others have a gradient.
+        call, since it is redistributed. A rank that holds no part of a parameter (outside of a DTensor's mesh, without
+        elements of a ShardedTensor) has no state of it, since it cannot see whether the others have a gradient.
 
         Args:
             closure: evaluates the model again and returns the loss, which is returned; called once (but by LBFGS).
@@ -108,7 +110,10 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
     def _saved_besides(self, names: list[str]) -> dict[str, Any]:
         if not self._local.settles_at_first_step:
             return {}
-        return {UNTOUCHED: [name for name in names if self._local.is_untouched(self._params[name])]}
+        untouched = [name for name in names if self._local.is_untouched(self._params[name])]
+        # A rank knows of what it has a part of; groups are to be the same on all.
+        on_all = all(is_on_all_ranks(self._params[name]) for name in names)
+        return {UNTOUCHED: untouched if on_all else UnionOfRanks(untouched)}
 
     def _loaded(self, offered: Mapping[str, Any]) -> None:
         groups = offered[PARAM_GROUPS].values() if self._save_param_groups and PARAM_GROUPS in offered else ()

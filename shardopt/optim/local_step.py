@@ -26,7 +26,7 @@ from shardopt.optim.leaves import GroupLeaves, ShardedState, Shards, zero_gradie
 from shardopt.optim.refusals import parameters_of, refuse_unfit
 from shardopt.optim.turn import Turn, in_turns
 from shardopt.sharding.gradients import requires_gradient
-from shardopt.sharding.view import leaves_of
+from shardopt.sharding.view import empty_leaf, is_held, leaves_of
 
 Group = dict[str, Any]
 
@@ -51,7 +51,7 @@ class LocalOptimizer:
         self._grouped: list[GroupLeaves] = []
         # With the group of each parameter, and its place there.
         self._alone: dict[Tensor, tuple[Group, int, GroupLeaves]] = {}
-        leaves = {parameter: self._bind(name, parameter) for parameter, name in names.items()}
+        leaves = self._bind(names)
         self.optimizer = optim_factory(list(chain.from_iterable(leaves.values())))
         self.spec = spec = find_spec(type(self.optimizer))
         if spec is not None and spec.stands_for is not None and not isinstance(self.optimizer, spec.optimizer):
@@ -61,6 +61,7 @@ class LocalOptimizer:
         owners = {leaf: parameter for parameter, its in leaves.items() for leaf in its}
         for group in self.groups:
             group["params"] = parameters_of(group["params"], owners, leaves, names)
+        self._drop_stand_ins(leaves)
         self.hand_over_parameters(names)
 
     @property
@@ -79,22 +80,25 @@ class LocalOptimizer:
         return self.spec is not None and self.spec.steps_on is StepsOn.PARAMETERS
 
     def leaves(self, parameter: Tensor) -> tuple[Tensor, ...]:
-        """The tensors that are stepped on in place of a parameter."""
+        """The tensors that are stepped on in place of a parameter; none on a rank that holds no part of it."""
         shards = self.shards.get(parameter)
-        return (parameter,) if shards is None else shards.leaves
+        if shards is not None:
+            return shards.leaves
+        return (parameter,) if is_held(parameter) else ()
 
     def add_group(self, names: Mapping[Tensor, str], options: Mapping[str, Any]) -> None:
         """Adds parameters; as torch's `add_param_group`, and with state where the class makes it at construction."""
-        leaves = list(chain.from_iterable(self._bind(name, parameter) for parameter, name in names.items()))
+        leaves = self._bind(names)
         try:
             groups = [*self.groups, {**self.optimizer.defaults, **options}]
             refuse_unfit(self.optimizer, self.spec, names, self.shards.values(), groups)
-            self.optimizer.add_param_group({**options, "params": leaves})
+            self.optimizer.add_param_group({**options, "params": list(chain.from_iterable(leaves.values()))})
         except Exception:
             for parameter in names:
                 self.shards.pop(parameter, None)
             raise
         self.groups[-1]["params"] = list(names)
+        self._drop_stand_ins(leaves)
         self.hand_over_parameters({**getattr(self.optimizer, "names", {}), **names})
         if self.spec is not None and self.spec.state_at_construction:
             self.make_state(names)
@@ -188,7 +192,9 @@ class LocalOptimizer:
             cast(MakesGlobalState, self.optimizer).make_global()
 
     def state_of(self, parameter: Tensor) -> MutableMapping[str, Any]:
-        """The live state of a parameter; empty if there is none yet."""
+        """The live state of a parameter; empty if there is none yet, or no part of the parameter."""
+        if not self.leaves(parameter):
+            return {}
         shards = self.shards.get(parameter)
         if shards is None:
             return self.states[parameter]
@@ -197,11 +203,11 @@ class LocalOptimizer:
 
     def has_state(self, parameter: Tensor) -> bool:
         """Whether there is any state of a parameter."""
-        return self.leaves(parameter)[0] in self.states
+        return any(leaf in self.states for leaf in self.leaves(parameter)[:1])
 
     def is_untouched(self, parameter: Tensor) -> bool:
         """Whether the parameter has state and never had a step, so that the first step makes its state anew."""
-        return self.states.is_untouched(self.leaves(parameter)[0])
+        return any(map(self.states.is_untouched, self.leaves(parameter)[:1]))
 
     def state_loaded(self, parameter: Tensor, untouched: bool) -> None:
         """Takes it that the state of a parameter was loaded.
@@ -222,12 +228,23 @@ class LocalOptimizer:
         self._grouped.clear()
         self._alone.clear()
 
-    def _bind(self, name: str, parameter: Tensor) -> tuple[Tensor, ...]:
-        held = leaves_of(parameter)
-        if len(held) == 1 and held[0] is parameter:
-            return held
-        self.shards[parameter] = Shards(name, parameter)
-        return self.shards[parameter].leaves
+    def _bind(self, names: Mapping[Tensor, str]) -> dict[Tensor, tuple[Tensor, ...]]:
+        """Parameter → its leaves; one without has an empty stand-in, by which its group is known."""
+        bound = {}
+        for parameter, name in names.items():
+            leaves = leaves_of(parameter)
+            if len(leaves) != 1 or leaves[0] is not parameter:
+                self.shards[parameter] = Shards(name, parameter)
+                leaves = self.shards[parameter].leaves or (empty_leaf(parameter),)
+            bound[parameter] = leaves
+        return bound
+
+    def _drop_stand_ins(self, bound: Mapping[Tensor, tuple[Tensor, ...]]) -> None:
+        """Takes back state that the class has made for stand-ins at construction."""
+        for parameter in bound:
+            if not self.leaves(parameter):
+                for leaf in bound[parameter]:
+                    self.optimizer.state.pop(leaf, None)
 
     def _leaves_of_groups(self) -> list[GroupLeaves]:
         parameters = [group["params"] for group in self.groups]

@@ -17,6 +17,7 @@ from torch import Tensor
 from shardopt.errors import Problem, StateError
 from shardopt.optim.groups import listed
 from shardopt.optim.loading import LoadPlan, is_stateful, like
+from shardopt.values import UnionOfRanks
 
 STATE = "state"
 PARAM_GROUPS = "param_groups"
@@ -65,10 +66,11 @@ def renamed_group(group: Any, rename: Callable[[str], str]) -> Any:
     """A saved group with other names for its parameters, in their order."""
     if not isinstance(group, Mapping):
         return group
-    return {
-        option: [rename(name) for name in value] if option in (PARAMS, UNTOUCHED) else value
-        for option, value in group.items()
-    }
+
+    def renamed(names: Any) -> list[str]:
+        return (UnionOfRanks if isinstance(names, UnionOfRanks) else list)(map(rename, names))
+
+    return {option: renamed(value) if option in (PARAMS, UNTOUCHED) else value for option, value in group.items()}
 
 
 def as_saved(value: Any) -> Any:
@@ -115,17 +117,20 @@ def plan_all(
         groups: the optimizer's groups, or None if it saves none.
         offered: the saved form.
     """
-    plan_keys(plan, groups is not None, offered)
+    plan_keys(plan, groups is not None, offered, has_state=bool(state))
     if STATE in offered:
         _plan_state(plan, state, offered[STATE])
     if groups is not None and PARAM_GROUPS in offered:
         _plan_groups(plan, {group.key: group for group in groups}, offered[PARAM_GROUPS])
 
 
-def plan_keys(plan: LoadPlan, saves_groups: bool, offered: Mapping[str, Any]) -> None:
-    """Holds the outermost keys of a saved form against those of an optimizer that does or does not save groups."""
+def plan_keys(plan: LoadPlan, saves_groups: bool, offered: Mapping[str, Any], has_state: bool = True) -> None:
+    """Holds the outermost keys of a saved form against those of an optimizer that does or does not save groups.
+
+    One without any state needs none: where all of it lies on other ranks, a checkpoint has nothing for this one.
+    """
     known = {STATE, PARAM_GROUPS} if saves_groups else {STATE}
-    for key in known - offered.keys():
+    for key in known - offered.keys() - (set() if has_state else {STATE}):
         plan.missing(
             plan.section(key), "load what state_dict() gave, with groups where save_param_groups(True) was called"
         )
