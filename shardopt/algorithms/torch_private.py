@@ -93,6 +93,11 @@ def gradient_hooks(parameter: Tensor) -> list[Callable[[Tensor], None]]:
     return list((hooks or {}).values())
 
 
+def is_flattened(parameter: Tensor) -> bool:
+    """Whether FullyShardedDataParallel (FSDP1) has taken a parameter up: it then is, or is a piece of, a flat one."""
+    return getattr(parameter, "_fsdp_flattened", False) is True
+
+
 def in_forward_of_ddp() -> bool:
     """Whether DistributedDataParallel is running the forward of a module."""
     return DistributedDataParallel._active_ddp_module is not None

@@ -29,7 +29,7 @@ _FEW = 16  # elements of a tensor that is an option, or a wrapper's own state
 def differences(
     ranks: Ranks,
     names: Mapping[Tensor, str],
-    param_groups: Any,
+    param_groups: Callable[[], Any],
     state: Callable[[], Mapping[str, Mapping[str, Any]]],
 ) -> list[Problem]:
     """The first parameter for each option and each number in state that differs between ranks. Collective.
@@ -38,12 +38,12 @@ def differences(
 
     Args:
         names: parameter → FQN.
-        param_groups: the optimizer's groups.
+        param_groups: gives the optimizer's groups.
         state: gives FQN, or a name that belongs to no parameter, → entries. Sharded entries are not looked at.
     """
     mine, alike = ranks.agree(
         _WHAT,
-        work=lambda: json.dumps([list(_options(names, param_groups)), _numbers(names, state())], sort_keys=True),
+        work=lambda: json.dumps([list(_options(names, param_groups())), _numbers(names, state())], sort_keys=True),
         report=lambda text: blake2b(text.encode(), digest_size=16).hexdigest(),
         decide=lambda digests: len(set(digests)) == 1,
     )

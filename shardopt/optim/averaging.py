@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from shardopt.copies import wait_for_copies
 from shardopt.errors import Problem, StateError
-from shardopt.optim.groups import plain_name
+from shardopt.optim.groups import plain_name, refuse_flattened
 from shardopt.optim.loading import LoadPlan, Unmatched
 from shardopt.optim.saved import STATE, plan_keys
 from shardopt.sharding.view import assemble, leaves_of, view_of
@@ -53,7 +53,7 @@ class Averaging:
 
     Raises:
         LayoutError: a weight is sharded in a way that cannot be described, or has no memory yet.
-        StateError: the dtype is not a floating-point one.
+        StateError: the dtype is not a floating-point one, or the model is in FullyShardedDataParallel.
     """
 
     _entry: ClassVar[str]
@@ -67,6 +67,7 @@ class Averaging:
         self._use_buffers = use_buffers
         _reshard(model)
         self._params = _by_plain_name(model.named_parameters())
+        refuse_flattened(self._params)
         for name, tensor in self._tensors().items():
             view_of(tensor, name)  # refuses what could not be saved
         self._averages = {

@@ -20,7 +20,15 @@ from shardopt.algorithms.torch_private import (
 from shardopt.copies import wait_for_copies
 from shardopt.errors import Problem, StateError
 from shardopt.optim.agreement import differences
-from shardopt.optim.groups import first_names, listed, named, refuse_non_leaves
+from shardopt.optim.groups import (
+    described,
+    first_names,
+    listed,
+    named,
+    refuse_flattened,
+    refuse_non_leaves,
+    refuse_unfit_groups,
+)
 from shardopt.optim.loading import LoadPlan, Unmatched
 from shardopt.optim.renaming import renamed
 from shardopt.optim.saved import PARAM_GROUPS, PARAMS, STATE, KeyedGroup, as_saved, plan_all, saved_options
@@ -54,6 +62,7 @@ class KeyedOptimizer(Optimizer):
         self._params = dict(params)
         self._names = first_names(self._params)
         self._save_param_groups = False
+        refuse_flattened(self._params)
         refuse_non_leaves(self._params, param_groups)
         grouped = list(chain.from_iterable(group[PARAMS] for group in param_groups))
         strangers = [key for key in (*state, *grouped) if isinstance(key, Tensor) and key not in self._names]
@@ -185,7 +194,13 @@ class KeyedOptimizer(Optimizer):
             StateError: for each option and each number that differs, names the first parameter, with what is on which
                 rank. Every rank raises.
         """
-        found = differences(ranks_of(), first_names(self.params), self.param_groups, lambda: self._gather()[STATE])
+        names = first_names(self.params)
+
+        def groups() -> Any:
+            refuse_unfit_groups(self.param_groups, names)
+            return self.param_groups
+
+        found = differences(ranks_of(), names, groups, lambda: self._gather()[STATE])
         if found:
             raise StateError("ranks have drifted apart", found)
 
@@ -298,11 +313,16 @@ class KeyedOptimizer(Optimizer):
         for key in list(self.state):
             if isinstance(key, str):
                 yield key, self.state[key]
+            elif isinstance(key, Tensor) and key not in self._names:
+                required = f"that of {listed(self._names.values())}"
+                problem = Problem("state", described(key), required, "take it out of optimizer.state")
+                raise StateError("state of a tensor without a name cannot be saved or loaded", [problem])
 
     def _keyed_groups(self) -> list[KeyedGroup] | None:
         """The groups that have parameters, if groups are saved."""
         if not self._save_param_groups:
             return None
+        refuse_unfit_groups(self.param_groups, self._names)
         keyed_groups = []
         for group in self.param_groups:
             names = sorted(self._names[parameter] for parameter in group[PARAMS])

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from shardopt.errors import Problem, StateError
 from shardopt.optim.base import KeyedOptimizer
 from shardopt.optim.gradients import alike, clamp, local_gradients, scale
-from shardopt.optim.groups import first_names
+from shardopt.optim.groups import first_names, refuse_flattened, refuse_unfit_groups
 from shardopt.optim.norms import GradientNorm
 from shardopt.optim.saved import PARAMS
 from shardopt.optim.wrapper import OptimizerWrapper
@@ -114,7 +114,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
             RankError: another rank failed; nothing was changed.
         """
         self._refuse_updates_in_backward()
-        measured = self._norm.measure(self._parameters(), lambda: first_names(self.params))
+        measured = self._norm.measure(self._parameters(), self._names_of_parameters)
         self._total_norm = measured.total
         if self._error_if_nonfinite:
             measured.refuse_nonfinite()
@@ -126,13 +126,24 @@ class GradientClippingOptimizer(OptimizerWrapper):
         if self._clipping is GradientClipping.NORM:
             self.clip_grad_norm_()
         elif self._clipping is GradientClipping.VALUE:
-            names = first_names(self.params)
+            names = self._names_of_parameters()
             found = chain.from_iterable(local_gradients(names[its], its) for its in self._parameters())
             with torch.no_grad():
                 clamp(alike(gradient for gradient in found if gradient is not None), self._max_gradient)
 
+    def _names_of_parameters(self) -> dict[Tensor, str]:
+        """Asked when parameters are new, as those are that were wrapped, or put into a group, since."""
+        names = first_names(self.params)
+        refuse_flattened(self.params)
+        refuse_unfit_groups(self.param_groups, names)
+        return names
+
     def _parameters(self) -> list[Tensor]:
-        return list(chain.from_iterable(group[PARAMS] for group in self.param_groups))
+        try:
+            return list(chain.from_iterable(group[PARAMS] for group in self.param_groups))
+        except (LookupError, TypeError):  # something that somebody has put there is no group
+            self._names_of_parameters()
+            raise
 
     def _refuse_updates_in_backward(self) -> None:
         if self.updates_in_backward:

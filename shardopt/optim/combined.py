@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
 from shardopt.errors import Problem, StateError
 from shardopt.optim.base import KeyedOptimizer, StateDict
 from shardopt.optim.composite import CompositeOptimizer
-from shardopt.optim.groups import listed, named
+from shardopt.optim.groups import described, listed, named
 from shardopt.optim.loading import LoadPlan
 from shardopt.optim.saved import PARAM_GROUPS, PARAMS, STATE, plan_keys, renamed_group
 
@@ -69,7 +69,9 @@ class CombinedOptimizer(CompositeOptimizer):
 
     @state.setter
     def state(self, state: Any) -> None:
-        self._refuse_replacing("state")
+        """Takes over the entries of another mapping: each child gets those of its parameters, and of its own names."""
+        if self._made:
+            self._replace_state(dict(state))
 
     @property
     def param_groups(self) -> Any:
@@ -185,6 +187,31 @@ class CombinedOptimizer(CompositeOptimizer):
             raise StateError("optimizers that overlap cannot be combined", problems)
         self._params, self._owners = params, {tensor: self._parts[index] for tensor, index in owners.items()}
 
+    def _replace_state(self, state: Mapping[Any, Any]) -> None:
+        """Gives each child the entries that are its own.
+
+        Raises:
+            StateError: it is not plain which child is meant; nothing was changed.
+        """
+        self._index()
+        shares: list[tuple[KeyedOptimizer, dict[Any, Any]]] = [(part, {}) for part in self._parts]
+        problems = []
+        for key, entries in state.items():
+            if isinstance(key, Tensor):
+                meant = {index for index, part in enumerate(self._parts) if part is self._owners.get(key)}
+            else:
+                meant = self._meant(str(key))
+            if len(meant) != 1:
+                found = described(key) if isinstance(key, Tensor) else f"state of {key!r}"
+                problems.append(Problem("state", found, "that of one child", "set it in the one that is meant"))
+                continue
+            index = meant.pop()
+            shares[index][1][key if isinstance(key, Tensor) else _inner(key, self._keys[index])] = entries
+        if problems:
+            raise StateError("state can go to no optimizer, or to several", problems)
+        for part, own in shares:
+            part.state = cast(Any, own)
+
     def _refuse_replacing(self, name: str) -> None:
         if self._made:  # torch's constructor sets it before
             found = f"a new {name}"
@@ -279,6 +306,11 @@ class CombinedState(MutableMapping[Any, Any]):
 
     def __len__(self) -> int:
         return sum(len(child.state) for _, child in self._combined.optimizers)
+
+    def clear(self) -> None:
+        """That of every child."""
+        for _, child in self._combined.optimizers:
+            child.state.clear()
 
     def __repr__(self) -> str:
         return repr(dict(self))

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardopt.errors import AlgorithmError, Problem, StateError
+from shardopt.algorithms.torch_private import is_flattened
+from shardopt.errors import AlgorithmError, LayoutError, Problem, StateError
 from shardopt.sharding.gradients import takes_gradient
+from shardopt.sharding.view import view_of
 
 NamedTensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 _WRAPPERS = re.compile(r"(?<![^.])(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.")
 _MOST_NAMES = 20
+_ADD = 'add it under its name, add_param_group({"params": {name: tensor}}), or make the optimizer after the model'
 
 
 def named(parameters: NamedTensors) -> dict[str, Tensor]:
@@ -40,6 +43,7 @@ def named(parameters: NamedTensors) -> dict[str, Tensor]:
             problem = Problem(name, "two parameters", "one", "give every parameter a name of its own")
             raise StateError("two parameters have one name", [problem])
         by_name[name] = tensor
+    refuse_flattened(by_name)
     return by_name
 
 
@@ -57,6 +61,79 @@ def first_names(parameters: Mapping[str, Tensor]) -> dict[Tensor, str]:
     for name, tensor in parameters.items():
         names.setdefault(tensor, name)
     return names
+
+
+def refuse_flattened(parameters: Mapping[str, Tensor]) -> None:
+    """Refuses parameters of FullyShardedDataParallel (FSDP1), which do not tell what they are pieces of.
+
+    A rank has a flat piece of each, of its own length or none: a norm would take them for replicas, and a checkpoint
+    for the parameters.
+
+    Raises:
+        StateError: names each.
+    """
+    problems = [
+        Problem(
+            key=name,
+            found="a flat piece of FullyShardedDataParallel",
+            required="a parameter that tells how it is sharded",
+            remedy="shard the model with torch.distributed.fsdp.fully_shard in its place, and then make this",
+        )
+        for name, tensor in parameters.items()
+        if is_flattened(tensor)
+    ]
+    if problems:
+        raise StateError("FullyShardedDataParallel (FSDP1) is not supported; fully_shard (FSDP2) is", problems)
+
+
+def refuse_unfit_groups(groups: Any, names: Mapping[Tensor, str], required: Collection[str] = ()) -> None:
+    """Holds groups that anybody may have changed against the parameters of their optimizer.
+
+    Args:
+        groups: of the optimizer, live or to be.
+        names: parameter → FQN.
+        required: the options that each group needs.
+
+    Raises:
+        StateError: names what is no group, each tensor that the optimizer does not know, each parameter that stands in
+            two places, and each option that is missing.
+    """
+    problems = []
+    places: dict[Tensor, str] = {}
+    for number, group in enumerate(groups):
+        where = f"param_groups[{number}]"
+        params = group.get("params") if isinstance(group, MutableMapping) else None
+        if not isinstance(params, list | tuple):
+            found = f"a {type(group).__name__}" if params is None else f'"params" in a {type(params).__name__}'
+            problems.append(
+                Problem(where, found, 'a dict with a list of parameters under "params"', "use add_param_group")
+            )
+            continue
+        for option in (option for option in required if option not in group):
+            remedy = "use add_param_group, which fills in what is not given"
+            problems.append(Problem(f"{where}.{option}", "nothing", "a value, as in every group", remedy))
+        for place, param in enumerate(params):
+            at = f'{where}["params"][{place}]'
+            if not isinstance(param, Tensor) or param not in names:
+                problems.append(Problem(at, described(param), f"one of {listed(names.values())}", _ADD))
+            elif param in places:
+                found, one = f"{names[param]}, which {places[param]} is", "each parameter once"
+                problems.append(Problem(at, found, one, "take it out of one of them"))
+            else:
+                places[param] = at
+    if problems:
+        raise StateError("groups of an optimizer do not fit its parameters", problems)
+
+
+def described(value: Any) -> str:
+    """A tensor that has no name, in a few words."""
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    try:
+        view = view_of(value)
+    except LayoutError:  # whatever it is, it is not one of ours
+        return f"a {type(value).__name__} that the optimizer does not know"
+    return f"a tensor of {view.dtype} and shape {view.shape} that the optimizer does not know"
 
 
 def refuse_non_leaves(parameters: Mapping[str, Tensor], groups: Iterable[Mapping[str, Any]] = ()) -> None:

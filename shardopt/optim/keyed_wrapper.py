@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from shardopt.algorithms.torch_private import not_compiled
 from shardopt.optim.base import KeyedOptimizer
-from shardopt.optim.groups import first_names, named, refuse_non_leaves
+from shardopt.optim.groups import first_names, named, refuse_non_leaves, refuse_unfit_groups
 from shardopt.optim.local_state import LocalState
 from shardopt.optim.local_step import LocalOptimizer
 from shardopt.optim.saved import PARAM_GROUPS, STATE, UNTOUCHED
@@ -36,13 +36,53 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
     def __init__(self, params: Mapping[str, Tensor], optim_factory: Callable[[list[Tensor]], Optimizer]) -> None:
         params = named(params)
         try:
-            self._local = LocalOptimizer(first_names(params), optim_factory)
+            local = LocalOptimizer(first_names(params), optim_factory)
         except ValueError:
             refuse_non_leaves(params)  # torch does too, but names none of them
             raise
-        super().__init__(params, {}, self._local.groups)
-        self.defaults = self._local.optimizer.defaults
-        self.state = cast(Any, LocalState(self._names, self._local))
+        super().__init__(params, {}, local.groups)
+        self._take(local)
+
+    # Who replaces these, which torch lets anybody do, replaces what is stepped with.
+
+    @property
+    def state(self) -> Any:
+        """Parameter → its state, live; another mapping that is set here is taken over entry by entry."""
+        return self.__dict__["state"]
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        if self._made:
+            self.__dict__["state"].replace(state)
+        else:
+            self.__dict__["state"] = state
+
+    @property
+    def param_groups(self) -> Any:
+        """The groups, live; others that are set here have to have the optimizer's own parameters, and all options."""
+        return self._local.groups if self._made else self.__dict__["param_groups"]
+
+    @param_groups.setter
+    def param_groups(self, param_groups: Any) -> None:
+        if not self._made:
+            self.__dict__["param_groups"] = param_groups
+            return
+        groups = param_groups if isinstance(param_groups, list) else list(param_groups)
+        refuse_unfit_groups(groups, self._names, self.defaults)
+        self._local.optimizer.param_groups = groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The options of groups that are added without them."""
+        defaults: dict[str, Any] = self._local.optimizer.defaults if self._made else self.__dict__["defaults"]
+        return defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        if self._made:
+            self._local.optimizer.defaults = defaults
+        else:
+            self.__dict__["defaults"] = defaults
 
     @not_compiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -95,13 +135,26 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         return f"{type(self).__name__} of {self._local.optimizer!r}"
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = super().__getstate__()
-        del kept["state"]  # a view of what is in _local
+        views = ("state", "param_groups", "defaults")  # of what is in _local
+        kept = {name: value for name, value in super().__getstate__().items() if name not in views}
         return {**kept, "_local": self._local}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({**state, "state": LocalState(state["_names"], state["_local"])})
+        self._names = state["_names"]
+        self._take(state["_local"])
+        super().__setstate__(state)
         self._local.hand_over_parameters(self._names)
+
+    def _take(self, local: LocalOptimizer) -> None:
+        """From now on all that torch keeps in an optimizer is that of the one which steps."""
+        for name in ("param_groups", "defaults"):
+            self.__dict__.pop(name, None)  # of torch's constructor
+        self.__dict__["state"] = LocalState(self._names, local)
+        self._local = local
+
+    @property
+    def _made(self) -> bool:
+        return "_local" in self.__dict__
 
     @property
     def _needs_closure(self) -> bool:

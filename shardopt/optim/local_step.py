@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from functools import partial
 from itertools import chain
+from operator import is_
 from typing import Any, cast
 
 import torch
@@ -20,9 +21,10 @@ from shardopt.algorithms.fresh import fresh_state
 from shardopt.algorithms.registry import AlgorithmSpec, MakesGlobalState, MakesState, StepsOn, find_spec, unknown
 from shardopt.algorithms.torch_private import step_without_hooks
 from shardopt.errors import AlgorithmError
+from shardopt.optim.groups import refuse_flattened, refuse_unfit_groups
 from shardopt.optim.implementation import fused_now, refuse_sparse
 from shardopt.optim.leaf_states import LeafStates
-from shardopt.optim.leaves import GroupLeaves, ShardedState, Shards, zero_gradients
+from shardopt.optim.leaves import GroupLeaves, ShardedState, Shards, State, zero_gradients
 from shardopt.optim.refusals import parameters_of, refuse_unfit
 from shardopt.optim.turn import Turn, in_turns
 from shardopt.sharding.gradients import requires_gradient
@@ -48,7 +50,9 @@ class LocalOptimizer:
     def __init__(self, names: Mapping[Tensor, str], optim_factory: Callable[[list[Tensor]], Optimizer]) -> None:
         self.shards: dict[Tensor, Shards] = {}
         self.chooses = False
+        self._names = dict(names)
         self._grouped: list[GroupLeaves] = []
+        self._known: list[list[Tensor]] = []  # the parameters of each group, once they were looked at
         # With the group of each parameter, and its place there.
         self._alone: dict[Tensor, tuple[Group, int, GroupLeaves]] = {}
         leaves = self._bind(names)
@@ -98,6 +102,7 @@ class LocalOptimizer:
                 self.shards.pop(parameter, None)
             raise
         self.groups[-1]["params"] = list(names)
+        self._names.update(names)
         self._drop_stand_ins(leaves)
         self.hand_over_parameters({**getattr(self.optimizer, "names", {}), **names})
         if self.spec is not None and self.spec.state_at_construction:
@@ -115,6 +120,7 @@ class LocalOptimizer:
     def step(self, closure: Callable[[], Any] | None) -> Any:
         """One step of the algorithm without hooks; returns the closure's loss."""
         if self.spec is None or not self.spec.elementwise:
+            self._look_at_groups()
             self.states.hand_over()
             return step_without_hooks(type(self.optimizer))(self.optimizer, closure)
         loss = None
@@ -201,6 +207,26 @@ class LocalOptimizer:
         assert self.spec is not None  # sharded parameters are refused for an unknown class
         return ShardedState(shards, tuple(self.states[leaf] for leaf in shards.leaves), self.spec, self.state_changed)
 
+    def set_state(self, parameter: Tensor, entries: Mapping[str, Any]) -> None:
+        """Replaces the state of a parameter; where it is stepped on itself, by the very mapping, as in torch."""
+        self.state_changed()
+        leaves = self.leaves(parameter)
+        if not leaves:
+            return
+        if leaves[0] is parameter:
+            self.states.put(parameter, cast(State, entries), untouched=False)
+            return
+        state, copied = self.state_of(parameter), dict(entries)  # which may be live itself
+        state.clear()
+        state.update(copied)
+
+    def clear_state(self) -> None:
+        """Leaves no parameter with state but what the class makes at construction, which is made anew."""
+        self.state_changed()
+        self.states.clear()
+        if self.spec is not None and self.spec.state_at_construction:
+            self.make_state(list(self._names))
+
     def has_state(self, parameter: Tensor) -> bool:
         """Whether there is any state of a parameter."""
         return any(leaf in self.states for leaf in self.leaves(parameter)[:1])
@@ -247,10 +273,32 @@ class LocalOptimizer:
                     self.optimizer.state.pop(leaf, None)
 
     def _leaves_of_groups(self) -> list[GroupLeaves]:
-        parameters = [group["params"] for group in self.groups]
+        parameters = self._parameters_of_groups()
         if len(self._grouped) != len(parameters) or not all(map(GroupLeaves.are_of, self._grouped, parameters)):
+            self._look_at_groups()
             self._grouped = [GroupLeaves(its, self.shards) for its in parameters]
         return self._grouped
+
+    def _parameters_of_groups(self) -> list[list[Tensor]]:
+        """What stands under "params" in each group, whatever it is by now.
+
+        Raises:
+            StateError: something is no group.
+        """
+        try:
+            return [group["params"] for group in self.groups]
+        except (LookupError, TypeError):
+            refuse_unfit_groups(self.groups, self._names, self.optimizer.defaults)
+            raise
+
+    def _look_at_groups(self) -> None:
+        """Refuses parameters that somebody has put into groups, or has wrapped, and that cannot be stepped."""
+        parameters = self._parameters_of_groups()
+        if len(parameters) == len(self._known) and all(map(_same, parameters, self._known)):
+            return
+        refuse_unfit_groups(self.groups, self._names, self.optimizer.defaults)
+        refuse_flattened({self._names[parameter]: parameter for parameter in chain.from_iterable(parameters)})
+        self._known = [list(its) for its in parameters]
 
     def _follow(self, shards: Shards, group: Group) -> None:
         replaced = shards.moved()
@@ -259,3 +307,8 @@ class LocalOptimizer:
             fresh = partial(fresh_state, self.spec, self.optimizer, group)
             for old, new in zip(replaced, shards.leaves, strict=True):
                 self.states.move(old, new, fresh)
+
+
+def _same(parameters: Any, known: list[Tensor]) -> bool:
+    """Whether a group has the very parameters that it had; anything may stand there by now."""
+    return isinstance(parameters, list | tuple) and len(parameters) == len(known) and all(map(is_, parameters, known))
