@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -230,6 +231,54 @@ def after_load_state_dict(optimizer: Optimizer) -> None:
     """Fires the hooks of `register_load_state_dict_post_hook`."""
     for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         hook(optimizer)
+
+
+class ScalerStages:
+    """What a torch.amp.GradScaler knows since its last update of optimizers: whether it has unscaled or stepped them.
+
+    Args:
+        scaler: torch's, or a subclass.
+    """
+
+    def __init__(self, scaler: torch.amp.GradScaler) -> None:
+        self._states = scaler._per_optimizer_states
+
+    def stage(self, optimizer: object) -> OptState:
+        """Of one of which it knows nothing: READY."""
+        state = self._states.get(id(optimizer))  # which does not make one, as looking up would
+        return OptState.READY if state is None else state["stage"]
+
+    def found(self, optimizer: object) -> dict[torch.device, Tensor]:
+        """By device, whether something was not finite: above 0."""
+        found: dict[torch.device, Tensor] = self._states[id(optimizer)]["found_inf_per_device"]
+        return found
+
+    def set(self, optimizer: object, stage: OptState, found: Mapping[torch.device, Tensor] | None = None) -> None:
+        """Tells the scaler what became of an optimizer."""
+        state = self._states[id(optimizer)]
+        state["stage"] = stage
+        if found is not None:
+            state["found_inf_per_device"] = dict(found)
+
+
+def inverse_scale(scaler: torch.amp.GradScaler) -> Tensor:
+    """What gradients are to be multiplied by: fp32, one element, on the device of the scale, which must be made."""
+    scale = scaler._scale
+    assert scale is not None
+    return scale.double().reciprocal().float()
+
+
+def scaler_that_steps() -> torch.amp.GradScaler | None:
+    """The GradScaler within whose `step` an attribute of an optimizer is looked up. To be asked in that property.
+
+    torch hands an optimizer no scaler, so that it has to be taken from the caller's caller.
+    """
+    frame = inspect.currentframe()
+    frame = frame and frame.f_back and frame.f_back.f_back
+    if frame is None or frame.f_code is not torch.amp.GradScaler.step.__code__:
+        return None
+    scaler = frame.f_locals.get("self")
+    return scaler if isinstance(scaler, torch.amp.GradScaler) else None
 
 
 def scale_and_look(tensors: list[Tensor], factor: Tensor, found_inf: Tensor) -> None:

@@ -16,6 +16,7 @@ from shardopt.algorithms.torch_private import (
     before_load_state_dict,
     before_state_dict,
     before_step,
+    scaler_that_steps,
 )
 from shardopt.copies import wait_for_copies
 from shardopt.errors import Problem, StateError
@@ -32,7 +33,7 @@ from shardopt.optim.groups import (
 from shardopt.optim.loading import LoadPlan, Unmatched
 from shardopt.optim.renaming import renamed
 from shardopt.optim.saved import PARAM_GROUPS, PARAMS, STATE, KeyedGroup, as_saved, plan_all, saved_options
-from shardopt.optim.scaler import refuse_scaled_backward, refuse_torchs_scaler
+from shardopt.optim.scaler import refuse_scaled_backward, refuse_torchs_scaler, share_unscaled
 from shardopt.ranks import ranks_of
 from shardopt.sharding.view import is_held
 
@@ -239,7 +240,30 @@ class KeyedOptimizer(Optimizer):
         if self.updates_in_backward:
             refuse_scaled_backward()
         refuse_torchs_scaler(self.param_groups)
+        scaler = scaler_that_steps()
+        if scaler is not None:
+            share_unscaled(scaler, self)
         return False
+
+    def _atoms(self) -> tuple[Optimizer, ...]:
+        """What this optimizer is made of, to the last: of these gradients are unscaled, each once."""
+        return (self,)
+
+    def _parts_and_owners(self) -> Iterator[KeyedOptimizer]:
+        """Those that it is directly made of, and those that are directly made of it."""
+        yield from list(self.__dict__.get("_part_of", ()))
+
+    def _family(self) -> list[Optimizer]:
+        """Every optimizer that this one is part of or made of, at any depth, itself included."""
+        members: dict[int, KeyedOptimizer] = {}
+        ahead: list[KeyedOptimizer] = [self]
+        while ahead:
+            each = ahead.pop()
+            if id(each) not in members:
+                members[id(each)] = each
+                ahead += each._parts_and_owners()
+        atoms = {id(atom): atom for each in members.values() for atom in each._atoms()}
+        return list((atoms | members).values())
 
     def _is_part_of(self, owner: KeyedOptimizer) -> None:
         """Tells that another optimizer is made of this one; it is not kept alive by this."""

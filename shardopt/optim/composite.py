@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -107,6 +108,14 @@ class CompositeOptimizer(KeyedOptimizer):
     def _made(self) -> bool:
         """Whether the parts are there; torch's constructor sets what is theirs before that."""
         return "_parts" in self.__dict__
+
+    def _atoms(self) -> tuple[Optimizer, ...]:
+        """Those of every part."""
+        return tuple(chain.from_iterable(part._atoms() for part in self._parts))
+
+    def _parts_and_owners(self) -> Iterator[KeyedOptimizer]:
+        yield from self._parts
+        yield from super()._parts_and_owners()
 
     @property
     def _has_state(self) -> bool:

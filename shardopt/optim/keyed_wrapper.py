@@ -156,6 +156,10 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
     def _made(self) -> bool:
         return "_local" in self.__dict__
 
+    def _atoms(self) -> tuple[Optimizer, ...]:
+        """The torch optimizer, which the factory's caller may hold, too."""
+        return (self._local.optimizer,)
+
     @property
     def _needs_closure(self) -> bool:
         return self._local.spec is not None and self._local.spec.needs_closure
