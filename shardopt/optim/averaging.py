@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from shardopt.copies import wait_for_copies
 from shardopt.errors import Problem, StateError
-from shardopt.optim.groups import plain_name, refuse_flattened
+from shardopt.optim.groups import before_all, plain_name, refuse_flattened
 from shardopt.optim.loading import LoadPlan, Unmatched
 from shardopt.optim.saved import STATE, plan_keys
 from shardopt.sharding.view import assemble, leaves_of, view_of
@@ -46,7 +46,8 @@ class Averaging:
 
     Args:
         model: sharded already, or plain. Its parameters are averaged, tied ones once, by the names that
-            `named_parameters()` gives, without those of wrappers for checkpointed activations and torch.compile.
+            `named_parameters()` gives, without those of wrappers for checkpointed activations, torch.compile and
+            DistributedDataParallel.
         dtype: of the averages of real floating-point weights, torch.float32 for bf16 weights, in which small changes
             are lost; None for that of each weight.
         use_buffers: whether buffers are averaged as well, as far as they are floating-point.
@@ -62,6 +63,10 @@ class Averaging:
     def __init__(self, model: nn.Module, dtype: torch.dtype | None = None, use_buffers: bool = False) -> None:
         if dtype is not None and not dtype.is_floating_point:
             problem = Problem("dtype", str(dtype), "a floating-point dtype", "pass torch.float32")
+            raise StateError("averages cannot be made", [problem])
+        if not isinstance(model, nn.Module):
+            found = f"a {type(model).__name__}"
+            problem = Problem("model", found, "a module, whose parameters have names", "pass the model itself")
             raise StateError("averages cannot be made", [problem])
         self._model = model
         self._use_buffers = use_buffers
@@ -337,7 +342,9 @@ def _reshard(model: nn.Module) -> None:
 
 
 def _by_plain_name(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    return {plain_name(name): tensor for name, tensor in named}
+    by_name = {plain_name(name): tensor for name, tensor in named}
+    before = before_all(by_name)
+    return {name.removeprefix(before): tensor for name, tensor in by_name.items()}
 
 
 def _copied(leaf: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -63,6 +63,7 @@ class KeyedOptimizer(Optimizer):
         self._params = dict(params)
         self._names = first_names(self._params)
         self._save_param_groups = False
+        self._dropped = ""  # of names that are added
         refuse_flattened(self._params)
         refuse_non_leaves(self._params, param_groups)
         grouped = list(chain.from_iterable(group[PARAMS] for group in param_groups))
@@ -214,7 +215,7 @@ class KeyedOptimizer(Optimizer):
 
         Raises:
             StateError: the parameters have no names, or a name or a parameter is there already; nothing was changed.
-            AlgorithmError: a parameter is sharded, and the algorithm may not step on shards.
+            AlgorithmError: a parameter is sharded, and the algorithm may not step on shards; or it has no such option.
         """
         if "_names" not in self.__dict__:  # torch's constructor calls this for the groups that it is given
             super().add_param_group(param_group)
@@ -231,7 +232,7 @@ class KeyedOptimizer(Optimizer):
         self.param_groups.append({PARAMS: list(names), **self.defaults, **options})
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {name: self.__dict__[name] for name in ("_params", "_names", "_save_param_groups")}
+        own = {name: self.__dict__[name] for name in ("_params", "_names", "_save_param_groups", "_dropped")}
         return {**super().__getstate__(), **own}
 
     @property
@@ -363,7 +364,7 @@ class KeyedOptimizer(Optimizer):
         """Called when tensors and options have their new values, before the hooks."""
 
     def _new_params(self, params: Any) -> dict[str, Tensor]:
-        new = named(params if isinstance(params, Mapping) else list(params))
+        new = named(params if isinstance(params, Mapping) else list(params), self._dropped)
         problems = [
             Problem(
                 name,

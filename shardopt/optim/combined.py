@@ -121,7 +121,7 @@ class CombinedOptimizer(CompositeOptimizer):
         """
         if not self._made:
             return
-        params = named(param_group[PARAMS])
+        params = named(param_group[PARAMS], dropped="")  # a child knows what it leaves out
         there = [name for name, tensor in params.items() if name in self.params or tensor in self._owners]
         if there:
             problems = [Problem(name, "a parameter of this optimizer", "a new one", "add it once") for name in there]

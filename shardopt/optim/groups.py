@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Collection, Iterable, Mapping, MutableMapping
+from numbers import Real
 from typing import Any
 
 from torch import Tensor
@@ -18,27 +19,48 @@ from shardopt.sharding.view import view_of
 NamedTensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 _WRAPPERS = re.compile(r"(?<![^.])(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.")
+_DDP = "module."
 _MOST_NAMES = 20
 _ADD = 'add it under its name, add_param_group({"params": {name: tensor}}), or make the optimizer after the model'
 
 
-def named(parameters: NamedTensors) -> dict[str, Tensor]:
-    """The parameters by `plain_name`, in their order.
+class NamedParameters(dict[str, Tensor]):
+    """Parameters by their plain names, in their order.
+
+    Attributes:
+        dropped: what stood before every name, and is left out of all; of names that are added later, too.
+    """
+
+    dropped = ""
+
+
+def named(parameters: NamedTensors, dropped: str | None = None) -> NamedParameters:
+    """The parameters by `plain_name`, without what DistributedDataParallel puts before all names.
+
+    Args:
+        parameters: given back as they are if they have their plain names already.
+        dropped: what is left out at the begin of names; None is all of "module." that every name has.
 
     Raises:
-        StateError: there are none, they are not pairs of a name and a tensor, or a name comes twice.
+        StateError: there are none, they are not pairs of a name and a tensor, a name comes twice, or they are those of
+            FullyShardedDataParallel.
     """
+    if isinstance(parameters, NamedParameters):
+        return parameters
     pairs = list(parameters.items() if isinstance(parameters, Mapping) else parameters)
     if not pairs:
         problem = Problem("parameters", "none", "at least one", "pass model.named_parameters()")
         raise StateError("an optimizer got no parameters", [problem])
-    by_name: dict[str, Tensor] = {}
     for pair in pairs:
         name, tensor = pair if isinstance(pair, tuple) and len(pair) == 2 else (None, pair)
         if not (isinstance(name, str) and isinstance(tensor, Tensor)):
             problem = Problem("parameters", f"a {type(pair).__name__}", "(name, tensor)", "pass named_parameters()")
             raise StateError("an optimizer got parameters without names", [problem])
-        name = plain_name(name)
+    by_name = NamedParameters()
+    names = [plain_name(name) for name, _ in pairs]
+    by_name.dropped = before_all(names) if dropped is None else dropped
+    for name, (_, tensor) in zip(names, pairs, strict=True):
+        name = name.removeprefix(by_name.dropped)
         if name in by_name:
             problem = Problem(name, "two parameters", "one", "give every parameter a name of its own")
             raise StateError("two parameters have one name", [problem])
@@ -53,6 +75,17 @@ def plain_name(name: str) -> str:
     As torch's own checkpoints have it: state is for the parameter, however its module will be wrapped the next time.
     """
     return _WRAPPERS.sub("", name)
+
+
+def before_all(names: Collection[str]) -> str:
+    """What DistributedDataParallel may have put before all names: as many "module." as each of them has.
+
+    Names do not tell whether it did, or a module of a model is called so; so a model has the same names in both cases.
+    """
+    before = ""
+    while names and all(name.startswith(f"{before}{_DDP}") for name in names):
+        before += _DDP
+    return before
 
 
 def first_names(parameters: Mapping[str, Tensor]) -> dict[Tensor, str]:
@@ -173,6 +206,9 @@ def by_pattern(
     Raises:
         StateError: "match" is missing or is no regular expression, or a pattern is no parameter's first match.
     """
+    if isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups):
+        problem = Problem("groups", repr(groups), "a list of dicts", 'write [{"match": r"norm|bias", ...}]')
+        raise StateError("groups are not as they have to be", [problem])
     patterns = [_pattern(position, group) for position, group in enumerate(groups)]
     options = [{name: value for name, value in group.items() if name != "match"} for group in groups]
     members: list[dict[str, Tensor]] = [{} for _ in (*patterns, "the rest")]
@@ -195,23 +231,55 @@ def by_pattern(
     return [(its, who) for its, who in zip([*options, {}], members, strict=True) if who]
 
 
-def refuse_unknown_options(optimizer: type[Optimizer], options: Iterable[str], where: str) -> None:
-    """Holds option names against the arguments of the optimizer's class.
+def refuse_bad_options(
+    optimizer: type[Optimizer], options: Mapping[str, Any], where: str, known_besides: Iterable[str] = ()
+) -> None:
+    """Holds options against the arguments of the optimizer's class: their names, and what they are as far as it tells.
+
+    Args:
+        known_besides: names that are good as well.
 
     Raises:
-        AlgorithmError: names each option that is not one, and those that there are.
+        AlgorithmError: names each option that is not one, and those that there are; and each that is no number where
+            the default is one.
     """
-    arguments = inspect.signature(optimizer).parameters.values()
-    if any(argument.kind is inspect.Parameter.VAR_KEYWORD for argument in arguments):
-        return
-    known = [argument.name for argument in arguments][1:]  # the first is the parameters
+    arguments = list(inspect.signature(optimizer).parameters.values())[1:]  # the first is the parameters
+    takes_any = any(argument.kind is inspect.Parameter.VAR_KEYWORD for argument in arguments)
+    known = [argument.name for argument in arguments]
     problems = [
         Problem(f"{where}.{name}", "an unknown option", f"one of {', '.join(known)}", "mend its spelling or drop it")
         for name in options
-        if name not in known
+        if not (takes_any or name in known or name in known_besides)
     ]
     if problems:
         raise AlgorithmError(f"{optimizer.__name__} has no such option", problems)
+    wanted = {argument.name: _kind_wanted(argument.default) for argument in arguments}
+    problems = [
+        Problem(f"{where}.{name}", f"{value!r} (a {type(value).__name__})", wanted[name], f"write it as {wanted[name]}")
+        for name, value in options.items()
+        if wanted.get(name) and not _is_alike(value, inspect.signature(optimizer).parameters[name].default)
+    ]
+    if problems:
+        raise AlgorithmError(f"{optimizer.__name__} cannot take these options", problems)
+
+
+def _kind_wanted(default: Any) -> str:
+    """What an option with this default is, in a few words; "" where a default does not tell."""
+    if isinstance(default, bool):
+        return "True or False"
+    if isinstance(default, Real):
+        return "a number"
+    return f"{len(default)} numbers" if isinstance(default, tuple) and default else ""
+
+
+def _is_alike(value: Any, default: Any) -> bool:
+    """Whether a value is of the kind of a default that is a bool, a number, or a tuple of numbers."""
+    if isinstance(default, tuple):
+        fits = isinstance(value, list | tuple) and len(value) == len(default)
+        return fits and all(map(_is_alike, value, default))
+    if default is None:
+        return value is None or isinstance(value, Real | Tensor)
+    return isinstance(value, Real) or (isinstance(value, Tensor) and not isinstance(default, bool))
 
 
 def listed(names: Iterable[str]) -> str:

@@ -6,13 +6,12 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from shardopt.algorithms.registry import spec_of
 from shardopt.optim.base import KeyedOptimizer
 from shardopt.optim.combined import CombinedOptimizer
-from shardopt.optim.groups import NamedTensors, by_pattern, named, refuse_unknown_options
+from shardopt.optim.groups import NamedParameters, NamedTensors, by_pattern, named, refuse_bad_options
 from shardopt.optim.keyed_wrapper import KeyedOptimizerWrapper
 from shardopt.optim.saved import PARAMS
 from shardopt.optim.wrapper import OptimizerWrapper
@@ -20,7 +19,7 @@ from shardopt.optim.wrapper import OptimizerWrapper
 __all__ = ["CombinedOptimizer", "KeyedOptimizer", "KeyedOptimizerWrapper", "OptimizerWrapper", "keyed"]
 
 Wrapper = TypeVar("Wrapper", bound=KeyedOptimizerWrapper)
-Grouped = tuple[dict[str, Any], dict[str, Tensor]]
+Grouped = tuple[dict[str, Any], NamedParameters]
 
 
 def keyed(
@@ -35,7 +34,8 @@ def keyed(
     Args:
         algorithm: a torch optimizer class or its name in any case, "adamw".
         named_params: `model.named_parameters()`, or a mapping. What wrappers of modules put into names (checkpointed
-            activations, torch.compile) is left out, so that a run resumes with and without them.
+            activations, torch.compile) is left out, so that a run resumes with and without them; and a "module." that
+            all names begin with, as under DistributedDataParallel.
         groups: `{"match": regex, option: value, ...}`; each parameter goes to the first group whose regex is found in
             its name, and to a group of its own with the defaults where none is. A group with an "algorithm" of its
             own (class or name) starts from that algorithm's defaults, not from those given here.
@@ -48,8 +48,10 @@ def keyed(
         names are as in `named_params`.
 
     Raises:
-        AlgorithmError: an algorithm is not known, may not step on shards, or has no such option.
-        StateError: there are no parameters, a name comes twice, or a pattern matches nothing.
+        AlgorithmError: an algorithm is not known, may not step on shards, or has no such option; or an option is no
+            number where it has to be one.
+        StateError: there are no parameters, they are those of FullyShardedDataParallel, a name comes twice, or a
+            pattern matches nothing.
     """
     built = build(KeyedOptimizerWrapper, algorithm, named_params, groups or (), defaults)
     made = built[0] if len(built) == 1 else CombinedOptimizer(built)
@@ -66,11 +68,14 @@ def build(
 ) -> list[Wrapper]:
     """What `keyed` is made of: one optimizer of the class `wrapper` for each algorithm; arguments as there."""
     main = _class_of(algorithm)
-    refuse_unknown_options(main, defaults, "defaults")
+    refuse_bad_options(main, defaults, "defaults")
     shares: dict[Any, list[Grouped]] = {}
-    for position, (options, members) in enumerate(by_pattern(named(named_params), groups)):
+    params = named(named_params)
+    for position, (options, found) in enumerate(by_pattern(params, groups)):
+        members = NamedParameters(found)
+        members.dropped = params.dropped
         optimizer = _class_of(options.pop("algorithm", main))
-        refuse_unknown_options(optimizer, options, f"groups[{position}]")
+        refuse_bad_options(optimizer, options, f"groups[{position}]")
         # torch holds only defaults against their ranges; this lets it look at the options of each group too.
         optimizer([torch.zeros(1, 1)], **{**(defaults if optimizer is main else {}), **options})
         shares.setdefault(optimizer, []).append((options, members))

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from shardopt.algorithms.torch_private import not_compiled
 from shardopt.optim.base import KeyedOptimizer
-from shardopt.optim.groups import first_names, named, refuse_non_leaves, refuse_unfit_groups
+from shardopt.optim.groups import first_names, named, refuse_bad_options, refuse_non_leaves, refuse_unfit_groups
 from shardopt.optim.local_state import LocalState
 from shardopt.optim.local_step import LocalOptimizer
 from shardopt.optim.saved import PARAM_GROUPS, STATE, UNTOUCHED
@@ -41,6 +41,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
             refuse_non_leaves(params)  # torch does too, but names none of them
             raise
         super().__init__(params, {}, local.groups)
+        self._dropped = params.dropped
         self._take(local)
 
     # Who replaces these, which torch lets anybody do, replaces what is stepped with.
@@ -129,6 +130,8 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         self._local.make_state(self._names)
 
     def _add_group(self, names: Mapping[Tensor, str], options: Mapping[str, Any]) -> None:
+        besides = {name for group in self.param_groups for name in group}  # schedules and the like have added some
+        refuse_bad_options(type(self._local.optimizer), options, "param_group", besides)
         self._local.add_group(names, options)
 
     def __repr__(self) -> str:

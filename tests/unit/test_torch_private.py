@@ -213,7 +213,7 @@ def test_a_scaler_is_known_in_its_step_and_tells_what_it_has_unscaled():
 
 
 def test_fsdp1_marks_what_it_takes_up():
-    with fake_rank(0, 1):
+    with fake_rank(0, 2):
         module, free = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
         FullyShardedDataParallel(module, use_orig_params=True, device_id=torch.device("cpu"))
         assert all(map(is_flattened, module.parameters())) and not any(map(is_flattened, free.parameters()))
