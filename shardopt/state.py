@@ -61,7 +61,8 @@ class PartialStateful(Stateful, Protocol):
 
     `held_state_names` gives the names that belong on this rank. What is stored under others is left to the ranks that
     hold them; what is stored under these and has no place is an error. Its keys do not depend on whether this rank has
-    any: the outermost parts of its state are always apart, and an empty "state" has no key.
+    any: the outermost parts of its state are always apart, and an empty "state" has no key. Its `check_state_dict` and
+    `load_state_dict` take `strict=False`, to pass over what is on one side only within plain values, too.
     """
 
     def held_state_names(self) -> Collection[str]: ...

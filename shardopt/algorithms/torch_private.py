@@ -97,7 +97,8 @@ def gradient_hooks(parameter: Tensor) -> list[Callable[[Tensor], None]]:
 
 def is_flattened(parameter: Tensor) -> bool:
     """Whether FullyShardedDataParallel (FSDP1) has taken a parameter up: it then is, or is a piece of, a flat one."""
-    return getattr(parameter, "_fsdp_flattened", False) is True
+    # Not by getattr: what a ShardedTensor does not have goes through `__torch_function__`, which warns.
+    return vars(parameter).get("_fsdp_flattened", False) is True
 
 
 def in_forward_of_ddp() -> bool:

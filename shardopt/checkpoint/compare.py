@@ -220,8 +220,9 @@ def _object_problems(
         described |= {leaf.path[len(path) :]: leaf.value for leaf in own.values()}
     for key in keys:
         described[stored[key][len(path) :]] = _description(key, flat, names.manifest, strictness)
+    choices = {"strict": False} if strictness.lets_objects_differ and isinstance(target, PartialStateful) else {}
     try:
-        target.check_state_dict(nest(described))
+        target.check_state_dict(nest(described), **choices)
     except ShardoptError as error:
         problems = error.problems or [Problem("", error.message, "a state that fits", "see the message")]
         prefix = join(path)

@@ -42,6 +42,11 @@ class Strictness:
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}: found {getattr(self, name)!r}; required one of {choices}")
 
+    @property
+    def lets_objects_differ(self) -> bool:
+        """Whether what an object and its stored state have on one side only passes, also within plain values."""
+        return self.missing != "raise" and self.unexpected != "raise"
+
 
 def strictness_of(strict: bool | Strictness) -> Strictness:
     """What `load(..., strict=...)` means: True raises for everything, False ignores keys that only one side has."""

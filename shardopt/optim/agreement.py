@@ -13,7 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from shardopt.errors import Problem
-from shardopt.optim.saved import IMPLEMENTATION_OPTIONS, PARAMS
+from shardopt.optim.options import IMPLEMENTATION_OPTIONS
+from shardopt.optim.saved import PARAMS
 from shardopt.ranks import Ranks
 from shardopt.sharding.gradients import takes_gradient
 from shardopt.sharding.view import is_held, leaves_of

@@ -18,6 +18,7 @@ from shardopt.algorithms.registry import AlgorithmSpec, spec_of
 from shardopt.algorithms.torch_private import backward_under_way, gradient_hooks, in_forward_of_ddp, reduced_by_ddp
 from shardopt.errors import AlgorithmError, Problem, StateError
 from shardopt.optim.fused import FusedOptimizer, FusedOptimizerModule
+from shardopt.optim.gradients import warn_of_no_gradients
 from shardopt.optim.groups import NamedTensors
 from shardopt.optim.keyed import build
 from shardopt.optim.keyed_wrapper import KeyedOptimizerWrapper
@@ -102,6 +103,7 @@ class InBackwardOptimizer(KeyedOptimizerWrapper, FusedOptimizer):
     _accumulating: bool
     _backward: int
     _updated: set[Tensor]
+    _looked_for_gradients: bool
     _lock: Lock
 
     def __init__(self, params: Mapping[str, Tensor], optim_factory: Callable[[list[Tensor]], Optimizer]) -> None:
@@ -155,6 +157,10 @@ class InBackwardOptimizer(KeyedOptimizerWrapper, FusedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._handles and not self._looked_for_gradients:
+            self._looked_for_gradients = True
+            if self._backward == _NONE and not self._waiting:
+                warn_of_no_gradients(self._names)
         for parameter in list(self._waiting):
             self._update(parameter)
         return loss
@@ -217,6 +223,7 @@ class InBackwardOptimizer(KeyedOptimizerWrapper, FusedOptimizer):
         """No hooks, no gradients that wait, no backward under way."""
         self._handles, self._waiting, self._accumulating = [], {}, False
         self._backward, self._updated = _NONE, set()
+        self._looked_for_gradients = False
         self._lock = Lock()
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from functools import partial
 from itertools import chain
 from typing import Any, cast
 from weakref import WeakSet
@@ -31,8 +32,9 @@ from shardopt.optim.groups import (
     refuse_unfit_groups,
 )
 from shardopt.optim.loading import LoadPlan, Unmatched
+from shardopt.optim.options import saved_options, warn_of_another_algorithm, warn_of_overridden
 from shardopt.optim.renaming import renamed
-from shardopt.optim.saved import PARAM_GROUPS, PARAMS, STATE, KeyedGroup, as_saved, plan_all, saved_options
+from shardopt.optim.saved import ALGORITHM, PARAM_GROUPS, PARAMS, STATE, KeyedGroup, as_saved, plan_all
 from shardopt.optim.scaler import refuse_scaled_backward, refuse_torchs_scaler, share_unscaled
 from shardopt.ranks import ranks_of
 from shardopt.sharding.view import is_held
@@ -64,6 +66,7 @@ class KeyedOptimizer(Optimizer):
         self._names = first_names(self._params)
         self._save_param_groups = False
         self._dropped = ""  # of names that are added
+        self._kept_options: frozenset[str] = frozenset()
         refuse_flattened(self._params)
         refuse_non_leaves(self._params, param_groups)
         grouped = list(chain.from_iterable(group[PARAMS] for group in param_groups))
@@ -94,8 +97,9 @@ class KeyedOptimizer(Optimizer):
         """`{"state": {fqn: {name: value}}}`, and with `save_param_groups(True)` also "param_groups".
 
         The tensors are the optimizer's own (sharded ones put together without a copy), so writing into them changes
-        it. Groups go by the least FQN in them: `{least fqn: {"params": [sorted fqns], option: value, ...}}`; options
-        that say how to compute (`foreach`, `fused`, `capturable`, `differentiable`) are left out. Local to the rank.
+        it. Groups go by the least FQN in them: `{least fqn: {"params": [sorted fqns], option: value, ...}}`, with the
+        algorithm's name and what the code gave; options that say how to compute (`foreach`, `fused`, `capturable`,
+        `differentiable`) are left out, and a tensor of one element is a number. Local to the rank.
 
         torch's `get_optimizer_state_dict` and its setter take parameters by position, and so raise KeyError or
         TypeError on a keyed optimizer; this and `load_state_dict` are what to call in their place.
@@ -112,12 +116,15 @@ class KeyedOptimizer(Optimizer):
         """Loads state in place and all or nothing: each tensor keeps its memory; its own tensors are not copied.
 
         Nothing is broadcast or moved to another placement, and nothing cast unasked. Local to the rank; what differs
-        between ranks is for `checkpoint.load` to find.
+        between ranks is for `checkpoint.load` to find. Options are those of the state from then on; where the code that
+        made the optimizer gives another value than it gave when the state was saved, rank 0 logs a warning that lists
+        both (`keep_options` goes on with the code's).
 
         Args:
             state_dict: as from `state_dict()`.
-            strict: whether parameters, state, groups and options on one side only are errors. Otherwise those on both
-                sides are loaded; the others stay as they are and are returned.
+            strict: whether parameters, state, groups and options on one side only, and groups that another algorithm
+                has saved, are errors. Otherwise what is on both sides is loaded, and of another algorithm's groups no
+                options; the rest stays as it is and is returned.
             convert_dtype: whether floating-point state of another dtype is converted to the one that is here.
 
         Raises:
@@ -127,6 +134,8 @@ class KeyedOptimizer(Optimizer):
         self.plan_load(plan, state_dict)
         wait_for_copies()  # a save in the background may still be taking what this changes
         plan.apply()
+        warn_of_overridden(plan.overridden)
+        warn_of_another_algorithm(plan.algorithms)
         self.post_load_state_dict()
         self._after_load()
         return plan.unmatched
@@ -166,6 +175,40 @@ class KeyedOptimizer(Optimizer):
         """
         elsewhere = {name for name, parameter in self._params.items() if not is_held(parameter)}
         return self._state_names() - elsewhere
+
+    def keep_options(self, *names: str) -> None:
+        """From now on loads leave these options of all groups as they are here: those that the code gives.
+
+        With "lr", "initial_lr" is kept as well. A schedule that is loaded beside the optimizer has rates of its own
+        ("base_lrs"), and sets them again: leave it out of what is loaded, or load it before it is made anew.
+
+        Args:
+            names: of options.
+
+        Raises:
+            StateError: no group has an option of that name.
+        """
+        known = {name for group in self.param_groups for name in group} - {PARAMS}
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            required = f"some of {listed(sorted(known))}"
+            problem = Problem("keep_options", listed(map(repr, unknown)), required, "mend their spelling")
+            raise StateError("an option is not known", [problem])
+        self._keep_options({*names, *(f"initial_{name}" for name in names)})
+
+    def _keep_options(self, names: set[str]) -> None:
+        self._kept_options |= names
+
+    @property
+    def algorithm(self) -> str:
+        """The name of the algorithm that steps, which is saved with each group; "" where that is not known.
+
+        What was saved by another one is not loaded.
+        """
+        return ""
+
+    def _note_given(self, group: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        """Takes it that the code gives a group these options."""
 
     def post_load_state_dict(self) -> None:
         """Called after state was loaded; does nothing here."""
@@ -232,7 +275,8 @@ class KeyedOptimizer(Optimizer):
         self.param_groups.append({PARAMS: list(names), **self.defaults, **options})
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {name: self.__dict__[name] for name in ("_params", "_names", "_save_param_groups", "_dropped")}
+        names = ("_params", "_names", "_save_param_groups", "_dropped", "_kept_options")
+        own = {name: self.__dict__[name] for name in names}
         return {**super().__getstate__(), **own}
 
     @property
@@ -294,8 +338,9 @@ class KeyedOptimizer(Optimizer):
             offered = {**offered, STATE: {name: entries for name, entries in state.items() if name not in elsewhere}}
         groups = self._keyed_groups()
         plan_all(plan, dict(self._named_state()), groups, offered)
+        filled: dict[int, Any] = {}
         for group in groups or ():
-            plan.then(group.take)
+            plan.then(partial(group.take, filled))
         plan.then(lambda: self._loaded(offered))
 
     def _after_load(self) -> None:
@@ -352,13 +397,13 @@ class KeyedOptimizer(Optimizer):
         for group in self.param_groups:
             names = sorted(self._names[parameter] for parameter in group[PARAMS])
             if names:
-                saved = {PARAMS: names, **saved_options(group, names[0]), **self._saved_besides(names)}
-                keyed_groups.append(KeyedGroup(group, saved))
+                saved = {PARAMS: names, **saved_options(group, names[0]), **self._saved_besides(group, names)}
+                keyed_groups.append(KeyedGroup(group, saved, self._kept_options))
         return keyed_groups
 
-    def _saved_besides(self, names: list[str]) -> dict[str, Any]:
+    def _saved_besides(self, group: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
         """What is saved with a group besides its options."""
-        return {}
+        return {ALGORITHM: self.algorithm} if self.algorithm else {}
 
     def _loaded(self, offered: Mapping[str, Any]) -> None:
         """Called when tensors and options have their new values, before the hooks."""

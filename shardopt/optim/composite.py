@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -80,6 +80,14 @@ class CompositeOptimizer(KeyedOptimizer):
         """Called after state was loaded; every part's."""
         for part in self._parts:
             part.post_load_state_dict()
+
+    def _keep_options(self, names: set[str]) -> None:
+        for part in self._parts:
+            part._keep_options(names)
+
+    def _note_given(self, group: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        for part in self._parts:
+            part._note_given(group, options)
 
     def save_param_groups(self, save: bool) -> None:
         """Whether `state_dict` has the groups of every part, and `load_state_dict` needs them."""

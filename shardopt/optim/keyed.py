@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -90,10 +90,11 @@ def _class_of(algorithm: Any) -> Any:
     return spec.optimizer if isinstance(algorithm, str) or algorithm is spec.stands_for else algorithm
 
 
-def _build(wrapper: type[Wrapper], optimizer: Any, grouped: Iterable[Grouped], defaults: Mapping[str, Any]) -> Wrapper:
+def _build(wrapper: type[Wrapper], optimizer: Any, grouped: Sequence[Grouped], defaults: Mapping[str, Any]) -> Wrapper:
     (options, members), *others = grouped
     made = wrapper(members, lambda leaves: optimizer([{PARAMS: leaves, **options}], **defaults))
     for options, members in others:
         made.add_param_group({PARAMS: members, **options})
     made.choose_implementation()
+    made.give(defaults, [options for options, _ in grouped])
     return made

@@ -14,7 +14,8 @@ from shardopt.optim.base import KeyedOptimizer
 from shardopt.optim.groups import first_names, named, refuse_bad_options, refuse_non_leaves, refuse_unfit_groups
 from shardopt.optim.local_state import LocalState
 from shardopt.optim.local_step import LocalOptimizer
-from shardopt.optim.saved import PARAM_GROUPS, STATE, UNTOUCHED
+from shardopt.optim.options import given_options, plain_options
+from shardopt.optim.saved import GIVEN, PARAM_GROUPS, STATE, UNTOUCHED
 from shardopt.sharding.view import is_on_all_ranks
 from shardopt.values import UnionOfRanks
 
@@ -42,6 +43,8 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
             raise
         super().__init__(params, {}, local.groups)
         self._dropped = params.dropped
+        self._given_to_all = given_options(local.optimizer, local.optimizer.defaults)
+        self._given = {id(group): (group, given_options(local.optimizer, group)) for group in local.groups}
         self._take(local)
 
     # Who replaces these, which torch lets anybody do, replaces what is stepped with.
@@ -133,6 +136,9 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         besides = {name for group in self.param_groups for name in group}  # schedules and the like have added some
         refuse_bad_options(type(self._local.optimizer), options, "param_group", besides)
         self._local.add_group(names, options)
+        added = self.param_groups[-1]
+        self._given[id(added)] = added, {}
+        self._note_given(added, {**self._given_to_all, **options})
 
     def __repr__(self) -> str:
         return f"{type(self).__name__} of {self._local.optimizer!r}"
@@ -140,12 +146,13 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
     def __getstate__(self) -> dict[str, Any]:
         views = ("state", "param_groups", "defaults")  # of what is in _local
         kept = {name: value for name, value in super().__getstate__().items() if name not in views}
-        return {**kept, "_local": self._local}
+        given = list(self._given.values())
+        return {**kept, "_local": self._local, "_given": given, "_given_to_all": self._given_to_all}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._names = state["_names"]
         self._take(state["_local"])
-        super().__setstate__(state)
+        super().__setstate__({**state, "_given": {id(group): (group, given) for group, given in state["_given"]}})
         self._local.hand_over_parameters(self._names)
 
     def _take(self, local: LocalOptimizer) -> None:
@@ -167,17 +174,37 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
     def _needs_closure(self) -> bool:
         return self._local.spec is not None and self._local.spec.needs_closure
 
-    def _saved_besides(self, names: list[str]) -> dict[str, Any]:
+    def give(self, defaults: Mapping[str, Any], groups: Iterable[Mapping[str, Any]]) -> None:
+        """Takes it that the code gives these options and no others: in general, and for each group beyond that."""
+        self._given_to_all = dict(defaults)
+        for group, options in zip(self.param_groups, groups, strict=True):
+            self._given[id(group)] = group, {}
+            self._note_given(group, {**self._given_to_all, **options})
+
+    def _note_given(self, group: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        if id(group) in self._given:
+            self._given[id(group)][1].update(plain_options(options))
+
+    @property
+    def algorithm(self) -> str:
+        """The name under which the torch optimizer's algorithm is registered, or that of its class."""
+        spec = self._local.spec
+        return type(self._local.optimizer).__qualname__ if spec is None else spec.name
+
+    def _saved_besides(self, group: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+        _, given = self._given.get(id(group), (group, {}))
+        besides = {**super()._saved_besides(group, names), GIVEN: dict(given)}
         if not self._local.settles_at_first_step:
-            return {}
+            return besides
         untouched = [name for name in names if self._local.is_untouched(self._params[name])]
         # A rank knows of what it has a part of; groups are to be the same on all.
         on_all = all(is_on_all_ranks(self._params[name]) for name in names)
-        return {UNTOUCHED: untouched if on_all else UnionOfRanks(untouched)}
+        return {**besides, UNTOUCHED: untouched if on_all else UnionOfRanks(untouched)}
 
     def _loaded(self, offered: Mapping[str, Any]) -> None:
         groups = offered[PARAM_GROUPS].values() if self._save_param_groups and PARAM_GROUPS in offered else ()
         untouched = set(chain.from_iterable(group.get(UNTOUCHED, ()) for group in groups))
         for name in self._params.keys() & offered.get(STATE, {}).keys():
-            if self.state.get(self._params[name]):
+            mine = self.state.get(self._params[name])
+            if mine and not mine.keys().isdisjoint(offered[STATE][name]):  # of another algorithm's there is nothing
                 self._local.state_loaded(self._params[name], name in untouched)

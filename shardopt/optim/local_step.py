@@ -21,6 +21,7 @@ from shardopt.algorithms.fresh import fresh_state
 from shardopt.algorithms.registry import AlgorithmSpec, MakesGlobalState, MakesState, StepsOn, find_spec, unknown
 from shardopt.algorithms.torch_private import step_without_hooks
 from shardopt.errors import AlgorithmError
+from shardopt.optim.gradients import warn_of_no_gradients
 from shardopt.optim.groups import refuse_flattened, refuse_unfit_groups
 from shardopt.optim.implementation import fused_now, refuse_sparse
 from shardopt.optim.leaf_states import LeafStates
@@ -51,6 +52,7 @@ class LocalOptimizer:
         self.shards: dict[Tensor, Shards] = {}
         self.chooses = False
         self._names = dict(names)
+        self._looked_for_gradients = False
         self._grouped: list[GroupLeaves] = []
         self._known: list[list[Tensor]] = []  # the parameters of each group, once they were looked at
         # With the group of each parameter, and its place there.
@@ -122,12 +124,16 @@ class LocalOptimizer:
         if self.spec is None or not self.spec.elementwise:
             self._look_at_groups()
             self.states.hand_over()
-            return step_without_hooks(type(self.optimizer))(self.optimizer, closure)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._step_leaves(self.spec, list(zip(self.groups, self._leaves_of_groups(), strict=True)))
+            loss = step_without_hooks(type(self.optimizer))(self.optimizer, closure)
+        else:
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            self._step_leaves(self.spec, list(zip(self.groups, self._leaves_of_groups(), strict=True)))
+        if not self._looked_for_gradients:
+            self._looked_for_gradients = True
+            warn_of_no_gradients(self._names)
         return loss
 
     def step_alone(self, parameter: Tensor) -> None:
