@@ -213,7 +213,7 @@ def _decode_typed(kind: str, body: Any, depth: int) -> Any:
     if kind == "tensor":
         name, shape, raw = body
         data, dtype = bytearray(base64.b64decode(raw, validate=True)), _TORCH_DTYPES[name]
-        flat_tensor = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+        flat_tensor = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
         return flat_tensor.reshape(_sizes(shape))
     raise _malformed(f"a malformed or unknown {kind[:20]!r}")
 

@@ -134,7 +134,7 @@ class CheckpointReader:
         file = self._open(number)
         key = PER_RANK_PREFIX + file_stem(rank, 0)
         nbytes = file.entries[key].end - file.entries[key].begin if key in file.entries else 0
-        target = torch.empty(nbytes, dtype=torch.uint8)
+        target = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         box = whole((nbytes,))
         entry = file.entry(key, form_of(DTYPES["uint8"], box))
         fetch([(file, Want(entry, DTYPES["uint8"], box.sizes, box, target))])

@@ -135,7 +135,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
         """Asked when parameters are new, as those are that were wrapped, or put into a group, since."""
         names = first_names(self.params)
         refuse_flattened(self.params)
-        refuse_unfit_groups(self.param_groups, names)
+        refuse_unfit_groups(self.param_groups, names, once=False)
         return names
 
     def _parameters(self) -> list[Tensor]:

@@ -119,13 +119,17 @@ def refuse_flattened(parameters: Mapping[str, Tensor]) -> None:
         raise StateError("FullyShardedDataParallel (FSDP1) is not supported; fully_shard (FSDP2) is", problems)
 
 
-def refuse_unfit_groups(groups: Any, names: Mapping[Tensor, str], required: Collection[str] = ()) -> None:
+def refuse_unfit_groups(
+    groups: Any, names: Mapping[Tensor, str], required: Collection[str] = (), once: bool = True
+) -> None:
     """Holds groups that anybody may have changed against the parameters of their optimizer.
 
     Args:
         groups: of the optimizer, live or to be.
         names: parameter → FQN.
         required: the options that each group needs.
+        once: whether a parameter may stand in one place only. Steps take one that stands in two, as torch's do, twice;
+            but groups go by names where they are saved.
 
     Raises:
         StateError: names what is no group, each tensor that the optimizer does not know, each parameter that stands in
@@ -149,7 +153,7 @@ def refuse_unfit_groups(groups: Any, names: Mapping[Tensor, str], required: Coll
             at = f'{where}["params"][{place}]'
             if not isinstance(param, Tensor) or param not in names:
                 problems.append(Problem(at, described(param), f"one of {listed(names.values())}", _ADD))
-            elif param in places:
+            elif once and param in places:
                 found, one = f"{names[param]}, which {places[param]} is", "each parameter once"
                 problems.append(Problem(at, found, one, "take it out of one of them"))
             else:

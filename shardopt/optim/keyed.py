@@ -77,7 +77,7 @@ def build(
         optimizer = _class_of(options.pop("algorithm", main))
         refuse_bad_options(optimizer, options, f"groups[{position}]")
         # torch holds only defaults against their ranges; this lets it look at the options of each group too.
-        optimizer([torch.zeros(1, 1)], **{**(defaults if optimizer is main else {}), **options})
+        optimizer([torch.zeros(1, 1, device="cpu")], **{**(defaults if optimizer is main else {}), **options})
         shares.setdefault(optimizer, []).append((options, members))
     return [
         _build(wrapper, optimizer, grouped, defaults if optimizer is main else {})

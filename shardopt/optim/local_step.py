@@ -294,7 +294,7 @@ class LocalOptimizer:
         try:
             return [group["params"] for group in self.groups]
         except (LookupError, TypeError):
-            refuse_unfit_groups(self.groups, self._names, self.optimizer.defaults)
+            refuse_unfit_groups(self.groups, self._names, self.optimizer.defaults, once=False)
             raise
 
     def _look_at_groups(self) -> None:
@@ -302,7 +302,7 @@ class LocalOptimizer:
         parameters = self._parameters_of_groups()
         if len(parameters) == len(self._known) and all(map(_same, parameters, self._known)):
             return
-        refuse_unfit_groups(self.groups, self._names, self.optimizer.defaults)
+        refuse_unfit_groups(self.groups, self._names, self.optimizer.defaults, once=False)
         refuse_flattened({self._names[parameter]: parameter for parameter in chain.from_iterable(parameters)})
         self._known = [list(its) for its in parameters]
 

@@ -230,10 +230,16 @@ def test_groups_that_cannot_be_stepped_are_refused(parameters, case, name):
         return
     before[:] = make(optimizer, new)
     clipped = GradientClippingOptimizer(optimizer, GradientClipping.VALUE)
-    calls = [optimizer.step, clipped.step, optimizer.state_dict]
-    calls.append(lambda: optimizer.load_state_dict({"state": {}, "param_groups": {}}))
+    calls = [optimizer.state_dict, lambda: optimizer.load_state_dict({"state": {}, "param_groups": {}})]
+    stepped = [optimizer.step, clipped.step]
     if not dist.is_initialized():  # these ask other ranks
-        calls += [optimizer.check_agreement, GradientClippingOptimizer(optimizer, GradientClipping.NORM).step]
+        calls.append(optimizer.check_agreement)
+        stepped.append(GradientClippingOptimizer(optimizer, GradientClipping.NORM).step)
+    if case not in (
+        "twice",
+        "in two groups",
+    ):  # what stands in two places is stepped twice, as by torch's, and cannot be saved
+        calls += stepped
     for call in calls:
         with pytest.raises(StateError, match=message):
             call()
