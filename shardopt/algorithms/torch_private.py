@@ -219,6 +219,11 @@ def after_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[s
     return state_dict
 
 
+def changes_what_is_loaded(optimizer: Optimizer) -> bool:
+    """Whether there are hooks of `register_load_state_dict_pre_hook`."""
+    return bool(optimizer._optimizer_load_state_dict_pre_hooks)
+
+
 def before_load_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Fires the hooks of `register_load_state_dict_pre_hook` on a shallow copy, and gives what they made of it."""
     offered = dict(state_dict)

@@ -17,10 +17,11 @@ from shardopt.algorithms.torch_private import (
     before_load_state_dict,
     before_state_dict,
     before_step,
+    changes_what_is_loaded,
     scaler_that_steps,
 )
 from shardopt.copies import wait_for_copies
-from shardopt.errors import Problem, StateError
+from shardopt.errors import MismatchError, Problem, ShardoptError, StateError
 from shardopt.optim.agreement import differences
 from shardopt.optim.groups import (
     described,
@@ -143,10 +144,14 @@ class KeyedOptimizer(Optimizer):
     def check_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, convert_dtype: bool = False) -> None:
         """Raises what `load_state_dict` would, and changes nothing.
 
-        Tensors on the meta device stand for stored ones: only their dtypes and global shapes are compared.
+        Tensors on the meta device stand for stored ones: only their dtypes and global shapes are compared. The hooks of
+        `register_load_state_dict_pre_hook` run here as they do in a load, since they may change what is to fit; what
+        they are given is a copy. `checkpoint.load` checks before it reads anything, and loads afterwards, so that it
+        runs each hook in both: first with descriptions in the place of tensors, which may be renamed, moved and left
+        out, but not looked into, then with the tensors that it has read.
 
         Raises:
-            MismatchError: lists everything that does not fit.
+            MismatchError: lists everything that does not fit; or a hook fails with a description.
         """
         plan = LoadPlan(strict, convert_dtype, descriptions=True)
         self.plan_load(plan, state_dict)
@@ -367,8 +372,22 @@ class KeyedOptimizer(Optimizer):
         return {*self._params, *(key for key in cast(Any, self.state) if isinstance(key, str))}
 
     def plan_load(self, plan: LoadPlan, state_dict: Mapping[str, Any]) -> None:
-        """Fires the hooks that may change what is loaded (a mere check does not), and plans to load it."""
-        self._plan(plan, state_dict if plan.descriptions else before_load_state_dict(self, state_dict))
+        """Fires the hooks that may change what is loaded, and plans to load it."""
+        if not plan.descriptions or not changes_what_is_loaded(self):
+            self._plan(plan, before_load_state_dict(self, state_dict))
+            return
+        try:
+            # A copy, as what hooks change of plain values would be changed again by the load.
+            offered = before_load_state_dict(self, as_saved(state_dict))
+        except ShardoptError:
+            raise
+        except Exception as error:
+            found = f"{type(error).__name__}: {error}"
+            required = "a hook that leaves tensors on the meta device, which stand for stored ones, as they are"
+            remedy = "look at tensor.is_meta, and change values in a load_state_dict_post_hook"
+            problem = Problem("register_load_state_dict_pre_hook", found, required, remedy)
+            raise MismatchError("a hook fails with what is to be loaded; nothing was changed", [problem]) from error
+        self._plan(plan, offered)
 
     def _named_state(self) -> Iterator[tuple[str, MutableMapping[str, Any]]]:
         """Name and live state of each parameter that has any, then what state has under names of its own.

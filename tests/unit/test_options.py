@@ -419,3 +419,78 @@ def test_many_are_told_in_a_few_lines_and_on_rank_0_alone(caplog):
 def test_a_check_alone_tells_nothing(caplog):
     adamw(lr=0.1).check_state_dict(adamw(lr=0.2).state_dict())
     assert lines(caplog) == []
+
+
+# --- hooks before a load ---------------------------------------------------------------------------------------------
+
+
+def hooked(optimizer, hook):
+    seen = []
+
+    def noting(who, state_dict):
+        tensors = [value for entries in state_dict.get("state", {}).values() for value in entries.values()]
+        seen.append("descriptions" if any(tensor.is_meta for tensor in tensors) else "tensors")
+        return hook(state_dict)
+
+    optimizer.register_load_state_dict_pre_hook(noting)
+    return seen
+
+
+def adds_an_option(state_dict):
+    for group in state_dict["param_groups"].values():
+        group.setdefault("amsgrad", False)
+        group["lr"] *= 0.5
+
+
+def takes_it_apart(state_dict):
+    return {"state": state_dict["state"], "param_groups": state_dict["param_groups"]}
+
+
+@both_ways
+@pytest.mark.parametrize(
+    ("nesting", "hook"),
+    # What is part of another gives it no other keys than its own.
+    [*((nesting, adds_an_option) for nesting in NESTINGS), ("alone", takes_it_apart)],
+)
+def test_a_hook_may_make_a_state_fit(tmp_path, load, nesting, hook):
+    saved, inner = stepped(shardopt.keyed("adamw", params(), lr=0.5)), adamw(lr=0.5)
+
+    def older(who, state_dict):
+        for group in state_dict["param_groups"].values() if hook is adds_an_option else ():
+            del group["amsgrad"]
+        return state_dict if hook is adds_an_option else {**state_dict, "version": 1}
+
+    saved.register_state_dict_post_hook(older)
+    if hook is takes_it_apart:
+        inner.register_state_dict_post_hook(older)
+    nested = NESTINGS[nesting](inner)
+    with pytest.raises(MismatchError):
+        load(tmp_path, NESTINGS[nesting](saved), nested)
+    seen = hooked(inner, hook)
+    load(tmp_path, NESTINGS[nesting](saved), nested)
+    assert seen == (["descriptions", "tensors"] if load is through_a_checkpoint else ["tensors"])
+    assert inner.param_groups[0]["lr"] == (0.25 if hook is adds_an_option else 0.5)
+    assert inner.state_dict()["state"]["w"]["step"] == 1
+
+
+def test_a_hook_that_refuses_does_so_before_anything_is_read(tmp_path):
+    saved, into = stepped(shardopt.keyed("adamw", params())), adamw()
+    checkpoint.save(tmp_path / "c", {"optimizer": saved})
+
+    def refuses(who, state_dict):
+        raise ValueError("another version")
+
+    into.register_load_state_dict_pre_hook(refuses)
+    with pytest.raises(MismatchError, match="register_load_state_dict_pre_hook: found ValueError: another version"):
+        checkpoint.load(tmp_path / "c", {"optimizer": into})
+    assert into.state_dict()["state"]["w"]["step"] == 0
+    stepped(into)  # it is not torn
+
+
+def test_a_hook_that_looks_into_a_description_is_told_what_to_do(tmp_path):
+    saved, into = stepped(shardopt.keyed("adamw", params())), adamw()
+    checkpoint.save(tmp_path / "c", {"optimizer": saved})
+    seen = hooked(into, lambda state_dict: state_dict["state"]["w"]["step"].item())
+    with pytest.raises(MismatchError, match=r"tensor\.is_meta"):
+        checkpoint.load(tmp_path / "c", {"optimizer": into})
+    assert seen == ["descriptions"]
