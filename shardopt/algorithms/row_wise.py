@@ -239,7 +239,7 @@ class _Work:
 
     def is_due(self) -> bool:
         """Whether the parameter has a gradient, and this rank a part of it; to be asked once all is added up."""
-        if not is_held(self.parameter):
+        if not (any(leaf.numel() for leaf in self.leaves) or is_held(self.parameter)):
             return False
         return self.gradients is not None if self.shares is None else self.shares.is_due()
 

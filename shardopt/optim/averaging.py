@@ -290,7 +290,7 @@ class EMA(Averaging):
     def __init__(
         self, model: nn.Module, decay: float = 0.999, dtype: torch.dtype | None = None, use_buffers: bool = False
     ) -> None:
-        if not 0 <= decay <= 1:
+        if not isinstance(decay, int | float) or not 0 <= decay <= 1:
             problem = Problem("decay", repr(decay), "a number in [0, 1]", "pass 0.999 or the like")
             raise StateError("averages cannot be made", [problem])
         super().__init__(model, dtype, use_buffers)

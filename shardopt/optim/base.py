@@ -6,24 +6,21 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, M
 from functools import partial
 from itertools import chain
 from typing import Any, cast
-from weakref import WeakSet
 
 from torch import Tensor
-from torch.optim import Optimizer
 
 from shardopt.algorithms.torch_private import (
     after_load_state_dict,
     after_state_dict,
     before_load_state_dict,
     before_state_dict,
-    before_step,
     changes_what_is_loaded,
-    scaler_that_steps,
 )
 from shardopt.copies import wait_for_copies
 from shardopt.errors import MismatchError, Problem, ShardoptError, StateError
 from shardopt.optim.agreement import differences
 from shardopt.optim.groups import (
+    NamedParameters,
     described,
     first_names,
     listed,
@@ -34,16 +31,16 @@ from shardopt.optim.groups import (
 )
 from shardopt.optim.loading import LoadPlan, Unmatched
 from shardopt.optim.options import saved_options, warn_of_another_algorithm, warn_of_overridden
+from shardopt.optim.related import RelatedOptimizer
 from shardopt.optim.renaming import renamed
 from shardopt.optim.saved import ALGORITHM, PARAM_GROUPS, PARAMS, STATE, KeyedGroup, as_saved, plan_all
-from shardopt.optim.scaler import refuse_scaled_backward, refuse_torchs_scaler, share_unscaled
 from shardopt.ranks import ranks_of
 from shardopt.sharding.view import is_held
 
 StateDict = dict[str, Any]
 
 
-class KeyedOptimizer(Optimizer):
+class KeyedOptimizer(RelatedOptimizer):
     """A torch optimizer whose `state_dict` goes by fully qualified parameter names, and which loads it in place.
 
     Args:
@@ -68,7 +65,9 @@ class KeyedOptimizer(Optimizer):
         self._save_param_groups = False
         self._dropped = ""  # of names that are added
         self._kept_options: frozenset[str] = frozenset()
-        refuse_flattened(self._params)
+        self._elsewhere: tuple[int, frozenset[str]] | None = None  # with how many parameters there were
+        if not isinstance(params, NamedParameters):  # which were looked at
+            refuse_flattened(self._params)
         refuse_non_leaves(self._params, param_groups)
         grouped = list(chain.from_iterable(group[PARAMS] for group in param_groups))
         strangers = [key for key in (*state, *grouped) if isinstance(key, Tensor) and key not in self._names]
@@ -80,14 +79,6 @@ class KeyedOptimizer(Optimizer):
                 f"name them in params, which has {listed(self._params)}",
             )
             raise StateError("all state keys must be params", [problem])
-
-    @property
-    def updates_in_backward(self) -> bool:
-        """Whether any parameter is updated while backward runs, and not by `step` alone.
-
-        Its gradients are then gone after backward, and cannot be clipped or unscaled.
-        """
-        return False
 
     @property
     def params(self) -> Mapping[str, Tensor]:
@@ -178,8 +169,7 @@ class KeyedOptimizer(Optimizer):
 
         Not those of sharded parameters of which it holds no part.
         """
-        elsewhere = {name for name, parameter in self._params.items() if not is_held(parameter)}
-        return self._state_names() - elsewhere
+        return self._state_names().difference(self._names_elsewhere())
 
     def keep_options(self, *names: str) -> None:
         """From now on loads leave these options of all groups as they are here: those that the code gives.
@@ -282,48 +272,7 @@ class KeyedOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         names = ("_params", "_names", "_save_param_groups", "_dropped", "_kept_options")
         own = {name: self.__dict__[name] for name in names}
-        return {**super().__getstate__(), **own}
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """torch's GradScaler asks for this before it steps an optimizer: the moment to refuse where it must not."""
-        if self.updates_in_backward:
-            refuse_scaled_backward()
-        refuse_torchs_scaler(self.param_groups)
-        scaler = scaler_that_steps()
-        if scaler is not None:
-            share_unscaled(scaler, self)
-        return False
-
-    def _atoms(self) -> tuple[Optimizer, ...]:
-        """What this optimizer is made of, to the last: of these gradients are unscaled, each once."""
-        return (self,)
-
-    def _parts_and_owners(self) -> Iterator[KeyedOptimizer]:
-        """Those that it is directly made of, and those that are directly made of it."""
-        yield from list(self.__dict__.get("_part_of", ()))
-
-    def _family(self) -> list[Optimizer]:
-        """Every optimizer that this one is part of or made of, at any depth, itself included."""
-        members: dict[int, KeyedOptimizer] = {}
-        ahead: list[KeyedOptimizer] = [self]
-        while ahead:
-            each = ahead.pop()
-            if id(each) not in members:
-                members[id(each)] = each
-                ahead += each._parts_and_owners()
-        atoms = {id(atom): atom for each in members.values() for atom in each._atoms()}
-        return list((atoms | members).values())
-
-    def _is_part_of(self, owner: KeyedOptimizer) -> None:
-        """Tells that another optimizer is made of this one; it is not kept alive by this."""
-        self.__dict__.setdefault("_part_of", WeakSet()).add(owner)
-
-    def _before_backward(self) -> None:
-        """Fires the step-pre-hooks of all optimizers that this one is part of, then its own; they may refuse."""
-        for owner in list(self.__dict__.get("_part_of", ())):
-            owner._before_backward()
-        before_step(self)
+        return {**super().__getstate__(), **own, "_elsewhere": None}
 
     # An optimizer made of others overrides the four below, and calls those of its parts.
 
@@ -338,8 +287,8 @@ class KeyedOptimizer(Optimizer):
     def _plan(self, plan: LoadPlan, offered: Mapping[str, Any]) -> None:
         """Plans to load what the hooks have made of a state dict."""
         state = offered.get(STATE)
-        if isinstance(state, Mapping):
-            elsewhere = self._params.keys() - self.held_state_names()
+        elsewhere = self._names_elsewhere()
+        if elsewhere and isinstance(state, Mapping):
             offered = {**offered, STATE: {name: entries for name, entries in state.items() if name not in elsewhere}}
         groups = self._keyed_groups()
         plan_all(plan, dict(self._named_state()), groups, offered)
@@ -366,6 +315,13 @@ class KeyedOptimizer(Optimizer):
     def _has_state(self) -> bool:
         """Whether `state_dict()["state"]` has anything."""
         return any(True for _ in self._named_state())
+
+    def _names_elsewhere(self) -> Collection[str]:
+        """The names of parameters of which this rank holds no part; looked for once."""
+        if self._elsewhere is None or self._elsewhere[0] != len(self._params):
+            names = frozenset(name for name, parameter in self._params.items() if not is_held(parameter))
+            self._elsewhere = len(self._params), names
+        return self._elsewhere[1]
 
     def _state_names(self) -> set[str]:
         """Every name that `state_dict()["state"]` has or may get."""
@@ -395,13 +351,14 @@ class KeyedOptimizer(Optimizer):
         Of what lies on other ranks alone there is none: what a rank counts that cannot see the gradients would drift
         from what those count.
         """
+        state, elsewhere = self.state, self._names_elsewhere()
         for parameter, name in self._names.items():
-            entries = self.state.get(parameter)
-            if entries and is_held(parameter):
+            entries = state.get(parameter)
+            if entries and name not in elsewhere:
                 yield name, entries
-        for key in list(self.state):
+        for key in list(cast(Any, state)):
             if isinstance(key, str):
-                yield key, self.state[key]
+                yield key, cast(Any, state)[key]
             elif isinstance(key, Tensor) and key not in self._names:
                 required = f"that of {listed(self._names.values())}"
                 problem = Problem("state", described(key), required, "take it out of optimizer.state")
@@ -411,14 +368,27 @@ class KeyedOptimizer(Optimizer):
         """The groups that have parameters, if groups are saved."""
         if not self._save_param_groups:
             return None
-        refuse_unfit_groups(self.param_groups, self._names)
         keyed_groups = []
-        for group in self.param_groups:
-            names = sorted(self._names[parameter] for parameter in group[PARAMS])
+        for names, group in self._names_in_groups():
             if names:
                 saved = {PARAMS: names, **saved_options(group, names[0]), **self._saved_besides(group, names)}
                 keyed_groups.append(KeyedGroup(group, saved, self._kept_options))
         return keyed_groups
+
+    def _names_in_groups(self) -> list[tuple[list[str], dict[str, Any]]]:
+        """The sorted names of each group, and the group.
+
+        Raises:
+            StateError: something that somebody has put there is no group, no parameter, or stands in two groups.
+        """
+        try:
+            names = [sorted([self._names[parameter] for parameter in group[PARAMS]]) for group in self.param_groups]
+        except (LookupError, TypeError):
+            refuse_unfit_groups(self.param_groups, self._names)
+            raise
+        if len(set(chain.from_iterable(names))) < sum(map(len, names)):
+            refuse_unfit_groups(self.param_groups, self._names)
+        return list(zip(names, self.param_groups, strict=True))
 
     def _saved_besides(self, group: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
         """What is saved with a group besides its options."""

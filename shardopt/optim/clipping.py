@@ -126,10 +126,17 @@ class GradientClippingOptimizer(OptimizerWrapper):
         if self._clipping is GradientClipping.NORM:
             self.clip_grad_norm_()
         elif self._clipping is GradientClipping.VALUE:
-            names = self._names_of_parameters()
-            found = chain.from_iterable(local_gradients(names[its], its) for its in self._parameters())
+            found = chain.from_iterable(local_gradients(name, parameter) for name, parameter in self._named())
             with torch.no_grad():
                 clamp(alike(gradient for gradient in found if gradient is not None), self._max_gradient)
+
+    def _named(self) -> list[tuple[str, Tensor]]:
+        names = first_names(self.params)
+        try:
+            return [(names[parameter], parameter) for parameter in self._parameters()]
+        except (LookupError, TypeError):  # something that somebody has put into a group
+            self._names_of_parameters()
+            raise
 
     def _names_of_parameters(self) -> dict[Tensor, str]:
         """Asked when parameters are new, as those are that were wrapped, or put into a group, since."""

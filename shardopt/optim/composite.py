@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from shardopt.algorithms.torch_private import is_torchs, not_compiled, step_nested
 from shardopt.errors import AlgorithmError, Problem, StateError
 from shardopt.optim.base import KeyedOptimizer
+from shardopt.optim.related import RelatedOptimizer
 from shardopt.optim.saved import PARAMS
 
 
@@ -121,7 +122,7 @@ class CompositeOptimizer(KeyedOptimizer):
         """Those of every part."""
         return tuple(chain.from_iterable(part._atoms() for part in self._parts))
 
-    def _parts_and_owners(self) -> Iterator[KeyedOptimizer]:
+    def _parts_and_owners(self) -> Iterator[RelatedOptimizer]:
         yield from self._parts
         yield from super()._parts_and_owners()
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Collection, Iterable, Mapping, MutableMapping
-from numbers import Real
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
 
 from shardopt.algorithms.torch_private import is_flattened
-from shardopt.errors import AlgorithmError, LayoutError, Problem, StateError
+from shardopt.errors import LayoutError, Problem, StateError
 from shardopt.sharding.gradients import takes_gradient
 from shardopt.sharding.view import view_of
 
@@ -233,57 +230,6 @@ def by_pattern(
     if problems:
         raise StateError("a pattern matches no parameter", problems)
     return [(its, who) for its, who in zip([*options, {}], members, strict=True) if who]
-
-
-def refuse_bad_options(
-    optimizer: type[Optimizer], options: Mapping[str, Any], where: str, known_besides: Iterable[str] = ()
-) -> None:
-    """Holds options against the arguments of the optimizer's class: their names, and what they are as far as it tells.
-
-    Args:
-        known_besides: names that are good as well.
-
-    Raises:
-        AlgorithmError: names each option that is not one, and those that there are; and each that is no number where
-            the default is one.
-    """
-    arguments = list(inspect.signature(optimizer).parameters.values())[1:]  # the first is the parameters
-    takes_any = any(argument.kind is inspect.Parameter.VAR_KEYWORD for argument in arguments)
-    known = [argument.name for argument in arguments]
-    problems = [
-        Problem(f"{where}.{name}", "an unknown option", f"one of {', '.join(known)}", "mend its spelling or drop it")
-        for name in options
-        if not (takes_any or name in known or name in known_besides)
-    ]
-    if problems:
-        raise AlgorithmError(f"{optimizer.__name__} has no such option", problems)
-    wanted = {argument.name: _kind_wanted(argument.default) for argument in arguments}
-    problems = [
-        Problem(f"{where}.{name}", f"{value!r} (a {type(value).__name__})", wanted[name], f"write it as {wanted[name]}")
-        for name, value in options.items()
-        if wanted.get(name) and not _is_alike(value, inspect.signature(optimizer).parameters[name].default)
-    ]
-    if problems:
-        raise AlgorithmError(f"{optimizer.__name__} cannot take these options", problems)
-
-
-def _kind_wanted(default: Any) -> str:
-    """What an option with this default is, in a few words; "" where a default does not tell."""
-    if isinstance(default, bool):
-        return "True or False"
-    if isinstance(default, Real):
-        return "a number"
-    return f"{len(default)} numbers" if isinstance(default, tuple) and default else ""
-
-
-def _is_alike(value: Any, default: Any) -> bool:
-    """Whether a value is of the kind of a default that is a bool, a number, or a tuple of numbers."""
-    if isinstance(default, tuple):
-        fits = isinstance(value, list | tuple) and len(value) == len(default)
-        return fits and all(map(_is_alike, value, default))
-    if default is None:
-        return value is None or isinstance(value, Real | Tensor)
-    return isinstance(value, Real) or (isinstance(value, Tensor) and not isinstance(default, bool))
 
 
 def listed(names: Iterable[str]) -> str:

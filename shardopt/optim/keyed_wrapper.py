@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 
 from shardopt.algorithms.torch_private import not_compiled
 from shardopt.optim.base import KeyedOptimizer
-from shardopt.optim.groups import first_names, named, refuse_bad_options, refuse_non_leaves, refuse_unfit_groups
+from shardopt.optim.groups import first_names, named, refuse_non_leaves, refuse_unfit_groups
 from shardopt.optim.local_state import LocalState
 from shardopt.optim.local_step import LocalOptimizer
-from shardopt.optim.options import given_options, plain_options
+from shardopt.optim.options import given_options, plain_options, refuse_bad_options
 from shardopt.optim.saved import GIVEN, PARAM_GROUPS, STATE, UNTOUCHED
 from shardopt.sharding.view import is_on_all_ranks
 from shardopt.values import UnionOfRanks
@@ -204,7 +204,8 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
     def _loaded(self, offered: Mapping[str, Any]) -> None:
         groups = offered[PARAM_GROUPS].values() if self._save_param_groups and PARAM_GROUPS in offered else ()
         untouched = set(chain.from_iterable(group.get(UNTOUCHED, ()) for group in groups))
+        state = self.state
         for name in self._params.keys() & offered.get(STATE, {}).keys():
-            mine = self.state.get(self._params[name])
-            if mine and not mine.keys().isdisjoint(offered[STATE][name]):  # of another algorithm's there is nothing
+            mine = state.get(self._params[name])
+            if mine and any(entry in mine for entry in offered[STATE][name]):  # of another algorithm there is nothing
                 self._local.state_loaded(self._params[name], name in untouched)

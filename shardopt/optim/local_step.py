@@ -29,7 +29,7 @@ from shardopt.optim.leaves import GroupLeaves, ShardedState, Shards, State, zero
 from shardopt.optim.refusals import parameters_of, refuse_unfit
 from shardopt.optim.turn import Turn, in_turns
 from shardopt.sharding.gradients import requires_gradient
-from shardopt.sharding.view import empty_leaf, is_held, leaves_of
+from shardopt.sharding.view import empty_leaf, leaves_of
 
 Group = dict[str, Any]
 
@@ -53,6 +53,7 @@ class LocalOptimizer:
         self.chooses = False
         self._names = dict(names)
         self._looked_for_gradients = False
+        self._elsewhere: set[Tensor] = set()
         self._grouped: list[GroupLeaves] = []
         self._known: list[list[Tensor]] = []  # the parameters of each group, once they were looked at
         # With the group of each parameter, and its place there.
@@ -87,10 +88,10 @@ class LocalOptimizer:
 
     def leaves(self, parameter: Tensor) -> tuple[Tensor, ...]:
         """The tensors that are stepped on in place of a parameter; none on a rank that holds no part of it."""
+        if self._elsewhere and parameter in self._elsewhere:
+            return ()
         shards = self.shards.get(parameter)
-        if shards is not None:
-            return shards.leaves
-        return (parameter,) if is_held(parameter) else ()
+        return (parameter,) if shards is None else shards.leaves
 
     def add_group(self, names: Mapping[Tensor, str], options: Mapping[str, Any]) -> None:
         """Adds parameters; as torch's `add_param_group`, and with state where the class makes it at construction."""
@@ -102,6 +103,7 @@ class LocalOptimizer:
         except Exception:
             for parameter in names:
                 self.shards.pop(parameter, None)
+            self._elsewhere.difference_update(names)
             raise
         self.groups[-1]["params"] = list(names)
         self._names.update(names)
@@ -205,7 +207,7 @@ class LocalOptimizer:
 
     def state_of(self, parameter: Tensor) -> MutableMapping[str, Any]:
         """The live state of a parameter; empty if there is none yet, or no part of the parameter."""
-        if not self.leaves(parameter):
+        if self._elsewhere and parameter in self._elsewhere:
             return {}
         shards = self.shards.get(parameter)
         if shards is None:
@@ -235,11 +237,13 @@ class LocalOptimizer:
 
     def has_state(self, parameter: Tensor) -> bool:
         """Whether there is any state of a parameter."""
-        return any(leaf in self.states for leaf in self.leaves(parameter)[:1])
+        leaves = self.leaves(parameter)
+        return bool(leaves) and leaves[0] in self.states
 
     def is_untouched(self, parameter: Tensor) -> bool:
         """Whether the parameter has state and never had a step, so that the first step makes its state anew."""
-        return any(map(self.states.is_untouched, self.leaves(parameter)[:1]))
+        leaves = self.leaves(parameter)
+        return bool(leaves) and self.states.is_untouched(leaves[0])
 
     def state_loaded(self, parameter: Tensor, untouched: bool) -> None:
         """Takes it that the state of a parameter was loaded.
@@ -266,17 +270,18 @@ class LocalOptimizer:
         for parameter, name in names.items():
             leaves = leaves_of(parameter)
             if len(leaves) != 1 or leaves[0] is not parameter:
-                self.shards[parameter] = Shards(name, parameter)
-                leaves = self.shards[parameter].leaves or (empty_leaf(parameter),)
+                shards = self.shards[parameter] = Shards(name, parameter)
+                if not shards.is_held:
+                    self._elsewhere.add(parameter)
+                leaves = shards.leaves or (empty_leaf(parameter),)
             bound[parameter] = leaves
         return bound
 
     def _drop_stand_ins(self, bound: Mapping[Tensor, tuple[Tensor, ...]]) -> None:
         """Takes back state that the class has made for stand-ins at construction."""
-        for parameter in bound:
-            if not self.leaves(parameter):
-                for leaf in bound[parameter]:
-                    self.optimizer.state.pop(leaf, None)
+        for parameter in self._elsewhere & bound.keys():
+            for leaf in bound[parameter]:
+                self.optimizer.state.pop(leaf, None)
 
     def _leaves_of_groups(self) -> list[GroupLeaves]:
         parameters = self._parameters_of_groups()

@@ -1,4 +1,4 @@
-"""Options of groups: as they are saved, as a load puts them in place, and which of them the code gives otherwise.
+"""Options of groups: as they are given, as they are saved and loaded, and which of them the code gives otherwise.
 
 A number is saved as a number, also where the live option is a tensor of one element (as torch.compile and CUDA graphs
 want learning rates): so a run goes on with either. Loading keeps the kind that is there, and fills a tensor in place.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterable, Mapping, MutableMapping
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from shardopt.errors import Problem, StateError
+from shardopt.errors import AlgorithmError, Problem, StateError
 from shardopt.optim.loading import like
 from shardopt.ranks import ranks_of
 
@@ -28,6 +29,38 @@ _NOT_SAVED = IMPLEMENTATION_OPTIONS | {"params"}
 _MOST_LINES = 20
 
 _log = logging.getLogger("shardopt")
+
+
+def refuse_bad_options(
+    optimizer: type[Optimizer], options: Mapping[str, Any], where: str, known_besides: Iterable[str] = ()
+) -> None:
+    """Holds options against the arguments of the optimizer's class: their names, and what they are as far as it tells.
+
+    Args:
+        known_besides: names that are good as well.
+
+    Raises:
+        AlgorithmError: names each option that is not one, and those that there are; and each that is no number where
+            the default is one.
+    """
+    arguments = list(inspect.signature(optimizer).parameters.values())[1:]  # the first is the parameters
+    takes_any = any(argument.kind is inspect.Parameter.VAR_KEYWORD for argument in arguments)
+    known = [argument.name for argument in arguments]
+    problems = [
+        Problem(f"{where}.{name}", "an unknown option", f"one of {', '.join(known)}", "mend its spelling or drop it")
+        for name in options
+        if not (takes_any or name in known or name in known_besides)
+    ]
+    if problems:
+        raise AlgorithmError(f"{optimizer.__name__} has no such option", problems)
+    wanted = {argument.name: _kind_wanted(argument.default) for argument in arguments}
+    problems = [
+        Problem(f"{where}.{name}", f"{value!r} (a {type(value).__name__})", wanted[name], f"write it as {wanted[name]}")
+        for name, value in options.items()
+        if wanted.get(name) and not _is_alike(value, inspect.signature(optimizer).parameters[name].default)
+    ]
+    if problems:
+        raise AlgorithmError(f"{optimizer.__name__} cannot take these options", problems)
 
 
 def saved_options(group: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -187,3 +220,22 @@ def _storable(value: Any) -> bool:
     if isinstance(value, list | tuple | set | frozenset):
         return all(map(_storable, value))
     return value is None or isinstance(value, bool | int | float | str | bytes | Tensor)
+
+
+def _kind_wanted(default: Any) -> str:
+    """What an option with this default is, in a few words; "" where a default does not tell."""
+    if isinstance(default, bool):
+        return "True or False"
+    if isinstance(default, Real):
+        return "a number"
+    return f"{len(default)} numbers" if isinstance(default, tuple) and default else ""
+
+
+def _is_alike(value: Any, default: Any) -> bool:
+    """Whether a value is of the kind of a default that is a bool, a number, or a tuple of numbers."""
+    if isinstance(default, tuple):
+        fits = isinstance(value, list | tuple) and len(value) == len(default)
+        return fits and all(map(_is_alike, value, default))
+    if default is None:
+        return value is None or isinstance(value, Real | Tensor)
+    return isinstance(value, Real) or (isinstance(value, Tensor) and not isinstance(default, bool))
