@@ -72,7 +72,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
             self.__dict__["param_groups"] = param_groups
             return
         groups = param_groups if isinstance(param_groups, list) else list(param_groups)
-        refuse_unfit_groups(groups, self._names, self.defaults)
+        refuse_unfit_groups(groups, self._names, self._local.required_options)
         self._local.optimizer.param_groups = groups
 
     @property

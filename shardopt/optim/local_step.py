@@ -60,6 +60,8 @@ class LocalOptimizer:
         self._alone: dict[Tensor, tuple[Group, int, GroupLeaves]] = {}
         leaves = self._bind(names)
         self.optimizer = optim_factory(list(chain.from_iterable(leaves.values())))
+        # Without the one that torch gives every optimizer that was copied.
+        self.required_options = frozenset(self.optimizer.defaults) - {"differentiable"}
         self.spec = spec = find_spec(type(self.optimizer))
         if spec is not None and spec.stands_for is not None and not isinstance(self.optimizer, spec.optimizer):
             self.optimizer = spec.optimizer(self.optimizer.param_groups, **self.optimizer.defaults)
@@ -299,7 +301,7 @@ class LocalOptimizer:
         try:
             return [group["params"] for group in self.groups]
         except (LookupError, TypeError):
-            refuse_unfit_groups(self.groups, self._names, self.optimizer.defaults, once=False)
+            refuse_unfit_groups(self.groups, self._names, self.required_options, once=False)
             raise
 
     def _look_at_groups(self) -> None:
@@ -307,7 +309,7 @@ class LocalOptimizer:
         parameters = self._parameters_of_groups()
         if len(parameters) == len(self._known) and all(map(_same, parameters, self._known)):
             return
-        refuse_unfit_groups(self.groups, self._names, self.optimizer.defaults, once=False)
+        refuse_unfit_groups(self.groups, self._names, self.required_options, once=False)
         refuse_flattened({self._names[parameter]: parameter for parameter in chain.from_iterable(parameters)})
         self._known = [list(its) for its in parameters]
 

@@ -167,14 +167,16 @@ def _plan_groups(plan: LoadPlan, mine: Mapping[str, KeyedGroup], offered: Any) -
 def _plan_group(plan: LoadPlan, where: str, group: KeyedGroup, theirs: Mapping[str, Any]) -> None:
     saved = group.saved
     _plan_members(plan, where, saved[PARAMS], theirs)
-    if _is_of_another(saved, theirs):
+    told_apart = {ALGORITHM, GIVEN} - group.live.keys()  # somebody may call options so
+    if ALGORITHM in told_apart and _is_of_another(saved, theirs):
         _plan_another_algorithm(plan, where, saved[ALGORITHM], theirs[ALGORITHM])
         return
-    left_out = {*IMPLEMENTATION_OPTIONS, *group.kept, ALGORITHM, GIVEN}
+    left_out = {*IMPLEMENTATION_OPTIONS, *group.kept, *told_apart}
     if group.kept.isdisjoint(theirs):
         plan.loaded_groups.append(group.live)
-    given = {name: value for name, value in saved.get(GIVEN, {}).items() if name not in group.kept}
-    plan.overridden += overridden(where, given, theirs, theirs.get(GIVEN))
+    if GIVEN in told_apart:
+        given = {name: value for name, value in saved.get(GIVEN, {}).items() if name not in group.kept}
+        plan.overridden += overridden(where, given, theirs, theirs.get(GIVEN))
     theirs = {name: as_number(value) for name, value in theirs.items() if name not in left_out}
     into = {name: value for name, value in saved.items() if name not in left_out}
     plan.mapping(where, into, theirs, _REMEDY)

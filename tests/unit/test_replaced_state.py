@@ -261,6 +261,32 @@ def test_state_of_a_stranger_is_refused(nesting):
     optimizer.state_dict()
 
 
+@pytest.mark.parametrize("name", [spec.name for spec in algorithms() if not spec.needs_closure])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
+def test_a_copy_has_groups_that_fit(name, copied):
+    """Although torch gives the defaults of every copy an option that not all algorithms have."""
+    optimizer = copied(shardopt.keyed(name, {"w": nn.Parameter(FULL.clone())}, lr=0.1))
+    optimizer.add_param_group({"params": {"v": nn.Parameter(FULL.clone())}})
+    optimizer.param_groups = list(reversed(optimizer.param_groups))
+    for param in optimizer.params.values():
+        param.grad = FULL.cos().to_sparse(1) if name == "SparseAdam" else FULL.cos()
+    optimizer.step()
+    assert torch.equal(optimizer.params["w"], optimizer.params["v"]) and not torch.equal(optimizer.params["w"], FULL)
+
+
+def test_options_of_the_users_own_may_be_called_as_what_is_saved_besides():
+    def made(value):
+        param = nn.Parameter(FULL.clone())
+        group = {"params": [param], "algorithm": value, "given": {"lr": value}}
+        optimizer = shardopt.KeyedOptimizer({"w": param}, {}, [group])
+        optimizer.save_param_groups(True)
+        return optimizer
+
+    into = made("b")
+    assert into.load_state_dict(made("a").state_dict()) == ([], [])
+    assert into.param_groups[0]["algorithm"] == "a" and into.param_groups[0]["given"] == {"lr": "a"}
+
+
 def test_state_of_a_stranger_in_a_mapping_of_the_users_own_is_not_lost_silently():
     state, param = {}, nn.Parameter(FULL.clone())
     optimizer = shardopt.KeyedOptimizer({"w": param}, state, [{"params": [param]}])
