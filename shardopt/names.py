@@ -23,6 +23,17 @@ def plain_name(name: str) -> str:
     return _WRAPPERS.sub("", name)
 
 
+def before_all(names: Collection[str]) -> str:
+    """What DistributedDataParallel may have put before all names: as many "module." as each of them has.
+
+    Names do not tell whether it did, or a module of a model is called so; so a model has the same names in both cases.
+    """
+    before = ""
+    while names and all(name.startswith(f"{before}{_DDP}") for name in names):
+        before += _DDP
+    return before
+
+
 def may_have_wrappers(names: Collection[str]) -> bool:
     """Whether to look at names one by one; a quick answer for thousands of them."""
     together = "\n".join(names)

@@ -107,7 +107,8 @@ class ResumableSampler:
 
     def _order(self) -> Tensor:
         if not self.shuffle:
-            return torch.arange(self.size)
+            return torch.arange(self.size, device="cpu")
         # Mixed, as torch's generator on the CPU looks at 32 bits of its seed and no more.
         mixed = np.random.SeedSequence((self.seed, self.epoch)).generate_state(1)
-        return torch.randperm(self.size, generator=torch.Generator().manual_seed(int(mixed[0])))
+        generator = torch.Generator("cpu").manual_seed(int(mixed[0]))
+        return torch.randperm(self.size, generator=generator, device="cpu")

@@ -65,7 +65,9 @@ class PartialStateful(Stateful, Protocol):
     """A Stateful of whose "state", a dict by name, each rank has only some names, and maybe no place for them yet.
 
     `held_state_names` gives the names that belong on this rank. What is stored under others is left to the ranks that
-    hold them; what is stored under these and has no place is an error.
+    hold them; what is stored under these and has no place is an error. Its keys do not depend on whether this rank has
+    any: the outermost parts of its state are always apart, and an empty "state" has no key. Its `check_state_dict` and
+    `load_state_dict` take `strict=False`, to pass over what is on one side only within plain values, too.
     """
 
     def held_state_names(self) -> Collection[str]: ...
@@ -258,9 +260,12 @@ def _descend_stateful(node: Stateful, path: Path, flat: FlatState) -> None:
         for part, child in value.items():
             handback.state[own.get(part, part)] = child
 
-    if holds_tensors(handback.state):
+    partial = isinstance(node, PartialStateful)
+    if partial or holds_tensors(handback.state):
         for part, child in handback.state.items():
             _check_part(part, path)
+            if partial and part == "state" and not child:
+                continue  # other ranks may have some, and no rank is to have a key that they have not
             _descend(child, (*path, plain.get(part, part)), _set_item(handback.state, part), True, flat)
     else:
         _add(flat, path, {plain.get(part, part): child for part, child in handback.state.items()}, replace_state)

@@ -21,6 +21,7 @@ import json
 import math
 import re
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -38,10 +39,18 @@ _TORCH_DTYPES = {
     if isinstance(dtype, torch.dtype) and not re.match(r"torch\.(q|bits)", str(dtype))
 }
 _DEPTH_LIMIT = 64
+_UNION = "union"
+"""The form of a `UnionOfRanks`, on its way between ranks; it comes back, and so is stored, as a list."""
 _REMEDY = (
     "store plain values (None, bool, int, float, str, bytes, list, tuple, set, dict, Counter, NumPy scalars), "
     "tensors, or an object with state_dict and load_state_dict"
 )
+
+
+class UnionOfRanks(list[str]):
+    """A list of names of which a rank knows some: as a part of a plain value, it stands for what all ranks together
+    have. It is stored as a plain list, sorted.
+    """
 
 
 def encode_value(value: Any, key: str = "value") -> Any:
@@ -69,6 +78,8 @@ def _encode(value: Any, key: str, depth: int) -> Any:
         return _text(value, key)
     if kind is list:
         return [_encode(item, f"{key}[{i}]", depth + 1) for i, item in enumerate(value)]
+    if kind is UnionOfRanks:
+        return {_UNION: sorted(_text(name, key) for name in value)}
     if kind is bytes:
         return {"bytes": base64.b64encode(value).decode()}
     if kind is tuple:
@@ -115,8 +126,27 @@ def _refused(key: str, found: str) -> StateError:
     return StateError("a value cannot be stored", [Problem(key, found, "a plain value", _REMEDY)])
 
 
+def united(wires: Sequence[Any]) -> Any:
+    """One form for the forms that ranks have of one value, equal but for what each has of a `UnionOfRanks`."""
+    first = wires[0]
+    if isinstance(first, list):
+        return [united(items) for items in zip(*wires, strict=True)]
+    if not isinstance(first, dict):
+        return first
+    ((kind, body),) = first.items()
+    bodies = [wire[kind] for wire in wires]
+    if kind == _UNION:
+        return sorted(set().union(*bodies))
+    if kind in ("dict", "counter"):
+        others = [{canonical(k): v for k, v in entries} for entries in bodies]
+        return {kind: [[k, united([by_key[canonical(k)] for by_key in others])] for k, _ in body]}
+    return {kind: united(bodies)} if kind == "tuple" else first
+
+
 def canonical(wire: Any) -> str:
-    """A text that is equal for the forms of equal values: the order of a dict's entries does not count in it."""
+    """A text that is equal for the forms of equal values: the order of a dict's entries does not count in it, nor what
+    a rank has of a `UnionOfRanks`.
+    """
     return json.dumps(_ordered(wire), sort_keys=True)
 
 
@@ -125,7 +155,7 @@ def _ordered(wire: Any) -> Any:
         return [_ordered(item) for item in wire]
     if isinstance(wire, dict):
         ((kind, body),) = wire.items()
-        body = _ordered(body)
+        body = [] if kind == _UNION else _ordered(body)
         return {kind: sorted(body, key=repr) if kind in ("dict", "counter") else body}
     return wire
 
@@ -166,6 +196,8 @@ def _decode_typed(kind: str, body: Any, depth: int) -> Any:
         return float(body)
     if kind == "bytes":
         return base64.b64decode(body, validate=True)
+    if kind == _UNION and isinstance(body, list):
+        return [_decode(item, depth + 1) for item in body]
     if kind in ("tuple", "set") and isinstance(body, list):
         items = [_decode(item, depth + 1) for item in body]
         return tuple(items) if kind == "tuple" else set(items)

@@ -33,11 +33,11 @@ from shardopt.algorithms.dense_gradients import dense_gradients
 from shardopt.algorithms.late_checks import LateChecks
 from shardopt.errors import GradientError, Problem
 from shardopt.ranks import ranks_of
-from shardopt.sharding.along import Cut, cuts_of, parts_for, sum_like, sum_memory
+from shardopt.sharding.along import Cut, cuts_of, is_first_of, parts_for, sum_like, sum_memory
 from shardopt.sharding.box import cover_faults
 from shardopt.sharding.gradients import requires_gradient, takes_gradient
 from shardopt.sharding.pieces import View
-from shardopt.sharding.view import assemble, device_of, leaves_of, view_of
+from shardopt.sharding.view import assemble, device_of, is_held, leaves_of, view_of
 
 Group = Mapping[str, Any]
 Term = tuple[Tensor, tuple[Cut, ...]]
@@ -91,7 +91,7 @@ class Adafactor(torch.optim.Adafactor):
                 here = [work for work in shared if work.numbers.device == device]
                 told = torch.cat([work.numbers[1:].float() for work in here])
                 self._late.note(told, partial(_judge, [work.asked for work in here]))
-        due = [work for work in works if work.is_due()]
+        due = [work for work in works if work.is_due() and work.is_held]
         for work in due:
             work.take_statistics()
             work.measure_update()
@@ -159,6 +159,7 @@ class _Work:
         self.row_dim, self.column_dim = len(view.shape) - 2, len(view.shape) - 1
         self.factored = len(view.shape) > 1
         self.leaves = leaves_of(parameter)
+        self.is_held = is_held(parameter)
         self.cuts = cuts_of(parameter)
         self.name = optimizer.names.get(parameter, f"a parameter of shape {view.shape}")
         self.gradients: Sequence[Tensor] = ()
@@ -217,7 +218,7 @@ class _Work:
         So M comes out of the same round as R: the mean of the new R is the mean of the old one, moved by w.
         """
         along_rows = self._cuts_along([self.column_dim])
-        if not self.state or any(cut.group.rank() for cut in along_rows):
+        if not self.state or not all(is_first_of(self.parameter, cut) for cut in along_rows):
             return
         old = leaves_of(self.state["row_var"])
         means = self.means if along_rows else parts_for(self.parameter, [self.row_dim, self.column_dim], self.means)

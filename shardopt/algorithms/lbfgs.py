@@ -33,7 +33,7 @@ from shardopt.sharding.along import stack_like
 from shardopt.sharding.box import cover_faults
 from shardopt.sharding.gradients import gradient_leaves, requires_gradient
 from shardopt.sharding.pieces import View
-from shardopt.sharding.view import assemble, leaves_of
+from shardopt.sharding.view import assemble, is_held, leaves_of
 
 GLOBAL = "global"
 """What the name begins with under which `state` has what belongs to no parameter: "global.<least FQN>"."""
@@ -139,7 +139,8 @@ class LBFGS(Optimizer):
             raise AlgorithmError("LBFGS evaluates the model several times in a step", [problem])
         (group,) = self.param_groups
         space = self._space_of(group)
-        memory = Memory(space, [self._state_of(parameter) for parameter in space.parameters], self.make_global())
+        held = filter(is_held, space.parameters)
+        memory = Memory(space, [self._state_of(parameter) for parameter in held], self.make_global())
         first_loss, now = space.evaluate(closure)
         evaluations = 1
         memory.add("func_evals", 1)
@@ -257,10 +258,15 @@ class LBFGS(Optimizer):
 
     def _space_of(self, group: Group) -> Space:
         """The space of all parameters that are or were trained."""
+        # A rank without a part has no state to tell what was trained, but makes a new space together with the others.
+        before = set(() if self._space is None else self._space.parameters)
         parameters = [
             parameter
             for parameter in group["params"]
-            if requires_gradient(parameter) or self.state.get(parameter) or any(_present(gradient_leaves(parameter)))
+            if requires_gradient(parameter)
+            or self.state.get(parameter)
+            or (parameter in before and not is_held(parameter))
+            or any(_present(gradient_leaves(parameter)))
         ]
         if self._space is None or not self._space.fits(ranks_of(), parameters):
             names = {parameter: self.names.get(parameter, f"{i:09}") for i, parameter in enumerate(parameters)}

@@ -24,9 +24,13 @@ HISTORY = ("old_dirs", "old_stps")
 
 def fresh_numbers(size: int) -> dict[str, Tensor]:
     """State that belongs to no parameter, before the first step, for a history of so many pairs."""
-    numbers = {name: torch.zeros((), dtype=torch.int64) for name in ("func_evals", "n_iter", "pairs", "next")}
-    numbers |= {name: torch.zeros((), dtype=torch.float64) for name in ("t", "H_diag", "prev_loss")}
-    return numbers | {name: torch.zeros(size, size, dtype=torch.float64) for name in ("s_dot_y", "y_dot_y")}
+    numbers = {
+        name: torch.zeros((), dtype=torch.int64, device="cpu") for name in ("func_evals", "n_iter", "pairs", "next")
+    }
+    numbers |= {name: torch.zeros((), dtype=torch.float64, device="cpu") for name in ("t", "H_diag", "prev_loss")}
+    return numbers | {
+        name: torch.zeros(size, size, dtype=torch.float64, device="cpu") for name in ("s_dot_y", "y_dot_y")
+    }
 
 
 def resize_history(parameter: Tensor, state: MutableMapping[str, Tensor], places: int) -> None:
@@ -46,7 +50,8 @@ class Memory:
 
     Args:
         space: of the parameters.
-        states: of each of its parameters, in its order; their history is given the size that it needs.
+        states: of each of its parameters of which this rank has a part, in its order; their history is given the size
+            that it needs.
         numbers: state that belongs to no parameter.
     """
 
@@ -120,7 +125,7 @@ class Memory:
         s_y, y_y, g_g = with_y[2 * pairs], with_y[2 * pairs + 1], with_g[2 * pairs + 2]
         old = torch.stack([with_g[:pairs], with_g[pairs : 2 * pairs]])
         of_new = with_g[2 * pairs : 2 * pairs + 2]
-        s_g, y_g = torch.zeros(2, self._size, dtype=torch.float64)
+        s_g, y_g = torch.zeros(2, self._size, dtype=torch.float64, device="cpu")
         s_g[:pairs], y_g[:pairs] = old
         if s_y > _LEAST_CURVATURE:
             place = int(self.number("next"))
@@ -170,12 +175,14 @@ class Memory:
             g_g: g · g.
         """
         pairs, gamma = int(self.number("pairs")), self.number("H_diag")
-        age = (torch.arange(pairs) + int(self.number("next")) - pairs) % self._size  # places, the oldest first
+        age = (
+            torch.arange(pairs, device="cpu") + int(self.number("next")) - pairs
+        ) % self._size  # places, the oldest first
         a, b = coefficients(
             self._numbers["s_dot_y"][age][:, age], self._numbers["y_dot_y"][age][:, age], s_g[age], y_g[age], gamma
         )
         slope = -gamma * g_g - gamma * (a @ y_g[age]) + b @ s_g[age]
-        by_place = torch.zeros(2 * pairs + 1, dtype=torch.float64)
+        by_place = torch.zeros(2 * pairs + 1, dtype=torch.float64, device="cpu")
         by_place[age], by_place[pairs + age], by_place[-1] = b, -gamma * a, -gamma
         for steps, changes, its, into in zip(self._steps, self._changes, gradient, self.direction, strict=True):
             rows = [as_rows(each[:pairs], pairs) for each in (steps, changes)] if pairs else []

@@ -38,7 +38,7 @@ from shardopt.ranks import ranks_among, ranks_of
 from shardopt.sharding.box import Box, cover_faults
 from shardopt.sharding.layout import held
 from shardopt.sharding.pieces import View
-from shardopt.sharding.view import assemble, device_of, groups_of, leaves_of, members_of, view_of
+from shardopt.sharding.view import assemble, device_of, groups_of, is_held, leaves_of, members_of, view_of
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
@@ -145,7 +145,7 @@ class Muon(Optimizer):
         if problems:
             raise refusal(problems)
         for matrix in matrices:
-            if matrix.gradients is not None:
+            if matrix.gradients is not None and matrix.is_held:
                 matrix.update_momentum(self._momentum(matrix))
         for team in teams:
             self._orthogonalise(team)
@@ -192,6 +192,7 @@ class _Matrix:
     def __init__(self, parameter: Tensor, group: Mapping[str, Any], name: str) -> None:
         self.parameter, self.group, self.name = parameter, group, name
         self.view = view_of(parameter, name)
+        self.is_held = is_held(parameter)
         self.gradients: list[Tensor] | None = None
         self.fault: GradientError | None = None  # to be raised once the other ranks have heard of it
         try:
@@ -232,6 +233,8 @@ class _Matrix:
 
     def parts(self) -> dict[Box, Tensor]:
         """U, by box; zeros without a gradient."""
+        if not self.is_held:
+            return {}
         if self.gradients is None:
             return {piece.box: torch.zeros_like(piece.tensor) for piece in self.view.pieces}
         update: Sequence[Tensor] = self._momentum

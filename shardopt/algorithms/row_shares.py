@@ -71,7 +71,7 @@ class RowShares:
     ) -> None:
         """Moves state and parameter. Rows that another rank has touched are touched here too, with zeros.
 
-        The moments are moved by themselves, since leaves may share them, and a rank without leaves have some.
+        The moments are moved by themselves, since leaves may share them.
         """
         moments = leaves_of(state[rule.moments])
         for memory, sums, count in zip(moments, self._sums, self._counts, strict=True):

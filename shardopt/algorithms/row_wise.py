@@ -25,7 +25,7 @@ from shardopt.sharding.along import cuts_of, sum_like
 from shardopt.sharding.box import cover_faults
 from shardopt.sharding.gradients import requires_gradient
 from shardopt.sharding.pieces import View
-from shardopt.sharding.view import assemble, leaves_of, tells_of_others, view_of
+from shardopt.sharding.view import assemble, is_held, leaves_of, view_of
 
 Group = Mapping[str, Any]
 
@@ -236,12 +236,12 @@ class _Work:
         self.shares: RowShares | None = None
         if across and (self.gradients is not None or requires_gradient(parameter)):
             self.shares = RowShares(parameter, across)
-        # A rank without a shard cannot see whether the others have a gradient, and takes it that they do.
-        self.stands_in = not self.leaves and tells_of_others(parameter) and requires_gradient(parameter)
 
     def is_due(self) -> bool:
-        """Whether the parameter has a gradient; to be asked once all is added up."""
-        return self.gradients is not None or self.stands_in if self.shares is None else self.shares.is_due()
+        """Whether the parameter has a gradient, and this rank a part of it; to be asked once all is added up."""
+        if not (any(leaf.numel() for leaf in self.leaves) or is_held(self.parameter)):
+            return False
+        return self.gradients is not None if self.shares is None else self.shares.is_due()
 
     def apply(self) -> None:
         """Moves parameter and state."""

@@ -18,7 +18,7 @@ from shardopt.algorithms.holders import shares
 from shardopt.algorithms.strong_wolfe import Trial
 from shardopt.errors import GradientError, Problem, RankError
 from shardopt.ranks import Ranks
-from shardopt.sharding.view import device_of, leaves_of, view_of
+from shardopt.sharding.view import device_of, is_held, leaves_of, view_of
 
 _SAME = 1e-5  # relative; ranks may round a loss differently, but losses of different batches are further apart
 
@@ -40,7 +40,7 @@ class Space:
         self._given = list(names)
         self._names = {parameter: names[parameter] for parameter in sorted(names, key=names.__getitem__)}
         mine, _ = shares(ranks, self._names)
-        self.counted = [counted for share in mine for counted in share.counted]
+        self.counted = [counted for share in mine if is_held(share.parameter) for counted in share.counted]
         self.reach = 0.0
 
     @property
@@ -60,8 +60,8 @@ class Space:
         return ranks_too and len(parameters) == len(self._given) and all(map(is_, parameters, self._given))
 
     def leaves(self) -> list[Tensor]:
-        """The local tensors of the parameters."""
-        return [leaf for parameter in self._names for leaf in leaves_of(parameter)]
+        """The local tensors of the parameters of which this rank has a part."""
+        return [leaf for parameter in filter(is_held, self._names) for leaf in leaves_of(parameter)]
 
     def copy(self) -> list[Tensor]:
         """The parameters as they are now."""
@@ -144,8 +144,8 @@ class Space:
     def _gradient(self) -> list[Tensor]:
         """The gradient, copied, since the next evaluation writes over it; zero where there is none."""
         gradient: list[Tensor] = []
-        for parameter, name in self._names.items():
-            found = dense_gradients(parameter, name)
+        for parameter in filter(is_held, self._names):
+            found = dense_gradients(parameter, self._names[parameter])
             if found is None:
                 gradient += [torch.zeros_like(leaf) for leaf in leaves_of(parameter)]
             else:

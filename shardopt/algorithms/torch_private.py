@@ -5,13 +5,15 @@ Each is present and behaves alike in torch 2.11 to 2.13; a test of each fails by
 
 from __future__ import annotations
 
+import gc
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -93,9 +95,37 @@ def gradient_hooks(parameter: Tensor) -> list[Callable[[Tensor], None]]:
     return list((hooks or {}).values())
 
 
+def is_flattened(parameter: Tensor) -> bool:
+    """Whether FullyShardedDataParallel (FSDP1) has taken a parameter up: it then is, or is a piece of, a flat one."""
+    # Not by getattr: what a ShardedTensor does not have goes through `__torch_function__`, which warns.
+    return vars(parameter).get("_fsdp_flattened", False) is True
+
+
 def in_forward_of_ddp() -> bool:
     """Whether DistributedDataParallel is running the forward of a module."""
     return DistributedDataParallel._active_ddp_module is not None
+
+
+def reduced_by_ddp(parameters: Iterable[Tensor]) -> bool:
+    """Whether a DistributedDataParallel of this process averages the gradients of any of these parameters.
+
+    Parameters do not tell, and DistributedDataParallel keeps no list of its own: all objects that the garbage collector
+    knows are looked at, which takes a tenth of a second where there are a million.
+    """
+    wanted = set(map(id, parameters))
+
+    def found() -> bool:
+        every = gc.get_objects()
+        kinds = {kind for kind in set(map(type, every)) if issubclass(kind, DistributedDataParallel)}
+        reducing = (each for each in every if type(each) in kinds) if kinds else ()
+        return any(
+            id(parameter) in wanted for each in reducing for parameter in vars(each).get("_module_parameters", ())
+        )
+
+    if not found():
+        return False
+    gc.collect()  # one that nobody has any more
+    return found()
 
 
 def is_torchs(attribute: str) -> bool:
@@ -221,6 +251,11 @@ def after_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[s
     return state_dict
 
 
+def changes_what_is_loaded(optimizer: Optimizer) -> bool:
+    """Whether there are hooks of `register_load_state_dict_pre_hook`."""
+    return bool(optimizer._optimizer_load_state_dict_pre_hooks)
+
+
 def before_load_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Fires the hooks of `register_load_state_dict_pre_hook` on a shallow copy, and gives what they made of it."""
     offered = dict(state_dict)
@@ -234,6 +269,54 @@ def after_load_state_dict(optimizer: Optimizer) -> None:
     """Fires the hooks of `register_load_state_dict_post_hook`."""
     for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         hook(optimizer)
+
+
+class ScalerStages:
+    """What a torch.amp.GradScaler knows since its last update of optimizers: whether it has unscaled or stepped them.
+
+    Args:
+        scaler: torch's, or a subclass.
+    """
+
+    def __init__(self, scaler: torch.amp.GradScaler) -> None:
+        self._states = scaler._per_optimizer_states
+
+    def stage(self, optimizer: object) -> OptState:
+        """Of one of which it knows nothing: READY."""
+        state = self._states.get(id(optimizer))  # which does not make one, as looking up would
+        return OptState.READY if state is None else state["stage"]
+
+    def found(self, optimizer: object) -> dict[torch.device, Tensor]:
+        """By device, whether something was not finite: above 0."""
+        found: dict[torch.device, Tensor] = self._states[id(optimizer)]["found_inf_per_device"]
+        return found
+
+    def set(self, optimizer: object, stage: OptState, found: Mapping[torch.device, Tensor] | None = None) -> None:
+        """Tells the scaler what became of an optimizer."""
+        state = self._states[id(optimizer)]
+        state["stage"] = stage
+        if found is not None:
+            state["found_inf_per_device"] = dict(found)
+
+
+def inverse_scale(scaler: torch.amp.GradScaler) -> Tensor:
+    """What gradients are to be multiplied by: fp32, one element, on the device of the scale, which must be made."""
+    scale = scaler._scale
+    assert scale is not None
+    return scale.double().reciprocal().float()
+
+
+def scaler_that_steps() -> torch.amp.GradScaler | None:
+    """The GradScaler within whose `step` an attribute of an optimizer is looked up. To be asked in that property.
+
+    torch hands an optimizer no scaler, so that it has to be taken from the caller's caller.
+    """
+    frame = inspect.currentframe()
+    frame = frame and frame.f_back and frame.f_back.f_back
+    if frame is None or frame.f_code is not torch.amp.GradScaler.step.__code__:
+        return None
+    scaler = frame.f_locals.get("self")
+    return scaler if isinstance(scaler, torch.amp.GradScaler) else None
 
 
 def scale_and_look(tensors: list[Tensor], factor: Tensor, found_inf: Tensor) -> None:

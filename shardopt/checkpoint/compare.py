@@ -238,8 +238,9 @@ def _object_problems(
     if handback.plain_names:
         own_names: dict[str | int, str] = {plain: name for name, plain in handback.plain_names.items()}
         described = {(own_names.get(at[0], at[0]), *at[1:]): value for at, value in described.items()}
+    choices = {"strict": False} if strictness.lets_objects_differ and isinstance(target, PartialStateful) else {}
     try:
-        target.check_state_dict(nest(described))
+        target.check_state_dict(nest(described), **choices)
     except ShardoptError as error:
         problems = error.problems or [Problem("", error.message, "a state that fits", "see the message")]
         prefix = join(path)

@@ -23,7 +23,7 @@ from shardopt.sharding.layout import Layout, held, joined
 from shardopt.sharding.pieces import View
 from shardopt.sharding.view import view_of
 from shardopt.state import FlatState, Path, PerRank, kinds_differ, tell_path
-from shardopt.values import canonical, decode_value, encode_value
+from shardopt.values import canonical, decode_value, encode_value, united
 
 _DIFFER = "ranks have different things under one key"
 
@@ -211,7 +211,8 @@ def merge_values(descriptions: Sequence[Mapping[str, Any]], geometry: Geometry) 
         elif other is not None:
             found = f"{_short(first)} on rank {first_rank}, {_short(by_rank[other][1])} on rank {other}"
             problems.append(_differs(key, found))
-        merged[key] = (path, first)
+        wires = [value for _, value in by_rank.values()]
+        merged[key] = (path, first if other is not None or all(wire == first for wire in wires) else united(wires))
     if problems:
         raise StateError(_DIFFER, problems)
     return merged

@@ -39,7 +39,7 @@ from shardopt.ranks import DEADLINE_SECONDS, Ranks, ranks_of
 from shardopt.ranks.failures import names_of
 from shardopt.sharding.pieces import View
 from shardopt.sharding.view import view_of
-from shardopt.state import FlatState, Handback, PerRank, flatten
+from shardopt.state import FlatState, Handback, PartialStateful, PerRank, flatten
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,9 @@ def load(
         url: of a committed checkpoint.
         app: as for `save`.
         strict: whether keys that only one side has are an error; `Strictness` has a choice for each kind of difference.
-            A key of the checkpoint may be left to other ranks; it is unexpected if no rank has a place for it.
+            False passes over such differences also in the groups of keyed optimizers, and takes the state that fits
+            from an optimizer of another algorithm, but none of its options: a warning in the log names it. A key of
+            the checkpoint may be left to other ranks; it is unexpected if no rank has a place for it.
         select: a regex; only keys of the app in which it is found are loaded, and the others stay as they are.
         rename: regex → replacement, applied in turn, as by `re.sub`, to the checkpoint's keys to make them the app's:
             `{r"\.layers\.": ".blocks."}` renames "model.layers.0.weight" and "optimizer.state.layers.0.weight.exp_avg".
@@ -258,8 +260,9 @@ def _load_into(
         return _fill(reads.wants, progress)
 
     bytes_read, _ = ranks.agree(what, work=fill, deadline_seconds=deadline_seconds)
+    lenient = strictness.lets_objects_differ
     # A round of its own: nobody is to wait for what its reader failed to read, or to hand back what others lack.
-    ranks.agree(what, work=lambda: _hand_back(plan, reads.shared, loaded), deadline_seconds=deadline_seconds)
+    ranks.agree(what, work=lambda: _hand_back(plan, reads.shared, loaded, lenient), deadline_seconds=deadline_seconds)
     unmark_torn(optimizers)
 
     report = LoadReport(
@@ -408,7 +411,7 @@ def _fill(wants: list[tuple[OpenFile, Want]], progress: Progress | None) -> int:
     return fetch(wants, progress)
 
 
-def _hand_back(plan: _Plan, shared: SharedReads, loaded: list[Handback]) -> None:
+def _hand_back(plan: _Plan, shared: SharedReads, loaded: list[Handback], lenient: bool) -> None:
     shared.exchange()
     for key, value in plan.match.values.items():
         plan.flat.leaves[key].replace(value)
@@ -416,4 +419,5 @@ def _hand_back(plan: _Plan, shared: SharedReads, loaded: list[Handback]) -> None
         leaf = plan.flat.leaves[key]
         leaf.replace(PerRank(plan.per_rank[plan.key_of(key)], leaf.value.on_resize))
     for handback in loaded:
-        handback.target.load_state_dict(handback.state)
+        choices = {"strict": False} if lenient and isinstance(handback.target, PartialStateful) else {}
+        handback.target.load_state_dict(handback.state, **choices)

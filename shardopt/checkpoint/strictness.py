@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torch.nn import Module
 
@@ -14,9 +14,10 @@ from shardopt.checkpoint.manifest import Manifest, StoredTensors
 from shardopt.checkpoint.renaming import Within, renamed_within
 from shardopt.errors import MismatchError, Problem
 from shardopt.names import may_have_wrappers, names_under_wrappers
-from shardopt.state import FlatState, Path, join
+from shardopt.state import FlatState, PartialStateful, Path, join
 
 T = TypeVar("T")
+Values = Mapping[str, tuple[Path, Any]]
 
 Choice = Literal["raise", "warn", "ignore"]
 
@@ -46,6 +47,11 @@ class Strictness:
             choices = allowed.get(name, ("raise", "warn", "ignore"))
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name}: found {getattr(self, name)!r}; required one of {choices}")
+
+    @property
+    def lets_objects_differ(self) -> bool:
+        """Whether what an object and its stored state have on one side only passes, also within plain values."""
+        return self.missing != "raise" and self.unexpected != "raise"
 
 
 def strictness_of(strict: bool | Strictness) -> Strictness:
@@ -77,7 +83,7 @@ def under_names_of(manifest: Manifest, flat: FlatState, select: str | None, rena
         MismatchError: two stored keys get one name, or rules are ambiguous about names that stand in no key.
     """
     if not (select or rename or _keys_under_wrappers((*manifest.tensors, *manifest.values, *manifest.per_rank), flat)):
-        return Names(manifest, {}, frozenset(flat.leaves))
+        return Names(replace(manifest, values=_spread(manifest.values, flat)), {}, frozenset(flat.leaves))
     rules = [(re.compile(pattern), into) for pattern, into in (rename or {}).items()]
     wanted = re.compile(select or "")
 
@@ -106,16 +112,17 @@ def under_names_of(manifest: Manifest, flat: FlatState, select: str | None, rena
     def chosen(stored: Mapping[str, T]) -> Iterable[tuple[str, T]]:
         return ((key, its) for key, its in stored.items() if key in new_key and wanted.search(new_key[key]))
 
+    values = added | {
+        new_key[key]: (path_of(key, path), within.values.get(key, value))
+        for key, (path, value) in manifest.values.items()
+        if key in new_key
+    }
     named_anew = replace(
         manifest,
         tensors=StoredTensors(
             (new_key[key], tensor._replace(path=path_of(key, tensor.path))) for key, tensor in chosen(manifest.tensors)
         ),
-        values={key: its for key, its in added.items() if wanted.search(key)}
-        | {
-            new_key[key]: (path_of(key, path), within.values.get(key, value))
-            for key, (path, value) in chosen(manifest.values)
-        },
+        values={key: its for key, its in _spread(values, flat).items() if wanted.search(key)},
         per_rank={new_key[key]: path_of(key, path) for key, path in chosen(manifest.per_rank)},
     )
     changed = {new: key for key, new in new_key.items() if new != key}
@@ -137,6 +144,24 @@ def _keys_under_wrappers(keys: Collection[str], flat: FlatState) -> dict[str, st
             stored = {key.removeprefix(root) for key in keys if key.startswith(root)}
             found |= {root + name: root + plain for name, plain in names_under_wrappers(stored, own).items()}
     return found
+
+
+def _spread(values: Values, flat: FlatState) -> Values:
+    """Plain values of a checkpoint in which the parts of an object are apart, also of one that was stored as one value.
+
+    So a `PartialStateful` was stored whose state had no tensor on any rank.
+    """
+    partial = {join(each.path) for each in flat.handbacks if isinstance(each.target, PartialStateful)}
+    wholes = {key for key in partial if isinstance(values.get(key, (None, None))[1], dict)}
+    if not wholes:
+        return values
+    parts = {
+        f"{key}.{part}": ((*values[key][0], part), value)
+        for key in wholes
+        for part, value in values[key][1].items()
+        if part != "state" or value
+    }
+    return {key: its for key, its in values.items() if key not in wholes} | parts
 
 
 def _refuse_collisions(named: Iterable[tuple[str, str]]) -> None:

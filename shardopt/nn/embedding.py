@@ -45,9 +45,21 @@ class _ShardedTables(nn.Module, FusedOptimizerModule):
         self._by_name = {table.name: table for table in tables}
         self._collector = Collector(self._take_gradients)
         self._fused: FusedRows | None = None
+        # A module that is made within torch.device("meta") gets its memory later, as torch's do.
+        default = "meta" if torch.get_default_device().type == "meta" else mesh.device_type
+        where = torch.device(device or default)
         for table in tables:
-            self.add_module(table.name, Rows(table, mesh, torch.device(device or mesh.device_type)))
+            self.add_module(table.name, Rows(table, mesh, where))
         self._starts = boundaries(tables, mesh.size())
+
+    def reset_parameters(self) -> None:
+        """Draws the rows of all tables anew, in place: what they begin with where a module is made on a device.
+
+        To be called on every rank, with equal default generators of torch, after `to_empty` of a module that was made
+        on "meta", where it does nothing.
+        """
+        for table in self.tables:
+            cast(Rows, self.get_submodule(table.name)).draw()
 
     @property
     def fused_optimizer(self) -> KeyedOptimizer:
@@ -167,7 +179,8 @@ class ShardedEmbeddingBag(_ShardedTables):
         tables: one or several, with names of their own; equal on all ranks.
         mesh: of one dimension, its ranks ascending; from `init_device_mesh`.
         include_last_offset: whether offsets have the end of the last bag as well.
-        device: of the rows; None is the mesh's.
+        device: of the rows; None is the mesh's. Within `torch.device("meta")`, or with "meta", there are no rows until
+            `to_empty` has made memory, and `reset_parameters` drawn them.
         mean_gradients: whether gradients are divided by the number of ranks, as DDP and `fully_shard` divide theirs.
 
     Raises:

@@ -23,10 +23,10 @@ Counts = list[list[int]]
 
 
 def boundaries(tables: Sequence[Table], ranks: int) -> Tensor:
-    """Where the part of each rank begins, in the rows of all tables one after the other: [T * R + 1], int64."""
+    """Where the part of each rank begins, in the rows of all tables in turn: [T * R + 1], int64, on the CPU."""
     starts = [0, *accumulate(table.num_embeddings for table in tables)]
     cuts = [start + t.first_row(r, ranks) for start, t in zip(starts, tables, strict=False) for r in range(ranks)]
-    return torch.tensor([*cuts, starts[-1]], dtype=torch.int64)
+    return torch.tensor([*cuts, starts[-1]], dtype=torch.int64, device="cpu")
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,7 +94,7 @@ def fetch(route: Route, collector: Collector, weights: Sequence[Tensor]) -> tupl
         weights: the tables, sharded.
     """
     # Stand-ins: autograd runs hooks of its inputs also where they get no gradient, as weights never do from here.
-    inputs = [torch.empty(0, dtype=weight.dtype, requires_grad=weight.requires_grad) for weight in weights]
+    inputs = [_local(weight).new_empty(0, requires_grad=weight.requires_grad) for weight in weights]
     fetched: tuple[Tensor, ...] = _Fetch.apply(route, collector, weights, *inputs)  # type: ignore[no-untyped-call]  # torch's
     return fetched
 

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from shardopt.errors import LayoutError, Problem, StateError
+from shardopt.sharding.view import leaves_of
 
 Mode = Literal["sum", "mean", "none"]
 
@@ -67,11 +68,21 @@ class Rows(nn.Module):
     def __init__(self, table: Table, mesh: DeviceMesh, device: torch.device) -> None:
         super().__init__()
         rank, ranks = mesh.get_local_rank(), mesh.size()
-        here = _drawn(table, table.first_row(rank, ranks), table.first_row(rank + 1, ranks), device)
+        self._table, self._start = table, table.first_row(rank, ranks)
+        dtype = table.dtype or torch.get_default_dtype()
+        height = table.first_row(rank + 1, ranks) - self._start
+        here = torch.empty(height, table.embedding_dim, dtype=dtype, device=device)
         shape = torch.Size((table.num_embeddings, table.embedding_dim))
         stride = (table.embedding_dim, 1)
         whole = DTensor.from_local(here, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
         self.weight = nn.Parameter(whole)
+        self.draw()
+
+    def draw(self) -> None:
+        """Fills this rank's rows anew; on the meta device there are none."""
+        (rows,) = leaves_of(self.weight)
+        if not rows.is_meta:
+            _draw(self._table, self._start, rows.detach())
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, {self.weight.dtype}, sharded by rows"
@@ -117,25 +128,24 @@ def _wrong(table: Table, tables: Sequence[Table], taken: Collection[str]) -> Ite
         yield Problem(name, f"padding_idx {padding}", required, "count it from the front")
 
 
-def _drawn(table: Table, start: int, end: int, device: torch.device) -> Tensor:
-    """Rows [start, end) of a new table: the same numbers on however many ranks.
+def _draw(table: Table, start: int, rows: Tensor) -> None:
+    """Fills rows [start, start + len(rows)) of a table: with the same numbers on however many ranks, and on any device.
 
     Each block of rows has a seed of its own, which follows from one draw of torch's default generator. So a rank needs
     memory for one block besides its rows, and ranks with equal generators get the parts of one table.
     """
-    seed = int(torch.randint(2**62, (), dtype=torch.int64))
+    seed = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
     after = torch.get_rng_state()
-    dtype = table.dtype or torch.get_default_dtype()
-    rows = torch.empty(end - start, table.embedding_dim, dtype=dtype, device=device)
+    end = start + len(rows)
     for number in range(start // _BLOCK_ROWS, math.ceil(end / _BLOCK_ROWS) if end > start else 0):
         first = number * _BLOCK_ROWS
-        block = torch.empty(min(_BLOCK_ROWS, table.num_embeddings - first), table.embedding_dim, dtype=dtype)
+        shape = min(_BLOCK_ROWS, table.num_embeddings - first), table.embedding_dim
+        block = torch.empty(shape, dtype=rows.dtype, device="cpu")
         torch.default_generator.manual_seed(seed + number)
         with torch.no_grad():
             (table.init or nn.init.normal_)(block)
             if table.padding_idx is not None and first <= table.padding_idx < first + len(block):
                 block[table.padding_idx - first] = 0
-        low, high = max(start, first), min(end, first + len(block))
-        rows[low - start : high - start] = block[low - first : high - first]
+            low, high = max(start, first), min(end, first + len(block))
+            rows[low - start : high - start] = block[low - first : high - first]
     torch.set_rng_state(after)
-    return rows

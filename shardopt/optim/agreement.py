@@ -13,10 +13,11 @@ from typing import Any
 from torch import Tensor
 
 from shardopt.errors import Problem
-from shardopt.optim.saved import IMPLEMENTATION_OPTIONS, PARAMS
+from shardopt.optim.options import IMPLEMENTATION_OPTIONS
+from shardopt.optim.saved import PARAMS
 from shardopt.ranks import Ranks
 from shardopt.sharding.gradients import takes_gradient
-from shardopt.sharding.view import leaves_of
+from shardopt.sharding.view import is_held, leaves_of
 
 Texts = dict[str, str]
 """Name of an option, or of an entry of state → its value, in words that are equal for equal values."""
@@ -29,7 +30,7 @@ _FEW = 16  # elements of a tensor that is an option, or a wrapper's own state
 def differences(
     ranks: Ranks,
     names: Mapping[Tensor, str],
-    param_groups: Any,
+    param_groups: Callable[[], Any],
     state: Callable[[], Mapping[str, Mapping[str, Any]]],
 ) -> list[Problem]:
     """The first parameter for each option and each number in state that differs between ranks. Collective.
@@ -38,12 +39,12 @@ def differences(
 
     Args:
         names: parameter → FQN.
-        param_groups: the optimizer's groups.
+        param_groups: gives the optimizer's groups.
         state: gives FQN, or a name that belongs to no parameter, → entries. Sharded entries are not looked at.
     """
     mine, alike = ranks.agree(
         _WHAT,
-        work=lambda: json.dumps([list(_options(names, param_groups)), _numbers(names, state())], sort_keys=True),
+        work=lambda: json.dumps([list(_options(names, param_groups())), _numbers(names, state())], sort_keys=True),
         report=lambda text: blake2b(text.encode(), digest_size=16).hexdigest(),
         decide=lambda digests: len(set(digests)) == 1,
     )
@@ -61,11 +62,15 @@ def _options(names: Mapping[Tensor, str], param_groups: Any) -> Iterator[tuple[l
 
 
 def _numbers(names: Mapping[Tensor, str], state: Mapping[str, Mapping[str, Any]]) -> dict[str, Texts]:
-    """What can be compared of state. Its tensors may differ a little between replicas; its counters may not."""
+    """What can be compared of state. Its tensors may differ a little between replicas; its counters may not.
+
+    A parameter that has a part here and no state has an entry without numbers.
+    """
     most_elements = {name: 1 for name in names.values()}
     # The moments of a parameter without dimensions look like counters.
     most_elements |= {name: 0 for param, name in names.items() if takes_gradient(param) and param.numel() == 1}
-    return {name: _texts(entries, most_elements.get(name, _FEW)) for name, entries in state.items()}
+    held = {name: _texts({}) for param, name in names.items() if is_held(param)}
+    return held | {name: _texts(entries, most_elements.get(name, _FEW)) for name, entries in state.items()}
 
 
 def _texts(values: Mapping[str, Any], most_elements: int = _FEW) -> Texts:
@@ -101,8 +106,6 @@ def _compare(reports: list[str]) -> list[tuple[str, str, str, str]]:
             key = f"param_groups.{group_of[name]}.{option}"
             found.setdefault(f"option {option}", (key, told, "the same on every rank that has the parameter", remedy))
     for name, by_rank in numbers.items():
-        if name in options:  # a rank that has the parameter and no state of it did not step it
-            by_rank = {rank: by_rank.get(rank, {}) for rank in options[name]}
         for entry, told in _differing(by_rank):
             remedy = "step and load all ranks together; load the last checkpoint to bring them together again"
             key = f"state.{name}.{entry}"

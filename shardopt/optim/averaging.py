@@ -22,7 +22,8 @@ from torch.optim import Optimizer
 
 from shardopt.copies import wait_for_copies
 from shardopt.errors import Problem, StateError
-from shardopt.names import plain_name
+from shardopt.names import before_all, plain_name
+from shardopt.optim.groups import refuse_flattened
 from shardopt.optim.loading import LoadPlan, Unmatched
 from shardopt.optim.saved import STATE, plan_keys
 from shardopt.sharding.view import assemble, leaves_of, view_of
@@ -46,14 +47,15 @@ class Averaging:
 
     Args:
         model: sharded already, or plain. Its parameters are averaged, tied ones once, by the names that
-            `named_parameters()` gives, without those of wrappers for checkpointed activations and torch.compile.
+            `named_parameters()` gives, without those of wrappers for checkpointed activations, torch.compile and
+            DistributedDataParallel.
         dtype: of the averages of real floating-point weights, torch.float32 for bf16 weights, in which small changes
             are lost; None for that of each weight.
         use_buffers: whether buffers are averaged as well, as far as they are floating-point.
 
     Raises:
         LayoutError: a weight is sharded in a way that cannot be described, or has no memory yet.
-        StateError: the dtype is not a floating-point one.
+        StateError: the dtype is not a floating-point one, or the model is in FullyShardedDataParallel.
     """
 
     _entry: ClassVar[str]
@@ -63,10 +65,15 @@ class Averaging:
         if dtype is not None and not dtype.is_floating_point:
             problem = Problem("dtype", str(dtype), "a floating-point dtype", "pass torch.float32")
             raise StateError("averages cannot be made", [problem])
+        if not isinstance(model, nn.Module):
+            found = f"a {type(model).__name__}"
+            problem = Problem("model", found, "a module, whose parameters have names", "pass the model itself")
+            raise StateError("averages cannot be made", [problem])
         self._model = model
         self._use_buffers = use_buffers
         _reshard(model)
         self._params = _by_plain_name(model.named_parameters())
+        refuse_flattened(self._params)
         for name, tensor in self._tensors().items():
             view_of(tensor, name)  # refuses what could not be saved
         self._averages = {
@@ -285,7 +292,7 @@ class EMA(Averaging):
     def __init__(
         self, model: nn.Module, decay: float = 0.999, dtype: torch.dtype | None = None, use_buffers: bool = False
     ) -> None:
-        if not 0 <= decay <= 1:
+        if not isinstance(decay, int | float) or not 0 <= decay <= 1:
             problem = Problem("decay", repr(decay), "a number in [0, 1]", "pass 0.999 or the like")
             raise StateError("averages cannot be made", [problem])
         super().__init__(model, dtype, use_buffers)
@@ -337,7 +344,9 @@ def _reshard(model: nn.Module) -> None:
 
 
 def _by_plain_name(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    return {plain_name(name): tensor for name, tensor in named}
+    by_name = {plain_name(name): tensor for name, tensor in named}
+    before = before_all(by_name)
+    return {name.removeprefix(before): tensor for name, tensor in by_name.items()}
 
 
 def _copied(leaf: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -15,9 +15,10 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from shardopt.algorithms.registry import AlgorithmSpec, spec_of
-from shardopt.algorithms.torch_private import backward_under_way, gradient_hooks, in_forward_of_ddp
+from shardopt.algorithms.torch_private import backward_under_way, gradient_hooks, in_forward_of_ddp, reduced_by_ddp
 from shardopt.errors import AlgorithmError, Problem, StateError
 from shardopt.optim.fused import FusedOptimizer, FusedOptimizerModule
+from shardopt.optim.gradients import warn_of_no_gradients
 from shardopt.optim.groups import NamedTensors
 from shardopt.optim.keyed import build
 from shardopt.optim.keyed_wrapper import KeyedOptimizerWrapper
@@ -61,9 +62,10 @@ def in_backward(
 
     Raises:
         AlgorithmError: an algorithm is not known, has no such option, or needs more than the gradient of one parameter.
-        StateError: the module is in DistributedDataParallel or FullyShardedDataParallel, which hand out gradients in
-            their own ways; a parameter is there twice or is updated in backward already, if by an optimizer that its
-            module has fused in; a pattern matches nothing.
+        StateError: the module, or a parameter, is in DistributedDataParallel or FullyShardedDataParallel, which hand
+            out gradients in their own ways; a parameter is there twice or is updated in backward already, if by an
+            optimizer that its module has fused in; a pattern matches nothing. What is put in DistributedDataParallel
+            later is refused by the first backward, before anything is changed.
     """
     groups = groups or ()
     _refuse_algorithm(spec_of(algorithm), groups)
@@ -100,6 +102,7 @@ class InBackwardOptimizer(KeyedOptimizerWrapper, FusedOptimizer):
     _accumulating: bool
     _backward: int
     _updated: set[Tensor]
+    _looked_for_gradients: bool
     _lock: Lock
 
     def __init__(self, params: Mapping[str, Tensor], optim_factory: Callable[[list[Tensor]], Optimizer]) -> None:
@@ -111,9 +114,10 @@ class InBackwardOptimizer(KeyedOptimizerWrapper, FusedOptimizer):
         """From now on backward updates the parameters.
 
         Raises:
-            StateError: they are updated in backward by another optimizer.
+            StateError: they are updated in backward by another optimizer, or are in DistributedDataParallel.
         """
         _refuse_updated(self._names)
+        self._refuse_reduced()
         self._handles = [self._listen(parameter) for parameter in self._names]
 
     def stop(self) -> None:
@@ -152,6 +156,10 @@ class InBackwardOptimizer(KeyedOptimizerWrapper, FusedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._handles and not self._looked_for_gradients:
+            self._looked_for_gradients = True
+            if self._backward == _NONE and not self._waiting:
+                warn_of_no_gradients(self._names)
         for parameter in list(self._waiting):
             self._update(parameter)
         return loss
@@ -188,6 +196,8 @@ class InBackwardOptimizer(KeyedOptimizerWrapper, FusedOptimizer):
         with self._lock:
             backward = backward_under_way()
             if backward != self._backward:
+                if self._backward == _NONE:
+                    self._refuse_reduced()
                 self._before_backward()
                 self._backward, self._updated = backward, set()
             if parameter in self._updated:
@@ -204,10 +214,15 @@ class InBackwardOptimizer(KeyedOptimizerWrapper, FusedOptimizer):
         torch.autograd.graph.increment_version(parameter)
         zero_gradients(parameter, set_to_none=True)
 
+    def _refuse_reduced(self) -> None:
+        if reduced_by_ddp(self._names):
+            raise _reduced_later(DistributedDataParallel.__name__)
+
     def _forget(self) -> None:
         """No hooks, no gradients that wait, no backward under way."""
         self._handles, self._waiting, self._accumulating = [], {}, False
-        self._backward, self._updated = -1, set()
+        self._backward, self._updated = _NONE, set()
+        self._looked_for_gradients = False
         self._lock = Lock()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -307,4 +322,5 @@ def _reduced_later(kind: str) -> StateError:
     return StateError(f"{kind} averages gradients after backward would have used them", [problem])
 
 
+_NONE = -2  # no backward has this number; -1 is told outside of backwards
 _REDUCES_LATER = (DistributedDataParallel, FullyShardedDataParallel)

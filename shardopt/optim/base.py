@@ -4,34 +4,45 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from functools import partial
 from itertools import chain
 from typing import Any, cast
-from weakref import WeakSet
 
 from torch import Tensor
-from torch.optim import Optimizer
 
 from shardopt.algorithms.torch_private import (
     after_load_state_dict,
     after_state_dict,
     before_load_state_dict,
     before_state_dict,
-    before_step,
+    changes_what_is_loaded,
 )
 from shardopt.copies import wait_for_copies
-from shardopt.errors import Problem, StateError
+from shardopt.errors import MismatchError, Problem, ShardoptError, StateError
 from shardopt.optim.agreement import differences
-from shardopt.optim.groups import first_names, listed, named, refuse_non_leaves, refuse_unknown
+from shardopt.optim.groups import (
+    NamedParameters,
+    described,
+    first_names,
+    listed,
+    named,
+    refuse_flattened,
+    refuse_non_leaves,
+    refuse_unfit_groups,
+    refuse_unknown,
+)
 from shardopt.optim.loading import LoadPlan, Unmatched
+from shardopt.optim.options import saved_options, warn_of_another_algorithm, warn_of_overridden
+from shardopt.optim.related import RelatedOptimizer
 from shardopt.optim.renaming import renamed
-from shardopt.optim.saved import PARAM_GROUPS, PARAMS, STATE, KeyedGroup, as_saved, plan_all, saved_options
-from shardopt.optim.scaler import refuse_scaled_backward, refuse_torchs_scaler
+from shardopt.optim.saved import ALGORITHM, PARAM_GROUPS, PARAMS, STATE, KeyedGroup, as_saved, plan_all
 from shardopt.ranks import ranks_of
+from shardopt.sharding.view import is_held
 
 StateDict = dict[str, Any]
 
 
-class KeyedOptimizer(Optimizer):
+class KeyedOptimizer(RelatedOptimizer):
     """A torch optimizer whose `state_dict` goes by fully qualified parameter names, and which loads it in place.
 
     Args:
@@ -54,6 +65,11 @@ class KeyedOptimizer(Optimizer):
         self._params = dict(params)
         self._names = first_names(self._params)
         self._save_param_groups = False
+        self._dropped = ""  # of names that are added
+        self._kept_options: frozenset[str] = frozenset()
+        self._elsewhere: tuple[int, frozenset[str]] | None = None  # with how many parameters there were
+        if not isinstance(params, NamedParameters):  # which were looked at
+            refuse_flattened(self._params)
         refuse_non_leaves(self._params, param_groups)
         grouped = list(chain.from_iterable(group[PARAMS] for group in param_groups))
         strangers = [key for key in (*state, *grouped) if isinstance(key, Tensor) and key not in self._names]
@@ -67,14 +83,6 @@ class KeyedOptimizer(Optimizer):
             raise StateError("all state keys must be params", [problem])
 
     @property
-    def updates_in_backward(self) -> bool:
-        """Whether any parameter is updated while backward runs, and not by `step` alone.
-
-        Its gradients are then gone after backward, and cannot be clipped or unscaled.
-        """
-        return False
-
-    @property
     def params(self) -> Mapping[str, Tensor]:
         """FQN → parameter, every name of a tied one."""
         return self._params
@@ -83,8 +91,9 @@ class KeyedOptimizer(Optimizer):
         """`{"state": {fqn: {name: value}}}`, and with `save_param_groups(True)` also "param_groups".
 
         The tensors are the optimizer's own (sharded ones put together without a copy), so writing into them changes
-        it. Groups go by the least FQN in them: `{least fqn: {"params": [sorted fqns], option: value, ...}}`; options
-        that say how to compute (`foreach`, `fused`, `capturable`, `differentiable`) are left out. Local to the rank.
+        it. Groups go by the least FQN in them: `{least fqn: {"params": [sorted fqns], option: value, ...}}`, with the
+        algorithm's name and what the code gave; options that say how to compute (`foreach`, `fused`, `capturable`,
+        `differentiable`) are left out, and a tensor of one element is a number. Local to the rank.
 
         torch's `get_optimizer_state_dict` and its setter take parameters by position, and so raise KeyError or
         TypeError on a keyed optimizer; this and `load_state_dict` are what to call in their place.
@@ -101,12 +110,15 @@ class KeyedOptimizer(Optimizer):
         """Loads state in place and all or nothing: each tensor keeps its memory; its own tensors are not copied.
 
         Nothing is broadcast or moved to another placement, and nothing cast unasked. Local to the rank; what differs
-        between ranks is for `checkpoint.load` to find.
+        between ranks is for `checkpoint.load` to find. Options are those of the state from then on; where the code that
+        made the optimizer gives another value than it gave when the state was saved, rank 0 logs a warning that lists
+        both (`keep_options` goes on with the code's).
 
         Args:
             state_dict: as from `state_dict()`.
-            strict: whether parameters, state, groups and options on one side only are errors. Otherwise those on both
-                sides are loaded; the others stay as they are and are returned.
+            strict: whether parameters, state, groups and options on one side only, and groups that another algorithm
+                has saved, are errors. Otherwise what is on both sides is loaded, and of another algorithm's groups no
+                options; the rest stays as it is and is returned.
             convert_dtype: whether floating-point state of another dtype is converted to the one that is here. Numbers
                 that it cannot hold are errors.
 
@@ -117,6 +129,8 @@ class KeyedOptimizer(Optimizer):
         self.plan_load(plan, state_dict)
         wait_for_copies()  # a save in the background may still be taking what this changes
         plan.apply()
+        warn_of_overridden(plan.overridden)
+        warn_of_another_algorithm(plan.algorithms)
         self.post_load_state_dict()
         self._after_load()
         return plan.unmatched
@@ -124,10 +138,14 @@ class KeyedOptimizer(Optimizer):
     def check_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, convert_dtype: bool = False) -> None:
         """Raises what `load_state_dict` would, and changes nothing.
 
-        Tensors on the meta device stand for stored ones: only their dtypes and global shapes are compared.
+        Tensors on the meta device stand for stored ones: only their dtypes and global shapes are compared. The hooks of
+        `register_load_state_dict_pre_hook` run here as they do in a load, since they may change what is to fit; what
+        they are given is a copy. `checkpoint.load` checks before it reads anything, and loads afterwards, so that it
+        runs each hook in both: first with descriptions in the place of tensors, which may be renamed, moved and left
+        out, but not looked into, then with the tensors that it has read.
 
         Raises:
-            MismatchError: lists everything that does not fit.
+            MismatchError: lists everything that does not fit; or a hook fails with a description.
         """
         plan = LoadPlan(strict, convert_dtype, descriptions=True)
         self.plan_load(plan, state_dict)
@@ -150,8 +168,45 @@ class KeyedOptimizer(Optimizer):
         return renamed(state_dict, new_key)
 
     def held_state_names(self) -> set[str]:
-        """The names under "state" that belong on this rank, whether there is state for them or not."""
-        return self._state_names()
+        """The names under "state" that belong on this rank, whether there is state for them or not.
+
+        Not those of sharded parameters of which it holds no part.
+        """
+        return self._state_names().difference(self._names_elsewhere())
+
+    def keep_options(self, *names: str) -> None:
+        """From now on loads leave these options of all groups as they are here: those that the code gives.
+
+        With "lr", "initial_lr" is kept as well. A schedule that is loaded beside the optimizer has rates of its own
+        ("base_lrs"), and sets them again: leave it out of what is loaded, or load it before it is made anew.
+
+        Args:
+            names: of options.
+
+        Raises:
+            StateError: no group has an option of that name.
+        """
+        known = {name for group in self.param_groups for name in group} - {PARAMS}
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            required = f"some of {listed(sorted(known))}"
+            problem = Problem("keep_options", listed(map(repr, unknown)), required, "mend their spelling")
+            raise StateError("an option is not known", [problem])
+        self._keep_options({*names, *(f"initial_{name}" for name in names)})
+
+    def _keep_options(self, names: set[str]) -> None:
+        self._kept_options |= names
+
+    @property
+    def algorithm(self) -> str:
+        """The name of the algorithm that steps, which is saved with each group; "" where that is not known.
+
+        What was saved by another one is not loaded.
+        """
+        return ""
+
+    def _note_given(self, group: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        """Takes it that the code gives a group these options."""
 
     def post_load_state_dict(self) -> None:
         """Called after state was loaded; does nothing here."""
@@ -212,7 +267,13 @@ class KeyedOptimizer(Optimizer):
             StateError: for each option and each number that differs, names the first parameter, with what is on which
                 rank. Every rank raises.
         """
-        found = differences(ranks_of(), first_names(self.params), self.param_groups, lambda: self._gather()[STATE])
+        names = first_names(self.params)
+
+        def groups() -> Any:
+            refuse_unfit_groups(self.param_groups, names)
+            return self.param_groups
+
+        found = differences(ranks_of(), names, groups, lambda: self._gather()[STATE])
         if found:
             raise StateError("ranks have drifted apart", found)
 
@@ -225,7 +286,7 @@ class KeyedOptimizer(Optimizer):
 
         Raises:
             StateError: the parameters have no names, or a name or a parameter is there already; nothing was changed.
-            AlgorithmError: a parameter is sharded, and the algorithm may not step on shards.
+            AlgorithmError: a parameter is sharded, and the algorithm may not step on shards; or it has no such option.
         """
         if "_names" not in self.__dict__:  # torch's constructor calls this for the groups that it is given
             super().add_param_group(param_group)
@@ -242,26 +303,9 @@ class KeyedOptimizer(Optimizer):
         self.param_groups.append({PARAMS: list(names), **self.defaults, **options})
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {name: self.__dict__[name] for name in ("_params", "_names", "_save_param_groups")}
-        return {**super().__getstate__(), **own}
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """torch's GradScaler asks for this before it steps an optimizer: the moment to refuse where it must not."""
-        if self.updates_in_backward:
-            refuse_scaled_backward()
-        refuse_torchs_scaler(self.param_groups)
-        return False
-
-    def _is_part_of(self, owner: KeyedOptimizer) -> None:
-        """Tells that another optimizer is made of this one; it is not kept alive by this."""
-        self.__dict__.setdefault("_part_of", WeakSet()).add(owner)
-
-    def _before_backward(self) -> None:
-        """Fires the step-pre-hooks of all optimizers that this one is part of, then its own; they may refuse."""
-        for owner in list(self.__dict__.get("_part_of", ())):
-            owner._before_backward()
-        before_step(self)
+        names = ("_params", "_names", "_save_param_groups", "_dropped", "_kept_options")
+        own = {name: self.__dict__[name] for name in names}
+        return {**super().__getstate__(), **own, "_elsewhere": None}
 
     # An optimizer made of others overrides the four below, and calls those of its parts.
 
@@ -275,10 +319,15 @@ class KeyedOptimizer(Optimizer):
 
     def _plan(self, plan: LoadPlan, offered: Mapping[str, Any]) -> None:
         """Plans to load what the hooks have made of a state dict."""
+        state = offered.get(STATE)
+        elsewhere = self._names_elsewhere()
+        if elsewhere and isinstance(state, Mapping):
+            offered = {**offered, STATE: {name: entries for name, entries in state.items() if name not in elsewhere}}
         groups = self._keyed_groups()
         plan_all(plan, dict(self._named_state()), groups, offered)
+        filled: dict[int, Any] = {}
         for group in groups or ():
-            plan.then(group.take)
+            plan.then(partial(group.take, filled))
         plan.then(lambda: self._loaded(offered))
 
     def _after_load(self) -> None:
@@ -295,45 +344,94 @@ class KeyedOptimizer(Optimizer):
         """Whether a step has to evaluate the model itself, maybe several times."""
         return False
 
+    @property
+    def _has_state(self) -> bool:
+        """Whether `state_dict()["state"]` has anything."""
+        return any(True for _ in self._named_state())
+
+    def _names_elsewhere(self) -> Collection[str]:
+        """The names of parameters of which this rank holds no part; looked for once."""
+        if self._elsewhere is None or self._elsewhere[0] != len(self._params):
+            names = frozenset(name for name, parameter in self._params.items() if not is_held(parameter))
+            self._elsewhere = len(self._params), names
+        return self._elsewhere[1]
+
     def _state_names(self) -> set[str]:
         """Every name that `state_dict()["state"]` has or may get."""
         return {*self._params, *(key for key in cast(Any, self.state) if isinstance(key, str))}
 
     def plan_load(self, plan: LoadPlan, state_dict: Mapping[str, Any]) -> None:
-        """Fires the hooks that may change what is loaded (a mere check does not), and plans to load it."""
-        self._plan(plan, state_dict if plan.descriptions else before_load_state_dict(self, state_dict))
+        """Fires the hooks that may change what is loaded, and plans to load it."""
+        if not plan.descriptions or not changes_what_is_loaded(self):
+            self._plan(plan, before_load_state_dict(self, state_dict))
+            return
+        try:
+            # A copy, as what hooks change of plain values would be changed again by the load.
+            offered = before_load_state_dict(self, as_saved(state_dict))
+        except ShardoptError:
+            raise
+        except Exception as error:
+            found = f"{type(error).__name__}: {error}"
+            required = "a hook that leaves tensors on the meta device, which stand for stored ones, as they are"
+            remedy = "look at tensor.is_meta, and change values in a load_state_dict_post_hook"
+            problem = Problem("register_load_state_dict_pre_hook", found, required, remedy)
+            raise MismatchError("a hook fails with what is to be loaded; nothing was changed", [problem]) from error
+        self._plan(plan, offered)
 
     def _named_state(self) -> Iterator[tuple[str, MutableMapping[str, Any]]]:
-        """Name and live state of each parameter that has any, then what state has under names of its own."""
+        """Name and live state of each parameter that has any, then what state has under names of its own.
+
+        Of what lies on other ranks alone there is none: what a rank counts that cannot see the gradients would drift
+        from what those count.
+        """
+        state, elsewhere = self.state, self._names_elsewhere()
         for parameter, name in self._names.items():
-            entries = self.state.get(parameter)
-            if entries:
+            entries = state.get(parameter)
+            if entries and name not in elsewhere:
                 yield name, entries
-        for key in list(self.state):
+        for key in list(cast(Any, state)):
             if isinstance(key, str):
-                yield key, self.state[key]
+                yield key, cast(Any, state)[key]
+            elif isinstance(key, Tensor) and key not in self._names:
+                required = f"that of {listed(self._names.values())}"
+                problem = Problem("state", described(key), required, "take it out of optimizer.state")
+                raise StateError("state of a tensor without a name cannot be saved or loaded", [problem])
 
     def _keyed_groups(self) -> list[KeyedGroup] | None:
         """The groups that have parameters, if groups are saved."""
         if not self._save_param_groups:
             return None
         keyed_groups = []
-        for group in self.param_groups:
-            names = sorted(self._names[parameter] for parameter in group[PARAMS])
+        for names, group in self._names_in_groups():
             if names:
-                saved = {PARAMS: names, **saved_options(group, names[0]), **self._saved_besides(names)}
-                keyed_groups.append(KeyedGroup(group, saved))
+                saved = {PARAMS: names, **saved_options(group, names[0]), **self._saved_besides(group, names)}
+                keyed_groups.append(KeyedGroup(group, saved, self._kept_options))
         return keyed_groups
 
-    def _saved_besides(self, names: list[str]) -> dict[str, Any]:
+    def _names_in_groups(self) -> list[tuple[list[str], dict[str, Any]]]:
+        """The sorted names of each group, and the group.
+
+        Raises:
+            StateError: something that somebody has put there is no group, no parameter, or stands in two groups.
+        """
+        try:
+            names = [sorted([self._names[parameter] for parameter in group[PARAMS]]) for group in self.param_groups]
+        except (LookupError, TypeError):
+            refuse_unfit_groups(self.param_groups, self._names)
+            raise
+        if len(set(chain.from_iterable(names))) < sum(map(len, names)):
+            refuse_unfit_groups(self.param_groups, self._names)
+        return list(zip(names, self.param_groups, strict=True))
+
+    def _saved_besides(self, group: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
         """What is saved with a group besides its options."""
-        return {}
+        return {ALGORITHM: self.algorithm} if self.algorithm else {}
 
     def _loaded(self, offered: Mapping[str, Any]) -> None:
         """Called when tensors and options have their new values, before the hooks."""
 
     def _new_params(self, params: Any) -> dict[str, Tensor]:
-        new = named(params if isinstance(params, Mapping) else list(params))
+        new = named(params if isinstance(params, Mapping) else list(params), self._dropped)
         problems = [
             Problem(
                 name,

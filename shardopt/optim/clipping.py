@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from enum import Enum, unique
 from itertools import chain
+from numbers import Real
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from torch.distributed import ProcessGroup
 from shardopt.errors import Problem, StateError
 from shardopt.optim.base import KeyedOptimizer
 from shardopt.optim.gradients import alike, clamp, local_gradients, scale
-from shardopt.optim.groups import first_names
+from shardopt.optim.groups import first_names, refuse_flattened, refuse_unfit_groups
 from shardopt.optim.norms import GradientNorm
 from shardopt.optim.saved import PARAMS
 from shardopt.optim.wrapper import OptimizerWrapper
@@ -29,6 +31,14 @@ class GradientClipping(Enum):
     NORM = "norm"
     VALUE = "value"
     NONE = "none"
+
+
+class _Default(float):
+    """A default that a caller can be seen not to have given."""
+
+
+_TORCHRECS_LIMIT = _Default(0.1)
+_NOT_GIVEN = "none"
 
 
 class GradientClippingOptimizer(OptimizerWrapper):
@@ -48,8 +58,9 @@ class GradientClippingOptimizer(OptimizerWrapper):
 
     Args:
         optimizer: is wrapped.
-        clipping: how to clip.
-        max_gradient: the largest norm, or the largest absolute value of an element; not negative.
+        clipping: how to clip, or its name; by default, which is torchrec's, not at all.
+        max_gradient: the largest norm, or the largest absolute value of an element; more than 0. Not to be given
+            without `clipping`, since nothing would be clipped; `GradientClipping.NONE` turns it off.
         norm_type: p, more than 0; `inf` or "inf" is the largest absolute value of all elements.
         enable_global_grad_clip: makes no difference. The norm is always that of the whole job.
         param_to_pgs: makes no difference. Who holds what follows from each tensor's own layout.
@@ -57,27 +68,28 @@ class GradientClippingOptimizer(OptimizerWrapper):
             for the norm in every step. Otherwise gradients become zero or NaN, as torch's do.
 
     Raises:
-        StateError: an argument out of range, or an optimizer without names; or gradients are to be clipped, and the
-            optimizer or a part of it updates in backward, so that they are gone before they could be.
+        StateError: an argument out of range, a `max_gradient` without `clipping`, or an optimizer without names; or
+            gradients are to be clipped, and the optimizer or a part of it updates in backward, so that they are gone
+            before they could be.
     """
 
     def __init__(
         self,
         optimizer: KeyedOptimizer,
-        clipping: GradientClipping = GradientClipping.NONE,
-        max_gradient: float = 0.1,
+        clipping: GradientClipping | str = _NOT_GIVEN,
+        max_gradient: float = _TORCHRECS_LIMIT,
         norm_type: float | str = 2.0,
         enable_global_grad_clip: bool = False,
         param_to_pgs: Mapping[Any, Sequence[ProcessGroup]] | None = None,
         error_if_nonfinite: bool = False,
     ) -> None:
         super().__init__(optimizer)
+        _refuse_bad_arguments(clipping, max_gradient, norm_type)
         self._clipping = GradientClipping(clipping)
         self._max_gradient = float(max_gradient)
         self._norm = GradientNorm(float(norm_type))
         self._error_if_nonfinite = error_if_nonfinite
         self._total_norm: Tensor | None = None
-        self._refuse_bad_arguments()
         if self._clipping is not GradientClipping.NONE:
             self._refuse_updates_in_backward()
 
@@ -102,7 +114,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
             RankError: another rank failed; nothing was changed.
         """
         self._refuse_updates_in_backward()
-        measured = self._norm.measure(self._parameters(), lambda: first_names(self.params))
+        measured = self._norm.measure(self._parameters(), self._names_of_parameters)
         self._total_norm = measured.total
         if self._error_if_nonfinite:
             measured.refuse_nonfinite()
@@ -114,13 +126,31 @@ class GradientClippingOptimizer(OptimizerWrapper):
         if self._clipping is GradientClipping.NORM:
             self.clip_grad_norm_()
         elif self._clipping is GradientClipping.VALUE:
-            names = first_names(self.params)
-            found = chain.from_iterable(local_gradients(names[its], its) for its in self._parameters())
+            found = chain.from_iterable(local_gradients(name, parameter) for name, parameter in self._named())
             with torch.no_grad():
                 clamp(alike(gradient for gradient in found if gradient is not None), self._max_gradient)
 
+    def _named(self) -> list[tuple[str, Tensor]]:
+        names = first_names(self.params)
+        try:
+            return [(names[parameter], parameter) for parameter in self._parameters()]
+        except (LookupError, TypeError):  # something that somebody has put into a group
+            self._names_of_parameters()
+            raise
+
+    def _names_of_parameters(self) -> dict[Tensor, str]:
+        """Asked when parameters are new, as those are that were wrapped, or put into a group, since."""
+        names = first_names(self.params)
+        refuse_flattened(self.params)
+        refuse_unfit_groups(self.param_groups, names, once=False)
+        return names
+
     def _parameters(self) -> list[Tensor]:
-        return list(chain.from_iterable(group[PARAMS] for group in self.param_groups))
+        try:
+            return list(chain.from_iterable(group[PARAMS] for group in self.param_groups))
+        except (LookupError, TypeError):  # something that somebody has put there is no group
+            self._names_of_parameters()
+            raise
 
     def _refuse_updates_in_backward(self) -> None:
         if self.updates_in_backward:
@@ -132,11 +162,28 @@ class GradientClippingOptimizer(OptimizerWrapper):
             )
             raise StateError("gradients that backward has used up cannot be clipped", [problem])
 
-    def _refuse_bad_arguments(self) -> None:
-        problems = []
-        if not self._max_gradient >= 0:  # NaN is not
-            problems.append(Problem("max_gradient", f"{self._max_gradient}", "0 or more", "pass the largest norm"))
-        if not self._norm.order > 0:
-            problems.append(Problem("norm_type", f"{self._norm.order}", "more than 0", 'pass 1.0, 2.0 or "inf"'))
-        if problems:
-            raise StateError("gradients cannot be clipped so", problems)
+
+def _refuse_bad_arguments(clipping: object, max_gradient: object, norm_type: object) -> None:
+    problems = []
+    limit = _number(max_gradient)
+    order = math.inf if norm_type == "inf" else _number(norm_type)
+    names = [each.value for each in GradientClipping]
+    if not isinstance(clipping, GradientClipping) and clipping not in names:
+        remedy = "pass GradientClipping.NORM, .VALUE or .NONE"
+        problems.append(Problem("clipping", repr(clipping), f"a GradientClipping, or one of {names}", remedy))
+    if not limit > 0:  # NaN is not
+        remedy = "pass the largest norm, or math.inf to measure it alone"
+        problems.append(Problem("max_gradient", repr(max_gradient), "a number above 0", remedy))
+    elif clipping == _NOT_GIVEN and not isinstance(max_gradient, _Default):
+        found = f"{max_gradient} without clipping, of which the default is not to clip"
+        remedy = "pass clipping=GradientClipping.NORM (or VALUE), or GradientClipping.NONE to turn it off"
+        problems.append(Problem("max_gradient", found, "a way to clip", remedy))
+    if not order > 0:
+        problems.append(Problem("norm_type", repr(norm_type), "a number above 0", 'pass 1.0, 2.0 or "inf"'))
+    if problems:
+        raise StateError("gradients cannot be clipped so", problems)
+
+
+def _number(value: object) -> float:
+    """NaN for what is none."""
+    return float(value) if isinstance(value, Real | Tensor) else math.nan

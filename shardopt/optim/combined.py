@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
 from shardopt.errors import Problem, StateError
 from shardopt.optim.base import KeyedOptimizer, StateDict
 from shardopt.optim.composite import CompositeOptimizer
-from shardopt.optim.groups import listed, named, refuse_unknown
+from shardopt.optim.groups import described, listed, named, refuse_unknown
 from shardopt.optim.loading import LoadPlan
 from shardopt.optim.saved import PARAM_GROUPS, PARAMS, STATE, plan_keys, renamed_group
 
@@ -69,7 +69,9 @@ class CombinedOptimizer(CompositeOptimizer):
 
     @state.setter
     def state(self, state: Any) -> None:
-        self._refuse_replacing("state")
+        """Takes over the entries of another mapping: each child gets those of its parameters, and of its own names."""
+        if self._made:
+            self._replace_state(dict(state))
 
     @property
     def param_groups(self) -> Any:
@@ -141,7 +143,7 @@ class CombinedOptimizer(CompositeOptimizer):
         """
         if not self._made:
             return
-        params = named(param_group[PARAMS])
+        params = named(param_group[PARAMS], dropped="")  # a child knows what it leaves out
         there = [name for name, tensor in params.items() if name in self.params or tensor in self._owners]
         if there:
             problems = [Problem(name, "a parameter of this optimizer", "a new one", "add it once") for name in there]
@@ -207,11 +209,40 @@ class CombinedOptimizer(CompositeOptimizer):
             raise StateError("optimizers that overlap cannot be combined", problems)
         self._params, self._owners = params, {tensor: self._parts[index] for tensor, index in owners.items()}
 
+    def _replace_state(self, state: Mapping[Any, Any]) -> None:
+        """Gives each child the entries that are its own.
+
+        Raises:
+            StateError: it is not plain which child is meant; nothing was changed.
+        """
+        self._index()
+        shares: list[tuple[KeyedOptimizer, dict[Any, Any]]] = [(part, {}) for part in self._parts]
+        problems = []
+        for key, entries in state.items():
+            if isinstance(key, Tensor):
+                meant = {index for index, part in enumerate(self._parts) if part is self._owners.get(key)}
+            else:
+                meant = self._meant(str(key))
+            if len(meant) != 1:
+                found = described(key) if isinstance(key, Tensor) else f"state of {key!r}"
+                problems.append(Problem("state", found, "that of one child", "set it in the one that is meant"))
+                continue
+            index = meant.pop()
+            shares[index][1][key if isinstance(key, Tensor) else _inner(key, self._keys[index])] = entries
+        if problems:
+            raise StateError("state can go to no optimizer, or to several", problems)
+        for part, own in shares:
+            part.state = cast(Any, own)
+
     def _refuse_replacing(self, name: str) -> None:
         if self._made:  # torch's constructor sets it before
             found = f"a new {name}"
             problem = Problem(name, found, "the children's own", "change it in the one that is meant, in `optimizers`")
             raise StateError("a combined optimizer has nothing of its own to replace", [problem])
+
+    def held_state_names(self) -> set[str]:
+        """Those of every child, with its key."""
+        return {self.prepend_opt_key(name, key) for key, part in self.optimizers for name in part.held_state_names()}
 
     def _state_names(self) -> set[str]:
         return {self.prepend_opt_key(name, key) for key, part in self.optimizers for name in part._state_names()}
@@ -232,7 +263,7 @@ class CombinedOptimizer(CompositeOptimizer):
         return gathered
 
     def _plan(self, plan: LoadPlan, offered: Mapping[str, Any]) -> None:
-        plan_keys(plan, self._saves_groups, offered)
+        plan_keys(plan, self._saves_groups, offered, self._has_state)
         shares: list[dict[str, Any]] = [{STATE: {}} for _ in self._parts]
         for share, part in zip(shares, self._parts, strict=True):
             if part._saves_groups:
@@ -297,6 +328,11 @@ class CombinedState(MutableMapping[Any, Any]):
 
     def __len__(self) -> int:
         return sum(len(child.state) for _, child in self._combined.optimizers)
+
+    def clear(self) -> None:
+        """That of every child."""
+        for _, child in self._combined.optimizers:
+            child.state.clear()
 
     def __repr__(self) -> str:
         return repr(dict(self))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 from shardopt.algorithms.torch_private import is_torchs, not_compiled, step_nested
 from shardopt.errors import AlgorithmError, Problem, StateError
 from shardopt.optim.base import KeyedOptimizer
+from shardopt.optim.related import RelatedOptimizer
 from shardopt.optim.saved import PARAMS
 
 
@@ -80,6 +82,14 @@ class CompositeOptimizer(KeyedOptimizer):
         for part in self._parts:
             part.post_load_state_dict()
 
+    def _keep_options(self, names: set[str]) -> None:
+        for part in self._parts:
+            part._keep_options(names)
+
+    def _note_given(self, group: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        for part in self._parts:
+            part._note_given(group, options)
+
     def save_param_groups(self, save: bool) -> None:
         """Whether `state_dict` has the groups of every part, and `load_state_dict` needs them."""
         for part in self._parts:
@@ -107,6 +117,18 @@ class CompositeOptimizer(KeyedOptimizer):
     def _made(self) -> bool:
         """Whether the parts are there; torch's constructor sets what is theirs before that."""
         return "_parts" in self.__dict__
+
+    def _atoms(self) -> tuple[Optimizer, ...]:
+        """Those of every part."""
+        return tuple(chain.from_iterable(part._atoms() for part in self._parts))
+
+    def _parts_and_owners(self) -> Iterator[RelatedOptimizer]:
+        yield from self._parts
+        yield from super()._parts_and_owners()
+
+    @property
+    def _has_state(self) -> bool:
+        return any(part._has_state for part in self._parts)
 
     @property
     def _needs_closure(self) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from operator import is_
 
@@ -12,9 +13,12 @@ from torch import Tensor
 
 from shardopt.algorithms.torch_private import scale_and_look
 from shardopt.errors import GradientError
-from shardopt.sharding.gradients import gradient_leaves, takes_gradient
+from shardopt.optim.groups import listed
+from shardopt.sharding.gradients import gradient_leaves, requires_gradient, takes_gradient
 from shardopt.sharding.pieces import elements_overlap
-from shardopt.sharding.view import assemble, leaves_of
+from shardopt.sharding.view import assemble, is_held, leaves_of
+
+_log = logging.getLogger("shardopt")
 
 _SHORT = (torch.bfloat16, torch.float16)
 
@@ -46,6 +50,31 @@ def local_gradients(name: str, parameter: Tensor) -> tuple[Tensor | None, ...]:
         else:
             parameter.grad = assemble(parameter, [gradient for gradient in found if gradient is not None])
     return tuple(map(_memory, found)) if sparse else found
+
+
+def warn_of_no_gradients(names: Mapping[Tensor, str]) -> None:
+    """To be called in an optimizer's first step: logs a warning where none of the parameters has a gradient.
+
+    One that is frozen, or of which this rank holds no part, need have none.
+
+    Args:
+        names: parameter → FQN.
+    """
+    trained = {param: name for param, name in names.items() if requires_gradient(param) and is_held(param)}
+    if trained and not any(map(_has_gradient, trained)):
+        _log.warning(
+            "not one of the %d parameters of an optimizer has a gradient in its first step, which moves nothing (%s). "
+            "Most likely it was made before fully_shard, parallelize_module or to_empty gave the model other "
+            "parameters: make the optimizer after these, from the model's named_parameters() of then",
+            len(trained),
+            listed(trained.values()),
+        )
+
+
+def _has_gradient(parameter: Tensor) -> bool:
+    if takes_gradient(parameter) and parameter.grad is not None:
+        return True
+    return any(leaf.grad is not None for leaf in leaves_of(parameter))
 
 
 def scale(kinds: Iterable[list[Tensor]], factor: Tensor) -> None:

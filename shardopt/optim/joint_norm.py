@@ -51,7 +51,7 @@ class _Widened:
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self._memory = torch.empty(_RUN, dtype=dtype)
+        self._memory = torch.empty(_RUN, dtype=dtype, device="cpu")
         self._shapes: list[torch.Size] = []
         self._filled: list[tuple[Tensor, list[Tensor]]] = []  # runs, and the places in each that tensors go to
 
@@ -91,7 +91,7 @@ def norm_of_each(tensors: Sequence[Tensor], order: float, device: torch.device) 
     if len(norms) == 1:
         return norms[0]
     place_of = {id(tensor): place for place, tensor in enumerate(chain.from_iterable(kinds))}
-    index = torch.tensor([place_of[id(tensor)] for tensor in tensors])
+    index = torch.tensor([place_of[id(tensor)] for tensor in tensors], device="cpu")
     return torch.cat(norms)[index.to(device, non_blocking=True)]
 
 

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from shardopt.algorithms.registry import spec_of
 from shardopt.optim.base import KeyedOptimizer
 from shardopt.optim.combined import CombinedOptimizer
-from shardopt.optim.groups import NamedTensors, by_pattern, named, refuse_unknown_options
+from shardopt.optim.groups import NamedParameters, NamedTensors, by_pattern, named
 from shardopt.optim.keyed_wrapper import KeyedOptimizerWrapper
+from shardopt.optim.options import refuse_bad_options
 from shardopt.optim.saved import PARAMS
 from shardopt.optim.wrapper import OptimizerWrapper
 
 __all__ = ["CombinedOptimizer", "KeyedOptimizer", "KeyedOptimizerWrapper", "OptimizerWrapper", "keyed"]
 
 Wrapper = TypeVar("Wrapper", bound=KeyedOptimizerWrapper)
-Grouped = tuple[dict[str, Any], dict[str, Tensor]]
+Grouped = tuple[dict[str, Any], NamedParameters]
 
 
 def keyed(
@@ -35,7 +35,8 @@ def keyed(
     Args:
         algorithm: a torch optimizer class or its name in any case, "adamw".
         named_params: `model.named_parameters()`, or a mapping. What wrappers of modules put into names (checkpointed
-            activations, torch.compile) is left out, so that a run resumes with and without them.
+            activations, torch.compile) is left out, so that a run resumes with and without them; and a "module." that
+            all names begin with, as under DistributedDataParallel.
         groups: `{"match": regex, option: value, ...}`; each parameter goes to the first group whose regex is found in
             its name, and to a group of its own with the defaults where none is. A group with an "algorithm" of its
             own (class or name) starts from that algorithm's defaults, not from those given here.
@@ -48,8 +49,10 @@ def keyed(
         names are as in `named_params`.
 
     Raises:
-        AlgorithmError: an algorithm is not known, may not step on shards, or has no such option.
-        StateError: there are no parameters, a name comes twice, or a pattern matches nothing.
+        AlgorithmError: an algorithm is not known, may not step on shards, or has no such option; or an option is no
+            number where it has to be one.
+        StateError: there are no parameters, they are those of FullyShardedDataParallel, a name comes twice, or a
+            pattern matches nothing.
     """
     built = build(KeyedOptimizerWrapper, algorithm, named_params, groups or (), defaults)
     made = built[0] if len(built) == 1 else CombinedOptimizer(built)
@@ -66,13 +69,16 @@ def build(
 ) -> list[Wrapper]:
     """What `keyed` is made of: one optimizer of the class `wrapper` for each algorithm; arguments as there."""
     main = _class_of(algorithm)
-    refuse_unknown_options(main, defaults, "defaults")
+    refuse_bad_options(main, defaults, "defaults")
     shares: dict[Any, list[Grouped]] = {}
-    for position, (options, members) in enumerate(by_pattern(named(named_params), groups)):
+    params = named(named_params)
+    for position, (options, found) in enumerate(by_pattern(params, groups)):
+        members = NamedParameters(found)
+        members.dropped = params.dropped
         optimizer = _class_of(options.pop("algorithm", main))
-        refuse_unknown_options(optimizer, options, f"groups[{position}]")
+        refuse_bad_options(optimizer, options, f"groups[{position}]")
         # torch holds only defaults against their ranges; this lets it look at the options of each group too.
-        optimizer([torch.zeros(1, 1)], **{**(defaults if optimizer is main else {}), **options})
+        optimizer([torch.zeros(1, 1, device="cpu")], **{**(defaults if optimizer is main else {}), **options})
         shares.setdefault(optimizer, []).append((options, members))
     return [
         _build(wrapper, optimizer, grouped, defaults if optimizer is main else {})
@@ -85,10 +91,11 @@ def _class_of(algorithm: Any) -> Any:
     return spec.optimizer if isinstance(algorithm, str) or algorithm is spec.stands_for else algorithm
 
 
-def _build(wrapper: type[Wrapper], optimizer: Any, grouped: Iterable[Grouped], defaults: Mapping[str, Any]) -> Wrapper:
+def _build(wrapper: type[Wrapper], optimizer: Any, grouped: Sequence[Grouped], defaults: Mapping[str, Any]) -> Wrapper:
     (options, members), *others = grouped
     made = wrapper(members, lambda leaves: optimizer([{PARAMS: leaves, **options}], **defaults))
     for options, members in others:
         made.add_param_group({PARAMS: members, **options})
     made.choose_implementation()
+    made.give(defaults, [options for options, _ in grouped])
     return made

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from shardopt.algorithms.torch_private import not_compiled
 from shardopt.optim.base import KeyedOptimizer
-from shardopt.optim.groups import first_names, named, refuse_non_leaves
+from shardopt.optim.groups import first_names, named, refuse_non_leaves, refuse_unfit_groups
 from shardopt.optim.local_state import LocalState
 from shardopt.optim.local_step import LocalOptimizer
-from shardopt.optim.saved import PARAM_GROUPS, STATE, UNTOUCHED
+from shardopt.optim.options import given_options, plain_options, refuse_bad_options
+from shardopt.optim.saved import GIVEN, PARAM_GROUPS, STATE, UNTOUCHED
+from shardopt.sharding.view import is_on_all_ranks
+from shardopt.values import UnionOfRanks
 
 
 class KeyedOptimizerWrapper(KeyedOptimizer):
@@ -34,21 +37,64 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
     def __init__(self, params: Mapping[str, Tensor], optim_factory: Callable[[list[Tensor]], Optimizer]) -> None:
         params = named(params)
         try:
-            self._local = LocalOptimizer(first_names(params), optim_factory)
+            local = LocalOptimizer(first_names(params), optim_factory)
         except ValueError:
             refuse_non_leaves(params)  # torch does too, but names none of them
             raise
-        super().__init__(params, {}, self._local.groups)
-        self.defaults = self._local.optimizer.defaults
-        self.state = cast(Any, LocalState(self._names, self._local))
+        super().__init__(params, {}, local.groups)
+        self._dropped = params.dropped
+        self._given_to_all = given_options(local.optimizer, local.optimizer.defaults)
+        self._given = {id(group): (group, given_options(local.optimizer, group)) for group in local.groups}
+        self._take(local)
+
+    # Who replaces these, which torch lets anybody do, replaces what is stepped with.
+
+    @property
+    def state(self) -> Any:
+        """Parameter → its state, live; another mapping that is set here is taken over entry by entry."""
+        return self.__dict__["state"]
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        if self._made:
+            self.__dict__["state"].replace(state)
+        else:
+            self.__dict__["state"] = state
+
+    @property
+    def param_groups(self) -> Any:
+        """The groups, live; others that are set here have to have the optimizer's own parameters, and all options."""
+        return self._local.groups if self._made else self.__dict__["param_groups"]
+
+    @param_groups.setter
+    def param_groups(self, param_groups: Any) -> None:
+        if not self._made:
+            self.__dict__["param_groups"] = param_groups
+            return
+        groups = param_groups if isinstance(param_groups, list) else list(param_groups)
+        refuse_unfit_groups(groups, self._names, self._local.required_options)
+        self._local.optimizer.param_groups = groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The options of groups that are added without them."""
+        defaults: dict[str, Any] = self._local.optimizer.defaults if self._made else self.__dict__["defaults"]
+        return defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        if self._made:
+            self._local.optimizer.defaults = defaults
+        else:
+            self.__dict__["defaults"] = defaults
 
     @not_compiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step; hooks run once, on this optimizer.
 
         Local to the rank, unless a gradient has another placement than its parameter: then all ranks of the mesh must
-        call, since it is redistributed. A rank that holds no part of a ShardedTensor counts each step for it, as it
-        cannot see whether the others have a gradient.
+        call, since it is redistributed. A rank that holds no part of a parameter (outside of a DTensor's mesh, without
+        elements of a ShardedTensor) has no state of it, since it cannot see whether the others have a gradient.
 
         Args:
             closure: evaluates the model again and returns the loss, which is returned; called once (but by LBFGS).
@@ -111,35 +157,82 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         return {name for name, key in key_of.items() if key in as_made}
 
     def _add_group(self, names: Mapping[Tensor, str], options: Mapping[str, Any]) -> None:
+        besides = {name for group in self.param_groups for name in group}  # schedules and the like have added some
+        refuse_bad_options(type(self._local.optimizer), options, "param_group", besides)
         self._local.add_group(names, options)
+        added = self.param_groups[-1]
+        self._given[id(added)] = added, {}
+        self._note_given(added, {**self._given_to_all, **options})
 
     def __repr__(self) -> str:
         return f"{type(self).__name__} of {self._local.optimizer!r}"
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = super().__getstate__()
-        del kept["state"]  # a view of what is in _local
-        return {**kept, "_local": self._local}
+        views = ("state", "param_groups", "defaults")  # of what is in _local
+        kept = {name: value for name, value in super().__getstate__().items() if name not in views}
+        given = list(self._given.values())
+        return {**kept, "_local": self._local, "_given": given, "_given_to_all": self._given_to_all}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({**state, "state": LocalState(state["_names"], state["_local"])})
+        self._names = state["_names"]
+        self._take(state["_local"])
+        super().__setstate__({**state, "_given": {id(group): (group, given) for group, given in state["_given"]}})
         self._local.hand_over_parameters(self._names)
 
     def _state_names(self) -> set[str]:
         return super()._state_names() | self._local.global_names
 
+    def _take(self, local: LocalOptimizer) -> None:
+        """From now on all that torch keeps in an optimizer is that of the one which steps."""
+        for name in ("param_groups", "defaults"):
+            self.__dict__.pop(name, None)  # of torch's constructor
+        self.__dict__["state"] = LocalState(self._names, local)
+        self._local = local
+
+    @property
+    def _made(self) -> bool:
+        return "_local" in self.__dict__
+
+    def _atoms(self) -> tuple[Optimizer, ...]:
+        """The torch optimizer, which the factory's caller may hold, too."""
+        return (self._local.optimizer,)
+
     @property
     def _needs_closure(self) -> bool:
         return self._local.spec is not None and self._local.spec.needs_closure
 
-    def _saved_besides(self, names: list[str]) -> dict[str, Any]:
+    def give(self, defaults: Mapping[str, Any], groups: Iterable[Mapping[str, Any]]) -> None:
+        """Takes it that the code gives these options and no others: in general, and for each group beyond that."""
+        self._given_to_all = dict(defaults)
+        for group, options in zip(self.param_groups, groups, strict=True):
+            self._given[id(group)] = group, {}
+            self._note_given(group, {**self._given_to_all, **options})
+
+    def _note_given(self, group: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        if id(group) in self._given:
+            self._given[id(group)][1].update(plain_options(options))
+
+    @property
+    def algorithm(self) -> str:
+        """The name under which the torch optimizer's algorithm is registered, or that of its class."""
+        spec = self._local.spec
+        return type(self._local.optimizer).__qualname__ if spec is None else spec.name
+
+    def _saved_besides(self, group: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+        _, given = self._given.get(id(group), (group, {}))
+        besides = {**super()._saved_besides(group, names), GIVEN: dict(given)}
         if not self._local.settles_at_first_step:
-            return {}
-        return {UNTOUCHED: [name for name in names if self._local.is_untouched(self._params[name])]}
+            return besides
+        untouched = [name for name in names if self._local.is_untouched(self._params[name])]
+        # A rank knows of what it has a part of; groups are to be the same on all.
+        on_all = all(is_on_all_ranks(self._params[name]) for name in names)
+        return {**besides, UNTOUCHED: untouched if on_all else UnionOfRanks(untouched)}
 
     def _loaded(self, offered: Mapping[str, Any]) -> None:
         groups = offered[PARAM_GROUPS].values() if self._save_param_groups and PARAM_GROUPS in offered else ()
         untouched = set(chain.from_iterable(group.get(UNTOUCHED, ()) for group in groups))
+        state = self.state
         for name in self._params.keys() & offered.get(STATE, {}).keys():
-            if self.state.get(self._params[name]):
+            mine = state.get(self._params[name])
+            if mine and any(entry in mine for entry in offered[STATE][name]):  # of another algorithm there is nothing
                 self._local.state_loaded(self._params[name], name in untouched)

@@ -87,6 +87,11 @@ class LeafStates:
         self._untouched.pop(leaf, None)
         self._optimizer.state.pop(leaf, None)
 
+    def clear(self) -> None:
+        """Leaves every leaf, and every other key, without state."""
+        self._untouched.clear()
+        self._optimizer.state.clear()
+
     def hand_over(self, leaves: Collection[Tensor] | None = None) -> Callable[[], None]:
         """Lets the inner optimizer make state anew for those of the leaves that are to have their first step.
 

@@ -1,8 +1,8 @@
 """Parameters and the local tensors that an optimizer steps on in their place.
 
-P parameters as the user has them, L >= 1 leaves of each. A plain parameter is its own leaf and is not listed here; a
-sharded one has a leaf per local shard, and a rank without a shard has an empty stand-in, so that every rank keeps the
-same names and counters.
+P parameters as the user has them, L leaves of each. A plain parameter is its own leaf and is not listed here; a sharded
+one has a leaf per local shard. A rank that holds no part of it has none, and no state: it cannot see whether the others
+had a gradient, so that a counter there would drift from theirs.
 """
 
 from __future__ import annotations
@@ -16,17 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardopt.algorithms.dense_gradients import found_gradients, no_gradient
+from shardopt.algorithms.dense_gradients import found_gradients
 from shardopt.algorithms.registry import AlgorithmSpec, Kind
 from shardopt.errors import Problem, StateError
 from shardopt.optim.gathered import Gathered
 from shardopt.optim.memory_order import InOrder
-from shardopt.sharding.gradients import (
-    GradientReader,
-    lend_gradients,
-    requires_gradient,
-)
-from shardopt.sharding.view import assemble, empty_leaf, leaves_of
+from shardopt.sharding.gradients import GradientReader, lend_gradients
+from shardopt.sharding.view import assemble, is_held, leaves_of
 
 State = dict[str, Any]
 
@@ -64,9 +60,8 @@ class Shards:
     def __init__(self, name: str, parameter: Tensor) -> None:
         self.name = name
         self.parameter = parameter
-        held = leaves_of(parameter)
-        self.stands_in = not held
-        self.leaves = held or (empty_leaf(parameter),)
+        self.is_held = is_held(parameter)
+        self.leaves = leaves_of(parameter) if self.is_held else ()
         self.reader = GradientReader(parameter)
 
     def moved(self) -> tuple[Tensor, ...]:
@@ -76,8 +71,6 @@ class Shards:
             StateError: the new local tensors have other shapes, so that state cannot follow them.
         """
         held = leaves_of(self.parameter)
-        if self.stands_in and not held:
-            return ()
         if len(held) == len(self.leaves) and all(a is b for a, b in zip(held, self.leaves, strict=True)):
             return ()
         before, now = [tuple(t.shape) for t in self.leaves], [tuple(t.shape) for t in held]
@@ -97,7 +90,6 @@ class Shards:
 
         Where one shard has a gradient the whole parameter has one, which is zero on the shards without, or without rows
         where the gradient is sparse.
-        A rank without a shard cannot see whether the others have one, and takes it that they do.
 
         Args:
             loan: what to undo afterwards.
@@ -107,19 +99,17 @@ class Shards:
             GradientError: the gradient does not fit the parameter.
         """
         found = found_gradients(self.parameter, self.name, (torch.strided, torch.sparse_coo), takes_dense)
-        if self.stands_in and requires_gradient(self.parameter):
-            found = [no_gradient(leaf, not takes_dense) for leaf in self.leaves]
         for leaf, gradient in zip(self.leaves, found or (None,) * len(self.leaves), strict=True):
             loan.lend(leaf, gradient)
         self.reader.accepted()
 
     def put_together(self, parts: tuple[Tensor, ...]) -> Tensor:
         """A tensor that lies like the parameter, made of one tensor per leaf without a copy."""
-        return assemble(self.parameter, () if self.stands_in else parts)
+        return assemble(self.parameter, parts)
 
     def take_apart(self, whole: Tensor) -> tuple[Tensor, ...]:
-        """The reverse of `put_together`; a stand-in gets an empty tensor of that dtype."""
-        return (torch.zeros_like(self.leaves[0], dtype=whole.dtype),) if self.stands_in else leaves_of(whole)
+        """The reverse of `put_together`."""
+        return leaves_of(whole)
 
 
 class GroupLeaves:
@@ -136,7 +126,7 @@ class GroupLeaves:
     def __init__(self, parameters: Iterable[Tensor], shards: Mapping[Tensor, Shards]) -> None:
         self._parameters = list(parameters)
         self._shards = [shards.get(parameter) for parameter in self._parameters]
-        self._readers = {its.reader: its for its in self._shards if its is not None}
+        self._readers = {its.reader: its for its in self._shards if its is not None and its.is_held}
         self.gathered: Gathered | None = None
         self.in_order: InOrder | None = None
         self._refresh()
@@ -147,9 +137,9 @@ class GroupLeaves:
 
     @property
     def alike(self) -> bool:
-        """Whether all parameters are sharded and have one leaf. Only their state is replaced by none but us: that of a
-        plain parameter is the inner optimizer's own dict."""
-        return len(self._readers) == len(self._parameters) == len(self.leaves)
+        """Whether all parameters with a part here are sharded and have one leaf. Only their state is replaced by none
+        but us: that of a plain parameter is the inner optimizer's own dict."""
+        return None not in self._shards and len(self._readers) == len(self.leaves)
 
     @property
     def kinds(self) -> set[tuple[bool, torch.dtype]]:

@@ -51,7 +51,9 @@ class LoadPlan:
         self.descriptions = descriptions
         self.problems: list[Problem] = []
         self.unmatched = Unmatched([], [])
-        self.loaded_groups: list[dict[str, Any]] = []
+        self.loaded_groups: list[dict[str, Any]] = []  # whose options are all taken from what is offered
+        self.overridden: list[Any] = []  # options that the code gives otherwise, `options.Overridden`
+        self.algorithms: list[str] = []  # what was said of groups that another algorithm has saved
         self.opt_key = ""
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._values: list[tuple[MutableMapping[Any, Any], Any, Any]] = []

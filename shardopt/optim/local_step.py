@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from functools import partial
 from itertools import chain
+from operator import is_
 from typing import Any, cast
 
 import torch
@@ -28,13 +29,15 @@ from shardopt.algorithms.registry import (
 )
 from shardopt.algorithms.torch_private import gathers_as_torch, step_without_hooks
 from shardopt.errors import AlgorithmError
+from shardopt.optim.gradients import warn_of_no_gradients
+from shardopt.optim.groups import refuse_flattened, refuse_unfit_groups
 from shardopt.optim.implementation import choose_fused, refuse_sparse, settle_fused
 from shardopt.optim.leaf_states import LeafStates
-from shardopt.optim.leaves import GroupLeaves, ShardedState, Shards
+from shardopt.optim.leaves import GroupLeaves, ShardedState, Shards, State
 from shardopt.optim.refusals import parameters_of, refuse_global_name, refuse_unfit
 from shardopt.optim.turn import Turn, step_in_turns
 from shardopt.sharding.gradients import requires_gradient, zero_gradients
-from shardopt.sharding.view import leaves_of
+from shardopt.sharding.view import empty_leaf, leaves_of
 
 Group = dict[str, Any]
 
@@ -57,11 +60,16 @@ class LocalOptimizer:
         self.shards: dict[Tensor, Shards] = {}
         self.chooses = False
         self._names = dict(names)
+        self._looked_for_gradients = False
+        self._elsewhere: set[Tensor] = set()
         self._grouped: list[GroupLeaves] = []
+        self._known: list[list[Tensor]] = []  # the parameters of each group, once they were looked at
         # With the group of each parameter, and its place there.
         self._alone: dict[Tensor, tuple[Group, int, GroupLeaves]] = {}
-        leaves = {parameter: self._bind(name, parameter) for parameter, name in names.items()}
+        leaves = self._bind(names)
         self.optimizer = optim_factory(list(chain.from_iterable(leaves.values())))
+        # Without the one that torch gives every optimizer that was copied.
+        self.required_options = frozenset(self.optimizer.defaults) - {"differentiable"}
         self.spec = spec = find_spec(type(self.optimizer))
         if spec is not None and spec.stands_for is not None and not isinstance(self.optimizer, spec.optimizer):
             self.optimizer = spec.optimizer(self.optimizer.param_groups, **self.optimizer.defaults)
@@ -70,6 +78,7 @@ class LocalOptimizer:
         owners = {leaf: parameter for parameter, its in leaves.items() for leaf in its}
         for group in self.groups:
             group["params"] = parameters_of(group["params"], owners, leaves, names)
+        self._drop_stand_ins(leaves)
         self.hand_over_parameters(names)
 
     @property
@@ -95,23 +104,27 @@ class LocalOptimizer:
         return frozenset([cast(MakesGlobalState, self.optimizer).global_name])
 
     def leaves(self, parameter: Tensor) -> tuple[Tensor, ...]:
-        """The tensors that are stepped on in place of a parameter."""
+        """The tensors that are stepped on in place of a parameter; none on a rank that holds no part of it."""
+        if self._elsewhere and parameter in self._elsewhere:
+            return ()
         shards = self.shards.get(parameter)
         return (parameter,) if shards is None else shards.leaves
 
     def add_group(self, names: Mapping[Tensor, str], options: Mapping[str, Any]) -> None:
         """Adds parameters; as torch's `add_param_group`, and with state where the class makes it at construction."""
-        leaves = list(chain.from_iterable(self._bind(name, parameter) for parameter, name in names.items()))
+        leaves = self._bind(names)
         try:
             groups = [*self.groups, {**self.optimizer.defaults, **options}]
             refuse_unfit(self.optimizer, self.spec, names, self.shards.values(), groups)
-            self.optimizer.add_param_group({**options, "params": leaves})
+            self.optimizer.add_param_group({**options, "params": list(chain.from_iterable(leaves.values()))})
         except Exception:
             for parameter in names:
                 self.shards.pop(parameter, None)
+            self._elsewhere.difference_update(names)
             raise
         self.groups[-1]["params"] = list(names)
         self._names.update(names)
+        self._drop_stand_ins(leaves)
         self.hand_over_parameters({**getattr(self.optimizer, "names", {}), **names})
         if self.spec is not None and self.spec.state_at_construction:
             self.make_state(names)
@@ -129,13 +142,18 @@ class LocalOptimizer:
     def step(self, closure: Callable[[], Any] | None) -> Any:
         """One step of the algorithm without hooks; returns the closure's loss."""
         if self.spec is None or not self.spec.elementwise:
+            self._look_at_groups()
             self.states.hand_over()
-            return step_without_hooks(type(self.optimizer))(self.optimizer, closure)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._step_leaves(self.spec, list(zip(self.groups, self._leaves_of_groups(), strict=True)))
+            loss = step_without_hooks(type(self.optimizer))(self.optimizer, closure)
+        else:
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            self._step_leaves(self.spec, list(zip(self.groups, self._leaves_of_groups(), strict=True)))
+        if not self._looked_for_gradients:
+            self._looked_for_gradients = True
+            warn_of_no_gradients(self._names)
         return loss
 
     def step_alone(self, parameter: Tensor) -> None:
@@ -249,7 +267,9 @@ class LocalOptimizer:
         return {parameter: group for group in self.groups for parameter in group["params"]}
 
     def state_of(self, parameter: Tensor) -> MutableMapping[str, Any]:
-        """The live state of a parameter; empty if there is none yet."""
+        """The live state of a parameter; empty if there is none yet, or no part of the parameter."""
+        if self._elsewhere and parameter in self._elsewhere:
+            return {}
         shards = self.shards.get(parameter)
         if shards is None:
             if self.steps_on_parameters and isinstance(self.optimizer, KeepsLess):
@@ -258,13 +278,35 @@ class LocalOptimizer:
         assert self.spec is not None  # sharded parameters are refused for an unknown class
         return ShardedState(shards, tuple(self.states[leaf] for leaf in shards.leaves), self.spec, self.state_changed)
 
+    def set_state(self, parameter: Tensor, entries: Mapping[str, Any]) -> None:
+        """Replaces the state of a parameter; where it is stepped on itself, by the very mapping, as in torch."""
+        self.state_changed()
+        leaves = self.leaves(parameter)
+        if not leaves:
+            return
+        if leaves[0] is parameter:
+            self.states.put(parameter, cast(State, entries), untouched=False)
+            return
+        state, copied = self.state_of(parameter), dict(entries)  # which may be live itself
+        state.clear()
+        state.update(copied)
+
+    def clear_state(self) -> None:
+        """Leaves no parameter with state but what the class makes at construction, which is made anew."""
+        self.state_changed()
+        self.states.clear()
+        if self.spec is not None and self.spec.state_at_construction:
+            self.make_state(list(self._names))
+
     def has_state(self, parameter: Tensor) -> bool:
         """Whether there is any state of a parameter."""
-        return self.leaves(parameter)[0] in self.states
+        leaves = self.leaves(parameter)
+        return bool(leaves) and leaves[0] in self.states
 
     def is_untouched(self, parameter: Tensor) -> bool:
         """Whether the parameter has state and never had a step, so that the first step makes its state anew."""
-        return self.states.is_untouched(self.leaves(parameter)[0])
+        leaves = self.leaves(parameter)
+        return bool(leaves) and self.states.is_untouched(leaves[0])
 
     def state_loaded(self, parameter: Tensor, untouched: bool) -> None:
         """Takes it that the state of a parameter was loaded.
@@ -285,18 +327,52 @@ class LocalOptimizer:
         self._grouped.clear()
         self._alone.clear()
 
-    def _bind(self, name: str, parameter: Tensor) -> tuple[Tensor, ...]:
-        held = leaves_of(parameter)
-        if len(held) == 1 and held[0] is parameter:
-            return held
-        self.shards[parameter] = Shards(name, parameter)
-        return self.shards[parameter].leaves
+    def _bind(self, names: Mapping[Tensor, str]) -> dict[Tensor, tuple[Tensor, ...]]:
+        """Parameter → its leaves; one without has an empty stand-in, by which its group is known."""
+        bound = {}
+        for parameter, name in names.items():
+            leaves = leaves_of(parameter)
+            if len(leaves) != 1 or leaves[0] is not parameter:
+                shards = self.shards[parameter] = Shards(name, parameter)
+                if not shards.is_held:
+                    self._elsewhere.add(parameter)
+                leaves = shards.leaves or (empty_leaf(parameter),)
+            bound[parameter] = leaves
+        return bound
+
+    def _drop_stand_ins(self, bound: Mapping[Tensor, tuple[Tensor, ...]]) -> None:
+        """Takes back state that the class has made for stand-ins at construction."""
+        for parameter in self._elsewhere & bound.keys():
+            for leaf in bound[parameter]:
+                self.optimizer.state.pop(leaf, None)
 
     def _leaves_of_groups(self) -> list[GroupLeaves]:
-        parameters = [group["params"] for group in self.groups]
+        parameters = self._parameters_of_groups()
         if len(self._grouped) != len(parameters) or not all(map(GroupLeaves.are_of, self._grouped, parameters)):
+            self._look_at_groups()
             self._grouped = [GroupLeaves(its, self.shards) for its in parameters]
         return self._grouped
+
+    def _parameters_of_groups(self) -> list[list[Tensor]]:
+        """What stands under "params" in each group, whatever it is by now.
+
+        Raises:
+            StateError: something is no group.
+        """
+        try:
+            return [group["params"] for group in self.groups]
+        except (LookupError, TypeError):
+            refuse_unfit_groups(self.groups, self._names, self.required_options, once=False)
+            raise
+
+    def _look_at_groups(self) -> None:
+        """Refuses parameters that somebody has put into groups, or has wrapped, and that cannot be stepped."""
+        parameters = self._parameters_of_groups()
+        if len(parameters) == len(self._known) and all(map(_same, parameters, self._known)):
+            return
+        refuse_unfit_groups(self.groups, self._names, self.required_options, once=False)
+        refuse_flattened({self._names[parameter]: parameter for parameter in chain.from_iterable(parameters)})
+        self._known = [list(its) for its in parameters]
 
     def _follow(self, shards: Shards, group: Group) -> None:
         replaced = shards.moved()
@@ -305,3 +381,8 @@ class LocalOptimizer:
             fresh = partial(fresh_state, self.spec, self.optimizer, group)
             for old, new in zip(replaced, shards.leaves, strict=True):
                 self.states.move(old, new, fresh)
+
+
+def _same(parameters: Any, known: list[Tensor]) -> bool:
+    """Whether a group has the very parameters that it had; anything may stand there by now."""
+    return isinstance(parameters, list | tuple) and len(parameters) == len(known) and all(map(is_, parameters, known))

@@ -120,7 +120,7 @@ class _Plan:
         # Whether it is one local tensor that this rank alone counts, as it mostly is.
         self._simple = [share.counted == (True,) and share.shared is None for share in mine]
         self._shared_count = shared
-        self._places: tuple[list[int], Tensor] = ([], torch.zeros(0))
+        self._places: tuple[list[int], Tensor] = ([], torch.zeros(0, device="cpu"))
         self._joint_norm = JointNorm()
 
     def fits(self, ranks: Ranks, parameters: Sequence[Tensor]) -> bool:
@@ -188,7 +188,7 @@ class _Plan:
     def _index(self, places: list[int], device: torch.device) -> Tensor:
         """The places as a tensor; kept, since the same parameters have gradients in most steps."""
         if self._places[0] != places or self._places[1].device != device:
-            self._places = places, torch.tensor(places).to(device, non_blocking=True)
+            self._places = places, torch.tensor(places, device="cpu").to(device, non_blocking=True)
         return self._places[1]
 
 

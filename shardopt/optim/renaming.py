@@ -29,7 +29,7 @@ def renamed(saved: Mapping[str, Any], new_key: NewKey) -> dict[str, Any]:
     Raises:
         MismatchError: a parameter in a group is renamed to none, to the same as another, or in its state otherwise.
     """
-    state, groups = saved.get(STATE), saved.get(PARAM_GROUPS)
+    state, groups = saved.get(STATE, {}), saved.get(PARAM_GROUPS)
     if not isinstance(state, Mapping) or not _are_keyed(groups):
         return dict(saved)
     new_names = _new_names([name for group in groups.values() for name in group[PARAMS]], state, new_key)

@@ -1,7 +1,8 @@
 """The saved form of a keyed optimizer, and what speaks against loading one into another.
 
     {"state": {fqn: {name: value}},
-     "param_groups": {least fqn: {"params": [sorted fqns], option: value, ..., "untouched": [fqns]}}}
+     "param_groups": {least fqn: {"params": [sorted fqns], option: value, ..., "algorithm": name,
+                                  "given": {option: value}, "untouched": [fqns]}}}
 
 Groups go by the least name in them, so that neither the order of parameters nor that of groups matters.
 """
@@ -14,9 +15,10 @@ from typing import Any
 
 from torch import Tensor
 
-from shardopt.errors import Problem, StateError
 from shardopt.optim.groups import listed
 from shardopt.optim.loading import LoadPlan, is_stateful, like
+from shardopt.optim.options import IMPLEMENTATION_OPTIONS, as_number, overridden, put_option
+from shardopt.values import UnionOfRanks
 
 STATE = "state"
 PARAM_GROUPS = "param_groups"
@@ -24,9 +26,10 @@ PARAMS = "params"
 UNTOUCHED = "untouched"
 """In a saved group: the parameters that have state but never had a step, so that their first step makes it anew."""
 
-IMPLEMENTATION_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""Options that say how this process computes a step, not what: they belong to its device and are neither saved nor
-loaded, or a job resumed on other hardware would run with what the old one asked for."""
+ALGORITHM = "algorithm"
+"""In a saved group: the name of the algorithm that steps it, where that is known."""
+GIVEN = "given"
+"""In a saved group: the options that the code gave, before schedules and the training loop changed any."""
 
 _REMEDY = (
     "load what was saved from the same parameters and options (a schedule adds some: attach it first), by "
@@ -45,19 +48,23 @@ class KeyedGroup:
     Args:
         live: the group's own dict.
         saved: "params", the options as they are, and what else is saved.
+        kept: the options that a load leaves as they are here.
     """
 
     live: dict[str, Any]
     saved: dict[str, Any]
+    kept: frozenset[str] = frozenset()
 
     @property
     def key(self) -> str:
         """The least name of the group's parameters."""
         return least_name(self.saved)
 
-    def take(self) -> None:
-        """Puts options of `saved`, which a load has changed, into the group."""
-        self.live.update({name: value for name, value in self.saved.items() if name in self.live and name != PARAMS})
+    def take(self, filled: dict[int, Any]) -> None:
+        """Puts options of `saved`, which a load has changed, into the group; `filled` as for `put_option`."""
+        for name, value in self.saved.items():
+            if name in self.live and name not in (PARAMS, *self.kept):
+                put_option(self.live, name, value, filled)
 
 
 def least_name(group: Mapping[str, Any]) -> str:
@@ -69,10 +76,11 @@ def renamed_group(group: Any, rename: Callable[[str], str]) -> Any:
     """A saved group with other names for its parameters, in their order."""
     if not isinstance(group, Mapping):
         return group
-    return {
-        option: [rename(name) for name in value] if option in (PARAMS, UNTOUCHED) else value
-        for option, value in group.items()
-    }
+
+    def renamed(names: Any) -> list[str]:
+        return (UnionOfRanks if isinstance(names, UnionOfRanks) else list)(map(rename, names))
+
+    return {option: renamed(value) if option in (PARAMS, UNTOUCHED) else value for option, value in group.items()}
 
 
 def as_saved(value: Any) -> Any:
@@ -86,28 +94,6 @@ def as_saved(value: Any) -> Any:
     return like(value, map(as_saved, value)) if isinstance(value, list | tuple) else value
 
 
-def saved_options(group: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """The options of a group as they are saved.
-
-    Raises:
-        StateError: a value is neither plain nor a tensor, so that it cannot be stored.
-    """
-    options = {name: value for name, value in group.items() if name != "params" and name not in IMPLEMENTATION_OPTIONS}
-    problems = [
-        Problem(
-            key=f"param_groups.{key}.{name}",
-            found=f"a {type(value).__qualname__}",
-            required="a tensor, a plain value, or a dict, list or tuple of these",
-            remedy="keep it outside of the group, or turn groups off with save_param_groups(False)",
-        )
-        for name, value in options.items()
-        if not _storable(value)
-    ]
-    if problems:
-        raise StateError("a group has an option that cannot be stored", problems)
-    return options
-
-
 def plan_all(
     plan: LoadPlan, state: dict[str, MutableMapping[str, Any]], groups: Collection[KeyedGroup] | None, offered: Any
 ) -> None:
@@ -119,17 +105,20 @@ def plan_all(
         groups: the optimizer's groups, or None if it saves none.
         offered: the saved form.
     """
-    plan_keys(plan, groups is not None, offered)
+    plan_keys(plan, groups is not None, offered, has_state=bool(state))
     if STATE in offered:
         _plan_state(plan, state, offered[STATE])
     if groups is not None and PARAM_GROUPS in offered:
         _plan_groups(plan, {group.key: group for group in groups}, offered[PARAM_GROUPS])
 
 
-def plan_keys(plan: LoadPlan, saves_groups: bool, offered: Mapping[str, Any]) -> None:
-    """Holds the outermost keys of a saved form against those of an optimizer that does or does not save groups."""
+def plan_keys(plan: LoadPlan, saves_groups: bool, offered: Mapping[str, Any], has_state: bool = True) -> None:
+    """Holds the outermost keys of a saved form against those of an optimizer that does or does not save groups.
+
+    One without any state needs none: where all of it lies on other ranks, a checkpoint has nothing for this one.
+    """
     known = {STATE, PARAM_GROUPS} if saves_groups else {STATE}
-    for key in known - offered.keys():
+    for key in known - offered.keys() - (set() if has_state else {STATE}):
         plan.missing(
             plan.section(key), "load what state_dict() gave, with groups where save_param_groups(True) was called"
         )
@@ -172,12 +161,48 @@ def _plan_groups(plan: LoadPlan, mine: Mapping[str, KeyedGroup], offered: Any) -
     for key in offered.keys() - mine.keys():
         plan.unexpected(f"{section}.{key}", remedy)
     for key in mine.keys() & offered.keys():
-        plan.loaded_groups.append(mine[key].live)
-        where, saved, theirs = f"{section}.{key}", mine[key].saved, offered[key]
-        if isinstance(theirs, Mapping):
-            theirs = {name: value for name, value in theirs.items() if name not in IMPLEMENTATION_OPTIONS}
-            _plan_members(plan, where, saved[PARAMS], theirs)
-        plan.mapping(where, saved, theirs, _REMEDY)
+        where = f"{section}.{key}"
+        if isinstance(offered[key], Mapping):
+            _plan_group(plan, where, mine[key], offered[key])
+        else:
+            plan.mapping(where, mine[key].saved, offered[key], _REMEDY)
+
+
+def _plan_group(plan: LoadPlan, where: str, group: KeyedGroup, theirs: Mapping[str, Any]) -> None:
+    saved = group.saved
+    _plan_members(plan, where, saved[PARAMS], theirs)
+    told_apart = {ALGORITHM, GIVEN} - group.live.keys()  # somebody may call options so
+    if ALGORITHM in told_apart and _is_of_another(saved, theirs):
+        _plan_another_algorithm(plan, where, saved[ALGORITHM], theirs[ALGORITHM])
+        return
+    left_out = {*IMPLEMENTATION_OPTIONS, *group.kept, *told_apart}
+    if group.kept.isdisjoint(theirs):
+        plan.loaded_groups.append(group.live)
+    if GIVEN in told_apart:
+        given = {name: value for name, value in saved.get(GIVEN, {}).items() if name not in group.kept}
+        plan.overridden += overridden(where, given, theirs, theirs.get(GIVEN))
+    theirs = {name: as_number(value) for name, value in theirs.items() if name not in left_out}
+    into = {name: value for name, value in saved.items() if name not in left_out}
+    plan.mapping(where, into, theirs, _REMEDY)
+    plan.then(lambda: saved.update(into))
+
+
+def _is_of_another(saved: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
+    """Whether a saved group is another algorithm's. Older checkpoints and torchrec's do not tell."""
+    return ALGORITHM in saved and ALGORITHM in theirs and saved[ALGORITHM] != theirs[ALGORITHM]
+
+
+def _plan_another_algorithm(plan: LoadPlan, where: str, mine: str, theirs: str) -> None:
+    key = f"{where}.{ALGORITHM}"
+    if plan.strict:
+        remedy = (
+            f"resume with {theirs}; or leave the optimizer out of the app to begin anew with {mine}; or load with "
+            "strict=False, which takes the state that fits and no options"
+        )
+        plan.problem(key, f"{theirs}, by which it was saved", mine, remedy)
+        return
+    plan.unmatched.unexpected_keys.append(key)
+    plan.algorithms.append(f"{where}: saved by {theirs}; {mine} goes on with the state that fits, and its own options")
 
 
 def _plan_members(plan: LoadPlan, where: str, names: list[str], theirs: Mapping[str, Any]) -> None:
@@ -190,11 +215,3 @@ def _plan_members(plan: LoadPlan, where: str, names: list[str], theirs: Mapping[
     strangers = sorted(set(theirs.get(UNTOUCHED, ())).difference(members))
     if strangers:
         plan.problem(f"{where}.{UNTOUCHED}", f"{strangers}", f"names among {members}", "read the checkpoint again")
-
-
-def _storable(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return all(isinstance(name, str | int) and _storable(inner) for name, inner in value.items())
-    if isinstance(value, list | tuple | set | frozenset):
-        return all(map(_storable, value))
-    return value is None or isinstance(value, bool | int | float | str | bytes | Tensor)

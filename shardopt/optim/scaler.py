@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from shardopt.algorithms.torch_private import scale_and_look
+from shardopt.algorithms.torch_private import ScalerStages, inverse_scale, scale_and_look
 from shardopt.errors import GradientError, Problem
 from shardopt.optim.gradients import alike, local_gradients
 from shardopt.optim.groups import first_names
@@ -51,12 +53,31 @@ class GradScaler(torch.amp.GradScaler):
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divides the optimizer's gradients by the scale, in place. Collective.
 
+        What an optimizer is made of (the children of a combined one, the one that a wrapper wraps) is unscaled with it,
+        and it with that: of gradients that were unscaled since the last `update`, in any of these, none is unscaled
+        again, and the rest is.
+
         Raises:
             GradientError: a gradient does not fit its parameter, or is fp16, which cannot be told from overflow. The
                 other ranks skip this step then.
+            RuntimeError: nothing is left to unscale, or it was stepped already.
         """
+        if not self.is_enabled():
+            return
         self._make_scale()
-        super().unscale_(optimizer)
+        stages, atoms = ScalerStages(self), _atoms_of(optimizer)
+        refuse_stepped(stages, atoms, "unscale_()")
+        due = [atom for atom in atoms if stages.stage(atom) is OptState.READY]
+        if not due:
+            raise RuntimeError(
+                "unscale_() has already been called on this optimizer, or on what it is part or made of, "
+                "since the last update()."
+            )
+        inverse = inverse_scale(self)
+        found_inf = torch.zeros((), dtype=torch.float32, device=inverse.device)
+        found = self._unscale(optimizer, due, inverse, found_inf, False)
+        for atom in due:
+            stages.set(atom, OptState.UNSCALED, found)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Unscales the gradients, unless that was done, and steps if all gradients of the job are finite. Collective.
@@ -64,12 +85,23 @@ class GradScaler(torch.amp.GradScaler):
         Returns:
             What the optimizer's step returned; None where it was skipped.
         """
+        if not self.is_enabled():
+            return super().step(optimizer, *args, **kwargs)
         self._make_scale()
+        stages, atoms = ScalerStages(self), _atoms_of(optimizer)
+        if isinstance(optimizer, Composed) and "closure" not in kwargs:  # which torch refuses
+            refuse_stepped(stages, atoms, "step()")
+            if any(stages.stage(atom) is OptState.READY for atom in atoms):
+                self.unscale_(optimizer)
+            stages.set(optimizer, OptState.UNSCALED, _joined(stages.found(atom) for atom in atoms))
         before = _stepping.set(True)
         try:
-            return super().step(optimizer, *args, **kwargs)
+            told = super().step(optimizer, *args, **kwargs)
         finally:
             _stepping.reset(before)
+        for atom in atoms:
+            stages.set(atom, OptState.STEPPED)
+        return told
 
     def _make_scale(self) -> None:
         """torch makes it at the first loss; a stage in the middle of a pipeline has none."""
@@ -79,13 +111,28 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """torch calls this to unscale, and wants to know for each device whether something was not finite."""
+        """torch calls this to look, and wants to know for each device whether something was not finite."""
+        return self._unscale(optimizer, _atoms_of(optimizer), inv_scale, found_inf, allow_fp16)
+
+    def _unscale(
+        self,
+        optimizer: Optimizer,
+        due: Sequence[Optimizer],
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, Tensor]:
+        """Multiplies the gradients of what is due of an optimizer. Collective: one all-reduce.
+
+        Returns:
+            For each device, whether something was not finite anywhere in the job: 1.
+        """
         ranks = ranks_of()
         found = {found_inf.device: found_inf}
         failure = None
         with torch.no_grad():
             try:
-                for same in alike(_gradients(optimizer, allow_fp16)):
+                for same in alike(_gradients(optimizer, due, allow_fp16)):
                     device = same[0].device
                     found.setdefault(device, torch.zeros_like(found_inf, device=device))
                     scale_and_look(same, inv_scale.to(device, non_blocking=True), found[device])
@@ -146,8 +193,8 @@ def _kind(param: Tensor) -> str | None:
     return "shards with gradients of their own" if carried else None
 
 
-def _gradients(optimizer: Optimizer, allow_fp16: bool) -> Iterator[Tensor]:
-    """The local gradients of all parameters.
+def _gradients(optimizer: Optimizer, due: Sequence[Optimizer], allow_fp16: bool) -> Iterator[Tensor]:
+    """The local gradients of the parameters of what is due of an optimizer.
 
     Raises:
         GradientError: one does not fit its parameter, or is fp16 where that is not allowed.
@@ -155,7 +202,7 @@ def _gradients(optimizer: Optimizer, allow_fp16: bool) -> Iterator[Tensor]:
     if getattr(optimizer, "updates_in_backward", False):
         refuse_scaled_backward()
     names = first_names(getattr(optimizer, "params", {}))
-    params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    params = chain.from_iterable(group["params"] for each in due for group in each.param_groups)
     for number, param in enumerate(params):
         name = names.get(param, f"parameter {number}")  # an optimizer of torch's has no names
         for gradient in local_gradients(name, param):
@@ -166,3 +213,72 @@ def _gradients(optimizer: Optimizer, allow_fp16: bool) -> Iterator[Tensor]:
                 problem = Problem(f"{name}.grad", "fp16", "fp32 or bf16, which scaling does not overflow", remedy)
                 raise GradientError("a gradient cannot be unscaled", [problem])
             yield gradient
+
+
+@runtime_checkable
+class Composed(Protocol):
+    """An optimizer that may be made of others, and part of others: a keyed one."""
+
+    def _atoms(self) -> tuple[Optimizer, ...]:
+        """What it is made of, to the last."""
+
+    def _family(self) -> list[Optimizer]:
+        """All that it is part of or made of, itself included."""
+
+
+def _atoms_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
+    return optimizer._atoms() if isinstance(optimizer, Composed) else (optimizer,)
+
+
+def refuse_stepped(stages: ScalerStages, optimizers: Iterable[Optimizer], call: str) -> None:
+    """As torch, where one of them was stepped since the last update.
+
+    Raises:
+        RuntimeError: one was.
+    """
+    if any(stages.stage(each) is OptState.STEPPED for each in optimizers):
+        raise RuntimeError(
+            f"{call} is called after step() of this optimizer, or of what it is part or made of, without an update()."
+        )
+
+
+def share_unscaled(scaler: torch.amp.GradScaler, optimizer: Composed) -> None:
+    """To be called where torch's GradScaler is about to step an optimizer: lets it know of what it has unscaled.
+
+    torch's knows optimizers one by one: what was unscaled through a part of one, or through one that it is part of, it
+    would unscale again. What is left is unscaled here. Not to be called within a step of this package's GradScaler.
+
+    Raises:
+        GradientError: gradients were unscaled twice already. No step was taken.
+        RuntimeError: a part of it, or what it is part of, was stepped since the last update.
+    """
+    if _stepping.get():
+        return
+    stages, atoms = ScalerStages(scaler), {id(atom): atom for atom in optimizer._atoms()}
+    related = [each for each in optimizer._family() if not atoms.keys().isdisjoint(map(id, _atoms_of(each)))]
+    refuse_stepped(stages, related, "step()")
+    done = [each for each in related if stages.stage(each) is OptState.UNSCALED]
+    times = Counter(id(atom) for each in done for atom in _atoms_of(each))
+    if any(times[atom] > 1 for atom in atoms):
+        problem = Problem(
+            key="torch.amp.GradScaler",
+            found=f"unscale_() of {' and of '.join(type(each).__name__ for each in done)}, which share gradients",
+            required="each gradient divided by the scale once",
+            remedy="call unscale_() of one of them, or use shardopt.GradScaler, which knows what they share",
+        )
+        raise GradientError("gradients were divided by the scale twice", [problem])
+    if not done or stages.stage(optimizer) is OptState.UNSCALED:
+        return
+    left = [atom for number, atom in atoms.items() if not times[number]]
+    for atom in left:
+        scaler.unscale_(atom)
+    stages.set(optimizer, OptState.UNSCALED, _joined(stages.found(each) for each in (*done, *left)))
+
+
+def _joined(verdicts: Iterable[Mapping[torch.device, Tensor]]) -> dict[torch.device, Tensor]:
+    """By device, whether something was not finite in any of them."""
+    joined: dict[torch.device, Tensor] = {}
+    for verdict in verdicts:
+        for device, found in verdict.items():
+            joined[device] = torch.maximum(joined[device], found) if device in joined else found
+    return joined

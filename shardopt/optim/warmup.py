@@ -84,7 +84,7 @@ class WarmupOptimizer(OptimizerWrapper):
         nominal = [self._nominal(group) for group in self.param_groups]
         self._reference = self._nominal_default(nominal)
         for group, rate in zip(self.param_groups, nominal, strict=True):
-            group[self._full] = self._full_rate(rate)
+            self._set_full(group, self._full_rate(rate))
         self._set_rates()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -166,9 +166,13 @@ class WarmupOptimizer(OptimizerWrapper):
             # torch lets groups share the tensor of the default rate, which by now has been multiplied.
             twins = [other for other in self.param_groups if self._full in other and other[self._lr_param] is rate]
             shared = isinstance(rate, Tensor) and twins
-            group[self._full] = twins[0][self._full] if shared else self._full_rate(self._nominal(group))
+            self._set_full(group, twins[0][self._full] if shared else self._full_rate(self._nominal(group)))
         if new:
             self._set_rates(new)
+
+    def _set_full(self, group: dict[str, Any], rate: float) -> None:
+        group[self._full] = rate
+        self._note_given(group, {self._full: rate})
 
     def _full_rate(self, nominal: float | None) -> float:
         return self._lr if nominal is None or not self._reference else self._lr * (nominal / self._reference)

@@ -108,6 +108,14 @@ class OptimizerWrapper(CompositeOptimizer):
         """
         return {}
 
+    @property
+    def _has_state(self) -> bool:
+        return bool(self._own_state()) or super()._has_state
+
+    def held_state_names(self) -> set[str]:
+        """The wrapped optimizer's, and those of what this wrapper keeps."""
+        return {*self._optimizer.held_state_names(), *self._own_state()}
+
     def _state_names(self) -> set[str]:
         return {*self._optimizer._state_names(), *self._own_state()}
 

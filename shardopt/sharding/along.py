@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from shardopt.sharding.sharded_tensor import sharded_tensor_of
+from shardopt.sharding.sharded_tensor import holders_of, sharded_tensor_of
 from shardopt.sharding.view import empty_leaf, leaves_of, local_like, tells_of_others
 
 
@@ -72,6 +72,13 @@ def cuts_of(tensor: Tensor) -> tuple[Cut, ...]:
         group = tensor._process_group
         return () if group is None else (Cut(group, _cut_dims(tensor.metadata())),)
     return ()
+
+
+def is_first_of(tensor: Tensor, cut: Cut) -> bool:
+    """Whether this rank is the first with a part of a tensor among the ranks of one of its cuts."""
+    if isinstance(tensor, ShardedTensor):
+        return dist.get_rank() == min(holders_of(tensor), default=-1)
+    return cut.group.rank() == 0
 
 
 def sum_memory(tensor: Tensor, dims: Collection[int], dtype: torch.dtype) -> tuple[Tensor, ...]:

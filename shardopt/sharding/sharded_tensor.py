@@ -56,6 +56,12 @@ def view_of_sharded_tensor(tensor: ShardedTensor, key: str) -> View:
     return View(shape, dtype, pieces, layout)
 
 
+def holders_of(tensor: ShardedTensor) -> set[int]:
+    """The ranks of the job that have elements of a ShardedTensor; the same on every rank."""
+    shards = [shard for shard in tensor.metadata().shards_metadata if all(shard.shard_sizes)]
+    return {rank for shard in shards if shard.placement and (rank := shard.placement.rank()) is not None}
+
+
 @lru_cache(maxsize=4096)
 def _sharded_layout(
     shape: tuple[int, ...], told: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]

@@ -20,7 +20,7 @@ from shardopt.sharding.kinds import kind_of, local_tensors
 from shardopt.sharding.layout import everywhere, held
 from shardopt.sharding.pieces import Piece, View, memory_of, refusal, shard_pieces
 from shardopt.sharding.pieces_tensor import PiecesTensor
-from shardopt.sharding.sharded_tensor import sharded_tensor_like, view_of_sharded_tensor
+from shardopt.sharding.sharded_tensor import holders_of, sharded_tensor_like, view_of_sharded_tensor
 from shardopt.sharding.wrapper import Wrapper, is_wrapper, wrapper_like
 
 
@@ -65,6 +65,32 @@ def leaves_of(tensor: Tensor) -> tuple[Tensor, ...]:
     if kind is not None:
         return local_tensors(kind, tensor)
     return tuple(tensor.local_shards()) if is_wrapper(tensor) else (tensor,)
+
+
+def is_held(tensor: Tensor) -> bool:
+    """Whether this rank has a part of a tensor: is in the mesh of a DTensor, or has elements of another sharded tensor.
+
+    Only then can it see the tensor's gradients. A rank of a DTensor's mesh gets its part of them, even an empty one; a
+    shard without elements may never get any.
+    """
+    if isinstance(tensor, DTensor) and not is_wrapper(tensor._local_tensor):
+        return tensor._local_tensor.numel() > 0 or tensor._spec.mesh.get_coordinate() is not None
+    leaves = leaves_of(tensor)
+    return any(leaf is tensor or leaf.numel() for leaf in leaves)
+
+
+def is_on_all_ranks(tensor: Tensor) -> bool:
+    """Whether every rank of the job has a part of a tensor, as far as it says; the same on every rank.
+
+    A plain tensor is taken to be on all; a LocalShardsWrapper does not tell, and is taken not to be.
+    """
+    if not dist.is_initialized():
+        return True
+    if isinstance(tensor, ShardedTensor):
+        return len(holders_of(tensor)) == dist.get_world_size()
+    if isinstance(tensor, DTensor) and tensor._spec.mesh.size() != dist.get_world_size():
+        return False
+    return tells_of_others(tensor)
 
 
 def assemble(like: Tensor, leaves: Sequence[Tensor]) -> Tensor:

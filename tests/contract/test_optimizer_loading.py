@@ -151,7 +151,7 @@ def add_option(saved):
 
 
 def other_option_kind(saved):
-    next(iter(saved["param_groups"].values()))["lr"] = torch.tensor(0.1)
+    next(iter(saved["param_groups"].values()))["lr"] = torch.tensor([0.1, 0.2])
     return r"param_groups\.\S+\.lr: found a tensor; required a plain value"
 
 

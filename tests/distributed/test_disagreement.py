@@ -9,10 +9,12 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import shardopt
 from shardopt import checkpoint
 from shardopt.errors import (
+    CheckpointError,
     CheckpointNotFoundError,
     CorruptionError,
     LayoutError,
     MismatchError,
+    RankError,
     StateError,
     TornStateError,
 )

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -261,6 +262,26 @@ def refused():
     later(torch.ones(4))
     with pytest.raises(StateError, match="DistributedDataParallel averages gradients after"):
         DistributedDataParallel(later)(torch.ones(4))
+
+    # Also where only parameters are given, whose names do not tell.
+    there = DistributedDataParallel(nn.Linear(4, 4))
+    for given in (there.module, dict(there.module.named_parameters()), {"w": there.module.weight}):
+        with pytest.raises(StateError, match="DistributedDataParallel averages gradients after"):
+            shardopt.in_backward(given, "sgd", lr=0.1)
+    for wrap in (DistributedDataParallel, replicate):
+        later = nn.Linear(4, 4)
+        shardopt.in_backward({"w": later.weight}, "sgd", lr=0.1)
+        before, wrapped = later.weight.detach().clone(), wrap(later)
+        with pytest.raises(StateError, match="DistributedDataParallel averages gradients after"):
+            wrapped(torch.ones(4)).sum().backward()
+        assert torch.equal(later.weight, before)
+    del there, given
+    other = nn.Linear(4, 4)  # DistributedDataParallel elsewhere in the process, or gone, is nobody's concern
+    gone = DistributedDataParallel(other)
+    gone.itself = gone
+    del gone
+    shardopt.in_backward(other, "sgd", lr=0.1)
+    other(torch.ones(4)).sum().backward()
     return True
 
 

@@ -36,7 +36,7 @@ def clipping(params, clip=GradientClipping.NORM, max_gradient=0.1, **options):
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("max_gradient", [0.0, 0.3, 1e9, INF])
+@pytest.mark.parametrize("max_gradient", [1e-30, 0.3, 1e9, INF])
 def test_norm_clipping_does_what_torch_does(order, max_gradient):
     ours, theirs = parameters(), parameters()
     norm = clipping(ours, max_gradient=max_gradient, norm_type=order).clip_grad_norm_()
@@ -198,7 +198,12 @@ def test_the_documented_arguments_of_torchrec():
     [
         ({"max_gradient": -1.0}, "max_gradient"),
         ({"max_gradient": math.nan}, "max_gradient"),
+        ({"max_gradient": 0.0}, "max_gradient"),
+        ({"max_gradient": "1.0"}, "max_gradient"),
+        ({"clip": "nrom"}, "clipping"),
+        ({"clip": None}, "clipping"),
         ({"norm_type": 0.0}, "norm_type"),
+        ({"norm_type": "two"}, "norm_type"),
         ({"norm_type": -INF}, "norm_type"),
         ({"norm_type": math.nan}, "norm_type"),
     ],
@@ -207,6 +212,27 @@ def test_arguments_out_of_range_are_refused(options, named):
     with pytest.raises(StateError) as caught:
         clipping(parameters(), **options)
     assert [problem.key for problem in caught.value.problems] == [named]
+
+
+def test_a_limit_without_a_way_to_clip_is_refused():
+    """torchrec's default is not to clip, so that a limit alone would do nothing."""
+    params = parameters()
+    inner = KeyedOptimizer(params, {}, [{"params": list(params.values())}])
+    for limit in (1e-6, 0.1, torch.tensor(1.0)):
+        with pytest.raises(StateError, match=r"max_gradient: found .* without clipping") as caught:
+            GradientClippingOptimizer(inner, max_gradient=limit)
+        assert [problem.key for problem in caught.value.problems] == ["max_gradient"]
+    before = [param.grad.clone() for param in params.values()]
+    for optimizer in (
+        GradientClippingOptimizer(inner),
+        GradientClippingOptimizer(inner, GradientClipping.NONE, 1e-6),  # turned off
+        GradientClippingOptimizer(inner, clipping=GradientClipping.NONE, max_gradient=1e-6),
+    ):
+        optimizer._before_step()
+        assert all(torch.equal(param.grad, old) for param, old in zip(params.values(), before, strict=True))
+    optimizer = GradientClippingOptimizer(inner, GradientClipping.VALUE)  # at torchrec's 0.1
+    optimizer._before_step()
+    assert max(param.grad.abs().max().item() for param in params.values() if param.numel()) == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])

@@ -66,7 +66,7 @@ def test_state_goes_by_names_and_groups_by_their_least_name():
     assert saved["param_groups"].keys() == {"layer.b", "layer.w"}
     assert saved["param_groups"]["layer.b"] == {
         "params": ["layer.b"], "lr": 0.5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0, "amsgrad": False,
-        "maximize": False, "decoupled_weight_decay": False,
+        "maximize": False, "decoupled_weight_decay": False, "algorithm": "Adam", "given": {"lr": 0.5},
     }  # fmt: skip
     optimizer.save_param_groups(False)
     assert list(optimizer.state_dict()) == ["state"]
@@ -215,7 +215,7 @@ def add_option(saved):
 
 
 def option_kind(saved):
-    saved["param_groups"]["layer.b"]["lr"] = torch.tensor(0.1)
+    saved["param_groups"]["layer.b"]["lr"] = torch.tensor([0.1, 0.2])
 
 
 def strange_key(saved):

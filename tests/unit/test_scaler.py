@@ -11,6 +11,7 @@ from torch.distributed.tensor import Replicate, Shard
 import shardopt
 from shardopt import CombinedOptimizer, GradientClipping, GradientClippingOptimizer, GradScaler
 from shardopt.errors import GradientError
+from shardopt.ranks import Ranks
 from tests.fake_rank import fake_rank, shard, sharded_tensor
 
 OPTIONS = {"device": "cpu", "init_scale": 8.0, "growth_interval": 2}
@@ -97,6 +98,103 @@ def test_unscaling_twice_is_an_error_as_torchs():
     assert weight.grad.tolist() == [1.0, 1.0]
     with pytest.raises(RuntimeError, match="already been called"):
         scaler.unscale_(optimizer)
+
+
+SCALERS = {"ours": GradScaler, "torch's": torch.amp.GradScaler}
+
+
+def nested():
+    """Two weights in two optimizers of their own, combined, and wrapped; each layer by name."""
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    made = {}
+
+    def factory(leaves):
+        made["torch's"] = torch.optim.SGD(leaves, lr=1.0)
+        return made["torch's"]
+
+    made["first"] = shardopt.KeyedOptimizerWrapper({"w": weights[0]}, factory)
+    made["second"] = shardopt.keyed("sgd", {"w": weights[1]}, lr=1.0)
+    made["clipped"] = GradientClippingOptimizer(made["first"], GradientClipping.NONE)
+    made["both"] = CombinedOptimizer([("a", made["clipped"]), ("b", made["second"])])
+    made["outer"] = shardopt.OptimizerWrapper(made["both"])
+    return weights, made
+
+
+def scaled(kind, factors=(1.0, 1.0)):
+    weights, made = nested()
+    scaler = SCALERS[kind](**OPTIONS)
+    scaler.scale(sum((weight * factor).sum() for weight, factor in zip(weights, factors, strict=True))).backward()
+    return scaler, weights, made
+
+
+@pytest.mark.parametrize("kind", SCALERS)
+@pytest.mark.parametrize("unscaled", ["torch's", "first", "clipped", "both", "outer"])
+@pytest.mark.parametrize("stepped", ["first", "clipped", "both", "outer"])
+def test_what_wraps_shares_what_was_unscaled_with_what_it_wraps(kind, unscaled, stepped):
+    scaler, weights, made = scaled(kind)
+    scaler.unscale_(made[unscaled])
+    assert weights[0].grad.tolist() == [1.0, 1.0]
+    scaler.step(made[stepped])
+    parts = ("both", "outer")
+    assert weights[0].tolist() == [0.0, 0.0]
+    assert weights[1].tolist() == ([0.0, 0.0] if stepped in parts else [1.0, 1.0])
+    assert weights[1].grad.tolist() == ([1.0, 1.0] if stepped in parts or unscaled in parts else [8.0, 8.0])
+    with pytest.raises(RuntimeError, match=r"step\(\)"):
+        scaler.step(made["outer"])
+    if stepped in ("first", "clipped"):  # the other half is for whoever has it
+        scaler.step(made["second"])
+        assert weights[1].tolist() == [0.0, 0.0]
+    scaler.update()
+    assert scaler.get_scale() == 8.0
+    scaler.scale(weights[0].sum()).backward()
+    scaler.step(made["first"])
+
+
+@pytest.mark.parametrize("kind", SCALERS)
+@pytest.mark.parametrize(
+    "parts", [("first", "second"), ("clipped", "second"), ("torch's", "second"), ("second", "first")]
+)
+@pytest.mark.parametrize("bad", [None, 0, 1])
+def test_a_combined_optimizer_of_which_parts_were_unscaled_steps_whole_or_not_at_all(kind, parts, bad):
+    scaler, weights, made = scaled(kind, [math.inf if number == bad else 1.0 for number in range(2)])
+    for part in parts:
+        scaler.unscale_(made[part])
+    scaler.step(made["outer"])
+    assert [weight.tolist() for weight in weights] == [[0.0, 0.0] if bad is None else [1.0, 1.0]] * 2
+    scaler.update()
+    assert scaler.get_scale() == (8.0 if bad is None else 4.0)
+
+
+@pytest.mark.parametrize("kind", SCALERS)
+@pytest.mark.parametrize(("first", "second"), [("first", "outer"), ("outer", "first"), ("torch's", "clipped")])
+def test_gradients_that_were_unscaled_through_two_optimizers_are_not_stepped_with(kind, first, second):
+    scaler, weights, made = scaled(kind)
+    scaler.unscale_(made[first])
+    if kind == "ours" and (first, second) == ("first", "outer"):
+        scaler.unscale_(made[second])  # what is left
+        assert weights[0].grad.tolist() == weights[1].grad.tolist() == [1.0, 1.0]
+    elif kind == "ours":
+        with pytest.raises(RuntimeError, match="already been called"):
+            scaler.unscale_(made[second])
+    else:
+        scaler.unscale_(made[second])
+        for stepped in ("first", "outer"):
+            with pytest.raises(GradientError, match="divided by the scale twice"):
+                scaler.step(made[stepped])
+        assert weights[0].tolist() == [1.0, 1.0]
+
+
+def test_unscaling_what_is_left_is_one_all_reduce_and_none_if_nothing_is(monkeypatch):
+    counted = []
+    scaler, weights, made = scaled("ours")
+    monkeypatch.setattr(Ranks, "add_up", lambda ranks, tensor: counted.append(1) or tensor)
+    scaler.unscale_(made["first"])
+    scaler.step(made["outer"])
+    assert len(counted) == 2
+    scaler.update()
+    scaler.scale(weights[0].sum() + weights[1].sum()).backward()
+    scaler.step(made["outer"])
+    assert len(counted) == 3
 
 
 def test_sparse_gradients_are_unscaled_and_looked_through():

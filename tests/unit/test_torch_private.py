@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+from torch.amp.grad_scaler import OptState
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from shardopt.algorithms import StepsOn, algorithms
 from shardopt.algorithms.torch_private import (
     BatchNorm,
+    ScalerStages,
     at_end_of_backward,
     backward_under_way,
     before_step,
@@ -14,8 +17,12 @@ from shardopt.algorithms.torch_private import (
     gathers_as_torch,
     gradient_hooks,
     in_forward_of_ddp,
+    inverse_scale,
+    is_flattened,
     lazy_state,
+    reduced_by_ddp,
     scale_and_look,
+    scaler_that_steps,
     step_with_lists,
     step_without_hooks,
 )
@@ -180,3 +187,45 @@ def test_calls_at_the_end_of_backward():
 
     with pytest.raises(IndexError):
         CallsAtTheEnd.apply(value, fail).sum().backward()
+
+
+def test_a_scaler_is_known_in_its_step_and_tells_what_it_has_unscaled():
+    seen = []
+
+    class Asked(torch.optim.SGD):
+        @property
+        def _step_supports_amp_scaling(self):
+            seen.append(scaler_that_steps())
+            return False
+
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer, scaler = Asked([weight]), torch.amp.GradScaler("cpu", init_scale=8.0)
+    stages = ScalerStages(scaler)
+    assert getattr(optimizer, "_step_supports_amp_scaling") is False and seen == [None]  # noqa: B009  # as torch asks
+    scaler.scale(weight.sum()).backward()
+    assert stages.stage(optimizer) is OptState.READY and inverse_scale(scaler).item() == 0.125
+    scaler.unscale_(optimizer)
+    assert stages.stage(optimizer) is OptState.UNSCALED
+    assert {device.type: found.item() for device, found in stages.found(optimizer).items()} == {"cpu": 0.0}
+    scaler.step(optimizer)
+    assert seen[1:] == [scaler] and stages.stage(optimizer) is OptState.STEPPED
+    other = torch.optim.SGD([weight])
+    stages.set(other, OptState.UNSCALED, {torch.device("cpu"): torch.ones(())})
+    assert scaler.step(other) is None  # not finite, as it was told
+
+
+def test_fsdp1_marks_what_it_takes_up():
+    with fake_rank(0, 2):
+        module, free = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+        FullyShardedDataParallel(module, use_orig_params=True, device_id=torch.device("cpu"))
+        assert all(map(is_flattened, module.parameters())) and not any(map(is_flattened, free.parameters()))
+
+
+def test_ddp_is_known_by_its_parameters():
+    with fake_rank(0, 1):
+        module, free = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+        wrapped = torch.nn.parallel.DistributedDataParallel(module)
+        assert reduced_by_ddp([free.weight, module.bias]) and not reduced_by_ddp(free.parameters())
+        wrapped.itself = wrapped
+        del wrapped
+        assert not reduced_by_ddp(module.parameters())
