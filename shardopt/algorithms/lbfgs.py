@@ -139,8 +139,8 @@ class LBFGS(Optimizer):
             raise AlgorithmError("LBFGS evaluates the model several times in a step", [problem])
         (group,) = self.param_groups
         space = self._space_of(group)
-        held = filter(is_held, space.parameters)
-        memory = Memory(space, [self._state_of(parameter) for parameter in held], self.make_global())
+        states = {parameter: self._state_of(parameter) for parameter in space.parameters if is_held(parameter)}
+        memory = Memory(space, states, self.make_global())
         first_loss, now = space.evaluate(closure)
         evaluations = 1
         memory.add("func_evals", 1)

@@ -50,13 +50,13 @@ class Memory:
 
     Args:
         space: of the parameters.
-        states: of each of its parameters of which this rank has a part, in its order; their history is given the size
-            that it needs.
+        states: parameter → its state, of those of which this rank has a part, in the order of the space; their history
+            is given the size that it needs.
         numbers: state that belongs to no parameter.
     """
 
     def __init__(
-        self, space: Space, states: Sequence[MutableMapping[str, Tensor]], numbers: Mapping[str, Tensor]
+        self, space: Space, states: Mapping[Tensor, MutableMapping[str, Tensor]], numbers: Mapping[str, Tensor]
     ) -> None:
         self._space, self._numbers, self._states = space, numbers, states
         self.direction, self._gradient = self._leaves("d"), self._leaves("prev_flat_grad")
@@ -65,12 +65,12 @@ class Memory:
         self._make_room(int(self.number("pairs")) + 1 if self.number("n_iter") else 1)
 
     def _leaves(self, name: str) -> list[Tensor]:
-        return [leaf for state in self._states for leaf in leaves_of(state[name])]
+        return [leaf for state in self._states.values() for leaf in leaves_of(state[name])]
 
     def _make_room(self, pairs: int) -> None:
         """Gives the history memory for so many pairs, and takes away what is more than a quarter beyond."""
         enough = min(pairs, self._size)
-        for parameter, state in zip(self._space.parameters, self._states, strict=True):
+        for parameter, state in self._states.items():
             places = view_of(state[HISTORY[0]]).shape[0]
             if not enough <= places <= enough + enough // 4:
                 resize_history(parameter, state, min(enough + enough // 4, self._size))
