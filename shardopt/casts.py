@@ -66,4 +66,4 @@ def _real(dtype: torch.dtype) -> torch.dtype:
 
 @cache
 def _has_infinity(dtype: torch.dtype) -> bool:
-    return bool(torch.tensor(inf).to(dtype).float().isinf())
+    return bool(torch.tensor(inf, device="cpu").to(dtype).float().isinf())

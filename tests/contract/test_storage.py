@@ -452,6 +452,6 @@ def test_reading_through_errors(tmp_path, operation, said):
             checkpoint.load(tmp_path / "c", app)
             assert app["x"].tolist() == list(range(9))
         else:
-            with pytest.raises(CheckpointError, match=r"cannot read .*Input/output error"):
+            with pytest.raises(CheckpointError, match=r"cannot be read from its disk\n.*found Input/output error"):
                 checkpoint.load(tmp_path / "c", app)
     assert watch.struck

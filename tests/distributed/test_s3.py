@@ -134,16 +134,17 @@ def test_a_part_that_the_store_has_lost_is_sent_again(here):
 
 
 @pytest.mark.parametrize(
-    ("match", "doing"),
-    [("partNumber=2", r"write s3://.*\(part 2\)"), ("PUT .*manifest", r"write s3://.*manifest.json")],
+    ("match", "doing", "left"),
+    [("partNumber=2", r"write s3://.*\(part 2\)", 0), ("PUT .*manifest", r"write s3://.*manifest.json", 1)],
 )
-def test_what_does_not_pass_is_told_and_commits_nothing(here, match, doing):
+def test_what_does_not_pass_is_told_and_commits_nothing(here, match, doing, left):
+    """Data files are left where a store may yet carry out the request for the manifest that was given up."""
     root = here.new_root() + "/c"
     here.plan({"kind": "503", "match": match, "times": 1000})
     with pytest.raises(CheckpointError, match=rf"cannot {doing}[^\n]*\n.*found 4 attempts.*see whether the store"):
         checkpoint.save(root, app_of())
     here.plan()
-    assert fsspec.core.url_to_fs(root)[0].find(root) == []
+    assert len(fsspec.core.url_to_fs(root)[0].find(root)) == left
     assert uploads_left(root) == []
     with pytest.raises(CheckpointNotFoundError):
         checkpoint.open(root)

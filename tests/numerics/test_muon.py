@@ -116,15 +116,15 @@ def test_singular_values_come_near_one(shape):
         ({"weight_decay": -0.1}, "weight_decay"),
         ({"momentum": -0.1}, "momentum"),
         ({"ns_steps": 100}, "ns_steps"),
-        ({"ns_coefficients": (1.0, 2.0)}, "three numbers"),
+        ({"ns_coefficients": (1.0, 2.0)}, "3 numbers"),
         ({"adjust_lr_fn": "arbitrary"}, "'match_rms_adamw'"),
         ({"ns_dtype": "int8"}, "'bfloat16'"),
     ],
 )
 def test_options_out_of_range_are_refused(options, told):
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises((ValueError, AlgorithmError), match=told):
         shardopt.keyed("muon", matrices(), **options)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises((ValueError, AlgorithmError), match=told):
         shardopt.keyed("muon", matrices(), groups=[{"match": "w1", **options}])
 
 

@@ -126,7 +126,7 @@ def test_a_bar_only_on_a_terminal(tmp_path, monkeypatch):
 
 
 def seen_by_rank(root):
-    now, beside, state = [], [], {"x": torch.arange(4_000_000.0)}
+    now, beside, state = [], [], {name: torch.arange(2_000_000.0) for name in "xy"}
     checkpoint.save(f"{root}/now", state, progress=lambda *each: now.append(each))
     checkpoint.async_save(f"{root}/beside", state, progress=lambda *each: beside.append(each)).result(60)
     return now[-1], beside[-1]

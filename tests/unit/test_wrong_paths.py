@@ -39,8 +39,8 @@ def test_the_root_of_a_run(run, capsys):
     said = refused(run)
     assert "a directory of checkpoints: step-00000100 and 2 more" in said
     assert f"give one of them, such as {run}/step-00000100, or use Manager(...).restore(app)" in said
-    assert main(["show", str(run)]) == 1
-    assert "step-00000100" in capsys.readouterr().err
+    assert main(["show", str(run)]) == 0
+    assert "step 100  the newest, in step-00000100" in capsys.readouterr().out
     url = "memory://wrong-paths/run"
     checkpoint.save(f"{url}/last", {"x": torch.ones(1)})
     assert "a directory of checkpoints: last /" in refused(url)
