@@ -15,8 +15,8 @@ from statistics import median
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from shardopt.checkpoint import read
-from shardopt.checkpoint.reader import CheckpointReader
+from shardopt.checkpoint.reading import fetch as read
+from shardopt.checkpoint.reading.reader import CheckpointReader
 from shardopt.checkpoint.storage.remote import RemoteStorage
 from shardopt.sharding.box import whole
 from shardopt.sharding.view import Piece

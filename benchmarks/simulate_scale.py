@@ -13,11 +13,11 @@ import time
 from peers import write_table
 
 from shardopt.checkpoint.commit import manifest_of
-from shardopt.checkpoint.describe import Description, geometry_of
-from shardopt.checkpoint.format import DTYPES, file_name
-from shardopt.checkpoint.manifest import decode_manifest, encode_manifest
-from shardopt.checkpoint.pause import gc_paused
-from shardopt.checkpoint.write import OwnParts, SavePlan
+from shardopt.checkpoint.format.constants import DTYPES, file_name
+from shardopt.checkpoint.format.manifest import decode_manifest, encode_manifest
+from shardopt.checkpoint.planning.describe import Description, geometry_of
+from shardopt.checkpoint.writing.write import OwnParts, SavePlan
+from shardopt.gc_pause import gc_paused
 from shardopt.sharding.layout import everywhere
 from shardopt.sharding.mesh import Mesh, Split, mesh_layout
 

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.profiler import ProfilerActivity, profile
 
 import shardopt
-from shardopt.algorithms import row_rules
+from shardopt.algorithms.row_wise import row_rules
 
 SIZES, DIMENSION, TOUCHED, BATCHES = (1_000_000, 4_000_000), 64, 4096, 8
 TORCHS, AGAIN = "torch.optim.SparseAdam", "torch.optim.SparseAdam again"

@@ -1,6 +1,6 @@
 """Optimizers and checkpoints for sharded training, keyed by fully qualified parameter name."""
 
-from shardopt.algorithms.row_wise import RowWiseAdagrad, RowWiseAdam
+from shardopt.algorithms.row_wise.row_wise import RowWiseAdagrad, RowWiseAdam
 from shardopt.optim.averaging import EMA, SWA
 from shardopt.optim.backward import in_backward
 from shardopt.optim.batch_norm import update_bn

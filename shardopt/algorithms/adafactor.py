@@ -33,10 +33,10 @@ from shardopt.algorithms.dense_gradients import dense_gradients
 from shardopt.algorithms.late_checks import LateChecks
 from shardopt.errors import GradientError, Problem
 from shardopt.ranks import ranks_of
-from shardopt.sharding.along import Cut, cuts_of, is_first_of, parts_for, sum_like, sum_memory
 from shardopt.sharding.box import cover_faults
 from shardopt.sharding.gradients import requires_gradient, takes_gradient
 from shardopt.sharding.pieces import View
+from shardopt.sharding.reduced import Cut, cuts_of, is_first_of, parts_for, sum_like, sum_memory
 from shardopt.sharding.view import assemble, device_of, is_held, leaves_of, view_of
 
 Group = Mapping[str, Any]

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from shardopt.algorithms.adafactor import Adafactor, unsuitable_for_adafactor
-from shardopt.algorithms.lbfgs import LBFGS, unsuitable_for_lbfgs
-from shardopt.algorithms.muon import Muon, unsuitable_for_muon
+from shardopt.algorithms.lbfgs.lbfgs import LBFGS, unsuitable_for_lbfgs
+from shardopt.algorithms.muon.muon import Muon, unsuitable_for_muon
 from shardopt.algorithms.registry import (
     AlgorithmSpec,
     AtFirstStep,
@@ -19,7 +19,7 @@ from shardopt.algorithms.registry import (
     StepsOn,
     register,
 )
-from shardopt.algorithms.row_wise import RowWiseAdagrad, RowWiseAdam, unsuitable_for_row_wise
+from shardopt.algorithms.row_wise.row_wise import RowWiseAdagrad, RowWiseAdam, unsuitable_for_row_wise
 from shardopt.algorithms.sparse_adam import SparseAdam
 
 

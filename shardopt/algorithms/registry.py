@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardopt.algorithms.torch_private import step_without_hooks
 from shardopt.errors import AlgorithmError, Problem
 from shardopt.sharding.pieces import View
+from shardopt.torch_private import step_without_hooks
 
 Options = Mapping[str, Any]
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardopt.algorithms.torch_private import step_without_hooks
+from shardopt.torch_private import step_without_hooks
 
 
 class SparseAdam(torch.optim.SparseAdam):

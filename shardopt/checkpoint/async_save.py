@@ -24,18 +24,18 @@ from typing import Any, Literal, NamedTuple
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from shardopt.checkpoint.host_memory import HostMemory
-from shardopt.checkpoint.metrics import numbers_of
-from shardopt.checkpoint.pause import gc_paused
-from shardopt.checkpoint.pending import PendingSave, hold_steps
+from shardopt.checkpoint.planning.replica_check import CheckReplicas, refuse_unknown_choice
 from shardopt.checkpoint.progress import Progress
-from shardopt.checkpoint.replicas import CheckReplicas, refuse_unknown_choice
 from shardopt.checkpoint.reports import tell
+from shardopt.checkpoint.run.metrics import numbers_of
 from shardopt.checkpoint.save import Described, Kept, replicas_to_check, save_described
-from shardopt.checkpoint.staging import Staging
-from shardopt.copies import copying_until
+from shardopt.checkpoint.writing.host_memory import HostMemory
+from shardopt.checkpoint.writing.pending import PendingSave, hold_steps
+from shardopt.checkpoint.writing.staging import Staging
 from shardopt.errors import CheckpointError, OptionError, Problem
+from shardopt.gc_pause import gc_paused
 from shardopt.ranks import DEADLINE_SECONDS, Call, Ranks, SideRanks, as_call, call_on, ranks_of, refuse_lone_processes
+from shardopt.staging_fence import copying_until
 from shardopt.state import is_constructed
 
 Stage = Literal["now", "lazy"]

@@ -10,15 +10,14 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from shardopt.checkpoint.describe import Values
-from shardopt.checkpoint.format import (
+from shardopt.checkpoint.format.constants import (
     FILE_NAME,
     MANIFEST_LIMIT_BYTES,
     MANIFEST_NAME,
     damaged,
     file_name,
 )
-from shardopt.checkpoint.manifest import (
+from shardopt.checkpoint.format.manifest import (
     DataFile,
     Manifest,
     StoredLayout,
@@ -27,10 +26,11 @@ from shardopt.checkpoint.manifest import (
     decode_manifest,
     encode_manifest,
 )
-from shardopt.checkpoint.no_space import telling_of_space
+from shardopt.checkpoint.planning.describe import Values
+from shardopt.checkpoint.reading.not_a_checkpoint import what_is_at
 from shardopt.checkpoint.storage import Storage, telling
-from shardopt.checkpoint.what_is_there import what_is_at
-from shardopt.checkpoint.write import SavePlan
+from shardopt.checkpoint.storage.no_space import telling_of_space
+from shardopt.checkpoint.writing.write import SavePlan
 from shardopt.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, Problem
 from shardopt.values import decode_value
 

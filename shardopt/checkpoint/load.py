@@ -18,27 +18,27 @@ import xxhash
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from shardopt.checkpoint.batches import Want
-from shardopt.checkpoint.compare import Match, compare, in_order, judge_unexpected
-from shardopt.checkpoint.in_use import reading
-from shardopt.checkpoint.initialize import init_unstepped
-from shardopt.checkpoint.open_file import OpenFile
-from shardopt.checkpoint.pause import gc_paused
+from shardopt.checkpoint.matching.compare import Match, compare, in_order, judge_unexpected
+from shardopt.checkpoint.matching.init_state import init_unstepped
+from shardopt.checkpoint.matching.partial_load import mark_torn, unmark_torn
+from shardopt.checkpoint.matching.strictness import Names, Strictness, strictness_of, under_names_of
+from shardopt.checkpoint.matching.tied import refuse_unequal
+from shardopt.checkpoint.planning.tied import tied_in
 from shardopt.checkpoint.progress import Progress
-from shardopt.checkpoint.read import casts_to_check, check_all, check_casts, fetch
-from shardopt.checkpoint.reader import CheckpointReader, open_checkpoint
+from shardopt.checkpoint.reading.broadcast import Replicas, SharedReads, fingerprint, shared_among
+from shardopt.checkpoint.reading.data_file_reader import OpenFile
+from shardopt.checkpoint.reading.fetch import casts_to_check, check_all, check_casts, fetch
+from shardopt.checkpoint.reading.in_use import reading
+from shardopt.checkpoint.reading.read_plan import Want
+from shardopt.checkpoint.reading.reader import CheckpointReader, open_checkpoint
 from shardopt.checkpoint.reports import tell
-from shardopt.checkpoint.share import Replicas, SharedReads, fingerprint, shared_among
-from shardopt.checkpoint.strictness import Names, Strictness, strictness_of, under_names_of
-from shardopt.checkpoint.tied import tied_in
-from shardopt.checkpoint.torn import mark_torn, unmark_torn
-from shardopt.checkpoint.twins import refuse_unequal
-from shardopt.copies import wait_for_copies
 from shardopt.errors import CheckpointError, MismatchError, Problem, ShardoptError
+from shardopt.gc_pause import gc_paused
 from shardopt.ranks import DEADLINE_SECONDS, Ranks, ranks_of
 from shardopt.ranks.failures import names_of
 from shardopt.sharding.pieces import View
 from shardopt.sharding.view import view_of
+from shardopt.staging_fence import wait_for_copies
 from shardopt.state import FlatState, Handback, PartialStateful, PerRank, flatten
 
 

@@ -9,19 +9,19 @@ import time
 from collections.abc import Callable, Iterator
 
 from shardopt.checkpoint.commit import commit, discard, refuse_committed
-from shardopt.checkpoint.describe import Geometry
-from shardopt.checkpoint.format import SEGMENT_BYTES
-from shardopt.checkpoint.manifest import StoredLayout
-from shardopt.checkpoint.memory import bytes_of
-from shardopt.checkpoint.metrics import pack_metrics
-from shardopt.checkpoint.plan import Member
+from shardopt.checkpoint.format.constants import SEGMENT_BYTES
+from shardopt.checkpoint.format.manifest import StoredLayout
+from shardopt.checkpoint.format.tensor_bytes import bytes_of
+from shardopt.checkpoint.planning.assign import Member
+from shardopt.checkpoint.planning.describe import Geometry
 from shardopt.checkpoint.progress import Progress
-from shardopt.checkpoint.read import pieces_in_order
-from shardopt.checkpoint.reader import CheckpointReader, open_checkpoint
+from shardopt.checkpoint.reading.fetch import pieces_in_order
+from shardopt.checkpoint.reading.reader import CheckpointReader, open_checkpoint
 from shardopt.checkpoint.reports import tell
+from shardopt.checkpoint.run.metrics import pack_metrics
 from shardopt.checkpoint.save import SaveReport
 from shardopt.checkpoint.storage import storage_of
-from shardopt.checkpoint.write import OwnParts, Part, SavePlan, write_files
+from shardopt.checkpoint.writing.write import OwnParts, Part, SavePlan, write_files
 from shardopt.errors import MismatchError, Problem
 from shardopt.sharding.layout import Layout, everywhere
 from shardopt.sharding.mesh import Mesh, Split, mesh_layout

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import xxhash
 
 from shardopt.checkpoint.commit import commit, discard, refuse_committed
-from shardopt.checkpoint.common_storage import leave_mark, look_for_mark, remove_mark
-from shardopt.checkpoint.describe import (
+from shardopt.checkpoint.format.manifest import DataFile
+from shardopt.checkpoint.planning.describe import (
     Description,
     Values,
     describe,
@@ -28,16 +28,21 @@ from shardopt.checkpoint.describe import (
     merge_geometry,
     merge_values,
 )
-from shardopt.checkpoint.manifest import DataFile
-from shardopt.checkpoint.metrics import pack_metrics
-from shardopt.checkpoint.pause import gc_paused
+from shardopt.checkpoint.planning.replica_check import (
+    CheckReplicas,
+    refuse_drifted,
+    refuse_unknown_choice,
+    summaries_agree,
+)
 from shardopt.checkpoint.progress import Progress
-from shardopt.checkpoint.replicas import CheckReplicas, refuse_drifted, refuse_unknown_choice, summaries_agree
 from shardopt.checkpoint.reports import tell
+from shardopt.checkpoint.run.metrics import pack_metrics
 from shardopt.checkpoint.storage import Storage, storage_of, telling
-from shardopt.checkpoint.unsettled import raise_failures
-from shardopt.checkpoint.write import OwnParts, SavePlan, counting, from_memory, write_files
+from shardopt.checkpoint.storage.common_storage import leave_mark, look_for_mark, remove_mark
+from shardopt.checkpoint.writing.unsettled import raise_failures
+from shardopt.checkpoint.writing.write import OwnParts, SavePlan, counting, from_memory, write_files
 from shardopt.errors import Problem, ShardoptError, StateError
+from shardopt.gc_pause import gc_paused
 from shardopt.ranks import DEADLINE_SECONDS, Call, Ranks, call_on, ranks_of, refuse_lone_processes
 from shardopt.state import flatten
 

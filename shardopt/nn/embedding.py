@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from shardopt.algorithms.registry import AlgorithmSpec, algorithms, spec_of
-from shardopt.algorithms.torch_private import gradient_hooks
 from shardopt.errors import AlgorithmError, InputError, Problem, StateError
 from shardopt.nn.bags import Bags, Given, bags_of
 from shardopt.nn.route import boundaries, find_route
@@ -23,6 +22,7 @@ from shardopt.optim.fused_rows import FusedRows
 from shardopt.optim.keyed import keyed
 from shardopt.ranks import ranks_of
 from shardopt.sharding.view import assemble, device_of, leaves_of
+from shardopt.torch_private import gradient_hooks
 
 
 class _ShardedTables(nn.Module, FusedOptimizerModule):

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from shardopt.algorithms.torch_private import at_end_of_backward, backward_under_way
 from shardopt.nn.route import Route
 from shardopt.sharding.view import leaves_of
+from shardopt.torch_private import at_end_of_backward, backward_under_way
 
 Found = Mapping[int, tuple[Tensor, Tensor]]
 """Index of a table → rows of this rank, [M] int64, maybe several times the same; their gradients, [M, D]."""

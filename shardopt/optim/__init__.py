@@ -3,7 +3,7 @@
 The function that builds one by algorithm and pattern is `shardopt.keyed`; here `keyed` is the module.
 """
 
-from shardopt.algorithms.row_wise import RowWiseAdagrad, RowWiseAdam
+from shardopt.algorithms.row_wise.row_wise import RowWiseAdagrad, RowWiseAdam
 from shardopt.optim.averaging import EMA, SWA
 from shardopt.optim.backward import in_backward
 from shardopt.optim.batch_norm import update_bn

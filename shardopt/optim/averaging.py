@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from shardopt.copies import wait_for_copies
 from shardopt.errors import Problem, StateError
 from shardopt.names import before_all, plain_name
-from shardopt.optim.groups import refuse_flattened
-from shardopt.optim.loading import LoadPlan, Unmatched
-from shardopt.optim.saved import STATE, plan_keys
+from shardopt.optim.state_dict.groups import refuse_flattened
+from shardopt.optim.state_dict.load_plan import LoadPlan, Unmatched
+from shardopt.optim.state_dict.saved_form import STATE, plan_keys
 from shardopt.sharding.view import assemble, leaves_of, view_of
+from shardopt.staging_fence import wait_for_copies
 
 OWN = "__averaging"
 N_AVERAGED = "n_averaged"

@@ -15,15 +15,15 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from shardopt.algorithms.registry import AlgorithmSpec, spec_of
-from shardopt.algorithms.torch_private import backward_under_way, gradient_hooks, in_forward_of_ddp, reduced_by_ddp
 from shardopt.errors import AlgorithmError, Problem, StateError
 from shardopt.optim.fused import FusedOptimizer, FusedOptimizerModule
-from shardopt.optim.gradients import warn_of_no_gradients
-from shardopt.optim.groups import NamedTensors
+from shardopt.optim.gradients.local_gradients import warn_of_no_gradients
 from shardopt.optim.keyed import build
 from shardopt.optim.keyed_wrapper import KeyedOptimizerWrapper
+from shardopt.optim.state_dict.groups import NamedTensors
 from shardopt.sharding.gradients import takes_gradient, zero_gradients
 from shardopt.sharding.view import leaves_of
+from shardopt.torch_private import backward_under_way, gradient_hooks, in_forward_of_ddp, reduced_by_ddp
 
 
 def in_backward(

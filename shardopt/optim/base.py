@@ -10,17 +10,10 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from shardopt.algorithms.torch_private import (
-    after_load_state_dict,
-    after_state_dict,
-    before_load_state_dict,
-    before_state_dict,
-    changes_what_is_loaded,
-)
-from shardopt.copies import wait_for_copies
 from shardopt.errors import MismatchError, Problem, ShardoptError, StateError
-from shardopt.optim.agreement import differences
-from shardopt.optim.groups import (
+from shardopt.optim.related import RelatedOptimizer
+from shardopt.optim.state_dict.agreement import differences
+from shardopt.optim.state_dict.groups import (
     NamedParameters,
     described,
     first_names,
@@ -31,13 +24,20 @@ from shardopt.optim.groups import (
     refuse_unfit_groups,
     refuse_unknown,
 )
-from shardopt.optim.loading import LoadPlan, Unmatched
-from shardopt.optim.options import saved_options, warn_of_another_algorithm, warn_of_overridden
-from shardopt.optim.related import RelatedOptimizer
-from shardopt.optim.renaming import renamed
-from shardopt.optim.saved import ALGORITHM, PARAM_GROUPS, PARAMS, STATE, KeyedGroup, as_saved, plan_all
+from shardopt.optim.state_dict.load_plan import LoadPlan, Unmatched
+from shardopt.optim.state_dict.options import saved_options, warn_of_another_algorithm, warn_of_overridden
+from shardopt.optim.state_dict.renaming import renamed
+from shardopt.optim.state_dict.saved_form import ALGORITHM, PARAM_GROUPS, PARAMS, STATE, KeyedGroup, as_saved, plan_all
 from shardopt.ranks import ranks_of
 from shardopt.sharding.view import is_held
+from shardopt.staging_fence import wait_for_copies
+from shardopt.torch_private import (
+    after_load_state_dict,
+    after_state_dict,
+    before_load_state_dict,
+    before_state_dict,
+    changes_what_is_loaded,
+)
 
 StateDict = dict[str, Any]
 

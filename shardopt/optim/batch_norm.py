@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import swa_utils
 
-from shardopt.algorithms.torch_private import BatchNorm
 from shardopt.ranks import ranks_of
+from shardopt.torch_private import BatchNorm
 
 
 def update_bn(

@@ -15,10 +15,10 @@ from torch.distributed import ProcessGroup
 
 from shardopt.errors import Problem, StateError
 from shardopt.optim.base import KeyedOptimizer
-from shardopt.optim.gradients import alike, clamp, local_gradients, scale
-from shardopt.optim.groups import first_names, refuse_flattened, refuse_unfit_groups
-from shardopt.optim.norms import GradientNorm
-from shardopt.optim.saved import PARAMS
+from shardopt.optim.gradients.local_gradients import alike, clamp, local_gradients, scale
+from shardopt.optim.gradients.norms import GradientNorm
+from shardopt.optim.state_dict.groups import first_names, refuse_flattened, refuse_unfit_groups
+from shardopt.optim.state_dict.saved_form import PARAMS
 from shardopt.optim.wrapper import OptimizerWrapper
 
 _EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ has it, so that nothing is divided by zero

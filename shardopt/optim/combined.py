@@ -12,9 +12,9 @@ from torch import Tensor
 from shardopt.errors import Problem, StateError
 from shardopt.optim.base import KeyedOptimizer, StateDict
 from shardopt.optim.composite import CompositeOptimizer
-from shardopt.optim.groups import described, listed, named, refuse_unknown
-from shardopt.optim.loading import LoadPlan
-from shardopt.optim.saved import PARAM_GROUPS, PARAMS, STATE, plan_keys, renamed_group
+from shardopt.optim.state_dict.groups import described, listed, named, refuse_unknown
+from shardopt.optim.state_dict.load_plan import LoadPlan
+from shardopt.optim.state_dict.saved_form import PARAM_GROUPS, PARAMS, STATE, plan_keys, renamed_group
 
 Child = tuple[str, KeyedOptimizer]
 

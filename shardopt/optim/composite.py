@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from shardopt.algorithms.torch_private import is_torchs, not_compiled, step_nested
 from shardopt.errors import AlgorithmError, Problem, StateError
 from shardopt.optim.base import KeyedOptimizer
 from shardopt.optim.related import RelatedOptimizer
-from shardopt.optim.saved import PARAMS
+from shardopt.optim.state_dict.saved_form import PARAMS
+from shardopt.torch_private import is_torchs, not_compiled, step_nested
 
 
 class CompositeOptimizer(KeyedOptimizer):

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardopt.algorithms.torch_private import step_nested
 from shardopt.optim.fused import FusedOptimizer
 from shardopt.optim.wrapper import OptimizerWrapper
+from shardopt.torch_private import step_nested
 
 
 class FusedRows(OptimizerWrapper, FusedOptimizer):

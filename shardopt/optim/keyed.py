@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 from shardopt.algorithms.registry import spec_of
 from shardopt.optim.base import KeyedOptimizer
 from shardopt.optim.combined import CombinedOptimizer
-from shardopt.optim.groups import NamedParameters, NamedTensors, by_pattern, named
 from shardopt.optim.keyed_wrapper import KeyedOptimizerWrapper
-from shardopt.optim.options import refuse_bad_options
-from shardopt.optim.saved import PARAMS
+from shardopt.optim.state_dict.groups import NamedParameters, NamedTensors, by_pattern, named
+from shardopt.optim.state_dict.options import refuse_bad_options
+from shardopt.optim.state_dict.saved_form import PARAMS
 from shardopt.optim.wrapper import OptimizerWrapper
 
 __all__ = ["CombinedOptimizer", "KeyedOptimizer", "KeyedOptimizerWrapper", "OptimizerWrapper", "keyed"]

@@ -9,14 +9,14 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardopt.algorithms.torch_private import not_compiled
 from shardopt.optim.base import KeyedOptimizer
-from shardopt.optim.groups import first_names, named, refuse_non_leaves, refuse_unfit_groups
-from shardopt.optim.local_state import LocalState
-from shardopt.optim.local_step import LocalOptimizer
-from shardopt.optim.options import given_options, plain_options, refuse_bad_options
-from shardopt.optim.saved import GIVEN, PARAM_GROUPS, STATE, UNTOUCHED
+from shardopt.optim.local.local_step import LocalOptimizer
+from shardopt.optim.local.state_view import LocalState
+from shardopt.optim.state_dict.groups import first_names, named, refuse_non_leaves, refuse_unfit_groups
+from shardopt.optim.state_dict.options import given_options, plain_options, refuse_bad_options
+from shardopt.optim.state_dict.saved_form import GIVEN, PARAM_GROUPS, STATE, UNTOUCHED
 from shardopt.sharding.view import is_on_all_ranks
+from shardopt.torch_private import not_compiled
 from shardopt.values import UnionOfRanks
 
 

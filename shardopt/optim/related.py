@@ -7,8 +7,8 @@ from weakref import WeakSet
 
 from torch.optim import Optimizer
 
-from shardopt.algorithms.torch_private import before_step, scaler_that_steps
 from shardopt.optim.scaler import refuse_scaled_backward, refuse_torchs_scaler, share_unscaled
+from shardopt.torch_private import before_step, scaler_that_steps
 
 
 class RelatedOptimizer(Optimizer):

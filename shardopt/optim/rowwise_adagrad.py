@@ -1,5 +1,5 @@
-"""Where torchrec.optim has `RowWiseAdagrad`; the algorithm is in `shardopt.algorithms.row_wise`."""
+"""Where torchrec.optim has `RowWiseAdagrad`; the algorithm is in `shardopt.algorithms.row_wise.row_wise`."""
 
-from shardopt.algorithms.row_wise import RowWiseAdagrad
+from shardopt.algorithms.row_wise.row_wise import RowWiseAdagrad
 
 __all__ = ["RowWiseAdagrad"]

@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from shardopt.algorithms.torch_private import ScalerStages, inverse_scale, scale_and_look
 from shardopt.errors import GradientError, Problem
-from shardopt.optim.gradients import alike, local_gradients
-from shardopt.optim.groups import first_names
+from shardopt.optim.gradients.local_gradients import alike, local_gradients
+from shardopt.optim.state_dict.groups import first_names
 from shardopt.ranks import ranks_of
 from shardopt.sharding.gradients import takes_gradient
 from shardopt.sharding.view import leaves_of
+from shardopt.torch_private import ScalerStages, inverse_scale, scale_and_look
 
 _stepping: ContextVar[bool] = ContextVar("a GradScaler of this package is stepping an optimizer", default=False)
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from shardopt.errors import Problem, StateError
 from shardopt.optim.base import KeyedOptimizer
-from shardopt.optim.loading import LoadPlan
-from shardopt.optim.saved import PARAMS, STATE
 from shardopt.optim.stages import Schedule, WarmupPolicy, WarmupStage, is_rate
+from shardopt.optim.state_dict.load_plan import LoadPlan
+from shardopt.optim.state_dict.saved_form import PARAMS, STATE
 from shardopt.optim.wrapper import OptimizerWrapper, OwnState
 
 __all__ = ["WarmupOptimizer", "WarmupPolicy", "WarmupStage"]

@@ -10,8 +10,8 @@ from torch import Tensor
 from shardopt.errors import Problem, StateError
 from shardopt.optim.base import KeyedOptimizer, StateDict
 from shardopt.optim.composite import CompositeOptimizer
-from shardopt.optim.loading import LoadPlan
-from shardopt.optim.saved import STATE
+from shardopt.optim.state_dict.load_plan import LoadPlan
+from shardopt.optim.state_dict.saved_form import STATE
 
 OwnState = dict[str, MutableMapping[str, Any]]
 

@@ -13,9 +13,9 @@ these together), groups (which ranks there are), side (ranks for threads).
 from shardopt.ranks.calls import Call, as_call, call_on
 from shardopt.ranks.collectives import Exchange
 from shardopt.ranks.groups import ranks_among, ranks_of, refuse_lone_processes
-from shardopt.ranks.life import DEADLINE_SECONDS
-from shardopt.ranks.notice import Notice
+from shardopt.ranks.heartbeat import DEADLINE_SECONDS
 from shardopt.ranks.ranks import Ranks
+from shardopt.ranks.shared_cell import Notice
 from shardopt.ranks.side import SideRanks
 
 __all__ = [

@@ -21,7 +21,7 @@ from torch.distributed import DistError, Store  # type: ignore[attr-defined]  # 
 from shardopt.errors import RankError
 from shardopt.ranks.calls import Call
 from shardopt.ranks.failures import describe, different_calls, merge, names_of
-from shardopt.ranks.life import Heartbeat, SignsOfLife
+from shardopt.ranks.heartbeat import Heartbeat, SignsOfLife
 from shardopt.ranks.parts import are_put, get, pack, put, set_bytes
 from shardopt.ranks.process import Processes, this_process
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardopt.ranks.life import DEADLINE_SECONDS
+from shardopt.ranks.heartbeat import DEADLINE_SECONDS
 from shardopt.ranks.ranks import Ranks
 
 

@@ -11,7 +11,7 @@ from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from shardopt.sharding.along import cuts_of, parts_for, stack_like, sum_like, sum_memory
+from shardopt.sharding.reduced import cuts_of, parts_for, stack_like, sum_like, sum_memory
 from shardopt.sharding.view import leaves_of, view_of
 from tests.contract.fake_ranks import as_rank, at, check_views, counting, placed
 from tests.contract.test_view_dtensor import cases

@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import shardopt
-from shardopt.checkpoint.torn import mark_torn, unmark_torn
+from shardopt.checkpoint.matching.partial_load import mark_torn, unmark_torn
 from shardopt.errors import AlgorithmError, StateError, TornStateError
 from shardopt.optim.composite import CompositeOptimizer
 from tests.contract.optimizers import BUILDERS, OPTIONS, give_gradients, parameters, same, snapshot, train

@@ -31,13 +31,13 @@ EXIT_CODE = 143
 STORAGE = "shardopt.checkpoint.storage:"
 # The calls before which a rank can die, by what it is at then; the last two are rank 0's alone.
 PHASES = {
-    "training": ("tests.distributed.killed_job:train_step", "shardopt.optim.local_step:LocalOptimizer.step"),
-    "staging": ("shardopt.checkpoint.staging:copy_on_host", "shardopt.checkpoint.async_save:Staging"),
+    "training": ("tests.distributed.killed_job:train_step", "shardopt.optim.local.local_step:LocalOptimizer.step"),
+    "staging": ("shardopt.checkpoint.writing.staging:copy_on_host", "shardopt.checkpoint.async_save:Staging"),
     "writing": (STORAGE + "LocalStorage.make", STORAGE + "LocalStorage.write", "os:writev"),
     "commit": ("shardopt.checkpoint.save:commit", STORAGE + "LocalStorage.publish_new", "os:link"),
     "retention": (
-        "shardopt.checkpoint.keeper:steps_to_keep",
-        "shardopt.checkpoint.keeper:remove_checkpoint",
+        "shardopt.checkpoint.run.keeper:steps_to_keep",
+        "shardopt.checkpoint.run.keeper:remove_checkpoint",
         "os:unlink",
         "os:rmdir",
     ),

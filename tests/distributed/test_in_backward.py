@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 
 import shardopt
 from shardopt import checkpoint
-from shardopt.checkpoint.torn import mark_torn, unmark_torn
+from shardopt.checkpoint.matching.partial_load import mark_torn, unmark_torn
 from shardopt.errors import StateError, TornStateError
 from tests.contract.optimizers import same
 from tests.harness import run_ranks

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from shardopt import checkpoint
-from shardopt.checkpoint import common_storage
 from shardopt.checkpoint.async_save import AsyncSaver
-from shardopt.checkpoint.mirror import Mirror
+from shardopt.checkpoint.run.mirror import Mirror
+from shardopt.checkpoint.storage import common_storage
 from shardopt.errors import CheckpointExistsError, ShardoptError
 from tests.harness import Fault, run_ranks
 from tests.unit.test_async_failures import Injected, each_call, first_of_each, small_app
@@ -420,7 +420,7 @@ BETWEEN_ROUNDS = [
     ("async_save", "shardopt.checkpoint.async_save:Staging"),
     pytest.param("save", "shardopt.checkpoint.load:mark_torn", marks=pytest.mark.exhaustive),
     pytest.param("async_save", PLANNING, marks=pytest.mark.exhaustive),
-    pytest.param("Manager", "shardopt.checkpoint.manager:Manager._candidates", marks=pytest.mark.exhaustive),
+    pytest.param("Manager", "shardopt.checkpoint.run.manager:Manager._candidates", marks=pytest.mark.exhaustive),
 ]
 
 

@@ -13,8 +13,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import shardopt
 from shardopt import checkpoint
-from shardopt.algorithms.muon import Muon
-from shardopt.algorithms.teams import Team
+from shardopt.algorithms.muon.muon import Muon
+from shardopt.algorithms.muon.teams import Team
 from shardopt.errors import GradientError
 from shardopt.sharding.gradients import takes_gradient
 from shardopt.sharding.view import is_held, leaves_of, view_of

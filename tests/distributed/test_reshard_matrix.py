@@ -24,8 +24,8 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardopt import checkpoint
-from shardopt.checkpoint.format import DTYPES
-from shardopt.checkpoint.memory import dtype_name
+from shardopt.checkpoint.format.constants import DTYPES
+from shardopt.checkpoint.format.tensor_bytes import dtype_name
 from shardopt.checkpoint.storage import LocalStorage
 from shardopt.sharding.view import view_of
 from tests.fake_rank import shard

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import shardopt
 from shardopt import CombinedOptimizer, WarmupOptimizer, WarmupPolicy, WarmupStage, checkpoint
-from shardopt.checkpoint.torn import mark_torn, unmark_torn
+from shardopt.checkpoint.matching.partial_load import mark_torn, unmark_torn
 from shardopt.errors import InputError, RankError, TornStateError
 from shardopt.nn import ShardedEmbeddingBag, Table
 from shardopt.sharding.view import leaves_of

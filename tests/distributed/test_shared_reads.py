@@ -8,8 +8,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import shardopt
 from shardopt import checkpoint
-from shardopt.checkpoint import share
-from shardopt.checkpoint.share import SharedReads
+from shardopt.checkpoint.reading import broadcast as share
+from shardopt.checkpoint.reading.broadcast import SharedReads
 from shardopt.errors import CorruptionError, RankError, TornStateError
 from shardopt.ranks import Ranks
 from tests.distributed import test_reshard_matrix as matrix

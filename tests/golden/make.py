@@ -6,7 +6,7 @@ python -m tests.golden.make
 from pathlib import Path
 
 from shardopt import checkpoint
-from shardopt.checkpoint.format import FORMAT_VERSION
+from shardopt.checkpoint.format.constants import FORMAT_VERSION
 from tests.golden.state import STATES
 from tests.harness import run_ranks
 

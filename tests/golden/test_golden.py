@@ -7,7 +7,7 @@ import torch
 from safetensors import safe_open
 
 from shardopt import checkpoint
-from shardopt.checkpoint.format import FORMAT_VERSION
+from shardopt.checkpoint.format.constants import FORMAT_VERSION
 from tests.golden.state import DTYPES, PLAIN, ROWS, STATES, VALUES, state, tied_state, whole
 from tests.harness import run_ranks
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from shardopt import checkpoint
-from shardopt.checkpoint.batches import Want
 from shardopt.checkpoint.commit import read_manifest
-from shardopt.checkpoint.datafile import parse_header
-from shardopt.checkpoint.format import DTYPES
-from shardopt.checkpoint.open_file import OpenFile
-from shardopt.checkpoint.read import fetch
+from shardopt.checkpoint.format.constants import DTYPES
+from shardopt.checkpoint.format.data_file import parse_header
+from shardopt.checkpoint.reading.data_file_reader import OpenFile
+from shardopt.checkpoint.reading.fetch import fetch
+from shardopt.checkpoint.reading.read_plan import Want
 from shardopt.checkpoint.storage import storage_of
 from shardopt.errors import CorruptionError, MismatchError
 from shardopt.sharding.box import whole

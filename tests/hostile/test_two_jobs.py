@@ -13,7 +13,7 @@ import torch
 
 from shardopt import checkpoint
 from shardopt.checkpoint.commit import read_manifest
-from shardopt.checkpoint.retention import remove_checkpoint
+from shardopt.checkpoint.run.retention import remove_checkpoint
 from shardopt.checkpoint.storage import storage_of
 from shardopt.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError
 from tests.harness import Fault

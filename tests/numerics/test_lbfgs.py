@@ -8,8 +8,8 @@ from torch.optim.lbfgs import _strong_wolfe
 
 import shardopt
 from shardopt.algorithms import Kind, spec_of
-from shardopt.algorithms.lbfgs_memory import coefficients
-from shardopt.algorithms.strong_wolfe import Trial, strong_wolfe
+from shardopt.algorithms.lbfgs.history import coefficients
+from shardopt.algorithms.lbfgs.strong_wolfe import Trial, strong_wolfe
 from shardopt.errors import AlgorithmError, GradientError, StateError
 from shardopt.optim import KeyedOptimizerWrapper
 from tests.cases import option_sets

@@ -7,7 +7,7 @@ import torch
 
 import shardopt
 from shardopt.algorithms import StepsOn, spec_of
-from shardopt.algorithms.newton_schulz import orthogonalised
+from shardopt.algorithms.muon.newton_schulz import orthogonalised
 from shardopt.errors import AlgorithmError, GradientError, StateError
 from tests.cases import option_sets
 

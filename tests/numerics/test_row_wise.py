@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardopt
 from shardopt import RowWiseAdagrad, RowWiseAdam
-from shardopt.algorithms import row_rules
+from shardopt.algorithms.row_wise import row_rules
 from shardopt.errors import AlgorithmError, GradientError
 from shardopt.sharding.view import assemble, leaves_of, view_of
 from tests.fake_rank import fake_rank, shard

@@ -14,7 +14,7 @@ PACKAGE = ROOT / "shardopt"
 
 @dataclass(frozen=True)
 class Source:
-    """One file: its path under the package ("checkpoint/plan.py") and its tree."""
+    """One file: its path under the package ("checkpoint/planning/assign.py") and its tree."""
 
     path: str
     tree: ast.Module

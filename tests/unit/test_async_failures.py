@@ -15,8 +15,8 @@ import shardopt
 from shardopt import checkpoint
 from shardopt.checkpoint import staging, unsettled
 from shardopt.checkpoint.async_save import AsyncSaver
-from shardopt.copies import wait_for_copies
 from shardopt.errors import StateError
+from shardopt.staging_fence import wait_for_copies
 
 # A generator that is closed is called too, where nobody can take what it raises.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

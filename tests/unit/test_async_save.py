@@ -15,9 +15,9 @@ from torch import nn
 
 import shardopt
 from shardopt import checkpoint
-from shardopt.checkpoint import staging
 from shardopt.checkpoint.async_save import AsyncSaver
-from shardopt.checkpoint.staging import changed_by_steps_alone
+from shardopt.checkpoint.writing import staging
+from shardopt.checkpoint.writing.staging import changed_by_steps_alone
 from shardopt.errors import CheckpointError, CheckpointExistsError, StateError
 from shardopt.state import flatten
 

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardopt import checkpoint
-from shardopt.checkpoint.branches import Branch, Branches, branches_of, read_records
-from shardopt.checkpoint.format import seal
-from shardopt.checkpoint.steps import Place, in_order, place_of
+from shardopt.checkpoint.format.constants import seal
+from shardopt.checkpoint.run.branches import Branch, Branches, branches_of, read_records
+from shardopt.checkpoint.run.steps import Place, in_order, place_of
 from shardopt.checkpoint.storage import LocalStorage
 from shardopt.errors import (
     CheckpointError,

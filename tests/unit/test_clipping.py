@@ -11,9 +11,9 @@ from torch.distributed.tensor import Replicate, Shard
 import shardopt
 from shardopt import CombinedOptimizer, GradientClipping, GradientClippingOptimizer, KeyedOptimizer
 from shardopt.errors import GradientError, StateError
-from shardopt.optim.gradients import alike
-from shardopt.optim.joint_norm import _RUN, JointNorm
-from shardopt.optim.norms import GradientNorm
+from shardopt.optim.gradients.joint_norm import _RUN, JointNorm
+from shardopt.optim.gradients.local_gradients import alike
+from shardopt.optim.gradients.norms import GradientNorm
 from shardopt.ranks import Ranks
 from tests.fake_rank import fake_rank, shard, sharded_tensor
 
@@ -341,7 +341,7 @@ def counted_by_each_rank(monkeypatch, make, ranks, shape=None):
     for rank in range(ranks):
         with fake_rank(rank, ranks, shape) as mesh:
             alone = Alone(rank, ranks)
-            monkeypatch.setattr("shardopt.optim.norms.ranks_of", lambda alone=alone: alone)
+            monkeypatch.setattr("shardopt.optim.gradients.norms.ranks_of", lambda alone=alone: alone)
             params = make(mesh, rank)
             GradientNorm(1.0).measure(list(params.values()), lambda params=params: {p: n for n, p in params.items()})
             sent += alone.sent

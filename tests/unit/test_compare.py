@@ -10,8 +10,8 @@ from torch.distributed.tensor import Shard
 import shardopt
 from shardopt import checkpoint
 from shardopt.checkpoint import Strictness
-from shardopt.checkpoint.describe import describe
-from shardopt.checkpoint.read import _BATCH_BYTES
+from shardopt.checkpoint.planning.describe import describe
+from shardopt.checkpoint.reading.fetch import _BATCH_BYTES
 from shardopt.errors import CorruptionError, MismatchError, StateError, TornStateError
 from shardopt.sharding.layout import held
 from shardopt.state import flatten

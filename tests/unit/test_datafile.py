@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load as safetensors_load
 
 from shardopt import checkpoint
-from shardopt.checkpoint import datafile
-from shardopt.checkpoint.datafile import build_header, header_length, parse_header
-from shardopt.checkpoint.format import DTYPES, HEADER_LIMIT_BYTES, SEGMENT_BYTES, segment_count, stored_shape
+from shardopt.checkpoint.format import data_file as datafile
+from shardopt.checkpoint.format.constants import DTYPES, HEADER_LIMIT_BYTES, SEGMENT_BYTES, segment_count, stored_shape
+from shardopt.checkpoint.format.data_file import build_header, header_length, parse_header
 from shardopt.errors import CorruptionError, StateError
 from shardopt.sharding.box import Box, whole
 

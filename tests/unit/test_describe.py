@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardopt import checkpoint
-from shardopt.checkpoint.describe import describe, merge_geometry, merge_values
+from shardopt.checkpoint.planning.describe import describe, merge_geometry, merge_values
 from shardopt.errors import MismatchError, StateError
 from shardopt.state import flatten, join
 

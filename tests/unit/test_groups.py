@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import shardopt
 from shardopt.errors import AlgorithmError, StateError
-from shardopt.optim.groups import by_pattern
+from shardopt.optim.state_dict.groups import by_pattern
 
 
 def parameters(*names):

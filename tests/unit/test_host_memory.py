@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from shardopt.checkpoint import host_memory, streams
-from shardopt.checkpoint.host_memory import Block, HostMemory
-from shardopt.checkpoint.staging import Copy, Staging
+from shardopt.checkpoint.writing.host_memory import Block, HostMemory
+from shardopt.checkpoint.writing.staging import Copy, Staging
 from shardopt.errors import CheckpointError
 
 MIB = 1 << 20

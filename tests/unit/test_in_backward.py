@@ -27,7 +27,7 @@ from shardopt import (
     WarmupPolicy,
     WarmupStage,
 )
-from shardopt.checkpoint.torn import mark_torn, unmark_torn
+from shardopt.checkpoint.matching.partial_load import mark_torn, unmark_torn
 from shardopt.errors import AlgorithmError, GradientError, StateError, TornStateError
 from tests.contract.optimizers import same
 from tests.fake_rank import fake_rank, sharded_tensor

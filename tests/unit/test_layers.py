@@ -17,7 +17,10 @@ LAYERS = {
     "errors": 0,
     "casts": 1,
     "names": 0,
-    "copies": 1,
+    "staging_fence": 1,
+    "streams": 1,
+    "gc_pause": 1,
+    "torch_private": 1,
     "state": 1,
     "values": 1,
     "sharding": 1,
@@ -43,9 +46,9 @@ PRIVATE_PLACES = {
     "sharding/pieces_tensor.py": "a tensor subclass that has no memory of its own",
     "sharding/sharded_tensor.py": "ShardedTensors made without a collective",
     "sharding/gradients.py": "DTensor specs, torch's search for overrides switched off",
-    "sharding/along.py": "the same classes, for what is left of a tensor when a dimension of it is summed over",
+    "sharding/reduced.py": "the same classes, for what is left of a tensor when a dimension of it is summed over",
     "ranks/groups.py": "how many process groups there are, by which torch names a new one",
-    "algorithms/torch_private.py": "the lazy state of torch's optimizers, made without a step",
+    "torch_private.py": "the lazy state of torch's optimizers, made without a step",
 }
 # Private by name only: torch's multi-tensor operations, a tensor's version counter, what a namedtuple offers, os._exit.
 NOT_PRIVATE = re.compile(r"_foreach_\w+|_version|_exit|_asdict|_replace|_fields|_make")
@@ -199,7 +202,7 @@ ALLOWED = [
     (
         upward_imports,
         "checkpoint/save.py",
-        "from shardopt.checkpoint.plan import Plan\nfrom shardopt.ranks import Ranks",
+        "from shardopt.checkpoint.planning.assign import Plan\nfrom shardopt.ranks import Ranks",
     ),
     (upward_imports, "__init__.py", "from shardopt.optim import keyed"),
     (upward_imports, "nn/embedding.py", "from shardopt.optim.fused import FusedOptimizer"),

@@ -16,7 +16,7 @@ import torch
 
 import shardopt
 from shardopt import checkpoint
-from shardopt.checkpoint import staging
+from shardopt.checkpoint.writing import staging
 from shardopt.errors import CheckpointError, CorruptionError, MismatchError, OptionError, StateError
 
 STAGES = (None, "now", "lazy")

@@ -10,10 +10,10 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardopt.checkpoint import format as format_module
-from shardopt.checkpoint import manifest as manifest_module
-from shardopt.checkpoint.format import DTYPES
-from shardopt.checkpoint.manifest import (
+from shardopt.checkpoint.format import constants as format_module
+from shardopt.checkpoint.format import manifest as manifest_module
+from shardopt.checkpoint.format.constants import DTYPES
+from shardopt.checkpoint.format.manifest import (
     DataFile,
     Manifest,
     StoredLayout,

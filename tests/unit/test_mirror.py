@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from shardopt import checkpoint
-from shardopt.checkpoint import mirror as mirror_module
-from shardopt.checkpoint.mirror import Mirror
+from shardopt.checkpoint.run import mirror as mirror_module
+from shardopt.checkpoint.run.mirror import Mirror
 from shardopt.checkpoint.storage import LocalStorage, storage_of
 from shardopt.errors import CheckpointError, CheckpointExistsError, CorruptionError
 from tests.harness import Fault, run_ranks, run_ranks_outcomes
@@ -208,7 +208,7 @@ def flip_first(path):
 
 def test_a_rank_that_dies_in_an_upload_leaves_no_copy(tmp_path):
     local, remote = str(tmp_path / "a"), str(tmp_path / "b")
-    fault = Fault(1, "shardopt.checkpoint.mirror:upload_files", at=2)
+    fault = Fault(1, "shardopt.checkpoint.run.mirror:upload_files", at=2)
     outcomes = run_ranks_outcomes(3, mirrored, local, remote, [1, 2], faults=[fault])
     assert outcomes[1].signal is not None
     assert all("rank 1" in str(outcomes[rank].error) for rank in (0, 2))

@@ -13,16 +13,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardopt import checkpoint
-from shardopt.checkpoint import batches as batches_module
-from shardopt.checkpoint import read as read_module
-from shardopt.checkpoint import reader as reader_module
 from shardopt.checkpoint.commit import commit
-from shardopt.checkpoint.describe import Geometry
-from shardopt.checkpoint.format import DTYPES, SEGMENT_BYTES
-from shardopt.checkpoint.plan import Member
-from shardopt.checkpoint.read import fetch, pieces_in_order
+from shardopt.checkpoint.format.constants import DTYPES, SEGMENT_BYTES
+from shardopt.checkpoint.planning.assign import Member
+from shardopt.checkpoint.planning.describe import Geometry
+from shardopt.checkpoint.reading import fetch as read_module
+from shardopt.checkpoint.reading import read_plan as batches_module
+from shardopt.checkpoint.reading import reader as reader_module
+from shardopt.checkpoint.reading.fetch import fetch, pieces_in_order
 from shardopt.checkpoint.storage import LocalStorage, storage_of
-from shardopt.checkpoint.write import OwnParts, SavePlan, from_memory, write_files
+from shardopt.checkpoint.writing.write import OwnParts, SavePlan, from_memory, write_files
 from shardopt.errors import CheckpointError, CorruptionError
 from shardopt.sharding.box import Box, whole
 from shardopt.sharding.layout import held

@@ -8,9 +8,9 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardopt.checkpoint import replicas
-from shardopt.checkpoint.format import DTYPES
-from shardopt.checkpoint.replicas import contents_of, refuse_unknown_choice
+from shardopt.checkpoint.format.constants import DTYPES
+from shardopt.checkpoint.planning import replica_check as replicas
+from shardopt.checkpoint.planning.replica_check import contents_of, refuse_unknown_choice
 from shardopt.sharding.view import view_of
 
 KIB = 1024

@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
-from shardopt.algorithms import row_kernels
-from shardopt.algorithms.row_rules import ADAGRAD, ADAM, update_rows
+from shardopt.algorithms.row_wise import row_kernels
+from shardopt.algorithms.row_wise.row_rules import ADAGRAD, ADAM, update_rows
 
 OPTIONS = {"lr": 0.1, "lr_decay": 0.1, "eps": 1e-6, "betas": (0.7, 0.9), "weight_decay": 0.0, "maximize": False}
 SHAPES = {"narrow": (50, 5), "usual": (40, 64), "vector": (30,), "cube": (20, 3, 7), "wide": (9, 2500)}

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shardopt.checkpoint import share
-from shardopt.checkpoint.share import SharedReads
+from shardopt.checkpoint.reading import broadcast as share
+from shardopt.checkpoint.reading.broadcast import SharedReads
 from shardopt.sharding.box import Box, cover_faults, whole
 from shardopt.sharding.layout import everywhere, held
 from shardopt.sharding.mesh import Mesh, Split, mesh_layout

@@ -10,7 +10,7 @@ from torch import nn
 
 import shardopt
 from shardopt import checkpoint
-from shardopt.checkpoint.mirror import Mirror
+from shardopt.checkpoint.run.mirror import Mirror
 from shardopt.cli import main
 from shardopt.errors import MismatchError
 from shardopt.sharding.layout import held

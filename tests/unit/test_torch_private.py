@@ -6,7 +6,7 @@ from torch.amp.grad_scaler import OptState
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from shardopt.algorithms import StepsOn, algorithms
-from shardopt.algorithms.torch_private import (
+from shardopt.torch_private import (
     BatchNorm,
     ScalerStages,
     at_end_of_backward,

@@ -1,8 +1,8 @@
 """Where checkpoints lie: local directories, and all else that fsspec opens. Nothing above tells them apart."""
 
-from shardopt.checkpoint.storage.choose import storage_of, telling
-from shardopt.checkpoint.storage.directory import ReadInto, Span, Storage
+from shardopt.checkpoint.storage.base import ReadInto, Span, Storage
 from shardopt.checkpoint.storage.local import LocalStorage, is_temporary
+from shardopt.checkpoint.storage.open import storage_of, telling
 from shardopt.checkpoint.storage.remote import RemoteStorage
 
 __all__ = ["LocalStorage", "ReadInto", "RemoteStorage", "Span", "Storage", "is_temporary", "storage_of", "telling"]

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 
-from shardopt.checkpoint.storage.directory import (
+from shardopt.checkpoint.storage.base import (
     BUFFERS_PER_CALL,
     ReadInto,
     Span,

@@ -19,7 +19,7 @@ from typing import Any
 from fsspec import AbstractFileSystem  # type: ignore[import-untyped]  # has no type hints
 from fsspec.asyn import AsyncFileSystem  # type: ignore[import-untyped]  # as above
 
-from shardopt.checkpoint.storage.directory import ReadInto, Span, Storage, runs, too_short
+from shardopt.checkpoint.storage.base import ReadInto, Span, Storage, runs, too_short
 from shardopt.checkpoint.storage.multipart import PART_BYTES, has_multipart, upload
 from shardopt.checkpoint.storage.retry import Requests
 from shardopt.errors import CheckpointError

@@ -1,0 +1,289 @@
+"""L-BFGS on sharded parameters: every rank keeps the history of its own shards, and no more.
+
+x all parameters as one vector, g its gradient; the columns of S and Y are the last h changes of x and g, oldest first.
+With R the upper triangle of SᵀY, D its diagonal, and γ = (s · y) / (y · y) of the newest pair, the direction is
+
+    d = −H g = −γ g − γ Y a + S b        where R a = −Sᵀg        and        Rᵀ b = D a + γ (Yᵀg + YᵀY a).
+
+So all that ranks have to add up are products, and those that an iteration adds are with its g and its newest y: one
+all-reduce brings them together, the others are remembered. d is then local to each rank, and g · d follows from the
+same numbers. Each element is counted by one of the ranks that hold it; products and combinations are taken in fp64.
+
+Sources: Byrd, Nocedal and Schnabel, Representations of quasi-Newton matrices and their use in limited memory methods
+(1994), theorem 2.2; options, limits and the order of decisions as torch.optim.LBFGS has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardopt.algorithms.lbfgs.history import Memory, fresh_numbers, resize_history
+from shardopt.algorithms.lbfgs.strong_wolfe import Trial, strong_wolfe
+from shardopt.algorithms.lbfgs.vectors import Space
+from shardopt.errors import AlgorithmError, Problem
+from shardopt.ranks import ranks_of
+from shardopt.sharding.box import cover_faults
+from shardopt.sharding.gradients import gradient_leaves, requires_gradient
+from shardopt.sharding.pieces import View
+from shardopt.sharding.reduced import stack_like
+from shardopt.sharding.view import assemble, is_held, leaves_of
+
+GLOBAL = "global"
+"""What the name begins with under which `state` has what belongs to no parameter: "global.<least FQN>"."""
+
+Group = Mapping[str, Any]
+
+
+class LBFGS(Optimizer):
+    """torch.optim.LBFGS for parameters of which some or all are sharded, on one or several meshes.
+
+    State of a parameter: `d`, the last direction, and `prev_flat_grad`, the last gradient, both like the parameter;
+    `old_dirs` and `old_stps`, the columns of Y and S, [history_size, *shape of the parameter], cut as it is. They are
+    filled in turn, and while training have memory for the pairs that there are and up to a quarter more; who looks at
+    them in a keyed optimizer, as a save does, gets all of their places, and with the next step those without a pair are
+    given back. State under "global.<least FQN>", on the CPU:
+    `n_iter`, `func_evals`, `pairs` (in the history) and `next` (the place of the next one) as int64; `t`, `H_diag` (γ),
+    `prev_loss`, `s_dot_y` and `y_dot_y` (SᵀY and YᵀY by place) as float64. The history keeps the size that it had at
+    the first step.
+
+    Args:
+        params: parameters, or one group of them. Those that are complex count as twice as many real ones.
+        lr: the step length, or the first one to try; a number or a tensor of one element.
+        max_iter: most iterations in a step.
+        max_eval: most evaluations in a step; None for 5/4 of `max_iter`.
+        tolerance_grad: a gradient without a larger element is zero.
+        tolerance_change: changes of parameters or loss up to this are none.
+        history_size: h, at least 1.
+        line_search_fn: None or "strong_wolfe".
+
+    Raises:
+        AlgorithmError: there are several groups.
+        ValueError: an option is out of its range.
+    """
+
+    names: Mapping[Tensor, str] = MappingProxyType({})
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1,
+        max_iter: int = 20,
+        max_eval: int | None = None,
+        tolerance_grad: float = 1e-7,
+        tolerance_change: float = 1e-9,
+        history_size: int = 100,
+        line_search_fn: str | None = None,
+    ) -> None:
+        searches = (None, "strong_wolfe")
+        demands = [
+            ("lr", lr, "a number, or a tensor of one element", not isinstance(lr, Tensor) or lr.numel() == 1),
+            ("lr", lr, "at least 0", isinstance(lr, Tensor) or lr >= 0),
+            ("history_size", history_size, "at least 1", history_size >= 1),
+            ("line_search_fn", line_search_fn, f"one of {searches}", line_search_fn in searches),
+        ]
+        for name, value, required, kept in demands:
+            if not kept:
+                raise ValueError(f"LBFGS's {name} is {value!r}; required {required}")
+        defaults = {
+            "lr": lr,
+            "max_iter": max_iter,
+            "max_eval": max_iter * 5 // 4 if max_eval is None else max_eval,
+            "tolerance_grad": tolerance_grad,
+            "tolerance_change": tolerance_change,
+            "history_size": history_size,
+            "line_search_fn": line_search_fn,
+        }
+        self._space: Space | None = None
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """The one group, as torch's constructor passes it.
+
+        Raises:
+            AlgorithmError: there is a group already.
+        """
+        if self.param_groups:
+            problem = Problem("param_groups", "a second group", "one", "give all parameters the same options")
+            raise AlgorithmError("LBFGS optimizes all parameters together", [problem])
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Up to `max_iter` iterations. Collective: every rank of the job must call.
+
+        One all-reduce for every evaluation, and one for every iteration but the very first; each is waited for, since
+        its numbers decide what comes next. The first time, and when there are other parameters, ranks also tell each
+        other what they hold.
+
+        Args:
+            closure: clears the gradients, evaluates the model, goes backward and returns the loss, the same on every
+                rank; called up to `max_eval` times and a few more, with gradients enabled.
+
+        Returns:
+            What the closure returned at first.
+
+        Raises:
+            AlgorithmError: there is no closure.
+            GradientError: a gradient does not fit its parameter, or is sparse.
+            RankError: the closure returned different losses on different ranks; or another rank failed.
+        """
+        if closure is None:
+            problem = Problem("closure", "none", "one", "pass a function that evaluates the model again")
+            raise AlgorithmError("LBFGS evaluates the model several times in a step", [problem])
+        (group,) = self.param_groups
+        space = self._space_of(group)
+        states = {parameter: self._state_of(parameter) for parameter in space.parameters if is_held(parameter)}
+        memory = Memory(space, states, self.make_global())
+        first_loss, now = space.evaluate(closure)
+        evaluations = 1
+        memory.add("func_evals", 1)
+        if now.peak <= group["tolerance_grad"]:
+            return first_loss
+        lr = float(group["lr"])
+        for iteration in range(1, group["max_iter"] + 1):
+            length = lr
+            if memory.number("n_iter") == 0 and now.total > 1.0:
+                length *= 1.0 / now.total
+            slope = memory.turn(now)
+            memory.set("t", length)
+            if slope > -group["tolerance_change"]:
+                break
+            before = now.loss
+            last = iteration == group["max_iter"]
+            start = replace(now, step=0.0, slope=slope)
+            now, spent = self._move(space, memory, closure, start, length, evaluations, last)
+            memory.set("t", now.step)
+            evaluations += spent
+            memory.add("func_evals", spent)
+            if last or evaluations >= group["max_eval"] or now.peak <= group["tolerance_grad"]:
+                break
+            if abs(now.step) * space.reach <= group["tolerance_change"]:
+                break
+            if abs(now.loss - before) < group["tolerance_change"]:
+                break
+        return first_loss
+
+    def _move(
+        self,
+        space: Space,
+        memory: Memory,
+        closure: Callable[[], Any],
+        start: Trial,
+        length: float,
+        evaluations: int,
+        last: bool,
+    ) -> tuple[Trial, int]:
+        """Moves the parameters along the direction; gives the trial there, and the number of evaluations."""
+        group, direction = self.param_groups[0], memory.direction
+        if group["line_search_fn"] is None:
+            space.add(length, direction)
+            if last:  # nothing would be done with what an evaluation told
+                return replace(start, step=length), 0
+            return replace(space.evaluate(closure, direction)[1], step=length), 1
+        here = space.copy()
+
+        def evaluate(step: float) -> Trial:
+            space.add(step, direction)
+            try:
+                trial = space.evaluate(closure, direction)[1]
+            finally:
+                space.restore(here)
+            return replace(trial, step=step)
+
+        def too_short(steps: float) -> bool:
+            return bool(steps * space.reach < group["tolerance_change"])
+
+        found, spent = strong_wolfe(evaluate, start, length, too_short, group["max_eval"] - evaluations)
+        space.add(found.step, direction)
+        return found, spent
+
+    @property
+    def global_name(self) -> str:
+        """The name under which `state` has what belongs to no parameter."""
+        (group,) = self.param_groups
+        least = min((self.names[parameter] for parameter in group["params"] if parameter in self.names), default="")
+        return f"{GLOBAL}.{least}" if least else GLOBAL
+
+    def complete_state(self, parameter: Tensor) -> None:
+        """Gives the state of a parameter, if it has any, the shapes that it is saved with."""
+        state = self.state.get(parameter)
+        if state:
+            (group,) = self.param_groups
+            by_name: Any = self.state  # torch declares tensors as its only keys, and takes any
+            numbers = by_name.get(self.global_name)
+            resize_history(parameter, state, len(numbers["s_dot_y"]) if numbers else group["history_size"])
+
+    def fresh_state(self, group: Group, parameter: Tensor) -> dict[str, Any]:
+        """New state of a parameter that has none, with the shapes that it is saved with; changes nothing."""
+        return self._fresh(parameter, group["history_size"])
+
+    def _fresh(self, parameter: Tensor, places: int) -> dict[str, Any]:
+        def zeros() -> Tensor:
+            return assemble(
+                parameter,
+                [torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device) for leaf in leaves_of(parameter)],
+            )
+
+        return {
+            "d": zeros(),
+            "prev_flat_grad": zeros(),
+            "old_dirs": stack_like(parameter, places),
+            "old_stps": stack_like(parameter, places),
+        }
+
+    def fresh_global(self) -> dict[str, Tensor]:
+        """State that belongs to no parameter, before the first step; changes nothing."""
+        return fresh_numbers(self.param_groups[0]["history_size"])
+
+    def make_global(self) -> dict[str, Tensor]:
+        """The state that belongs to no parameter, live; made where there is none yet."""
+        by_name: Any = self.state  # torch declares tensors as its only keys, and takes any
+        state: dict[str, Tensor] = by_name[self.global_name]
+        if not state:
+            state.update(self.fresh_global())
+        return state
+
+    def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self.state[parameter]
+        if not state:
+            state.update(self._fresh(parameter, 1))
+        return state
+
+    def _space_of(self, group: Group) -> Space:
+        """The space of all parameters that are or were trained."""
+        # A rank without a part has no state to tell what was trained, but makes a new space together with the others.
+        before = set(() if self._space is None else self._space.parameters)
+        parameters = [
+            parameter
+            for parameter in group["params"]
+            if requires_gradient(parameter)
+            or self.state.get(parameter)
+            or (parameter in before and not is_held(parameter))
+            or any(_present(gradient_leaves(parameter)))
+        ]
+        if self._space is None or not self._space.fits(ranks_of(), parameters):
+            names = {parameter: self.names.get(parameter, f"{i:09}") for i, parameter in enumerate(parameters)}
+            self._space = Space(ranks_of(), names)
+        return self._space
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The space is for these very parameters.
+        return {**super().__getstate__(), "names": self.names, "_space": None}
+
+
+def unsuitable_for_lbfgs(view: View) -> str:
+    """What keeps a parameter from being optimized with L-BFGS; "" where nothing does."""
+    if cover_faults(view.shape, view.layout.boxes):
+        return "shards that do not tell where the rest of the parameter is"
+    return ""
+
+
+def _present(gradients: Sequence[Tensor | None]) -> list[bool]:
+    return [gradient is not None for gradient in gradients]

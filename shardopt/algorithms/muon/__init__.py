@@ -1,0 +1,1 @@
+"""Muon on sharded matrices."""

@@ -1,0 +1,1 @@
+"""Optimizers of tables, by their rows."""

@@ -1,0 +1,117 @@
+"""Rows of which several ranks have a part each: their squares added up, and moved by the sums.
+
+N rows on this rank, k of them touched on any rank. A rank's memory for sums is [N, 1, ...], one number for each row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import nan, prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardopt.algorithms.row_wise.row_gradients import RowGradient
+from shardopt.algorithms.row_wise.row_rules import (
+    Options,
+    RowRule,
+    chunks,
+    moment_dtype,
+    prepared,
+    square_sums,
+    update_rows,
+)
+from shardopt.sharding.reduced import Cut, parts_for, sum_memory
+from shardopt.sharding.view import device_of, leaves_of, view_of
+
+
+class RowShares:
+    """This rank's part in a step of one parameter whose rows are cut.
+
+    Args:
+        parameter: of at least two dimensions.
+        cuts: those through its rows.
+    """
+
+    def __init__(self, parameter: Tensor, cuts: tuple[Cut, ...]) -> None:
+        view = view_of(parameter)
+        self._parameter, self._cuts = parameter, cuts
+        self._dims = range(1, len(view.shape))
+        self._width = max(prod(view.shape[1:]), 1)
+        dtype = moment_dtype(view.dtype)
+        self._have = torch.zeros(1, dtype=dtype, device=device_of(parameter))
+        self._sums = sum_memory(parameter, self._dims, dtype)
+        self._counts = sum_memory(parameter, self._dims, dtype)
+
+    def summands(
+        self, gradients: Sequence[RowGradient] | None, options: Options
+    ) -> Iterator[tuple[Tensor, tuple[Cut, ...]]]:
+        """What is to be added up over the ranks: who has a gradient, squares of rows, and who has touched a row."""
+        if gradients is not None:
+            self._have += 1
+            sums = parts_for(self._parameter, self._dims, self._sums)
+            counts = parts_for(self._parameter, self._dims, self._counts)
+            for leaf, gradient, into, count in zip(leaves_of(self._parameter), gradients, sums, counts, strict=True):
+                _take_in(leaf, gradient, into, count, options)
+        yield self._have, self._cuts
+        yield from ((memory, self._cuts) for memory in (*self._sums, *self._counts))
+
+    def refuse(self) -> None:
+        """This rank cannot step; to be called before `summands`, by which the others hear of it."""
+        self._have.fill_(nan)
+
+    def is_refused(self) -> bool:
+        """Whether any rank cannot step; to be asked once all is added up."""
+        return bool(self._have.isnan())
+
+    def is_due(self) -> bool:
+        """Whether any rank has a gradient; to be asked once all is added up."""
+        return bool(self._have > 0)
+
+    def apply(
+        self,
+        rule: RowRule,
+        gradients: Sequence[RowGradient] | None,
+        state: Mapping[str, Any],
+        options: Options,
+        step: float,
+    ) -> None:
+        """Moves state and parameter. Rows that another rank has touched are touched here too, with zeros.
+
+        The moments are moved by themselves, since leaves may share them.
+        """
+        moments = leaves_of(state[rule.moments])
+        for memory, sums, count in zip(moments, self._sums, self._counts, strict=True):
+            touched = _touched(count)
+            moved = memory.index_select(0, touched)
+            rule.move_moments(moved, sums.index_select(0, touched).div_(self._width), options)
+            memory.index_copy_(0, touched, moved)
+        leaves = leaves_of(self._parameter)
+        parts = parts_for(self._parameter, self._dims, moments)
+        counts = parts_for(self._parameter, self._dims, self._counts)
+        for number, (leaf, part, count) in enumerate(zip(leaves, parts, counts, strict=True)):
+            gradient = RowGradient.nothing(leaf) if gradients is None else gradients[number]
+            touched = _touched(count)
+            every = len(touched) == len(leaf)
+            values = gradient.values if every and gradient.index is None else gradient.at(touched)
+            others = {name: leaves_of(state[name])[number] for name in rule.others}
+            here = {rule.moments: part, **others}
+            update_rows(rule, leaf, None if every else touched, values, here, options, step, moments_moved=True)
+
+
+def _take_in(leaf: Tensor, gradient: RowGradient, sums: Tensor, counts: Tensor, options: Options) -> None:
+    """Adds the squares of this rank's part of rows, and 1 for each row that has a gradient."""
+    for at in chunks(gradient.values):
+        squares = square_sums(prepared(gradient.values[at], leaf[at], options))
+        if gradient.index is None:
+            sums[at] += squares
+            counts[at] += 1
+        else:
+            sums.index_add_(0, gradient.index[at], squares)
+            counts.index_add_(0, gradient.index[at], torch.ones_like(squares))
+
+
+def _touched(counts: Tensor) -> Tensor:
+    """The rows that some rank has a gradient of, ascending."""
+    return counts.flatten().nonzero().flatten()

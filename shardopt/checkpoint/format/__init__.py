@@ -1,0 +1,1 @@
+"""What lies on disk: constants, the manifest, data files, and the bytes of tensors."""

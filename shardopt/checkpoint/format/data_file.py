@@ -1,0 +1,109 @@
+"""A data file: a plain safetensors file whose last tensor holds the checksums of the others. No I/O, no torch."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+from shardopt.checkpoint.format.constants import (
+    ALIGNMENT_BYTES,
+    CHECKSUMS_PREFIX,
+    HEADER_LIMIT_BYTES,
+    Dtype,
+    all_sizes,
+    damaged,
+    load_json,
+    segment_count,
+    stored_shape,
+)
+from shardopt.errors import Problem, StateError
+from shardopt.sharding.box import Box
+
+
+class Entry(NamedTuple):
+    """One tensor of a data file: `begin` and `end` are offsets in the file, `segment` its first checksum's number."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+    segment: int
+
+
+def build_header(stem: str, members: Sequence[tuple[str, Dtype, Box]]) -> bytes:
+    """The header of a data file; the checksum tensor comes last.
+
+    Args:
+        stem: the file's own part of its name, such as "r00003"; makes the checksum tensor's key unique.
+        members: key, dtype and global box of each tensor, in the order of their bytes.
+    """
+    tensors: dict[str, Any] = {"__metadata__": {}}
+    sharding: dict[str, Any] = {}
+    offset = segments = 0
+    for key, dtype, box in members:
+        shape = stored_shape(dtype, box.sizes)
+        nbytes = prod(box.sizes) * dtype.itemsize
+        offsets = [offset, offset := offset + nbytes]
+        tensors[key] = {"dtype": dtype.safetensors or "U8", "shape": shape, "data_offsets": offsets}
+        sharding[key] = {"saved_offsets": [*box.offsets, *([0] * (len(shape) - len(box.sizes)))]}
+        segments += segment_count(nbytes)
+    checksums = CHECKSUMS_PREFIX + stem
+    tensors[checksums] = {"dtype": "U8", "shape": [8 * segments], "data_offsets": [offset, offset + 8 * segments]}
+    sharding[checksums] = {"saved_offsets": [0]}
+    # The notes in __metadata__ are what torch's HuggingFaceStorageReader goes by.
+    told = json.dumps(sharding, separators=(",", ":"))
+    tensors["__metadata__"] = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": told}
+    text = json.dumps(tensors, separators=(",", ":"), ensure_ascii=False).encode()
+    padded = -(-(8 + len(text)) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    if padded > HEADER_LIMIT_BYTES:
+        found, required = f"a header of {padded} bytes", f"at most {HEADER_LIMIT_BYTES}"
+        problem = Problem(stem, found, required, "have fewer tensors, shorter keys, or more ranks")
+        raise StateError("a data file would be unreadable", [problem])
+    return struct.pack("<Q", padded - 8) + text.ljust(padded - 8)
+
+
+def header_length(first_bytes: bytes, file_bytes: int, where: str) -> int:
+    """The length of the whole header, of which `first_bytes` are the first eight."""
+    if len(first_bytes) < 8:
+        raise damaged(where, "a file of less than 8 bytes")
+    length = 8 + int(struct.unpack("<Q", first_bytes[:8])[0])
+    if length > min(file_bytes, HEADER_LIMIT_BYTES):
+        raise damaged(where, f"a header of {length} bytes in a file of {file_bytes}")
+    return length
+
+
+def parse_header(header: bytes, file_bytes: int, where: str) -> dict[str, Entry]:
+    """The entries of a data file by key; checks that they follow one another without a gap up to the file's end.
+
+    A key that stands twice leaves a gap where its first entry was.
+    """
+    table = load_json(header[8:], where)
+    table.pop("__metadata__", None)
+    entries: dict[str, Entry] = {}
+    numbers: list[Any] = []
+    length = offset = len(header)
+    segments = 0
+    for key, info in table.items():
+        try:
+            dtype, shape, (begin, end) = info["dtype"], tuple(info["shape"]), info["data_offsets"]
+            fits = type(dtype) is str and begin + length == offset and begin <= end < 2**63
+        except (KeyError, TypeError, ValueError):
+            raise damaged(where, f"a malformed entry for {key!r}") from None
+        if not fits:
+            raise damaged(where, f"an entry for {key!r} that does not follow the one before it")
+        offset = end + length
+        numbers += (begin, end, *shape)
+        entries[key] = Entry(key, dtype, shape, begin + length, offset, segments)
+        segments += segment_count(end - begin)
+    if not all_sizes(numbers):
+        raise damaged(where, "a shape or offset that is no size")
+    last = next(reversed(entries.values()), None)
+    if last is None or not last.key.startswith(CHECKSUMS_PREFIX) or last.end - last.begin != 8 * last.segment:
+        raise damaged(where, "no checksums for its tensors")
+    if offset != file_bytes:
+        raise damaged(where, f"{file_bytes} bytes, while its header tells of {offset}")
+    return entries

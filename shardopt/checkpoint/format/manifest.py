@@ -1,0 +1,295 @@
+"""The manifest: what a checkpoint holds and where, as sealed JSON. No I/O, no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from math import isfinite, prod
+from typing import Any, NamedTuple
+
+from shardopt.checkpoint.format.constants import (
+    DTYPES,
+    FILE_NAME,
+    FORMAT_NAME,
+    FORMAT_VERSION,
+    MANIFEST_LIMIT_BYTES,
+    MOST_DIMENSIONS,
+    MOST_OFFSETS,
+    SEAL_BYTES,
+    Dtype,
+    all_sizes,
+    damaged,
+    is_sealed,
+    load_json,
+    read_size,
+    read_sizes,
+    seal,
+    without_duplicates,
+)
+from shardopt.errors import FormatError, Problem, StateError
+from shardopt.gc_pause import gc_paused
+from shardopt.sharding.box import Box, grid_boxes, grid_cuts
+from shardopt.state import Index, Path
+from shardopt.values import decode_value, encode_value
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredLayout:
+    """Where the boxes of a tensor lie. `files[i]`, an index into the manifest's files, holds `boxes[i]`."""
+
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    files: tuple[int, ...]
+
+
+class StoredTensor(NamedTuple):
+    """One tensor of a checkpoint: its path in the nested state, how its items are stored, and where its boxes lie.
+
+    `tied_to` is the key under which the data files have it, where that is another: both keys were one memory.
+    """
+
+    path: Path
+    dtype: Dtype
+    layout: StoredLayout
+    tied_to: str | None = None
+
+
+class StoredTensors(dict[str, StoredTensor]):
+    """Tensors by key. Not changed once it is made: saves of one geometry share it, and with it its JSON."""
+
+    @cached_property
+    def min_reader_version(self) -> int:
+        """The least version of the format in which all of this can be told."""
+        return 2 if any(tensor.tied_to is not None for tensor in self.values()) else 1
+
+    @cached_property
+    def members(self) -> str:
+        """The manifest's members "layouts", "tensors" and "tied", as JSON."""
+        layouts: dict[int, int] = {}
+        distinct: list[StoredLayout] = []
+        tensors = {}
+        tied = {}
+        for key, (path, dtype, layout, tied_to) in self.items():
+            if tied_to is not None:
+                tied[key] = (tied_to, encode_path(key, path))
+                continue
+            number = layouts.setdefault(id(layout), len(layouts))
+            if number == len(distinct):
+                distinct.append(layout)
+            tensors[key] = (dtype.name, number, encode_path(key, path))
+        found = _too_many([(len(layout.boxes), len(layout.shape)) for layout in distinct])
+        if found:
+            problem = Problem("manifest", found, "layouts within the limit", "have fewer dimensions, ranks or layouts")
+            raise StateError("the manifest would be unreadable", [problem])
+        members = f'"layouts":{_dump([_encode_layout(layout) for layout in distinct])},"tensors":{_dump(tensors)}'
+        return members + (f',"tied":{_dump(tied)}' if tied else "")
+
+
+@dataclass(frozen=True, slots=True)
+class DataFile:
+    """One data file: its whole size, and the hash of its header and its checksum tensor."""
+
+    name: str
+    nbytes: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a checkpoint holds. `values` are decoded; `per_rank` gives the paths of what each rank has for itself.
+
+    `saved_at` is the time of the commit, in seconds since 1970 began (UTC); `metrics` are numbers by name that were
+    measured beside. Both are None where an older version wrote the manifest.
+    """
+
+    save_id: str
+    world_size: int
+    files: tuple[DataFile, ...]
+    tensors: StoredTensors
+    values: Mapping[str, tuple[Path, Any]] = field(default_factory=dict)
+    per_rank: Mapping[str, Path] = field(default_factory=dict)
+    saved_at: float | None = None
+    metrics: Mapping[str, float] | None = None
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The bytes of a manifest, sealed. Raises StateError where no reader would take it."""
+    head = {
+        "format": FORMAT_NAME,
+        "version": FORMAT_VERSION,
+        "min_reader_version": manifest.tensors.min_reader_version,
+        "save_id": manifest.save_id,
+        "world_size": manifest.world_size,
+        "files": [[file.name, file.nbytes, file.digest] for file in manifest.files],
+        "values": {
+            key: [encode_path(key, path), encode_value(value, key)] for key, (path, value) in manifest.values.items()
+        },
+        "per_rank": {key: encode_path(key, path) for key, path in manifest.per_rank.items()},
+    }
+    if manifest.saved_at is not None:
+        head["saved_at"] = manifest.saved_at
+    if manifest.metrics is not None:
+        head["metrics"] = {name: encode_value(number, name) for name, number in manifest.metrics.items()}
+    text = f"{_dump(head)[:-1]},{manifest.tensors.members}".encode()
+    if len(text) + SEAL_BYTES > MANIFEST_LIMIT_BYTES:
+        found, required = f"{len(text)} bytes of plain values and layouts", f"at most {MANIFEST_LIMIT_BYTES}"
+        problem = Problem("manifest", found, required, "store large values as tensors or NumPy arrays")
+        raise StateError("the manifest would be unreadable", [problem])
+    return seal(text)
+
+
+def _dump(body: Any) -> str:
+    return json.dumps(body, separators=(",", ":"), allow_nan=False)
+
+
+def decode_manifest(data: bytes, where: str) -> Manifest:
+    """Reads a manifest.
+
+    Raises:
+        CorruptionError: it is torn, fails its seal, or says what cannot be.
+        FormatError: it is not ours or needs a newer reader.
+    """
+    with gc_paused():  # objects by the hundred thousand, none of them garbage
+        return _decode(data, where)
+
+
+def _decode(data: bytes, where: str) -> Manifest:
+    if len(data) > MANIFEST_LIMIT_BYTES:
+        raise damaged(where, f"{len(data)} bytes, more than the limit of {MANIFEST_LIMIT_BYTES}")
+    if not is_sealed(data):
+        raise damaged(where, "bytes that fail the seal at their end (torn or changed)")
+    body = load_json(data, where, without_duplicates)
+    needed = body.get("min_reader_version")
+    if body.get("format") != FORMAT_NAME or not isinstance(needed, int):
+        raise FormatError(f"{where} is not a manifest of {FORMAT_NAME}")
+    if needed > FORMAT_VERSION:
+        problem = Problem(where, f"version {needed}", f"at most {FORMAT_VERSION}", "install a newer shardopt")
+        raise FormatError("the checkpoint needs a newer reader", [problem])
+    try:
+        files = tuple(_decode_file(*file) for file in body["files"])
+        _refuse_too_many([(len(layout["files"]), len(layout["shape"])) for layout in body["layouts"]], where)
+        layouts = [_decode_layout(layout, len(files)) for layout in body["layouts"]]
+        if len({file.name for file in files}) < len(files) or type(body["save_id"]) is not str:
+            raise ValueError("a file that stands twice, or a save_id that is no string")
+        tensors = _decode_tensors(body["tensors"], layouts)
+        _add_tied(tensors, body.get("tied", {}))
+        values = {key: (decode_path(key, path), decode_value(v)) for key, (path, v) in body["values"].items()}
+        per_rank = {key: decode_path(key, path) for key, path in body["per_rank"].items()}
+        if len({*tensors, *values, *per_rank}) < len(tensors) + len(values) + len(per_rank):
+            raise ValueError("a key that is of two kinds")
+        return Manifest(
+            save_id=body["save_id"],
+            world_size=read_size(body["world_size"]),
+            files=files,
+            tensors=tensors,
+            values=values,
+            per_rank=per_rank,
+            saved_at=_decode_time(body["saved_at"]) if "saved_at" in body else None,
+            metrics=_decode_metrics(body["metrics"]) if "metrics" in body else None,
+        )
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+        raise damaged(where, f"a field that is missing or malformed ({type(error).__name__}: {error})") from error
+
+
+def encode_path(key: str, path: Path) -> Any:
+    """null where the path is the key split at its dots; else its parts, a list's index as [index]."""
+    if list(path) == key.split("."):
+        return None
+    return [[int(part)] if isinstance(part, Index) else part for part in path]
+
+
+def decode_path(key: str, wire: Any) -> Path:
+    """The path that `encode_path` wrote. Raises ValueError if it is not one of this key."""
+    if wire is None:
+        return tuple(key.split("."))
+    path = tuple(Index(read_size(*part)) if isinstance(part, list) else part for part in wire)
+    if not all(type(part) in (str, int, Index) for part in path) or ".".join(map(str, path)) != key:
+        raise ValueError(f"a path that is not that of {key!r}")
+    return path
+
+
+def _encode_layout(layout: StoredLayout) -> dict[str, Any]:
+    cuts = grid_cuts(layout.shape, layout.boxes)
+    if cuts is not None and layout.boxes == grid_boxes(cuts):
+        return {"shape": layout.shape, "cuts": cuts, "files": layout.files}
+    boxes = [[box.offsets, box.sizes] for box in layout.boxes]
+    return {"shape": layout.shape, "boxes": boxes, "files": layout.files}
+
+
+def _decode_layout(wire: Mapping[str, Any], file_count: int) -> StoredLayout:
+    shape, files = read_sizes(wire["shape"]), read_sizes(wire["files"])
+    if len(set(files)) < len(files):
+        raise ValueError("two boxes of a tensor in one file")
+    if "cuts" in wire:
+        cuts = [read_sizes(points) for points in wire["cuts"]]
+        if len(cuts) != len(shape) or prod(len(points) - 1 for points in cuts) != len(files):
+            raise ValueError("a grid whose cells are not as many as its files")
+        if any(point >= following for points in cuts for point, following in pairwise(points)):
+            raise ValueError("a grid with cells of nothing")
+        boxes = grid_boxes(cuts)
+    else:
+        boxes = tuple(Box(read_sizes(offsets), read_sizes(sizes)) for offsets, sizes in wire["boxes"])
+    if len(boxes) != len(files) or any(file >= file_count for file in files):
+        raise ValueError("boxes in files that are not there")
+    if prod(shape) >= 2**58:  # of items of up to 16 bytes; nothing may overflow that is computed from here on
+        raise ValueError(f"the shape {list(shape)}")
+    if any(len(box.offsets) != len(shape) or min(box.sizes, default=0) < 0 for box in boxes):
+        raise ValueError("a box that is not within its tensor")
+    return StoredLayout(shape, boxes, files)
+
+
+def _refuse_too_many(sizes: Sequence[tuple[int, int]], where: str) -> None:
+    """Raises CorruptionError where layouts of so many boxes and dimensions would take more memory than one has."""
+    found = _too_many(sizes)
+    if found:
+        raise damaged(where, found)
+
+
+def _too_many(sizes: Sequence[tuple[int, int]]) -> str:
+    """What is beyond the limits in layouts of so many boxes and dimensions; "" if nothing is."""
+    dimensions = max((dimensions for _, dimensions in sizes), default=0)
+    if dimensions > MOST_DIMENSIONS:
+        return f"a layout of {dimensions} dimensions, more than the limit of {MOST_DIMENSIONS}"
+    offsets = sum(boxes * (1 + dimensions) for boxes, dimensions in sizes)
+    if offsets > MOST_OFFSETS:
+        return f"layouts of {offsets} offsets of boxes, more than the limit of {MOST_OFFSETS}"
+    return ""
+
+
+def _decode_tensors(wire: Mapping[str, Any], layouts: Sequence[StoredLayout]) -> StoredTensors:
+    tensors = StoredTensors()
+    for key, (dtype, layout, path) in wire.items():  # the body of a loop over all that a large model has
+        parts = tuple(key.split(".")) if path is None else decode_path(key, path)
+        tensors[key] = StoredTensor(parts, DTYPES[dtype], layouts[layout])
+    if not all_sizes([layout for _, layout, _ in wire.values()]):
+        raise ValueError("a number of a layout that is none")
+    return tensors
+
+
+def _add_tied(tensors: StoredTensors, wire: Mapping[str, Any]) -> None:
+    tied = {}
+    for key, (tied_to, path) in wire.items():
+        _, dtype, layout, _ = tensors[tied_to]
+        tied[key] = StoredTensor(decode_path(key, path), dtype, layout, tied_to)
+    if not tied.keys().isdisjoint(tensors):
+        raise ValueError("a tied key that is stored too")
+    tensors.update(tied)
+
+
+def _decode_time(wire: Any) -> float:
+    if type(wire) not in (int, float) or not isfinite(wire):
+        raise ValueError(f"the time {str(wire)[:40]!r}")
+    return float(wire)
+
+
+def _decode_metrics(wire: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(decode_value(number)) for name, number in wire.items()}
+
+
+def _decode_file(name: Any, nbytes: Any, digest: Any) -> DataFile:
+    if type(name) is not str or not FILE_NAME.fullmatch(name) or type(digest) is not str:
+        raise ValueError("a file name or digest that is none")
+    return DataFile(name, read_size(nbytes), digest)

@@ -1,0 +1,80 @@
+"""A tensor's memory as bytes, and tensors over bytes. Nothing is copied here."""
+
+from __future__ import annotations
+
+import ctypes
+from math import prod
+
+import torch
+from torch import Tensor
+
+from shardopt.checkpoint.format.constants import DTYPES, Dtype
+from shardopt.errors import Problem, StateError
+
+_TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch's name of a dtype, without the prefix."""
+    return str(dtype).removeprefix("torch.")
+
+
+_STORED_DTYPES: dict[torch.dtype, Dtype] = {_TORCH_DTYPES[name]: dtype for name, dtype in DTYPES.items()}
+
+
+def stored_dtype(dtype: torch.dtype, key: str) -> Dtype:
+    """How a dtype is stored. Raises StateError for one that has no form, such as a quantized one."""
+    known = _STORED_DTYPES.get(dtype)
+    if known is None:
+        problem = Problem(key, f"dtype {dtype}", f"one of {', '.join(DTYPES)}", "convert it before saving")
+        raise StateError("a tensor cannot be stored", [problem])
+    return known
+
+
+def torch_dtype(dtype: Dtype) -> torch.dtype:
+    """torch's dtype of a stored one."""
+    return _TORCH_DTYPES[dtype.name]
+
+
+GIVEN_BACK = "a tensor whose memory was given back"
+"""As with `storage.resize_(0)`, by which sharded modules free what they have gathered."""
+
+
+def has_no_memory(tensor: Tensor) -> bool:
+    """Whether there is nothing where the elements of a tensor should be: to touch them would end the process."""
+    return not tensor.data_ptr() and tensor.numel() > 0
+
+
+def is_plain_memory(tensor: Tensor) -> bool:
+    """Whether the tensor's elements are bytes of this process, one after the other in C order."""
+    return tensor.is_cpu and tensor.is_contiguous()  # views that conjugate or negate lazily have no boxes
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a tensor for which `is_plain_memory` holds, as writable bytes; keeps the tensor alive.
+
+    Through ctypes, because NumPy has no bfloat16 and no float8, and because for 10,000 small tensors the way through
+    `Tensor.view` costs several times more.
+    """
+    nbytes = tensor.nbytes
+    if nbytes == 0:
+        return memoryview(b"")
+    memory = (ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())
+    memory.owner = tensor  # type: ignore[attr-defined]  # from_address owns nothing, and the view holds `memory`
+    return memoryview(memory).cast("B")
+
+
+def address_of(buffer: bytearray) -> int:
+    """Where the bytes of a buffer begin; as long as it lives."""
+    return ctypes.addressof(ctypes.c_ubyte.from_buffer(buffer))
+
+
+# Not `ctypes.memmove`, which lets go of the interpreter's lock: threads that copy crumbs would wait for one another.
+move_bytes = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(("memmove", ctypes.pythonapi))
+"""Copies bytes: address to copy to, address to copy from, how many. The caller answers for both."""
+
+
+def tensor_over(buffer: memoryview, begin: int, dtype: Dtype, shape: tuple[int, ...]) -> Tensor:
+    """A tensor whose memory is `buffer` from `begin` on."""
+    flat = torch.frombuffer(buffer, dtype=torch.uint8, offset=begin, count=prod(shape) * dtype.itemsize)
+    return flat.view(torch_dtype(dtype)).reshape(shape)

@@ -1,0 +1,1 @@
+"""Whether a checkpoint fits an app, before a byte has changed."""

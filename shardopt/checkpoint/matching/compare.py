@@ -1,0 +1,293 @@
+"""Does a checkpoint fit an app? Every difference is found here, before a byte of the app has changed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from shardopt.checkpoint.format.manifest import Manifest, StoredTensor
+from shardopt.checkpoint.format.tensor_bytes import GIVEN_BACK, dtype_name, has_no_memory, torch_dtype
+from shardopt.checkpoint.matching.strictness import Choice, Names, Strictness
+from shardopt.errors import Problem, ShardoptError
+from shardopt.sharding.pieces import View, elements_overlap
+from shardopt.state import (
+    CheckedStateful,
+    FlatState,
+    Handback,
+    PartialStateful,
+    Path,
+    PerRank,
+    join,
+    kinds_differ,
+    nest,
+    tell_path,
+)
+
+_MISSING = "give its old name with rename={...}, remove it from the app, or load with strict=False to leave it as it is"
+_UNEXPECTED = "give its new name with rename={...}, add it to the app, or load with strict=False to leave it out"
+# Where optimizers keep theirs, which follows from what models have.
+_OF_OPTIMIZERS = re.compile(r"(^|\.)(state|param_groups)(\.|$)")
+
+
+@dataclass(slots=True)
+class Match:
+    """What is to be loaded: the keys that both sides have, and what only one side has."""
+
+    tensors: dict[str, tuple[View, StoredTensor]] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    per_rank: list[str] = field(default_factory=list)
+    cast: list[str] = field(default_factory=list)  # of the tensors, those that change their dtype
+    missing: list[str] = field(default_factory=list)  # in the app only
+    unexpected: list[str] = field(default_factory=list)  # in the checkpoint only, as far as this rank knows
+    problems: list[Problem] = field(default_factory=list)  # differences that do not pass
+    warnings: list[Problem] = field(default_factory=list)  # differences that are to be told, not refused
+
+    def loads_into(self, path: Path, flat: FlatState) -> bool:
+        """Whether anything is loaded at or below a path."""
+        keys = (*self.tensors, *self.values, *self.per_rank)
+        return any(flat.leaves[key].path[: len(path)] == path for key in keys)
+
+
+def compare(flat: FlatState, views: Mapping[str, View], names: Names, strictness: Strictness, world_size: int) -> Match:
+    """Matches an app with a checkpoint, by key, on one rank.
+
+    Every difference that `strictness` does not let pass is in `problems` of the result. Shapes and kinds always have
+    to fit. Whether an `unexpected` key is one depends on the other ranks, which may have a place for it.
+
+    Args:
+        names: the checkpoint under the app's names, and which of the app's keys are to be loaded.
+    """
+    manifest = names.manifest
+    stored = dict(_stored_paths(manifest))
+    match = Match(missing=[key for key in flat.leaves if key in names.chosen and key not in stored])
+    problems = match.problems
+    settled: list[Path] = []  # what is said of an object as a whole stands for its single keys
+    for handback in flat.handbacks:
+        one_sided = _one_sided_state(handback, flat, stored, names)
+        if one_sided is not None:
+            _note(one_sided, strictness.uninitialized, problems, match)
+            settled.append(handback.path)
+            continue
+        found = list(_object_problems(handback, flat, stored, names, strictness))
+        if found:
+            problems += found
+            settled.append(handback.path)
+    for key, leaf in flat.leaves.items():
+        if key in stored and key in names.chosen and not (settled and _below(leaf.path, settled)):
+            view, tensor = views.get(key), manifest.tensors.get(key)
+            problem: Problem | None
+            if kinds_differ(stored[key], leaf.path):
+                remedy = "nest it in the app as it was when it was saved"
+                problem = Problem(key, tell_path(stored[key]), tell_path(leaf.path), remedy)
+            elif view is not None and tensor is not None:
+                problem = _match_tensors(key, view, tensor, match, strictness)
+            else:
+                problem = _match_values(key, flat, views, names, match, world_size)
+            if problem is not None:
+                problems.append(problem)
+    for key in match.missing:
+        if not _below(flat.leaves[key].path, settled):
+            problem = Problem(key, "nothing in the checkpoint", _kind_of_leaf(flat, views, key), _MISSING)
+            _note(problem, strictness.missing, problems, match)
+    match.unexpected = [key for key in stored if key not in flat.leaves and not _below(stored[key], settled)]
+    return match
+
+
+def in_order(problems: Iterable[Problem]) -> list[Problem]:
+    """Weights first, then what optimizers have of them; each in the order that it had."""
+    return sorted(problems, key=lambda problem: _OF_OPTIMIZERS.search(problem.key) is not None)
+
+
+def judge_unexpected(match: Match, names: Names, strictness: Strictness, keys: Iterable[str]) -> list[Problem]:
+    """Takes it that no rank of the job has a place for these stored keys; returns those that `strictness` refuses."""
+    match.unexpected = list(keys)
+    refused: list[Problem] = []
+    for key in match.unexpected:
+        found = f"{_kind_of_stored(names.manifest, key)} in the checkpoint"
+        problem = Problem(key, found, "nothing under this key", _UNEXPECTED)
+        _note(problem, strictness.unexpected, refused, match)
+    return refused
+
+
+def _note(problem: Problem, choice: Choice, problems: list[Problem], match: Match) -> None:
+    if choice == "raise":
+        problems.append(problem)
+    elif choice == "warn":
+        match.warnings.append(problem)
+
+
+def _stored_paths(manifest: Manifest) -> Iterator[tuple[str, Path]]:
+    yield from ((key, tensor.path) for key, tensor in manifest.tensors.items())
+    yield from ((key, path) for key, (path, _) in manifest.values.items())
+    yield from manifest.per_rank.items()
+
+
+def _match_tensors(key: str, view: View, tensor: StoredTensor, match: Match, strictness: Strictness) -> Problem | None:
+    """Puts a tensor of both sides into `match`, or tells what is wrong with it."""
+    dtype = torch_dtype(tensor.dtype)
+    # A rank without a shard of a LocalShardsWrapper cannot know its dtype.
+    known = view.dtype if view.pieces or not view.layout.local else dtype
+    if tensor.layout.shape != view.shape or dtype != known:
+        castable = tensor.layout.shape == view.shape and _can_cast(dtype, view.dtype)
+        if not castable or strictness.dtype != "cast":
+            remedy = "load it into a tensor of the shape and dtype that were saved"
+            if castable:
+                remedy += ', or with Strictness(dtype="cast")'
+            return Problem(key, _described(tensor.layout.shape, dtype), _described(view.shape, view.dtype), remedy)
+        match.cast.append(key)
+    match.tensors[key] = (view, tensor)
+    return _unfit_memory(key, view)
+
+
+def _match_values(
+    key: str, flat: FlatState, views: Mapping[str, View], names: Names, match: Match, world_size: int
+) -> Problem | None:
+    """The same of what is not a tensor on both sides."""
+    manifest, value = names.manifest, flat.leaves[key].value
+    if key in manifest.per_rank and isinstance(value, PerRank):
+        if world_size == manifest.world_size:
+            match.per_rank.append(key)
+        elif value.on_resize == "raise":
+            found, required = f"values of {manifest.world_size} ranks", f"{world_size} ranks"
+            remedy = 'use as many ranks, or PerRank(..., on_resize="keep") to keep the values that are there'
+            return Problem(key, found, required, remedy)
+        return None
+    if key in manifest.values and key not in views and not isinstance(value, PerRank):
+        found = manifest.values[key][1]
+        match.values[key] = found
+        if not isinstance(found, dict) and any(each.path == flat.leaves[key].path for each in flat.handbacks):
+            return Problem(key, _kind_of_stored(manifest, key), "the state of an object", "give the key what was saved")
+        return None
+    remedy = "give the key the kind that it was saved with"
+    return Problem(key, _kind_of_stored(manifest, key), _kind_of_leaf(flat, views, key), remedy)
+
+
+def _can_cast(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether a conversion loses no more than digits, of numbers that are not too large."""
+    if wanted is torch.float8_e8m0fnu:  # powers of two alone, without a sign or a zero
+        return False
+    return wanted.is_complex if stored.is_complex else stored.is_floating_point and _is_inexact(wanted)
+
+
+def _is_inexact(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _unfit_memory(key: str, view: View) -> Problem | None:
+    """What speaks against reading into the memory of a tensor."""
+    for piece in view.pieces:
+        if has_no_memory(piece.tensor):
+            if piece.tensor.is_meta:
+                found, remedy = "a tensor on the meta device", "call to_empty(device=...) first"
+            else:
+                found, remedy = GIVEN_BACK, "load while its parameter is there"
+            return Problem(key, found, "memory to load into", remedy)
+        if elements_overlap(piece.tensor):
+            found = f"elements that share memory (strides {piece.tensor.stride()})"
+            return Problem(key, found, "a place for each element", "call contiguous() first")
+    return None
+
+
+def _one_sided_state(handback: Handback, flat: FlatState, stored: Mapping[str, Path], names: Names) -> Problem | None:
+    """An optimizer that has state in the checkpoint and none in the app, or the reverse."""
+    if not isinstance(handback.target, torch.optim.Optimizer):
+        return None
+    path = handback.path
+    state = (*path, "state")
+    of_both = [key for key, leaf in flat.leaves.items() if _below(leaf.path, [path]) and key in names.chosen]
+    of_stored = [key for key, at in stored.items() if _below(at, [path])]
+    if not of_stored or not of_both:
+        return None  # the whole object is on one side only, which is another matter
+    in_state = [key for key in of_stored if key in names.manifest.tensors and _below(stored[key], [state])]
+    there = any(
+        isinstance(flat.leaves[key].value, torch.Tensor) and _below(flat.leaves[key].path, [state]) for key in of_both
+    )
+    saved = bool(in_state if there else _belonging(handback, stored, in_state))
+    if saved == there:
+        return None
+    found = f"{'state' if saved else 'no state'} in the checkpoint"
+    required = f"{'none: it was never initialized' if saved else 'state'} in the app"
+    before = "loading" if saved else "saving"
+    remedy = f"load with init_state=True, or call init_state() before {before} (where there is none, take a step)"
+    return Problem(join(state), found, required, remedy)
+
+
+def _object_problems(
+    handback: Handback, flat: FlatState, stored: Mapping[str, Path], names: Names, strictness: Strictness
+) -> Iterator[Problem]:
+    """What an object of the app has to say of the state that it would get, before any of it is read."""
+    target, path = handback.target, handback.path
+    if not isinstance(target, CheckedStateful):
+        return
+    own = {key: leaf for key, leaf in flat.leaves.items() if leaf.path[: len(path)] == path}
+    of_stored = [key for key, at in stored.items() if at[: len(path)] == path]
+    if own.keys().isdisjoint(of_stored):
+        return  # nothing of it is loaded; its keys are told one by one
+    without_place = [key for key in of_stored if key not in own]
+    belonging = _belonging(handback, stored, without_place) if strictness.unexpected == "raise" else []
+    keys = [*(key for key in of_stored if key in own), *belonging]
+    described: dict[Path, Any] = {}
+    if strictness.missing != "raise" or not names.chosen.issuperset(own):
+        described |= {leaf.path[len(path) :]: leaf.value for leaf in own.values()}
+    for key in keys:
+        described[stored[key][len(path) :]] = _description(key, flat, names.manifest, strictness)
+    if handback.plain_names:
+        own_names: dict[str | int, str] = {plain: name for name, plain in handback.plain_names.items()}
+        described = {(own_names.get(at[0], at[0]), *at[1:]): value for at, value in described.items()}
+    choices = {"strict": False} if strictness.lets_objects_differ and isinstance(target, PartialStateful) else {}
+    try:
+        target.check_state_dict(nest(described), **choices)
+    except ShardoptError as error:
+        problems = error.problems or [Problem("", error.message, "a state that fits", "see the message")]
+        prefix = join(path)
+        yield from (replace(p, key=f"{prefix}.{p.key}" if p.key else prefix) for p in problems)
+
+
+def _belonging(handback: Handback, stored: Mapping[str, Path], keys: Iterable[str]) -> list[str]:
+    """Those of the stored keys of an object that belong on this rank, whether it has a place for them or not."""
+    target, root = handback.target, len(handback.path)
+    if isinstance(target, PartialStateful):
+        names = target.held_state_names()
+        within = ((key, stored[key][root:]) for key in keys)
+        return [key for key, path in within if len(path) < 2 or path[0] != "state" or path[1] in names]
+    return [] if isinstance(target, CheckedStateful) else list(keys)
+
+
+def _description(key: str, flat: FlatState, manifest: Manifest, strictness: Strictness) -> Any:
+    """A stored value as `check_state_dict` gets it."""
+    if key in manifest.tensors:
+        tensor = manifest.tensors[key]
+        dtype = torch_dtype(tensor.dtype)
+        own = flat.leaves[key].value if key in flat.leaves else None
+        if strictness.dtype == "cast" and isinstance(own, torch.Tensor) and _can_cast(dtype, own.dtype):
+            dtype = own.dtype
+        return torch.empty(tensor.layout.shape, dtype=dtype, device="meta")
+    return manifest.values[key][1] if key in manifest.values else None
+
+
+def _kind_of_stored(manifest: Manifest, key: str) -> str:
+    if key in manifest.tensors:
+        tensor = manifest.tensors[key]
+        return _described(tensor.layout.shape, torch_dtype(tensor.dtype))
+    if key in manifest.values:
+        return f"a plain value ({type(manifest.values[key][1]).__name__})"
+    return "a value per rank"
+
+
+def _kind_of_leaf(flat: FlatState, views: Mapping[str, View], key: str) -> str:
+    if key in views:
+        return _described(views[key].shape, views[key].dtype)
+    value = flat.leaves[key].value
+    return "a value per rank" if isinstance(value, PerRank) else f"a plain value ({type(value).__name__})"
+
+
+def _described(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    return f"a tensor of {dtype_name(dtype)} {list(shape)}"
+
+
+def _below(path: Path, roots: Iterable[Path]) -> bool:
+    return any(path[: len(root)] == root for root in roots)

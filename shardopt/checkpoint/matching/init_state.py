@@ -1,0 +1,164 @@
+"""Optimizers get state for just those parameters that a checkpoint has state for, so that it has a place to go.
+
+State that was made before the first step and never stepped means the same as none. So what was made for a parameter
+that the checkpoint has none for is dropped again, and what was stepped is left for the comparison to refuse.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.optim import Optimizer
+
+from shardopt.checkpoint.commit import read_manifest
+from shardopt.checkpoint.format.manifest import Manifest
+from shardopt.checkpoint.matching.strictness import under_names_of
+from shardopt.checkpoint.storage import storage_of
+from shardopt.ranks import Ranks
+from shardopt.state import FlatState, Handback, UnsteppedStateful, flatten, join
+
+
+@dataclass(slots=True)
+class _Change:
+    """What an optimizer lacks of what the checkpoint has, and what it has and the checkpoint lacks.
+
+    Args:
+        optimizer: an `UnsteppedStateful`, or another one that has `init_state`.
+        make: names to make state for; None for all of an optimizer that knows of no names.
+        drop: names whose state was never stepped on this rank.
+        keep: names whose state was, of which the checkpoint has none.
+    """
+
+    optimizer: Any
+    make: list[str] | None
+    drop: list[str] = field(default_factory=list)
+    keep: list[str] = field(default_factory=list)
+
+
+def init_unstepped(
+    ranks: Ranks,
+    what: str,
+    url: str | os.PathLike[str],
+    app: Mapping[str, Any],
+    select: str | None,
+    rename: Mapping[str, str] | None,
+    deadline_seconds: float,
+) -> Callable[[], None]:
+    """Makes state where the checkpoint has some, and drops what was never stepped where it has none. Collective.
+
+    Args:
+        what: is being done, for errors.
+        url, app, select, rename: as for `load`.
+
+    Returns:
+        What leaves without state again what got some here: to be called where the load has failed.
+
+    Raises:
+        CheckpointNotFoundError, CorruptionError, FormatError: there is no manifest to be read.
+        MismatchError: the rules of `rename` do not work.
+        ShardoptError: an optimizer cannot make its state.
+    """
+
+    def compare() -> dict[str, _Change]:
+        manifest = read_manifest(storage_of(url))[0]
+        flat = flatten(app)
+        names = under_names_of(manifest, flat, select, rename)
+        return dict(_changes(flat, names.manifest, names.chosen))
+
+    def merge(reports: list[Any]) -> dict[str, Any]:
+        stepped: dict[str, set[str]] = {}
+        for kept, _ in reports:
+            for key, names in kept.items():
+                stepped.setdefault(key, set()).update(names)
+        return {
+            "stepped": {key: sorted(names) for key, names in stepped.items()},
+            "any": any(due for _, due in reports),
+        }
+
+    changes, decision = ranks.agree(
+        what,
+        work=compare,
+        report=lambda changes: [{key: each.keep for key, each in changes.items() if each.keep}, _is_due(changes)],
+        decide=merge,
+        deadline_seconds=deadline_seconds,
+    )
+    if decision["any"]:
+        # A round of its own: what is made may communicate by itself, so that all must have got here.
+        ranks.agree(what, work=lambda: _carry_out(changes, decision["stepped"]), deadline_seconds=deadline_seconds)
+
+    def undo() -> None:
+        for change in changes.values():
+            if change.make and isinstance(change.optimizer, UnsteppedStateful):
+                change.optimizer.drop_state(change.make)
+
+    return undo
+
+
+def _is_due(changes: Mapping[str, _Change]) -> bool:
+    return any(change.make is None or change.make or change.drop for change in changes.values())
+
+
+def _carry_out(changes: Mapping[str, _Change], stepped: Mapping[str, Collection[str]]) -> None:
+    for key, change in changes.items():
+        if change.make is None:
+            change.optimizer.init_state()
+            continue
+        # What one rank has stepped is in no rank's power to drop.
+        change.optimizer.drop_state([name for name in change.drop if name not in stepped.get(key, ())])
+        if change.make:
+            change.optimizer.init_state(names=change.make)
+
+
+def _changes(flat: FlatState, manifest: Manifest, chosen: Collection[str]) -> Iterator[tuple[str, _Change]]:
+    """For each optimizer of which something is stored: its key in the app, and what is to be done."""
+    stored = [*manifest.tensors, *manifest.values, *manifest.per_rank]
+    for each in flat.handbacks:
+        key, target = join(each.path), each.target
+        own = [name for name in stored if name == key or name.startswith(f"{key}.")]
+        if not own or not isinstance(target, Optimizer) or not hasattr(target, "init_state"):
+            continue
+        if isinstance(target, UnsteppedStateful) and "names" in inspect.signature(target.init_state).parameters:
+            known = target.held_state_names()
+            there = set(_saved_names(key, own, manifest, known))
+            live = set(_live_names(each, flat, chosen)).intersection(known)
+            surplus = live - there
+            unstepped = set(target.unstepped_state(surplus)) if surplus else set()
+            yield key, _Change(target, sorted(there - live), sorted(unstepped), sorted(surplus - unstepped))
+        elif _has_tensors(f"{key}.state", manifest.tensors) and not _has_tensors(f"{key}.state", flat.tensors()):
+            yield key, _Change(target, None)
+
+
+def _has_tensors(key: str, tensors: Iterable[str]) -> bool:
+    return any(name.startswith(f"{key}.") for name in tensors)
+
+
+def _saved_names(key: str, stored: Iterable[str], manifest: Manifest, known: Collection[str]) -> Iterator[str]:
+    """The names under "state" that a checkpoint has something for; of those that the optimizer knows."""
+    before = f"{key}.state."
+    for name in stored:
+        if name.startswith(before):
+            found = name.removeprefix(before)  # "layers.0.weight.exp_avg"; entries may have dots in them, too
+            while found and found not in known:
+                found = found.rpartition(".")[0]
+            yield from [found] if found else []
+        elif name in (key, f"{key}.state") and name in manifest.values:  # state without a tensor is one plain value
+            value = manifest.values[name][1]
+            state = value.get("state") if name == key and isinstance(value, Mapping) else value
+            yield from [each for each, entries in state.items() if entries] if isinstance(state, Mapping) else []
+
+
+def _live_names(handback: Handback, flat: FlatState, chosen: Collection[str]) -> Iterator[str]:
+    """The names under "state" that an optimizer has something for, and that are to be loaded."""
+    root = handback.path
+    for key, leaf in flat.leaves.items():
+        if key in chosen and leaf.path[: len(root)] == root:
+            within = leaf.path[len(root) :]
+            if len(within) > 1 and within[0] == "state":
+                yield str(within[1])
+            elif within in ((), ("state",)) and isinstance(leaf.value, Mapping):
+                state = leaf.value if within else leaf.value.get("state")
+                yield from [each for each, entries in state.items() if entries] if isinstance(state, Mapping) else []

@@ -1,0 +1,1 @@
+"""The job's state and who writes which part of it: no I/O."""

@@ -1,0 +1,1 @@
+"""An open checkpoint, and its bytes into the memory of tensors."""

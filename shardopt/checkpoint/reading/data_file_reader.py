@@ -1,0 +1,95 @@
+"""A data file that is open for reading: what is in it, and where; its header and checksums are verified."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
+
+import xxhash
+
+from shardopt.checkpoint.format.constants import Dtype, damaged, segment_count, stored_shape
+from shardopt.checkpoint.format.data_file import Entry, header_length, parse_header
+from shardopt.checkpoint.format.manifest import DataFile
+from shardopt.checkpoint.storage import ReadInto, Span, Storage, telling
+from shardopt.errors import CorruptionError
+from shardopt.sharding.box import Box
+
+
+class Form(NamedTuple):
+    """What the header of a data file has to say of a box."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+def form_of(dtype: Dtype, box: Box) -> Form:
+    """The form in which a box is stored."""
+    return Form(dtype.safetensors or "U8", tuple(stored_shape(dtype, box.sizes)), box.numel * dtype.itemsize)
+
+
+class OpenFile:
+    """A data file whose header and checksums have been read and verified."""
+
+    def __init__(self, storage: Storage, file: DataFile) -> None:
+        self.storage, self.file = storage, file
+        self.where = f"{storage.url}/{file.name}"
+        with self.reading():
+            found = storage.size(file.name)
+            if found != file.nbytes:
+                raise damaged(self.where, f"{found} bytes where {file.nbytes} were written")
+            length = header_length(storage.read(file.name, 0, 8), file.nbytes, self.where)
+            header = storage.read(file.name, 0, length)
+            self.entries = parse_header(header, file.nbytes, self.where)
+            last = next(reversed(self.entries.values()))
+            self.sums = storage.read(file.name, last.begin, last.end)
+        digest = xxhash.xxh3_64(header)
+        digest.update(self.sums)
+        if digest.hexdigest() != file.digest:
+            raise damaged(self.where, "a header or checksums that are not what was written")
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Tells what goes wrong while this file is read."""
+        with telling(f"read {self.where}"):
+            try:
+                yield
+            except FileNotFoundError:
+                raise damaged(self.where, "no such file") from None
+
+    @contextmanager
+    def opened(self) -> Iterator[ReadInto]:
+        """What fills spans from this file, for as long as this is open."""
+        with ExitStack() as stack:
+            with self.reading():
+                read = stack.enter_context(self.storage.opened(self.file.name))
+
+            def read_named(spans: Sequence[Span]) -> None:
+                with self.reading():  # and nothing else: what the caller does beside it may fail in other ways
+                    read(spans)
+
+            yield read_named
+
+    def read_into(self, spans: Sequence[Span]) -> None:
+        with self.opened() as read:
+            read(spans)
+
+    def checksums(self, entry: Entry) -> bytes:
+        """Of all segments of an entry, one after the other."""
+        return self.sums[8 * entry.segment : 8 * (entry.segment + segment_count(entry.end - entry.begin))]
+
+    def entry(self, key: str, form: Form) -> Entry:
+        """Where a box is in this file; the header must agree with what the manifest says of it."""
+        entry = self.entries.get(key)
+        if entry is None or entry.shape != form.shape or entry.dtype != form.dtype:
+            found = f"{entry.dtype} {entry.shape}" if entry else "nothing"
+            raise damaged(self.where, f"{found} under {key!r} where the manifest has {form.dtype} {form.shape}")
+        if entry.end - entry.begin != form.nbytes:
+            raise damaged(self.where, f"{entry.end - entry.begin} bytes for {key!r}")
+        return entry
+
+    def failed(self, entry: Entry, segment: int) -> CorruptionError:
+        """What to raise of a segment, by its number in the file."""
+        found = f"segment {segment - entry.segment} of {entry.key!r} with bytes that fail their checksum"
+        return damaged(self.where, found)

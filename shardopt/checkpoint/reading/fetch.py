@@ -1,0 +1,179 @@
+"""From data files into memory that is already there: every byte is summed, and read once."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+import xxhash
+from torch import Tensor
+
+from shardopt.casts import has_fewer_exponents, lost_in_cast
+from shardopt.checkpoint.format.constants import SEGMENT_BYTES
+from shardopt.checkpoint.format.data_file import Entry
+from shardopt.checkpoint.format.tensor_bytes import torch_dtype
+from shardopt.checkpoint.progress import Counter, Progress
+from shardopt.checkpoint.reading.data_file_reader import OpenFile
+from shardopt.checkpoint.reading.read_plan import Batch, Crumbs, Use, Want, batches_of, copy_into, lost_problem
+from shardopt.checkpoint.storage import Span, Storage
+from shardopt.errors import CorruptionError, MismatchError, Problem
+from shardopt.sharding.box import Box, cut_in_order
+from shardopt.streams import CallersStreams
+
+_THREADS = 4
+_BATCH_BYTES = 2 << 20  # read by one thread at a time, and still in its cache when it is summed and copied
+_FAR_BATCH_BYTES = 8 << 20  # where each request costs a round trip; see benchmarks/results/remote.md
+_FAR_THREADS = 8
+
+
+def fetch(wants: Sequence[tuple[OpenFile, Want]], progress: Progress | None = None, use: Use = copy_into) -> int:
+    """Reads all that is wanted into its targets; returns the bytes read.
+
+    Args:
+        progress: of the bytes that are wanted.
+        use: what is done with what cannot be read into its target's own memory.
+
+    Raises:
+        CorruptionError: bytes that fail their checksum; targets may have changed by then.
+    """
+    by_file: defaultdict[OpenFile, list[Want]] = defaultdict(list)
+    for file, want in wants:
+        by_file[file].append(want)
+    threads = max((threads_for(file.storage) for file in by_file), default=1)
+    batches = _Batches(by_file, use)
+    done = Counter(sum(want.wanted.numel * want.dtype.itemsize for _, want in wants), progress)
+    streams = CallersStreams(want.target for _, want in wants)
+    with ThreadPoolExecutor(threads, "shardopt-read") as pool:
+        try:
+            for each in [pool.submit(_read_batches, batches, done, streams) for _ in range(threads)]:
+                each.result()
+        finally:
+            batches.stop()  # where one has failed, or the caller was interrupted, the others are not to go on
+    return batches.nbytes
+
+
+class _Batches:
+    """Batches of all files, for threads that take one after the other."""
+
+    def __init__(self, by_file: Mapping[OpenFile, list[Want]], use: Use) -> None:
+        self.nbytes = 0
+        self._use = use
+        self._lock = threading.Lock()
+        self._made = self._make(by_file)
+        self._stopped = False
+
+    def take(self) -> tuple[OpenFile, Batch | Crumbs] | None:
+        """The next one; None where there is none any more."""
+        with self._lock, torch.no_grad():  # a thread has a grad mode of its own
+            taken = None if self._stopped else next(self._made, None)
+            self.nbytes += taken[1].nbytes if taken else 0
+            return taken
+
+    def stop(self) -> None:
+        """Gives no more."""
+        self._stopped = True
+
+    def _make(self, by_file: Mapping[OpenFile, list[Want]]) -> Iterator[tuple[OpenFile, Batch | Crumbs]]:
+        limit = max(map(_batch_bytes, by_file), default=0)
+        scratch: list[bytearray] = []  # as many as there are threads, and one for the batch that is being made
+        for file, wants in by_file.items():
+            for batch in batches_of(sorted(wants, key=lambda want: want.entry.begin), limit, scratch, self._use):
+                yield file, batch
+
+
+def _read_batches(batches: _Batches, done: Counter, streams: CallersStreams) -> None:
+    """What a thread does; whatever goes wrong ends all of them."""
+    try:
+        with streams.entered():
+            taken = batches.take()
+            while taken is not None:
+                file = taken[0]
+                with file.opened() as read:
+                    while taken is not None and taken[0] is file:
+                        taken[1].read(file, read)
+                        done.add(taken[1].nbytes)
+                        taken = batches.take()
+    except BaseException:
+        batches.stop()
+        raise
+
+
+def threads_for(storage: Storage) -> int:
+    """How many threads should read from it at a time."""
+    return _FAR_THREADS if storage.is_remote else _THREADS
+
+
+def _batch_bytes(file: OpenFile) -> int:
+    return _FAR_BATCH_BYTES if file.storage.is_remote else _BATCH_BYTES
+
+
+def check_all(wants: Sequence[tuple[OpenFile, Want]]) -> None:
+    """Verifies every segment of the stored boxes that something is wanted of; changes nothing.
+
+    Raises:
+        CorruptionError: with all that is damaged.
+    """
+    boxes = {(id(file), want.entry.begin): (file, want.entry) for file, want in wants}
+    problems = [problem for file, entry in boxes.values() for problem in damaged_segments(file, entry)]
+    if problems:
+        raise CorruptionError("a checkpoint is damaged; nothing was changed", problems)
+
+
+def casts_to_check(wants: Sequence[tuple[OpenFile, Want]]) -> list[tuple[OpenFile, Want]]:
+    """What is wanted in a dtype that cannot hold all that may be there."""
+    both = ((each, torch_dtype(each[1].dtype), each[1].target.dtype) for each in wants)
+    return [each for each, stored, wanted in both if stored != wanted and has_fewer_exponents(stored, wanted)]
+
+
+def check_casts(wants: Sequence[tuple[OpenFile, Want]], names: Mapping[str, str]) -> None:
+    """Reads what `casts_to_check` gave, and changes nothing.
+
+    Args:
+        names: stored key → the app's, where they differ.
+
+    Raises:
+        MismatchError: with the keys that have a number which would become another one.
+        CorruptionError: bytes that fail their checksum.
+    """
+    problems: dict[str, Problem] = {}
+
+    def look(entry: Entry, target: Tensor, source: Tensor) -> None:
+        lost = lost_in_cast(source, target.dtype)
+        if lost is not None:
+            key = names.get(entry.key, entry.key)
+            problems.setdefault(key, lost_problem(key, lost, source.dtype, target.dtype))
+
+    fetch(wants, use=look)
+    if problems:
+        message = "the checkpoint has numbers that the app's dtypes cannot hold; nothing was changed"
+        raise MismatchError(message, [problems[key] for key in sorted(problems)])
+
+
+def damaged_segments(
+    file: OpenFile, entry: Entry, progress: Callable[[int], object] = lambda nbytes: None
+) -> Iterator[Problem]:
+    """The segments of one stored box that fail their checksums; reads all of it.
+
+    Args:
+        progress: gets the bytes of each piece that was read.
+    """
+    step = _batch_bytes(file)
+    buffer = memoryview(bytearray(min(step, entry.end - entry.begin)))
+    segment = entry.segment
+    with file.opened() as read:
+        for begin in range(entry.begin, entry.end, step):
+            chunk = buffer[: min(step, entry.end - begin)]
+            read([Span(begin, chunk)])
+            progress(chunk.nbytes)
+            for i in range(0, chunk.nbytes, SEGMENT_BYTES):
+                if xxhash.xxh3_64_digest(chunk[i : i + SEGMENT_BYTES]) != file.sums[8 * segment : 8 * segment + 8]:
+                    yield from file.failed(entry, segment).problems
+                segment += 1
+
+
+def pieces_in_order(box: Box, itemsize: int) -> Iterator[Box]:
+    """Boxes of bounded size that hold a box's elements one after the other in C order."""
+    return cut_in_order(box, _BATCH_BYTES // itemsize)

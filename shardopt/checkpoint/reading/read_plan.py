@@ -1,0 +1,338 @@
+"""What is wanted of a data file, cut into batches that one thread reads, verifies and copies in one go.
+
+Where the bytes of a wanted part lie in one run in the file and in memory, they are read straight into that memory;
+otherwise whole rows are read into a bounded scratch buffer and copied from there, and so are small boxes, of which many
+are read at once. Checksums stand for segments, so that at both ends of a run up to one segment more is read, into
+scratch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from math import prod
+from typing import NamedTuple
+
+import torch
+import xxhash
+from torch import Tensor
+
+from shardopt.casts import lost_in_cast
+from shardopt.checkpoint.format.constants import SEGMENT_BYTES, Dtype
+from shardopt.checkpoint.format.data_file import Entry
+from shardopt.checkpoint.format.tensor_bytes import (
+    address_of,
+    bytes_of,
+    dtype_name,
+    is_plain_memory,
+    move_bytes,
+    tensor_over,
+    torch_dtype,
+)
+from shardopt.checkpoint.reading.data_file_reader import OpenFile
+from shardopt.checkpoint.storage import ReadInto, Span
+from shardopt.errors import CheckpointError, Problem
+from shardopt.sharding.box import Box
+from shardopt.sharding.pieces import narrowed
+
+_ALIGNMENT = 64  # of what is taken from scratch, so that there can be tensors of any dtype over it
+_CRUMB_BYTES = 64 * 1024  # up to here a copy costs less than one more place to read to; no more than a segment
+
+
+class Want(NamedTuple):
+    """A part of a stored box, and the memory for it.
+
+    `wanted` is in coordinates of the stored box, whose sizes are `sizes`; `target` has just its shape.
+    """
+
+    entry: Entry
+    dtype: Dtype
+    sizes: tuple[int, ...]
+    wanted: Box
+    target: Tensor
+
+
+class _Run(NamedTuple):
+    """Bytes of a stored box that lie in one run in the file, of whole segments.
+
+    Args:
+        offset: in the file.
+        head: bytes before what is wanted, to make up its first segment.
+        memory: for what is wanted; None where all of the run goes to scratch.
+        tail: bytes behind what is wanted; all of the run where it goes to scratch.
+        copy: for a run in scratch: where its bytes are → what to copy from them, and where to.
+    """
+
+    offset: int
+    head: int
+    memory: memoryview | None
+    tail: int
+    copy: Callable[[memoryview], tuple[Tensor, Tensor]] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.head + (self.memory.nbytes if self.memory else 0) + self.tail
+
+
+Use = Callable[[Entry, Tensor, Tensor], None]
+"""What is done with a part of an entry that was read into scratch and verified: the entry, where it is wanted, and the
+part, of the same shape."""
+
+
+def copy_into(entry: Entry, target: Tensor, source: Tensor) -> None:
+    """Copies what was read to where it is wanted.
+
+    Raises:
+        CheckpointError: the target's dtype cannot hold a number of it. Others may have been copied by then.
+    """
+    lost = None if source.dtype == target.dtype else lost_in_cast(source, target.dtype)
+    if lost is not None:
+        problem = lost_problem(entry.key, lost, source.dtype, target.dtype)
+        raise CheckpointError("a number cannot be cast, and the load is not whole", [problem])
+    target.copy_(source)
+
+
+def lost_problem(key: str, lost: float, source: torch.dtype, target: torch.dtype) -> Problem:
+    """The problem of a number that would become another one in a cast."""
+    found = f"{lost} in {dtype_name(source)}"
+    required = f"numbers that {dtype_name(target)} can hold, of at most {torch.finfo(target).max}"
+    return Problem(key, found, required, "load it into a wider dtype")
+
+
+class Batch:
+    """Spans to read in one go, the segments that are complete with them, and what to do once they are verified.
+
+    Args:
+        limit: of its bytes.
+        scratch: buffers for what is not read in place; the batch takes one when it needs it, and gives it back.
+        use: what is done with the parts that lie in scratch.
+    """
+
+    def __init__(self, limit: int, scratch: list[bytearray], use: Use = copy_into) -> None:
+        self._limit = limit
+        self.nbytes = 0
+        self._spans: list[Span] = []
+        self._checks: list[tuple[Entry, int, Sequence[memoryview]]] = []
+        self._parts: list[tuple[Entry, Tensor, Tensor]] = []
+        self._scratch, self._use = scratch, use
+        self._buffer: bytearray | None = None
+        self._used = 0
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether a run of that size may be added; a first one always may."""
+        return not self._spans or self.nbytes + nbytes <= self._limit
+
+    def add(self, entry: Entry, run: _Run) -> None:
+        parts = [self._take(run.head), run.memory, self._take(run.tail)] if run.memory else [self._take(run.tail)]
+        parts = [part for part in parts if part]
+        if run.copy is not None:
+            self._parts.append((entry, *run.copy(parts[0])))
+        offset = run.offset
+        self._checks += _segments(entry, offset, parts)
+        for memory in parts:
+            self._spans.append(Span(offset, memory))
+            offset += memory.nbytes
+        self.nbytes += run.nbytes
+
+    def read(self, file: OpenFile, read: ReadInto) -> None:
+        """Fills, verifies and copies; the batch is done with then."""
+        read(self._spans)
+        for entry, segment, parts in self._checks:
+            if _sum(parts) != file.sums[8 * segment : 8 * segment + 8]:
+                raise file.failed(entry, segment)
+        with torch.no_grad():  # a thread has a grad mode of its own
+            for entry, target, source in self._parts:
+                self._use(entry, target, source)
+        if self._buffer is not None:
+            self._scratch.append(self._buffer)
+
+    def _take(self, nbytes: int) -> memoryview:
+        """Scratch memory."""
+        if not nbytes:
+            return memoryview(b"")
+        if self._buffer is None:
+            self._buffer = taken_from(self._scratch, self._limit)
+        begin = self._used
+        self._used += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        if self._used > len(self._buffer):  # thousands of small parts, which alignment has made larger
+            return memoryview(bytearray(nbytes))
+        return memoryview(self._buffer)[begin : begin + nbytes]
+
+
+class Crumbs:
+    """Small boxes, whole: read into scratch many at a time, verified there, and copied.
+
+    Of thousands of small tensors each is next to its neighbours in the file, but not in memory.
+
+    Args:
+        limit, scratch: as for `Batch`.
+    """
+
+    def __init__(self, limit: int, scratch: list[bytearray]) -> None:
+        self.nbytes = 0
+        self._members: list[tuple[Entry, Tensor]] = []
+        self._limit, self._scratch = limit, scratch
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether a box of that size may be added."""
+        return self.nbytes + nbytes <= self._limit
+
+    def add(self, entry: Entry, target: Tensor) -> None:
+        self._members.append((entry, target))
+        self.nbytes += entry.end - entry.begin
+
+    def read(self, file: OpenFile, read: ReadInto) -> None:
+        """Fills, verifies and copies; the batch is done with then."""
+        buffer = taken_from(self._scratch, self._limit)
+        memory, address, sums = memoryview(buffer), address_of(buffer), file.sums
+        read(self._spans(memory))
+        at = 0
+        for entry, target in self._members:
+            nbytes = entry.end - entry.begin
+            if xxhash.xxh3_64_digest(memory[at : at + nbytes]) != sums[8 * entry.segment : 8 * entry.segment + 8]:
+                raise file.failed(entry, entry.segment)
+            move_bytes(target.data_ptr(), address + at, nbytes)
+            at += nbytes
+        self._scratch.append(buffer)
+
+    def _spans(self, memory: memoryview) -> list[Span]:
+        """One for all that follows one another in the file."""
+        spans = []
+        at = begin = offset = end = 0
+        for entry, _ in self._members:
+            if entry.begin != end:
+                spans.append(Span(offset, memory[begin:at]))
+                begin, offset = at, entry.begin
+            at, end = at + entry.end - entry.begin, entry.end
+        return [*spans[1:], Span(offset, memory[begin:at])]
+
+
+def taken_from(scratch: list[bytearray], limit: int) -> bytearray:
+    """A buffer for a batch of so many bytes, which puts it back. Fresh memory costs more than what is read into it."""
+    try:
+        return scratch.pop()
+    except IndexError:
+        return bytearray(limit + 2 * SEGMENT_BYTES)
+
+
+def batches_of(
+    wants: Sequence[Want], limit: int, scratch: list[bytearray], use: Use = copy_into
+) -> Iterator[Batch | Crumbs]:
+    """Batches of at most `limit` bytes, or of one run."""
+    batch, crumbs = Batch(limit, scratch, use), Crumbs(limit, scratch)
+    for want in wants:
+        entry, dtype, sizes, wanted, target = want
+        nbytes = entry.end - entry.begin
+        if not nbytes:
+            continue  # and no checksum
+        if nbytes <= _CRUMB_BYTES and wanted.sizes == sizes and _takes_bytes(target, dtype):
+            if not crumbs.has_room(nbytes):
+                yield crumbs
+                crumbs = Crumbs(limit, scratch)
+            crumbs.add(entry, target)
+            continue
+        for run in _direct(want, limit) if _is_one_run(want) else _through_scratch(want, limit):
+            if not batch.has_room(run.nbytes):
+                yield batch
+                batch = Batch(limit, scratch, use)
+            batch.add(entry, run)
+    yield from (each for each in (crumbs, batch) if each.nbytes)
+
+
+def _is_one_run(want: Want) -> bool:
+    """Whether the wanted part is contiguous in the stored box, and the target's memory is plain."""
+    partial = [d for d, (size, of) in enumerate(zip(want.wanted.sizes, want.sizes, strict=True)) if size != of]
+    last = partial[-1] if partial else 0
+    return all(size == 1 for size in want.wanted.sizes[:last]) and _takes_bytes(want.target, want.dtype)
+
+
+def _takes_bytes(target: Tensor, dtype: Dtype) -> bool:
+    """Whether the target's memory takes the stored bytes as they are."""
+    return target.dtype == torch_dtype(dtype) and is_plain_memory(target)
+
+
+def _direct(want: Want, limit: int) -> Iterator[_Run]:
+    begin = _offset(want.wanted.offsets, want.sizes) * want.dtype.itemsize
+    memory = bytes_of(want.target)
+    end = begin + memory.nbytes
+    total = want.entry.end - want.entry.begin
+    while begin < end:
+        # One run ends where a segment ends, so that no segment is read twice.
+        stop = min(end, begin - begin % SEGMENT_BYTES + limit)
+        head, tail = begin % SEGMENT_BYTES, min(-stop % SEGMENT_BYTES, total - stop)
+        yield _Run(want.entry.begin + begin - head, head, memory[: stop - begin], tail)
+        memory = memory[stop - begin :]
+        begin = stop
+
+
+def _through_scratch(want: Want, limit: int) -> Iterator[_Run]:
+    return _scratch_rows(want, limit, 0, want.sizes, want.wanted, want.target)
+
+
+def _scratch_rows(
+    want: Want, limit: int, base: int, sizes: tuple[int, ...], wanted: Box, target: Tensor
+) -> Iterator[_Run]:
+    """Reads blocks of whole rows, of the outermost dimension whose rows fit the scratch buffer."""
+    row_bytes = prod(sizes[1:]) * want.dtype.itemsize
+    first, count = (wanted.offsets[0], wanted.sizes[0]) if sizes else (0, 1)
+    if row_bytes > limit:
+        inner = Box(wanted.offsets[1:], wanted.sizes[1:])
+        for i in range(count):
+            yield from _scratch_rows(want, limit, base + (first + i) * row_bytes, sizes[1:], inner, target[i])
+        return
+    total = want.entry.end - want.entry.begin
+    step = max(limit // row_bytes, 1)
+    for i in range(0, count, step):
+        rows = min(step, count - i)
+        begin = base + (first + i) * row_bytes
+        stop = begin + rows * row_bytes
+        aligned = begin - begin % SEGMENT_BYTES
+        nbytes = min(-(-stop // SEGMENT_BYTES) * SEGMENT_BYTES, total) - aligned
+        part = target.narrow(0, i, rows) if sizes else target
+        box = Box((0, *wanted.offsets[1:]), (rows, *wanted.sizes[1:])) if sizes else None
+        shape = (rows, *sizes[1:]) if sizes else ()
+        copy = partial(_copy_of, part, begin - aligned, want.dtype, shape, box)
+        yield _Run(want.entry.begin + aligned, 0, None, nbytes, copy)
+
+
+def _copy_of(
+    target: Tensor, begin: int, dtype: Dtype, shape: tuple[int, ...], box: Box | None, memory: memoryview
+) -> tuple[Tensor, Tensor]:
+    """A target, and the tensor to fill it with: the part `box` of one of that shape, which begins in `memory`."""
+    source = tensor_over(memory, begin, dtype, shape)
+    return target, source if box is None else narrowed(source, box)
+
+
+def _segments(
+    entry: Entry, offset: int, parts: Sequence[memoryview]
+) -> Iterator[tuple[Entry, int, Sequence[memoryview]]]:
+    """The segments that the bytes of `parts`, from file offset `offset` on, consist of: number in the file, memory."""
+    segment = entry.segment + (offset - entry.begin) // SEGMENT_BYTES
+    open_parts: list[memoryview] = []
+    room = SEGMENT_BYTES
+    for part in parts:
+        while part.nbytes:
+            piece, part = part[:room], part[room:]
+            open_parts.append(piece)
+            room -= piece.nbytes
+            if room == 0:
+                yield entry, segment, open_parts
+                segment, open_parts, room = segment + 1, [], SEGMENT_BYTES
+    if open_parts:
+        yield entry, segment, open_parts
+
+
+def _sum(parts: Sequence[memoryview]) -> bytes:
+    if len(parts) == 1:
+        return xxhash.xxh3_64_digest(parts[0])
+    running = xxhash.xxh3_64()
+    for part in parts:
+        running.update(part)
+    return running.digest()
+
+
+def _offset(index: tuple[int, ...], sizes: tuple[int, ...]) -> int:
+    offset = 0
+    for i, size in zip(index, sizes, strict=True):
+        offset = offset * size + i
+    return offset

@@ -1,0 +1,214 @@
+"""An open checkpoint: what is in it, and any part of any tensor. Needs no process group and no optimizer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+
+from shardopt.checkpoint.commit import read_manifest
+from shardopt.checkpoint.format.constants import (
+    DTYPES,
+    PER_RANK_PREFIX,
+    Dtype,
+    damaged,
+    file_name,
+    file_stem,
+    load_json,
+    without_duplicates,
+)
+from shardopt.checkpoint.format.manifest import Manifest, StoredLayout
+from shardopt.checkpoint.format.tensor_bytes import torch_dtype
+from shardopt.checkpoint.reading.data_file_reader import Form, OpenFile, form_of
+from shardopt.checkpoint.reading.fetch import fetch
+from shardopt.checkpoint.reading.read_plan import Want
+from shardopt.checkpoint.storage import Storage, storage_of
+from shardopt.errors import MismatchError, Problem, StateError
+from shardopt.sharding.box import Box, cover_faults, whole
+from shardopt.sharding.pieces import Piece, narrowed
+from shardopt.values import decode_value
+
+_MOST_OVERLAPS = 1 << 16  # that are kept, some 20 MB
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """What a checkpoint knows of a tensor. `boxes` are the parts that it is stored in.
+
+    `tied_to` is the key with which it was one memory when it was saved, and under which it is stored, if there is one.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    boxes: tuple[Box, ...]
+    tied_to: str | None = None
+
+
+class _Shared(NamedTuple):
+    """What a stored box and a wanted one share: where in the stored box, and where in the wanted one (None: all)."""
+
+    file: OpenFile
+    form: Form
+    sizes: tuple[int, ...]
+    stored: Box
+    wanted: Box | None
+
+
+class CheckpointReader:
+    """A committed checkpoint, open for reading. Local: no other rank takes part.
+
+    Raises:
+        CheckpointNotFoundError, CorruptionError, FormatError: on opening; see `read_manifest`.
+    """
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._manifest, data = read_manifest(storage)
+        self.digest = xxhash.xxh3_64_hexdigest(data)
+        self._files: dict[int, OpenFile] = {}
+        self._overlaps: dict[tuple[StoredLayout, str, Box], list[_Shared]] = {}
+        self._overlaps_kept = 0
+        self._check_covers()
+
+    @property
+    def url(self) -> str:
+        return self._storage.url
+
+    @property
+    def is_remote(self) -> bool:
+        return self._storage.is_remote
+
+    @property
+    def manifest(self) -> Manifest:
+        return self._manifest
+
+    def keys(self) -> list[str]:
+        """The keys of all tensors and plain values, sorted."""
+        return sorted([*self._manifest.tensors, *self._manifest.values])
+
+    def info(self, key: str) -> TensorInfo:
+        """Shape, dtype and stored boxes of a tensor. Raises MismatchError for a key that is not a tensor's."""
+        tensor = self._manifest.tensors.get(key)
+        if tensor is None:
+            raise self._unknown(key, self._manifest.tensors, "a tensor")
+        return TensorInfo(tensor.layout.shape, torch_dtype(tensor.dtype), tensor.layout.boxes, tensor.tied_to)
+
+    def key_in_files(self, key: str) -> str:
+        """The key under which the data files have a tensor: its own, or that of the one that it is tied to."""
+        tied_to = self._manifest.tensors[key].tied_to
+        return key if tied_to is None else tied_to
+
+    def read(self, key: str, box: Box | None = None) -> Any:
+        """A plain value, or a tensor (on the CPU, its own memory): the whole of it, or the part that `box` names.
+
+        Raises:
+            MismatchError: there is no such key, or the tensor has no such box.
+            CorruptionError: what is stored is not what was written.
+        """
+        if key in self._manifest.values:
+            return self._manifest.values[key][1]
+        if key not in self._manifest.tensors:
+            raise self._unknown(key, self.keys(), "a key")
+        info = self.info(key)
+        box = whole(info.shape) if box is None else box
+        if len(box.sizes) != len(info.shape) or not whole(info.shape).contains(box) or min(box.sizes, default=0) < 0:
+            problem = Problem(key, f"the box {box}", f"a box within {list(info.shape)}", "ask for a part of the tensor")
+            raise MismatchError("the tensor has no such part", [problem])
+        # Without memory at first: the files must bear out the size that the manifest tells before any is taken for it.
+        for _ in self.wants(key, [Piece(box, torch.empty(box.sizes, dtype=info.dtype, device="meta"))]):
+            pass
+        target = torch.empty(box.sizes, dtype=info.dtype, device="cpu")
+        fetch(list(self.wants(key, [Piece(box, target)])))
+        return target
+
+    def wants(self, key: str, pieces: Sequence[Piece]) -> Iterator[tuple[OpenFile, Want]]:
+        """What must be read to fill these pieces of a tensor.
+
+        Raises:
+            CorruptionError: a file is missing, damaged, or not what the manifest says of it.
+        """
+        _, dtype, layout, tied_to = self._manifest.tensors[key]
+        key = key if tied_to is None else tied_to
+        for box, tensor in pieces:
+            for file, form, sizes, stored, wanted in self._shared(layout, dtype, box):
+                target = tensor if wanted is None else narrowed(tensor, wanted)
+                yield file, Want(file.entry(key, form), dtype, sizes, stored, target)
+
+    def per_rank(self, rank: int) -> Mapping[str, Any]:
+        """What rank `rank` has stored for itself under `PerRank`, decoded, by key."""
+        name = file_name(self._manifest.save_id, rank, 0)
+        number = next((i for i, file in enumerate(self._manifest.files) if file.name == name), None)
+        if number is None:
+            raise damaged(f"{self.url}/{name}", "no such file in the manifest")
+        file = self._open(number)
+        key = PER_RANK_PREFIX + file_stem(rank, 0)
+        nbytes = file.entries[key].end - file.entries[key].begin if key in file.entries else 0
+        target = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        box = whole((nbytes,))
+        entry = file.entry(key, form_of(DTYPES["uint8"], box))
+        fetch([(file, Want(entry, DTYPES["uint8"], box.sizes, box, target))])
+        where = f"{file.where}: {key}"
+        try:
+            found = load_json(target.numpy().tobytes(), where, without_duplicates)
+            return {name: decode_value(value) for name, value in found.items()}
+        except (StateError, RecursionError) as error:
+            raise damaged(where, "a malformed value") from error
+
+    def close(self) -> None:
+        """Forgets the files. Nothing is held open between reads."""
+        self._files.clear()
+        self._overlaps.clear()
+        self._overlaps_kept = 0
+
+    def __enter__(self) -> CheckpointReader:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _open(self, number: int) -> OpenFile:
+        if number not in self._files:
+            self._files[number] = OpenFile(self._storage, self._manifest.files[number])
+        return self._files[number]
+
+    def _shared(self, layout: StoredLayout, dtype: Dtype, box: Box) -> list[_Shared]:
+        """The stored boxes that share elements with `box`, and what they share; kept, for layouts are few."""
+        found = self._overlaps.get((layout, dtype.name, box))
+        if found is None:
+            found = []
+            for stored, file in zip(layout.boxes, layout.files, strict=True):
+                common = stored.intersect(box)
+                if common is not None:
+                    wanted = None if common == box else common.within(box)
+                    form = form_of(dtype, stored)
+                    found.append(_Shared(self._open(file), form, stored.sizes, common.within(stored), wanted))
+            self._overlaps_kept += 1 + len(found)
+            if self._overlaps_kept > _MOST_OVERLAPS:  # of one who reads through a checkpoint box by box
+                self._overlaps.clear()
+                self._overlaps_kept = 1 + len(found)
+            self._overlaps[layout, dtype.name, box] = found
+        return found
+
+    def _check_covers(self) -> None:
+        checked: set[int] = set()
+        for key, tensor in self._manifest.tensors.items():
+            if id(tensor.layout) not in checked:
+                checked.add(id(tensor.layout))
+                faults = cover_faults(tensor.layout.shape, tensor.layout.boxes)
+                if faults:
+                    raise damaged(f"{self.url}: {key}", "; ".join(faults))
+
+    def _unknown(self, key: str, known: Sequence[str] | Mapping[str, Any], kind: str) -> MismatchError:
+        names = sorted(known)
+        listed = ", ".join(names[:20]) + (f", ... ({len(names)} in all)" if len(names) > 20 else "")
+        problem = Problem(key, "nothing", f"{kind} of the checkpoint", f"there are: {listed}")
+        return MismatchError("no such key", [problem])
+
+
+def open_checkpoint(url: str | os.PathLike[str]) -> CheckpointReader:
+    """Opens a committed checkpoint for reading; use it in a `with` statement, or `close` it. Local."""
+    return CheckpointReader(storage_of(url))

@@ -1,0 +1,121 @@
+"""One checkpoint copied from one root to another, piece by piece: what each rank does, and what rank 0 does.
+
+A copy is verified while it is read, and its manifest goes last: so it is as whole as any checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import xxhash
+
+from shardopt.checkpoint.commit import publish_checkpoint, read_manifest
+from shardopt.checkpoint.format.constants import FILE_NAME, MANIFEST_NAME, SEGMENT_BYTES, damaged
+from shardopt.checkpoint.format.manifest import Manifest
+from shardopt.checkpoint.reading.data_file_reader import OpenFile
+from shardopt.checkpoint.run.retention import remove_checkpoint
+from shardopt.checkpoint.storage import Span, Storage, telling
+from shardopt.errors import CheckpointError, CheckpointExistsError, CorruptionError, Problem
+from shardopt.ranks import Ranks
+
+_CHUNK_BYTES = 16 * SEGMENT_BYTES
+_log = logging.getLogger("shardopt.checkpoint")
+
+
+def is_copied(source: Storage, target: Storage) -> bool:
+    """On rank 0: whether the copy is committed already; refuses to put it in the place of another checkpoint."""
+    with telling(f"look into {target.url}"):
+        if not target.exists(MANIFEST_NAME):
+            return False
+    try:
+        copied, _ = read_manifest(target)
+    except CorruptionError as error:
+        _log.warning("%s: it is copied anew", error)
+        with telling(f"remove {target.url}"):
+            remove_checkpoint(target)
+        return False
+    wanted, _ = read_manifest(source)
+    if copied.save_id == wanted.save_id:
+        return True
+    found = f"another checkpoint, of save {copied.save_id}, where save {wanted.save_id} is to be copied"
+    remedy = "remove it, or give each run a root of its own for its copies"
+    raise CheckpointExistsError("a copy was not made", [Problem(target.url, found, "no checkpoint", remedy)])
+
+
+def prepare_copy(source: Storage, target: Storage, manifest: Manifest, digests: list[str]) -> None:
+    """On rank 0: makes room for the copy, whose manifest has these digests as the ranks see it."""
+    if len(set(digests)) > 1:
+        problem = Problem(source.url, "not the same checkpoint on every rank", "one", "give all ranks the same path")
+        raise CheckpointError("ranks do not see the same checkpoint", [problem])
+    with telling(f"make {target.url}"):
+        target.make()
+        for file in manifest.files:  # of a copy of it that was not finished
+            target.remove(file.name)
+
+
+def upload_files(source: Storage, target: Storage, manifest: Manifest, ranks: Ranks) -> int:
+    """Uploads what this rank wrote; where other ranks did, they are dealt in turn."""
+    with telling(f"copy {source.url} to {target.url}"):
+        own = [file for file in manifest.files if _writer_of(file.name) % ranks.size == ranks.rank]
+        return sum(target.write(file.name, _Verified(OpenFile(source, file))) for file in own)
+
+
+def _writer_of(name: str) -> int:
+    return int(name.removesuffix(".safetensors").split("-")[1][1:])
+
+
+def commit_copy(source: Storage, target: Storage, manifest: Manifest, data: bytes) -> None:
+    """On rank 0: what stands beside the data files, and then the manifest."""
+    with telling(f"commit {target.url}"):
+        for name in source.names():
+            if name != MANIFEST_NAME and not FILE_NAME.fullmatch(name) and not name.startswith("."):
+                _copy_beside(source, target, name)
+        publish_checkpoint(target, manifest, data)
+
+
+def _copy_beside(source: Storage, target: Storage, name: str) -> None:
+    """Copies a file that is not the checkpoint's own. No directory, nor what is gone by now."""
+    try:
+        nbytes = source.size(name)
+    except FileNotFoundError:
+        return
+    target.remove(name)
+    target.write(name, _Pieces(source, name, nbytes))
+
+
+class _Pieces:
+    """The bytes of a file, a few at a time. May be gone through again."""
+
+    def __init__(self, storage: Storage, name: str, nbytes: int) -> None:
+        self._storage, self._name, self._nbytes = storage, name, nbytes
+
+    def __iter__(self) -> Iterator[memoryview]:
+        for begin in range(0, self._nbytes, _CHUNK_BYTES):
+            yield memoryview(self._storage.read(self._name, begin, min(begin + _CHUNK_BYTES, self._nbytes)))
+
+
+class _Verified:
+    """The bytes of a data file, none of which is handed on before its checksum is right. May be gone through again."""
+
+    def __init__(self, file: OpenFile) -> None:
+        self._file = file
+
+    def __iter__(self) -> Iterator[memoryview]:
+        file = self._file
+        entries = list(file.entries.values())
+        header = bytearray(entries[0].begin)  # entries follow one another, from the header to the file's end
+        file.read_into([Span(0, memoryview(header))])
+        yield memoryview(header)
+        for entry in entries[:-1]:
+            segment = entry.segment
+            for begin in range(entry.begin, entry.end, _CHUNK_BYTES):
+                chunk = memoryview(bytearray(min(_CHUNK_BYTES, entry.end - begin)))
+                file.read_into([Span(begin, chunk)])
+                for i in range(0, chunk.nbytes, SEGMENT_BYTES):
+                    found = xxhash.xxh3_64_digest(chunk[i : i + SEGMENT_BYTES])
+                    if found != file.sums[8 * segment : 8 * segment + 8]:
+                        raise damaged(file.where, f"{entry.key!r} with bytes that fail their checksum")
+                    segment += 1
+                yield chunk
+        yield memoryview(file.sums)

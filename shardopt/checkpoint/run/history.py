@@ -1,0 +1,196 @@
+"""Which checkpoints a run has, in its root and where they are copied to, as all ranks of the job know it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+
+from shardopt.checkpoint.run.branches import Beyond, Branch, Branches, branches_of, united
+from shardopt.checkpoint.run.mirror import Mirror
+from shardopt.checkpoint.run.restoring import Candidate
+from shardopt.checkpoint.run.root import Root
+from shardopt.checkpoint.run.steps import Place, place_of
+from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError, Problem
+from shardopt.ranks import ranks_of
+
+_log = logging.getLogger("shardopt.checkpoint")
+
+
+class History:
+    """The checkpoints of a run, by step and branch.
+
+    Ranks have to save to the same directories, so they know of branches what rank 0 has read and told. A Manager that
+    only looks reads for itself.
+
+    Args:
+        root: of the run.
+        copies: the root of the mirror, and the mirror itself; None where there is none.
+        deadline_seconds: of rounds.
+    """
+
+    def __init__(self, root: Root, copies: Root | None, mirror: Mirror | None, deadline_seconds: float) -> None:
+        self._root, self._copies, self._mirror = root, copies, mirror
+        self._deadline_seconds = deadline_seconds
+        self.branches: Branches | None = None  # as all ranks know them
+
+    def look_here(self) -> tuple[list[Place], list[Place]]:
+        """Where this rank sees committed checkpoints: those of the run, and the others, ascending. Local."""
+        contents = self._root.look()
+        branches = self._branches_with(contents.records)
+        there = [place for place in contents.places if self._root.is_committed(place)]
+        return [each for each in there if branches.has(each)], [each for each in there if not branches.has(each)]
+
+    def place_here(self, step: int) -> Place:
+        """Where the checkpoint of a step is, or would be. Local."""
+        return self._branches_here().place(step)
+
+    def current_here(self) -> int:
+        """The branch that the run is on. Local."""
+        return self._branches_here().current
+
+    def _branches_here(self) -> Branches:
+        return self._branches_with(self._root.look().records) if self.branches is None else self.branches
+
+    def _branches_with(self, records: Mapping[str, Branch]) -> Branches:
+        known = {each.file_name: each for each in (self.branches or {}).values()}
+        return branches_of({**records, **known}.values())
+
+    def agree_on_branches(self, needs_copies: bool) -> Branches:
+        """Reads the records of branches, and completes those of the other root. Collective.
+
+        Args:
+            needs_copies: whether it is an error that the root of the copies cannot be read, as it is for a restore.
+
+        Raises:
+            CheckpointError: a root cannot be read, or the records contradict each other.
+            CorruptionError: a record is damaged or missing.
+        """
+        _, wire = ranks_of().agree(
+            f"restoring from {self._root.url}" if needs_copies else f"looking for checkpoints in {self._root.url}",
+            work=lambda: None,
+            decide=lambda _: [list(each) for each in self._read_branches(needs_copies).values()],
+            deadline_seconds=self._deadline_seconds,
+        )
+        self.branches = branches_of(Branch(*each) for each in wire)
+        return self.branches
+
+    def _read_branches(self, needs_copies: bool) -> Branches:
+        here = self._root.look().records
+        there = self._records_of_copies(needs_copies)
+        if there is None:
+            return branches_of(here.values())
+        branches = united(here, there, f"{self._root.url} and {self._copies.url}" if self._copies else self._root.url)
+        for record in branches.values():
+            if record.file_name not in here:
+                self._root.add(record)
+            if self._copies is not None and record.file_name not in there:
+                self._copies.add(record)
+        return branches
+
+    def _records_of_copies(self, needed: bool) -> dict[str, Branch] | None:
+        """None where they cannot be read."""
+        if self._copies is None:
+            return {}
+        try:
+            return dict(self._copies.look().records)
+        except CorruptionError:
+            raise
+        except CheckpointError as error:
+            if needed:
+                raise
+            _log.warning("%s", error)
+            return None
+
+    def candidates(self, seen_from: int, step: int | None = None, required: bool = False) -> list[Candidate]:
+        """What may be restored, the newest first, of one step the run's own before its copy. Collective.
+
+        Args:
+            seen_from: the branch.
+            step: the only step that is looked for; None for all.
+            required: whether it is an error that there is none.
+
+        Raises:
+            CheckpointNotFoundError: there is none.
+            CheckpointError: a root cannot be read, or not all ranks see the same.
+        """
+        branches = self.branches or Branches()
+        found = [each for each in self._committed() if branches.has(each.place, seen_from)]
+        found.sort(key=lambda each: -each.place.step)  # of equal ones the order stays
+        wanted = [each for each in found if step is None or each.place.step == step]
+        if required and not wanted:
+            steps = sorted({each.place.step for each in found})
+            there = f"steps {', '.join(map(str, steps))}" if steps else "no committed checkpoint"
+            if not steps and not self._root.is_there():
+                there = "nothing, not even the directory"
+            remedy = "mount what is missing, or mend the path" if not steps else "give one of the steps that are there"
+            required_steps = "one" if step is None else f"step {step}"
+            if seen_from != branches.current:
+                there += f" on branch {seen_from}"
+            problem = Problem(self._root.url, there, required_steps, remedy)
+            raise CheckpointNotFoundError("there is nothing to restore", [problem])
+        return wanted
+
+    def _committed(self) -> list[Candidate]:
+        """All that are committed, on any branch. Collective."""
+        if self._mirror is not None:
+            named = [(place_of(name), url) for name, url in self._mirror.committed()]
+            return [Candidate(place, url) for place, url in named if place is not None]
+        _, places = ranks_of().agree(
+            f"restoring from {self._root.url}",
+            # One listing on each rank, where that is cheap: a disk may be mounted on some hosts only.
+            work=lambda: not self._root.storage.is_remote and bool(self._root.look().places),
+            report=bool,
+            decide=self._committed_here,
+            deadline_seconds=self._deadline_seconds,
+        )
+        return [Candidate(place, self._root.checkpoint(place).url) for place in (Place(*each) for each in places)]
+
+    def _committed_here(self, ranks_see_any: list[bool]) -> list[list[int]]:
+        committed = self._root.committed()
+        others = [rank for rank, sees in enumerate(ranks_see_any) if sees]
+        if others and not ranks_see_any[0]:
+            found = f"checkpoints on rank {others[0]}, and none on rank 0"
+            problem = Problem(self._root.url, found, "the same on every rank", "check what is mounted there")
+            raise CheckpointError("ranks do not see the same root", [problem])
+        return [list(place) for place in committed]
+
+    def take_back(self, step: int, seen_from: int, beyond: Beyond) -> None:
+        """Makes the run go on from a step of a branch; nothing is done where it does already. Collective.
+
+        Args:
+            beyond: what becomes of what was saved after it.
+        """
+        branches = self.branches or Branches()
+        later = [each for each in self.candidates(seen_from) if each.place.step > step]
+        if seen_from == branches.current and not later:
+            return
+        record = branches.taken_back(step, seen_from, beyond)
+        ranks_of().agree(
+            f"taking {self._root.url} back to step {step}",
+            work=lambda: None,
+            decide=lambda _: self._add(record),
+            deadline_seconds=self._deadline_seconds,
+        )
+        self.branches = branches_of([*branches.values(), record])
+
+    def _add(self, record: Branch) -> None:
+        self._root.add(record)
+        if self._copies is not None:
+            self._copies.add(record)
+
+    def newest_here(self, damaged: Collection[str]) -> Place | None:
+        """The newest checkpoint of the run under its root that is not known to be damaged. Collective."""
+        branches = self.branches or Branches()
+
+        def newest() -> list[int] | None:
+            committed = [each for each in self._root.committed() if branches.has(each)]
+            whole = [each for each in committed if self._root.checkpoint(each).url not in damaged]
+            return list(max(whole)) if whole else None
+
+        _, place = ranks_of().agree(
+            f"looking for checkpoints in {self._root.url}",
+            work=lambda: None,
+            decide=lambda _: newest(),
+            deadline_seconds=self._deadline_seconds,
+        )
+        return None if place is None else Place(*place)

@@ -1,0 +1,139 @@
+"""Takes away the checkpoints of a run that are no longer wanted, and what dead saves have left."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping
+
+from shardopt.checkpoint.reading.in_use import urls_read
+from shardopt.checkpoint.run.branches import Branches
+from shardopt.checkpoint.run.metrics import metrics_of
+from shardopt.checkpoint.run.mirror import Mirror
+from shardopt.checkpoint.run.retention import Rules, remove_checkpoint, steps_to_keep
+from shardopt.checkpoint.run.root import Root
+from shardopt.checkpoint.run.steps import Place
+from shardopt.checkpoint.storage import storage_of
+from shardopt.checkpoint.writing.unsettled import urls_unsettled
+from shardopt.errors import CheckpointError, CorruptionError
+from shardopt.ranks import ranks_of
+
+_log = logging.getLogger("shardopt.checkpoint")
+
+
+class Keeper:
+    """Keeps what the rules say, under the root of a run and where it is copied to.
+
+    All ranks may call; rank 0 does it. What cannot be removed is logged: that is no reason to end a training.
+
+    Args:
+        root: of the run.
+        copies: the root of the mirror, if there is one.
+        rules: what to keep.
+        mirror: whose copies are under way, if there is one.
+    """
+
+    def __init__(self, root: Root, copies: Root | None, rules: Rules, mirror: Mirror | None) -> None:
+        self.branches = Branches()
+        self._root, self._copies = root, copies
+        self._rules = rules
+        self._mirror = mirror
+        self._metrics: dict[Place, Mapping[str, float]] = {}
+        self._resumed: Place | None = None
+        self._saved: Place | None = None
+        self._damaged: frozenset[str] = frozenset()
+        self._warned = False
+
+    def restored(self, place: Place, damaged: Collection[str]) -> None:
+        """Takes it that the run was restored from a checkpoint, which stays.
+
+        Args:
+            damaged: the URLs of checkpoints of later steps that are damaged, and so count for nothing.
+        """
+        self._resumed, self._damaged = place, frozenset(damaged)
+        self._saved, self._warned = None, False
+
+    def make_way(self, place: Place) -> None:
+        """Removes a checkpoint that is to be saved again, where it is one of the damaged."""
+        for root in filter(None, (self._root, self._copies)):
+            url = root.checkpoint(place).url
+            if url in self._damaged:
+                self._on_rank_0(root, lambda root: remove_checkpoint(root.checkpoint(place)))
+                self._damaged -= {url}
+
+    def tidy(self, place: Place, metrics: Mapping[str, float]) -> None:
+        """Removes what is no longer wanted under the run's root, where a checkpoint was just committed.
+
+        No save to it may be under way.
+
+        Args:
+            metrics: of that checkpoint, which stays in any case.
+        """
+        self._saved = place
+        self._metrics[place] = metrics
+        self._on_rank_0(self._root, self._remove_unwanted)
+
+    def tidy_copies(self) -> None:
+        """The same under the root of the mirror, once a checkpoint was copied."""
+        if self._copies is not None:
+            self._on_rank_0(self._copies, self._remove_unwanted)
+
+    def remove_beyond(self) -> None:
+        """Removes what was to be removed when the run was taken back; what is in use now goes with a later save."""
+        for root in filter(None, (self._root, self._copies)):
+            self._on_rank_0(root, lambda root: self._remove_removed(root, root.look().places))
+
+    def _remove_unwanted(self, root: Root) -> None:
+        places = root.look().places
+        self._remove_removed(root, places)
+        own = [place for place in places if self.branches.has(place)]
+        whole = [each for each in own if root.is_committed(each) and root.checkpoint(each).url not in self._damaged]
+        if not whole:
+            return
+        if self._rules.best is not None:
+            for place in set(whole) - self._metrics.keys():
+                self._metrics[place] = _metrics_or_none(root, place)
+        measured = {place.step: self._metrics.get(place, {}) for place in whole}
+        pinned = {place.step for place in (self._resumed, self._saved) if place is not None and place in whole}
+        keep = steps_to_keep(measured, self._rules, measured, pinned)
+        self._warn_of_later(max(measured))
+        # Oldest first, and only below the newest: what lies above it may be a save that another process of this job,
+        # not dead yet, is about to give up.
+        self._remove(root, [each for each in own if each.step < max(measured) and each.step not in keep])
+
+    def _remove_removed(self, root: Root, places: Collection[Place]) -> None:
+        self._remove(root, [place for place in places if self.branches.is_removed(place)])
+
+    def _remove(self, root: Root, places: Collection[Place]) -> None:
+        # A checkpoint that a background save of this process writes may lie anywhere; a copy is read until it is done,
+        # and what is loaded until all ranks have it.
+        busy = {storage_of(url).url for url in urls_unsettled()} | urls_read()
+        names = self._mirror.uploading() if self._mirror is not None else ()
+        for place in places:
+            storage = root.checkpoint(place)
+            if storage.url not in busy and place.name not in names:
+                remove_checkpoint(storage)
+
+    def _warn_of_later(self, newest: int) -> None:
+        if self._saved is not None and newest > self._saved.step and not self._warned:
+            self._warned = True
+            _log.warning(
+                "step %d was saved where step %d is already, which is not of this job: started again, it would restore "
+                "that. restore(app, step=...) takes a run back to an earlier step",
+                self._saved.step,
+                newest,
+            )
+
+    def _on_rank_0(self, root: Root, remove: Callable[[Root], None]) -> None:
+        if ranks_of().rank == 0:
+            try:
+                remove(root)
+            except (OSError, CheckpointError) as error:
+                _log.warning("old checkpoints could not be removed from %s: %s", root.url, error)
+
+
+def _metrics_or_none(root: Root, place: Place) -> Mapping[str, float]:
+    try:
+        return metrics_of(root.checkpoint(place))
+    except CorruptionError as error:
+        _log.warning("%s", error)
+        return {}

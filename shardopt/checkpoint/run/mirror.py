@@ -1,0 +1,215 @@
+"""Local first, then remote: checkpoints are saved to fast disks, and copied to a store behind the training.
+
+A copy is verified while it is read, every rank uploads what it wrote, and the manifest goes last, once all have agreed
+that their files are there: so a checkpoint of the remote root is as whole as any. A run restores from whichever root
+has the newest; of one step the local copy comes first.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import xxhash
+
+from shardopt.checkpoint.commit import discard, read_manifest
+from shardopt.checkpoint.format.constants import MANIFEST_NAME
+from shardopt.checkpoint.reports import tell
+from shardopt.checkpoint.run.copying import commit_copy, is_copied, prepare_copy, upload_files
+from shardopt.checkpoint.run.steps import in_order
+from shardopt.checkpoint.storage import Storage, storage_of, telling
+from shardopt.ranks import DEADLINE_SECONDS, Ranks, SideRanks, ranks_of
+
+_log = logging.getLogger("shardopt.checkpoint")
+
+
+@dataclass(frozen=True, slots=True)
+class UploadReport:
+    """What an upload did.
+
+    Args:
+        url: of the copy.
+        save_id: of the checkpoint.
+        bytes_written: by this rank.
+        bytes_total: by all ranks.
+        seconds: on this rank, from its turn to the commit.
+    """
+
+    url: str
+    save_id: str
+    bytes_written: int
+    bytes_total: int
+    seconds: float
+
+
+class Mirror:
+    """Copies committed checkpoints from one root to another, in the background. All ranks must make the same calls.
+
+    Args:
+        local: where checkpoints are saved: a path that all ranks see, as `save` wants it.
+        remote: where the copies go, such as "s3://bucket/run".
+        deadline_seconds: how long a rank may show no sign of life before the others give up and name it.
+    """
+
+    def __init__(
+        self,
+        local: str | os.PathLike[str],
+        remote: str | os.PathLike[str],
+        *,
+        deadline_seconds: float = DEADLINE_SECONDS,
+    ) -> None:
+        self._local, self._remote = storage_of(local), storage_of(remote)
+        self._deadline_seconds = deadline_seconds
+        self._side = SideRanks("copies of checkpoints")
+        self._lock = threading.Lock()
+        self._waiting: list[str] = []
+        self._last: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self.report: UploadReport | None = None  # of the last upload that was made
+
+    def prepare(self) -> None:
+        """Lets ranks agree on how they talk while they copy, as `upload` does where they have not. Collective then."""
+        self._side.of(ranks_of(), self._deadline_seconds)
+
+    def upload(self, name: str, afterwards: Callable[[Storage], None] = lambda copies: None) -> None:
+        """Begins to copy a committed checkpoint, once those before it are done. Collective; does not wait.
+
+        One that waits for its turn while a newer one comes to wait behind it is left out: the copies may lag behind
+        the saves, but not ever further. So is one that is there already. Another checkpoint of that name is never
+        written over: then the upload fails with CheckpointExistsError.
+
+        Files that stand beside those of the checkpoint are copied too, directories are not.
+
+        Args:
+            name: of its directory in the local root, such as "step-00000500". It must stay until it is copied
+                (`uploading`).
+            afterwards: what the thread does once the copy is committed; gets the remote root.
+
+        Raises:
+            ShardoptError: what an earlier upload has failed with, if nobody was told. This one was begun all the same.
+        """
+        beside = self._side.of(ranks_of(), self._deadline_seconds)
+        earlier = self.take_failure()
+        with self._lock:
+            self._waiting.append(name)
+            # Not a daemon: a program that ends waits for it.
+            thread = threading.Thread(target=self._in_turn, args=(beside, name, self._last, afterwards))
+            self._last = thread
+        thread.start()
+        if earlier is not None:
+            raise earlier
+
+    def uploading(self) -> frozenset[str]:
+        """The checkpoints that are being copied or wait for it, which must not be removed. Local."""
+        with self._lock:
+            return frozenset(self._waiting)
+
+    def committed(self) -> list[tuple[str, str]]:
+        """The name and URL of every committed checkpoint of both roots, newest first. Collective.
+
+        Newest are those with the greatest numbers in their names. Of one name the local copy comes first; it counts
+        only if every rank sees it.
+
+        Raises:
+            CheckpointError: one of the roots cannot be read. What is newest cannot be known then.
+        """
+        _, (local, remote) = ranks_of().agree(
+            f"looking for checkpoints in {self._local.url} and {self._remote.url}",
+            work=lambda: _committed(self._local),
+            report=lambda names: names,
+            decide=lambda names: [sorted(set.intersection(*map(set, names))), _committed(self._remote)],
+            deadline_seconds=self._deadline_seconds,
+        )
+        both = sorted({*local, *remote}, key=in_order, reverse=True)
+        places = ((self._local, local), (self._remote, remote))
+        return [(name, root.child(name).url) for name in both for root, names in places if name in names]
+
+    def wait(self) -> None:
+        """Waits until nothing is being copied, and raises what an upload has failed with, if nobody was told."""
+        if self._last is not None:
+            self._last.join()
+        failure = self.take_failure()
+        if failure is not None:
+            raise failure
+
+    def close(self) -> None:
+        """As `wait`."""
+        self.wait()
+
+    def __enter__(self) -> Mirror:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def take_failure(self) -> BaseException | None:
+        """What an upload has failed with, if nobody was told; does not wait. Local."""
+        failure, self._failure = self._failure, None
+        return failure
+
+    def _in_turn(
+        self, ranks: Ranks, name: str, before: threading.Thread | None, afterwards: Callable[[Storage], None]
+    ) -> None:
+        """What the thread of an upload does."""
+        try:
+            with ranks.beating(self._deadline_seconds):
+                if before is not None:
+                    before.join()
+                report = self._copy(ranks, name)
+                if report is not None:
+                    self.report = report
+                    afterwards(self._remote)
+        except BaseException as error:  # told by the next call; the training goes on meanwhile
+            _log.error("copying %s to %s failed: %s", self._local.child(name).url, self._remote.url, error)
+            self._failure = error
+        finally:
+            with self._lock:
+                self._waiting.remove(name)
+
+    def _copy(self, ranks: Ranks, name: str) -> UploadReport | None:
+        begin = time.monotonic()
+        source, target = self._local.child(name), self._remote.child(name)
+        what = f"copying {source.url} to {target.url}"
+        _, is_wanted = ranks.agree(
+            what,
+            work=lambda: None,
+            decide=lambda _: self._is_newest_waiting(name) and not is_copied(source, target),
+            deadline_seconds=self._deadline_seconds,
+        )
+        if not is_wanted:
+            return None
+        (manifest, data), _ = ranks.agree(
+            what,
+            work=lambda: read_manifest(source),
+            report=lambda read: xxhash.xxh3_64_hexdigest(read[1]),
+            decide=lambda digests: prepare_copy(source, target, read_manifest(source)[0], digests),
+            deadline_seconds=self._deadline_seconds,
+        )
+        try:
+            nbytes, _ = ranks.agree(
+                what,
+                work=lambda: upload_files(source, target, manifest, ranks),
+                decide=lambda _: commit_copy(source, target, manifest, data),
+                deadline_seconds=self._deadline_seconds,
+            )
+        except BaseException:
+            if ranks.rank == 0:  # as a save: it is the one that could still commit, and has now failed to
+                discard(target, manifest.save_id)
+            raise
+        total = sum(file.nbytes for file in manifest.files)
+        report = UploadReport(target.url, manifest.save_id, nbytes, total, time.monotonic() - begin)
+        tell("upload", report)
+        return report
+
+    def _is_newest_waiting(self, name: str) -> bool:
+        with self._lock:
+            return self._waiting[-1] == name
+
+
+def _committed(root: Storage) -> list[str]:
+    with telling(f"look into {root.url}"):
+        return [name for name in root.names() if root.child(name).exists(MANIFEST_NAME)]

@@ -1,0 +1,91 @@
+"""Which checkpoint of a run is restored: the newest that is whole, the same on all ranks."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from shardopt.checkpoint.load import LoadReport
+from shardopt.checkpoint.run.steps import Place
+from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError, UnreadableError
+
+_log = logging.getLogger("shardopt.checkpoint")
+
+
+class Candidate(NamedTuple):
+    """A committed checkpoint of the run, in one of its roots."""
+
+    place: Place
+    url: str
+
+
+class Restored(NamedTuple):
+    """What a run was restored from.
+
+    Args:
+        candidate: the checkpoint.
+        report: of its load.
+        damaged: the URLs of those that came before it and are damaged.
+    """
+
+    candidate: Candidate
+    report: LoadReport
+    damaged: frozenset[str]
+
+
+def restore_newest(look: Callable[[], list[Candidate]], load: Callable[[str], LoadReport]) -> Restored | None:
+    """Loads the first of the candidates that is whole; None where there are none. Collective.
+
+    Args:
+        look: the candidates, the best first, the same on every rank. Asked again after each that did not load, since
+            another process of the job, which is not dead yet, may have removed that one for a newer one.
+        load: loads from a URL.
+
+    Raises:
+        CorruptionError, CheckpointNotFoundError: there were some, and none is whole; what the last one was found to be.
+        What `load` does, if it is not about damage.
+    """
+    failures: dict[str, CheckpointError] = {}
+    tried_twice: set[str] = set()
+    while True:
+        there = look()
+        candidate = next((each for each in there if each.url not in failures), None)
+        if candidate is None:
+            for failure in reversed(failures.values()):
+                raise failure
+            return None
+        try:
+            report = load(candidate.url)
+        except (CorruptionError, CheckpointNotFoundError) as error:
+            if isinstance(error, UnreadableError) and candidate.url not in tried_twice:
+                tried_twice.add(candidate.url)  # a disk may come back, and what it has is newer than all else
+                _log.warning("%s: trying once more", error)
+                continue
+            failures[candidate.url] = error
+            what = "damaged" if isinstance(error, CorruptionError) else "gone"
+            step = candidate.place.step
+            _log.warning("the checkpoint of step %d is %s, taking the one before it: %s", step, what, error)
+        else:
+            return Restored(candidate, report, frozenset(failures) & {each.url for each in there})
+
+
+def in_words(restored: Restored) -> str:
+    """What to tell of it, in a line."""
+    step, report = restored.candidate.place.step, restored.report
+    ranks = "1 rank" if report.world_size == 1 else f"{report.world_size} ranks"
+    ago = "" if report.saved_at is None else f", {_duration(time.time() - report.saved_at)} ago"
+    return f"restored step {step} from {report.url}, saved by {ranks}{ago}"
+
+
+def _duration(seconds: float) -> str:
+    """ "5 s", "3 min", "2 h 5 min", "4 days"; clocks of hosts differ, so it may be less than nothing."""
+    minutes, hours = round(seconds / 60), seconds / 3600
+    if seconds < 100:
+        return f"{max(seconds, 0):.0f} s"
+    if minutes < 60:
+        return f"{minutes} min"
+    if hours < 48:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{hours / 24:.0f} days"

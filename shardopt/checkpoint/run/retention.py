@@ -1,0 +1,78 @@
+"""Which checkpoints of a run stay, as a function of what there is; and how one is taken away."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Literal, NamedTuple
+
+from shardopt.checkpoint.format.constants import FILE_NAME, MANIFEST_NAME
+from shardopt.checkpoint.storage import Storage, is_temporary
+
+Mode = Literal["min", "max"]
+
+
+class Best(NamedTuple):
+    """To keep the `n` checkpoints whose metric is the least ("min") or the greatest ("max")."""
+
+    metric: str
+    mode: Mode
+    n: int
+
+
+class Rules(NamedTuple):
+    """What to keep, each besides what the others keep; the newest stays in any case.
+
+    Args:
+        keep_last: so many of the newest; None keeps all there are.
+        keep_every: those of steps that are multiples of this.
+        best: those of the best metrics.
+    """
+
+    keep_last: int | None = None
+    keep_every: int | None = None
+    best: Best | None = None
+
+
+def steps_to_keep(
+    committed: Collection[int],
+    rules: Rules,
+    metrics: Mapping[int, Mapping[str, float]],
+    pinned: Collection[int] = (),
+) -> frozenset[int]:
+    """The steps whose checkpoints stay.
+
+    Args:
+        committed: of checkpoints that are committed, and not known to be damaged; in any order.
+        metrics: what was measured, by step. A checkpoint without the metric, or where it is no number, is never one of
+            the best; of equal ones the newer is better.
+        pinned: steps that stay in any case: that which the run was resumed from, and that which it has just saved.
+    """
+    if rules.keep_last is None:
+        return frozenset(committed)
+    keep = set(sorted(committed)[-max(rules.keep_last, 1) :])
+    if rules.keep_every is not None:
+        keep |= {step for step in committed if step % rules.keep_every == 0}
+    if rules.best is not None:
+        keep |= set(_best(committed, rules.best, metrics))
+    return frozenset(keep.union(set(committed).intersection(pinned)))
+
+
+def _best(committed: Collection[int], best: Best, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
+    sign = 1 if best.mode == "max" else -1
+    measured = {step: metrics.get(step, {}).get(best.metric, math.nan) for step in committed}
+    ranked = sorted((sign * value, step) for step, value in measured.items() if not math.isnan(value))
+    return [step for _, step in ranked[len(ranked) - min(best.n, len(ranked)) :]]
+
+
+def remove_checkpoint(storage: Storage) -> None:
+    """Takes away a checkpoint, or what is left of one. Killed at any point, it leaves none, or one that is whole.
+
+    Only what a save writes is removed; the directory too, unless somebody else has put something there.
+    """
+    storage.retract(MANIFEST_NAME)  # durably first: without it nobody takes the rest for a checkpoint
+    for name in storage.names():
+        if FILE_NAME.fullmatch(name) or is_temporary(name):
+            storage.remove(name)
+    storage.retract(MANIFEST_NAME)  # of a save that was taken for dead, and committed meanwhile what is gone now
+    storage.remove_if_empty()

@@ -1,0 +1,77 @@
+"""The root of a run: the directories of its checkpoints, and the records of its branches."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from shardopt.checkpoint.format.constants import MANIFEST_NAME
+from shardopt.checkpoint.run.branches import Branch, read_records
+from shardopt.checkpoint.run.steps import Place, place_of
+from shardopt.checkpoint.storage import LocalStorage, Storage, telling
+from shardopt.errors import CorruptionError
+
+
+class Contents(NamedTuple):
+    """What a listing of a root has shown.
+
+    Args:
+        places: that have a directory, whatever is in it; ascending.
+        records: of branches, by file name.
+    """
+
+    places: list[Place]
+    records: Mapping[str, Branch]
+
+
+class Root:
+    """Reads and writes what lies directly under the root of a run. Local to the rank that asks."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+        self._records: Mapping[str, Branch] = {}
+
+    @property
+    def url(self) -> str:
+        return self.storage.url
+
+    def is_there(self) -> bool:
+        """Whether there is such a directory; on a store, whether anything is under this prefix."""
+        if isinstance(self.storage, LocalStorage):
+            return os.path.isdir(self.url)
+        return bool(self.storage.names())
+
+    def look(self) -> Contents:
+        """What is there now; nothing where there is no directory.
+
+        Raises:
+            CheckpointError: it cannot be read.
+            CorruptionError: the record of a branch is damaged.
+        """
+        with telling(f"look into {self.url}"):
+            names = self.storage.names()
+            self._records = read_records(self.storage, names, self._records)
+        return Contents(sorted(place for place in map(place_of, names) if place is not None), self._records)
+
+    def checkpoint(self, place: Place) -> Storage:
+        """The directory of a checkpoint."""
+        return self.storage.child(place.name)
+
+    def is_committed(self, place: Place) -> bool:
+        """Whether there is a manifest. Where that cannot be read there is: who loads it finds that it is damaged."""
+        try:
+            with telling(f"look into {self.url}"):
+                return self.checkpoint(place).exists(MANIFEST_NAME)
+        except CorruptionError:
+            return True
+
+    def committed(self) -> list[Place]:
+        """Where there are committed checkpoints, of whatever branch; ascending."""
+        return [place for place in self.look().places if self.is_committed(place)]
+
+    def add(self, record: Branch) -> None:
+        """Writes the record of a branch, which may be there already. Raises CheckpointError if another one is."""
+        with telling(f"write {self.url}/{record.file_name}"):
+            self.storage.make()
+            self.storage.publish_new(record.file_name, record.pack())

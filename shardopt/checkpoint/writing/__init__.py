@@ -1,0 +1,1 @@
+"""From memory to data files, and saves that go on in the background."""

@@ -1,0 +1,185 @@
+"""Local state → host memory: what may change before the next step at once, the rest beside training if so wished."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardopt.checkpoint.format.tensor_bytes import is_plain_memory, move_bytes
+from shardopt.checkpoint.planning.describe import Description, describe
+from shardopt.checkpoint.planning.replica_check import CheckReplicas, contents_of
+from shardopt.checkpoint.writing.host_memory import HostMemory
+from shardopt.errors import Problem, StateError
+from shardopt.sharding.pieces import Piece, View
+from shardopt.sharding.view import leaves_of
+from shardopt.state import FlatState, flatten
+from shardopt.streams import on_stream
+
+_SMALL_BYTES = 64 * 1024  # up to here a copy takes less time than to get Python's lock back
+
+
+class Copy(NamedTuple):
+    """A tensor and the host memory that it is copied to; its version when the save was asked for."""
+
+    key: str
+    source: Tensor
+    host: Tensor
+    version: int
+
+
+class Staging:
+    """One rank's state on its way to the host.
+
+    Made where the save is asked for: then everything that may change before the next step is copied; on accelerators
+    it is before what is asked of the current stream afterwards. The rest is copied by `finish`, in any thread.
+
+    Args:
+        app: as for `save`.
+        memory: where to; nobody uses it until this staging and what it gave are done with.
+        lazily: whether what only a step changes is left to `finish`.
+
+    Attributes:
+        optimizers: those in `app`, which have to wait with their steps for `finish`.
+
+    Raises:
+        StateError, LayoutError: something in `app` cannot be stored.
+    """
+
+    def __init__(self, app: Mapping[str, Any], memory: HostMemory, lazily: bool) -> None:
+        flat = flatten(app)
+        live = describe(flat, "none")
+        later = changed_by_steps_alone(flat) if lazily else frozenset()
+        later -= {first for key, first in live.tied.items() if key not in later}
+        own = {key: view for key, view in live.views.items() if key not in live.tied}  # of one memory one copy
+        pieces = [piece for view in own.values() for piece in view.pieces]
+        hosts = iter(memory.tensors_like([piece.tensor for piece in pieces]))
+        self._memory = memory
+        self._later: list[Copy] = []
+        now: list[Copy] = []
+        views: dict[str, View] = {}
+        for key, view in own.items():
+            staged = tuple(Piece(piece.box, next(hosts)) for piece in view.pieces)
+            views[key] = View(view.shape, view.dtype, staged, view.layout)
+            copies = self._later if key in later else now
+            for piece, host in zip(view.pieces, staged, strict=True):
+                copies.append(Copy(key, piece.tensor, host.tensor, _version(piece.tensor)))
+        for key, first in live.tied.items():
+            views[key] = views[first]
+        self._now = now  # kept until they are copied: on an accelerator that takes until `finish`
+        self._description = replace(live, views=views)
+        self.optimizers = _optimizers_of(flat)
+        self._devices = {piece.tensor.device for piece in pieces if piece.tensor.device.type != "cpu"}
+        if not self._later:
+            memory.populate()
+        for device in self._devices:
+            memory.stream(device).wait_stream(torch.get_device_module(device).current_stream(device))
+        _copy_all(now, memory)
+        for device in self._devices:
+            torch.get_device_module(device).current_stream(device).wait_stream(memory.stream(device))
+
+    @property
+    def is_lazy(self) -> bool:
+        """Whether there is anything left for `finish`."""
+        return bool(self._later)
+
+    def finish(self) -> None:
+        """Copies what was left, and waits until everything is on the host.
+
+        Raises:
+            StateError: some of it was changed meanwhile, and not by a step.
+        """
+        later, self._later = self._later, []
+        self._memory.populate()
+        _copy_all(later, self._memory)
+        for device in self._devices:
+            stream = self._memory.stream(device)
+            with on_stream(stream):
+                stream.synchronize()  # and not the device: another thread may be capturing a graph on it
+        self._now = []
+        # Not each after its own copy: an operation counts up the version only when it is through.
+        changed = list(dict.fromkeys(copy.key for copy in later if _version(copy.source) != copy.version))
+        if changed:
+            required = "as it was when the save was asked for, until it is copied"
+            remedy = 'wait for .staged before changing it, or save with stage="now"'
+            problems = [
+                Problem(key, "changed by another hand than its optimizer's", required, remedy) for key in changed
+            ]
+            raise StateError("state was changed while it was being copied", problems)
+
+    def describe(self, check_replicas: CheckReplicas) -> Description:
+        """The state as it was, in host memory. To be called after `finish`."""
+        contents = contents_of(self._description.views, check_replicas)
+        return replace(self._description, contents=contents, check_replicas=check_replicas)
+
+
+def changed_by_steps_alone(flat: FlatState) -> frozenset[str]:
+    """The keys of tensors that nothing changes before an optimizer in the state steps: what it owns.
+
+    These are its parameters, wherever they stand in the state, and its own state. Not what an optimizer owns that
+    updates parameters within backward; not options, which schedules change; not numbers, which cost nothing to copy.
+    """
+    optimizers = _optimizers_of(flat)
+    within_backward = [each for each in optimizers if getattr(each, "updates_in_backward", False)]
+    stepping = [each for each in optimizers if each not in within_backward]
+    owned = _memory_of(stepping) - _memory_of(within_backward)
+    states = {(*each.path, "state") for each in flat.handbacks if each.target in stepping}
+    keys = []
+    for key, leaf in flat.leaves.items():
+        if isinstance(leaf.value, Tensor) and leaf.value.ndim:
+            within = any(leaf.path[: len(state)] == state for state in states)
+            if within or all(_place(local) in owned for local in leaves_of(leaf.value)):
+                keys.append(key)
+    return frozenset(keys)
+
+
+def _optimizers_of(flat: FlatState) -> list[Optimizer]:
+    return [each.target for each in flat.handbacks if isinstance(each.target, Optimizer)]
+
+
+def _memory_of(optimizers: Iterable[Optimizer]) -> set[tuple[Any, ...]]:
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    return {_place(local) for group in groups for parameter in group["params"] for local in leaves_of(parameter)}
+
+
+def _place(local: Tensor) -> tuple[Any, ...]:
+    # By memory and not by object: what a state_dict gives may be another tensor over it.
+    return (local.device, local.data_ptr(), local.dtype, local.shape, local.stride())
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _copy_all(copies: Sequence[Copy], memory: HostMemory) -> None:
+    by_device: defaultdict[torch.device, list[Copy]] = defaultdict(list)
+    for copy in copies:
+        if copy.source.numel():
+            by_device[copy.source.device].append(copy)
+    for device, group in by_device.items():
+        if device.type == "cpu":
+            for copy in group:
+                copy_on_host(copy.host, copy.source)
+        else:
+            with torch.no_grad(), on_stream(memory.stream(device)):
+                hosts, sources = [copy.host for copy in group], [copy.source for copy in group]
+                torch._foreach_copy_(hosts, sources, non_blocking=True)
+
+
+def copy_on_host(host: Tensor, source: Tensor) -> None:
+    """Copies a tensor of the host. In one thread, without Python's lock, so that training goes on beside it.
+
+    torch's own copy takes as many threads as training does, which on a busy machine wait for each other.
+    """
+    if is_plain_memory(source):
+        move = move_bytes if source.nbytes <= _SMALL_BYTES else ctypes.memmove
+        move(host.data_ptr(), source.data_ptr(), source.nbytes)
+    else:
+        with torch.no_grad():
+            host.copy_(source)

@@ -1,0 +1,1 @@
+"""Local gradients, and norms that count every element once."""

@@ -1,0 +1,127 @@
+"""The local memory of gradients: what is measured, scaled, clamped and unscaled, whatever the parameters are."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from operator import is_
+
+import torch
+from torch import Tensor
+
+from shardopt.errors import GradientError
+from shardopt.optim.state_dict.groups import listed
+from shardopt.sharding.gradients import gradient_leaves, requires_gradient, takes_gradient
+from shardopt.sharding.pieces import elements_overlap
+from shardopt.sharding.view import assemble, is_held, leaves_of
+from shardopt.torch_private import scale_and_look
+
+_log = logging.getLogger("shardopt")
+
+_SHORT = (torch.bfloat16, torch.float16)
+
+
+def local_gradients(name: str, parameter: Tensor) -> tuple[Tensor | None, ...]:
+    """For each of `leaves_of(parameter)` the memory of its gradient, None where there is none.
+
+    Writing into it changes the gradient that the optimizer steps with. Of a sparse gradient it is the values, after
+    the gradient was coalesced in place. A gradient with another placement than its parameter is redistributed, and
+    takes the old one's place; for that all ranks of its mesh must call. So does a copy of one whose elements share
+    memory (`expand`), which cannot be written into.
+
+    Raises:
+        GradientError: the gradient does not fit the parameter.
+    """
+    try:
+        found = gradient_leaves(parameter)
+    except GradientError as error:
+        problems = [replace(problem, key=f"{name}.grad") for problem in error.problems]
+        raise GradientError(error.message, problems) from None
+    whole = parameter.grad if takes_gradient(parameter) else None
+    standing = tuple(leaf.grad for leaf in leaves_of(parameter)) if whole is None else leaves_of(whole)
+    sparse = any(map(_is_sparse, found))
+    found = tuple(map(_writable, found))
+    if not all(map(is_, found, standing)):
+        if whole is None:
+            for leaf, gradient in zip(leaves_of(parameter), found, strict=True):
+                leaf.grad = gradient
+        else:
+            parameter.grad = assemble(parameter, [gradient for gradient in found if gradient is not None])
+    return tuple(map(_memory, found)) if sparse else found
+
+
+def warn_of_no_gradients(names: Mapping[Tensor, str]) -> None:
+    """To be called in an optimizer's first step: logs a warning where none of the parameters has a gradient.
+
+    One that is frozen, or of which this rank holds no part, need have none.
+
+    Args:
+        names: parameter → FQN.
+    """
+    trained = {param: name for param, name in names.items() if requires_gradient(param) and is_held(param)}
+    if trained and not any(map(_has_gradient, trained)):
+        _log.warning(
+            "not one of the %d parameters of an optimizer has a gradient in its first step, which moves nothing (%s). "
+            "Most likely it was made before fully_shard, parallelize_module or to_empty gave the model other "
+            "parameters: make the optimizer after these, from the model's named_parameters() of then",
+            len(trained),
+            listed(trained.values()),
+        )
+
+
+def _has_gradient(parameter: Tensor) -> bool:
+    if takes_gradient(parameter) and parameter.grad is not None:
+        return True
+    return any(leaf.grad is not None for leaf in leaves_of(parameter))
+
+
+def scale(kinds: Iterable[list[Tensor]], factor: Tensor) -> None:
+    """Multiplies local gradients in place.
+
+    Args:
+        kinds: gradients of one device and dtype each, as from `alike`.
+        factor: fp64, without dimensions, anywhere. What is not on the gradients' device has to be waited for.
+    """
+    if factor.device.type == "cpu" and factor.item() == 1.0:  # as in most steps; elsewhere to look is to wait
+        return
+    for same in kinds:
+        device, dtype = same[0].device, same[0].dtype
+        if dtype in _SHORT:  # a factor of their own precision could be off by half a percent
+            scale_and_look(same, factor.to(device, torch.float32), torch.zeros((), device=device))
+        else:
+            # Of another dtype, a factor would keep CUDA from multiplying all of them at once.
+            torch._foreach_mul_(same, factor.to(device, dtype))
+
+
+def clamp(kinds: Iterable[list[Tensor]], largest: float) -> None:
+    """Limits every element of local gradients to [-largest, largest], in place; NaN stays NaN."""
+    for same in kinds:
+        torch._foreach_clamp_min_(same, -largest)
+        torch._foreach_clamp_max_(same, largest)
+
+
+def alike(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Tensors sorted by device and dtype, for torch's operations on many tensors at once."""
+    kinds: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        kinds[tensor.device, tensor.dtype].append(tensor)
+    return list(kinds.values())
+
+
+def _is_sparse(gradient: Tensor | None) -> bool:
+    return gradient is not None and gradient.is_sparse
+
+
+def _writable(gradient: Tensor | None) -> Tensor | None:
+    """The gradient, or one that is equal to it, and whose elements can be changed one by one."""
+    if gradient is None:
+        return None
+    if gradient.is_sparse:
+        return gradient.coalesce()
+    return gradient.clone() if elements_overlap(gradient) else gradient
+
+
+def _memory(gradient: Tensor | None) -> Tensor | None:
+    return gradient.values() if gradient is not None and gradient.is_sparse else gradient

@@ -1,0 +1,199 @@
+"""The norm of all gradients of a job, each element counted once.
+
+R ranks, S parameters that several ranks have whole. With g the elements of all gradients, on whatever ranks,
+
+    ‖g‖_p = (Σ |g_i|^p)^(1/p)  for 0 < p < ∞,   ‖g‖_∞ = max |g_i|.
+
+Every rank takes the norm of what it counts, in fp64, and writes it into a place of its own in a buffer of zeros;
+the buffers are added up, and the norm of what they hold is that of the whole, for every p, infinity included.
+Where p-th powers or maxima were reduced instead, large p would overflow earlier and a NaN could get lost in a maximum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardopt.algorithms.holders import Share, shares
+from shardopt.errors import GradientError, Problem, RankError
+from shardopt.optim.gradients.joint_norm import JointNorm, norm_of_each
+from shardopt.optim.gradients.local_gradients import alike, local_gradients
+from shardopt.ranks import Ranks, ranks_of
+from shardopt.sharding.gradients import GradientReader
+
+_FAILED = -torch.inf  # no norm is negative
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A norm, and what it was taken of.
+
+    Args:
+        total: fp64, without dimensions, on the device that ranks communicate on.
+        of_ranks: shape (R,), fp64: what each rank counted.
+        kinds: the local gradients of this rank, those that others count too, by device and dtype; none of them empty.
+        shares: the parameters of this rank.
+    """
+
+    total: Tensor
+    of_ranks: Tensor
+    kinds: list[list[Tensor]]
+    shares: list[Share]
+
+    def refuse_nonfinite(self) -> None:
+        """Waits for the norm, and raises on all ranks alike if it is infinite or not a number.
+
+        Raises:
+            GradientError: names the ranks, and this rank's parameters, whose gradients are to blame.
+        """
+        if bool(self.total.isfinite()):
+            return
+        ranks = (~self.of_ranks.isfinite()).nonzero().flatten().tolist()
+        where = f", by what ranks {ranks} count" if ranks else ""
+        problems = [
+            Problem(f"{share.name}.grad", "elements that are not finite", "finite ones", "find out where they arise")
+            for share in self.shares
+            for gradient in local_gradients(share.name, share.parameter)
+            if gradient is not None and not bool(gradient.isfinite().all())
+        ]
+        raise GradientError(
+            f"the norm of the gradients is {self.total.item()}{where}: they were not clipped, and no step was taken. "
+            "Skip it with zero_grad(), or pass error_if_nonfinite=False",
+            problems,
+        )
+
+
+class GradientNorm:
+    """The norm of the gradients of some parameters over the job.
+
+    Args:
+        order: p, more than 0; may be infinite.
+    """
+
+    def __init__(self, order: float) -> None:
+        self.order = order
+        self._plan: _Plan | None = None
+
+    def measure(self, parameters: Sequence[Tensor], names: Callable[[], Mapping[Tensor, str]]) -> Measured:
+        """The norm of the gradients that the parameters have now. Collective: one all-reduce of the whole job.
+
+        The first time, and again when there are other parameters, ranks first tell each other what they hold; so
+        parameters are to be added on all ranks between the same two calls.
+
+        Args:
+            parameters: those of this rank; there may be none.
+            names: gives parameter → FQN, when that is asked for.
+
+        Raises:
+            GradientError: a gradient does not fit its parameter.
+            LayoutError: as `holders.shares`.
+            RankError: another rank failed with its gradients. (On accelerators the norm is infinite then, since
+                looking would mean to wait for it.)
+        """
+        ranks = ranks_of()
+        if self._plan is None or not self._plan.fits(ranks, parameters):
+            self._plan = _Plan(ranks, parameters, *shares(ranks, names()))
+        with torch.no_grad():
+            return self._plan.measure(ranks, self.order)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_plan": None}  # a copy is for the copied parameters
+
+
+class _Plan:
+    """What this rank does at each measurement, as long as the parameters are the same.
+
+    The buffer: R norms, one of each rank; then of each shared parameter four numbers, S by S: the norm that the first
+    holder has, whether it has a gradient, the sum of the norms that the others have, and how many of them have one.
+    """
+
+    def __init__(self, ranks: Ranks, parameters: Sequence[Tensor], mine: list[Share], shared: int) -> None:
+        self._ranks = (ranks.rank, ranks.size)
+        self._parameters = list(parameters)
+        self._shares = mine
+        self._readers = [GradientReader(share.parameter) for share in mine]
+        # Whether it is one local tensor that this rank alone counts, as it mostly is.
+        self._simple = [share.counted == (True,) and share.shared is None for share in mine]
+        self._shared_count = shared
+        self._places: tuple[list[int], Tensor] = ([], torch.zeros(0, device="cpu"))
+        self._joint_norm = JointNorm()
+
+    def fits(self, ranks: Ranks, parameters: Sequence[Tensor]) -> bool:
+        """Whether this is the plan for these parameters."""
+        return (
+            self._ranks == (ranks.rank, ranks.size)
+            and len(parameters) == len(self._parameters)
+            and all(map(is_, parameters, self._parameters))
+        )
+
+    def measure(self, ranks: Ranks, order: float) -> Measured:
+        """As `GradientNorm.measure`."""
+        buffer = torch.zeros(ranks.size + 4 * self._shared_count, dtype=torch.float64, device=ranks.device)
+        of_ranks, of_shared = torch.split(buffer, [ranks.size, 4 * self._shared_count])
+        kinds: list[list[Tensor]] = []
+        failure = None
+        try:
+            kinds = self._fill(of_ranks[ranks.rank], of_shared, order)
+        except Exception as error:  # whatever it is: the other ranks are on their way to the all-reduce
+            failure = error
+            buffer.zero_()
+            of_ranks[ranks.rank] = _FAILED
+        ranks.add_up(buffer)
+        if failure is not None:
+            raise failure
+        if buffer.device.type == "cpu":
+            _refuse_failed(of_ranks)
+        first, first_has, others, others_have = of_shared.view(4, -1)
+        whole = torch.where(first_has > 0, first, others / others_have.clamp(min=1))
+        total = torch.linalg.vector_norm(torch.cat([of_ranks, whole]), order)
+        return Measured(total, of_ranks, kinds, self._shares)
+
+    def _fill(self, own: Tensor, of_shared: Tensor, order: float) -> list[list[Tensor]]:
+        """Writes what this rank counts, and gives all its gradients."""
+        ready = [read() for read in self._readers]
+        # Apart from the rest, as it is most of the work of a step.
+        simple = zip(ready, self._simple, strict=True)
+        alone = [gradient for gradient, is_simple in simple if is_simple and gradient is not None and gradient.numel()]
+        shared: list[Tensor] = []
+        places: list[int] = []
+        counted_by_others: list[Tensor] = []
+        for share, there, is_simple in zip(self._shares, ready, self._simple, strict=True):
+            if is_simple and there is not None:
+                continue
+            found = local_gradients(share.name, share.parameter) if there is None else (there,)
+            for counted, gradient in zip(share.counted, found, strict=True):
+                if gradient is None or not gradient.numel():
+                    continue
+                if share.shared is not None:
+                    shared.append(gradient)
+                    places.append(share.shared + (0 if counted else 2 * self._shared_count))
+                elif counted:
+                    alone.append(gradient)
+                else:
+                    counted_by_others.append(gradient)
+        kinds = alike(alone)
+        if kinds:
+            own.copy_(self._joint_norm(kinds, order, own.device))
+        if shared:
+            index = self._index(places, own.device)
+            of_shared.index_copy_(0, index, norm_of_each(shared, order, own.device))
+            of_shared.index_fill_(0, index + self._shared_count, 1.0)
+        return [*kinds, *alike(shared), *alike(counted_by_others)]
+
+    def _index(self, places: list[int], device: torch.device) -> Tensor:
+        """The places as a tensor; kept, since the same parameters have gradients in most steps."""
+        if self._places[0] != places or self._places[1].device != device:
+            self._places = places, torch.tensor(places, device="cpu").to(device, non_blocking=True)
+        return self._places[1]
+
+
+def _refuse_failed(of_ranks: Tensor) -> None:
+    failed = (of_ranks == _FAILED).nonzero().flatten().tolist()
+    if failed:
+        names = ", ".join(map(str, failed))
+        raise RankError(f"clipping failed on rank {names}: the error there says why; nothing was changed here")

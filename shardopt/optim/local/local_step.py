@@ -1,0 +1,388 @@
+"""A torch optimizer that steps on local tensors in the place of the user's parameters.
+
+Its groups are the user's: one dict per group, with the user's parameters under "params", so that options changed from
+outside (schedules, warm-up) and by the algorithm are the same numbers. Only inside of `step` do the local tensors
+stand there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
+from functools import partial
+from itertools import chain
+from operator import is_
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardopt.algorithms.initial_state import fresh_state, is_fresh
+from shardopt.algorithms.registry import (
+    AlgorithmSpec,
+    KeepsLess,
+    MakesGlobalState,
+    MakesState,
+    StepsOn,
+    find_spec,
+    unknown,
+)
+from shardopt.errors import AlgorithmError
+from shardopt.optim.gradients.local_gradients import warn_of_no_gradients
+from shardopt.optim.local.group_step import Turn, step_in_turns
+from shardopt.optim.local.implementation import choose_fused, refuse_sparse, settle_fused
+from shardopt.optim.local.refusals import parameters_of, refuse_global_name, refuse_unfit
+from shardopt.optim.local.shard_states import LeafStates
+from shardopt.optim.local.shards import GroupLeaves, ShardedState, Shards, State
+from shardopt.optim.state_dict.groups import refuse_flattened, refuse_unfit_groups
+from shardopt.sharding.gradients import requires_gradient, zero_gradients
+from shardopt.sharding.view import empty_leaf, leaves_of
+from shardopt.torch_private import gathers_as_torch, step_without_hooks
+
+Group = dict[str, Any]
+
+
+class LocalOptimizer:
+    """A torch optimizer over the leaves of parameters, with its state and its groups as seen from outside.
+
+    Where `chooses` is set, groups that name no implementation step with the fastest that agrees with the for-loop.
+
+    Args:
+        names: parameter → FQN.
+        optim_factory: makes the optimizer from the list of all leaves, in the order of `names`.
+
+    Raises:
+        AlgorithmError: there is a sharded parameter, and the algorithm may not step on shards or is not known.
+        StateError: the factory put local tensors of one parameter in two groups, or took others than it was given.
+    """
+
+    def __init__(self, names: Mapping[Tensor, str], optim_factory: Callable[[list[Tensor]], Optimizer]) -> None:
+        self.shards: dict[Tensor, Shards] = {}
+        self.chooses = False
+        self._names = dict(names)
+        self._looked_for_gradients = False
+        self._elsewhere: set[Tensor] = set()
+        self._grouped: list[GroupLeaves] = []
+        self._known: list[list[Tensor]] = []  # the parameters of each group, once they were looked at
+        # With the group of each parameter, and its place there.
+        self._alone: dict[Tensor, tuple[Group, int, GroupLeaves]] = {}
+        leaves = self._bind(names)
+        self.optimizer = optim_factory(list(chain.from_iterable(leaves.values())))
+        # Without the one that torch gives every optimizer that was copied.
+        self.required_options = frozenset(self.optimizer.defaults) - {"differentiable"}
+        self.spec = spec = find_spec(type(self.optimizer))
+        if spec is not None and spec.stands_for is not None and not isinstance(self.optimizer, spec.optimizer):
+            self.optimizer = spec.optimizer(self.optimizer.param_groups, **self.optimizer.defaults)
+        refuse_unfit(self.optimizer, spec, names, self.shards.values(), self.groups)
+        self.states = LeafStates(self.optimizer)
+        owners = {leaf: parameter for parameter, its in leaves.items() for leaf in its}
+        for group in self.groups:
+            group["params"] = parameters_of(group["params"], owners, leaves, names)
+        self._drop_stand_ins(leaves)
+        self.hand_over_parameters(names)
+
+    @property
+    def groups(self) -> list[Group]:
+        """The live groups; "params" are the user's parameters."""
+        return self.optimizer.param_groups
+
+    @property
+    def settles_at_first_step(self) -> bool:
+        """Whether state made before the first step is kept from the inner optimizer until then."""
+        return self.spec is not None and self.spec.settled_at_first_step
+
+    @property
+    def steps_on_parameters(self) -> bool:
+        """Whether the inner optimizer is handed the user's own tensors, sharded as they are."""
+        return self.spec is not None and self.spec.steps_on is StepsOn.PARAMETERS
+
+    @property
+    def global_names(self) -> frozenset[str]:
+        """The names under which there is, or will be, state that belongs to no parameter."""
+        if self.spec is None or not self.spec.has_global_state:
+            return frozenset()
+        return frozenset([cast(MakesGlobalState, self.optimizer).global_name])
+
+    def leaves(self, parameter: Tensor) -> tuple[Tensor, ...]:
+        """The tensors that are stepped on in place of a parameter; none on a rank that holds no part of it."""
+        if self._elsewhere and parameter in self._elsewhere:
+            return ()
+        shards = self.shards.get(parameter)
+        return (parameter,) if shards is None else shards.leaves
+
+    def add_group(self, names: Mapping[Tensor, str], options: Mapping[str, Any]) -> None:
+        """Adds parameters; as torch's `add_param_group`, and with state where the class makes it at construction."""
+        leaves = self._bind(names)
+        try:
+            groups = [*self.groups, {**self.optimizer.defaults, **options}]
+            refuse_unfit(self.optimizer, self.spec, names, self.shards.values(), groups)
+            self.optimizer.add_param_group({**options, "params": list(chain.from_iterable(leaves.values()))})
+        except Exception:
+            for parameter in names:
+                self.shards.pop(parameter, None)
+            self._elsewhere.difference_update(names)
+            raise
+        self.groups[-1]["params"] = list(names)
+        self._names.update(names)
+        self._drop_stand_ins(leaves)
+        self.hand_over_parameters({**getattr(self.optimizer, "names", {}), **names})
+        if self.spec is not None and self.spec.state_at_construction:
+            self.make_state(names)
+
+    def hand_over_parameters(self, names: Mapping[Tensor, str]) -> None:
+        """Where the algorithm steps on parameters: makes them their own leaves, and tells it how they are called.
+
+        Until here local tensors stood in for them, whose class torch knows.
+        """
+        if self.steps_on_parameters:
+            self.shards.clear()
+            cast(MakesState, self.optimizer).names = names
+            refuse_global_name(self.global_names, names)
+
+    def step(self, closure: Callable[[], Any] | None) -> Any:
+        """One step of the algorithm without hooks; returns the closure's loss."""
+        if self.spec is None or not self.spec.elementwise:
+            self._look_at_groups()
+            self.states.hand_over()
+            loss = step_without_hooks(type(self.optimizer))(self.optimizer, closure)
+        else:
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            self._step_leaves(self.spec, list(zip(self.groups, self._leaves_of_groups(), strict=True)))
+        if not self._looked_for_gradients:
+            self._looked_for_gradients = True
+            warn_of_no_gradients(self._names)
+        return loss
+
+    def step_alone(self, parameter: Tensor) -> None:
+        """One step on a single parameter, with the options of its group; no other parameter is looked at.
+
+        Only of an elementwise algorithm, which computes the same in a step on all parameters.
+        """
+        assert self.spec is not None and self.spec.elementwise
+        group, place, leaves = self._alone.get(parameter) or ({"params": ()}, 0, None)
+        here = group["params"][place : place + 1]
+        if leaves is None or not here or here[0] is not parameter or all(group is not each for each in self.groups):
+            places = [
+                (group, place) for group in self.groups for place, its in enumerate(group["params"]) if its is parameter
+            ]
+            if not places:  # someone took it out
+                return
+            (group, place), leaves = places[0], GroupLeaves([parameter], self.shards)
+            self._alone[parameter] = group, place, leaves
+        self._step_leaves(self.spec, [(group, leaves)])
+
+    def _step_leaves(self, spec: AlgorithmSpec, grouped: list[tuple[Group, GroupLeaves]]) -> None:
+        """A step of an elementwise algorithm on these leaves, and nothing else."""
+        turns = [Turn(group, leaves) for group, leaves in grouped]
+        try:
+            with torch.no_grad():
+                for turn in turns:
+                    turn.lend(partial(self._follow, group=turn.group), spec.takes_dense)
+                self._gather(spec, turns)
+            step_in_turns(self.optimizer, turns)
+        finally:
+            for turn in reversed(turns):  # so that what one was lent is not given back by the next as the leaf's own
+                turn.give_back()
+
+    def _gather(self, spec: AlgorithmSpec, turns: list[Turn]) -> None:
+        """Gathers what is to be stepped with, and settles how; what is refused here has changed nothing."""
+        anew = [turn for turn in turns if not turn.repeats]
+        for turn in anew:
+            if turn.leaves.sharded:
+                refuse_sparse(spec, turn.group, turn.leaves.sharded)
+        undo = self.states.hand_over(list(chain.from_iterable(turn.leaves.leaves for turn in anew))) if anew else None
+        try:
+            if self.chooses:
+                choose_fused(spec, turns)
+            if gathers_as_torch(self.optimizer):
+                for turn in turns:
+                    turn.gather(self.optimizer)
+            settle_fused(spec, turns, self.optimizer.state, self._names)
+        except BaseException:
+            if undo is not None:
+                undo()
+            raise
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Drops or zeroes the gradients of all parameters."""
+        if not self.shards and not self.steps_on_parameters:
+            self.optimizer.zero_grad(set_to_none)
+            return
+        for parameter in chain.from_iterable(group["params"] for group in self.groups):
+            zero_gradients(parameter, set_to_none)
+
+    def make_state(self, parameters: Iterable[Tensor], frozen_too: bool = False) -> None:
+        """Makes state for those parameters that have none; changes nothing else.
+
+        Args:
+            frozen_too: whether also for those that get no gradient now.
+
+        Raises:
+            AlgorithmError: the algorithm is not known, or cannot make state without a step.
+        """
+        if self.spec is None:
+            raise AlgorithmError("an optimizer is not known here", [unknown(type(self.optimizer))])
+        group_of = self._group_of()
+        for parameter in parameters:
+            group = group_of.get(parameter)
+            if group is None or not (frozen_too or requires_gradient(parameter)):
+                continue
+            for leaf in self.leaves(parameter):
+                made = None if leaf in self.states else fresh_state(self.spec, self.optimizer, group, leaf)
+                if made:
+                    self.states.put(leaf, made, untouched=self.settles_at_first_step)
+
+    def make_global_state(self, names: Collection[str]) -> None:
+        """Makes the state of these names that belongs to no parameter, where there is none yet."""
+        if not set(self.global_names).isdisjoint(names):
+            cast(MakesGlobalState, self.optimizer).make_global()
+
+    def as_made(self, keys: Iterable[Tensor | str]) -> set[Tensor | str]:
+        """Those whose state is there and as `make_state` makes it: without it training goes the same way.
+
+        Args:
+            keys: parameters, and names of state that belongs to none.
+        """
+        if self.spec is None or self.spec.state_at_construction:  # there would be nobody to make it again
+            return set()
+        group_of = self._group_of()
+        return {key for key in keys if self._is_as_made(self.spec, key, group_of)}
+
+    def _is_as_made(self, spec: AlgorithmSpec, key: Tensor | str, group_of: Mapping[Tensor, Group]) -> bool:
+        if isinstance(key, str):
+            there = self.optimizer.state.get(cast(Any, key), {})
+            return bool(there) and is_fresh(there, cast(MakesGlobalState, self.optimizer).fresh_global())
+        group, leaves = group_of.get(key), self.leaves(key)
+        if group is None or not all(leaf in self.states for leaf in leaves):
+            return False
+        if self.settles_at_first_step:
+            return all(map(self.states.is_unwritten, leaves))
+        self.state_of(key)  # has all of it there, of one that keeps less while it trains
+        return all(is_fresh(self.states[leaf], fresh_state(spec, self.optimizer, group, leaf)) for leaf in leaves)
+
+    def _group_of(self) -> dict[Tensor, Group]:
+        return {parameter: group for group in self.groups for parameter in group["params"]}
+
+    def state_of(self, parameter: Tensor) -> MutableMapping[str, Any]:
+        """The live state of a parameter; empty if there is none yet, or no part of the parameter."""
+        if self._elsewhere and parameter in self._elsewhere:
+            return {}
+        shards = self.shards.get(parameter)
+        if shards is None:
+            if self.steps_on_parameters and isinstance(self.optimizer, KeepsLess):
+                self.optimizer.complete_state(parameter)
+            return self.states[parameter]
+        assert self.spec is not None  # sharded parameters are refused for an unknown class
+        return ShardedState(shards, tuple(self.states[leaf] for leaf in shards.leaves), self.spec, self.state_changed)
+
+    def set_state(self, parameter: Tensor, entries: Mapping[str, Any]) -> None:
+        """Replaces the state of a parameter; where it is stepped on itself, by the very mapping, as in torch."""
+        self.state_changed()
+        leaves = self.leaves(parameter)
+        if not leaves:
+            return
+        if leaves[0] is parameter:
+            self.states.put(parameter, cast(State, entries), untouched=False)
+            return
+        state, copied = self.state_of(parameter), dict(entries)  # which may be live itself
+        state.clear()
+        state.update(copied)
+
+    def clear_state(self) -> None:
+        """Leaves no parameter with state but what the class makes at construction, which is made anew."""
+        self.state_changed()
+        self.states.clear()
+        if self.spec is not None and self.spec.state_at_construction:
+            self.make_state(list(self._names))
+
+    def has_state(self, parameter: Tensor) -> bool:
+        """Whether there is any state of a parameter."""
+        leaves = self.leaves(parameter)
+        return bool(leaves) and leaves[0] in self.states
+
+    def is_untouched(self, parameter: Tensor) -> bool:
+        """Whether the parameter has state and never had a step, so that the first step makes its state anew."""
+        leaves = self.leaves(parameter)
+        return bool(leaves) and self.states.is_untouched(leaves[0])
+
+    def state_loaded(self, parameter: Tensor, untouched: bool) -> None:
+        """Takes it that the state of a parameter was loaded.
+
+        Args:
+            parameter: has state.
+            untouched: whether the loaded state is that of a parameter which never had a step.
+        """
+        self.state_changed()
+        for leaf in self.leaves(parameter):
+            self.states.put(leaf, self.states[leaf], untouched)
+        state = self.state_of(parameter)
+        if isinstance(state, ShardedState):
+            state.share_scalars()
+
+    def state_changed(self) -> None:
+        """Drops what is kept about the state from step to step: someone else than the inner optimizer changed it."""
+        self._grouped.clear()
+        self._alone.clear()
+
+    def _bind(self, names: Mapping[Tensor, str]) -> dict[Tensor, tuple[Tensor, ...]]:
+        """Parameter → its leaves; one without has an empty stand-in, by which its group is known."""
+        bound = {}
+        for parameter, name in names.items():
+            leaves = leaves_of(parameter)
+            if len(leaves) != 1 or leaves[0] is not parameter:
+                shards = self.shards[parameter] = Shards(name, parameter)
+                if not shards.is_held:
+                    self._elsewhere.add(parameter)
+                leaves = shards.leaves or (empty_leaf(parameter),)
+            bound[parameter] = leaves
+        return bound
+
+    def _drop_stand_ins(self, bound: Mapping[Tensor, tuple[Tensor, ...]]) -> None:
+        """Takes back state that the class has made for stand-ins at construction."""
+        for parameter in self._elsewhere & bound.keys():
+            for leaf in bound[parameter]:
+                self.optimizer.state.pop(leaf, None)
+
+    def _leaves_of_groups(self) -> list[GroupLeaves]:
+        parameters = self._parameters_of_groups()
+        if len(self._grouped) != len(parameters) or not all(map(GroupLeaves.are_of, self._grouped, parameters)):
+            self._look_at_groups()
+            self._grouped = [GroupLeaves(its, self.shards) for its in parameters]
+        return self._grouped
+
+    def _parameters_of_groups(self) -> list[list[Tensor]]:
+        """What stands under "params" in each group, whatever it is by now.
+
+        Raises:
+            StateError: something is no group.
+        """
+        try:
+            return [group["params"] for group in self.groups]
+        except (LookupError, TypeError):
+            refuse_unfit_groups(self.groups, self._names, self.required_options, once=False)
+            raise
+
+    def _look_at_groups(self) -> None:
+        """Refuses parameters that somebody has put into groups, or has wrapped, and that cannot be stepped."""
+        parameters = self._parameters_of_groups()
+        if len(parameters) == len(self._known) and all(map(_same, parameters, self._known)):
+            return
+        refuse_unfit_groups(self.groups, self._names, self.required_options, once=False)
+        refuse_flattened({self._names[parameter]: parameter for parameter in chain.from_iterable(parameters)})
+        self._known = [list(its) for its in parameters]
+
+    def _follow(self, shards: Shards, group: Group) -> None:
+        replaced = shards.moved()
+        if replaced:
+            assert self.spec is not None  # sharded parameters are refused for an unknown class
+            fresh = partial(fresh_state, self.spec, self.optimizer, group)
+            for old, new in zip(replaced, shards.leaves, strict=True):
+                self.states.move(old, new, fresh)
+
+
+def _same(parameters: Any, known: list[Tensor]) -> bool:
+    """Whether a group has the very parameters that it had; anything may stand there by now."""
+    return isinstance(parameters, list | tuple) and len(parameters) == len(known) and all(map(is_, parameters, known))

@@ -1,0 +1,128 @@
+"""Whether ranks still train with the same options and counters.
+
+What is compared is what two ranks have under one name: the options of a parameter's group, and numbers in its state.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from hashlib import blake2b
+from typing import Any
+
+from torch import Tensor
+
+from shardopt.errors import Problem
+from shardopt.optim.state_dict.options import IMPLEMENTATION_OPTIONS
+from shardopt.optim.state_dict.saved_form import PARAMS
+from shardopt.ranks import Ranks
+from shardopt.sharding.gradients import takes_gradient
+from shardopt.sharding.view import is_held, leaves_of
+
+Texts = dict[str, str]
+"""Name of an option, or of an entry of state → its value, in words that are equal for equal values."""
+
+_WHAT = "comparing optimizers between ranks"
+_ABSENT = "nothing"
+_FEW = 16  # elements of a tensor that is an option, or a wrapper's own state
+
+
+def differences(
+    ranks: Ranks,
+    names: Mapping[Tensor, str],
+    param_groups: Callable[[], Any],
+    state: Callable[[], Mapping[str, Mapping[str, Any]]],
+) -> list[Problem]:
+    """The first parameter for each option and each number in state that differs between ranks. Collective.
+
+    One exchange where ranks agree in everything, and a second one where they do not, or have different parameters.
+
+    Args:
+        names: parameter → FQN.
+        param_groups: gives the optimizer's groups.
+        state: gives FQN, or a name that belongs to no parameter, → entries. Sharded entries are not looked at.
+    """
+    mine, alike = ranks.agree(
+        _WHAT,
+        work=lambda: json.dumps([list(_options(names, param_groups())), _numbers(names, state())], sort_keys=True),
+        report=lambda text: blake2b(text.encode(), digest_size=16).hexdigest(),
+        decide=lambda digests: len(set(digests)) == 1,
+    )
+    if alike:
+        return []
+    _, found = ranks.agree(_WHAT, work=lambda: mine, report=lambda text: text, decide=_compare)
+    return [Problem(*problem) for problem in found]
+
+
+def _options(names: Mapping[Tensor, str], param_groups: Any) -> Iterator[tuple[list[str], Texts]]:
+    """The names in each group, sorted, and its options."""
+    for group in param_groups:
+        options = {name: value for name, value in group.items() if name not in {PARAMS, *IMPLEMENTATION_OPTIONS}}
+        yield sorted(names[param] for param in group[PARAMS]), _texts(options)
+
+
+def _numbers(names: Mapping[Tensor, str], state: Mapping[str, Mapping[str, Any]]) -> dict[str, Texts]:
+    """What can be compared of state. Its tensors may differ a little between replicas; its counters may not.
+
+    A parameter that has a part here and no state has an entry without numbers.
+    """
+    most_elements = {name: 1 for name in names.values()}
+    # The moments of a parameter without dimensions look like counters.
+    most_elements |= {name: 0 for param, name in names.items() if takes_gradient(param) and param.numel() == 1}
+    held = {name: _texts({}) for param, name in names.items() if is_held(param)}
+    return held | {name: _texts(entries, most_elements.get(name, _FEW)) for name, entries in state.items()}
+
+
+def _texts(values: Mapping[str, Any], most_elements: int = _FEW) -> Texts:
+    """What can be compared of some values: plain ones, and plain tensors up to a size."""
+    texts = {}
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            leaves = leaves_of(value)
+            if len(leaves) == 1 and leaves[0] is value and value.numel() <= most_elements:
+                texts[name] = repr(value.tolist())
+        elif isinstance(value, bool | int | float | str | tuple | list | None):
+            texts[name] = repr(value)
+    return texts
+
+
+def _compare(reports: list[str]) -> list[tuple[str, str, str, str]]:
+    """On rank 0: what differs, for each option and entry the first parameter."""
+    options: dict[str, dict[int, Texts]] = {}
+    numbers: dict[str, dict[int, Texts]] = {}
+    group_of: dict[str, str] = {}
+    for rank, report in enumerate(reports):
+        groups, state = json.loads(report)
+        for names, texts in groups:
+            for name in names:
+                options.setdefault(name, {})[rank] = texts
+                group_of.setdefault(name, names[0])
+        for name, texts in state.items():
+            numbers.setdefault(name, {})[rank] = texts
+    found: dict[str, tuple[str, str, str, str]] = {}
+    for name, by_rank in options.items():
+        for option, told in _differing(by_rank):
+            remedy = "set it alike on all ranks, from a number that all of them have (a reduced loss, a common step)"
+            key = f"param_groups.{group_of[name]}.{option}"
+            found.setdefault(f"option {option}", (key, told, "the same on every rank that has the parameter", remedy))
+    for name, by_rank in numbers.items():
+        for entry, told in _differing(by_rank):
+            remedy = "step and load all ranks together; load the last checkpoint to bring them together again"
+            key = f"state.{name}.{entry}"
+            found.setdefault(f"entry {entry}", (key, told, "the same on every rank that has it", remedy))
+    return list(found.values())
+
+
+def _differing(by_rank: Mapping[int, Texts]) -> Iterator[tuple[str, str]]:
+    """Names under which ranks have different values, and what is where."""
+    for name in dict.fromkeys(name for texts in by_rank.values() for name in texts):
+        ranks_of: dict[str, list[int]] = {}
+        for rank, texts in by_rank.items():
+            ranks_of.setdefault(texts.get(name, _ABSENT), []).append(rank)
+        if len(ranks_of) > 1:
+            yield name, "; ".join(f"{text} on {_named(ranks)}" for text, ranks in ranks_of.items())
+
+
+def _named(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

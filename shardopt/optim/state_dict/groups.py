@@ -1,0 +1,247 @@
+"""Parameters by name: pairs that are checked, and put into groups by pattern."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, MutableMapping
+from typing import Any
+
+from torch import Tensor
+
+from shardopt.errors import LayoutError, Problem, StateError
+from shardopt.names import before_all, plain_name
+from shardopt.sharding.gradients import takes_gradient
+from shardopt.sharding.view import view_of
+from shardopt.torch_private import is_flattened
+
+NamedTensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+
+_MOST_NAMES = 20
+_ADD = 'add it under its name, add_param_group({"params": {name: tensor}}), or make the optimizer after the model'
+
+
+class NamedParameters(dict[str, Tensor]):
+    """Parameters by their plain names, in their order.
+
+    Attributes:
+        dropped: what stood before every name, and is left out of all; of names that are added later, too.
+    """
+
+    dropped = ""
+
+
+def named(parameters: NamedTensors, dropped: str | None = None) -> NamedParameters:
+    """The parameters by `plain_name`, without what DistributedDataParallel puts before all names.
+
+    Args:
+        parameters: given back as they are if they have their plain names already.
+        dropped: what is left out at the begin of names; None is all of "module." that every name has.
+
+    Raises:
+        StateError: there are none, they are not pairs of a name and a tensor, a name comes twice, or they are those of
+            FullyShardedDataParallel.
+    """
+    if isinstance(parameters, NamedParameters):
+        return parameters
+    pairs = list(parameters.items() if isinstance(parameters, Mapping) else parameters)
+    if not pairs:
+        problem = Problem("parameters", "none", "at least one", "pass model.named_parameters()")
+        raise StateError("an optimizer got no parameters", [problem])
+    for pair in pairs:
+        name, tensor = pair if isinstance(pair, tuple) and len(pair) == 2 else (None, pair)
+        if not (isinstance(name, str) and isinstance(tensor, Tensor)):
+            problem = Problem("parameters", f"a {type(pair).__name__}", "(name, tensor)", "pass named_parameters()")
+            raise StateError("an optimizer got parameters without names", [problem])
+    by_name = NamedParameters()
+    names = [plain_name(name) for name, _ in pairs]
+    by_name.dropped = before_all(names) if dropped is None else dropped
+    for name, (_, tensor) in zip(names, pairs, strict=True):
+        name = name.removeprefix(by_name.dropped)
+        if name in by_name:
+            problem = Problem(name, "two parameters", "one", "give every parameter a name of its own")
+            raise StateError("two parameters have one name", [problem])
+        by_name[name] = tensor
+    refuse_flattened(by_name)
+    return by_name
+
+
+def first_names(parameters: Mapping[str, Tensor]) -> dict[Tensor, str]:
+    """Tensor → its name; a tensor with several names (tied parameters) goes by the first."""
+    names: dict[Tensor, str] = {}
+    for name, tensor in parameters.items():
+        names.setdefault(tensor, name)
+    return names
+
+
+def refuse_unknown(argument: str, names: Iterable[str], known: Collection[str]) -> None:
+    """Refuses names that an optimizer does not have. Raises StateError."""
+    unknown = sorted(set(names).difference(known))
+    if unknown:
+        remedy = "mend their spelling; within combined optimizers the key of each stands before its names"
+        problem = Problem(argument, listed(unknown), f"some of {listed(known)}", remedy)
+        raise StateError("a name is not known", [problem])
+
+
+def refuse_flattened(parameters: Mapping[str, Tensor]) -> None:
+    """Refuses parameters of FullyShardedDataParallel (FSDP1), which do not tell what they are pieces of.
+
+    A rank has a flat piece of each, of its own length or none: a norm would take them for replicas, and a checkpoint
+    for the parameters.
+
+    Raises:
+        StateError: names each.
+    """
+    problems = [
+        Problem(
+            key=name,
+            found="a flat piece of FullyShardedDataParallel",
+            required="a parameter that tells how it is sharded",
+            remedy="shard the model with torch.distributed.fsdp.fully_shard in its place, and then make this",
+        )
+        for name, tensor in parameters.items()
+        if is_flattened(tensor)
+    ]
+    if problems:
+        raise StateError("FullyShardedDataParallel (FSDP1) is not supported; fully_shard (FSDP2) is", problems)
+
+
+def refuse_unfit_groups(
+    groups: Any, names: Mapping[Tensor, str], required: Collection[str] = (), once: bool = True
+) -> None:
+    """Holds groups that anybody may have changed against the parameters of their optimizer.
+
+    Args:
+        groups: of the optimizer, live or to be.
+        names: parameter → FQN.
+        required: the options that each group needs.
+        once: whether a parameter may stand in one place only. Steps take one that stands in two, as torch's do, twice;
+            but groups go by names where they are saved.
+
+    Raises:
+        StateError: names what is no group, each tensor that the optimizer does not know, each parameter that stands in
+            two places, and each option that is missing.
+    """
+    problems = []
+    places: dict[Tensor, str] = {}
+    for number, group in enumerate(groups):
+        where = f"param_groups[{number}]"
+        params = group.get("params") if isinstance(group, MutableMapping) else None
+        if not isinstance(params, list | tuple):
+            found = f"a {type(group).__name__}" if params is None else f'"params" in a {type(params).__name__}'
+            problems.append(
+                Problem(where, found, 'a dict with a list of parameters under "params"', "use add_param_group")
+            )
+            continue
+        for option in (option for option in required if option not in group):
+            remedy = "use add_param_group, which fills in what is not given"
+            problems.append(Problem(f"{where}.{option}", "nothing", "a value, as in every group", remedy))
+        for place, param in enumerate(params):
+            at = f'{where}["params"][{place}]'
+            if not isinstance(param, Tensor) or param not in names:
+                problems.append(Problem(at, described(param), f"one of {listed(names.values())}", _ADD))
+            elif once and param in places:
+                found, one = f"{names[param]}, which {places[param]} is", "each parameter once"
+                problems.append(Problem(at, found, one, "take it out of one of them"))
+            else:
+                places[param] = at
+    if problems:
+        raise StateError("groups of an optimizer do not fit its parameters", problems)
+
+
+def described(value: Any) -> str:
+    """A tensor that has no name, in a few words."""
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    try:
+        view = view_of(value)
+    except LayoutError:  # whatever it is, it is not one of ours
+        return f"a {type(value).__name__} that the optimizer does not know"
+    return f"a tensor of {view.dtype} and shape {view.shape} that the optimizer does not know"
+
+
+def refuse_non_leaves(parameters: Mapping[str, Tensor], groups: Iterable[Mapping[str, Any]] = ()) -> None:
+    """As torch: what autograd computed is not optimized, but by a step that is differentiable itself.
+
+    Args:
+        parameters: name → tensor.
+        groups: options that say whether it is.
+
+    Raises:
+        StateError: names each such tensor.
+    """
+    if any(group.get("differentiable") for group in groups):
+        return
+    problems = [
+        Problem(name, "a tensor that autograd computed", "a parameter", "pass the leaf, or a detached tensor")
+        for name, tensor in parameters.items()
+        if takes_gradient(tensor) and not (tensor.is_leaf or tensor.retains_grad)
+    ]
+    if problems:
+        raise StateError("a tensor that is not a leaf cannot be optimized", problems)
+
+
+def by_pattern(
+    parameters: Mapping[str, Tensor], groups: Collection[Mapping[str, Any]]
+) -> list[tuple[dict[str, Any], dict[str, Tensor]]]:
+    """Sorts parameters into groups: each goes to the first group whose pattern is found in its name, or to a last one.
+
+    Args:
+        parameters: name → tensor; a tensor with several names goes where its first name goes, with all its names.
+        groups: mappings with "match", a regular expression that is searched for in the name, and options.
+
+    Returns:
+        Options and parameters of each group in the order of `groups`, and those that no pattern matched under no
+        options; the last is left out if it is empty.
+
+    Raises:
+        StateError: "match" is missing or is no regular expression, or a pattern is no parameter's first match.
+    """
+    if isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups):
+        problem = Problem("groups", repr(groups), "a list of dicts", 'write [{"match": r"norm|bias", ...}]')
+        raise StateError("groups are not as they have to be", [problem])
+    patterns = [_pattern(position, group) for position, group in enumerate(groups)]
+    options = [{name: value for name, value in group.items() if name != "match"} for group in groups]
+    members: list[dict[str, Tensor]] = [{} for _ in (*patterns, "the rest")]
+    canonical = first_names(parameters)
+    for name, tensor in parameters.items():
+        matching = (i for i, pattern in enumerate(patterns) if pattern.search(canonical[tensor]))
+        members[next(matching, len(patterns))][name] = tensor
+    problems = [
+        Problem(
+            key=f"groups[{i}]",
+            found=f"the pattern {pattern.pattern!r}, {_why_empty(pattern, parameters)}",
+            required="at least one parameter whose first match it is",
+            remedy=f"mend or drop the pattern; the names are {listed(parameters)}",
+        )
+        for i, pattern in enumerate(patterns)
+        if not members[i]
+    ]
+    if problems:
+        raise StateError("a pattern matches no parameter", problems)
+    return [(its, who) for its, who in zip([*options, {}], members, strict=True) if who]
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names in a sentence, the first twenty of them."""
+    names = list(names)
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more
+
+
+def _pattern(position: int, group: Mapping[str, Any]) -> re.Pattern[str]:
+    match = group.get("match")
+    try:
+        return re.compile(match)  # type: ignore[arg-type]  # anything may be given; re says what is wrong with it
+    except (TypeError, re.error) as error:
+        problem = Problem(
+            key=f"groups[{position}].match",
+            found=f"{match!r} ({error})",
+            required="a regular expression for parameter names",
+            remedy='write {"match": r"norm|bias", ...}',
+        )
+        raise StateError("a group has no pattern", [problem]) from None
+
+
+def _why_empty(pattern: re.Pattern[str], parameters: Mapping[str, Tensor]) -> str:
+    found = [name for name in parameters if pattern.search(name)]
+    return f"whose matches an earlier group took ({listed(found)})" if found else "which is found in no name"

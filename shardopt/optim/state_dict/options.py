@@ -1,0 +1,241 @@
+"""Options of groups: as they are given, as they are saved and loaded, and which of them the code gives otherwise.
+
+A number is saved as a number, also where the live option is a tensor of one element (as torch.compile and CUDA graphs
+want learning rates): so a run goes on with either. Loading keeps the kind that is there, and fills a tensor in place.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterable, Mapping, MutableMapping
+from numbers import Real
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from shardopt.errors import AlgorithmError, Problem, StateError
+from shardopt.optim.state_dict.load_plan import like
+from shardopt.ranks import ranks_of
+
+IMPLEMENTATION_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""Options that say how this process computes a step, not what: they belong to its device and are neither saved nor
+loaded, or a job resumed on other hardware would run with what the old one asked for."""
+
+_NOT_SAVED = IMPLEMENTATION_OPTIONS | {"params"}
+_MOST_LINES = 20
+
+_log = logging.getLogger("shardopt")
+
+
+def refuse_bad_options(
+    optimizer: type[Optimizer], options: Mapping[str, Any], where: str, known_besides: Iterable[str] = ()
+) -> None:
+    """Holds options against the arguments of the optimizer's class: their names, and what they are as far as it tells.
+
+    Args:
+        known_besides: names that are good as well.
+
+    Raises:
+        AlgorithmError: names each option that is not one, and those that there are; and each that is no number where
+            the default is one.
+    """
+    arguments = list(inspect.signature(optimizer).parameters.values())[1:]  # the first is the parameters
+    takes_any = any(argument.kind is inspect.Parameter.VAR_KEYWORD for argument in arguments)
+    known = [argument.name for argument in arguments]
+    problems = [
+        Problem(f"{where}.{name}", "an unknown option", f"one of {', '.join(known)}", "mend its spelling or drop it")
+        for name in options
+        if not (takes_any or name in known or name in known_besides)
+    ]
+    if problems:
+        raise AlgorithmError(f"{optimizer.__name__} has no such option", problems)
+    wanted = {argument.name: _kind_wanted(argument.default) for argument in arguments}
+    problems = [
+        Problem(f"{where}.{name}", f"{value!r} (a {type(value).__name__})", wanted[name], f"write it as {wanted[name]}")
+        for name, value in options.items()
+        if wanted.get(name) and not _is_alike(value, inspect.signature(optimizer).parameters[name].default)
+    ]
+    if problems:
+        raise AlgorithmError(f"{optimizer.__name__} cannot take these options", problems)
+
+
+def saved_options(group: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The options of a group as they are saved. Waits for the device of a number that is a tensor there.
+
+    Raises:
+        StateError: a value is neither plain nor a tensor, so that it cannot be stored.
+    """
+    options = {name: as_number(value) for name, value in group.items() if name not in _NOT_SAVED}
+    problems = [
+        Problem(
+            key=f"param_groups.{key}.{name}",
+            found=f"a {type(value).__qualname__}",
+            required="a tensor, a plain value, or a dict, list or tuple of these",
+            remedy="keep it outside of the group, or turn groups off with save_param_groups(False)",
+        )
+        for name, value in options.items()
+        if not _storable(value)
+    ]
+    if problems:
+        raise StateError("a group has an option that cannot be stored", problems)
+    return options
+
+
+def as_number(value: Any) -> Any:
+    """A plain tensor of one element as the number in it, also within a list or tuple; all else as it is."""
+    if _is_number_tensor(value):
+        return value.item()
+    if isinstance(value, list | tuple) and any(map(_is_number_tensor, value)):
+        return like(value, map(as_number, value))
+    return value
+
+
+def put_option(group: MutableMapping[str, Any], name: str, value: Any, filled: dict[int, Any]) -> None:
+    """Gives an option of a live group a value as it is saved; a tensor that is there is filled in place.
+
+    Args:
+        filled: what was put into which tensor so far, by identity, in this load: groups may share one.
+    """
+    group[name] = _taken(group[name], value, filled)
+
+
+def given_options(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a group that whoever made the optimizer gave: those that are not its class's defaults."""
+    defaults = {name: argument.default for name, argument in inspect.signature(type(optimizer)).parameters.items()}
+    own = {name: value for name, value in plain_options(group).items() if name in defaults}
+    return {name: value for name, value in own.items() if not _equal(value, as_number(defaults[name]))}
+
+
+def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that are numbers, texts and the like, as they are saved, and that say what to compute."""
+    saved = {name: as_number(value) for name, value in options.items() if name not in _NOT_SAVED}
+    return {name: value for name, value in saved.items() if _is_plain(value)}
+
+
+class Overridden(NamedTuple):
+    """An option that the code gives, and that a load has replaced by another.
+
+    Args:
+        key: "param_groups.<least name>.<option>", as it is seen from the outermost optimizer.
+        here, stored: its values in the code and in the checkpoint.
+    """
+
+    key: str
+    here: Any
+    stored: Any
+
+    @property
+    def name(self) -> str:
+        return self.key.rpartition(".")[2]
+
+
+def overridden(where: str, given: Mapping[str, Any], stored: Mapping[str, Any], given_then: Any) -> list[Overridden]:
+    """The options that the code gives otherwise than when a group was saved, and that the group has otherwise.
+
+    What a schedule or the training loop has changed since is no difference: compared is what the code gave then and
+    gives now. Of a group that does not tell (older checkpoints) it is the rate from which a schedule started.
+
+    Args:
+        where: key of the group.
+        given: by the code, now.
+        stored: options of the saved group.
+        given_then: what the code gave when it was saved, if the group tells.
+    """
+    found = []
+    for name, value in given.items():
+        full = f"initial_{name}"
+        if name not in stored or full in given:  # of which a warm-up makes what it sets
+            continue
+        in_use = as_number(stored.get(full, stored[name]))
+        same_code = isinstance(given_then, Mapping) and name in given_then and _equal(value, given_then[name])
+        if not same_code and not _equal(value, in_use):
+            found.append(Overridden(f"{where}.{name}", value, in_use))
+    return found
+
+
+def warn_of_overridden(found: Iterable[Overridden]) -> None:
+    """Tells on rank 0, in a few lines, which options are the checkpoint's and not the code's."""
+    found = list(found)
+    if not found or ranks_of().rank:
+        return
+    lines = [f"  {each.key}: {each.here!r} in the code, {each.stored!r} in the checkpoint" for each in found]
+    if len(lines) > _MOST_LINES:
+        lines[_MOST_LINES:] = [f"  and {len(lines) - _MOST_LINES} more"]
+    names = ", ".join(repr(name) for name in dict.fromkeys(each.name for each in found))
+    _log.warning(
+        "options of the checkpoint replace those that the code gives:\n%s\n"
+        "to go on with those of the code, call optimizer.keep_options(%s) before loading",
+        "\n".join(lines),
+        names,
+    )
+
+
+def warn_of_another_algorithm(notes: Iterable[str]) -> None:
+    """Tells on rank 0 what was loaded although another algorithm had saved it."""
+    notes = list(notes)
+    if notes and not ranks_of().rank:
+        shown = notes[:_MOST_LINES] + ([f"and {len(notes) - _MOST_LINES} more"] if len(notes) > _MOST_LINES else [])
+        _log.warning("loaded with strict=False from another algorithm:\n  %s", "\n  ".join(shown))
+
+
+def _taken(here: Any, value: Any, filled: dict[int, Any]) -> Any:
+    """What stands in the place of `here` with a new value."""
+    if isinstance(here, Tensor) and isinstance(value, bool | int | float | complex):
+        if not _equal(filled.setdefault(id(here), value), value):
+            here = here.clone()  # a group that shares it has got another value
+        with torch.no_grad():
+            here.fill_(value)
+        return here
+    if isinstance(here, list | tuple) and isinstance(value, list | tuple) and len(here) == len(value):
+        return like(here, [_taken(mine, theirs, filled) for mine, theirs in zip(here, value, strict=True)])
+    return value
+
+
+def _is_number_tensor(value: Any) -> bool:
+    return type(value) in (Tensor, Parameter) and value.numel() == 1 and not value.is_meta
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two options as they are saved are the same; a list may stand for a tuple."""
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return one is other
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return bool(one == other) or (one != one and other != other)
+
+
+def _storable(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(isinstance(name, str | int) and _storable(inner) for name, inner in value.items())
+    if isinstance(value, list | tuple | set | frozenset):
+        return all(map(_storable, value))
+    return value is None or isinstance(value, bool | int | float | str | bytes | Tensor)
+
+
+def _kind_wanted(default: Any) -> str:
+    """What an option with this default is, in a few words; "" where a default does not tell."""
+    if isinstance(default, bool):
+        return "True or False"
+    if isinstance(default, Real):
+        return "a number"
+    return f"{len(default)} numbers" if isinstance(default, tuple) and default else ""
+
+
+def _is_alike(value: Any, default: Any) -> bool:
+    """Whether a value is of the kind of a default that is a bool, a number, or a tuple of numbers."""
+    if isinstance(default, tuple):
+        fits = isinstance(value, list | tuple) and len(value) == len(default)
+        return fits and all(map(_is_alike, value, default))
+    if default is None:
+        return value is None or isinstance(value, Real | Tensor)
+    return isinstance(value, Real) or (isinstance(value, Tensor) and not isinstance(default, bool))
