@@ -18,7 +18,7 @@ from shardopt.checkpoint.format.manifest import decode_manifest, encode_manifest
 from shardopt.checkpoint.planning.describe import Description, geometry_of
 from shardopt.checkpoint.writing.write import OwnParts, SavePlan
 from shardopt.gc_pause import gc_paused
-from shardopt.sharding.layout import everywhere
+from shardopt.sharding.layout import Layout
 from shardopt.sharding.mesh import Mesh, Split, mesh_layout
 
 REPLICAS, SHARDS, LAYERS = 32, 512, 200
@@ -50,7 +50,7 @@ def describe(mesh: Mesh) -> Description:
             tensors[f"model.{fqn}"] = (("model", fqn), bf16, layout)
             tensors[f"optimizer.state.{fqn}.exp_avg"] = (("optimizer", "state", fqn, "exp_avg"), fp32, layout)
             tensors[f"optimizer.state.{fqn}.exp_avg_sq"] = (("optimizer", "state", fqn, "exp_avg_sq"), fp32, layout)
-            tensors[f"optimizer.state.{fqn}.step"] = (("optimizer", "state", fqn, "step"), fp32, everywhere(()))
+            tensors[f"optimizer.state.{fqn}.step"] = (("optimizer", "state", fqn, "step"), fp32, Layout.replicated(()))
     return Description({}, tensors, {}, {}, {}, {})
 
 

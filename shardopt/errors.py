@@ -8,7 +8,7 @@
     ├── AlgorithmError        (TypeError)          an optimizer that may not run on these parameters
     ├── GradientError         (RuntimeError)       a gradient that does not fit its parameter
     ├── InputError            (ValueError)         ids, offsets or weights that a table cannot look up
-    ├── TornStateError        (RuntimeError)       a step of an optimizer whose load is not whole
+    ├── PartialLoadError        (RuntimeError)       a step of an optimizer whose load is not whole
     ├── RankError             (RuntimeError)       a rank failed, died or did not arrive
     └── CheckpointError       (RuntimeError)
         ├── CheckpointNotFoundError  (FileNotFoundError)   no committed checkpoint at this path
@@ -105,7 +105,7 @@ class InputError(ShardoptError, ValueError):
     """Ids, offsets or weights that a table cannot look up. No rank looked up anything."""
 
 
-class TornStateError(ShardoptError, RuntimeError):
+class PartialLoadError(ShardoptError, RuntimeError):
     """An optimizer was asked to step while its state is only partly loaded."""
 
 

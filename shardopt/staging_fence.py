@@ -9,7 +9,7 @@ import os
 import threading
 
 
-class Moment:
+class Event:
     """Something that happens once: asked with `is_set` (or by its truth), waited for with `wait`."""
 
     def __init__(self) -> None:
@@ -26,24 +26,24 @@ class Moment:
     def __bool__(self) -> bool:
         return self.is_set()
 
-    def happen(self) -> None:
+    def set(self) -> None:
         """For whoever makes it happen."""
         self._event.set()
         _awaited.discard(self)
 
-    def happen_in_child(self) -> None:
-        """As `happen`, in a process that was forked, where a lock may be held by a thread that is not there."""
+    def set_in_child(self) -> None:
+        """As `set`, in a process that was forked, where a lock may be held by a thread that is not there."""
         self._event = threading.Event()
         self._event.set()
 
 
-_awaited: set[Moment] = set()
+_awaited: set[Event] = set()
 """The ends of the copies that are under way."""
 
 os.register_at_fork(after_in_child=_awaited.clear)  # a forked child has none of the threads that copy
 
 
-def copying_until(end: Moment) -> None:
+def copying_until(end: Event) -> None:
     """From now on until `end` has happened, `wait_for_copies` waits."""
     _awaited.add(end)
     if end:  # it happened in between

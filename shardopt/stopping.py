@@ -17,7 +17,7 @@ import sys
 import threading
 from typing import NoReturn
 
-from shardopt.ranks import Notice, Ranks
+from shardopt.ranks import Ranks, SharedCell
 from shardopt.signals import Listener
 
 _QUESTION = "whether to stop"
@@ -36,7 +36,7 @@ class Stop:
     def __init__(self, signum: signal.Signals, exit_code: int, deadline_seconds: float) -> None:
         self.signum, self.exit_code, self.deadline_seconds = signum, exit_code, deadline_seconds
         self._told = threading.Event()
-        self._notice: Notice | None = None
+        self._notice: SharedCell | None = None
         self._asked = 0  # questions so far
         self._asked_for: int | None = None  # the step of the last one
         self._stops_at: int | None = None
@@ -63,7 +63,7 @@ class Stop:
     def _ask(self, ranks: Ranks) -> int | None:
         """At which question all stop; None: this rank is past this one, and may be told to stop at a later one."""
         if self._notice is None:
-            self._notice = ranks.notice(_QUESTION, "past 0")
+            self._notice = ranks.shared_cell(_QUESTION, "past 0")
         told = self._told.is_set()
         past = self._asked - 1
         while True:

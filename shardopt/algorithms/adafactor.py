@@ -36,11 +36,11 @@ from shardopt.ranks import ranks_of
 from shardopt.sharding.box import cover_faults
 from shardopt.sharding.gradients import requires_gradient, takes_gradient
 from shardopt.sharding.pieces import View
-from shardopt.sharding.reduced import Cut, cuts_of, is_first_of, parts_for, sum_like, sum_memory
-from shardopt.sharding.view import assemble, device_of, is_held, leaves_of, view_of
+from shardopt.sharding.reduced import ShardGroup, is_first_of, local_views, shard_groups_of, sum_like, sum_memory
+from shardopt.sharding.view import assemble, device_of, is_held, local_tensors, view_of
 
 Group = Mapping[str, Any]
-Term = tuple[Tensor, tuple[Cut, ...]]
+Term = tuple[Tensor, tuple[ShardGroup, ...]]
 
 
 class Adafactor(torch.optim.Adafactor):
@@ -81,7 +81,7 @@ class Adafactor(torch.optim.Adafactor):
         works = [work for work in works if work.may_have_gradient]
         # Where a number stands among others decides in which order ranks add it up, and so its last bit.
         works.sort(key=lambda work: self.names.get(work.parameter, ""))
-        add_up(chain.from_iterable(work.statistics() for work in works))
+        all_reduce_terms(chain.from_iterable(work.statistics() for work in works))
         shared = [work for work in works if work.cuts]
         if all(_is_there(work.numbers) for work in shared):
             _raise_fault(works)
@@ -97,7 +97,7 @@ class Adafactor(torch.optim.Adafactor):
             work.measure_update()
             if not work.cuts:
                 work.apply()
-        add_up((work.update_square, work.cuts) for work in works)
+        all_reduce_terms((work.update_square, work.cuts) for work in works)
         for work in due:
             if work.cuts:
                 work.apply()
@@ -109,13 +109,13 @@ class Adafactor(torch.optim.Adafactor):
         checks: LateChecks = self.__dict__.setdefault("_late_checks", LateChecks())  # copies are made without it
         return checks
 
-    def fresh_state(self, group: Group, parameter: Tensor) -> dict[str, Any]:
+    def initial_state(self, group: Group, parameter: Tensor) -> dict[str, Any]:
         """New state of a parameter that has none, as its first step would make it; changes nothing."""
         wide = torch.get_default_dtype() == torch.float64
         step = torch.zeros((), dtype=torch.float64 if wide else torch.float32, device="cpu")
         dimensions = len(view_of(parameter).shape)
         if dimensions < 2:
-            variance = assemble(parameter, [torch.zeros_like(leaf) for leaf in leaves_of(parameter)])
+            variance = assemble(parameter, [torch.zeros_like(leaf) for leaf in local_tensors(parameter)])
             return {"step": step, "variance": variance}
         rows, columns = sum_like(parameter, dimensions - 1), sum_like(parameter, dimensions - 2)
         return {"step": step, "row_var": rows, "col_var": columns}
@@ -130,7 +130,7 @@ def unsuitable_for_adafactor(view: View) -> str:
     return ""
 
 
-def add_up(terms: Iterable[Term]) -> None:
+def all_reduce_terms(terms: Iterable[Term]) -> None:
     """Adds up each tensor, in place, over the groups of its cuts: one all-reduce for each group (and dtype).
 
     All ranks of a group must pass tensors of the same shapes, in the same order.
@@ -142,7 +142,7 @@ def add_up(terms: Iterable[Term]) -> None:
     for group, kinds in by_group.items():
         ranks = ranks_of(group)
         for tensors in kinds.values():
-            flat = ranks.add_up(torch.cat([tensor.flatten() for tensor in tensors]).to(ranks.device))
+            flat = ranks.all_reduce_sum(torch.cat([tensor.flatten() for tensor in tensors]).to(ranks.device))
             parts = torch.split(flat, [tensor.numel() for tensor in tensors])
             sums = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
             torch._foreach_copy_(tensors, sums)
@@ -158,9 +158,9 @@ class _Work:
         self.sum_dtype = torch.promote_types(view.dtype, torch.float32)
         self.row_dim, self.column_dim = len(view.shape) - 2, len(view.shape) - 1
         self.factored = len(view.shape) > 1
-        self.leaves = leaves_of(parameter)
+        self.leaves = local_tensors(parameter)
         self.is_held = is_held(parameter)
-        self.cuts = cuts_of(parameter)
+        self.cuts = shard_groups_of(parameter)
         self.name = optimizer.names.get(parameter, f"a parameter of shape {view.shape}")
         self.gradients: Sequence[Tensor] = ()
         self.fault: GradientError | None = None  # to be raised once the other ranks have heard of it
@@ -195,7 +195,7 @@ class _Work:
         self.row_means = sum_memory(self.parameter, rows, self.sum_dtype)
         self.column_means = sum_memory(self.parameter, columns, self.sum_dtype)
         self.means = sum_memory(self.parameter, both, self.sum_dtype)
-        self._take_in_gradients(parts_for(self.parameter, both, self.means))
+        self._take_in_gradients(local_views(self.parameter, both, self.means))
         self._take_in_old_rows()
         yield from ((sums, self._cuts_along(rows)) for sums in self.row_means)
         yield from ((sums, self._cuts_along(columns)) for sums in self.column_means)
@@ -203,8 +203,8 @@ class _Work:
 
     def _take_in_gradients(self, means: tuple[Tensor, ...]) -> None:
         """Adds the means of G² over this rank's part of rows, of columns, and (times w) of both."""
-        rows = parts_for(self.parameter, [self.column_dim], self.row_means)
-        columns = parts_for(self.parameter, [self.row_dim], self.column_means)
+        rows = local_views(self.parameter, [self.column_dim], self.row_means)
+        columns = local_views(self.parameter, [self.row_dim], self.column_means)
         height, width = max(self.shape[self.row_dim], 1), max(self.shape[self.column_dim], 1)
         for gradient, row, column, mean in zip(self.gradients, rows, columns, means, strict=False):
             squares = _squares_along(gradient, self.column_dim, self.sum_dtype).div_(width)
@@ -220,14 +220,14 @@ class _Work:
         along_rows = self._cuts_along([self.column_dim])
         if not self.state or not all(is_first_of(self.parameter, cut) for cut in along_rows):
             return
-        old = leaves_of(self.state["row_var"])
-        means = self.means if along_rows else parts_for(self.parameter, [self.row_dim, self.column_dim], self.means)
+        old = local_tensors(self.state["row_var"])
+        means = self.means if along_rows else local_views(self.parameter, [self.row_dim, self.column_dim], self.means)
         height = max(self.shape[self.row_dim], 1)
         for rows, mean in zip(old, means, strict=True):
             total = rows.sum(self.row_dim, keepdim=True, dtype=self.sum_dtype)
             mean.add_(total, alpha=(1 - self.weight) / height)
 
-    def _cuts_along(self, dims: Collection[int]) -> tuple[Cut, ...]:
+    def _cuts_along(self, dims: Collection[int]) -> tuple[ShardGroup, ...]:
         return tuple(cut for cut in self.cuts if not cut.dims.isdisjoint(dims))
 
     # --- between the rounds ---
@@ -251,16 +251,16 @@ class _Work:
         """Moves the state by what the ranks have added up."""
         if not self.state:
             self.state = self.optimizer.state[self.parameter]
-            self.state.update(self.optimizer.fresh_state(self.group, self.parameter))
+            self.state.update(self.optimizer.initial_state(self.group, self.parameter))
         self.state["step"] += 1
         if self.factored:
             for name, means in (("row_var", self.row_means), ("col_var", self.column_means)):
-                for memory, mean in zip(leaves_of(self.state[name]), means, strict=True):
+                for memory, mean in zip(local_tensors(self.state[name]), means, strict=True):
                     memory.lerp_(mean.to(memory.dtype), self.weight)
             for mean in self.means:
                 mean.clamp_(min=self.eps)
         else:
-            for memory, gradient in zip(leaves_of(self.state["variance"]), self.gradients, strict=True):
+            for memory, gradient in zip(local_tensors(self.state["variance"]), self.gradients, strict=True):
                 memory.lerp_(gradient * gradient, self.weight)
 
     # --- second round ---
@@ -277,14 +277,14 @@ class _Work:
         if self.factored:
             rows, columns, both = [self.column_dim], [self.row_dim], [self.row_dim, self.column_dim]
             parts = zip(
-                parts_for(self.parameter, rows, leaves_of(self.state["row_var"])),
-                parts_for(self.parameter, columns, leaves_of(self.state["col_var"])),
-                parts_for(self.parameter, both, self.means),
+                local_views(self.parameter, rows, local_tensors(self.state["row_var"])),
+                local_views(self.parameter, columns, local_tensors(self.state["col_var"])),
+                local_views(self.parameter, both, self.means),
                 strict=True,
             )
             estimates = [(row * column).div_(mean.to(row.dtype)) for row, column, mean in parts]
         else:
-            estimates = [memory.clone() for memory in leaves_of(self.state["variance"])]
+            estimates = [memory.clone() for memory in local_tensors(self.state["variance"])]
         for estimate, gradient in zip(estimates, self.gradients, strict=True):
             estimate.clamp_(min=self.eps**2).rsqrt_().mul_(gradient)
         return estimates

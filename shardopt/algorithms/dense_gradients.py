@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from shardopt.errors import GradientError, Problem
-from shardopt.sharding.gradients import gradient_leaves
-from shardopt.sharding.view import leaves_of
+from shardopt.sharding.gradients import local_gradients
+from shardopt.sharding.view import local_tensors
 
 
 def dense_gradients(parameter: Tensor, name: str) -> list[Tensor] | None:
@@ -33,9 +33,9 @@ def found_gradients(
     """As `dense_gradients`, of certain layouts. Where some shards only have one, it is zero on the others: without
     rows where those are sparse, or all have to be.
     """
-    leaves = leaves_of(parameter)
+    leaves = local_tensors(parameter)
     try:
-        found = gradient_leaves(parameter)
+        found = local_gradients(parameter)
     except GradientError as error:
         raise GradientError(error.message, [replace(each, key=f"{name}.grad") for each in error.problems]) from None
     if all(gradient is None for gradient in found):

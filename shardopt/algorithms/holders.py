@@ -18,9 +18,9 @@ from torch import Tensor
 from shardopt.errors import LayoutError, Problem
 from shardopt.ranks import Ranks
 from shardopt.sharding.box import overlap_faults
-from shardopt.sharding.layout import Layout, held, joined
+from shardopt.sharding.layout import Layout
 from shardopt.sharding.pieces import View
-from shardopt.sharding.view import leaves_of, view_of
+from shardopt.sharding.view import local_tensors, view_of
 
 _WHAT = "finding out who holds which parameter"
 # As long as torch's own collectives wait: before their first step, ranks may be far apart (one compiles, one does not).
@@ -28,13 +28,13 @@ _DEADLINE_SECONDS = 1800.0
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class CountedParameter:
     """What this rank counts of one of its parameters.
 
     Args:
         name: the parameter's FQN.
         parameter: the user's tensor.
-        counted: for each of `leaves_of(parameter)`, whether this rank counts it.
+        counted: for each of `local_tensors(parameter)`, whether this rank counts it.
         shared: where every holder has all of the parameter, and there are several: its number among all such
             parameters of the job; else None.
     """
@@ -45,7 +45,7 @@ class Share:
     shared: int | None
 
 
-def shares(ranks: Ranks, names: Mapping[Tensor, str]) -> tuple[list[Share], int]:
+def counted_parameters(ranks: Ranks, names: Mapping[Tensor, str]) -> tuple[list[CountedParameter], int]:
     """What this rank counts of each parameter, and the number of shared parameters in the job. Collective.
 
     One exchange where all ranks have the same parameters, as under data parallelism and FSDP; three where they differ,
@@ -81,11 +81,13 @@ def shares(ranks: Ranks, names: Mapping[Tensor, str]) -> tuple[list[Share], int]
 
 def _shares(
     rank: int, names: Mapping[Tensor, str], views: Mapping[str, View], layouts: Mapping[str, Layout]
-) -> tuple[list[Share], int]:
+) -> tuple[list[CountedParameter], int]:
     whole_on_several = [name for name, layout in layouts.items() if _is_shared(layout)]
     number_of = {name: number for number, name in enumerate(sorted(whole_on_several))}
     mine = [
-        Share(name, parameter, _counted(rank, name, parameter, views[name], layouts[name]), number_of.get(name))
+        CountedParameter(
+            name, parameter, _counted(rank, name, parameter, views[name], layouts[name]), number_of.get(name)
+        )
         for parameter, name in names.items()
     ]
     return mine, len(number_of)
@@ -100,7 +102,7 @@ def _counted(rank: int, name: str, parameter: Tensor, view: View, layout: Layout
     """For each leaf whether this rank is the first that holds it."""
     assert layout.holders is not None
     first = {box: holders[0] == rank for box, holders in zip(layout.boxes, layout.holders, strict=True)}
-    leaves = leaves_of(parameter)
+    leaves = local_tensors(parameter)
     if len(leaves) != 1:  # then each that is not empty is one piece, which has its memory
         by_memory = {piece.tensor.data_ptr(): first[piece.box] for piece in view.pieces}
         return tuple(leaf.numel() > 0 and by_memory[leaf.data_ptr()] for leaf in leaves)
@@ -155,7 +157,7 @@ def _joined(tables: Sequence[Mapping[str, Layout]], ranks_of_table: Sequence[Seq
         where = tuple(told[name])
         if where not in made:
             by_rank = {rank: layout for layout, number in where for rank in ranks_of_table[number]}
-            made[where] = _settled(joined(by_rank, name), by_rank)
+            made[where] = _settled(Layout.merge(by_rank, name), by_rank)
             _refuse_overlaps(name, made[where])
         layouts[name] = made[where]
     return layouts
@@ -166,7 +168,7 @@ def _settled(layout: Layout, having: Iterable[int]) -> Layout:
     ranks = set(having)
     of_boxes = layout.holders or [tuple(ranks)] * len(layout.boxes)
     holders = {box: ranks.intersection(of_box) for box, of_box in zip(layout.boxes, of_boxes, strict=True)}
-    return held(layout.shape, {box: of_box for box, of_box in holders.items() if of_box})
+    return Layout.from_holders(layout.shape, {box: of_box for box, of_box in holders.items() if of_box})
 
 
 def _refuse_overlaps(name: str, layout: Layout) -> None:

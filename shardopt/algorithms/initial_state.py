@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardopt.algorithms.registry import AlgorithmSpec, AtFirstStep, Dtype, Kind, MakesState, StateEntry, StepsOn
-from shardopt.sharding.view import leaves_of
+from shardopt.sharding.view import local_tensors
 from shardopt.torch_private import can_make_lazy_state, lazy_state
 
 
-def fresh_state(spec: AlgorithmSpec, optimizer: Optimizer, group: Mapping[str, Any], leaf: Tensor) -> dict[str, Any]:
+def initial_state(spec: AlgorithmSpec, optimizer: Optimizer, group: Mapping[str, Any], leaf: Tensor) -> dict[str, Any]:
     """New state for a tensor that has none, as the algorithm would make it at the first gradient.
 
     torch makes it where it can, so that names, dtypes and devices are torch's; for a class that makes state inside of
@@ -29,7 +29,7 @@ def fresh_state(spec: AlgorithmSpec, optimizer: Optimizer, group: Mapping[str, A
             algorithm that steps on parameters.
     """
     if spec.steps_on is StepsOn.PARAMETERS:
-        return cast(MakesState, optimizer).fresh_state(group, leaf)
+        return cast(MakesState, optimizer).initial_state(group, leaf)
     state = lazy_state(optimizer, group, leaf) if can_make_lazy_state(optimizer) else {}
     for entry in spec.entries(group, leaf.ndim):
         if entry.name not in state:
@@ -37,12 +37,12 @@ def fresh_state(spec: AlgorithmSpec, optimizer: Optimizer, group: Mapping[str, A
     return state
 
 
-def is_fresh(state: Mapping[str, Any], fresh: Mapping[str, Any]) -> bool:
+def is_initial(state: Mapping[str, Any], fresh: Mapping[str, Any]) -> bool:
     """Whether state has the names and values of `fresh` in the elements that this rank holds.
 
     Args:
         state: of a parameter, or of none; tensors plain or sharded, and plain values.
-        fresh: as `fresh_state` makes it; sharded in the same way.
+        fresh: as `initial_state` makes it; sharded in the same way.
     """
     return state.keys() == fresh.keys() and all(_equal(state[name], fresh[name]) for name in fresh)
 
@@ -52,7 +52,7 @@ def _equal(one: Any, other: Any) -> bool:
         return False
     if not isinstance(one, Tensor):
         return bool(one == other)
-    held, wanted = leaves_of(one), leaves_of(other)
+    held, wanted = local_tensors(one), local_tensors(other)
     return len(held) == len(wanted) and all(
         a.dtype == b.dtype and torch.equal(a, b.to(a.device)) for a, b in zip(held, wanted, strict=True)
     )

@@ -1,6 +1,6 @@
 """What each optimization algorithm keeps for a parameter, and whether it may step on shards.
 
-One frozen `AlgorithmSpec` per class, found by class or by name. It is read where state is made (`fresh_state`), where
+One frozen `AlgorithmSpec` per class, found by class or by name. It is read where state is made (`initial_state`), where
 shards of state are put together again, by tests and by the documentation; no other file lists algorithms.
 
 Another package's class is brought in with a few lines:
@@ -74,8 +74,8 @@ class StepsOn(Enum):
     """The plain local tensors of the parameters, as torch's own elementwise optimizers."""
     PARAMETERS = "the parameters themselves"
     """The user's tensors, sharded as they are. The class does its own communication and takes gradients with
-    `gradient_leaves`; its `state[parameter]` holds finished tensors, whose global shapes do not depend on the number
-    of ranks; and it has a method `fresh_state` (`MakesState`)."""
+    `local_gradients`; its `state[parameter]` holds finished tensors, whose global shapes do not depend on the number
+    of ranks; and it has a method `initial_state` (`MakesState`)."""
 
 
 class MakesState(Protocol):
@@ -88,7 +88,7 @@ class MakesState(Protocol):
 
     names: Mapping[Tensor, str]
 
-    def fresh_state(self, group: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
+    def initial_state(self, group: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
         """New state of a parameter that has none, as its first step would make it; changes nothing."""
 
 
@@ -99,7 +99,7 @@ class MakesGlobalState(MakesState, Protocol):
     def global_name(self) -> str:
         """The name under which `state` has it, or will."""
 
-    def fresh_global(self) -> dict[str, Tensor]:
+    def initial_global(self) -> dict[str, Tensor]:
         """What it is before the first step; changes nothing."""
 
     def make_global(self) -> Mapping[str, Tensor]:

@@ -286,7 +286,7 @@ class _Work:
             assert staged is not None
             raise staged
         staged.state.finish()
-        self.pending.staged.happen()
+        self.pending.staged.set()
         self._staging_seconds = time.monotonic() - self._begin
         check_replicas = replicas_to_check(self._options.check_replicas, self._ranks)
         return Described(staged.state.describe(check_replicas), staged.metrics)

@@ -20,16 +20,16 @@ from torch.optim import Optimizer
 
 from shardopt.checkpoint.matching.compare import Match, compare, in_order, judge_unexpected
 from shardopt.checkpoint.matching.init_state import init_unstepped
-from shardopt.checkpoint.matching.partial_load import mark_torn, unmark_torn
+from shardopt.checkpoint.matching.partial_load import mark_partial_load, unmark_partial_load
 from shardopt.checkpoint.matching.strictness import Names, Strictness, strictness_of, under_names_of
 from shardopt.checkpoint.matching.tied import refuse_unequal
 from shardopt.checkpoint.planning.tied import tied_in
 from shardopt.checkpoint.progress import Progress
-from shardopt.checkpoint.reading.broadcast import Replicas, SharedReads, fingerprint, shared_among
+from shardopt.checkpoint.reading.broadcast import BroadcastReads, Replicas, fingerprint, shared_among
 from shardopt.checkpoint.reading.data_file_reader import OpenFile
 from shardopt.checkpoint.reading.fetch import casts_to_check, check_all, check_casts, fetch
 from shardopt.checkpoint.reading.in_use import reading
-from shardopt.checkpoint.reading.read_plan import Want
+from shardopt.checkpoint.reading.read_plan import ReadRequest
 from shardopt.checkpoint.reading.reader import CheckpointReader, open_checkpoint
 from shardopt.checkpoint.reports import tell
 from shardopt.errors import CheckpointError, MismatchError, Problem, ShardoptError
@@ -82,14 +82,14 @@ class _Plan:
     names: Names
     match: Match
     into: Mapping[str, View]
-    wants: list[tuple[OpenFile, Want]]
+    requests: list[tuple[OpenFile, ReadRequest]]
     shared: Mapping[str, View]
     per_rank: Mapping[str, Any]
 
     @property
     def has_casts_to_check(self) -> bool:
         """Whether anything goes to a dtype that cannot hold all that may be there."""
-        return bool(self.match.cast and casts_to_check(self.wants))
+        return bool(self.match.cast and casts_to_check(self.requests))
 
     def key_of(self, key: str) -> str:
         """The key in the data files."""
@@ -107,17 +107,17 @@ class _Reads:
         self._plan, self._alike, self._ranks = plan, alike, ranks
 
     @cached_property
-    def shared(self) -> SharedReads:
-        return SharedReads(self._plan.shared if self._alike else {}, self._ranks)
+    def shared(self) -> BroadcastReads:
+        return BroadcastReads(self._plan.shared if self._alike else {}, self._ranks)
 
     @cached_property
-    def wants(self) -> list[tuple[OpenFile, Want]]:
+    def requests(self) -> list[tuple[OpenFile, ReadRequest]]:
         """Where ranks share: what only this one holds, and its part of the rest."""
         plan = self._plan
         if not (self._alike and plan.shared):
-            return plan.wants
+            return plan.requests
         pieces = {key: view.pieces for key, view in plan.into.items() if key not in plan.shared} | self.shared.own()
-        return [want for key, own in pieces.items() for want in plan.reader.wants(plan.key_of(key), own)]
+        return [request for key, own in pieces.items() for request in plan.reader.requests(plan.key_of(key), own)]
 
 
 def load(
@@ -251,19 +251,19 @@ def _load_into(
         ranks.agree(what, work=lambda: _check_casts(plan, reads), deadline_seconds=deadline_seconds)
     if transactional:
         doing = f"{what} (transactional)"  # by which ranks notice that some of them do not verify
-        ranks.agree(doing, work=lambda: check_all(reads.wants), deadline_seconds=deadline_seconds)
+        ranks.agree(doing, work=lambda: check_all(reads.requests), deadline_seconds=deadline_seconds)
     loaded = [each for each in plan.flat.handbacks if plan.match.loads_into(each.path, plan.flat)]
     optimizers = [each.target for each in loaded if isinstance(each.target, Optimizer)]
 
     def fill() -> int:
-        mark_torn(optimizers, what)  # in the round, as an optimizer may refuse
-        return _fill(reads.wants, progress)
+        mark_partial_load(optimizers, what)  # in the round, as an optimizer may refuse
+        return _fill(reads.requests, progress)
 
     bytes_read, _ = ranks.agree(what, work=fill, deadline_seconds=deadline_seconds)
     lenient = strictness.lets_objects_differ
     # A round of its own: nobody is to wait for what its reader failed to read, or to hand back what others lack.
     ranks.agree(what, work=lambda: _hand_back(plan, reads.shared, loaded, lenient), deadline_seconds=deadline_seconds)
-    unmark_torn(optimizers)
+    unmark_partial_load(optimizers)
 
     report = LoadReport(
         url=plan.reader.url,
@@ -275,7 +275,7 @@ def _load_into(
         renamed={
             key: old for key, old in plan.names.renamed.items() if key in plan.match.tensors or key in plan.match.values
         },
-        bytes_wanted=sum(want.wanted.numel * want.dtype.itemsize for _, want in plan.wants),
+        bytes_wanted=sum(request.wanted.numel * request.dtype.itemsize for _, request in plan.requests),
         bytes_read=bytes_read,
         seconds=time.monotonic() - begin,
         world_size=plan.reader.manifest.world_size,
@@ -305,12 +305,12 @@ def _plan(
     per_rank = reader.per_rank(ranks.rank) if match.per_rank else {}
     _refuse_missing([key for key in match.per_rank if old.get(key, key) not in per_rank], ranks.rank)
     into = {key: view for key, (view, _) in match.tensors.items()}
-    twins = tied_in(into)
-    refuse_unequal(reader, into, twins, old)
-    into = {key: view for key, view in into.items() if key not in twins}
-    wants = [want for key, view in into.items() for want in reader.wants(old.get(key, key), view.pieces)]
+    tied = tied_in(into)
+    refuse_unequal(reader, into, tied, old)
+    into = {key: view for key, view in into.items() if key not in tied}
+    requests = [request for key, view in into.items() for request in reader.requests(old.get(key, key), view.pieces)]
     share = replicas == "exchange" or (replicas == "auto" and reader.is_remote)
-    return _Plan(reader, flat, names, match, into, wants, shared_among(into, ranks.size) if share else {}, per_rank)
+    return _Plan(reader, flat, names, match, into, requests, shared_among(into, ranks.size) if share else {}, per_rank)
 
 
 def _refuse_missing(keys: list[str], rank: int) -> None:
@@ -321,7 +321,7 @@ def _refuse_missing(keys: list[str], rank: int) -> None:
 
 
 def _check_casts(plan: _Plan, reads: _Reads) -> None:
-    check_casts(casts_to_check(reads.wants), {old: key for key, old in plan.names.renamed.items()})
+    check_casts(casts_to_check(reads.requests), {old: key for key, old in plan.names.renamed.items()})
 
 
 def _fingerprint_of_differences(match: Match) -> str:
@@ -404,14 +404,14 @@ def _on(those: list[int], size: int, problem: Problem) -> Problem:
     return problem if len(those) == size else replace(problem, found=f"{problem.found} (on {names_of(those)})")
 
 
-def _fill(wants: list[tuple[OpenFile, Want]], progress: Progress | None) -> int:
+def _fill(requests: list[tuple[OpenFile, ReadRequest]], progress: Progress | None) -> int:
     wait_for_copies()  # a save in the background may still be taking what this changes
     # Autograd is to refuse a backward through values that are gone: what is read past torch counts as no change.
-    increment_version([want.target for _, want in wants])
-    return fetch(wants, progress)
+    increment_version([request.target for _, request in requests])
+    return fetch(requests, progress)
 
 
-def _hand_back(plan: _Plan, shared: SharedReads, loaded: list[Handback], lenient: bool) -> None:
+def _hand_back(plan: _Plan, shared: BroadcastReads, loaded: list[Handback], lenient: bool) -> None:
     shared.exchange()
     for key, value in plan.match.values.items():
         plan.flat.leaves[key].replace(value)

@@ -23,7 +23,7 @@ from shardopt.checkpoint.save import SaveReport
 from shardopt.checkpoint.storage import storage_of
 from shardopt.checkpoint.writing.write import OwnParts, Part, SavePlan, write_files
 from shardopt.errors import MismatchError, Problem
-from shardopt.sharding.layout import Layout, everywhere
+from shardopt.sharding.layout import Layout
 from shardopt.sharding.mesh import Mesh, Split, mesh_layout
 from shardopt.values import encode_value
 
@@ -104,7 +104,7 @@ def _as_stored(world_size: int) -> ChooseLayout:
     def choose(key: str, stored: StoredLayout) -> Layout:
         parts = [len({box.offsets[dim] for box in stored.boxes}) for dim in range(len(stored.shape))]
         if max(parts, default=1) <= 1:
-            return everywhere(stored.shape)
+            return Layout.replicated(stored.shape)
         return mesh_layout(stored.shape, mesh, (Split(0, parts.index(max(parts))),))
 
     return choose

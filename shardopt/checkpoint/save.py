@@ -39,7 +39,7 @@ from shardopt.checkpoint.reports import tell
 from shardopt.checkpoint.run.metrics import pack_metrics
 from shardopt.checkpoint.storage import Storage, storage_of, telling
 from shardopt.checkpoint.storage.common_storage import leave_mark, look_for_mark, remove_mark
-from shardopt.checkpoint.writing.unsettled import raise_failures
+from shardopt.checkpoint.writing.tracking import raise_failures
 from shardopt.checkpoint.writing.write import OwnParts, SavePlan, counting, from_memory, write_files
 from shardopt.errors import Problem, ShardoptError, StateError
 from shardopt.gc_pause import gc_paused
@@ -209,7 +209,7 @@ def save_described(
         call,
         work=begin_here,
         report=lambda done: _report(*done[:2], ranks.rank, kept),
-        decide=lambda reports: _open(storage_of(url, durable), reports),
+        decide=lambda reports: _begin(storage_of(url, durable), reports),
         deadline_seconds=deadline_seconds,
     )
     save_id = opened["save_id"]
@@ -272,7 +272,7 @@ def _report(description: Description, geometry: str, rank: int, plans: Kept) -> 
     return _Report(geometry, values, description.is_partial, description.check_replicas, contents, guess, [*own])
 
 
-def _open(storage: Storage, reports: list[Any]) -> dict[str, Any]:
+def _begin(storage: Storage, reports: list[Any]) -> dict[str, Any]:
     """On rank 0: refuses a path that is taken, names the save, and tells what ranks must exchange."""
     told = [_Report(*report) for report in reports]
     _refuse_other_choices([each.check_replicas for each in told])

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from shardopt.errors import InputError, Problem
 from shardopt.nn.table import Table
-from shardopt.sharding.view import leaves_of
+from shardopt.sharding.view import local_tensors
 
 Given = Tensor | Sequence[Tensor | None]
 """Ids, or (ids, offsets), or (ids, offsets, per_sample_weights)."""
@@ -119,7 +119,9 @@ def _bags(table: Table, given: Given, pooled: bool, ends: bool, like: Tensor) ->
         found = f"a {type(given).__name__} of {[type(part).__name__ for part in parts]}"
         raise _refusal(table, found, "ids, (ids, offsets) or (ids, offsets, weights)", "pass tensors")
     for part in parts:
-        if part is not None and (part.layout is not torch.strided or not any(leaf is part for leaf in leaves_of(part))):
+        if part is not None and (
+            part.layout is not torch.strided or not any(leaf is part for leaf in local_tensors(part))
+        ):
             raise _refusal(table, f"a {part.layout} {type(part).__name__}", "plain tensors", "pass what this rank has")
     ids, offsets, weights = first, *[*others, None, None][:2]
     for what, tensor in (("ids", ids), ("offsets", offsets)):

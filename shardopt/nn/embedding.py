@@ -21,7 +21,7 @@ from shardopt.optim.fused import EmptyFusedOptimizer, FusedOptimizerModule
 from shardopt.optim.fused_rows import FusedRows
 from shardopt.optim.keyed import keyed
 from shardopt.ranks import ranks_of
-from shardopt.sharding.view import assemble, device_of, leaves_of
+from shardopt.sharding.view import assemble, device_of, local_tensors
 from shardopt.torch_private import gradient_hooks
 
 
@@ -145,7 +145,7 @@ class _ShardedTables(nn.Module, FusedOptimizerModule):
             if self.mean_gradients:
                 values /= self.mesh.size()
             local = torch.sparse_coo_tensor(
-                rows.unsqueeze(0), values, leaves_of(weight)[0].shape, check_invariants=False
+                rows.unsqueeze(0), values, local_tensors(weight)[0].shape, check_invariants=False
             )
             gradients[weight] = local
         if self._fused is not None:
@@ -153,7 +153,7 @@ class _ShardedTables(nn.Module, FusedOptimizerModule):
             return
         for weight, local in gradients.items():
             if weight.grad is not None:
-                local = leaves_of(weight.grad)[0] + local
+                local = local_tensors(weight.grad)[0] + local
             weight.grad = assemble(weight, [local])
             for hook in gradient_hooks(weight):
                 hook(weight)

@@ -55,7 +55,7 @@ class Route:
         found = [table.index_select(0, rows) for table, rows in zip(tables, self.rows, strict=True)]
         return _travel(self.ranks, found, self.got, self.sent)
 
-    def give_back(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+    def return_gradients(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """From the gradients of what `fetch` gave, [U_t, D_t], those of the rows asked for, [M_t, D_t]. Collective."""
         return _travel(self.ranks, gradients, self.sent, self.got)
 
@@ -88,7 +88,7 @@ def find_route(
         asked[:, number] = -1
     told = torch.cat([faulty.expand(ranks.size, 1), asked], dim=1).flatten()
     each = [1 + len(tables)] * ranks.size
-    heard = ranks.exchange(told, each, each).wait()
+    heard = ranks.all_to_all(told, each, each).wait()
     told_here, heard_here = torch.stack([told, heard]).view(2, ranks.size, -1).tolist()
     if any(fault for fault, *_ in heard_here):
         return None
@@ -144,7 +144,7 @@ def _travel(ranks: Ranks, parts: Sequence[Tensor], sent: Counts, got: Counts) ->
     buffer = torch.cat([cut[t][rank].reshape(-1) for rank in range(ranks.size) for t in range(len(parts))])
     sizes = [[[n * width for n, width in zip(row, widths, strict=True)] for row in counts] for counts in (sent, got)]
     sent_counts, got_counts = ([sum(row) for row in counts] for counts in sizes)
-    arrived = ranks.exchange(buffer, sent_counts, got_counts).wait()
+    arrived = ranks.all_to_all(buffer, sent_counts, got_counts).wait()
     pieces = torch.split(arrived, [size for row in sizes[1] for size in row])
     return [
         torch.cat(pieces[t :: len(parts)]).view(-1, width).to(part.dtype)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from shardopt.nn.route import Route
-from shardopt.sharding.view import leaves_of
+from shardopt.sharding.view import local_tensors
 from shardopt.torch_private import at_end_of_backward, backward_under_way
 
 Found = Mapping[int, tuple[Tensor, Tensor]]
@@ -112,12 +112,12 @@ class _Fetch(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         route: Route = ctx.route
-        values = route.give_back(gradients)
+        values = route.return_gradients(gradients)
         wanted = [used and needed for used, needed in zip(route.in_use, ctx.needs_input_grad[3:], strict=True)]
         ctx.collector.add({t: (route.rows[t], values[t]) for t, want in enumerate(wanted) if want})
         return None, None, None, *(None for _ in gradients)
 
 
 def _local(weight: Tensor) -> Tensor:
-    (leaf,) = leaves_of(weight)
+    (leaf,) = local_tensors(weight)
     return leaf.detach()

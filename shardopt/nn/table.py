@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from shardopt.errors import LayoutError, Problem, StateError
-from shardopt.sharding.view import leaves_of
+from shardopt.sharding.view import local_tensors
 
 Mode = Literal["sum", "mean", "none"]
 
@@ -80,7 +80,7 @@ class Rows(nn.Module):
 
     def draw(self) -> None:
         """Fills this rank's rows anew; on the meta device there are none."""
-        (rows,) = leaves_of(self.weight)
+        (rows,) = local_tensors(self.weight)
         if not rows.is_meta:
             _draw(self._table, self._start, rows.detach())
 

@@ -25,7 +25,7 @@ from shardopt.names import before_all, plain_name
 from shardopt.optim.state_dict.groups import refuse_flattened
 from shardopt.optim.state_dict.load_plan import LoadPlan, Unmatched
 from shardopt.optim.state_dict.saved_form import STATE, plan_keys
-from shardopt.sharding.view import assemble, leaves_of, view_of
+from shardopt.sharding.view import assemble, local_tensors, view_of
 from shardopt.staging_fence import wait_for_copies
 
 OWN = "__averaging"
@@ -77,7 +77,7 @@ class Averaging:
         for name, tensor in self._tensors().items():
             view_of(tensor, name)  # refuses what could not be saved
         self._averages = {
-            name: [_copied(leaf, dtype) for leaf in leaves_of(tensor)] for name, tensor in self._tensors().items()
+            name: [_copied(leaf, dtype) for leaf in local_tensors(tensor)] for name, tensor in self._tensors().items()
         }
         self._n_averaged = torch.zeros((), dtype=torch.int64, device="cpu")
         self._kept: dict[str, list[Tensor]] | None = None
@@ -233,7 +233,7 @@ class Averaging:
         """Each average and the local tensor it is of. Averages follow weights that went to another device."""
         tensors = self._tensors()
         for name, averages in self._averages.items():
-            leaves = leaves_of(tensors[name]) if name in tensors else ()
+            leaves = local_tensors(tensors[name]) if name in tensors else ()
             _refuse_other_shapes(name, leaves, averages, "when the averages were made")
             for i, leaf in enumerate(leaves):
                 if averages[i].device != leaf.device:
@@ -249,7 +249,8 @@ class Averaging:
             raise StateError("a model has changed", [Problem(name, found, required, remedy) for name in replaced])
         pairs = list(self._pairs())
         self._kept = {
-            name: [leaf.detach().clone() for leaf in leaves_of(tensor)] for name, tensor in self._whole_model().items()
+            name: [leaf.detach().clone() for leaf in local_tensors(tensor)]
+            for name, tensor in self._whole_model().items()
         }
         for average, leaf in pairs:
             leaf.copy_(average)
@@ -257,7 +258,7 @@ class Averaging:
     def _swap_back(self, kept: Mapping[str, list[Tensor]]) -> None:
         pairs: list[Pair] = []
         for name, tensor in self._whole_model().items():
-            leaves = leaves_of(tensor)
+            leaves = local_tensors(tensor)
             if name in kept:  # a buffer may have come or gone
                 _refuse_other_shapes(name, leaves, kept[name], "when the averages were put in the model")
                 pairs.extend(zip(leaves, kept[name], strict=True))

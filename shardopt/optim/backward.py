@@ -22,7 +22,7 @@ from shardopt.optim.keyed import build
 from shardopt.optim.keyed_wrapper import KeyedOptimizerWrapper
 from shardopt.optim.state_dict.groups import NamedTensors
 from shardopt.sharding.gradients import takes_gradient, zero_gradients
-from shardopt.sharding.view import leaves_of
+from shardopt.sharding.view import local_tensors
 from shardopt.torch_private import backward_under_way, gradient_hooks, in_forward_of_ddp, reduced_by_ddp
 
 
@@ -263,7 +263,7 @@ def _refuse(params: Mapping[str, Tensor], groups: Collection[Mapping[str, Any]])
 
 def _keep_for_this_stream(gradient: Tensor) -> None:
     """On CUDA, `fully_shard` reduces in streams of its own, and hands gradients over while they are in flight."""
-    for leaf in leaves_of(gradient):
+    for leaf in local_tensors(gradient):
         if leaf.is_cuda:
             # Of replicas it was allocated for another stream than the one that steps, which could reuse it too soon.
             leaf.record_stream(torch.cuda.current_stream(leaf.device))

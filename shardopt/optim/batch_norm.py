@@ -45,7 +45,7 @@ def update_bn(
         own = [torch.cat([part.to(ranks.device, torch.float64).flatten() for part in _statistics(it)]) for it in layers]
         counts = torch.stack([_batches(layer).to(ranks.device, torch.float64) for layer in layers])
         weighted = [part * count for part, count in zip(own, counts, strict=True)]
-        total = ranks.add_up(torch.cat([counts, *weighted]))
+        total = ranks.all_reduce_sum(torch.cat([counts, *weighted]))
         summed = total[len(layers) :].split_with_sizes([part.numel() for part in own])
         for layer, of_layer, count in zip(layers, summed, total[: len(layers)], strict=True):
             mean, variance = (of_layer / count.clamp(min=1)).chunk(2)

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from shardopt.errors import Problem, StateError
 from shardopt.optim.base import KeyedOptimizer
-from shardopt.optim.gradients.local_gradients import alike, clamp, local_gradients, scale
+from shardopt.optim.gradients.local_gradients import alike, clamp, scale, writable_gradients
 from shardopt.optim.gradients.norms import GradientNorm
 from shardopt.optim.state_dict.groups import first_names, refuse_flattened, refuse_unfit_groups
 from shardopt.optim.state_dict.saved_form import PARAMS
@@ -126,7 +126,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
         if self._clipping is GradientClipping.NORM:
             self.clip_grad_norm_()
         elif self._clipping is GradientClipping.VALUE:
-            found = chain.from_iterable(local_gradients(name, parameter) for name, parameter in self._named())
+            found = chain.from_iterable(writable_gradients(name, parameter) for name, parameter in self._named())
             with torch.no_grad():
                 clamp(alike(gradient for gradient in found if gradient is not None), self._max_gradient)
 

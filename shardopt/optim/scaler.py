@@ -14,11 +14,11 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from shardopt.errors import GradientError, Problem
-from shardopt.optim.gradients.local_gradients import alike, local_gradients
+from shardopt.optim.gradients.local_gradients import alike, writable_gradients
 from shardopt.optim.state_dict.groups import first_names
 from shardopt.ranks import ranks_of
 from shardopt.sharding.gradients import takes_gradient
-from shardopt.sharding.view import leaves_of
+from shardopt.sharding.view import local_tensors
 from shardopt.torch_private import ScalerStages, inverse_scale, scale_and_look
 
 _stepping: ContextVar[bool] = ContextVar("a GradScaler of this package is stepping an optimizer", default=False)
@@ -140,7 +140,7 @@ class GradScaler(torch.amp.GradScaler):
                 failure = error
                 found_inf.fill_(1.0)
             somewhere = torch.stack([each.to(ranks.device) for each in found.values()]).sum()
-            ranks.add_up(somewhere)
+            ranks.all_reduce_sum(somewhere)
             if failure is not None:
                 raise failure
             for each in found.values():
@@ -185,7 +185,7 @@ def refuse_torchs_scaler(param_groups: Any) -> None:
 
 def _kind(param: Tensor) -> str | None:
     """What torch's GradScaler takes the gradient of a parameter for; None where there is none."""
-    leaves = leaves_of(param)
+    leaves = local_tensors(param)
     is_plain = len(leaves) == 1 and leaves[0] is param
     if takes_gradient(param) and param.grad is not None:
         return "plain tensors" if is_plain else "DTensors"
@@ -205,7 +205,7 @@ def _gradients(optimizer: Optimizer, due: Sequence[Optimizer], allow_fp16: bool)
     params = chain.from_iterable(group["params"] for each in due for group in each.param_groups)
     for number, param in enumerate(params):
         name = names.get(param, f"parameter {number}")  # an optimizer of torch's has no names
-        for gradient in local_gradients(name, param):
+        for gradient in writable_gradients(name, param):
             if gradient is None:
                 continue
             if gradient.dtype is torch.float16 and not allow_fp16:

@@ -32,5 +32,5 @@ class ReduceLROnPlateau(lr_scheduler.ReduceLROnPlateau):
             epoch: as torch's.
         """
         ranks = ranks_of()
-        mean = ranks.add_up(torch.tensor(float(metrics), dtype=torch.float64, device=ranks.device)) / ranks.size
+        mean = ranks.all_reduce_sum(torch.tensor(float(metrics), dtype=torch.float64, device=ranks.device)) / ranks.size
         super().step(float(mean), epoch)

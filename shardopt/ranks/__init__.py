@@ -2,11 +2,11 @@
 
 What ranks must do together is one call of `Ranks.agree`: each does its own work, rank 0 looks at what all have
 reported and decides, and either every rank gets the decision or every rank raises the same error. The exceptions are
-`Ranks.add_up`, for the few numbers that every step needs, and `Ranks.exchange`, for algorithms that need whole
-parameters and for rows of tables: the only collectives of shardopt itself.
+`Ranks.all_reduce_sum`, for the few numbers that every step needs, and `Ranks.all_to_all`, for algorithms that need
+whole parameters and for rows of tables: the only collectives of shardopt itself.
 
 Each file imports only those before it: parts (JSON in the store), calls (what rounds are for), failures (errors as
-JSON), life (heartbeats), process (who has ended), channel (rounds in the store), collectives, notice, ranks (all of
+JSON), heartbeat, process (who has ended), channel (rounds in the store), collectives, shared_cell, ranks (all of
 these together), groups (which ranks there are), side (ranks for threads).
 """
 
@@ -15,15 +15,15 @@ from shardopt.ranks.collectives import Exchange
 from shardopt.ranks.groups import ranks_among, ranks_of, refuse_lone_processes
 from shardopt.ranks.heartbeat import DEADLINE_SECONDS
 from shardopt.ranks.ranks import Ranks
-from shardopt.ranks.shared_cell import Notice
+from shardopt.ranks.shared_cell import SharedCell
 from shardopt.ranks.side import SideRanks
 
 __all__ = [
     "DEADLINE_SECONDS",
     "Call",
     "Exchange",
-    "Notice",
     "Ranks",
+    "SharedCell",
     "SideRanks",
     "as_call",
     "call_on",

@@ -21,7 +21,7 @@ from torch.distributed import DistError, Store  # type: ignore[attr-defined]  # 
 from shardopt.errors import RankError
 from shardopt.ranks.calls import Call
 from shardopt.ranks.failures import describe, different_calls, merge, names_of
-from shardopt.ranks.heartbeat import Heartbeat, SignsOfLife
+from shardopt.ranks.heartbeat import Heartbeat, PeerHeartbeats
 from shardopt.ranks.parts import are_put, get, pack, put, set_bytes
 from shardopt.ranks.process import Processes, this_process
 
@@ -193,7 +193,7 @@ class Channel:
         Returns:
             What is to be said of those that will not come; "" where all have come, or need not be waited for.
         """
-        life = SignsOfLife(self.store, self.deadline_seconds)
+        life = PeerHeartbeats(self.store, self.deadline_seconds)
         pause, longest = _POLL_SECONDS
         while not are_there(ranks):
             if life.due():

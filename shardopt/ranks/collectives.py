@@ -28,7 +28,7 @@ class Exchange:
 def begin_exchange(
     group: dist.ProcessGroup | None, sent: Tensor, sent_counts: Sequence[int], got_counts: Sequence[int]
 ) -> Exchange:
-    """See `Ranks.exchange`; without a group, what is sent is what is got."""
+    """See `Ranks.all_to_all`; without a group, what is sent is what is got."""
     if group is None or group.size() == 1:
         return Exchange(sent, sent, None)
     got = sent.new_empty(sum(got_counts))

@@ -74,7 +74,7 @@ class Heartbeat:
             self._last = time.monotonic()
 
 
-class SignsOfLife:
+class PeerHeartbeats:
     """Watches heartbeats by this process's clock alone."""
 
     def __init__(self, store: Store, deadline_seconds: float) -> None:

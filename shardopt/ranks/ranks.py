@@ -20,7 +20,7 @@ from shardopt.ranks.channel import Channel, Silent
 from shardopt.ranks.collectives import Exchange, accelerator_of, begin_exchange
 from shardopt.ranks.failures import describe, names_of
 from shardopt.ranks.heartbeat import DEADLINE_SECONDS
-from shardopt.ranks.shared_cell import Notice
+from shardopt.ranks.shared_cell import SharedCell
 
 T = TypeVar("T")
 
@@ -65,7 +65,7 @@ class Ranks:
         ranks._channel = Channel(store, ranks.rank, ranks.size)
         return ranks
 
-    def beside(self, what: str, deadline_seconds: float = DEADLINE_SECONDS) -> Ranks:
+    def side_channel(self, what: str, deadline_seconds: float = DEADLINE_SECONDS) -> Ranks:
         """The same ranks, to `agree` in another thread while these do in theirs: in rounds of their own. Collective.
 
         They have their own connection to the store, which closes when they are let go.
@@ -95,7 +95,7 @@ class Ranks:
         """
         return nullcontext() if self._channel is None else self._channel.beating(deadline_seconds)
 
-    def notice(self, what: str | Call, first: str, deadline_seconds: float = DEADLINE_SECONDS) -> Notice:
+    def shared_cell(self, what: str | Call, first: str, deadline_seconds: float = DEADLINE_SECONDS) -> SharedCell:
         """A word that all of these ranks can read and replace at any time, each for itself. Collective.
 
         Args:
@@ -104,15 +104,15 @@ class Ranks:
         """
         channel = self._channel
         if channel is None:
-            return Notice(HashStore(), "notice", first)
+            return SharedCell(HashStore(), "notice", first)
 
         def post(_: list[Any]) -> str:
             key = f"notice/{secrets.token_hex(8)}"
-            Notice(channel.store, key, first)
+            SharedCell(channel.store, key, first)
             return key
 
         _, key = self.agree(what, work=lambda: None, decide=post, deadline_seconds=deadline_seconds)
-        return Notice(channel.store, key)
+        return SharedCell(channel.store, key)
 
     @property
     def in_step(self) -> bool:
@@ -121,12 +121,12 @@ class Ranks:
 
     @property
     def device(self) -> torch.device:
-        """Where numbers for `add_up` are to lie: on the accelerator in use where the group communicates there."""
+        """The device of numbers for `all_reduce_sum`: the accelerator in use where the group communicates there."""
         if self._accelerator is None:
             return torch.device("cpu")
         return torch.device(self._accelerator, torch.get_device_module(self._accelerator).current_device())
 
-    def add_up(self, numbers: Tensor) -> Tensor:
+    def all_reduce_sum(self, numbers: Tensor) -> Tensor:
         """Each number summed over the ranks, in place; every rank gets the same bits. Collective: one all-reduce.
 
         Args:
@@ -137,7 +137,7 @@ class Ranks:
             dist.all_reduce(numbers, group=group)
         return numbers
 
-    def exchange(self, sent: Tensor, sent_counts: Sequence[int], got_counts: Sequence[int]) -> Exchange:
+    def all_to_all(self, sent: Tensor, sent_counts: Sequence[int], got_counts: Sequence[int]) -> Exchange:
         """Sends a part of a vector to each of the ranks, and gets theirs. Collective: one all-to-all.
 
         It is only begun here: `wait` of what this returns gives the vector that was got.

@@ -7,8 +7,8 @@ from torch.distributed import DistError, Store  # type: ignore[attr-defined]  # 
 from shardopt.errors import RankError
 
 
-class Notice:
-    """A word in the job's store, which is replaced in one step. See `Ranks.notice`."""
+class SharedCell:
+    """A word in the job's store, which is replaced in one step. See `Ranks.shared_cell`."""
 
     def __init__(self, store: Store, key: str, first: str | None = None) -> None:
         self._store, self._key = store, key

@@ -20,7 +20,7 @@ class SideRanks:
     def of(self, ranks: Ranks, deadline_seconds: float = DEADLINE_SECONDS) -> Ranks:
         """Those beside `ranks`. Collective where they are not made yet, and local afterwards."""
         if self._made is None or self._made[0] is not ranks:
-            self._made = ranks, ranks.beside(f"preparing for {self._what}", deadline_seconds)
+            self._made = ranks, ranks.side_channel(f"preparing for {self._what}", deadline_seconds)
         return self._made[1]
 
     def are_beside(self, ranks: Ranks) -> bool:

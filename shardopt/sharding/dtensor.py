@@ -160,7 +160,7 @@ def _place(
 
 def dtensor_like(like: DTensor, local: Tensor) -> DTensor:
     """A DTensor placed as another, around that very local tensor."""
-    # DTensor.from_local would record autograd and wrap a fresh view, so that leaves_of gave another object back.
+    # DTensor.from_local would record autograd and wrap a fresh view, so that local_tensors gave another object back.
     spec = copy.copy(like._spec)
     spec.tensor_meta = TensorMeta(like.shape, like.stride(), local.dtype)
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]  # torch leaves it untyped

@@ -1,6 +1,6 @@
 """The gradients of parameters of any kind, as the local tensors that an optimizer steps with.
 
-Nothing is copied, and nothing communicates but `gradient_leaves` where a gradient has another placement than its
+Nothing is copied, and nothing communicates but `local_gradients` where a gradient has another placement than its
 parameter.
 """
 
@@ -19,12 +19,12 @@ from torch.nn.parameter import Parameter
 from shardopt.errors import GradientError, Problem
 from shardopt.sharding.kinds import kind_of
 from shardopt.sharding.pieces import awaited, elements_overlap
-from shardopt.sharding.view import leaves_of
+from shardopt.sharding.view import local_tensors
 from shardopt.sharding.wrapper import is_wrapper
 
 
-def gradient_leaves(param: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradient of each of `leaves_of(param)`, None where there is none.
+def local_gradients(param: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradient of each of `local_tensors(param)`, None where there is none.
 
     Local, unless the gradient of a DTensor has another placement than the parameter: then it is redistributed, and all
     ranks of the mesh must call. Sparse gradients are handed through. Shards of ShardedTensor and LocalShardsWrapper
@@ -34,7 +34,7 @@ def gradient_leaves(param: Tensor) -> tuple[Tensor | None, ...]:
         GradientError: the gradient is no DTensor where the parameter is one (or the reverse), is on another mesh, has
             another shape, global or local, or is sparse where it would have to be redistributed.
     """
-    leaves = leaves_of(param)
+    leaves = local_tensors(param)
     if not isinstance(param, DTensor):
         kind = kind_of(param)
         if kind is not None:
@@ -64,7 +64,7 @@ def gradient_leaves(param: Tensor) -> tuple[Tensor | None, ...]:
                 grad = grad.redistribute(placements=want.placements)
         except ValueError as error:  # torch knows no way, as to some _StridedShards
             raise _bad_gradient(param, grad, "make the gradient with the parameter's placements") from error
-    gradients = tuple(awaited(leaf) for leaf in leaves_of(grad))
+    gradients = tuple(awaited(leaf) for leaf in local_tensors(grad))
     if [leaf.shape for leaf in gradients] != [leaf.shape for leaf in leaves]:
         raise _bad_gradient(param, grad, "pass the parameter's shape and stride where the gradient is made")
     return gradients
@@ -74,8 +74,8 @@ class GradientReader:
     """Reads the gradient of a parameter with one leaf, where it is plainly there: dense, placed as the parameter, and
     with a place in memory for each element, so that it can be scaled there.
 
-    `gradient_leaves` for those who ask in every step: in a fraction of its time, as it remembers which placement it has
-    found good. Calling it gives None where there is no gradient, and where only `gradient_leaves` can tell.
+    `local_gradients` for those who ask in every step: in a fraction of its time, as it remembers which placement it has
+    found good. Calling it gives None where there is no gradient, and where only `local_gradients` can tell.
     """
 
     __slots__ = ("_have", "_leaf", "_param", "_want")
@@ -85,7 +85,7 @@ class GradientReader:
         # A placement of the gradient and one of the parameter that were found equal.
         self._have: DTensorSpec | None = None
         self._want: DTensorSpec | None = None
-        self._leaf: Tensor | None = None  # the local tensor of a DTensor that `lend_gradients` may go by
+        self._leaf: Tensor | None = None  # the local tensor of a DTensor that `attach_gradients` may go by
 
     def __reduce__(self) -> tuple[Any, ...]:
         return GradientReader, (self._param,)  # a copy is to look for itself
@@ -115,7 +115,7 @@ class GradientReader:
         return None if grad.layout is not torch.strided or elements_overlap(grad) else grad
 
     def accepted(self) -> None:
-        """Tells that `gradient_leaves` has looked at the parameter and its gradient, and refused neither."""
+        """Tells that `local_gradients` has looked at the parameter and its gradient, and refused neither."""
         param = self._param
         if isinstance(param, DTensor) and type(param._local_tensor) is Tensor:
             if param._spec is not self._want:
@@ -124,7 +124,7 @@ class GradientReader:
             self()
 
 
-def lend_gradients(
+def attach_gradients(
     readers: Iterable[GradientReader], lent: list[Tensor]
 ) -> tuple[list[Tensor | None], list[GradientReader], bool]:
     """Sets `grad` of the local tensors of DTensors to their local gradients, where all lies as when it was accepted.
@@ -161,7 +161,7 @@ def lend_gradients(
                         if in_order or local.layout is strided:
                             try:
                                 leaf.grad = local
-                            except (RuntimeError, TypeError):  # of another size or dtype, which gradient_leaves tells
+                            except (RuntimeError, TypeError):  # of another size or dtype, which `local_gradients` tells
                                 pass
                             else:
                                 gradients.append(local)
@@ -183,7 +183,7 @@ def zero_gradients(param: Tensor, set_to_none: bool) -> None:
     if kind is not None:
         kind.zero_gradients(param, set_to_none)
         return
-    leaves = leaves_of(param)
+    leaves = local_tensors(param)
     for holder in (*leaves, param) if takes_gradient(param) else leaves:
         if set_to_none:
             holder.grad = None
@@ -206,6 +206,6 @@ def _bad_gradient(param: Tensor, grad: Tensor, remedy: str) -> GradientError:
 def _described(tensor: Tensor) -> str:
     if isinstance(tensor, DTensor):
         spec = tensor._spec
-        local = [tuple(leaf.shape) for leaf in leaves_of(tensor)]
+        local = [tuple(leaf.shape) for leaf in local_tensors(tensor)]
         return f"DTensor of shape {tuple(tensor.shape)} placed {spec.placements} on {spec.mesh}, local shapes {local}"
     return f"{type(tensor).__name__} of shape {tuple(tensor.shape)}"

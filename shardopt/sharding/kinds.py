@@ -44,7 +44,7 @@ def kind_of(tensor: Tensor) -> TensorKind | None:
     return next((_kinds[base] for base in type(tensor).__mro__ if base in _kinds), None)
 
 
-def local_tensors(kind: TensorKind, tensor: Tensor) -> tuple[Tensor, ...]:
+def local_tensors_of_kind(kind: TensorKind, tensor: Tensor) -> tuple[Tensor, ...]:
     """The tensors of all pieces of this rank."""
     return tuple(local for _, local in kind.pieces(tensor))
 

@@ -81,53 +81,53 @@ class Layout:
         holders = None if wire["holders"] is None else tuple(tuple(ranks) for ranks in wire["holders"])
         return Layout(tuple(wire["shape"]), boxes, holders, bool(wire["local"]))
 
+    @staticmethod
+    @lru_cache(maxsize=4096)
+    def replicated(shape: tuple[int, ...]) -> Layout:
+        """The layout of a plain tensor: one box, which every rank that has the tensor holds."""
+        return Layout(shape, (whole(shape),))
 
-@lru_cache(maxsize=4096)
-def everywhere(shape: tuple[int, ...]) -> Layout:
-    """The layout of a plain tensor: one box, which every rank that has the tensor holds."""
-    return Layout(shape, (whole(shape),))
+    @staticmethod
+    def from_holders(shape: tuple[int, ...], holders: Mapping[Box, Iterable[int]], local: bool = False) -> Layout:
+        """The layout in which each box is held by the ranks that it is mapped to, given in any order."""
+        boxes = tuple(sorted(holders, key=lambda box: (box.offsets, box.sizes)))
+        return Layout(shape, boxes, tuple(tuple(sorted(set(holders[box]))) for box in boxes), local)
 
+    @staticmethod
+    def merge(layouts: Mapping[int, Layout], key: str = "tensor") -> Layout:
+        """The one layout of a tensor of which ranks know different parts, or which ranks place differently.
 
-def held(shape: tuple[int, ...], holders: Mapping[Box, Iterable[int]], local: bool = False) -> Layout:
-    """The layout in which each box is held by the ranks that it is mapped to, given in any order."""
-    boxes = tuple(sorted(holders, key=lambda box: (box.offsets, box.sizes)))
-    return Layout(shape, boxes, tuple(tuple(sorted(set(holders[box]))) for box in boxes), local)
+        Args:
+            layouts: the layout that each rank (global number) has for the tensor; ranks without the tensor are absent.
+            key: the tensor's name in errors.
 
+        Returns:
+            All boxes of all ranks, each with every rank that holds it. Whether the boxes cover the tensor is not asked.
 
-def joined(layouts: Mapping[int, Layout], key: str = "tensor") -> Layout:
-    """The one layout of a tensor of which ranks know different parts, or which ranks place differently.
-
-    Args:
-        layouts: the layout that each rank (global number) has for the tensor; ranks without the tensor are absent.
-        key: the tensor's name in errors.
-
-    Returns:
-        All boxes of all ranks, each with every rank that holds it. Whether the boxes cover the tensor is not asked.
-
-    Raises:
-        LayoutError: the ranks disagree on the global shape.
-    """
-    distinct = set(layouts.values())
-    first = next(iter(layouts.values()))
-    if any(layout.shape != first.shape for layout in distinct):
-        rank, other = next((rank, layout) for rank, layout in layouts.items() if layout.shape != first.shape)
-        problem = Problem(
-            key=key,
-            found=f"global shape {other.shape} on rank {rank}",
-            required=f"{first.shape}, as on rank {next(iter(layouts))}",
-            remedy="give every rank the same global tensor under this key",
-        )
-        raise LayoutError("ranks disagree on the shape of a tensor", [problem])
-    if len(distinct) == 1 and not first.local:
-        return first
-    holders: dict[Box, set[int]] = {}
-    told: set[Layout] = set()
-    for rank, layout in layouts.items():
-        if layout.holders is None:
-            for box in layout.boxes:
-                holders.setdefault(box, set()).add(rank)
-        elif layout not in told:
-            told.add(layout)
-            for box, ranks in zip(layout.boxes, layout.holders, strict=True):
-                holders.setdefault(box, set()).update(ranks)
-    return held(first.shape, holders)
+        Raises:
+            LayoutError: the ranks disagree on the global shape.
+        """
+        distinct = set(layouts.values())
+        first = next(iter(layouts.values()))
+        if any(layout.shape != first.shape for layout in distinct):
+            rank, other = next((rank, layout) for rank, layout in layouts.items() if layout.shape != first.shape)
+            problem = Problem(
+                key=key,
+                found=f"global shape {other.shape} on rank {rank}",
+                required=f"{first.shape}, as on rank {next(iter(layouts))}",
+                remedy="give every rank the same global tensor under this key",
+            )
+            raise LayoutError("ranks disagree on the shape of a tensor", [problem])
+        if len(distinct) == 1 and not first.local:
+            return first
+        holders: dict[Box, set[int]] = {}
+        told: set[Layout] = set()
+        for rank, layout in layouts.items():
+            if layout.holders is None:
+                for box in layout.boxes:
+                    holders.setdefault(box, set()).add(rank)
+            elif layout not in told:
+                told.add(layout)
+                for box, ranks in zip(layout.boxes, layout.holders, strict=True):
+                    holders.setdefault(box, set()).update(ranks)
+        return Layout.from_holders(first.shape, holders)

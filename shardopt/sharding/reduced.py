@@ -37,11 +37,11 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardopt.sharding.sharded_tensor import holders_of, sharded_tensor_of
-from shardopt.sharding.view import empty_leaf, leaves_of, local_like, tells_of_others
+from shardopt.sharding.view import empty_local_tensor, local_like, local_tensors, tells_of_others
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ShardGroup:
     """Ranks among which a tensor is cut: no two of them hold the same element.
 
     Args:
@@ -53,7 +53,7 @@ class Cut:
     dims: frozenset[int]
 
 
-def cuts_of(tensor: Tensor) -> tuple[Cut, ...]:
+def shard_groups_of(tensor: Tensor) -> tuple[ShardGroup, ...]:
     """The cuts through a tensor that this rank is part of, in the same order on each of its ranks.
 
     Replicas are in none of the groups, so local sums that are added up over the group of each cut in turn make up the
@@ -64,17 +64,17 @@ def cuts_of(tensor: Tensor) -> tuple[Cut, ...]:
         if mesh.get_coordinate() is None or not tells_of_others(tensor):
             return ()
         return tuple(
-            Cut(mesh.get_group(mesh_dim), frozenset([placement.dim % tensor.ndim]))
+            ShardGroup(mesh.get_group(mesh_dim), frozenset([placement.dim % tensor.ndim]))
             for mesh_dim, placement in enumerate(tensor.placements)
             if isinstance(placement, Shard | _StridedShard) and mesh.size(mesh_dim) > 1
         )
     if isinstance(tensor, ShardedTensor):
         group = tensor._process_group
-        return () if group is None else (Cut(group, _cut_dims(tensor.metadata())),)
+        return () if group is None else (ShardGroup(group, _cut_dims(tensor.metadata())),)
     return ()
 
 
-def is_first_of(tensor: Tensor, cut: Cut) -> bool:
+def is_first_of(tensor: Tensor, cut: ShardGroup) -> bool:
     """Whether this rank is the first with a part of a tensor among the ranks of one of its cuts."""
     if isinstance(tensor, ShardedTensor):
         return dist.get_rank() == min(holders_of(tensor), default=-1)
@@ -94,13 +94,13 @@ def sum_memory(tensor: Tensor, dims: Collection[int], dtype: torch.dtype) -> tup
     elif isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None:
         return (torch.zeros(0, dtype=dtype, device=tensor.device),)  # as torch's own for such ranks
     else:
-        shapes = [tuple(leaf.shape) for leaf in leaves_of(tensor)]
-    device = next((leaf.device for leaf in leaves_of(tensor)), None) or empty_leaf(tensor).device
+        shapes = [tuple(leaf.shape) for leaf in local_tensors(tensor)]
+    device = next((leaf.device for leaf in local_tensors(tensor)), None) or empty_local_tensor(tensor).device
     return tuple(torch.zeros(_with_ones(shape, dims), dtype=dtype, device=device) for shape in shapes)
 
 
-def parts_for(tensor: Tensor, dims: Collection[int], memory: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """For each of `leaves_of(tensor)` the part of the sum over some dimensions that its elements belong to.
+def local_views(tensor: Tensor, dims: Collection[int], memory: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """For each of `local_tensors(tensor)` the part of the sum over some dimensions that its elements belong to.
 
     Args:
         tensor: what is summed.
@@ -140,7 +140,7 @@ def stack_like(tensor: Tensor, count: int) -> Tensor:
 
     Local, no collective. Its leaves are contiguous, [count, *shape of the tensor's leaf].
     """
-    leaves = leaves_of(tensor)
+    leaves = local_tensors(tensor)
     made = [torch.zeros((count, *leaf.shape), dtype=leaf.dtype, device=leaf.device) for leaf in leaves]
     if isinstance(tensor, ShardedTensor):
         return _sharded_stack_like(tensor, count, made)

@@ -17,7 +17,7 @@ from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
 from torch.distributed._shard.sharding_spec.api import ShardingSpec
 
 from shardopt.sharding.box import Box, cover_faults, whole
-from shardopt.sharding.layout import Layout, held
+from shardopt.sharding.layout import Layout
 from shardopt.sharding.pieces import View, refusal, shard_pieces
 
 
@@ -68,12 +68,12 @@ def _sharded_layout(
 ) -> tuple[Layout, tuple[str, ...]]:
     """The layout that the metadata of all shards describes, and what is wrong with it."""
     if prod(shape) == 0:
-        return held(shape, {whole(shape): {holder for _, _, holder in told}}), ()
+        return Layout.from_holders(shape, {whole(shape): {holder for _, _, holder in told}}), ()
     holders: dict[Box, list[int]] = {}
     for offsets, sizes, holder in told:
         if prod(sizes):  # an empty chunk of a ChunkShardingSpec may have an offset past the end
             holders.setdefault(Box(offsets, sizes), []).append(holder)
-    return held(shape, holders), tuple(cover_faults(shape, holders))
+    return Layout.from_holders(shape, holders), tuple(cover_faults(shape, holders))
 
 
 def sharded_tensor_like(like: ShardedTensor, leaves: Sequence[Tensor]) -> ShardedTensor:

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from shardopt.sharding.box import Box, overlap_faults
 from shardopt.sharding.dtensor import dtensor_like, on_mesh, refuse_placements, view_of_dtensor
-from shardopt.sharding.kinds import kind_of, local_tensors
-from shardopt.sharding.layout import everywhere, held
+from shardopt.sharding.kinds import kind_of, local_tensors_of_kind
+from shardopt.sharding.layout import Layout
 from shardopt.sharding.pieces import Piece, View, memory_of, refusal, shard_pieces
 from shardopt.sharding.pieces_tensor import PiecesTensor
 from shardopt.sharding.sharded_tensor import holders_of, sharded_tensor_like, view_of_sharded_tensor
@@ -46,11 +46,11 @@ def view_of(tensor: Tensor, key: str = "tensor") -> View:
     if kind is not None:
         return _view_of_own(tuple(kind.shape(tensor)), tensor.dtype, kind.pieces(tensor), key)
     memory = memory_of(tensor, key)
-    layout = everywhere(tuple(tensor.shape))
+    layout = Layout.replicated(tuple(tensor.shape))
     return View(layout.shape, tensor.dtype, (Piece(layout.boxes[0], memory),), layout)
 
 
-def leaves_of(tensor: Tensor) -> tuple[Tensor, ...]:
+def local_tensors(tensor: Tensor) -> tuple[Tensor, ...]:
     """The local tensors that an optimizer steps on: the tensor itself, the local tensor of a DTensor, the local shards
     of a ShardedTensor or LocalShardsWrapper (none or several).
 
@@ -63,7 +63,7 @@ def leaves_of(tensor: Tensor) -> tuple[Tensor, ...]:
         return tuple(shard.tensor for shard in tensor.local_shards())
     kind = kind_of(tensor)
     if kind is not None:
-        return local_tensors(kind, tensor)
+        return local_tensors_of_kind(kind, tensor)
     return tuple(tensor.local_shards()) if is_wrapper(tensor) else (tensor,)
 
 
@@ -75,7 +75,7 @@ def is_held(tensor: Tensor) -> bool:
     """
     if isinstance(tensor, DTensor) and not is_wrapper(tensor._local_tensor):
         return tensor._local_tensor.numel() > 0 or tensor._spec.mesh.get_coordinate() is not None
-    leaves = leaves_of(tensor)
+    leaves = local_tensors(tensor)
     return any(leaf is tensor or leaf.numel() for leaf in leaves)
 
 
@@ -94,19 +94,19 @@ def is_on_all_ranks(tensor: Tensor) -> bool:
 
 
 def assemble(like: Tensor, leaves: Sequence[Tensor]) -> Tensor:
-    """A tensor made of `leaves` that is placed as `like` is: the reverse of `leaves_of`, without a copy.
+    """A tensor made of `leaves` that is placed as `like` is: the reverse of `local_tensors`, without a copy.
 
     Local: no collective. The result has the class, global shape and placement of `like`, the dtype of the leaves, and
-    no gradient. `leaves_of` gives the same objects back.
+    no gradient. `local_tensors` gives the same objects back.
 
     Args:
         like: the tensor whose placement is wanted; it is not changed.
-        leaves: as many local tensors as `leaves_of(like)` has, of the same shapes.
+        leaves: as many local tensors as `local_tensors(like)` has, of the same shapes.
 
     Raises:
         LayoutError: the leaves have other shapes than those of `like`.
     """
-    wanted = [tuple(leaf.shape) for leaf in leaves_of(like)]
+    wanted = [tuple(leaf.shape) for leaf in local_tensors(like)]
     found = [tuple(leaf.shape) for leaf in leaves]
     if wanted != found:
         raise refusal("tensor", f"local tensors of shapes {found}", f"shapes {wanted}", "pass one for each local part")
@@ -157,11 +157,11 @@ def groups_of(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
 
 def device_of(param: Tensor) -> torch.device:
     """Where its local tensors lie, or would lie on a rank that has none."""
-    leaves = leaves_of(param)
-    return (leaves[0] if leaves else empty_leaf(param)).device
+    leaves = local_tensors(param)
+    return (leaves[0] if leaves else empty_local_tensor(param)).device
 
 
-def empty_leaf(param: Tensor) -> Tensor:
+def empty_local_tensor(param: Tensor) -> Tensor:
     """An empty tensor with the dtype, device and dimensions that local tensors of `param` have, for a rank without."""
     if isinstance(param, ShardedTensor):
         metadata = param.metadata()
@@ -183,7 +183,7 @@ def _view_of_own(shape: tuple[int, ...], dtype: torch.dtype, own: Sequence[tuple
     """The view of a tensor of which each rank knows its own shards only."""
     dtype = own[0][1].dtype if own else dtype
     pieces = shard_pieces(shape, dtype, own, key)
-    layout = held(shape, {piece.box: (_rank(),) for piece in pieces}, local=True)
+    layout = Layout.from_holders(shape, {piece.box: (_rank(),) for piece in pieces}, local=True)
     faults = overlap_faults(shape, [piece.box for piece in pieces])
     if faults:
         raise refusal(key, "; ".join(faults), f"disjoint shards inside {shape}", "mend the shards' offsets")

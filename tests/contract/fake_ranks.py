@@ -10,7 +10,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardopt.sharding.box import cover_faults
-from shardopt.sharding.layout import joined
+from shardopt.sharding.layout import Layout
 
 
 @contextmanager
@@ -59,7 +59,7 @@ def check_views(views, world) -> None:
             assert torch.equal(piece.tensor, world[at(piece.box)])
             assert not piece.tensor.requires_grad
             holders.setdefault(piece.box, []).append(rank)
-    whole_layout = joined({rank: view.layout for rank, view in views.items()})
+    whole_layout = Layout.merge({rank: view.layout for rank, view in views.items()})
     assert cover_faults(shape, whole_layout.boxes) == []
     assert cover_faults(shape, holders) == []
     told = zip(whole_layout.boxes, whole_layout.holders, strict=True)

@@ -11,8 +11,8 @@ from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from shardopt.sharding.reduced import cuts_of, parts_for, stack_like, sum_like, sum_memory
-from shardopt.sharding.view import leaves_of, view_of
+from shardopt.sharding.reduced import local_views, shard_groups_of, stack_like, sum_like, sum_memory
+from shardopt.sharding.view import local_tensors, view_of
 from tests.contract.fake_ranks import as_rank, at, check_views, counting, placed
 from tests.contract.test_view_dtensor import cases
 from tests.contract.test_view_shards import enumerable, sharded
@@ -35,15 +35,15 @@ def check(make, world, ranks):
         for rank in range(ranks):
             with as_rank(rank, ranks):
                 tensor = make(rank)
-                cuts = [cut for cut in cuts_of(tensor) if not cut.dims.isdisjoint(dims)]
+                cuts = [cut for cut in shard_groups_of(tensor) if not cut.dims.isdisjoint(dims)]
                 groups[rank] = [dist.get_process_group_ranks(cut.group) for cut in cuts]
                 memory[rank] = sum_memory(tensor, dims, torch.float64)
-                for leaf, part in zip(leaves_of(tensor), parts_for(tensor, dims, memory[rank]), strict=True):
+                for leaf, part in zip(local_tensors(tensor), local_views(tensor, dims, memory[rank]), strict=True):
                     part.add_(leaf.sum(list(dims), keepdim=True) if dims else leaf)
                 like = sum_like(tensor, *dims, dtype=torch.int16)
                 assert view_of(like).dtype == torch.int16 and view_of(sum_like(tensor, *dims)).dtype == world.dtype
-                assert [leaf.shape for leaf in leaves_of(like)] == [sums.shape for sums in memory[rank]]
-                for number, leaf in enumerate(leaves_of(like)):
+                assert [leaf.shape for leaf in local_tensors(like)] == [sums.shape for sums in memory[rank]]
+                for number, leaf in enumerate(local_tensors(like)):
                     leaf.fill_(number)  # so that a piece tells which leaf it is of
                 view = view_of(like)
                 assert view.shape == tuple(wanted.shape)
@@ -96,7 +96,7 @@ def stacked(make, world, ranks):
         with as_rank(rank, ranks):
             tensor = make(rank)
             stack = stack_like(tensor, COUNT)
-            for leaf, rows in zip(leaves_of(tensor), leaves_of(stack), strict=True):
+            for leaf, rows in zip(local_tensors(tensor), local_tensors(stack), strict=True):
                 assert rows.is_contiguous() and not rows.any()
                 for number in range(COUNT):
                     rows[number] = leaf + 1000 * number
@@ -133,7 +133,7 @@ def test_ranks_outside_of_the_mesh_have_neither():
     with as_rank(3, 4):
         mesh = DeviceMesh("cpu", [0, 1])
         tensor = DTensor.from_local(torch.zeros(0), mesh, [Shard(0)], run_check=False, shape=(4, 3), stride=(3, 1))
-        assert cuts_of(tensor) == ()
+        assert shard_groups_of(tensor) == ()
         for made in (sum_like(tensor, 0), sum_like(tensor, 1), stack_like(tensor, COUNT)):
             assert view_of(made).pieces == ()
         assert view_of(sum_like(tensor, 0)).shape == (1, 3)

@@ -13,8 +13,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardopt.errors import GradientError, LayoutError
 from shardopt.sharding.box import Box
-from shardopt.sharding.gradients import GradientReader, gradient_leaves
-from shardopt.sharding.view import assemble, leaves_of, view_of
+from shardopt.sharding.gradients import GradientReader, local_gradients
+from shardopt.sharding.view import assemble, local_tensors, view_of
 from tests.contract.fake_ranks import as_rank, counting, placed
 from tests.contract.test_view_shards import ChunkShardingSpec, enumerable, sharded, wrapped
 
@@ -62,7 +62,7 @@ def world():
 def test_leaves_are_the_local_tensors_themselves(make, rank):
     with as_rank(rank, RANKS):
         tensor = make(world(), rank)
-        leaves, again = leaves_of(tensor), leaves_of(tensor)
+        leaves, again = local_tensors(tensor), local_tensors(tensor)
         assert len(leaves) == len(again) and all(a is b for a, b in zip(leaves, again, strict=True))
         assert all(type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.grad_fn is None for leaf in leaves)
         assert sum(leaf.numel() for leaf in leaves) == sum(piece.box.numel for piece in view_of(tensor).pieces)
@@ -74,11 +74,11 @@ def test_leaves_are_the_local_tensors_themselves(make, rank):
 def test_assemble_is_the_reverse_of_leaves_of(make, rank, dtype):
     with as_rank(rank, RANKS):
         like = make(world(), rank)
-        leaves = [torch.ones_like(leaf, dtype=dtype, requires_grad=False) for leaf in leaves_of(like)]
+        leaves = [torch.ones_like(leaf, dtype=dtype, requires_grad=False) for leaf in local_tensors(like)]
         with CommDebugMode() as communication:
             made = assemble(like, leaves)
         assert communication.get_total_counts() == 0
-        assert all(a is b for a, b in zip(leaves_of(made), leaves, strict=True))
+        assert all(a is b for a, b in zip(local_tensors(made), leaves, strict=True))
         have, want = view_of(made), view_of(like)
         assert have.layout == want.layout and have.shape == want.shape
         assert [piece.box for piece in have.pieces] == [piece.box for piece in want.pieces]
@@ -99,21 +99,23 @@ def test_assemble_is_the_reverse_of_leaves_of(make, rank, dtype):
 def test_assembled_leaves_like_untouched(make, rank):
     with as_rank(rank, RANKS):
         like = make(world(), rank)
-        before = [(leaf, leaf.clone()) for leaf in leaves_of(like)]
+        before = [(leaf, leaf.clone()) for leaf in local_tensors(like)]
         dtype = view_of(like).dtype
-        assemble(like, [torch.zeros_like(leaf, dtype=torch.float64) for leaf in leaves_of(like)])
+        assemble(like, [torch.zeros_like(leaf, dtype=torch.float64) for leaf in local_tensors(like)])
         assert view_of(like).dtype == dtype
         if isinstance(like, DTensor):
             assert like._spec.tensor_meta.dtype == like.dtype
-        assert all(now is leaf and now.equal(copy) for now, (leaf, copy) in zip(leaves_of(like), before, strict=True))
+        assert all(
+            now is leaf and now.equal(copy) for now, (leaf, copy) in zip(local_tensors(like), before, strict=True)
+        )
 
 
 @each_kind
 def test_assemble_refuses_other_shapes(make):
     with as_rank(1, RANKS):
         like = make(world(), 1)
-        leaves = [torch.zeros(leaf.numel() + 1) for leaf in leaves_of(like)]
-        for wrong in (leaves, [], [*leaves_of(like), torch.zeros(1)]):
+        leaves = [torch.zeros(leaf.numel() + 1) for leaf in local_tensors(like)]
+        for wrong in (leaves, [], [*local_tensors(like), torch.zeros(1)]):
             with pytest.raises(LayoutError, match="local tensors of shapes"):
                 assemble(like, wrong)
 
@@ -121,7 +123,7 @@ def test_assemble_refuses_other_shapes(make):
 def test_an_assembled_dtensor_works_in_torch():
     with as_rank(3, RANKS):
         param = torch.nn.Parameter(dtensor(world(), [Shard(0)]))
-        moment = assemble(param, [torch.zeros_like(leaves_of(param)[0])])
+        moment = assemble(param, [torch.zeros_like(local_tensors(param)[0])])
         assert moment.shape == (5, 3) and moment._local_tensor.shape == (0, 3)  # 5 rows in chunks of 2
         with torch.no_grad():
             moment.add_(param)
@@ -132,7 +134,7 @@ def test_wrapper_alone_has_leaves_too():
     wrapper = LocalShardsWrapper([torch.zeros(2, 2), torch.zeros(2, 1)], [(0, 0), (0, 2)])
     leaves = [torch.ones(2, 2), torch.ones(2, 1)]
     made = assemble(wrapper, leaves)
-    assert all(a is b for a, b in zip(leaves_of(made), leaves, strict=True))
+    assert all(a is b for a, b in zip(local_tensors(made), leaves, strict=True))
     assert made.local_offsets() == wrapper.local_offsets()
 
 
@@ -141,7 +143,7 @@ def test_wrapper_alone_has_leaves_too():
 def test_no_gradient_is_none_for_each_leaf(make, rank):
     with as_rank(rank, RANKS):
         param = make(world(), rank)
-        assert gradient_leaves(param) == (None,) * len(leaves_of(param))
+        assert local_gradients(param) == (None,) * len(local_tensors(param))
 
 
 @settings(max_examples=60)
@@ -160,9 +162,9 @@ def test_gradient_is_read_as_the_parameter_is_placed(data):
         same = data.draw(st.booleans())
         param.grad = placed(3 * counting(shape).float(), mesh, wanted if same else [Replicate()] * 2)
         with CommDebugMode() as communication:
-            (leaf,) = gradient_leaves(param)
+            (leaf,) = local_gradients(param)
         assert communication.get_total_counts() == 0
-        assert torch.equal(leaf, leaves_of(param)[0] * 3)
+        assert torch.equal(leaf, local_tensors(param)[0] * 3)
         if same or param.grad.placements == param.placements:
             assert leaf is param.grad._local_tensor
         assert not leaf.requires_grad
@@ -174,7 +176,7 @@ def test_partial_gradient_is_reduced():
         param = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate()], src_data_rank=None))
         param.grad = DTensor.from_local(torch.ones(4), mesh, [Partial()])
         with CommDebugMode() as communication:
-            (gradient,) = gradient_leaves(param)
+            (gradient,) = local_gradients(param)
         assert communication.get_total_counts() == 1
         assert type(gradient) is torch.Tensor  # no unfinished collective
 
@@ -187,7 +189,7 @@ def test_gradient_that_is_still_on_its_way_is_waited_for():
             placements=[Replicate()], async_op=True
         )
         assert type(param.grad._local_tensor) is AsyncCollectiveTensor
-        (gradient,) = gradient_leaves(param)
+        (gradient,) = local_gradients(param)
         assert type(gradient) is torch.Tensor
 
 
@@ -216,7 +218,7 @@ def test_gradients_that_do_not_fit_are_refused(rank_0):
     }
     for remedy, gradient in refused.items():
         with pytest.raises(GradientError) as caught:
-            gradient_leaves(grad_of(param, gradient))
+            local_gradients(grad_of(param, gradient))
         (problem,) = caught.value.problems
         assert remedy in problem.remedy
         assert "(6, 2)" in problem.found and "Shard(dim=0)" in problem.required
@@ -227,24 +229,24 @@ def test_gradient_of_another_global_shape_is_refused(rank_0):
     param.grad = distribute_tensor(torch.ones(6, 2), rank_0, [Shard(0)], src_data_rank=None)
     param.data = distribute_tensor(torch.ones(8, 2), rank_0, [Shard(0)], src_data_rank=None)
     with pytest.raises(GradientError, match="global shape"):
-        gradient_leaves(param)
+        local_gradients(param)
 
 
 def test_dtensor_gradient_of_a_plain_parameter_is_refused(rank_0):
     param = torch.nn.Parameter(torch.ones(6))
     param.grad = distribute_tensor(torch.ones(6), rank_0, [Replicate()], src_data_rank=None)
     with pytest.raises(GradientError, match="plain gradient"):
-        gradient_leaves(param)
+        local_gradients(param)
 
 
 def test_sparse_gradients_are_handed_through(rank_0):
     sparse = torch.sparse_coo_tensor([[0]], torch.ones(1, 2), (2, 2))
     plain = grad_of(torch.nn.Parameter(torch.ones(2, 2)), sparse)
-    assert gradient_leaves(plain)[0] is sparse
+    assert local_gradients(plain)[0] is sparse
     rows = torch.nn.Parameter(distribute_tensor(torch.ones(8, 2), rank_0, [Shard(0)], src_data_rank=None))
     rows.grad = DTensor(sparse, rows._spec, requires_grad=False)
-    (gradient,) = gradient_leaves(rows)
-    assert gradient.is_sparse and gradient.shape == leaves_of(rows)[0].shape
+    (gradient,) = local_gradients(rows)
+    assert gradient.is_sparse and gradient.shape == local_tensors(rows)[0].shape
 
 
 def test_a_reader_gives_what_plainly_lies_there_and_nothing_else(rank_0):
@@ -257,7 +259,7 @@ def test_a_reader_gives_what_plainly_lies_there_and_nothing_else(rank_0):
     for _ in range(2):  # a new gradient in every step
         rows.grad, plain.grad = placed(torch.rand(8, 2)), torch.rand(2, 2)
         for _ in range(2):
-            assert read_rows() is gradient_leaves(rows)[0]
+            assert read_rows() is local_gradients(rows)[0]
             assert read_plain() is plain.grad
     sparse = torch.sparse_coo_tensor([[0]], torch.ones(1, 2), (2, 2))
     plain.grad, rows.grad = sparse, DTensor(sparse, rows._spec, requires_grad=False)
@@ -284,25 +286,25 @@ def test_a_reader_notices_a_parameter_that_is_placed_in_another_way(rank_0):
 def test_a_reader_leaves_shards_to_others(kind):
     with as_rank(1, RANKS):
         param = KINDS[kind](world(), 1)
-        for leaf in leaves_of(param):
+        for leaf in local_tensors(param):
             leaf.grad = torch.ones_like(leaf)
         assert GradientReader(param)() is None
-        assert all(gradient is not None for gradient in gradient_leaves(param))
+        assert all(gradient is not None for gradient in local_gradients(param))
 
 
 @pytest.mark.parametrize("kind", ["ShardedTensor", "wrapper"])
 def test_shards_carry_their_own_gradients(kind):
     with as_rank(1, RANKS):
         param = KINDS[kind](world(), 1)
-        first, second = leaves_of(param)
+        first, second = local_tensors(param)
         first.requires_grad_()
         first.sum().backward()
-        assert gradient_leaves(param) == (first.grad, None)
+        assert local_gradients(param) == (first.grad, None)
         assert second.grad is None and first.grad is not None
 
 
 def test_dense_gradient_around_a_wrapper_is_taken_apart():
     with as_rank(1, RANKS):
         param = some_shards(world(), 1)
-        param.grad = assemble(param, [torch.ones_like(leaf) for leaf in leaves_of(param)])
-        assert [leaf.shape for leaf in gradient_leaves(param)] == [leaf.shape for leaf in leaves_of(param)]
+        param.grad = assemble(param, [torch.ones_like(leaf) for leaf in local_tensors(param)])
+        assert [leaf.shape for leaf in local_gradients(param)] == [leaf.shape for leaf in local_tensors(param)]

@@ -12,8 +12,8 @@ from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import shardopt
-from shardopt.checkpoint.matching.partial_load import mark_torn, unmark_torn
-from shardopt.errors import AlgorithmError, StateError, TornStateError
+from shardopt.checkpoint.matching.partial_load import mark_partial_load, unmark_partial_load
+from shardopt.errors import AlgorithmError, PartialLoadError, StateError
 from shardopt.optim.composite import CompositeOptimizer
 from tests.contract.optimizers import BUILDERS, OPTIONS, give_gradients, parameters, same, snapshot, train
 
@@ -190,10 +190,10 @@ def test_a_step_before_a_part_is_loaded_whole_is_refused(build):
     train(optimizer, params)
     before = snapshot(optimizer, params)
     marked = innermost(optimizer)[0]
-    mark_torn([marked], "loading x")
-    with pytest.raises(TornStateError, match="loading x"):
+    mark_partial_load([marked], "loading x")
+    with pytest.raises(PartialLoadError, match="loading x"):
         optimizer.step()
-    unmark_torn([marked])
+    unmark_partial_load([marked])
     if len(innermost(optimizer)) == 1 and not isinstance(optimizer, CompositeOptimizer):
         assert same(snapshot(optimizer, params), before)
     optimizer.step()

@@ -12,8 +12,8 @@ import shardopt
 from shardopt.algorithms import AlgorithmSpec, Kind, StateEntry, StepsOn, register, registry
 from shardopt.errors import AlgorithmError
 from shardopt.optim import KeyedOptimizerWrapper
-from shardopt.sharding.gradients import gradient_leaves
-from shardopt.sharding.view import assemble, leaves_of, view_of
+from shardopt.sharding.gradients import local_gradients
+from shardopt.sharding.view import assemble, local_tensors, view_of
 from tests.fake_rank import fake_rank, shard, sharded_tensor
 
 
@@ -33,8 +33,8 @@ class Ours(torch.optim.Optimizer):
     def __init__(self, params, lr=1.0):
         super().__init__(params, {"lr": lr})
 
-    def fresh_state(self, group, parameter):
-        return {"sum": assemble(parameter, [torch.zeros_like(leaf) for leaf in leaves_of(parameter)])}
+    def initial_state(self, group, parameter):
+        return {"sum": assemble(parameter, [torch.zeros_like(leaf) for leaf in local_tensors(parameter)])}
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -43,8 +43,10 @@ class Ours(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 state = self.state[parameter]
-                state.update(state or self.fresh_state(group, parameter))
-                parts = zip(leaves_of(parameter), leaves_of(state["sum"]), gradient_leaves(parameter), strict=True)
+                state.update(state or self.initial_state(group, parameter))
+                parts = zip(
+                    local_tensors(parameter), local_tensors(state["sum"]), local_gradients(parameter), strict=True
+                )
                 for leaf, total, gradient in parts:
                     if gradient is not None:
                         leaf.sub_(total.add_(gradient), alpha=group["lr"])
@@ -85,7 +87,7 @@ def parameters(rank=0):
 def give_gradients(params):
     params["plain"].grad = torch.ones(4, 2)
     params["d"].grad = DTensor.from_local(torch.ones(2, 2), params["d"].device_mesh, [Shard(0)], run_check=False)
-    for leaf in leaves_of(params["table"]):
+    for leaf in local_tensors(params["table"]):
         leaf.grad = torch.ones_like(leaf)
 
 
@@ -93,7 +95,7 @@ def give_gradients(params):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_it_is_handed_the_parameters(algorithm, rank):
     with parameters(rank) as params:
-        before = {name: [leaf.detach().clone() for leaf in leaves_of(p)] for name, p in params.items()}
+        before = {name: [leaf.detach().clone() for leaf in local_tensors(p)] for name, p in params.items()}
         optimizer = shardopt.keyed(algorithm, params, lr=0.5)
         optimizer.init_state()
         for _ in range(2):
@@ -104,11 +106,13 @@ def test_it_is_handed_the_parameters(algorithm, rank):
         for name, parameter in [(name, params[name]) for name in state]:
             assert type(state[name]["sum"]) is type(parameter.data if name != "table" else parameter)
             assert view_of(state[name]["sum"]).shape == (4, 2)
-            for leaf, was, total in zip(leaves_of(parameter), before[name], leaves_of(state[name]["sum"]), strict=True):
+            for leaf, was, total in zip(
+                local_tensors(parameter), before[name], local_tensors(state[name]["sum"]), strict=True
+            ):
                 assert torch.equal(leaf.detach(), was - 1.5)
                 assert torch.equal(total, torch.full_like(was, 2.0))
         optimizer.zero_grad()
-        assert all(gradient is None for p in params.values() for gradient in gradient_leaves(p))
+        assert all(gradient is None for p in params.values() for gradient in local_gradients(p))
 
 
 def test_a_factory_of_the_class_it_stands_for_is_taken():
@@ -129,15 +133,15 @@ def test_groups_loading_and_parameters_added_later():
         optimizer.step()
         assert [group["lr"] for group in optimizer.param_groups] == [0.5, 1.0, 2.0]
         assert optimizer.param_groups[2]["params"][0] is params["table"]
-        assert torch.equal(leaves_of(params["table"])[1][0], torch.tensor([2.0, 3.0]) - 2.0)
+        assert torch.equal(local_tensors(params["table"])[1][0], torch.tensor([2.0, 3.0]) - 2.0)
 
         other = shardopt.keyed("ours", whole, groups=[{"match": "plain"}])
         other.add_param_group({"params": table})
         other.init_state()
-        memory = [leaf.data_ptr() for p in params.values() for leaf in leaves_of(other.state[p]["sum"])]
+        memory = [leaf.data_ptr() for p in params.values() for leaf in local_tensors(other.state[p]["sum"])]
         other.load_state_dict(optimizer.state_dict())
-        assert memory == [leaf.data_ptr() for p in params.values() for leaf in leaves_of(other.state[p]["sum"])]
-        assert all((leaf == 1).all() for p in params.values() for leaf in leaves_of(other.state[p]["sum"]))
+        assert memory == [leaf.data_ptr() for p in params.values() for leaf in local_tensors(other.state[p]["sum"])]
+        assert all((leaf == 1).all() for p in params.values() for leaf in local_tensors(other.state[p]["sum"]))
         assert [group["lr"] for group in other.param_groups] == [0.5, 1.0, 2.0]
 
 

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
 from shardopt import GradientClipping, GradientClippingOptimizer, KeyedOptimizer
-from shardopt.sharding.gradients import gradient_leaves, takes_gradient
-from shardopt.sharding.view import assemble, leaves_of, view_of
+from shardopt.sharding.gradients import local_gradients, takes_gradient
+from shardopt.sharding.view import assemble, local_tensors, view_of
 
 Place = Callable[[Tensor, "Meshes"], Tensor | None]
 
@@ -156,7 +156,7 @@ def make_job(cases: dict[str, Case], meshes: Meshes) -> dict[str, Tensor]:
             continue
         if case.place in (table, wrapper):  # their shards carry the gradients
             params[name] = placed
-            for leaf in leaves_of(placed):
+            for leaf in local_tensors(placed):
                 leaf.grad = leaf.detach().clone()
         else:
             params[name] = torch.nn.Parameter(torch.zeros_like(placed))
@@ -166,7 +166,7 @@ def make_job(cases: dict[str, Case], meshes: Meshes) -> dict[str, Tensor]:
 
 def drop_gradient(param: Tensor) -> None:
     """Takes the gradient away on this rank."""
-    for holder in (param, *leaves_of(param)) if takes_gradient(param) else leaves_of(param):
+    for holder in (param, *local_tensors(param)) if takes_gradient(param) else local_tensors(param):
         holder.grad = None
 
 
@@ -185,7 +185,7 @@ def one_process_norm(gradients: Iterable[Tensor], order: float) -> float:
 
 def check_scaled(name: str, param: Tensor, full: Tensor, factor: float) -> None:
     """The gradient on this rank is the whole one times the factor, rounded once."""
-    gradients = gradient_leaves(param)
+    gradients = local_gradients(param)
     assert all(gradient is not None for gradient in gradients), name
     wide = torch.complex128 if full.is_complex() else torch.float64
     expected = (full.to(wide) * factor).to(full.dtype)

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from shardopt.sharding.gradients import takes_gradient
-from shardopt.sharding.view import assemble, leaves_of, view_of
+from shardopt.sharding.view import assemble, local_tensors, view_of
 
 SHAPES = {
     "plain": (13, 6),
@@ -79,14 +79,16 @@ def same(tensor, full):
 
 def give_gradient(parameter, full):
     """Sets this rank's part of a gradient; None takes it away."""
-    holders = (parameter,) if takes_gradient(parameter) else leaves_of(parameter)
+    holders = (parameter,) if takes_gradient(parameter) else local_tensors(parameter)
     if full is None:
         for holder in holders:
             holder.grad = None
         return
-    gradient = assemble(parameter, [torch.zeros_like(leaf).detach() for leaf in leaves_of(parameter)])
+    gradient = assemble(parameter, [torch.zeros_like(leaf).detach() for leaf in local_tensors(parameter)])
     fill(gradient, full)
-    for holder, part in zip(holders, (gradient,) if takes_gradient(parameter) else leaves_of(gradient), strict=True):
+    for holder, part in zip(
+        holders, (gradient,) if takes_gradient(parameter) else local_tensors(gradient), strict=True
+    ):
         holder.grad = part
 
 

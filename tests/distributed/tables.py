@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardopt.sharding.gradients import takes_gradient
-from shardopt.sharding.view import assemble, leaves_of, view_of
+from shardopt.sharding.view import assemble, local_tensors, view_of
 from tests.fake_rank import shard
 
 ROWS = {
@@ -120,7 +120,7 @@ def _sharded_tensor(full, name):
 
 def give_gradient(parameter, full):
     """Sets this rank's part of a whole gradient, sparse or dense; None takes it away."""
-    leaves = leaves_of(parameter)
+    leaves = local_tensors(parameter)
     holders = (parameter,) if takes_gradient(parameter) else leaves
     if full is None:
         for holder in holders:

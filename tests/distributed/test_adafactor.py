@@ -11,7 +11,7 @@ import shardopt
 from shardopt import checkpoint
 from shardopt.algorithms import adafactor
 from shardopt.errors import GradientError
-from shardopt.sharding.view import is_held, leaves_of, view_of
+from shardopt.sharding.view import is_held, local_tensors, view_of
 from tests.cases import option_sets
 from tests.distributed.layouts import (
     HALF,
@@ -134,7 +134,7 @@ def resume(path, to):
     """Parameters and groups in another order, in a fresh process, on any number of ranks."""
     params, square = sharded_parameters("mixed", reversed(SHAPES))
     for parameter in params.values():
-        for leaf in leaves_of(parameter):
+        for leaf in local_tensors(parameter):
             leaf.detach().fill_(-1.0)
     optimizer = shardopt.keyed("adafactor", params, groups=GROUPS[::-1])
     optimizer.init_state()
@@ -204,7 +204,7 @@ def state_bytes():
     optimizer = shardopt.keyed("adafactor", params)
     optimizer.init_state()
     return {
-        (name, entry): sum(leaf.nbytes for leaf in leaves_of(value))
+        (name, entry): sum(leaf.nbytes for leaf in local_tensors(value))
         for name, its in optimizer.state_dict()["state"].items()
         for entry, value in its.items()
     }
@@ -257,7 +257,7 @@ def step_where_a_gradient_is_on_one_rank_only():
         weight.grad = torch.ones_like(weight)
     with pytest.raises(GradientError, match="found one on 1 of its ranks, none on 1"):
         optimizer.step()
-    assert not optimizer.state[weight] and (leaves_of(weight)[0] == 1).all()
+    assert not optimizer.state[weight] and (local_tensors(weight)[0] == 1).all()
 
 
 def test_a_gradient_on_some_ranks_only_is_told_by_all():
@@ -278,7 +278,7 @@ def step_with_a_gradient_that_one_rank_refuses(late):
                 parameter.grad = shard(torch.ones(4, 6), mesh, Shard(0))
             if step == 1 and dist.get_rank() == 1:
                 params["a"].grad = torch.ones(4, 6)  # no DTensor, as the parameter is one
-            before = {name: leaves_of(parameter)[0].clone() for name, parameter in params.items()}
+            before = {name: local_tensors(parameter)[0].clone() for name, parameter in params.items()}
             try:
                 optimizer.step()
                 told.append("")
@@ -286,7 +286,7 @@ def step_with_a_gradient_that_one_rank_refuses(late):
                 told.append(str(error))
                 assert [problem.key for problem in error.problems] == ["a.grad"]
                 if not late or step == 2:
-                    assert all(torch.equal(leaves_of(params[name])[0], before[name]) for name in params)
+                    assert all(torch.equal(local_tensors(params[name])[0], before[name]) for name in params)
     return told
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import shardopt
 from shardopt import CombinedOptimizer, GradientClipping, GradientClippingOptimizer
 from shardopt.errors import GradientError, LayoutError, RankError
-from shardopt.sharding.gradients import gradient_leaves
+from shardopt.sharding.gradients import local_gradients
 from shardopt.sharding.view import assemble
 from tests.distributed.clipped import (
     LAYOUTS,
@@ -290,7 +290,7 @@ def clip_sparse():
     )
     optimizer = clipping({"rows": rows, "plain": plain}, max_gradient=1.0)
     total = optimizer.clip_grad_norm_().item()
-    (of_rows,) = gradient_leaves(rows)  # torch's to_local() cannot
+    (of_rows,) = local_gradients(rows)  # torch's to_local() cannot
     assert of_rows.is_sparse
     assert plain.grad.is_coalesced()
     return total, of_rows.to_dense(), plain.grad.to_dense()
@@ -434,7 +434,7 @@ def test_an_empty_shard_takes_part_in_the_inf_norm():
 
 
 def test_a_rank_that_dies_while_clipping_is_an_error_on_the_others():
-    fault = Fault(rank=1, operation="shardopt.ranks:Ranks.add_up")
+    fault = Fault(rank=1, operation="shardopt.ranks:Ranks.all_reduce_sum")
     outcomes = run_ranks_outcomes(2, clip_three_times, faults=[fault])
     assert not outcomes[0].ok
     assert "Connection" in str(outcomes[0].error)

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 
 import shardopt
 from shardopt import checkpoint
-from shardopt.checkpoint.matching.partial_load import mark_torn, unmark_torn
-from shardopt.errors import StateError, TornStateError
+from shardopt.checkpoint.matching.partial_load import mark_partial_load, unmark_partial_load
+from shardopt.errors import PartialLoadError, StateError
 from tests.contract.optimizers import same
 from tests.harness import run_ranks
 
@@ -248,11 +248,11 @@ def refused():
     # What was torn by a load refuses in backward.
     net, optimizer = built("in backward", "fully_shard", "adamw")
     before = now(net, optimizer)
-    mark_torn([optimizer], "loading x")
-    with pytest.raises(TornStateError, match="loading x"):
+    mark_partial_load([optimizer], "loading x")
+    with pytest.raises(PartialLoadError, match="loading x"):
         backward(net, "fully_shard", 0)
     assert same(now(net, optimizer), before)
-    unmark_torn([optimizer])
+    unmark_partial_load([optimizer])
 
     # DistributedDataParallel averages later, whether it is there first or not.
     with pytest.raises(StateError, match="DistributedDataParallel averages gradients after"):

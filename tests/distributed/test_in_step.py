@@ -418,7 +418,7 @@ def save_and_load(root, how):
 BETWEEN_ROUNDS = [
     ("save", PLANNING),
     ("async_save", "shardopt.checkpoint.async_save:Staging"),
-    pytest.param("save", "shardopt.checkpoint.load:mark_torn", marks=pytest.mark.exhaustive),
+    pytest.param("save", "shardopt.checkpoint.load:mark_partial_load", marks=pytest.mark.exhaustive),
     pytest.param("async_save", PLANNING, marks=pytest.mark.exhaustive),
     pytest.param("Manager", "shardopt.checkpoint.run.manager:Manager._candidates", marks=pytest.mark.exhaustive),
 ]

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Shard
 import shardopt
 from shardopt import checkpoint
 from shardopt.errors import GradientError, RankError
-from shardopt.sharding.view import leaves_of, view_of
+from shardopt.sharding.view import local_tensors, view_of
 from tests.cases import option_sets
 from tests.distributed.layouts import SHAPES, give_gradient, meshes, place, trained, values, worst_difference
 from tests.fake_rank import shard
@@ -151,7 +151,7 @@ def resume(path, to):
     """Parameters in another order, in a fresh process, on any number of ranks."""
     problem = Problem(torch.float64, reversed(SHAPES))
     for parameter in problem.params.values():
-        for leaf in leaves_of(parameter):
+        for leaf in local_tensors(parameter):
             leaf.detach().fill_(-1.0)
     optimizer = shardopt.keyed("lbfgs", problem.params, **SEARCH)
     optimizer.init_state()
@@ -215,7 +215,7 @@ def state_bytes():
     optimizer = shardopt.keyed("lbfgs", params, history_size=10)
     optimizer.init_state()
     state = optimizer.state_dict()["state"]
-    return sum(leaf.nbytes for its in state.values() for value in its.values() for leaf in leaves_of(value))
+    return sum(leaf.nbytes for its in state.values() for value in its.values() for leaf in local_tensors(value))
 
 
 def test_memory_falls_with_the_number_of_ranks():

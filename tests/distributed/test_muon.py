@@ -17,7 +17,7 @@ from shardopt.algorithms.muon.muon import Muon
 from shardopt.algorithms.muon.teams import Team
 from shardopt.errors import GradientError
 from shardopt.sharding.gradients import takes_gradient
-from shardopt.sharding.view import is_held, leaves_of, view_of
+from shardopt.sharding.view import is_held, local_tensors, view_of
 from tests.distributed.matrices import SHAPES, give_gradient, matrices, same, value
 from tests.harness import run_ranks
 from tests.numerics.test_muon import OPTION_SETS
@@ -208,7 +208,7 @@ def table_with_one_gradient(holders):
     for position, piece in enumerate(view_of(tables["partly"]).pieces):
         if dist.get_rank() in holders and position == 0:
             rows = slice(piece.box.offsets[0], piece.box.ends[0])
-            leaves_of(tables["partly"])[0].grad = full[rows].clone()
+            local_tensors(tables["partly"])[0].grad = full[rows].clone()
             gradient[rows] = full[rows]
     dist.all_reduce(gradient)
     shardopt.keyed("muon", tables, **OPTIONS).step()
@@ -363,7 +363,7 @@ def state_bytes():
     }
     optimizer = shardopt.keyed("muon", parameters)
     optimizer.init_state()
-    held = [leaf for its in optimizer.state_dict()["state"].values() for t in its.values() for leaf in leaves_of(t)]
+    held = [leaf for its in optimizer.state_dict()["state"].values() for t in its.values() for leaf in local_tensors(t)]
     return sum(leaf.nbytes for leaf in held)
 
 

@@ -19,7 +19,7 @@ from shardopt import (
     WarmupStage,
     checkpoint,
 )
-from shardopt.sharding.view import leaves_of, view_of
+from shardopt.sharding.view import local_tensors, view_of
 from tests.harness import run_ranks
 
 SHAPES = {"even": (8, 12), "uneven": (7, 5), "short": (2, 3), "vector": (9,)}
@@ -76,7 +76,7 @@ def pieces(made):
 def save(path, style):
     made = optimizer(style)
     for each in made.params.values():
-        for holder in leaves_of(each) if style == "sharded tensor" else [each]:
+        for holder in local_tensors(each) if style == "sharded tensor" else [each]:
             holder.grad = torch.zeros_like(holder)
     for _ in range(4):
         made.step()

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import shardopt
 from shardopt import checkpoint
-from shardopt.sharding.view import is_held, leaves_of, view_of
+from shardopt.sharding.view import is_held, local_tensors, view_of
 from tests.harness import run_ranks
 
 SHAPES = {"expert": (4, 6), "plain": (3, 2), "sub": (5, 4), "table": (7, 3), "uneven": (2, 3), "unused": (4, 4)}
@@ -109,13 +109,13 @@ def give_gradients(params, step):
         if isinstance(param, DTensor):
             param.grad = None
             if whole is not None and param.device_mesh.get_coordinate() is not None:
-                local = part(whole, pieces[0]) if pieces else torch.zeros_like(leaves_of(param)[0].detach())
+                local = part(whole, pieces[0]) if pieces else torch.zeros_like(local_tensors(param)[0].detach())
                 spec = param.device_mesh, param.placements
                 param.grad = DTensor.from_local(local, *spec, run_check=False, shape=param.shape, stride=param.stride())
         elif isinstance(param, torch.nn.Parameter):
             param.grad = whole
         else:
-            for leaf, piece in zip(leaves_of(param), pieces, strict=True):
+            for leaf, piece in zip(local_tensors(param), pieces, strict=True):
                 leaf.grad = None if whole is None else part(whole, piece)
 
 
@@ -265,7 +265,7 @@ def minimize(layout, path, steps):
                 for box, holders in zip(layout.boxes, layout.holders or (), strict=bool(layout.holders))
             }
             for leaf, piece in zip(
-                leaves_of(param) if is_held(param) else (), view_of(param, name).pieces, strict=False
+                local_tensors(param) if is_held(param) else (), view_of(param, name).pieces, strict=False
             ):
                 pull = part(weight, piece)
                 if isinstance(param, DTensor):

@@ -164,14 +164,14 @@ def test_a_death_on_this_machine_is_not_waited_out():
 def use_after_the_end():
     """What collectives say once their process group is gone; at first they did nothing, on each rank for itself."""
     here = ranks_of()
-    numbers = here.add_up(torch.ones(1))
+    numbers = here.all_reduce_sum(torch.ones(1))
     dist.barrier()
     dist.destroy_process_group()
     texts = []
     for call in (
-        lambda: here.add_up(torch.ones(1)),
-        lambda: here.exchange(torch.ones(2), [1, 1], [1, 1]),
-        lambda: here.beside("x", 1.0),
+        lambda: here.all_reduce_sum(torch.ones(1)),
+        lambda: here.all_to_all(torch.ones(2), [1, 1], [1, 1]),
+        lambda: here.side_channel("x", 1.0),
     ):
         with pytest.raises(RankError) as caught:
             call()
@@ -192,7 +192,7 @@ def overlapping_teams(extra):
         dist.new_group([rank], use_local_synchronization=True)
     for members in ((0, 1), (0, 2), (1, 2), (0, 1)):
         if rank in members:
-            sums.append(ranks_among(members).add_up(torch.full((1,), 10.0**rank)).item())
+            sums.append(ranks_among(members).all_reduce_sum(torch.full((1,), 10.0**rank)).item())
     return sums
 
 
@@ -233,7 +233,7 @@ def rounds_of_three():
             report = [name, ranks.rank, done]
             _, heard[name] = ranks.agree(name, lambda: None, lambda _, r=report: r, lambda all_: all_, 5.0)
 
-    sides = {name: ranks_of().beside(name) for name in ("left", "right")}
+    sides = {name: ranks_of().side_channel(name) for name in ("left", "right")}
     threads = [threading.Thread(target=talk, args=each) for each in sides.items()]
     for thread in threads:
         thread.start()

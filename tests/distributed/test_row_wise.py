@@ -10,7 +10,7 @@ import shardopt
 from shardopt import RowWiseAdagrad, RowWiseAdam, checkpoint
 from shardopt.algorithms import Kind, spec_of
 from shardopt.errors import GradientError
-from shardopt.sharding.view import is_held, leaves_of, view_of
+from shardopt.sharding.view import is_held, local_tensors, view_of
 from tests.distributed.tables import COLUMNS, ROWS, give_gradient, gradient, parts_of, place, start
 from tests.fake_rank import shard
 from tests.harness import run_ranks, run_ranks_outcomes
@@ -126,12 +126,12 @@ def different_rows():
             whole.grad = torch.sparse_coo_tensor([[1, 3]], values, (4, 6), check_invariants=True)
             optimizer.step()
             alone.step()
-        (local,) = leaves_of(weight)
+        (local,) = local_tensors(weight)
         column = 2 * dist.get_rank()
         results.append(torch.allclose(local, whole[:, column : column + 2], rtol=1e-6, atol=0))
         for name, value in optimizer.state[weight].items():
             if name != "exp_avg":
-                results.append(torch.allclose(leaves_of(value)[0], alone.state[whole][name], rtol=1e-6))
+                results.append(torch.allclose(local_tensors(value)[0], alone.state[whole][name], rtol=1e-6))
     return results
 
 
@@ -147,7 +147,7 @@ def one_bad_gradient():
     give_gradient(weight, torch.ones(4, 6).to_sparse(1) if dist.get_rank() else torch.ones(4, 6))
     with pytest.raises(GradientError) as raised:
         optimizer.step()
-    assert (leaves_of(weight)[0] == 1).all() and not optimizer.state_dict()["state"]
+    assert (local_tensors(weight)[0] == 1).all() and not optimizer.state_dict()["state"]
     return str(raised.value)
 
 
@@ -185,7 +185,7 @@ def save_tables(path):
     train(optimizer, params, range(STEPS))
     checkpoint.save(path, {"model": params, "optimizer": optimizer})
     return {
-        name: sum(leaf.nbytes for leaf in leaves_of(value))
+        name: sum(leaf.nbytes for leaf in local_tensors(value))
         for name, its in optimizer.state_dict()["state"].items()
         for entry, value in its.items()
         if entry in ("sum", "exp_avg_sq")

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from shardopt import GradScaler, KeyedOptimizer
 from shardopt.errors import GradientError
-from shardopt.sharding.gradients import gradient_leaves
+from shardopt.sharding.gradients import local_gradients
 from tests.distributed.clipped import LAYOUTS, Meshes, check_scaled, drop_gradient, full_gradient, make_job
 from tests.harness import run_ranks, run_ranks_outcomes
 
@@ -50,7 +50,7 @@ def test_parameters_of_every_kind_are_unscaled_once(ranks):
 def overflow_on_one_rank(name, value):
     meshes, params, optimizer, scaler = job()
     if meshes.rank == 1:
-        next(leaf for leaf in gradient_leaves(params[name]) if leaf.numel()).view(-1)[0] = value
+        next(leaf for leaf in local_gradients(params[name]) if leaf.numel()).view(-1)[0] = value
     else:
         for param in params.values():  # also a rank without a gradient takes part
             drop_gradient(param)

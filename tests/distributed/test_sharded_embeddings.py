@@ -11,10 +11,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import shardopt
 from shardopt import CombinedOptimizer, WarmupOptimizer, WarmupPolicy, WarmupStage, checkpoint
-from shardopt.checkpoint.matching.partial_load import mark_torn, unmark_torn
-from shardopt.errors import InputError, RankError, TornStateError
+from shardopt.checkpoint.matching.partial_load import mark_partial_load, unmark_partial_load
+from shardopt.errors import InputError, PartialLoadError, RankError
 from shardopt.nn import ShardedEmbeddingBag, Table
-from shardopt.sharding.view import leaves_of
+from shardopt.sharding.view import local_tensors
 from tests.distributed.embeddings import (
     STEPS,
     TABLES,
@@ -94,7 +94,7 @@ def train(algorithm, dtype, fused=False, rate=lambda step: 1.0):
             if fused:
                 assert parameter.grad is None, name
             else:
-                assert leaves_of(parameter.grad)[0].is_sparse, name
+                assert local_tensors(parameter.grad)[0].is_sparse, name
         with unchecked():
             optimizer.step()
         optimizer.zero_grad()
@@ -214,7 +214,7 @@ def gradients_of_two_backwards():
         sum(loss_of(vectors) for vectors in found.values()).backward()
     assert module.unused.weight.grad is None
     assert module.frozen.weight.grad is None
-    return {name: leaves_of(parameter.grad)[0].to_dense() for name, parameter in module.left.named_parameters()}
+    return {name: local_tensors(parameter.grad)[0].to_dense() for name, parameter in module.left.named_parameters()}
 
 
 def test_gradients_add_up_until_they_are_dropped():
@@ -234,7 +234,7 @@ def subsets():
     assert found.keys() == lookup[dist.get_rank()].keys()
     sum(vectors.sum() for vectors in found.values()).backward()
     assert module.unused.weight.grad is None
-    return [leaves_of(table.weight.grad)[0].to_dense() for table in (module.left, module.right)]
+    return [local_tensors(table.weight.grad)[0].to_dense() for table in (module.left, module.right)]
 
 
 def test_ranks_may_look_up_in_different_tables():
@@ -378,13 +378,15 @@ def test_what_four_ranks_saved_three_and_one_load_bit_for_bit(tmp_path):
 def torn():
     model, optimizer = step_fused(Model(), steps=1)
     before = everything(model, optimizer)
-    mark_torn([optimizer], "a load")  # as `checkpoint.load` does with what it is given: of the combined one alone
+    mark_partial_load(
+        [optimizer], "a load"
+    )  # as `checkpoint.load` does with what it is given: of the combined one alone
     vectors = model.tables({"sums": torch.tensor([[1, 40]])})["sums"]
-    with pytest.raises(TornStateError, match="a load did not end well"):
+    with pytest.raises(PartialLoadError, match="a load did not end well"):
         vectors.sum().backward()
     after = everything(model, optimizer)
     assert [name for name in before if not torch.equal(before[name], after[name])] == []
-    unmark_torn([optimizer])
+    unmark_partial_load([optimizer])
     with unchecked():
         model.tables({"sums": torch.tensor([[1, 2]])})["sums"].sum().backward()
     after = everything(model, optimizer)

@@ -9,8 +9,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import shardopt
 from shardopt import checkpoint
 from shardopt.checkpoint.reading import broadcast as share
-from shardopt.checkpoint.reading.broadcast import SharedReads
-from shardopt.errors import CorruptionError, RankError, TornStateError
+from shardopt.checkpoint.reading.broadcast import BroadcastReads
+from shardopt.errors import CorruptionError, PartialLoadError, RankError
 from shardopt.ranks import Ranks
 from tests.distributed import test_reshard_matrix as matrix
 from tests.harness import run_ranks, run_ranks_outcomes
@@ -123,13 +123,13 @@ def load_and_break_on_rank_1(path, transactional):
         def broken(self):
             raise LookupError("no part")
 
-        SharedReads.own = broken
+        BroadcastReads.own = broken
     weight.grad = torch.ones(3)
     with pytest.raises(RankError) as caught:
         checkpoint.load(path, {"w": weight, "optimizer": optimizer}, replicas="exchange", transactional=transactional)
     try:
         optimizer.step()
-    except TornStateError:
+    except PartialLoadError:
         return str(caught.value), "torn"
     return str(caught.value), "steps"
 

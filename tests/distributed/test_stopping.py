@@ -176,8 +176,8 @@ def test_a_save_on_the_way_out_waits_no_longer_than_the_deadline(tmp_path):
 
 
 def words():
-    notice = ranks_of().notice("testing", "first")
-    other = ranks_of().notice("testing", "another")
+    notice = ranks_of().shared_cell("testing", "first")
+    other = ranks_of().shared_cell("testing", "another")
     dist.barrier()
     mine = notice.replace("first", f"of {dist.get_rank()}")
     dist.barrier()

@@ -9,9 +9,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from shardopt.sharding.gradients import gradient_leaves
+from shardopt.sharding.gradients import local_gradients
 from shardopt.sharding.pieces import View
-from shardopt.sharding.view import assemble, leaves_of, view_of
+from shardopt.sharding.view import assemble, local_tensors, view_of
 from tests.contract.fake_ranks import check_views, counting
 from tests.harness.ranks import run_ranks
 
@@ -54,7 +54,7 @@ def uneven_sharded_tensor() -> View:
         2,
     )
     if rank == 2:  # on one rank only: nothing of it may wait for the others
-        again = assemble(made, [torch.zeros_like(leaf) for leaf in leaves_of(made)])
+        again = assemble(made, [torch.zeros_like(leaf) for leaf in local_tensors(made)])
         assert view_of(again).layout == view_of(made).layout
     return view_of(made)
 
@@ -68,7 +68,7 @@ def redistributed_gradient() -> tuple[list[float], list[float]]:
     param = torch.nn.Parameter(distribute_tensor(torch.ones(7, 2), mesh, [Shard(0), Replicate()]))
     ours = distribute_tensor(counting((7, 2)).float(), mesh, [Shard(0), Replicate()])
     param.grad = distribute_tensor(counting((7, 2)).float(), mesh, [Shard(1), Shard(0)])
-    (gradient,) = gradient_leaves(param)
+    (gradient,) = local_gradients(param)
     return gradient.flatten().tolist(), ours.to_local().flatten().tolist()
 
 

@@ -14,7 +14,7 @@ from shardopt.checkpoint.format.constants import DTYPES
 from shardopt.checkpoint.format.data_file import parse_header
 from shardopt.checkpoint.reading.data_file_reader import OpenFile
 from shardopt.checkpoint.reading.fetch import fetch
-from shardopt.checkpoint.reading.read_plan import Want
+from shardopt.checkpoint.reading.read_plan import ReadRequest
 from shardopt.checkpoint.storage import storage_of
 from shardopt.errors import CorruptionError, MismatchError
 from shardopt.sharding.box import whole
@@ -89,7 +89,7 @@ def test_wants_of_nothing_among_others(tmp_path):
     boxes = {key: whole(tuple(tensor.shape)) for key, tensor in tensors.items()}
     fetch(
         [
-            (file, Want(file.entries[key], DTYPES["float32"], boxes[key].sizes, boxes[key], target))
+            (file, ReadRequest(file.entries[key], DTYPES["float32"], boxes[key].sizes, boxes[key], target))
             for key, target in into.items()
         ]
     )

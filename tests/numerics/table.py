@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn import Parameter
 
 import shardopt
-from shardopt.sharding.view import leaves_of, view_of
+from shardopt.sharding.view import local_tensors, view_of
 from tests.fake_rank import shard
 
 STEPS = 8
@@ -107,7 +107,7 @@ class Place:
         key = (name, self.rank, self.ranks)
         if key not in _indices:
             numbers = torch.arange(prod(LAYOUTS[name].shape)).view(LAYOUTS[name].shape)
-            _indices[key] = leaves_of(shard(numbers, mesh, *placements))[0]
+            _indices[key] = local_tensors(shard(numbers, mesh, *placements))[0]
         return _indices[key]
 
 

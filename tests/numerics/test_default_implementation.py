@@ -6,7 +6,7 @@ from torch.distributed.tensor import Shard
 
 import shardopt
 from shardopt.algorithms import algorithms, spec_of
-from shardopt.sharding.view import leaves_of
+from shardopt.sharding.view import local_tensors
 from tests.cases import option_sets
 from tests.fake_rank import fake_rank, shard
 
@@ -142,7 +142,7 @@ def test_sgd_with_a_parameter_whose_first_gradient_comes_late(how, sharded):
                 for name, gradient in gradients(step).items():
                     params[name].grad = None if (name, step) in absent else place(gradient)
                 optimizer.step()
-            runs.append({name: leaves_of(parameter)[0].detach() for name, parameter in params.items()})
+            runs.append({name: local_tensors(parameter)[0].detach() for name, parameter in params.items()})
         assert furthest(*runs) <= 1e-6
     late = fresh()
     with pytest.raises(TypeError, match="NoneType"):

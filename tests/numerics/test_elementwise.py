@@ -10,7 +10,7 @@ import torch
 import shardopt
 from shardopt.algorithms import AlgorithmSpec, Kind, register, registry, spec_of
 from shardopt.errors import AlgorithmError
-from shardopt.sharding.view import leaves_of
+from shardopt.sharding.view import local_tensors
 from tests.cases import ELEMENTWISE, ELEMENTWISE_CASES, EXTRA_CASES, astray, refused
 from tests.fake_rank import fake_rank, part_of, shard
 from tests.numerics.table import LAYOUTS, MIXED, RANKS, Place, our_run, same, torch_run, values, whole, whole_vectors
@@ -65,7 +65,7 @@ def test_step_on_shards_is_torchs_step(name, options, dtype, ranks, layouts, req
         for rank in looking:
             with fake_rank(rank, ranks):
                 place = Place(rank, ranks)
-                boxes = torch_run(name, options, names, dtype, lambda *of, at=place: leaves_of(at(*of))[0])
+                boxes = torch_run(name, options, names, dtype, lambda *of, at=place: local_tensors(at(*of))[0])
                 ours = our_run(name, options, names, dtype, place).steps()
                 early = our_run(name, options, names, dtype, place)
                 early.steps(before=lambda step, of=early: of.optimizer.init_state() if step in (0, 3) else None)
@@ -111,14 +111,14 @@ def refuses_as_torch(name, options, names, dtype, reason):
 def is_torchs(name, ours, boxes, layout):
     """The parameter and its state are what torch makes of this rank's box; state lies like the parameter."""
     parameter, state, wanted = ours.parameters[layout], ours.state(layout), boxes.state(layout)
-    assert same(leaves_of(parameter)[0].detach(), boxes.parameters[layout].detach()), layout
+    assert same(local_tensors(parameter)[0].detach(), boxes.parameters[layout].detach()), layout
     assert list(state) == list(wanted), layout
     kinds = {entry.name: entry.kind for entry in spec_of(name).state}
     for entry, value in state.items():
         if wanted[entry] is None:  # torch's SGD keeps this where there is no momentum
             assert value is None
             continue
-        assert same(leaves_of(value)[0], wanted[entry]), (layout, entry)
+        assert same(local_tensors(value)[0], wanted[entry]), (layout, entry)
         if kinds[entry] is Kind.PARAMETER and layout != "plain":
             assert (value.shape, value.placements) == (parameter.shape, parameter.placements), (layout, entry)
         else:
@@ -133,7 +133,7 @@ def goes_with_the_whole(options, dtype, ours, full, layout):
         if value is None:
             continue
         parts = part_of(wanted[entry], value) if value.shape == parameter.shape else [wanted[entry]]
-        for leaf, part in zip(leaves_of(value), parts, strict=False):  # a rank may hold nothing
+        for leaf, part in zip(local_tensors(value), parts, strict=False):  # a rank may hold nothing
             if exact:
                 assert torch.equal(leaf.detach(), part), (layout, entry)
             else:
@@ -150,7 +150,9 @@ def test_state_is_divided_among_ranks(name, options):
         for tensor in (torch.ones(64, 64), shard(torch.ones(64, 64), mesh, *LAYOUTS["even"].placements)):
             optimizer = shardopt.keyed(name, {"w": torch.nn.Parameter(tensor)}, **options)
             optimizer.init_state()
-            state = [leaf for its in optimizer.state.values() for value in its.values() for leaf in leaves_of(value)]
+            state = [
+                leaf for its in optimizer.state.values() for value in its.values() for leaf in local_tensors(value)
+            ]
             bytes_held.append(sum(leaf.nbytes for leaf in state))
     alone, one_of_four = bytes_held
     keeps = any(entry.kind is Kind.PARAMETER for entry in spec_of(name).entries(optimizer.param_groups[0]))
@@ -168,10 +170,10 @@ def test_the_layouts_are_what_they_are_called(ranks):
             laid_out = {name: place(start[name], name) for name in LAYOUTS}
             for name, tensor in laid_out.items():
                 parts = part_of(start[name], tensor)
-                (leaf,) = leaves_of(tensor)
+                (leaf,) = local_tensors(tensor)
                 assert torch.equal(leaf, parts[0]) if parts else leaf.numel() == 0
             assert whole_vectors(laid_out["even"]) and not whole_vectors(laid_out["uneven"])
-            assert (leaves_of(laid_out["empty"])[0].numel() == 0) == (rank > 0)
+            assert (local_tensors(laid_out["empty"])[0].numel() == 0) == (rank > 0)
             assert "_StridedShard" in repr(laid_out["strided"].placements)
             assert laid_out["grid"].device_mesh.ndim == 2
 

@@ -13,7 +13,7 @@ import shardopt
 from shardopt import RowWiseAdagrad, RowWiseAdam
 from shardopt.algorithms.row_wise import row_rules
 from shardopt.errors import AlgorithmError, GradientError
-from shardopt.sharding.view import assemble, leaves_of, view_of
+from shardopt.sharding.view import assemble, local_tensors, view_of
 from tests.fake_rank import fake_rank, shard
 
 BOTH = [RowWiseAdagrad, RowWiseAdam]
@@ -242,10 +242,10 @@ def test_the_optimizers_work_on_sharded_parameters_by_themselves():
                 sharded.grad, plain.grad = shard(whole, mesh, Shard(0)), whole
                 assert optimizer.step(lambda: 3.0) == 3.0
                 alone.step()
-            assert torch.equal(leaves_of(sharded)[0], plain[3:])
+            assert torch.equal(local_tensors(sharded)[0], plain[3:])
             moments = optimizer.state[sharded][MOMENTS[cls]]
             assert moments.placements == (Shard(0),) and moments.shape == (6, 1)
-            assert torch.equal(leaves_of(moments)[0], alone.state[plain][MOMENTS[cls]][3:])
+            assert torch.equal(local_tensors(moments)[0], alone.state[plain][MOMENTS[cls]][3:])
         again = copy.deepcopy(alone)
         assert again.param_groups[0]["lr"] == 0.1 and repr(again) == repr(alone)
 
@@ -259,7 +259,7 @@ def test_local_shards_of_whole_rows_are_moved_and_narrower_ones_refused():
             wrapped = DTensor.from_local(
                 wrapper, mesh, [Shard(0)], run_check=False, shape=torch.Size((8, 4)), stride=(4, 1)
             )
-            return wrapped, leaves_of(wrapped)
+            return wrapped, local_tensors(wrapped)
 
         whole, shards = table([full[:2], full[5:6]], [(0, 0), (5, 0)])
         for cls in BOTH:
@@ -278,7 +278,7 @@ def test_local_shards_of_whole_rows_are_moved_and_narrower_ones_refused():
                 ((0, 0), (2, 1)),
                 ((5, 0), (1, 1)),
             ]
-            assert torch.equal(torch.cat(leaves_of(moments)), alone.state[plain][MOMENTS[cls]])
+            assert torch.equal(torch.cat(local_tensors(moments)), alone.state[plain][MOMENTS[cls]])
 
         narrow, _ = table([full[:, :2]], [(0, 0)])
         with pytest.raises(AlgorithmError, match="t: found shards that do not tell who has the rest of their rows"):
@@ -338,7 +338,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(name):
         for step in steps:
             optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)
             for number, parameter in enumerate(optimizer.params.values()):
-                local = leaves_of(parameter)[0].shape
+                local = local_tensors(parameter)[0].shape
                 given = sparse([step % 3, 1], gradients((2, 4), 10 * step + number), local)
                 parameter.grad = assemble(parameter, [given])
             optimizer.step()
@@ -357,11 +357,11 @@ def test_a_resumed_run_is_the_uninterrupted_one(name):
         fresh.init_state()
         fresh.load_state_dict(half.state_dict())
         for mine, theirs in zip(fresh.params.values(), half.params.values(), strict=True):
-            leaves_of(mine)[0].detach().copy_(leaves_of(theirs)[0].detach())
+            local_tensors(mine)[0].detach().copy_(local_tensors(theirs)[0].detach())
         for resumed in (copied, fresh):
             train(resumed, range(3, 6))
             for key, parameter in whole.params.items():
-                assert torch.equal(leaves_of(parameter)[0], leaves_of(resumed.params[key])[0])
+                assert torch.equal(local_tensors(parameter)[0], local_tensors(resumed.params[key])[0])
                 for entry, value in whole.state[parameter].items():
                     found = resumed.state[resumed.params[key]][entry]
                     same = value == found if isinstance(value, int) else torch.equal(*map(_local, (value, found)))
@@ -369,4 +369,4 @@ def test_a_resumed_run_is_the_uninterrupted_one(name):
 
 
 def _local(tensor):
-    return leaves_of(tensor)[0]
+    return local_tensors(tensor)[0]

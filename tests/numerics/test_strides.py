@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 import shardopt
 from shardopt.algorithms import algorithms, spec_of
 from shardopt.errors import AlgorithmError
-from shardopt.sharding.view import leaves_of
+from shardopt.sharding.view import local_tensors
 from tests.cases import ELEMENTWISE
 from tests.fake_rank import fake_rank
 
@@ -101,7 +101,7 @@ class Twins:
         self.twin = torch.nn.Parameter(self.twin)
         self.whole = torch.nn.Parameter(self.whole.double().contiguous())
         self.parameter = torch.nn.Parameter(self.leaf if mesh is None else self.sharded(self.leaf))
-        self.leaf = leaves_of(self.parameter)[0]
+        self.leaf = local_tensors(self.parameter)[0]
         kind = getattr(torch.optim, name)
         loop = {"lr": 0.05, "foreach": how == "foreach", **options}
         self.torchs, self.oracle = kind([self.twin], **loop), kind([self.whole], **{**loop, "foreach": False})
@@ -114,7 +114,7 @@ class Twins:
 
     @property
     def state(self):
-        return {key: leaves_of(value)[0] for key, value in self.ours.state.get(self.parameter, {}).items()}
+        return {key: local_tensors(value)[0] for key, value in self.ours.state.get(self.parameter, {}).items()}
 
     def step(self, number, gradient_place):
         """One step of both; False where ours refused it, and rightly."""
@@ -171,7 +171,7 @@ class Twins:
                 self.leaves.append(mine)
                 ours[key] = mine if self.mesh is None else self.sharded(mine)
                 if self.mesh is not None:
-                    self.leaves[-1] = leaves_of(ours[key])[0]
+                    self.leaves[-1] = local_tensors(ours[key])[0]
 
 
 MATRICES = ("contiguous", "transposed", "slice", "every other row")
@@ -239,7 +239,7 @@ USUAL = {
 
 
 def local(tensor):
-    return leaves_of(tensor)[0].detach()
+    return local_tensors(tensor)[0].detach()
 
 
 def places_of_all():
@@ -375,7 +375,7 @@ def test_averages(kind, dtype, mesh):
                 for number in range(4):
                     values = torch.randn(SHAPE, generator=torch.Generator().manual_seed(number))
                     if number == 2 and where != "contiguous":
-                        leaves_of(model.w)[0].data = lay(local(model.w), changed)
+                        local_tensors(model.w)[0].data = lay(local(model.w), changed)
                     local(model.w).copy_(values)
                     averages.update()
                 with averages.swap():

@@ -330,7 +330,7 @@ class Alone(Ranks):
         result = work()
         return result, decide([report(result)] * self.size)
 
-    def add_up(self, numbers):
+    def all_reduce_sum(self, numbers):
         self.sent.append(numbers.clone())
         return numbers
 

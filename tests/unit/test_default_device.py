@@ -15,7 +15,7 @@ from shardopt.nn import ShardedEmbedding, ShardedEmbeddingBag, Table
 from shardopt.nn.route import boundaries
 from shardopt.nn.table import _BLOCK_ROWS
 from shardopt.optim.gradients.joint_norm import JointNorm, norm_of_each
-from shardopt.sharding.view import leaves_of
+from shardopt.sharding.view import local_tensors
 from shardopt.values import decode_value, encode_value
 from tests.fake_rank import fake_rank
 
@@ -79,7 +79,7 @@ def drawn(ranks, make=lambda mesh: ShardedEmbedding(TABLES, mesh, device="cpu"))
         with fake_rank(rank, ranks) as mesh:
             torch.manual_seed(5)
             module = make(mesh)
-            parts.append([leaves_of(parameter)[0].detach() for parameter in module.parameters()])
+            parts.append([local_tensors(parameter)[0].detach() for parameter in module.parameters()])
             after = torch.rand(2, device="cpu")
     return [torch.cat(part) for part in zip(*parts, strict=True)], after
 
@@ -108,7 +108,7 @@ def test_a_module_that_is_made_on_meta_gets_its_rows_later(module):
         state = torch.get_rng_state()
         with torch.device("meta"):
             made = module(TABLES, mesh)
-        assert all(leaves_of(parameter)[0].is_meta for parameter in made.parameters())
+        assert all(local_tensors(parameter)[0].is_meta for parameter in made.parameters())
         assert torch.equal(torch.get_rng_state(), state)
         made.reset_parameters()  # there is nothing to draw into
         assert torch.equal(torch.get_rng_state(), state)
@@ -132,11 +132,11 @@ def test_rows_are_drawn_anew_as_their_tables_say():
     with fake_rank(0, 2) as mesh:
         table = Table("t", 4, 2, init=fill, padding_idx=1, dtype=torch.float64)
         module = ShardedEmbedding(table, mesh)
-        before = leaves_of(module.t.weight)[0].detach().clone()
+        before = local_tensors(module.t.weight)[0].detach().clone()
         assert before[1].tolist() == [0, 0] and before[0, 0] == before[0, 1] != 0
-        memory = leaves_of(module.t.weight)[0].data_ptr()
+        memory = local_tensors(module.t.weight)[0].data_ptr()
         module.reset_parameters()
-        (local,) = leaves_of(module.t.weight)
+        (local,) = local_tensors(module.t.weight)
         assert local.data_ptr() == memory and local.dtype is torch.float64
         assert local[1].tolist() == [0, 0] and local[0, 0] != before[0, 0]
 
@@ -162,8 +162,8 @@ def test_a_module_on_meta_looks_up_once_it_has_rows_and_can_be_fused():
 def test_a_device_that_is_named_counts():
     with fake_rank(0, 1), torch.device("meta"):
         mesh = init_device_mesh("cpu", (1,))
-        assert leaves_of(ShardedEmbedding(TABLES, mesh, device="cpu").a.weight)[0].device.type == "cpu"
+        assert local_tensors(ShardedEmbedding(TABLES, mesh, device="cpu").a.weight)[0].device.type == "cpu"
     with fake_rank(0, 1) as mesh:
-        assert leaves_of(ShardedEmbedding(TABLES, mesh, device="meta").a.weight)[0].is_meta
+        assert local_tensors(ShardedEmbedding(TABLES, mesh, device="meta").a.weight)[0].is_meta
         with pytest.raises(StateError):
             ShardedEmbedding([], mesh)

@@ -15,7 +15,7 @@ from shardopt.errors import AlgorithmError, GradientError, InputError, LayoutErr
 from shardopt.nn import ShardedEmbedding, ShardedEmbeddingBag, Table
 from shardopt.nn.route import boundaries
 from shardopt.optim import FusedOptimizerModule
-from shardopt.sharding.view import leaves_of, view_of
+from shardopt.sharding.view import local_tensors, view_of
 from tests.fake_rank import fake_rank
 
 ROWS, WIDTH = 9, 3
@@ -52,7 +52,7 @@ def test_is_an_embedding_bag(lookup, dtype):
         assert torch.equal(found, wanted)
         for vectors in (wanted, found):
             (vectors.sin() * torch.arange(1, 1 + WIDTH)).sum().backward()
-        gradient = leaves_of(ours.only.weight.grad)[0]
+        gradient = local_tensors(ours.only.weight.grad)[0]
     assert gradient.is_sparse
     close = {"rtol": 2e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {}
     torch.testing.assert_close(gradient.to_dense(), theirs.weight.grad.to_dense(), **close)
@@ -72,14 +72,14 @@ def test_is_an_embedding(shape):
         assert torch.equal(ours(ids), theirs(ids))
         ours(ids).sin().sum().backward()
         theirs(ids).sin().sum().backward()
-        found = leaves_of(ours.only.weight.grad)[0].to_dense()
+        found = local_tensors(ours.only.weight.grad)[0].to_dense()
     torch.testing.assert_close(found, theirs.weight.grad.to_dense())
 
 
 def test_bags_of_one_length_need_no_offsets_and_tables_may_be_left_out():
     with fake_rank(0, 1) as mesh:
         module = ShardedEmbeddingBag([Table("a", 5, 2), Table("b", 7, 4, mode="none", padding_idx=1)], mesh)
-        rows = {name: leaves_of(parameter.detach())[0] for name, parameter in module.named_parameters()}
+        rows = {name: local_tensors(parameter.detach())[0] for name, parameter in module.named_parameters()}
         ids = torch.tensor([[0, 4], [2, 2]])
         found = module({"a": ids})
         assert found.keys() == {"a"}
@@ -112,7 +112,7 @@ def test_rows_are_the_same_on_any_number_of_ranks(ranks):
         module = ShardedEmbedding(tables, mesh)
         assert torch.equal(after, torch.rand(()))
         for name, rows in whole.items():
-            assert torch.equal(leaves_of(getattr(module, name).weight)[0], rows)
+            assert torch.equal(local_tensors(getattr(module, name).weight)[0], rows)
     assert not whole["long"][17_000].any()
     assert len(whole["long"].unique(dim=0)) == 20_000
     assert 0 <= whole["short"].min() < whole["short"].max() < 1
@@ -198,7 +198,7 @@ def test_a_module_has_a_fused_optimizer_once_it_is_fused():
         assert sorted(optimizer.params) == ["a.weight", "b.weight"]
         with pytest.raises(StateError, match="fused optimizer already"):
             module.fuse("sgd", lr=0.5)
-        before = copy.deepcopy({name: leaves_of(p.detach())[0] for name, p in module.named_parameters()})
+        before = copy.deepcopy({name: local_tensors(p.detach())[0] for name, p in module.named_parameters()})
 
         def closure():
             loss = module({"a": torch.tensor([1, 1]), "b": torch.tensor([3])})
@@ -208,7 +208,7 @@ def test_a_module_has_a_fused_optimizer_once_it_is_fused():
         assert optimizer.step(closure) == 7.0
         optimizer.step()
         optimizer.zero_grad()
-        after = {name: leaves_of(p.detach())[0] for name, p in module.named_parameters()}
+        after = {name: local_tensors(p.detach())[0] for name, p in module.named_parameters()}
         moved = {name: before[name] - after[name] for name in before}
     assert moved["a.weight"][1].tolist() == pytest.approx([1.0, 1.0])  # both of the two
     assert moved["b.weight"][3].tolist() == pytest.approx([1.0, 1.0])  # the rate, whatever the gradient
@@ -244,7 +244,7 @@ def test_rows_of_a_backward_that_failed_are_forgotten():
             (module(torch.tensor([1])) * early).sum().backward()
         assert module.a.weight.grad is None
         module(torch.tensor([3])).sum().backward()
-        assert leaves_of(module.a.weight.grad)[0].coalesce().indices().tolist() == [[3]]
+        assert local_tensors(module.a.weight.grad)[0].coalesce().indices().tolist() == [[3]]
 
 
 def test_rows_of_backwards_within_one_another_add_up():
@@ -254,22 +254,22 @@ def test_rows_of_backwards_within_one_another_add_up():
         scale = torch.ones(2, requires_grad=True)
         inner = checkpoint(lambda x: x * module(torch.tensor([1])), scale, use_reentrant=True)
         (inner.sum() + module(torch.tensor([3])).sum()).backward()
-        assert leaves_of(module.a.weight.grad)[0].to_dense().sum(1).tolist() == [0, 2, 0, 2, 0]
+        assert local_tensors(module.a.weight.grad)[0].to_dense().sum(1).tolist() == [0, 2, 0, 2, 0]
 
 
 @pytest.mark.parametrize("accumulates", [False, True])
 def test_tables_of_a_module_that_is_updated_in_backward_are_updated(accumulates):
     with fake_rank(0, 1) as mesh:
         module = ShardedEmbedding(Table("a", 5, 2), mesh)
-        before = leaves_of(module.a.weight.detach())[0].clone()
+        before = local_tensors(module.a.weight.detach())[0].clone()
         optimizer = shardopt.in_backward(module, "sgd", lr=1.0)
         if accumulates:
             with optimizer.accumulate():
                 module(torch.tensor([1])).sum().backward()
-            assert torch.equal(leaves_of(module.a.weight)[0], before)
+            assert torch.equal(local_tensors(module.a.weight)[0], before)
         module(torch.tensor([1, 3])).sum().backward()
         assert module.a.weight.grad is None
-        moved = before - leaves_of(module.a.weight.detach())[0]
+        moved = before - local_tensors(module.a.weight.detach())[0]
     assert moved.tolist() == [pytest.approx([row] * 2) for row in (0, 1 + accumulates, 0, 1, 0)]
 
 
@@ -286,7 +286,7 @@ def test_a_module_made_without_memory_finds_its_rows_once_it_has_some():
     with fake_rank(0, 1) as mesh:
         module = ShardedEmbedding([Table("a", 5, 2), Table("b", 3, 1)], mesh, device="meta").to_empty(device="cpu")
         with torch.no_grad():
-            leaves_of(module.b.weight)[0].copy_(torch.arange(3.0)[:, None])
+            local_tensors(module.b.weight)[0].copy_(torch.arange(3.0)[:, None])
         assert module({"b": torch.tensor([2, 0])})["b"].tolist() == [[2], [0]]
 
 
@@ -295,10 +295,10 @@ def test_gradients_of_tables_are_clipped_as_others():
         module = ShardedEmbedding(Table("a", 5, 2), mesh)
         inner = shardopt.keyed("sgd", module.named_parameters(), lr=1.0)
         optimizer = shardopt.GradientClippingOptimizer(inner, shardopt.GradientClipping.VALUE, 0.25)
-        before = leaves_of(module.a.weight.detach())[0].clone()
+        before = local_tensors(module.a.weight.detach())[0].clone()
         module(torch.tensor([3, 3, 0])).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        moved = before - leaves_of(module.a.weight.detach())[0]
+        moved = before - local_tensors(module.a.weight.detach())[0]
         assert module.a.weight.grad is None
     assert moved.tolist() == [pytest.approx([0.25 if row in (0, 3) else 0.0] * 2) for row in range(5)]

@@ -8,7 +8,7 @@ from torch import nn
 
 import shardopt
 from shardopt import checkpoint
-from shardopt.errors import CorruptionError, StateError, TornStateError
+from shardopt.errors import CorruptionError, PartialLoadError, StateError
 from shardopt.state import flatten, is_constructed, unwrapped
 
 
@@ -175,7 +175,7 @@ def test_one_that_is_half_loaded_refuses_to_step(tmp_path):
     file.write_bytes(data)
     with pytest.raises(CorruptionError):
         checkpoint.load(tmp_path / "c", app)
-    with pytest.raises(TornStateError):
+    with pytest.raises(PartialLoadError):
         train(app, 1)
 
 

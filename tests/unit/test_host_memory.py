@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shardopt.checkpoint import host_memory, streams
+from shardopt import streams
+from shardopt.checkpoint.writing import host_memory
 from shardopt.checkpoint.writing.host_memory import Block, HostMemory
 from shardopt.checkpoint.writing.staging import Copy, Staging
 from shardopt.errors import CheckpointError

@@ -27,8 +27,8 @@ from shardopt import (
     WarmupPolicy,
     WarmupStage,
 )
-from shardopt.checkpoint.matching.partial_load import mark_torn, unmark_torn
-from shardopt.errors import AlgorithmError, GradientError, StateError, TornStateError
+from shardopt.checkpoint.matching.partial_load import mark_partial_load, unmark_partial_load
+from shardopt.errors import AlgorithmError, GradientError, PartialLoadError, StateError
 from tests.contract.optimizers import same
 from tests.fake_rank import fake_rank, sharded_tensor
 
@@ -357,15 +357,15 @@ def test_an_optimizer_torn_by_a_load_refuses_before_backward_changes_anything(ma
         "a wrapper of what it is combined in": lambda: OptimizerWrapper(combined(fused)[0]),
     }[marked]()
     before = copy.deepcopy(net.state_dict())
-    mark_torn([whole], "loading x")
+    mark_partial_load([whole], "loading x")
     for _ in range(2):
-        with pytest.raises(TornStateError, match="loading x"):
+        with pytest.raises(PartialLoadError, match="loading x"):
             loss_of(net, 0).backward()
         whole.zero_grad()
         assert same(dict(net.state_dict()), dict(before)) and not fused.state_dict()["state"]
-    with pytest.raises(TornStateError):
+    with pytest.raises(PartialLoadError):
         whole.step()
-    unmark_torn([whole])
+    unmark_partial_load([whole])
     whole.zero_grad()
     loss_of(net, 0).backward()
     assert not torch.equal(net.first.weight, before["first.weight"])
@@ -413,15 +413,15 @@ def test_copies_train_their_own_parameters(copied):
     loss_of(net, 0).backward()
     other_net, other = copied((net, optimizer))
     before = copy.deepcopy(net.state_dict())
-    mark_torn([optimizer], "loading x")
+    mark_partial_load([optimizer], "loading x")
     loss_of(other_net, 1).backward()
     assert same(dict(net.state_dict()), dict(before))
-    unmark_torn([optimizer])
+    unmark_partial_load([optimizer])
     loss_of(net, 1).backward()
     assert same(dict(net.state_dict()), dict(other_net.state_dict()))
     assert same(optimizer.state_dict(), other.state_dict())
-    mark_torn([other], "loading y")
-    with pytest.raises(TornStateError, match="loading y"):
+    mark_partial_load([other], "loading y")
+    with pytest.raises(PartialLoadError, match="loading y"):
         loss_of(other_net, 1).backward()
 
 

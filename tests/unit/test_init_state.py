@@ -10,7 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import shardopt
 from shardopt.algorithms import AlgorithmSpec, AtFirstStep, Dtype, Kind, StateEntry, register, registry, spec_of
 from shardopt.errors import StateError
-from shardopt.sharding.view import leaves_of
+from shardopt.sharding.view import local_tensors
 from tests.cases import ELEMENTWISE_CASES
 from tests.fake_rank import fake_rank, shard, sharded_tensor
 
@@ -40,8 +40,8 @@ def give_gradients(params, step, absent=ABSENT):
 def bits(optimizer):
     """Everything that training depends on, as local tensors."""
     return {
-        name: [leaves_of(parameter)[0].detach().clone()]
-        + [leaves_of(value)[0].clone() for value in optimizer.state.get(parameter, {}).values()]
+        name: [local_tensors(parameter)[0].detach().clone()]
+        + [local_tensors(value)[0].clone() for value in optimizer.state.get(parameter, {}).values()]
         for name, parameter in optimizer.params.items()
     }
 
@@ -105,7 +105,7 @@ def test_it_makes_what_torch_would_make_and_the_registry_says_so(name, options):
                 assert value.dtype == entry.dtype.of(parameter.dtype, group)
                 assert value.shape == (parameter.shape if entry.kind is Kind.PARAMETER else ())
                 wanted = initial.get(entry.initial, group.get(entry.initial, entry.initial))
-                local = leaves_of(value)[0]
+                local = local_tensors(value)[0]
                 assert torch.equal(local, torch.full_like(local, float(wanted)))
         before = shapes(optimizer)
         give_gradients(params, 2)
@@ -127,12 +127,14 @@ def test_nothing_is_touched(name):
         for parameter in params.values():
             parameter.register_post_accumulate_grad_hook(lambda _: fired.append("gradient"))
         gradients = {key: parameter.grad for key, parameter in params.items()}
-        before = {key: (leaves_of(p)[0].detach().clone(), leaves_of(p)[0]._version) for key, p in params.items()}
+        before = {
+            key: (local_tensors(p)[0].detach().clone(), local_tensors(p)[0]._version) for key, p in params.items()
+        }
         optimizer.init_state()
         handle.remove()
         assert fired == []
         for key, parameter in params.items():
-            (leaf,) = leaves_of(parameter)
+            (leaf,) = local_tensors(parameter)
             assert parameter.grad is gradients[key]
             assert torch.equal(leaf.detach(), before[key][0])
             assert leaf._version == before[key][1]
@@ -178,12 +180,12 @@ def test_what_was_written_into_early_state_follows_a_replaced_local_tensor(writt
         optimizer = shardopt.keyed("sgd", model.named_parameters(), lr=1.0, momentum=0.5, dampening=0.5)
         optimizer.init_state()
         if written:
-            leaves_of(optimizer.state[model.weight]["momentum_buffer"])[0].fill_(8.0)
+            local_tensors(optimizer.state[model.weight]["momentum_buffer"])[0].fill_(8.0)
         model.to(torch.float64)
         model.weight.grad = torch.ones_like(model.weight)
         optimizer.step()
         # As above; a first step that makes the buffer anew starts it with the whole gradient.
-        assert leaves_of(model.weight)[0].eq(after).all()
+        assert local_tensors(model.weight)[0].eq(after).all()
 
 
 def test_the_mark_of_a_parameter_without_a_step_is_saved_and_loaded():
@@ -255,7 +257,7 @@ def test_a_rank_without_a_shard_has_no_state():
             table = sharded_tensor(full, rows, rank, requires_grad=True)
             optimizer = shardopt.keyed("adam", {"table": table})
             optimizer.init_state()
-            for leaf in leaves_of(table):
+            for leaf in local_tensors(table):
                 leaf.grad = torch.ones_like(leaf)
             optimizer.step()
             saved = optimizer.state_dict()
@@ -266,7 +268,7 @@ def test_a_rank_without_a_shard_has_no_state():
                 state = saved["state"]["table"]
                 assert list(state) == ["step", "exp_avg", "exp_avg_sq"]
                 assert state["step"] == 1
-                assert [tuple(leaf.shape) for leaf in leaves_of(state["exp_avg"])] == [(3, 2), (1, 2)]
+                assert [tuple(leaf.shape) for leaf in local_tensors(state["exp_avg"])] == [(3, 2), (1, 2)]
             else:
                 optimizer.state[table] = {"step": torch.ones(())}  # as every rank of a program may do
                 assert optimizer.state[table] == {} and table not in optimizer.state

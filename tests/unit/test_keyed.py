@@ -14,7 +14,7 @@ import shardopt
 from shardopt import KeyedOptimizer, KeyedOptimizerWrapper
 from shardopt.algorithms import AlgorithmSpec, Kind, StateEntry, register, registry
 from shardopt.errors import AlgorithmError, GradientError, MismatchError, StateError
-from shardopt.sharding.view import leaves_of
+from shardopt.sharding.view import local_tensors
 from tests.fake_rank import fake_rank, shard, sharded_tensor
 
 
@@ -99,7 +99,7 @@ def test_sharded_state_lies_like_its_parameter_and_is_not_copied():
         state = optimizer.state[params["w"]]
         exp_avg = state["exp_avg"]
         assert (exp_avg.shape, exp_avg.placements, exp_avg.to_local().shape) == ((5, 2), (Shard(0),), (2, 2))
-        assert leaves_of(state["exp_avg"])[0] is leaves_of(exp_avg)[0]
+        assert local_tensors(state["exp_avg"])[0] is local_tensors(exp_avg)[0]
         assert type(state["step"]) is torch.Tensor
         exp_avg.zero_()
         assert not optimizer.state_dict()["state"]["w"]["exp_avg"].to_local().any()
@@ -122,11 +122,11 @@ def test_loading_is_in_place_and_exact(sharded):
 
         source, into = build(3), build(1)
         held = list(tensors(into.state_dict()))
-        before = [leaves_of(tensor)[0].data_ptr() for tensor in held]
+        before = [local_tensors(tensor)[0].data_ptr() for tensor in held]
         assert into.load_state_dict(copy.deepcopy(source.state_dict())) == ([], [])
-        assert [leaves_of(tensor)[0].data_ptr() for tensor in tensors(into.state_dict())] == before
+        assert [local_tensors(tensor)[0].data_ptr() for tensor in tensors(into.state_dict())] == before
         for mine, theirs in zip(tensors(into.state_dict()), tensors(source.state_dict()), strict=True):
-            assert torch.equal(leaves_of(mine)[0], leaves_of(theirs)[0])
+            assert torch.equal(local_tensors(mine)[0], local_tensors(theirs)[0])
 
 
 def test_its_own_tensors_are_not_copied():
@@ -337,7 +337,9 @@ def test_several_shards_on_a_rank_keep_one_counter():
             optimizer = shardopt.keyed("adam", {"table": table})
             optimizer.init_state()
             for _ in range(steps):
-                leaves_of(table)[0].grad = torch.ones(2, 2)  # the second shard has none: zero, as of the whole table
+                local_tensors(table)[0].grad = torch.ones(
+                    2, 2
+                )  # the second shard has none: zero, as of the whole table
                 optimizer.step()
             return table, optimizer
 
@@ -347,10 +349,10 @@ def test_several_shards_on_a_rank_keep_one_counter():
         assert other.state[next(iter(other.params.values()))]["step"] == 3
         counters = [state["step"].item() for state in other._local.optimizer.state.values()]
         assert counters == [3, 3]
-        assert torch.equal(leaves_of(table)[1].detach(), full[2:4])
-        assert leaves_of(table)[0].grad is not None
+        assert torch.equal(local_tensors(table)[1].detach(), full[2:4])
+        assert local_tensors(table)[0].grad is not None
         optimizer.zero_grad()
-        assert leaves_of(table)[0].grad is None
+        assert local_tensors(table)[0].grad is None
 
 
 def test_shards_in_a_wrapper_are_stepped_on_each():
@@ -359,15 +361,15 @@ def test_shards_in_a_wrapper_are_stepped_on_each():
         wrapper = LocalShardsWrapper(shards, [(0, 0), (2, 0)])
         table = DTensor.from_local(wrapper, mesh, [Shard(0)], run_check=False, shape=(5, 2), stride=(2, 1))
         optimizer = shardopt.keyed("adam", {"table": table})
-        for leaf in leaves_of(table):
+        for leaf in local_tensors(table):
             leaf.grad = torch.ones_like(leaf)
         optimizer.step()
-        assert [leaf.lt(1).all().item() for leaf in leaves_of(table)] == [True, True]
+        assert [leaf.lt(1).all().item() for leaf in local_tensors(table)] == [True, True]
         state = optimizer.state_dict()["state"]["table"]
-        assert [tuple(leaf.shape) for leaf in leaves_of(state["exp_avg"])] == [(2, 2), (1, 2)]
+        assert [tuple(leaf.shape) for leaf in local_tensors(state["exp_avg"])] == [(2, 2), (1, 2)]
         optimizer.load_state_dict(copy.deepcopy({**optimizer.state_dict(), "state": {"table": {**state}}}))
         optimizer.zero_grad()
-        assert [leaf.grad for leaf in leaves_of(table)] == [None, None]
+        assert [leaf.grad for leaf in local_tensors(table)] == [None, None]
 
 
 # --- stepping --------------------------------------------------------------------------------------------------------
@@ -390,7 +392,7 @@ def test_a_closure_runs_once_and_its_gradients_are_stepped_on(sharded):
         loss = optimizer.step(closure)
         assert calls == [True]
         assert loss == 12
-        assert leaves_of(weight)[0].tolist() == [[-0.5, -0.5], [-0.5, -0.5]]
+        assert local_tensors(weight)[0].tolist() == [[-0.5, -0.5], [-0.5, -0.5]]
 
 
 def test_lbfgs_calls_its_closure_as_often_as_it_likes():
@@ -470,7 +472,7 @@ def test_schedules_act_on_the_groups(sharded):
             weight.grad = torch.ones_like(weight)
             optimizer.step()
             schedule.step()
-        assert leaves_of(weight)[0].tolist() == [-1.75, -1.75]
+        assert local_tensors(weight)[0].tolist() == [-1.75, -1.75]
         assert optimizer.state_dict()["param_groups"]["w"]["lr"] == 0.125
 
 
@@ -499,7 +501,7 @@ def test_one_group_may_mix_meshes_and_plain_tensors():
                 "there": shard(torch.ones(4), init_device_mesh("cpu", (4,)), Shard(0)),
             }
             optimizer = adam({name: torch.nn.Parameter(tensor) for name, tensor in params.items()}, **options)
-            first_elements = [leaves_of(parameter)[0][0].item() for parameter in optimizer.params.values()]
+            first_elements = [local_tensors(parameter)[0][0].item() for parameter in optimizer.params.values()]
             assert first_elements == pytest.approx([0.999] * 3)
             assert [state["step"].item() for state in optimizer.state.values()] == [1, 1, 1]
 
@@ -510,7 +512,7 @@ def test_gradients_do_not_stay_on_local_tensors():
         optimizer = shardopt.keyed("adam", {"w": weight})
         weight.grad = gradient = torch.ones_like(weight)
         optimizer.step()
-        assert leaves_of(weight)[0].grad is None
+        assert local_tensors(weight)[0].grad is None
         assert weight.grad is gradient
         assert optimizer.param_groups[0]["params"] == [weight]
         optimizer.zero_grad(set_to_none=False)
@@ -528,9 +530,9 @@ def test_a_gradient_that_does_not_fit_is_named_and_nothing_is_left_behind():
         second.grad = shard(torch.ones(4, 2), init_device_mesh("cpu", (2, 1)), Shard(0), Replicate())
         with pytest.raises(GradientError, match=r"second\.grad: found DTensor .* redistribute it"):
             optimizer.step()
-        assert leaves_of(first)[0].grad is None
+        assert local_tensors(first)[0].grad is None
         assert optimizer.param_groups[0]["params"] == [first, second]
-        assert leaves_of(first)[0].eq(1).all()
+        assert local_tensors(first)[0].eq(1).all()
 
 
 def test_a_replaced_local_tensor_is_noticed_and_state_follows():
@@ -540,15 +542,15 @@ def test_a_replaced_local_tensor_is_noticed_and_state_follows():
         optimizer = shardopt.keyed("adam", model.named_parameters())
         model.weight.grad = torch.ones_like(model.weight)
         optimizer.step()
-        before = leaves_of(model.weight)[0]
+        before = local_tensors(model.weight)[0]
         model.to(torch.float64)
-        assert leaves_of(model.weight)[0] is not before
+        assert local_tensors(model.weight)[0] is not before
         model.weight.grad = torch.ones_like(model.weight)
         optimizer.step()
         state = optimizer.state[model.weight]
         assert state["step"] == 2
         assert state["exp_avg"].dtype == torch.float64
-        assert leaves_of(model.weight)[0].lt(before).all()
+        assert local_tensors(model.weight)[0].lt(before).all()
         model.weight._local_tensor = torch.ones(3, 2)
         with pytest.raises(StateError, match=r"weight: found local shapes \[\(3, 2\)\]; required \[\(2, 2\)\]"):
             optimizer.step()
@@ -583,12 +585,12 @@ def test_a_copy_of_a_sharded_optimizer_steps_on_the_copied_parameters():
         optimizer = adam({"w": torch.nn.Parameter(shard(torch.ones(4, 2), mesh, Shard(0)))})
         twin = copy.deepcopy(optimizer)
         (weight,), (copied,) = optimizer.params.values(), twin.params.values()
-        assert leaves_of(copied)[0].data_ptr() != leaves_of(weight)[0].data_ptr()
-        before = leaves_of(weight)[0].clone()
+        assert local_tensors(copied)[0].data_ptr() != local_tensors(weight)[0].data_ptr()
+        before = local_tensors(weight)[0].clone()
         copied.grad = torch.ones_like(copied)
         twin.step()
-        assert torch.equal(leaves_of(weight)[0], before)
-        assert not torch.equal(leaves_of(copied)[0], before)
+        assert torch.equal(local_tensors(weight)[0], before)
+        assert not torch.equal(local_tensors(copied)[0], before)
         assert (twin.state[copied]["step"], optimizer.state[weight]["step"]) == (2, 1)
 
 
@@ -719,7 +721,7 @@ def test_a_stranger_is_refused_until_it_is_registered(monkeypatch):
         optimizer.init_state()
         weight.grad = torch.ones_like(weight)
         optimizer.step()
-        assert leaves_of(weight)[0].eq(0.5).all()
+        assert local_tensors(weight)[0].eq(0.5).all()
         assert optimizer.state[weight]["exp_avg"].placements == (Shard(0),)
         with pytest.raises(AlgorithmError, match="a class once"):
             register(AlgorithmSpec(OwnStep, "Lion", elementwise=True))

@@ -6,7 +6,7 @@ import torch
 import shardopt
 from shardopt import checkpoint
 from shardopt.checkpoint import Strictness
-from shardopt.errors import CorruptionError, MismatchError, TornStateError
+from shardopt.errors import CorruptionError, MismatchError, PartialLoadError
 
 
 def model_and_optimizer(init=True):
@@ -155,7 +155,9 @@ def test_an_unknown_choice_is_refused():
 def flip_last_byte_of(path, key):
     (file,) = path.glob("*.safetensors")
     with checkpoint.open(path) as reader:
-        (wanted,) = [want for _, want in reader.wants(key, shardopt.sharding.view.view_of(reader.read(key)).pieces)]
+        (wanted,) = [
+            request for _, request in reader.requests(key, shardopt.sharding.view.view_of(reader.read(key)).pieces)
+        ]
     data = bytearray(file.read_bytes())
     data[wanted.entry.end - 1] ^= 1
     file.write_bytes(data)
@@ -168,7 +170,7 @@ def test_damage_met_in_the_middle_keeps_the_optimizer_from_stepping(saved):
     app = app_of(*model_and_optimizer())
     with pytest.raises(CorruptionError, match="exp_avg"):
         checkpoint.load(path, app)
-    with pytest.raises(TornStateError, match="load it again"):
+    with pytest.raises(PartialLoadError, match="load it again"):
         train(app["model"], app["optimizer"])
     for name, data in whole.items():
         (path / name).write_bytes(data)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shardopt.algorithms.muon.assignment import Job, plan
 from shardopt.sharding.box import Box, whole
-from shardopt.sharding.layout import held
+from shardopt.sharding.layout import Layout
 
 
 def rows(shape, holders):
@@ -19,7 +19,7 @@ def rows(shape, holders):
         start, end = min(i * count, shape[0]), min((i + 1) * count, shape[0])
         if start < end:
             boxes[Box((start, 0), (end - start, shape[1]))] = its
-    return held(shape, boxes)
+    return Layout.from_holders(shape, boxes)
 
 
 @st.composite
@@ -52,11 +52,11 @@ def test_ranks_agree_and_every_box_goes_where_it_belongs(given, most):
         assert any(each.owned for each in here.values())
         for i, one in enumerate(ranks):
             for k, other in enumerate(ranks):
-                for sent, got in (("gives", "gathers"), ("returns", "takes")):
+                for sent, got in (("send_to_owner", "recv_from_holders"), ("send_to_holders", "recv_from_owner")):
                     assert between(getattr(here[one], sent), k) == between(getattr(here[other], got), i)
         for rank, each in here.items():
-            gathered.update((rank, *part) for part in each.gathers.parts)
-            returned.update((rank, *part) for part in each.takes.parts)
+            gathered.update((rank, *part) for part in each.recv_from_holders.parts)
+            returned.update((rank, *part) for part in each.recv_from_owner.parts)
     assert gathered == Counter((owners[j], j, box) for j, job in enumerate(them) for box in job.layout.boxes)
     assert returned == Counter(
         (holder, j, box)
@@ -87,7 +87,7 @@ def test_work_is_balanced(given):
 
 
 def test_the_largest_are_dealt_first():
-    layout = held((4, 2), {whole((4, 2)): (0, 1)})
+    layout = Layout.from_holders((4, 2), {whole((4, 2)): (0, 1)})
     them = tuple(Job(layout, cost) for cost in (1, 1, 1, 1, 1, 1, 6))
     for rank in (0, 1):
         assert sum(them[job].cost for job in plan(them, (0, 1), rank, 1 << 40)[0].owned) == 6
@@ -99,7 +99,7 @@ def test_a_round_is_not_larger_than_asked_unless_it_has_one_matrix(given, most):
     for rank in ranks:
         for here in plan(them, ranks, rank, most):
             assert len(here.owned) == 1 or sum(them[job].elements for job in here.owned) <= most
-            assert sum(here.returns.counts) == sum(them[job].elements for job in here.owned)
+            assert sum(here.send_to_holders.counts) == sum(them[job].elements for job in here.owned)
 
 
 def test_a_replica_nearby_gives():
@@ -109,14 +109,14 @@ def test_a_replica_nearby_gives():
     rounds = {rank: plan((Job(layout, 1),) * 8, ranks, rank, 1 << 40)[0] for rank in ranks}
     for rank, here in rounds.items():
         assert len(here.owned) == 1
-        for peer, count in enumerate(here.gathers.counts):
+        for peer, count in enumerate(here.recv_from_holders.counts):
             assert count == (4 if peer // 4 == rank // 4 else 0)
 
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_what_is_whole_on_its_owner_is_not_sent_to_it(count):
-    layout = held((4, 2), {whole((4, 2)): tuple(range(count))})
+    layout = Layout.from_holders((4, 2), {whole((4, 2)): tuple(range(count))})
     for rank in range(count):
         (here,) = plan((Job(layout, 5),), tuple(range(count)), rank, 100)
-        others = [n for peer, n in enumerate(here.gives.counts) if peer != rank]
+        others = [n for peer, n in enumerate(here.send_to_owner.counts) if peer != rank]
         assert not any(others)

@@ -15,7 +15,7 @@ from shardopt.checkpoint.planning.describe import Geometry
 from shardopt.checkpoint.writing.write import OwnParts, SavePlan
 from shardopt.errors import LayoutError
 from shardopt.sharding.box import Box, cover_faults, whole
-from shardopt.sharding.layout import Layout, everywhere, held
+from shardopt.sharding.layout import Layout
 from shardopt.sharding.mesh import Mesh, Split, mesh_layout
 
 MIB = 1 << 20
@@ -28,11 +28,11 @@ def layout_of(kind, shape, ranks, pick):
     line = Mesh((ranks,), everyone)
     if kind.startswith("plain"):
         some = tuple(sorted(pick.sample(everyone, pick.randint(1, ranks)))) if kind == "plain on some" else everyone
-        return everywhere(shape), some
+        return Layout.replicated(shape), some
     if kind == "held":  # as ShardedTensor and LocalShardsWrapper have them: uneven, several on one rank, some nowhere
         cuts = sorted({0, shape[0], *(pick.randint(0, shape[0]) for _ in range(4))})
         boxes = [Box((a, 0), (b - a, shape[1])) for a, b in itertools.pairwise(cuts)]
-        return held(shape, {box: [pick.randrange(ranks)] for box in boxes}), everyone
+        return Layout.from_holders(shape, {box: [pick.randrange(ranks)] for box in boxes}), everyone
     if kind in ("rows", "columns"):
         return mesh_layout(shape, line, (Split(0, int(kind == "columns")),)), everyone
     replicas = pick.choice([n for n in range(1, ranks + 1) if ranks % n == 0])
@@ -134,7 +134,7 @@ def test_one_replicated_tensor_is_shared_evenly(ranks, mib):
     shape = (int(mib * MIB) // 4096, 1024)
     load = loads(
         ranks,
-        members := {"x": Member(("x",), DTYPES["float32"], everywhere(shape), tuple(range(ranks)))},
+        members := {"x": Member(("x",), DTYPES["float32"], Layout.replicated(shape), tuple(range(ranks)))},
         assign(members),
     )
     assert max(load) <= 1.1 * sum(load) / ranks + MIB
@@ -154,7 +154,7 @@ def test_plain_tensors_that_may_differ_are_written_whole(seed):
 
 def test_large_plain_tensors_go_to_the_rank_with_least():
     rows = {"a": 4000, "b": 1000, "c": 1000, "d": 1000, "e": 1000}
-    members = {key: Member((key,), DTYPES["float32"], everywhere((n, 1024)), (0, 1)) for key, n in rows.items()}
+    members = {key: Member((key,), DTYPES["float32"], Layout.replicated((n, 1024)), (0, 1)) for key, n in rows.items()}
     assigned = assign(members, cut_plain=False)
     assert [assigned[key].writers[0][0] for key in "abcde"] == [0, 1, 1, 1, 1]
     assert max(len(each.boxes) for each in assign(members, cut_plain=True).values()) == 1
@@ -164,7 +164,9 @@ def test_large_plain_tensors_go_to_the_rank_with_least():
 
 def test_many_small_replicated_tensors_are_dealt_whole():
     everyone = tuple(range(4))
-    members = {f"k{i:04d}": Member(("k",), DTYPES["float32"], everywhere((100, 100)), everyone) for i in range(1000)}
+    members = {
+        f"k{i:04d}": Member(("k",), DTYPES["float32"], Layout.replicated((100, 100)), everyone) for i in range(1000)
+    }
     assigned = assign(members)
     assert all(len(each.boxes) == 1 for each in assigned.values())
     load = loads(4, members, assigned)
@@ -174,8 +176,8 @@ def test_many_small_replicated_tensors_are_dealt_whole():
 
 def test_empty_and_scalar_tensors_are_written_once():
     members = {
-        "empty": Member(("empty",), DTYPES["float32"], everywhere((0, 4)), (0, 1)),
-        "scalar": Member(("scalar",), DTYPES["float32"], everywhere(()), (1,)),
+        "empty": Member(("empty",), DTYPES["float32"], Layout.replicated((0, 4)), (0, 1)),
+        "scalar": Member(("scalar",), DTYPES["float32"], Layout.replicated(()), (1,)),
         "shards": Member(
             ("shards",), DTYPES["int8"], mesh_layout((0, 4), Mesh((3,), (0, 1, 2)), (Split(0, 0),)), (0, 1, 2)
         ),
@@ -198,7 +200,7 @@ def test_empty_and_scalar_tensors_are_written_once():
 )
 def test_holes_and_overlaps_are_named(boxes, said):
     layout = Layout((4, 3), tuple(boxes), tuple((i,) for i in range(len(boxes))))
-    sound = Member(("y",), DTYPES["int8"], everywhere((2,)), (0, 1))
+    sound = Member(("y",), DTYPES["int8"], Layout.replicated((2,)), (0, 1))
     members = {
         "x": Member(("x",), DTYPES["int8"], layout, (0, 1)),
         "y": sound,
@@ -250,7 +252,7 @@ def test_a_large_mesh_takes_little_time():
         for i in range(600)
         for state in "pmv"
     }
-    members |= {f"n.{i}": Member(("x",), DTYPES["float32"], everywhere((64,)), everyone) for i in range(600)}
+    members |= {f"n.{i}": Member(("x",), DTYPES["float32"], Layout.replicated((64,)), everyone) for i in range(600)}
     begin = time.process_time()
     plan = SavePlan(Geometry(members, {}), 512)
     OwnParts(plan, 77)

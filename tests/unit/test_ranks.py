@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from shardopt.errors import CheckpointError, CheckpointExistsError, MismatchError, Problem, RankError, StateError
-from shardopt.ranks import Ranks, call_on, life, ranks_of
+from shardopt.ranks import Ranks, call_on, heartbeat, ranks_of
 from shardopt.ranks import ranks as ranks_module
 
 
@@ -250,7 +250,7 @@ def test_a_decision_that_fails_is_everybodys_error(any_job):
 
 @pytest.mark.parametrize("where", ["report", "decide"])
 def test_what_is_no_json_is_everybodys_error(job, where):
-    """Our own bug; but it must not show as a rank that gives no sign of life."""
+    """Our own bug; but it must not show as a rank that gives no sign of heartbeat."""
 
     def call(here):
         here.agree(
@@ -375,7 +375,7 @@ def test_a_word_that_is_agreed_upon_is_a_call_too(job):
     outcomes = together(
         job.start(),
         lambda here: then_once_more(
-            here, lambda here: here.notice("stopping", "") if here.rank else here.beside("background")
+            here, lambda here: here.shared_cell("stopping", "") if here.rank else here.side_channel("background")
         ),
     )
     assert "background on rank 0; stopping on ranks 1, 2" in alike(outcomes, RankError)
@@ -406,7 +406,7 @@ def beats(store):
 def test_a_heartbeat_is_one_thread_however_many_want_it():
     """Blocks that overlap, as of two threads in turn, and one of which a shorter deadline is asked."""
     store = dist.HashStore()
-    heart = life.Heartbeat(store, "beat/0")
+    heart = heartbeat.Heartbeat(store, "beat/0")
     before = threading.active_count()
     first, second, third = heart.beating(100), heart.beating(0.05), heart.beating(1)
     first.__enter__()
@@ -445,7 +445,7 @@ def test_without_another_thread_ranks_agree_all_the_same(job, monkeypatch):
 
 def test_many_short_blocks_within_a_long_one_do_not_keep_it_from_beating():
     store = dist.HashStore()
-    heart = life.Heartbeat(store, "beat/0")
+    heart = heartbeat.Heartbeat(store, "beat/0")
     with heart.beating(0.5):
         until = time.monotonic() + 0.5
         while time.monotonic() < until:
@@ -538,13 +538,13 @@ class Counts:
 @pytest.fixture
 def clock(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(life.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now[0])
     return now
 
 
 def test_only_ranks_that_do_not_beat_are_silent(clock):
     store = Counts()
-    signs = life.SignsOfLife(store, 5.0)
+    signs = heartbeat.PeerHeartbeats(store, 5.0)
     named = []
     for second in range(1, 12):
         clock[0] += 1
@@ -558,7 +558,7 @@ def test_only_ranks_that_do_not_beat_are_silent(clock):
 def test_who_was_stopped_itself_calls_nobody_dead(clock, before):
     """A process, or a machine with all its ranks, that stood still for long: nobody could beat, or be heard."""
     store = Counts()
-    signs = life.SignsOfLife(store, 5.0)
+    signs = heartbeat.PeerHeartbeats(store, 5.0)
     for _ in range(before):
         clock[0] += 1
         assert signs.silent([1]) == []

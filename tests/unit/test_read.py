@@ -25,7 +25,7 @@ from shardopt.checkpoint.storage import LocalStorage, storage_of
 from shardopt.checkpoint.writing.write import OwnParts, SavePlan, from_memory, write_files
 from shardopt.errors import CheckpointError, CorruptionError
 from shardopt.sharding.box import Box, whole
-from shardopt.sharding.layout import held
+from shardopt.sharding.layout import Layout
 from shardopt.sharding.pieces import Piece, View
 from tests.unit.boxes import partitions
 
@@ -55,7 +55,8 @@ def at(box):
 def store(path, tensors, boxes, ranks=1):
     """Stores tensors in these boxes, dealt out to ranks: a save by ranks that are not there."""
     layouts = {
-        key: held(tuple(tensors[key].shape), {box: [i % ranks] for i, box in enumerate(boxes[key])}) for key in tensors
+        key: Layout.from_holders(tuple(tensors[key].shape), {box: [i % ranks] for i, box in enumerate(boxes[key])})
+        for key in tensors
     }
     members = {
         key: Member((key,), DTYPES[str(t.dtype).removeprefix("torch.")], layouts[key], tuple(range(ranks)))
@@ -110,7 +111,12 @@ def wanted_boxes(draw, shape):
 def test_any_part_into_any_memory(tmp_path_factory, data, segment, batch):
     """Against slices of the whole. Segments and batches of a few bytes, so that all their borders are met."""
     patch = pytest.MonkeyPatch()
-    for name in ("format", "read", "batches", "write"):  # all that take the length of segments
+    for name in (
+        "format.constants",
+        "reading.fetch",
+        "reading.read_plan",
+        "writing.write",
+    ):  # all that take the length of segments
         patch.setattr(importlib.import_module(f"shardopt.checkpoint.{name}"), "SEGMENT_BYTES", segment)
     patch.setattr(batches_module, "_CRUMB_BYTES", min(segment, batches_module._CRUMB_BYTES))
     patch.setattr(read_module, "_BATCH_BYTES", segment * batch)
@@ -122,17 +128,17 @@ def test_any_part_into_any_memory(tmp_path_factory, data, segment, batch):
             boxes[key] = parts
         path = store(tmp_path_factory.mktemp("read") / "c", tensors, boxes, data.draw(st.integers(1, 3)))
         with checkpoint.open(path) as reader:
-            wants, expected = [], []
+            requests, expected = [], []
             for key in data.draw(st.lists(st.sampled_from(sorted(tensors)), min_size=1, max_size=4)):
                 tensor = tensors[key]
                 box = data.draw(wanted_boxes(tensor.shape))
                 memory = data.draw(st.sampled_from(MEMORIES))
                 target, base = destination(box.sizes, tensor.dtype, memory)
-                wants += reader.wants(key, [Piece(box, target)])
+                requests += reader.requests(key, [Piece(box, target)])
                 shown, expected_base = destination(box.sizes, tensor.dtype, memory)
                 shown.copy_(tensor[at(box)])
                 expected.append((base, expected_base))
-            fetch(wants)
+            fetch(requests)
             assert all(same(base, expected_base) for base, expected_base in expected)  # and nothing beside it changed
             for key, tensor in tensors.items():
                 assert same(reader.read(key), tensor)
@@ -169,7 +175,7 @@ def test_rows_cost_their_own_bytes_and_the_ends_of_segments(big, first, rows):
     path, value = big
     target = torch.zeros(rows, COLUMNS)
     with checkpoint.open(path) as reader:
-        nbytes = fetch(list(reader.wants("x", [Piece(Box((first, 0), (rows, COLUMNS)), target)])))
+        nbytes = fetch(list(reader.requests("x", [Piece(Box((first, 0), (rows, COLUMNS)), target)])))
     assert torch.equal(target, value[first : first + rows])
     expected = 0
     for start, end in ((0, FIRST), (FIRST, ROWS)):
@@ -185,10 +191,10 @@ def test_columns_take_bounded_memory(big):
     path, value = big
     target = torch.zeros(ROWS, 8)
     with checkpoint.open(path) as reader:
-        wants = list(reader.wants("x", [Piece(Box((0, 100), (ROWS, 8)), target)]))
-        fetch(wants)  # warm
+        requests = list(reader.requests("x", [Piece(Box((0, 100), (ROWS, 8)), target)]))
+        fetch(requests)  # warm
         tracemalloc.start()
-        nbytes = fetch(wants * 8)  # as if it were 128 MiB
+        nbytes = fetch(requests * 8)  # as if it were 128 MiB
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
     assert torch.equal(target, value[:, 100:108])
@@ -205,9 +211,11 @@ def test_columns_of_many_tensors_take_bounded_memory(tmp_path, monkeypatch):
     path = store(tmp_path / "c", dict.fromkeys(keys, value), {key: [whole((1900, 1024))] for key in keys})
     targets = {key: torch.zeros(1900, 4) for key in keys}
     with checkpoint.open(path) as reader:
-        wants = [want for key in keys for want in reader.wants(key, [Piece(Box((0, 9), (1900, 4)), targets[key])])]
+        requests = [
+            request for key in keys for request in reader.requests(key, [Piece(Box((0, 9), (1900, 4)), targets[key])])
+        ]
         tracemalloc.start()
-        fetch(wants)
+        fetch(requests)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
     assert all(same(target, value[:, 9:13]) for target in targets.values())
@@ -220,7 +228,7 @@ def test_rows_wider_than_the_scratch_are_read_in_parts(tmp_path, monkeypatch):
     path = store(tmp_path / "c", {"x": value}, {"x": [whole((3, 4, SEGMENT_BYTES))]})
     target = torch.zeros(2, 2, 100)
     with checkpoint.open(path) as reader:
-        nbytes = fetch(list(reader.wants("x", [Piece(Box((1, 1, 7), (2, 2, 100)), target)])))
+        nbytes = fetch(list(reader.requests("x", [Piece(Box((1, 1, 7), (2, 2, 100)), target)])))
     assert same(target, value[1:3, 1:3, 7:107])
     assert nbytes <= 4 * 2 * SEGMENT_BYTES
 
@@ -319,14 +327,14 @@ def test_a_file_that_is_not_the_one_that_was_written_is_named(tmp_path, damage, 
 def test_a_file_that_goes_while_it_is_read_is_named(tmp_path):
     path = store(tmp_path / "c", {"x": numbers((9,), "int64")}, {"x": [whole((9,))]})
     with checkpoint.open(path) as reader:
-        wants = list(reader.wants("x", [Piece(whole((9,)), torch.zeros(9, dtype=torch.int64))]))
+        requests = list(reader.requests("x", [Piece(whole((9,)), torch.zeros(9, dtype=torch.int64))]))
         (file,) = path.glob("*.safetensors")
         file.rename(path / "elsewhere")
         with pytest.raises(CorruptionError, match=r"0a-r00000\.safetensors: found no such file"):
-            fetch(wants)
+            fetch(requests)
         file.mkdir()
         with pytest.raises(CheckpointError, match="cannot read"):
-            fetch(wants)
+            fetch(requests)
 
 
 def test_what_a_rank_has_for_itself_may_be_hostile(tmp_path):
@@ -366,9 +374,9 @@ def test_what_progress_raises_is_not_taken_for_damage(tmp_path):
         raise FileNotFoundError("a log that is gone")
 
     with checkpoint.open(path) as reader:
-        wants = list(reader.wants("x", [Piece(whole((4, 3)), torch.zeros(4, 3))]))
+        requests = list(reader.requests("x", [Piece(whole((4, 3)), torch.zeros(4, 3))]))
         with pytest.raises(FileNotFoundError, match="a log that is gone"):
-            fetch(wants, progress)
+            fetch(requests, progress)
 
 
 def test_damage_does_not_make_the_files_after_it_wait(tmp_path):

@@ -187,7 +187,7 @@ def test_gradients_that_were_unscaled_through_two_optimizers_are_not_stepped_wit
 def test_unscaling_what_is_left_is_one_all_reduce_and_none_if_nothing_is(monkeypatch):
     counted = []
     scaler, weights, made = scaled("ours")
-    monkeypatch.setattr(Ranks, "add_up", lambda ranks, tensor: counted.append(1) or tensor)
+    monkeypatch.setattr(Ranks, "all_reduce_sum", lambda ranks, tensor: counted.append(1) or tensor)
     scaler.unscale_(made["first"])
     scaler.step(made["outer"])
     assert len(counted) == 2

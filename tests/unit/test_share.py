@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from shardopt.checkpoint.reading import broadcast as share
-from shardopt.checkpoint.reading.broadcast import SharedReads
+from shardopt.checkpoint.reading.broadcast import BroadcastReads
 from shardopt.sharding.box import Box, cover_faults, whole
-from shardopt.sharding.layout import everywhere, held
+from shardopt.sharding.layout import Layout
 from shardopt.sharding.mesh import Mesh, Split, mesh_layout
 from shardopt.sharding.pieces import View
 
@@ -22,7 +22,7 @@ def views_of(layouts, dtype=torch.float32):
 
 
 def reads_of(views, size):
-    return SharedReads(views, SimpleNamespace(rank=0, size=size, device=torch.device("cpu")))
+    return BroadcastReads(views, SimpleNamespace(rank=0, size=size, device=torch.device("cpu")))
 
 
 REGULAR = ["on all", "in two replicas", "in halves"]
@@ -65,18 +65,23 @@ def layouts_of(kind, size):
     line = tuple(range(size))
     shape = (6144, 1024)  # 24 MiB
     if kind == "on all":
-        return [everywhere(shape), mesh_layout(shape, Mesh((size,), line), ()), everywhere((3, 5)), everywhere(())]
+        return [
+            Layout.replicated(shape),
+            mesh_layout(shape, Mesh((size,), line), ()),
+            Layout.replicated((3, 5)),
+            Layout.replicated(()),
+        ]
     if kind == "in two replicas":
         return [mesh_layout(shape, Mesh((2, size // 2), line), (Split(1, 0),))] * 2
     if kind == "in halves":
         return [mesh_layout(shape, Mesh((size // 2, 2), line), (Split(1, 0),))] * 2
     if kind == "with the first":  # each rank has something in common with rank 0, which gets from all or sends to all
         boxes = {Box((96 * i, 0), (96, 1024)): (0, 1 + i % (size - 1)) for i in range(64)}
-        return [held(shape, boxes)]
+        return [Layout.from_holders(shape, boxes)]
     if kind == "by chance":
         pick = random.Random(size)
         boxes = {Box((96 * i, 0), (96, 1024)): pick.sample(line, pick.randint(1, min(size, 9))) for i in range(64)}
-        return [held(shape, boxes), everywhere(shape)]
+        return [Layout.from_holders(shape, boxes), Layout.replicated(shape)]
     raise AssertionError(kind)
 
 
@@ -94,7 +99,7 @@ def test_the_bound_holds_for_whatever_it_is(monkeypatch):
 
 def test_thousands_of_ranks_send_pieces_of_a_few_kib():
     size = 8192
-    views = views_of([everywhere((4096, 1024))])
+    views = views_of([Layout.replicated((4096, 1024))])
     reads = reads_of(views, size)
     first = next(reads._rounds())
     assert max(part.box.numel * 4 for part in first) == share._LEAST_BYTES
@@ -103,7 +108,10 @@ def test_thousands_of_ranks_send_pieces_of_a_few_kib():
 def test_every_rank_works_out_the_same_rounds():
     views = views_of(layouts_of("by chance", 6))
     rounds = [
-        [[tuple(part) for part in parts] for parts in SharedReads(views, SimpleNamespace(rank=rank, size=6))._rounds()]
+        [
+            [tuple(part) for part in parts]
+            for parts in BroadcastReads(views, SimpleNamespace(rank=rank, size=6))._rounds()
+        ]
         for rank in range(6)
     ]
     assert all(each == rounds[0] for each in rounds)
@@ -114,4 +122,4 @@ def test_nothing_is_sent_where_nothing_is_shared():
     assert list(reads_of(views_of([mesh_layout((8, 2), line, (Split(0, 0),))]), 4)._rounds()) == []
     assert list(reads_of({}, 4)._rounds()) == []
     assert whole((0, 3)).numel == 0
-    assert list(reads_of(views_of([everywhere((0, 3))]), 4)._rounds()) == []
+    assert list(reads_of(views_of([Layout.replicated((0, 3))]), 4)._rounds()) == []

@@ -8,8 +8,8 @@ import shardopt
 from shardopt import GradScaler
 from shardopt.algorithms.dense_gradients import no_gradient
 from shardopt.errors import AlgorithmError, GradientError
-from shardopt.sharding.gradients import gradient_leaves
-from shardopt.sharding.view import assemble, leaves_of
+from shardopt.sharding.gradients import local_gradients
+from shardopt.sharding.view import assemble, local_tensors
 from tests.fake_rank import fake_rank, shard, sharded_tensor
 
 FULL = torch.arange(12.0).view(6, 2)
@@ -30,7 +30,7 @@ def sparse(rows, shape, value=1.0):
 def of_rows(mesh, *rows):
     """A DTensor parameter, with a gradient of these rows of this rank."""
     parameter = torch.nn.Parameter(shard(FULL, mesh, Shard(0)))
-    parameter.grad = assemble(parameter, [sparse(list(rows), leaves_of(parameter)[0].shape)])
+    parameter.grad = assemble(parameter, [sparse(list(rows), local_tensors(parameter)[0].shape)])
     return parameter
 
 
@@ -38,7 +38,7 @@ def of_rows(mesh, *rows):
 def test_shards_without_a_gradient_stay_as_they_are_and_count_the_step(algorithm):
     with fake_rank(0, 2):
         table = sharded_tensor(FULL, [(2, 0), (3, 0), (1, 1)], 0, requires_grad=True)
-        first, second = leaves_of(table)
+        first, second = local_tensors(table)
         whole = torch.nn.Parameter(FULL[:5].clone())
         optimizer, alone = (shardopt.keyed(algorithm, {"table": each}, lr=0.1) for each in (table, whole))
         for rows in ([1], [0, 1], [1, 1]):
@@ -83,12 +83,12 @@ def test_what_would_change_other_rows_is_refused_on_shards_before_anything_has_c
         optimizer = shardopt.keyed(algorithm, {"dense": dense, "table": table}, lr=0.1, **{option: 0.9})
         with pytest.raises(GradientError, match=rf"table\.grad: found a sparse gradient in a group with {option}"):
             optimizer.step()
-        assert torch.equal(leaves_of(dense)[0], FULL[:3])
+        assert torch.equal(local_tensors(dense)[0], FULL[:3])
         assert all(float(state["step"]) == 0 for state in optimizer.state_dict()["state"].values())
-        assert leaves_of(dense)[0].grad is None and table.grad is not None
+        assert local_tensors(dense)[0].grad is None and table.grad is not None
         optimizer.param_groups[0][option] = 0.0
         optimizer.step()
-        assert not torch.equal(leaves_of(table)[0], FULL[:3])
+        assert not torch.equal(local_tensors(table)[0], FULL[:3])
 
 
 @pytest.mark.parametrize(
@@ -115,12 +115,12 @@ def test_gradients_are_zeroed(set_to_none):
     with fake_rank(0, 2) as mesh:
         rows = of_rows(mesh, 1, 2)
         table = sharded_tensor(FULL, [(2, 0), (4, 1)], 0, requires_grad=True)
-        leaves_of(table)[0].grad = sparse([1], (2, 2))
+        local_tensors(table)[0].grad = sparse([1], (2, 2))
         optimizer = shardopt.keyed("sparseadam", {"rows": rows, "table": table})
         optimizer.step()
         optimizer.zero_grad(set_to_none=set_to_none)
         for parameter in (rows, table):
-            (gradient,) = gradient_leaves(parameter)
+            (gradient,) = local_gradients(parameter)
             assert gradient is None if set_to_none else gradient.is_sparse and not gradient.to_dense().any()
 
 
@@ -128,15 +128,15 @@ def test_scaled_gradients_are_unscaled_once_for_each_row():
     """Row 1 comes twice: its infinity is one of the sum, which alone is finite in each part."""
     with fake_rank(0, 1) as mesh:
         parameters = {"rows": of_rows(mesh, 1, 1, 4), "table": sharded_tensor(FULL, [(6, 0)], 0, requires_grad=True)}
-        (leaf,) = leaves_of(parameters["table"])
+        (leaf,) = local_tensors(parameters["table"])
         leaf.grad = sparse([1, 1, 4], (6, 2))
         optimizer = shardopt.keyed("sgd", parameters, lr=1.0)
         scaler = GradScaler("cpu", init_scale=4.0, growth_interval=100)
         scaler.step(optimizer)
         scaler.update()
         expected = FULL - torch.tensor([0, 0.5, 0, 0, 0.25, 0])[:, None]
-        assert all(torch.equal(leaves_of(parameter)[0], expected) for parameter in parameters.values())
+        assert all(torch.equal(local_tensors(parameter)[0], expected) for parameter in parameters.values())
         large = torch.finfo(torch.float32).max
         leaf.grad = sparse([1, 1], (6, 2), large)
         scaler.step(optimizer)
-        assert all(torch.equal(leaves_of(parameter)[0], expected) for parameter in parameters.values())
+        assert all(torch.equal(local_tensors(parameter)[0], expected) for parameter in parameters.values())

@@ -13,7 +13,7 @@ from shardopt import checkpoint
 from shardopt.checkpoint.run.mirror import Mirror
 from shardopt.cli import main
 from shardopt.errors import MismatchError
-from shardopt.sharding.layout import held
+from shardopt.sharding.layout import Layout
 
 
 class Model(nn.Module):
@@ -125,7 +125,7 @@ def test_resharded_with_its_ties(saved, tmp_path):
     def halves(key, stored):
         seen.append(key)
         boxes = {checkpoint.Box((i, 0), (j - i, 4)): (0, 1) for i, j in itertools.pairwise([0, 170, 300])}
-        return held((300, 4), boxes)
+        return Layout.from_holders((300, 4), boxes)
 
     checkpoint.reshard(tmp_path / "one", tmp_path / "two", layout=halves)
     assert seen == [EMBED]

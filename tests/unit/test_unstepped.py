@@ -7,7 +7,7 @@ from torch.distributed.tensor import Shard
 import shardopt
 from shardopt import checkpoint
 from shardopt.errors import CorruptionError, MismatchError, StateError
-from shardopt.sharding.view import leaves_of
+from shardopt.sharding.view import local_tensors
 from tests.cases import ELEMENTWISE_CASES
 from tests.fake_rank import fake_rank, shard
 
@@ -263,5 +263,5 @@ def test_shards_of_a_rank(tmp_path):
     with fake_rank(1, 2) as mesh:
         optimizer = shardopt.keyed("sgd", parameters(mesh), lr=0.1, momentum=0.9)
         optimizer.init_state()
-        leaves_of(optimizer.state[optimizer.params["a"]]["momentum_buffer"])[0][0, 0] = 1.0
+        local_tensors(optimizer.state[optimizer.params["a"]]["momentum_buffer"])[0][0, 0] = 1.0
         assert optimizer.unstepped_state(["a", "a.b", "c"]) == {"a.b", "c"}

@@ -7,7 +7,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from shardopt.errors import LayoutError
 from shardopt.sharding.box import whole
-from shardopt.sharding.layout import everywhere
+from shardopt.sharding.layout import Layout
 from shardopt.sharding.view import view_of
 
 PLAIN = {
@@ -35,7 +35,7 @@ def test_plain_tensor_is_one_box_in_its_own_memory(make):
     assert view.shape == tuple(tensor.shape) and view.dtype == tensor.dtype
     (piece,) = view.pieces
     assert piece.box == whole(tensor.shape)
-    assert view.layout == everywhere(tuple(tensor.shape))
+    assert view.layout == Layout.replicated(tuple(tensor.shape))
     assert view.layout.holders is None and not view.layout.local
     assert piece.tensor.stride() == tensor.stride() and piece.tensor.shape == tensor.shape
     assert not piece.tensor.requires_grad

@@ -13,16 +13,16 @@ from torch import Tensor
 
 from shardopt.algorithms.lbfgs.dots import as_rows, combine, products
 from shardopt.algorithms.lbfgs.strong_wolfe import Trial
-from shardopt.algorithms.lbfgs.vectors import Space
+from shardopt.algorithms.lbfgs.vectors import ParameterVector
 from shardopt.sharding.reduced import stack_like
-from shardopt.sharding.view import leaves_of, view_of
+from shardopt.sharding.view import local_tensors, view_of
 
 _LEAST_CURVATURE = 1e-10  # s · y of a pair that is taken into the history
 HISTORY = ("old_dirs", "old_stps")
 """Y and S, in the state of a parameter."""
 
 
-def fresh_numbers(size: int) -> dict[str, Tensor]:
+def initial_numbers(size: int) -> dict[str, Tensor]:
     """State that belongs to no parameter, before the first step, for a history of so many pairs."""
     numbers = {
         name: torch.zeros((), dtype=torch.int64, device="cpu") for name in ("func_evals", "n_iter", "pairs", "next")
@@ -40,7 +40,7 @@ def resize_history(parameter: Tensor, state: MutableMapping[str, Tensor], places
         if view_of(old, name).shape[0] == places:
             continue
         state[name] = stack_like(parameter, places)
-        for into, leaf in zip(leaves_of(state[name]), leaves_of(old), strict=True):
+        for into, leaf in zip(local_tensors(state[name]), local_tensors(old), strict=True):
             kept = min(len(into), len(leaf))
             into[:kept] = leaf[:kept]
 
@@ -56,7 +56,10 @@ class Memory:
     """
 
     def __init__(
-        self, space: Space, states: Mapping[Tensor, MutableMapping[str, Tensor]], numbers: Mapping[str, Tensor]
+        self,
+        space: ParameterVector,
+        states: Mapping[Tensor, MutableMapping[str, Tensor]],
+        numbers: Mapping[str, Tensor],
     ) -> None:
         self._space, self._numbers, self._states = space, numbers, states
         self.direction, self._gradient = self._leaves("d"), self._leaves("prev_flat_grad")
@@ -65,7 +68,7 @@ class Memory:
         self._make_room(int(self.number("pairs")) + 1 if self.number("n_iter") else 1)
 
     def _leaves(self, name: str) -> list[Tensor]:
-        return [leaf for state in self._states.values() for leaf in leaves_of(state[name])]
+        return [leaf for state in self._states.values() for leaf in local_tensors(state[name])]
 
     def _make_room(self, pairs: int) -> None:
         """Gives the history memory for so many pairs, and takes away what is more than a quarter beyond."""
@@ -144,7 +147,7 @@ class Memory:
             history = [as_rows(each[:pairs], pairs) for each in (steps, changes)] if pairs else []
             newest = [as_rows(s), as_rows(y), as_rows(g)]
             total += products([*history, *newest], newest[1:]).to(space.device)
-        return space.add_up(total.flatten(), total.new_zeros(0))[0].view(total.shape)
+        return space.all_reduce_sum(total.flatten(), total.new_zeros(0))[0].view(total.shape)
 
     def _remember(
         self, place: int, step: Sequence[Tensor], change: Sequence[Tensor], old: Tensor, s_y: Tensor, y_y: Tensor

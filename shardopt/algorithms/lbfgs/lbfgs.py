@@ -24,16 +24,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardopt.algorithms.lbfgs.history import Memory, fresh_numbers, resize_history
+from shardopt.algorithms.lbfgs.history import Memory, initial_numbers, resize_history
 from shardopt.algorithms.lbfgs.strong_wolfe import Trial, strong_wolfe
-from shardopt.algorithms.lbfgs.vectors import Space
+from shardopt.algorithms.lbfgs.vectors import ParameterVector
 from shardopt.errors import AlgorithmError, Problem
 from shardopt.ranks import ranks_of
 from shardopt.sharding.box import cover_faults
-from shardopt.sharding.gradients import gradient_leaves, requires_gradient
+from shardopt.sharding.gradients import local_gradients, requires_gradient
 from shardopt.sharding.pieces import View
 from shardopt.sharding.reduced import stack_like
-from shardopt.sharding.view import assemble, is_held, leaves_of
+from shardopt.sharding.view import assemble, is_held, local_tensors
 
 GLOBAL = "global"
 """What the name begins with under which `state` has what belongs to no parameter: "global.<least FQN>"."""
@@ -100,7 +100,7 @@ class LBFGS(Optimizer):
             "history_size": history_size,
             "line_search_fn": line_search_fn,
         }
-        self._space: Space | None = None
+        self._space: ParameterVector | None = None
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -172,7 +172,7 @@ class LBFGS(Optimizer):
 
     def _move(
         self,
-        space: Space,
+        space: ParameterVector,
         memory: Memory,
         closure: Callable[[], Any],
         start: Trial,
@@ -220,7 +220,7 @@ class LBFGS(Optimizer):
             numbers = by_name.get(self.global_name)
             resize_history(parameter, state, len(numbers["s_dot_y"]) if numbers else group["history_size"])
 
-    def fresh_state(self, group: Group, parameter: Tensor) -> dict[str, Any]:
+    def initial_state(self, group: Group, parameter: Tensor) -> dict[str, Any]:
         """New state of a parameter that has none, with the shapes that it is saved with; changes nothing."""
         return self._fresh(parameter, group["history_size"])
 
@@ -228,7 +228,7 @@ class LBFGS(Optimizer):
         def zeros() -> Tensor:
             return assemble(
                 parameter,
-                [torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device) for leaf in leaves_of(parameter)],
+                [torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device) for leaf in local_tensors(parameter)],
             )
 
         return {
@@ -238,16 +238,16 @@ class LBFGS(Optimizer):
             "old_stps": stack_like(parameter, places),
         }
 
-    def fresh_global(self) -> dict[str, Tensor]:
+    def initial_global(self) -> dict[str, Tensor]:
         """State that belongs to no parameter, before the first step; changes nothing."""
-        return fresh_numbers(self.param_groups[0]["history_size"])
+        return initial_numbers(self.param_groups[0]["history_size"])
 
     def make_global(self) -> dict[str, Tensor]:
         """The state that belongs to no parameter, live; made where there is none yet."""
         by_name: Any = self.state  # torch declares tensors as its only keys, and takes any
         state: dict[str, Tensor] = by_name[self.global_name]
         if not state:
-            state.update(self.fresh_global())
+            state.update(self.initial_global())
         return state
 
     def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
@@ -256,7 +256,7 @@ class LBFGS(Optimizer):
             state.update(self._fresh(parameter, 1))
         return state
 
-    def _space_of(self, group: Group) -> Space:
+    def _space_of(self, group: Group) -> ParameterVector:
         """The space of all parameters that are or were trained."""
         # A rank without a part has no state to tell what was trained, but makes a new space together with the others.
         before = set(() if self._space is None else self._space.parameters)
@@ -266,11 +266,11 @@ class LBFGS(Optimizer):
             if requires_gradient(parameter)
             or self.state.get(parameter)
             or (parameter in before and not is_held(parameter))
-            or any(_present(gradient_leaves(parameter)))
+            or any(_present(local_gradients(parameter)))
         ]
         if self._space is None or not self._space.fits(ranks_of(), parameters):
             names = {parameter: self.names.get(parameter, f"{i:09}") for i, parameter in enumerate(parameters)}
-            self._space = Space(ranks_of(), names)
+            self._space = ParameterVector(ranks_of(), names)
         return self._space
 
     def __getstate__(self) -> dict[str, Any]:

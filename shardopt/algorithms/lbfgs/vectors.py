@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 from shardopt.algorithms.dense_gradients import dense_gradients
-from shardopt.algorithms.holders import shares
+from shardopt.algorithms.holders import counted_parameters
 from shardopt.algorithms.lbfgs.dots import as_rows, products
 from shardopt.algorithms.lbfgs.strong_wolfe import Trial
 from shardopt.errors import GradientError, Problem, RankError
 from shardopt.ranks import Ranks
-from shardopt.sharding.view import device_of, is_held, leaves_of, view_of
+from shardopt.sharding.view import device_of, is_held, local_tensors, view_of
 
 _SAME = 1e-5  # relative; ranks may round a loss differently, but losses of different batches are further apart
 
 
-class Space:
+class ParameterVector:
     """The parameters of a job, and which of their elements this rank counts. Making one is collective.
 
     Args:
@@ -39,7 +39,7 @@ class Space:
         self.ranks = ranks
         self._given = list(names)
         self._names = {parameter: names[parameter] for parameter in sorted(names, key=names.__getitem__)}
-        mine, _ = shares(ranks, self._names)
+        mine, _ = counted_parameters(ranks, self._names)
         self.counted = [counted for share in mine if is_held(share.parameter) for counted in share.counted]
         self.reach = 0.0
 
@@ -61,7 +61,7 @@ class Space:
 
     def leaves(self) -> list[Tensor]:
         """The local tensors of the parameters of which this rank has a part."""
-        return [leaf for parameter in filter(is_held, self._names) for leaf in leaves_of(parameter)]
+        return [leaf for parameter in filter(is_held, self._names) for leaf in local_tensors(parameter)]
 
     def copy(self) -> list[Tensor]:
         """The parameters as they are now."""
@@ -112,7 +112,7 @@ class Space:
             sums[1] += torch.linalg.vector_norm(as_rows(leaf), 1, dtype=torch.float64).to(self.device)
         own = [_as_number(loss, self.device), self._largest(gradient), self._largest(direction or ())]
         own.append(torch.full_like(own[0], failure is not None))
-        (slope, total), of_ranks = self.add_up(sums, torch.stack(own))
+        (slope, total), of_ranks = self.all_reduce_sum(sums, torch.stack(own))
         if failure is not None:
             raise failure
         losses, peaks, reaches, failed = of_ranks.unbind(1)
@@ -123,7 +123,7 @@ class Space:
         trial = Trial(0.0, float(losses[0]), float(slope), gradient, float(peaks.max()), float(total))
         return loss, trial
 
-    def add_up(self, sums: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
+    def all_reduce_sum(self, sums: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
         """Adds up numbers over the job, and brings together what each rank has. Collective: one all-reduce.
 
         Args:
@@ -138,7 +138,7 @@ class Space:
         buffer[: len(sums)] = sums
         at = len(sums) + self.ranks.rank * count
         buffer[at : at + count] = own
-        together = self.ranks.add_up(buffer).cpu()
+        together = self.ranks.all_reduce_sum(buffer).cpu()
         return together[: len(sums)], together[len(sums) :].view(self.ranks.size, count)
 
     def _gradient(self) -> list[Tensor]:
@@ -147,7 +147,7 @@ class Space:
         for parameter in filter(is_held, self._names):
             found = dense_gradients(parameter, self._names[parameter])
             if found is None:
-                gradient += [torch.zeros_like(leaf) for leaf in leaves_of(parameter)]
+                gradient += [torch.zeros_like(leaf) for leaf in local_tensors(parameter)]
             else:
                 gradient += [its.clone() for its in found]
         return gradient

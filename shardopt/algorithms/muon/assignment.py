@@ -40,7 +40,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Route:
+class BufferLayout:
     """The boxes that a rank sends or gets in one exchange, one behind the other as they lie in its buffer.
 
     Args:
@@ -63,10 +63,10 @@ class Round:
     """
 
     owned: tuple[int, ...]
-    gives: Route
-    gathers: Route
-    returns: Route
-    takes: Route
+    send_to_owner: BufferLayout
+    recv_from_holders: BufferLayout
+    send_to_holders: BufferLayout
+    recv_from_owner: BufferLayout
 
 
 @lru_cache(maxsize=256)
@@ -117,13 +117,13 @@ def _round(jobs: Sequence[Job], owners: Sequence[int], its: Sequence[int], ranks
     whole = [(job, box, holders) for job in owned for box, holders in _boxes(jobs[job].layout)]
     return Round(
         owned,
-        gives=_route(
+        send_to_owner=_route(
             ((owners[job], job, box) for job, box, holders in mine if _giver(holders, owners[job], ranks) == rank),
             ranks,
         ),
-        gathers=_route(((_giver(holders, rank, ranks), job, box) for job, box, holders in whole), ranks),
-        returns=_route(((holder, job, box) for job, box, holders in whole for holder in holders), ranks),
-        takes=_route(((owners[job], job, box) for job, box, _ in mine), ranks),
+        recv_from_holders=_route(((_giver(holders, rank, ranks), job, box) for job, box, holders in whole), ranks),
+        send_to_holders=_route(((holder, job, box) for job, box, holders in whole for holder in holders), ranks),
+        recv_from_owner=_route(((owners[job], job, box) for job, box, _ in mine), ranks),
     )
 
 
@@ -146,11 +146,11 @@ def _giver(holders: Sequence[int], owner: int, ranks: Sequence[int]) -> int:
     return owner if owner in holders else holders[ranks.index(owner) * len(holders) // len(ranks)]
 
 
-def _route(parts: Iterable[tuple[int, int, Box]], ranks: Sequence[int]) -> Route:
+def _route(parts: Iterable[tuple[int, int, Box]], ranks: Sequence[int]) -> BufferLayout:
     """The route of parts (peer, job, box); what goes to or comes from one peer stands in the same order on both."""
     position = {rank: i for i, rank in enumerate(ranks)}
     ordered = sorted(parts, key=lambda part: position[part[0]])  # stable: jobs and boxes stay in ascending order
     counts = [0] * len(ranks)
     for peer, _, box in ordered:
         counts[position[peer]] += prod(box.sizes)
-    return Route(tuple((job, box) for _, job, box in ordered), tuple(counts))
+    return BufferLayout(tuple((job, box) for _, job, box in ordered), tuple(counts))

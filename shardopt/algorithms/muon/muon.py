@@ -31,14 +31,14 @@ from shardopt.algorithms.dense_gradients import dense_gradients
 from shardopt.algorithms.late_checks import LateChecks
 from shardopt.algorithms.muon.assignment import Job
 from shardopt.algorithms.muon.newton_schulz import adjustment, orthogonalised
-from shardopt.algorithms.muon.redistribute import Together
+from shardopt.algorithms.muon.redistribute import MatrixRedistributor
 from shardopt.algorithms.muon.teams import Team, judge_words, refusal
 from shardopt.errors import GradientError, Problem, StateError
 from shardopt.ranks import ranks_among, ranks_of
 from shardopt.sharding.box import Box, cover_faults
-from shardopt.sharding.layout import held
+from shardopt.sharding.layout import Layout
 from shardopt.sharding.pieces import View
-from shardopt.sharding.view import assemble, device_of, groups_of, is_held, leaves_of, members_of, view_of
+from shardopt.sharding.view import assemble, device_of, groups_of, is_held, local_tensors, members_of, view_of
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
@@ -152,16 +152,16 @@ class Muon(Optimizer):
         _raise_fault(unheard)  # now that the others do not wait for this rank
         return loss
 
-    def fresh_state(self, group: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
+    def initial_state(self, group: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
         """New state of a parameter that has none, as its first step would make it; changes nothing."""
-        return {"momentum_buffer": assemble(parameter, [torch.zeros_like(leaf) for leaf in leaves_of(parameter)])}
+        return {"momentum_buffer": assemble(parameter, [torch.zeros_like(leaf) for leaf in local_tensors(parameter)])}
 
     def _orthogonalise(self, team: Team[_Matrix]) -> None:
         moving = team.moving()
         if not moving:
             return
         dtype = _DTYPES[moving[0].group["ns_dtype"]]
-        together = Together(team.ranks, dtype, moving[0].device, self.round_bytes)
+        together = MatrixRedistributor(team.ranks, dtype, moving[0].device, self.round_bytes)
         told = together.run(moving, team.word(moving))
         if not team.asks:
             names = [matrix.name for matrix in moving]
@@ -175,7 +175,7 @@ class Muon(Optimizer):
     def _momentum(self, matrix: _Matrix) -> Tensor:
         state = self.state[matrix.parameter]
         if not state:
-            state.update(self.fresh_state(matrix.group, matrix.parameter))
+            state.update(self.initial_state(matrix.group, matrix.parameter))
         buffer: Tensor = state["momentum_buffer"]
         return buffer
 
@@ -210,7 +210,7 @@ class _Matrix:
     def job(self) -> Job:
         layout = self.view.layout
         if layout.holders is None:
-            layout = held(layout.shape, {layout.boxes[0]: (ranks_of().rank,)})
+            layout = Layout.from_holders(layout.shape, {layout.boxes[0]: (ranks_of().rank,)})
         short, long = sorted(layout.shape)
         # Two products of [short, long] matrices and one of [short, short] in each step.
         return Job(layout, self.group["ns_steps"] * (4 * short * short * long + 2 * short**3) + short * long)
@@ -218,7 +218,7 @@ class _Matrix:
     def update_momentum(self, buffer: Tensor) -> None:
         """B ← μ B + (1 − μ) G on the local tensors of B."""
         assert self.gradients is not None
-        self._momentum = leaves_of(buffer)
+        self._momentum = local_tensors(buffer)
         have, want = ([tuple(each.shape) for each in local] for local in (self._momentum, self.gradients))
         if have != want:
             problem = Problem(

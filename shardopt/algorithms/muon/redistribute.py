@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shardopt.algorithms.muon.assignment import Job, Round, Route, plan
+from shardopt.algorithms.muon.assignment import BufferLayout, Job, Round, plan
 from shardopt.ranks import Exchange, Ranks
 from shardopt.sharding.box import Box
 
@@ -35,7 +35,7 @@ class Task(Protocol):
         """Uses a part of the result, of the box's sizes: once for each box that this rank holds."""
 
 
-class Together:
+class MatrixRedistributor:
     """Tasks of matrices that lie over the same ranks.
 
     Args:
@@ -68,7 +68,7 @@ class Together:
             wholes = gathering.wait()
             head = 0 if number else len(word)
             if not number:
-                told = torch.stack(_heads(here.gathers, wholes, head))
+                told = torch.stack(_heads(here.recv_from_holders, wholes, head))
             if number + 1 < len(rounds):
                 gathering = self._gather(rounds[number + 1], tasks)
             results = self._return(here, wholes, tasks, head)
@@ -81,21 +81,23 @@ class Together:
 
     def _gather(self, here: Round, tasks: Sequence[Task], word: Sequence[float] = ()) -> Exchange:
         head = len(word)
-        sent = self._buffer(here.gives, head)
+        sent = self._buffer(here.send_to_owner, head)
         if head:
             own = torch.tensor(word, dtype=self._dtype).to(self._device, non_blocking=True)
-            torch._foreach_copy_(_heads(here.gives, sent, head), [own] * len(here.gives.counts))
-        for number, segments in _by_matrix(here.gives, sent, head):
+            torch._foreach_copy_(_heads(here.send_to_owner, sent, head), [own] * len(here.send_to_owner.counts))
+        for number, segments in _by_matrix(here.send_to_owner, sent, head):
             parts = tasks[number].parts()
             for box, segment in segments:
                 segment.copy_(parts[box])
-        gives, gathers = ([count + head for count in route.counts] for route in (here.gives, here.gathers))
-        return self._ranks.exchange(sent, gives, gathers)
+        send_to_owner, recv_from_holders = (
+            [count + head for count in route.counts] for route in (here.send_to_owner, here.recv_from_holders)
+        )
+        return self._ranks.all_to_all(sent, send_to_owner, recv_from_holders)
 
     def _return(self, here: Round, gathered: Tensor, tasks: Sequence[Task], head: int) -> Exchange:
-        sent = self._buffer(here.returns)
+        sent = self._buffer(here.send_to_holders)
         wholes: dict[int, Tensor] = {}
-        for number, segments in _by_matrix(here.gathers, gathered, head):
+        for number, segments in _by_matrix(here.recv_from_holders, gathered, head):
             if number not in wholes:
                 # Memory of its own even where the matrix came as one box: the bits of a product may depend on where
                 # its factors are aligned.
@@ -104,22 +106,22 @@ class Together:
                 _at(wholes[number], box).copy_(segment)
         for number in here.owned:
             wholes[number] = tasks[number].work(wholes[number])
-        for number, segments in _by_matrix(here.returns, sent):
+        for number, segments in _by_matrix(here.send_to_holders, sent):
             for box, segment in segments:
                 segment.copy_(_at(wholes[number], box))
-        return self._ranks.exchange(sent, here.returns.counts, here.takes.counts)
+        return self._ranks.all_to_all(sent, here.send_to_holders.counts, here.recv_from_owner.counts)
 
-    def _buffer(self, route: Route, head: int = 0) -> Tensor:
+    def _buffer(self, route: BufferLayout, head: int = 0) -> Tensor:
         return torch.empty(sum(route.counts) + head * len(route.counts), dtype=self._dtype, device=self._device)
 
 
 def _take(here: Round, exchange: Exchange, tasks: Sequence[Task]) -> None:
-    for number, segments in _by_matrix(here.takes, exchange.wait()):
+    for number, segments in _by_matrix(here.recv_from_owner, exchange.wait()):
         for box, segment in segments:
             tasks[number].take(box, segment)
 
 
-def _by_matrix(route: Route, buffer: Tensor, head: int = 0) -> Iterator[tuple[int, list[tuple[Box, Tensor]]]]:
+def _by_matrix(route: BufferLayout, buffer: Tensor, head: int = 0) -> Iterator[tuple[int, list[tuple[Box, Tensor]]]]:
     """The boxes of a route and where they lie in its buffer, for each run of boxes of one matrix.
 
     Args:
@@ -131,12 +133,12 @@ def _by_matrix(route: Route, buffer: Tensor, head: int = 0) -> Iterator[tuple[in
         yield number, [(box, memory.view(box.sizes)) for (_, box), memory in run]
 
 
-def _heads(route: Route, buffer: Tensor, head: int) -> list[Tensor]:
+def _heads(route: BufferLayout, buffer: Tensor, head: int) -> list[Tensor]:
     """What each rank's part of a buffer begins with."""
     return [each for each, _ in _of_ranks(route, buffer, head)]
 
 
-def _of_ranks(route: Route, buffer: Tensor, head: int) -> Iterator[tuple[Tensor, Sequence[Tensor]]]:
+def _of_ranks(route: BufferLayout, buffer: Tensor, head: int) -> Iterator[tuple[Tensor, Sequence[Tensor]]]:
     """What each rank's part of a buffer begins with, and where the boxes lie that follow."""
     sizes = iter([box.numel for _, box in route.parts])
     for count, part in zip(route.counts, torch.split(buffer, [head + count for count in route.counts]), strict=True):

@@ -15,7 +15,7 @@ from torch import Tensor
 from shardopt.errors import GradientError, Problem
 from shardopt.ranks import Ranks
 from shardopt.sharding.gradients import requires_gradient, takes_gradient
-from shardopt.sharding.view import leaves_of
+from shardopt.sharding.view import local_tensors
 
 _HAS, _LACKS, _REFUSES = 1.0, 0.0, -1.0
 _WHAT = "gradients are absent on some ranks, or refused there"
@@ -51,14 +51,14 @@ class Team(Generic[M]):
         if size == 1:
             return []
         own = [size + 1 if matrix.fault else int(matrix.gradients is not None) for matrix in self.matrices]
-        told = self.ranks.add_up(torch.tensor(own, dtype=torch.int64, device=self.ranks.device)).tolist()
+        told = self.ranks.all_reduce_sum(torch.tensor(own, dtype=torch.int64, device=self.ranks.device)).tolist()
         problems = []
         for matrix, count in zip(self.matrices, told, strict=True):
             if count > size:
                 problems.append(_problem(matrix.name, "one that another of its ranks refuses"))
             elif not takes_gradient(matrix.parameter):
                 if count and matrix.gradients is None:
-                    matrix.gradients = [torch.zeros_like(leaf) for leaf in leaves_of(matrix.parameter)]
+                    matrix.gradients = [torch.zeros_like(leaf) for leaf in local_tensors(matrix.parameter)]
             elif 0 < count < size:
                 problems.append(_problem(matrix.name, f"a gradient on {count} of its {size} ranks"))
         return problems

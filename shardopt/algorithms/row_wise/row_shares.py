@@ -22,8 +22,8 @@ from shardopt.algorithms.row_wise.row_rules import (
     square_sums,
     update_rows,
 )
-from shardopt.sharding.reduced import Cut, parts_for, sum_memory
-from shardopt.sharding.view import device_of, leaves_of, view_of
+from shardopt.sharding.reduced import ShardGroup, local_views, sum_memory
+from shardopt.sharding.view import device_of, local_tensors, view_of
 
 
 class RowShares:
@@ -34,7 +34,7 @@ class RowShares:
         cuts: those through its rows.
     """
 
-    def __init__(self, parameter: Tensor, cuts: tuple[Cut, ...]) -> None:
+    def __init__(self, parameter: Tensor, cuts: tuple[ShardGroup, ...]) -> None:
         view = view_of(parameter)
         self._parameter, self._cuts = parameter, cuts
         self._dims = range(1, len(view.shape))
@@ -46,13 +46,15 @@ class RowShares:
 
     def summands(
         self, gradients: Sequence[RowGradient] | None, options: Options
-    ) -> Iterator[tuple[Tensor, tuple[Cut, ...]]]:
+    ) -> Iterator[tuple[Tensor, tuple[ShardGroup, ...]]]:
         """What is to be added up over the ranks: who has a gradient, squares of rows, and who has touched a row."""
         if gradients is not None:
             self._have += 1
-            sums = parts_for(self._parameter, self._dims, self._sums)
-            counts = parts_for(self._parameter, self._dims, self._counts)
-            for leaf, gradient, into, count in zip(leaves_of(self._parameter), gradients, sums, counts, strict=True):
+            sums = local_views(self._parameter, self._dims, self._sums)
+            counts = local_views(self._parameter, self._dims, self._counts)
+            for leaf, gradient, into, count in zip(
+                local_tensors(self._parameter), gradients, sums, counts, strict=True
+            ):
                 _take_in(leaf, gradient, into, count, options)
         yield self._have, self._cuts
         yield from ((memory, self._cuts) for memory in (*self._sums, *self._counts))
@@ -81,21 +83,21 @@ class RowShares:
 
         The moments are moved by themselves, since leaves may share them.
         """
-        moments = leaves_of(state[rule.moments])
+        moments = local_tensors(state[rule.moments])
         for memory, sums, count in zip(moments, self._sums, self._counts, strict=True):
             touched = _touched(count)
             moved = memory.index_select(0, touched)
             rule.move_moments(moved, sums.index_select(0, touched).div_(self._width), options)
             memory.index_copy_(0, touched, moved)
-        leaves = leaves_of(self._parameter)
-        parts = parts_for(self._parameter, self._dims, moments)
-        counts = parts_for(self._parameter, self._dims, self._counts)
+        leaves = local_tensors(self._parameter)
+        parts = local_views(self._parameter, self._dims, moments)
+        counts = local_views(self._parameter, self._dims, self._counts)
         for number, (leaf, part, count) in enumerate(zip(leaves, parts, counts, strict=True)):
             gradient = RowGradient.nothing(leaf) if gradients is None else gradients[number]
             touched = _touched(count)
             every = len(touched) == len(leaf)
             values = gradient.values if every and gradient.index is None else gradient.at(touched)
-            others = {name: leaves_of(state[name])[number] for name in rule.others}
+            others = {name: local_tensors(state[name])[number] for name in rule.others}
             here = {rule.moments: part, **others}
             update_rows(rule, leaf, None if every else touched, values, here, options, step, moments_moved=True)
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from shardopt.algorithms.adafactor import add_up
+from shardopt.algorithms.adafactor import all_reduce_terms
 from shardopt.algorithms.row_wise.row_gradients import RowGradient, refuse_decay_of_sparse, row_gradients
 from shardopt.algorithms.row_wise.row_rules import ADAGRAD, ADAM, RowRule, moment_dtype, update_rows
 from shardopt.algorithms.row_wise.row_shares import RowShares
@@ -24,8 +24,8 @@ from shardopt.errors import AlgorithmError, GradientError, Problem
 from shardopt.sharding.box import cover_faults
 from shardopt.sharding.gradients import requires_gradient
 from shardopt.sharding.pieces import View
-from shardopt.sharding.reduced import cuts_of, sum_like
-from shardopt.sharding.view import assemble, is_held, leaves_of, view_of
+from shardopt.sharding.reduced import shard_groups_of, sum_like
+from shardopt.sharding.view import assemble, is_held, local_tensors, view_of
 
 Group = Mapping[str, Any]
 
@@ -60,7 +60,7 @@ class _RowWise(torch.optim.Optimizer):
         faults = [work.fault for work in works if work.fault]
         for _, shares in shared if faults else ():
             shares.refuse()
-        add_up(chain.from_iterable(shares.summands(work.gradients, work.group) for work, shares in shared))
+        all_reduce_terms(chain.from_iterable(shares.summands(work.gradients, work.group) for work, shares in shared))
         for fault in faults:
             raise fault
         _raise_refused([work.name for work, shares in shared if shares.is_refused()])
@@ -80,15 +80,15 @@ class _RowWise(torch.optim.Optimizer):
                 dtype = moment_dtype(view_of(parameter).dtype)
                 self.state[parameter][self.rule.moments] = moments.to(parameter.device, dtype, copy=True)
 
-    def fresh_state(self, group: Group, parameter: Tensor) -> dict[str, Any]:
+    def initial_state(self, group: Group, parameter: Tensor) -> dict[str, Any]:
         """New state of a parameter that has none, as its first step would make it; changes nothing."""
         view = view_of(parameter)
         wide = torch.get_default_dtype() == torch.float64
         state = {"step": torch.zeros((), dtype=torch.float64 if wide else torch.float32, device="cpu")}
         for name in self.rule.others:
-            state[name] = assemble(parameter, [torch.zeros_like(leaf) for leaf in leaves_of(parameter)])
+            state[name] = assemble(parameter, [torch.zeros_like(leaf) for leaf in local_tensors(parameter)])
         moments = sum_like(parameter, *range(1, len(view.shape)), dtype=moment_dtype(view.dtype))
-        for leaf in leaves_of(moments):
+        for leaf in local_tensors(moments):
             leaf.fill_(group.get("initial_accumulator_value", 0.0))
         return {**state, self.rule.moments: moments}
 
@@ -223,7 +223,7 @@ class _Work:
         self.name = optimizer.names.get(parameter) or f"a parameter of shape {tuple(view_of(parameter).shape)}"
         if not optimizer.state.get(parameter):
             _refuse_unsuitable(parameter, self.name, type(optimizer).__name__)
-        self.leaves = leaves_of(parameter)
+        self.leaves = local_tensors(parameter)
         self.gradients: list[RowGradient] | None = None
         self.fault: GradientError | None = None  # to be raised once ranks that share rows have heard of it
         try:
@@ -232,7 +232,7 @@ class _Work:
             self.gradients = gradients
         except GradientError as error:
             self.fault = error
-        across = tuple(cut for cut in cuts_of(parameter) if any(cut.dims))  # along more than the rows
+        across = tuple(cut for cut in shard_groups_of(parameter) if any(cut.dims))  # along more than the rows
         self.shares: RowShares | None = None
         if across and (self.gradients is not None or requires_gradient(parameter)):
             self.shares = RowShares(parameter, across)
@@ -247,13 +247,13 @@ class _Work:
         """Moves parameter and state."""
         rule, parameter, state = self.optimizer.rule, self.parameter, self.optimizer.state[self.parameter]
         if not state:
-            state.update(self.optimizer.fresh_state(self.group, parameter))
+            state.update(self.optimizer.initial_state(self.group, parameter))
         state["step"] += 1
         step = float(state["step"])
         if self.shares is not None:
             self.shares.apply(rule, self.gradients, state, self.group, step)
             return
-        parts = [leaves_of(state[name]) for name in (rule.moments, *rule.others)]
+        parts = [local_tensors(state[name]) for name in (rule.moments, *rule.others)]
         for leaf, gradient, *its in zip(self.leaves, self.gradients or (), *parts, strict=True):
             here = dict(zip((rule.moments, *rule.others), its, strict=True))
             update_rows(rule, leaf, gradient.index, gradient.values, here, self.group, step)

@@ -9,23 +9,23 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from shardopt.errors import TornStateError
+from shardopt.errors import PartialLoadError
 
 _marks: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
 
 
-def mark_torn(optimizers: Iterable[Optimizer], what: str) -> None:
-    """From now on, `step` of these optimizers raises TornStateError."""
+def mark_partial_load(optimizers: Iterable[Optimizer], what: str) -> None:
+    """From now on, `step` of these optimizers raises PartialLoadError."""
 
     def refuse(*unused: Any) -> None:
-        raise TornStateError(f"{what} did not end well, and left this optimizer partly loaded: load it again, whole")
+        raise PartialLoadError(f"{what} did not end well, and left this optimizer partly loaded: load it again, whole")
 
     for optimizer in optimizers:
         if optimizer not in _marks:
             _marks[optimizer] = optimizer.register_step_pre_hook(refuse)
 
 
-def unmark_torn(optimizers: Iterable[Optimizer]) -> None:
+def unmark_partial_load(optimizers: Iterable[Optimizer]) -> None:
     """Lets them step again."""
     for optimizer in optimizers:
         mark = _marks.pop(optimizer, None)

@@ -12,7 +12,7 @@ import torch
 
 from shardopt.checkpoint.reading.data_file_reader import OpenFile
 from shardopt.checkpoint.reading.fetch import pieces_in_order
-from shardopt.checkpoint.reading.read_plan import Want
+from shardopt.checkpoint.reading.read_plan import ReadRequest
 from shardopt.checkpoint.reading.reader import CheckpointReader
 from shardopt.errors import MismatchError, Problem
 from shardopt.sharding.box import Box
@@ -20,7 +20,7 @@ from shardopt.sharding.pieces import Piece, View
 
 
 def refuse_unequal(
-    reader: CheckpointReader, views: Mapping[str, View], twins: Mapping[str, str], stored_key: Mapping[str, str]
+    reader: CheckpointReader, views: Mapping[str, View], tied: Mapping[str, str], stored_key: Mapping[str, str]
 ) -> None:
     """Raises MismatchError unless what is stored under the keys of twins is equal, as far as this rank holds it.
 
@@ -28,7 +28,7 @@ def refuse_unequal(
         stored_key: key of the app → key of the checkpoint, where they differ.
     """
     problems = []
-    for key, twin in twins.items():
+    for key, twin in tied.items():
         keys = stored_key.get(key, key), stored_key.get(twin, twin)
         if not all(_is_equal(reader, *keys, piece.box) for piece in views[key].pieces):
             found, required = f"other values than {twin} in the checkpoint", "the same: both are one tensor in the app"
@@ -44,7 +44,7 @@ def _is_equal(reader: CheckpointReader, key: str, twin: str, box: Box) -> bool:
     if dtype != reader.info(twin).dtype:
         return False
     here, there = _stored(reader, key, box, dtype), _stored(reader, twin, box, dtype)
-    cut_alike = [want.sizes for _, want in here] == [want.sizes for _, want in there]
+    cut_alike = [request.sizes for _, request in here] == [request.sizes for _, request in there]
     if cut_alike and list(_checksums(here)) == list(_checksums(there)):
         return True
     return all(
@@ -53,13 +53,13 @@ def _is_equal(reader: CheckpointReader, key: str, twin: str, box: Box) -> bool:
     )
 
 
-def _stored(reader: CheckpointReader, key: str, box: Box, dtype: torch.dtype) -> list[tuple[OpenFile, Want]]:
-    return list(reader.wants(key, [Piece(box, torch.empty(box.sizes, dtype=dtype, device="meta"))]))
+def _stored(reader: CheckpointReader, key: str, box: Box, dtype: torch.dtype) -> list[tuple[OpenFile, ReadRequest]]:
+    return list(reader.requests(key, [Piece(box, torch.empty(box.sizes, dtype=dtype, device="meta"))]))
 
 
-def _checksums(stored: list[tuple[OpenFile, Want]]) -> Iterator[bytes]:
+def _checksums(stored: list[tuple[OpenFile, ReadRequest]]) -> Iterator[bytes]:
     """Of all segments of the stored boxes. Equal ones tell of equal boxes; others may be of bytes not asked for."""
-    return (file.checksums(want.entry) for file, want in stored)
+    return (file.checksums(request.entry) for file, request in stored)
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:

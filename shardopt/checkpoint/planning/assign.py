@@ -22,7 +22,7 @@ from shardopt.sharding.box import Box, cover_faults
 from shardopt.sharding.layout import Layout
 from shardopt.state import Path
 
-Load = npt.NDArray[np.float64]
+BytesByRank = npt.NDArray[np.float64]
 """Bytes to write, by rank."""
 
 Parts = tuple[tuple[float, int], ...]
@@ -153,7 +153,9 @@ class _Line:
         members: the tensors.
     """
 
-    def __init__(self, boxes: slice, ranks: Sequence[tuple[int, ...]], load: Load, members: Sequence[Member]) -> None:
+    def __init__(
+        self, boxes: slice, ranks: Sequence[tuple[int, ...]], load: BytesByRank, members: Sequence[Member]
+    ) -> None:
         self._boxes = boxes
         self._position = self._done = 0
         positions = min(map(len, ranks))
@@ -184,7 +186,7 @@ class _Line:
 _ALL = slice(None)
 
 
-def _lines(holders: Holders, load: Load, members: Sequence[Member]) -> list[_Line]:
+def _lines(holders: Holders, load: BytesByRank, members: Sequence[Member]) -> list[_Line]:
     """One line for all boxes, so that they are cut alike and a grid stays one; but where ranks at one position have
     unlike loads, which uneven shards of other tensors leave behind, one for each box."""
     at_position = np.array([[load[rank] for rank in ranks[: holders.positions]] for ranks in holders.ranks])

@@ -19,7 +19,7 @@ from shardopt.checkpoint.planning.ownership import refuse_strange_parameters
 from shardopt.checkpoint.planning.replica_check import CheckReplicas, Contents, contents_of, summary_of
 from shardopt.checkpoint.planning.tied import tied_in
 from shardopt.errors import LayoutError, Problem, ShardoptError, StateError
-from shardopt.sharding.layout import Layout, held, joined
+from shardopt.sharding.layout import Layout
 from shardopt.sharding.pieces import View
 from shardopt.sharding.view import view_of
 from shardopt.state import FlatState, Path, PerRank, kinds_differ, tell_path
@@ -231,7 +231,7 @@ def _merge_tensor(key: str, by_rank: Mapping[int, tuple[Any, ...]], ranks: tuple
         if other.shape != layout.shape or (other != layout and not (other.local and layout.local)):
             found = f"{_place(layout)} on rank {first_rank}, {_place(other)} on rank {rank}"
             raise StateError("", [_differs(key, found)])
-    whole_layout = joined({rank: each[2] for rank, each in knowing.items()}, key) if layout.local else layout
+    whole_layout = Layout.merge({rank: each[2] for rank, each in knowing.items()}, key) if layout.local else layout
     return Member(path, DTYPES[dtype], _held_by(whole_layout, by_rank), ranks)
 
 
@@ -259,7 +259,7 @@ def _held_by(layout: Layout, ranks: Collection[int]) -> Layout:
     holders = {
         box: [rank for rank in by if rank in ranks] for box, by in zip(layout.boxes, layout.holders, strict=True)
     }
-    return held(layout.shape, {box: by for box, by in holders.items() if by})
+    return Layout.from_holders(layout.shape, {box: by for box, by in holders.items() if by})
 
 
 def _place(layout: Layout) -> str:

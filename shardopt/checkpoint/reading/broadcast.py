@@ -63,7 +63,7 @@ def fingerprint(views: Mapping[str, View]) -> str:
     return xxhash.xxh3_64_hexdigest("\0".join(words).encode())
 
 
-class SharedReads:
+class BroadcastReads:
     """Who reads which boxes of tensors that several ranks hold, and the sending afterwards.
 
     Args:
@@ -108,7 +108,7 @@ class SharedReads:
         for raw in (raw for tensors in sent for raw in tensors):
             outgoing[begin : begin + raw.numel()].copy_(raw)
             begin += raw.numel()
-        incoming = self._ranks.exchange(outgoing, sent_counts, got_counts).wait()
+        incoming = self._ranks.all_to_all(outgoing, sent_counts, got_counts).wait()
         begin = 0
         for target in (tensor for tensors in got for tensor in tensors):
             raw = incoming[begin : begin + target.nbytes]

@@ -17,7 +17,15 @@ from shardopt.checkpoint.format.data_file import Entry
 from shardopt.checkpoint.format.tensor_bytes import torch_dtype
 from shardopt.checkpoint.progress import Counter, Progress
 from shardopt.checkpoint.reading.data_file_reader import OpenFile
-from shardopt.checkpoint.reading.read_plan import Batch, Crumbs, Use, Want, batches_of, copy_into, lost_problem
+from shardopt.checkpoint.reading.read_plan import (
+    Batch,
+    ReadRequest,
+    SmallReads,
+    Use,
+    batches_of,
+    copy_into,
+    lost_problem,
+)
 from shardopt.checkpoint.storage import Span, Storage
 from shardopt.errors import CorruptionError, MismatchError, Problem
 from shardopt.sharding.box import Box, cut_in_order
@@ -29,7 +37,9 @@ _FAR_BATCH_BYTES = 8 << 20  # where each request costs a round trip; see benchma
 _FAR_THREADS = 8
 
 
-def fetch(wants: Sequence[tuple[OpenFile, Want]], progress: Progress | None = None, use: Use = copy_into) -> int:
+def fetch(
+    requests: Sequence[tuple[OpenFile, ReadRequest]], progress: Progress | None = None, use: Use = copy_into
+) -> int:
     """Reads all that is wanted into its targets; returns the bytes read.
 
     Args:
@@ -39,13 +49,13 @@ def fetch(wants: Sequence[tuple[OpenFile, Want]], progress: Progress | None = No
     Raises:
         CorruptionError: bytes that fail their checksum; targets may have changed by then.
     """
-    by_file: defaultdict[OpenFile, list[Want]] = defaultdict(list)
-    for file, want in wants:
-        by_file[file].append(want)
+    by_file: defaultdict[OpenFile, list[ReadRequest]] = defaultdict(list)
+    for file, request in requests:
+        by_file[file].append(request)
     threads = max((threads_for(file.storage) for file in by_file), default=1)
     batches = _Batches(by_file, use)
-    done = Counter(sum(want.wanted.numel * want.dtype.itemsize for _, want in wants), progress)
-    streams = CallersStreams(want.target for _, want in wants)
+    done = Counter(sum(request.wanted.numel * request.dtype.itemsize for _, request in requests), progress)
+    streams = CallersStreams(request.target for _, request in requests)
     with ThreadPoolExecutor(threads, "shardopt-read") as pool:
         try:
             for each in [pool.submit(_read_batches, batches, done, streams) for _ in range(threads)]:
@@ -58,14 +68,14 @@ def fetch(wants: Sequence[tuple[OpenFile, Want]], progress: Progress | None = No
 class _Batches:
     """Batches of all files, for threads that take one after the other."""
 
-    def __init__(self, by_file: Mapping[OpenFile, list[Want]], use: Use) -> None:
+    def __init__(self, by_file: Mapping[OpenFile, list[ReadRequest]], use: Use) -> None:
         self.nbytes = 0
         self._use = use
         self._lock = threading.Lock()
         self._made = self._make(by_file)
         self._stopped = False
 
-    def take(self) -> tuple[OpenFile, Batch | Crumbs] | None:
+    def take(self) -> tuple[OpenFile, Batch | SmallReads] | None:
         """The next one; None where there is none any more."""
         with self._lock, torch.no_grad():  # a thread has a grad mode of its own
             taken = None if self._stopped else next(self._made, None)
@@ -76,11 +86,13 @@ class _Batches:
         """Gives no more."""
         self._stopped = True
 
-    def _make(self, by_file: Mapping[OpenFile, list[Want]]) -> Iterator[tuple[OpenFile, Batch | Crumbs]]:
+    def _make(self, by_file: Mapping[OpenFile, list[ReadRequest]]) -> Iterator[tuple[OpenFile, Batch | SmallReads]]:
         limit = max(map(_batch_bytes, by_file), default=0)
         scratch: list[bytearray] = []  # as many as there are threads, and one for the batch that is being made
-        for file, wants in by_file.items():
-            for batch in batches_of(sorted(wants, key=lambda want: want.entry.begin), limit, scratch, self._use):
+        for file, requests in by_file.items():
+            for batch in batches_of(
+                sorted(requests, key=lambda request: request.entry.begin), limit, scratch, self._use
+            ):
                 yield file, batch
 
 
@@ -110,25 +122,25 @@ def _batch_bytes(file: OpenFile) -> int:
     return _FAR_BATCH_BYTES if file.storage.is_remote else _BATCH_BYTES
 
 
-def check_all(wants: Sequence[tuple[OpenFile, Want]]) -> None:
+def check_all(requests: Sequence[tuple[OpenFile, ReadRequest]]) -> None:
     """Verifies every segment of the stored boxes that something is wanted of; changes nothing.
 
     Raises:
         CorruptionError: with all that is damaged.
     """
-    boxes = {(id(file), want.entry.begin): (file, want.entry) for file, want in wants}
+    boxes = {(id(file), request.entry.begin): (file, request.entry) for file, request in requests}
     problems = [problem for file, entry in boxes.values() for problem in damaged_segments(file, entry)]
     if problems:
         raise CorruptionError("a checkpoint is damaged; nothing was changed", problems)
 
 
-def casts_to_check(wants: Sequence[tuple[OpenFile, Want]]) -> list[tuple[OpenFile, Want]]:
+def casts_to_check(requests: Sequence[tuple[OpenFile, ReadRequest]]) -> list[tuple[OpenFile, ReadRequest]]:
     """What is wanted in a dtype that cannot hold all that may be there."""
-    both = ((each, torch_dtype(each[1].dtype), each[1].target.dtype) for each in wants)
+    both = ((each, torch_dtype(each[1].dtype), each[1].target.dtype) for each in requests)
     return [each for each, stored, wanted in both if stored != wanted and has_fewer_exponents(stored, wanted)]
 
 
-def check_casts(wants: Sequence[tuple[OpenFile, Want]], names: Mapping[str, str]) -> None:
+def check_casts(requests: Sequence[tuple[OpenFile, ReadRequest]], names: Mapping[str, str]) -> None:
     """Reads what `casts_to_check` gave, and changes nothing.
 
     Args:
@@ -146,7 +158,7 @@ def check_casts(wants: Sequence[tuple[OpenFile, Want]], names: Mapping[str, str]
             key = names.get(entry.key, entry.key)
             problems.setdefault(key, lost_problem(key, lost, source.dtype, target.dtype))
 
-    fetch(wants, use=look)
+    fetch(requests, use=look)
     if problems:
         message = "the checkpoint has numbers that the app's dtypes cannot hold; nothing was changed"
         raise MismatchError(message, [problems[key] for key in sorted(problems)])

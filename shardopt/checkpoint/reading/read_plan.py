@@ -39,7 +39,7 @@ _ALIGNMENT = 64  # of what is taken from scratch, so that there can be tensors o
 _CRUMB_BYTES = 64 * 1024  # up to here a copy costs less than one more place to read to; no more than a segment
 
 
-class Want(NamedTuple):
+class ReadRequest(NamedTuple):
     """A part of a stored box, and the memory for it.
 
     `wanted` is in coordinates of the stored box, whose sizes are `sizes`; `target` has just its shape.
@@ -151,7 +151,7 @@ class Batch:
         if not nbytes:
             return memoryview(b"")
         if self._buffer is None:
-            self._buffer = taken_from(self._scratch, self._limit)
+            self._buffer = acquire_buffer(self._scratch, self._limit)
         begin = self._used
         self._used += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         if self._used > len(self._buffer):  # thousands of small parts, which alignment has made larger
@@ -159,7 +159,7 @@ class Batch:
         return memoryview(self._buffer)[begin : begin + nbytes]
 
 
-class Crumbs:
+class SmallReads:
     """Small boxes, whole: read into scratch many at a time, verified there, and copied.
 
     Of thousands of small tensors each is next to its neighbours in the file, but not in memory.
@@ -183,7 +183,7 @@ class Crumbs:
 
     def read(self, file: OpenFile, read: ReadInto) -> None:
         """Fills, verifies and copies; the batch is done with then."""
-        buffer = taken_from(self._scratch, self._limit)
+        buffer = acquire_buffer(self._scratch, self._limit)
         memory, address, sums = memoryview(buffer), address_of(buffer), file.sums
         read(self._spans(memory))
         at = 0
@@ -207,7 +207,7 @@ class Crumbs:
         return [*spans[1:], Span(offset, memory[begin:at])]
 
 
-def taken_from(scratch: list[bytearray], limit: int) -> bytearray:
+def acquire_buffer(scratch: list[bytearray], limit: int) -> bytearray:
     """A buffer for a batch of so many bytes, which puts it back. Fresh memory costs more than what is read into it."""
     try:
         return scratch.pop()
@@ -216,22 +216,22 @@ def taken_from(scratch: list[bytearray], limit: int) -> bytearray:
 
 
 def batches_of(
-    wants: Sequence[Want], limit: int, scratch: list[bytearray], use: Use = copy_into
-) -> Iterator[Batch | Crumbs]:
+    requests: Sequence[ReadRequest], limit: int, scratch: list[bytearray], use: Use = copy_into
+) -> Iterator[Batch | SmallReads]:
     """Batches of at most `limit` bytes, or of one run."""
-    batch, crumbs = Batch(limit, scratch, use), Crumbs(limit, scratch)
-    for want in wants:
-        entry, dtype, sizes, wanted, target = want
+    batch, crumbs = Batch(limit, scratch, use), SmallReads(limit, scratch)
+    for request in requests:
+        entry, dtype, sizes, wanted, target = request
         nbytes = entry.end - entry.begin
         if not nbytes:
             continue  # and no checksum
         if nbytes <= _CRUMB_BYTES and wanted.sizes == sizes and _takes_bytes(target, dtype):
             if not crumbs.has_room(nbytes):
                 yield crumbs
-                crumbs = Crumbs(limit, scratch)
+                crumbs = SmallReads(limit, scratch)
             crumbs.add(entry, target)
             continue
-        for run in _direct(want, limit) if _is_one_run(want) else _through_scratch(want, limit):
+        for run in _direct(request, limit) if _is_one_run(request) else _through_scratch(request, limit):
             if not batch.has_room(run.nbytes):
                 yield batch
                 batch = Batch(limit, scratch, use)
@@ -239,11 +239,11 @@ def batches_of(
     yield from (each for each in (crumbs, batch) if each.nbytes)
 
 
-def _is_one_run(want: Want) -> bool:
+def _is_one_run(request: ReadRequest) -> bool:
     """Whether the wanted part is contiguous in the stored box, and the target's memory is plain."""
-    partial = [d for d, (size, of) in enumerate(zip(want.wanted.sizes, want.sizes, strict=True)) if size != of]
+    partial = [d for d, (size, of) in enumerate(zip(request.wanted.sizes, request.sizes, strict=True)) if size != of]
     last = partial[-1] if partial else 0
-    return all(size == 1 for size in want.wanted.sizes[:last]) and _takes_bytes(want.target, want.dtype)
+    return all(size == 1 for size in request.wanted.sizes[:last]) and _takes_bytes(request.target, request.dtype)
 
 
 def _takes_bytes(target: Tensor, dtype: Dtype) -> bool:
@@ -251,36 +251,36 @@ def _takes_bytes(target: Tensor, dtype: Dtype) -> bool:
     return target.dtype == torch_dtype(dtype) and is_plain_memory(target)
 
 
-def _direct(want: Want, limit: int) -> Iterator[_Run]:
-    begin = _offset(want.wanted.offsets, want.sizes) * want.dtype.itemsize
-    memory = bytes_of(want.target)
+def _direct(request: ReadRequest, limit: int) -> Iterator[_Run]:
+    begin = _offset(request.wanted.offsets, request.sizes) * request.dtype.itemsize
+    memory = bytes_of(request.target)
     end = begin + memory.nbytes
-    total = want.entry.end - want.entry.begin
+    total = request.entry.end - request.entry.begin
     while begin < end:
         # One run ends where a segment ends, so that no segment is read twice.
         stop = min(end, begin - begin % SEGMENT_BYTES + limit)
         head, tail = begin % SEGMENT_BYTES, min(-stop % SEGMENT_BYTES, total - stop)
-        yield _Run(want.entry.begin + begin - head, head, memory[: stop - begin], tail)
+        yield _Run(request.entry.begin + begin - head, head, memory[: stop - begin], tail)
         memory = memory[stop - begin :]
         begin = stop
 
 
-def _through_scratch(want: Want, limit: int) -> Iterator[_Run]:
-    return _scratch_rows(want, limit, 0, want.sizes, want.wanted, want.target)
+def _through_scratch(request: ReadRequest, limit: int) -> Iterator[_Run]:
+    return _scratch_rows(request, limit, 0, request.sizes, request.wanted, request.target)
 
 
 def _scratch_rows(
-    want: Want, limit: int, base: int, sizes: tuple[int, ...], wanted: Box, target: Tensor
+    request: ReadRequest, limit: int, base: int, sizes: tuple[int, ...], wanted: Box, target: Tensor
 ) -> Iterator[_Run]:
     """Reads blocks of whole rows, of the outermost dimension whose rows fit the scratch buffer."""
-    row_bytes = prod(sizes[1:]) * want.dtype.itemsize
+    row_bytes = prod(sizes[1:]) * request.dtype.itemsize
     first, count = (wanted.offsets[0], wanted.sizes[0]) if sizes else (0, 1)
     if row_bytes > limit:
         inner = Box(wanted.offsets[1:], wanted.sizes[1:])
         for i in range(count):
-            yield from _scratch_rows(want, limit, base + (first + i) * row_bytes, sizes[1:], inner, target[i])
+            yield from _scratch_rows(request, limit, base + (first + i) * row_bytes, sizes[1:], inner, target[i])
         return
-    total = want.entry.end - want.entry.begin
+    total = request.entry.end - request.entry.begin
     step = max(limit // row_bytes, 1)
     for i in range(0, count, step):
         rows = min(step, count - i)
@@ -291,8 +291,8 @@ def _scratch_rows(
         part = target.narrow(0, i, rows) if sizes else target
         box = Box((0, *wanted.offsets[1:]), (rows, *wanted.sizes[1:])) if sizes else None
         shape = (rows, *sizes[1:]) if sizes else ()
-        copy = partial(_copy_of, part, begin - aligned, want.dtype, shape, box)
-        yield _Run(want.entry.begin + aligned, 0, None, nbytes, copy)
+        copy = partial(_copy_of, part, begin - aligned, request.dtype, shape, box)
+        yield _Run(request.entry.begin + aligned, 0, None, nbytes, copy)
 
 
 def _copy_of(

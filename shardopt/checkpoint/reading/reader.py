@@ -25,7 +25,7 @@ from shardopt.checkpoint.format.manifest import Manifest, StoredLayout
 from shardopt.checkpoint.format.tensor_bytes import torch_dtype
 from shardopt.checkpoint.reading.data_file_reader import Form, OpenFile, form_of
 from shardopt.checkpoint.reading.fetch import fetch
-from shardopt.checkpoint.reading.read_plan import Want
+from shardopt.checkpoint.reading.read_plan import ReadRequest
 from shardopt.checkpoint.storage import Storage, storage_of
 from shardopt.errors import MismatchError, Problem, StateError
 from shardopt.sharding.box import Box, cover_faults, whole
@@ -119,13 +119,13 @@ class CheckpointReader:
             problem = Problem(key, f"the box {box}", f"a box within {list(info.shape)}", "ask for a part of the tensor")
             raise MismatchError("the tensor has no such part", [problem])
         # Without memory at first: the files must bear out the size that the manifest tells before any is taken for it.
-        for _ in self.wants(key, [Piece(box, torch.empty(box.sizes, dtype=info.dtype, device="meta"))]):
+        for _ in self.requests(key, [Piece(box, torch.empty(box.sizes, dtype=info.dtype, device="meta"))]):
             pass
         target = torch.empty(box.sizes, dtype=info.dtype, device="cpu")
-        fetch(list(self.wants(key, [Piece(box, target)])))
+        fetch(list(self.requests(key, [Piece(box, target)])))
         return target
 
-    def wants(self, key: str, pieces: Sequence[Piece]) -> Iterator[tuple[OpenFile, Want]]:
+    def requests(self, key: str, pieces: Sequence[Piece]) -> Iterator[tuple[OpenFile, ReadRequest]]:
         """What must be read to fill these pieces of a tensor.
 
         Raises:
@@ -136,7 +136,7 @@ class CheckpointReader:
         for box, tensor in pieces:
             for file, form, sizes, stored, wanted in self._shared(layout, dtype, box):
                 target = tensor if wanted is None else narrowed(tensor, wanted)
-                yield file, Want(file.entry(key, form), dtype, sizes, stored, target)
+                yield file, ReadRequest(file.entry(key, form), dtype, sizes, stored, target)
 
     def per_rank(self, rank: int) -> Mapping[str, Any]:
         """What rank `rank` has stored for itself under `PerRank`, decoded, by key."""
@@ -150,7 +150,7 @@ class CheckpointReader:
         target = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         box = whole((nbytes,))
         entry = file.entry(key, form_of(DTYPES["uint8"], box))
-        fetch([(file, Want(entry, DTYPES["uint8"], box.sizes, box, target))])
+        fetch([(file, ReadRequest(entry, DTYPES["uint8"], box.sizes, box, target))])
         where = f"{file.where}: {key}"
         try:
             found = load_json(target.numpy().tobytes(), where, without_duplicates)

@@ -13,7 +13,7 @@ from shardopt.checkpoint.run.retention import Rules, remove_checkpoint, steps_to
 from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.run.steps import Place
 from shardopt.checkpoint.storage import storage_of
-from shardopt.checkpoint.writing.unsettled import urls_unsettled
+from shardopt.checkpoint.writing.tracking import tracked_urls
 from shardopt.errors import CheckpointError, CorruptionError
 from shardopt.ranks import ranks_of
 
@@ -106,7 +106,7 @@ class Keeper:
     def _remove(self, root: Root, places: Collection[Place]) -> None:
         # A checkpoint that a background save of this process writes may lie anywhere; a copy is read until it is done,
         # and what is loaded until all ranks have it.
-        busy = {storage_of(url).url for url in urls_unsettled()} | urls_read()
+        busy = {storage_of(url).url for url in tracked_urls()} | urls_read()
         names = self._mirror.uploading() if self._mirror is not None else ()
         for place in places:
             storage = root.checkpoint(place)

@@ -37,7 +37,7 @@ from shardopt.checkpoint.run.steps import Place
 from shardopt.checkpoint.save import SaveReport, save_now
 from shardopt.checkpoint.storage import storage_of
 from shardopt.checkpoint.writing.pending import PendingSave
-from shardopt.checkpoint.writing.unsettled import take_failures
+from shardopt.checkpoint.writing.tracking import take_failures
 from shardopt.errors import ShardoptError, StateError
 from shardopt.ranks import DEADLINE_SECONDS, ranks_of
 from shardopt.stopping import Stop

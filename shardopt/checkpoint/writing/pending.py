@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from shardopt.checkpoint.save import SaveReport
-from shardopt.checkpoint.writing.unsettled import settled, unsettled
+from shardopt.checkpoint.writing.tracking import track, untrack
 from shardopt.errors import RankError
-from shardopt.staging_fence import Moment
+from shardopt.staging_fence import Event
 
 
 class PendingSave:
@@ -29,15 +29,15 @@ class PendingSave:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self.staged = Moment()
-        self.done = Moment()
+        self.staged = Event()
+        self.done = Event()
         self.call_seconds = 0.0  # how long `async_save` took
         self._waited_seconds = 0.0  # by optimizers before their steps
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
         self._told = False
         self._outlived = False  # whether the program ended before the save did
-        unsettled(self)
+        track(self)
 
     def result(self, timeout: float | None = None) -> SaveReport:
         """Waits until the checkpoint is committed, and tells what was done. Local.
@@ -81,7 +81,7 @@ class PendingSave:
         """For whoever raises in the call itself what the save will fail with."""
         self._told = True
         if self.done:
-            settled(self)
+            untrack(self)
 
     def raise_failure(self) -> None:
         """Raises what `hear` gives. Local."""
@@ -115,20 +115,20 @@ class PendingSave:
             RankError(f"saving {self.url} goes on in the process that this one was forked from"),
             True,
         )
-        self.staged.happen_in_child()
-        self.done.happen_in_child()
+        self.staged.set_in_child()
+        self.done.set_in_child()
 
     def _end(self) -> None:
         if self._error is None and threading.main_thread().is_alive():
-            settled(self)
-        self.staged.happen()
-        self.done.happen()
+            untrack(self)
+        self.staged.set()
+        self.done.set()
         if self._told:  # asked once this is done, as `hear_beforehand` asks whether it is once it was told
-            settled(self)
+            untrack(self)
 
     def _tell(self) -> None:
         self._told = True
-        settled(self)
+        untrack(self)
 
     def before_step(self, *unused: Any) -> None:
         """The hook of an optimizer whose state is saved: waits for the copy; tells that the save has failed.

@@ -18,7 +18,7 @@ from shardopt.checkpoint.planning.replica_check import CheckReplicas, contents_o
 from shardopt.checkpoint.writing.host_memory import HostMemory
 from shardopt.errors import Problem, StateError
 from shardopt.sharding.pieces import Piece, View
-from shardopt.sharding.view import leaves_of
+from shardopt.sharding.view import local_tensors
 from shardopt.state import FlatState, flatten
 from shardopt.streams import on_stream
 
@@ -134,7 +134,7 @@ def changed_by_steps_alone(flat: FlatState) -> frozenset[str]:
     for key, leaf in flat.leaves.items():
         if isinstance(leaf.value, Tensor) and leaf.value.ndim:
             within = any(leaf.path[: len(state)] == state for state in states)
-            if within or all(_place(local) in owned for local in leaves_of(leaf.value)):
+            if within or all(_place(local) in owned for local in local_tensors(leaf.value)):
                 keys.append(key)
     return frozenset(keys)
 
@@ -145,7 +145,7 @@ def _optimizers_of(flat: FlatState) -> list[Optimizer]:
 
 def _memory_of(optimizers: Iterable[Optimizer]) -> set[tuple[Any, ...]]:
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-    return {_place(local) for group in groups for parameter in group["params"] for local in leaves_of(parameter)}
+    return {_place(local) for group in groups for parameter in group["params"] for local in local_tensors(parameter)}
 
 
 def _place(local: Tensor) -> tuple[Any, ...]:

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from shardopt.errors import GradientError
 from shardopt.optim.state_dict.groups import listed
-from shardopt.sharding.gradients import gradient_leaves, requires_gradient, takes_gradient
+from shardopt.sharding.gradients import local_gradients, requires_gradient, takes_gradient
 from shardopt.sharding.pieces import elements_overlap
-from shardopt.sharding.view import assemble, is_held, leaves_of
+from shardopt.sharding.view import assemble, is_held, local_tensors
 from shardopt.torch_private import scale_and_look
 
 _log = logging.getLogger("shardopt")
@@ -23,8 +23,8 @@ _log = logging.getLogger("shardopt")
 _SHORT = (torch.bfloat16, torch.float16)
 
 
-def local_gradients(name: str, parameter: Tensor) -> tuple[Tensor | None, ...]:
-    """For each of `leaves_of(parameter)` the memory of its gradient, None where there is none.
+def writable_gradients(name: str, parameter: Tensor) -> tuple[Tensor | None, ...]:
+    """For each of `local_tensors(parameter)` the memory of its gradient, None where there is none.
 
     Writing into it changes the gradient that the optimizer steps with. Of a sparse gradient it is the values, after
     the gradient was coalesced in place. A gradient with another placement than its parameter is redistributed, and
@@ -35,17 +35,17 @@ def local_gradients(name: str, parameter: Tensor) -> tuple[Tensor | None, ...]:
         GradientError: the gradient does not fit the parameter.
     """
     try:
-        found = gradient_leaves(parameter)
+        found = local_gradients(parameter)
     except GradientError as error:
         problems = [replace(problem, key=f"{name}.grad") for problem in error.problems]
         raise GradientError(error.message, problems) from None
     whole = parameter.grad if takes_gradient(parameter) else None
-    standing = tuple(leaf.grad for leaf in leaves_of(parameter)) if whole is None else leaves_of(whole)
+    standing = tuple(leaf.grad for leaf in local_tensors(parameter)) if whole is None else local_tensors(whole)
     sparse = any(map(_is_sparse, found))
     found = tuple(map(_writable, found))
     if not all(map(is_, found, standing)):
         if whole is None:
-            for leaf, gradient in zip(leaves_of(parameter), found, strict=True):
+            for leaf, gradient in zip(local_tensors(parameter), found, strict=True):
                 leaf.grad = gradient
         else:
             parameter.grad = assemble(parameter, [gradient for gradient in found if gradient is not None])
@@ -74,7 +74,7 @@ def warn_of_no_gradients(names: Mapping[Tensor, str]) -> None:
 def _has_gradient(parameter: Tensor) -> bool:
     if takes_gradient(parameter) and parameter.grad is not None:
         return True
-    return any(leaf.grad is not None for leaf in leaves_of(parameter))
+    return any(leaf.grad is not None for leaf in local_tensors(parameter))
 
 
 def scale(kinds: Iterable[list[Tensor]], factor: Tensor) -> None:

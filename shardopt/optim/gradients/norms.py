@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardopt.algorithms.holders import Share, shares
+from shardopt.algorithms.holders import CountedParameter, counted_parameters
 from shardopt.errors import GradientError, Problem, RankError
 from shardopt.optim.gradients.joint_norm import JointNorm, norm_of_each
-from shardopt.optim.gradients.local_gradients import alike, local_gradients
+from shardopt.optim.gradients.local_gradients import alike, writable_gradients
 from shardopt.ranks import Ranks, ranks_of
 from shardopt.sharding.gradients import GradientReader
 
@@ -43,7 +43,7 @@ class Measured:
     total: Tensor
     of_ranks: Tensor
     kinds: list[list[Tensor]]
-    shares: list[Share]
+    counted_parameters: list[CountedParameter]
 
     def refuse_nonfinite(self) -> None:
         """Waits for the norm, and raises on all ranks alike if it is infinite or not a number.
@@ -57,8 +57,8 @@ class Measured:
         where = f", by what ranks {ranks} count" if ranks else ""
         problems = [
             Problem(f"{share.name}.grad", "elements that are not finite", "finite ones", "find out where they arise")
-            for share in self.shares
-            for gradient in local_gradients(share.name, share.parameter)
+            for share in self.counted_parameters
+            for gradient in writable_gradients(share.name, share.parameter)
             if gradient is not None and not bool(gradient.isfinite().all())
         ]
         raise GradientError(
@@ -91,13 +91,13 @@ class GradientNorm:
 
         Raises:
             GradientError: a gradient does not fit its parameter.
-            LayoutError: as `holders.shares`.
+            LayoutError: as `holders.counted_parameters`.
             RankError: another rank failed with its gradients. (On accelerators the norm is infinite then, since
                 looking would mean to wait for it.)
         """
         ranks = ranks_of()
         if self._plan is None or not self._plan.fits(ranks, parameters):
-            self._plan = _Plan(ranks, parameters, *shares(ranks, names()))
+            self._plan = _Plan(ranks, parameters, *counted_parameters(ranks, names()))
         with torch.no_grad():
             return self._plan.measure(ranks, self.order)
 
@@ -112,7 +112,7 @@ class _Plan:
     holder has, whether it has a gradient, the sum of the norms that the others have, and how many of them have one.
     """
 
-    def __init__(self, ranks: Ranks, parameters: Sequence[Tensor], mine: list[Share], shared: int) -> None:
+    def __init__(self, ranks: Ranks, parameters: Sequence[Tensor], mine: list[CountedParameter], shared: int) -> None:
         self._ranks = (ranks.rank, ranks.size)
         self._parameters = list(parameters)
         self._shares = mine
@@ -143,7 +143,7 @@ class _Plan:
             failure = error
             buffer.zero_()
             of_ranks[ranks.rank] = _FAILED
-        ranks.add_up(buffer)
+        ranks.all_reduce_sum(buffer)
         if failure is not None:
             raise failure
         if buffer.device.type == "cpu":
@@ -165,7 +165,7 @@ class _Plan:
         for share, there, is_simple in zip(self._shares, ready, self._simple, strict=True):
             if is_simple and there is not None:
                 continue
-            found = local_gradients(share.name, share.parameter) if there is None else (there,)
+            found = writable_gradients(share.name, share.parameter) if there is None else (there,)
             for counted, gradient in zip(share.counted, found, strict=True):
                 if gradient is None or not gradient.numel():
                     continue

@@ -8,27 +8,27 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardopt.optim.local.shards import GroupLeaves, Loan, Shards
-from shardopt.optim.local.step_cache import deciding, gathered
+from shardopt.optim.local.shards import BorrowedGrads, GroupShards, Shards
+from shardopt.optim.local.step_cache import deciding_options, gathered
 from shardopt.torch_private import gather_lists, step_with_lists
 
 Group = dict[str, Any]
 
 
-class Turn:
-    """A group that takes part in a step; `give_back` leaves it as it was.
+class GroupStep:
+    """A group that takes part in a step; `restore` leaves it as it was.
 
     Args:
         group: with the user's parameters.
         leaves: of those.
     """
 
-    def __init__(self, group: Group, leaves: GroupLeaves) -> None:
+    def __init__(self, group: Group, leaves: GroupShards) -> None:
         self.group, self.leaves = group, leaves
         self._seen: Group = {name: group[name] for name in ("params", "fused") if name in group}
         # What is gathered is kept for leaves of one kind only.
-        self._options = deciding(group) if leaves.alike else ()
-        self._loan = Loan()
+        self._options = deciding_options(group) if leaves.alike else ()
+        self._loan = BorrowedGrads()
         self._gradients: list[Tensor | None] | None = None
         self.gradients_in_order = False
         """Whether in a step that repeats gradients are contiguous, and of the shape of their leaves."""
@@ -42,7 +42,7 @@ class Turn:
         self.repeats = False
         """Whether this step can go by what the leaves have gathered."""
 
-    def lend(self, follow: Callable[[Shards], None], takes_dense: bool) -> None:
+    def attach(self, follow: Callable[[Shards], None], takes_dense: bool) -> None:
         """Puts the leaves into the group, with their gradients.
 
         Args:
@@ -54,7 +54,7 @@ class Turn:
         """
         leaves, kept = self.leaves, self.leaves.gathered
         leaves.gathered = None
-        self._gradients, self.gradients_in_order = leaves.lend(self._loan, follow, takes_dense)
+        self._gradients, self.gradients_in_order = leaves.attach(self._loan, follow, takes_dense)
         self.group["params"] = leaves.leaves
         if kept is not None and self._gradients is not None and kept.holds(self._options, self._gradients):
             self.repeats, leaves.gathered = True, kept
@@ -76,13 +76,13 @@ class Turn:
             each.extend(mine)
         return self.told
 
-    def give_back(self) -> None:
-        """Undoes `lend`, and what the group was told for the time of the step."""
+    def restore(self) -> None:
+        """Undoes `attach`, and what the group was told for the time of the step."""
         self.group.update(self._seen)
-        self._loan.give_back()
+        self._loan.restore()
 
 
-def step_in_turns(optimizer: Optimizer, turns: Sequence[Turn]) -> None:
+def step_groups(optimizer: Optimizer, turns: Sequence[GroupStep]) -> None:
     """A step of the optimizer, without hooks, on the groups of these turns, with what they have gathered."""
     every = optimizer.param_groups
     by_group = {id(turn.group): turn for turn in turns}

@@ -19,15 +19,15 @@ from torch import Tensor
 
 from shardopt.algorithms.registry import AlgorithmSpec, AtFirstStep, Kind
 from shardopt.errors import AlgorithmError, GradientError, Problem
-from shardopt.optim.local.group_step import Turn
+from shardopt.optim.local.group_step import GroupStep
 from shardopt.optim.local.memory_order import InOrder, Row, are_contiguous, lie_in_order, misfits
-from shardopt.optim.local.shards import GroupLeaves
+from shardopt.optim.local.shards import GroupShards
 
 Group = Mapping[str, Any]
 States = Mapping[Tensor, Mapping[str, Any]]
 
 
-def choose_fused(spec: AlgorithmSpec, turns: Iterable[Turn]) -> None:
+def choose_fused(spec: AlgorithmSpec, turns: Iterable[GroupStep]) -> None:
     """Sets "fused" where a group names no implementation, and the fused one may take its step.
 
     Args:
@@ -39,7 +39,7 @@ def choose_fused(spec: AlgorithmSpec, turns: Iterable[Turn]) -> None:
             turn.group["fused"] = turn.chosen = True
 
 
-def settle_fused(spec: AlgorithmSpec, turns: Iterable[Turn], state: States, names: Mapping[Tensor, str]) -> None:
+def settle_fused(spec: AlgorithmSpec, turns: Iterable[GroupStep], state: States, names: Mapping[Tensor, str]) -> None:
     """Leaves those steps to the for-loop that torch's fused implementation for the CPU cannot take.
 
     Args:
@@ -70,11 +70,11 @@ def settle_fused(spec: AlgorithmSpec, turns: Iterable[Turn], state: States, name
             leaves.in_order = None if turn.lists is None else InOrder(turn.lists, columns)
         elif found := misfits(columns):
             if not turn.chosen:
-                raise _would_be_wrong(found, state, leaves.names_of_leaves(names))
+                raise _would_be_wrong(found, state, leaves.names_of_local_tensors(names))
             turn.group["fused"] = False
 
 
-def _lies_as_before(turn: Turn, known: InOrder) -> bool:
+def _lies_as_before(turn: GroupStep, known: InOrder) -> bool:
     """Whether what is stepped with lies as it did in the step before."""
     if turn.lists is None:
         return False
@@ -111,7 +111,7 @@ def refuse_sparse(spec: AlgorithmSpec, group: Group, sharded: Iterable[tuple[str
             raise GradientError(f"{option} does not go with sparse gradients of shards", [problem])
 
 
-def _prefers_fused(spec: AlgorithmSpec, group: Group, leaves: GroupLeaves) -> bool:
+def _prefers_fused(spec: AlgorithmSpec, group: Group, leaves: GroupShards) -> bool:
     """Whether a group names no implementation, and the fused one is the fastest that agrees.
 
     It is not where the for-loop refuses the options, takes numbers that the fused one does not, or keeps other state.
@@ -132,7 +132,7 @@ def _names_from_gradients(spec: AlgorithmSpec, group: Group) -> tuple[str, ...]:
     return tuple(entry.name for entry in spec.entries(group) if entry.initial is AtFirstStep.GRADIENT)
 
 
-def _columns(spec: AlgorithmSpec, turn: Turn, state: States) -> list[list[Tensor]] | None:
+def _columns(spec: AlgorithmSpec, turn: GroupStep, state: States) -> list[list[Tensor]] | None:
     """The leaves that have gradients, these, and each kind of state that lies like leaves, as far as there is any.
 
     None where some leaves have such state, and others get it in this step: torch's fused implementations make it for
@@ -165,7 +165,7 @@ def _name_of(column: Sequence[Tensor | None], leaves: Sequence[Tensor], state: S
     return ""
 
 
-def _refuse_dtypes(spec: AlgorithmSpec, leaves: GroupLeaves, names: Mapping[Tensor, str]) -> None:
+def _refuse_dtypes(spec: AlgorithmSpec, leaves: GroupShards, names: Mapping[Tensor, str]) -> None:
     astray = {dtype for on_cpu, dtype in leaves.kinds if on_cpu}.intersection(spec.fused_astray)
     if astray:
         problems = [
@@ -175,7 +175,7 @@ def _refuse_dtypes(spec: AlgorithmSpec, leaves: GroupLeaves, names: Mapping[Tens
                 required=f"another dtype, as torch's fused {spec.name} is far from its for-loop in this one",
                 remedy=_REMEDY,
             )
-            for leaf, name in leaves.names_of_leaves(names).items()
+            for leaf, name in leaves.names_of_local_tensors(names).items()
             if leaf.is_cpu and leaf.dtype in astray
         ]
         raise AlgorithmError(f"torch's fused {spec.name} would be wrong; no step was taken", problems)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardopt.algorithms.initial_state import fresh_state, is_fresh
+from shardopt.algorithms.initial_state import initial_state, is_initial
 from shardopt.algorithms.registry import (
     AlgorithmSpec,
     KeepsLess,
@@ -29,14 +29,14 @@ from shardopt.algorithms.registry import (
 )
 from shardopt.errors import AlgorithmError
 from shardopt.optim.gradients.local_gradients import warn_of_no_gradients
-from shardopt.optim.local.group_step import Turn, step_in_turns
+from shardopt.optim.local.group_step import GroupStep, step_groups
 from shardopt.optim.local.implementation import choose_fused, refuse_sparse, settle_fused
 from shardopt.optim.local.refusals import parameters_of, refuse_global_name, refuse_unfit
-from shardopt.optim.local.shard_states import LeafStates
-from shardopt.optim.local.shards import GroupLeaves, ShardedState, Shards, State
+from shardopt.optim.local.shard_states import ShardStates
+from shardopt.optim.local.shards import GroupShards, ShardedState, Shards, State
 from shardopt.optim.state_dict.groups import refuse_flattened, refuse_unfit_groups
 from shardopt.sharding.gradients import requires_gradient, zero_gradients
-from shardopt.sharding.view import empty_leaf, leaves_of
+from shardopt.sharding.view import empty_local_tensor, local_tensors
 from shardopt.torch_private import gathers_as_torch, step_without_hooks
 
 Group = dict[str, Any]
@@ -62,10 +62,10 @@ class LocalOptimizer:
         self._names = dict(names)
         self._looked_for_gradients = False
         self._elsewhere: set[Tensor] = set()
-        self._grouped: list[GroupLeaves] = []
+        self._grouped: list[GroupShards] = []
         self._known: list[list[Tensor]] = []  # the parameters of each group, once they were looked at
         # With the group of each parameter, and its place there.
-        self._alone: dict[Tensor, tuple[Group, int, GroupLeaves]] = {}
+        self._alone: dict[Tensor, tuple[Group, int, GroupShards]] = {}
         leaves = self._bind(names)
         self.optimizer = optim_factory(list(chain.from_iterable(leaves.values())))
         # Without the one that torch gives every optimizer that was copied.
@@ -74,7 +74,7 @@ class LocalOptimizer:
         if spec is not None and spec.stands_for is not None and not isinstance(self.optimizer, spec.optimizer):
             self.optimizer = spec.optimizer(self.optimizer.param_groups, **self.optimizer.defaults)
         refuse_unfit(self.optimizer, spec, names, self.shards.values(), self.groups)
-        self.states = LeafStates(self.optimizer)
+        self.states = ShardStates(self.optimizer)
         owners = {leaf: parameter for parameter, its in leaves.items() for leaf in its}
         for group in self.groups:
             group["params"] = parameters_of(group["params"], owners, leaves, names)
@@ -170,24 +170,24 @@ class LocalOptimizer:
             ]
             if not places:  # someone took it out
                 return
-            (group, place), leaves = places[0], GroupLeaves([parameter], self.shards)
+            (group, place), leaves = places[0], GroupShards([parameter], self.shards)
             self._alone[parameter] = group, place, leaves
         self._step_leaves(self.spec, [(group, leaves)])
 
-    def _step_leaves(self, spec: AlgorithmSpec, grouped: list[tuple[Group, GroupLeaves]]) -> None:
+    def _step_leaves(self, spec: AlgorithmSpec, grouped: list[tuple[Group, GroupShards]]) -> None:
         """A step of an elementwise algorithm on these leaves, and nothing else."""
-        turns = [Turn(group, leaves) for group, leaves in grouped]
+        turns = [GroupStep(group, leaves) for group, leaves in grouped]
         try:
             with torch.no_grad():
                 for turn in turns:
-                    turn.lend(partial(self._follow, group=turn.group), spec.takes_dense)
+                    turn.attach(partial(self._follow, group=turn.group), spec.takes_dense)
                 self._gather(spec, turns)
-            step_in_turns(self.optimizer, turns)
+            step_groups(self.optimizer, turns)
         finally:
             for turn in reversed(turns):  # so that what one was lent is not given back by the next as the leaf's own
-                turn.give_back()
+                turn.restore()
 
-    def _gather(self, spec: AlgorithmSpec, turns: list[Turn]) -> None:
+    def _gather(self, spec: AlgorithmSpec, turns: list[GroupStep]) -> None:
         """Gathers what is to be stepped with, and settles how; what is refused here has changed nothing."""
         anew = [turn for turn in turns if not turn.repeats]
         for turn in anew:
@@ -231,7 +231,7 @@ class LocalOptimizer:
             if group is None or not (frozen_too or requires_gradient(parameter)):
                 continue
             for leaf in self.leaves(parameter):
-                made = None if leaf in self.states else fresh_state(self.spec, self.optimizer, group, leaf)
+                made = None if leaf in self.states else initial_state(self.spec, self.optimizer, group, leaf)
                 if made:
                     self.states.put(leaf, made, untouched=self.settles_at_first_step)
 
@@ -254,14 +254,14 @@ class LocalOptimizer:
     def _is_as_made(self, spec: AlgorithmSpec, key: Tensor | str, group_of: Mapping[Tensor, Group]) -> bool:
         if isinstance(key, str):
             there = self.optimizer.state.get(cast(Any, key), {})
-            return bool(there) and is_fresh(there, cast(MakesGlobalState, self.optimizer).fresh_global())
+            return bool(there) and is_initial(there, cast(MakesGlobalState, self.optimizer).initial_global())
         group, leaves = group_of.get(key), self.leaves(key)
         if group is None or not all(leaf in self.states for leaf in leaves):
             return False
         if self.settles_at_first_step:
             return all(map(self.states.is_unwritten, leaves))
         self.state_of(key)  # has all of it there, of one that keeps less while it trains
-        return all(is_fresh(self.states[leaf], fresh_state(spec, self.optimizer, group, leaf)) for leaf in leaves)
+        return all(is_initial(self.states[leaf], initial_state(spec, self.optimizer, group, leaf)) for leaf in leaves)
 
     def _group_of(self) -> dict[Tensor, Group]:
         return {parameter: group for group in self.groups for parameter in group["params"]}
@@ -331,12 +331,12 @@ class LocalOptimizer:
         """Parameter → its leaves; one without has an empty stand-in, by which its group is known."""
         bound = {}
         for parameter, name in names.items():
-            leaves = leaves_of(parameter)
+            leaves = local_tensors(parameter)
             if len(leaves) != 1 or leaves[0] is not parameter:
                 shards = self.shards[parameter] = Shards(name, parameter)
                 if not shards.is_held:
                     self._elsewhere.add(parameter)
-                leaves = shards.leaves or (empty_leaf(parameter),)
+                leaves = shards.leaves or (empty_local_tensor(parameter),)
             bound[parameter] = leaves
         return bound
 
@@ -346,11 +346,11 @@ class LocalOptimizer:
             for leaf in bound[parameter]:
                 self.optimizer.state.pop(leaf, None)
 
-    def _leaves_of_groups(self) -> list[GroupLeaves]:
+    def _leaves_of_groups(self) -> list[GroupShards]:
         parameters = self._parameters_of_groups()
-        if len(self._grouped) != len(parameters) or not all(map(GroupLeaves.are_of, self._grouped, parameters)):
+        if len(self._grouped) != len(parameters) or not all(map(GroupShards.are_of, self._grouped, parameters)):
             self._look_at_groups()
-            self._grouped = [GroupLeaves(its, self.shards) for its in parameters]
+            self._grouped = [GroupShards(its, self.shards) for its in parameters]
         return self._grouped
 
     def _parameters_of_groups(self) -> list[list[Tensor]]:
@@ -378,7 +378,7 @@ class LocalOptimizer:
         replaced = shards.moved()
         if replaced:
             assert self.spec is not None  # sharded parameters are refused for an unknown class
-            fresh = partial(fresh_state, self.spec, self.optimizer, group)
+            fresh = partial(initial_state, self.spec, self.optimizer, group)
             for old, new in zip(replaced, shards.leaves, strict=True):
                 self.states.move(old, new, fresh)
 

@@ -40,7 +40,7 @@ class Untouched:
         return [value for value in self.entries.values() if isinstance(value, Tensor)]
 
 
-class LeafStates:
+class ShardStates:
     """Live state, by leaf.
 
     Args:

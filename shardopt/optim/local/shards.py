@@ -20,28 +20,28 @@ from shardopt.algorithms.dense_gradients import found_gradients
 from shardopt.algorithms.registry import AlgorithmSpec, Kind
 from shardopt.errors import Problem, StateError
 from shardopt.optim.local.memory_order import InOrder
-from shardopt.optim.local.step_cache import Gathered
-from shardopt.sharding.gradients import GradientReader, lend_gradients
-from shardopt.sharding.view import assemble, is_held, leaves_of
+from shardopt.optim.local.step_cache import StepCache
+from shardopt.sharding.gradients import GradientReader, attach_gradients
+from shardopt.sharding.view import assemble, is_held, local_tensors
 
 State = dict[str, Any]
 
 
-class Loan:
+class BorrowedGrads:
     """Gradients that leaves have only for the time of a step."""
 
     def __init__(self) -> None:
         self.leaves: list[Tensor] = []
         self._own: list[tuple[Tensor, Tensor]] = []
 
-    def lend(self, leaf: Tensor, gradient: Tensor | None) -> None:
+    def attach(self, leaf: Tensor, gradient: Tensor | None) -> None:
         """Gives a leaf a gradient, or none, in the place of its own, if it has one."""
         if leaf.grad is not None:
             self._own.append((leaf, leaf.grad))
         self.leaves.append(leaf)
         leaf.grad = gradient
 
-    def give_back(self) -> None:
+    def restore(self) -> None:
         """Leaves every leaf with what it had."""
         for leaf in self.leaves:
             leaf.grad = None
@@ -61,7 +61,7 @@ class Shards:
         self.name = name
         self.parameter = parameter
         self.is_held = is_held(parameter)
-        self.leaves = leaves_of(parameter) if self.is_held else ()
+        self.leaves = local_tensors(parameter) if self.is_held else ()
         self.reader = GradientReader(parameter)
 
     def moved(self) -> tuple[Tensor, ...]:
@@ -70,7 +70,7 @@ class Shards:
         Raises:
             StateError: the new local tensors have other shapes, so that state cannot follow them.
         """
-        held = leaves_of(self.parameter)
+        held = local_tensors(self.parameter)
         if len(held) == len(self.leaves) and all(a is b for a, b in zip(held, self.leaves, strict=True)):
             return ()
         before, now = [tuple(t.shape) for t in self.leaves], [tuple(t.shape) for t in held]
@@ -85,7 +85,7 @@ class Shards:
         replaced, self.leaves = self.leaves, held
         return replaced
 
-    def lend_gradients(self, loan: Loan, takes_dense: bool = True) -> None:
+    def attach_gradients(self, loan: BorrowedGrads, takes_dense: bool = True) -> None:
         """Gives each leaf its part of the parameter's gradient.
 
         Where one shard has a gradient the whole parameter has one, which is zero on the shards without, or without rows
@@ -100,7 +100,7 @@ class Shards:
         """
         found = found_gradients(self.parameter, self.name, (torch.strided, torch.sparse_coo), takes_dense)
         for leaf, gradient in zip(self.leaves, found or (None,) * len(self.leaves), strict=True):
-            loan.lend(leaf, gradient)
+            loan.attach(leaf, gradient)
         self.reader.accepted()
 
     def put_together(self, parts: tuple[Tensor, ...]) -> Tensor:
@@ -109,10 +109,10 @@ class Shards:
 
     def take_apart(self, whole: Tensor) -> tuple[Tensor, ...]:
         """The reverse of `put_together`."""
-        return leaves_of(whole)
+        return local_tensors(whole)
 
 
-class GroupLeaves:
+class GroupShards:
     """The leaves of a group's parameters, kept from step to step.
 
     For who steps on them: `gathered` is what the last step gathered of them, if the next one may go by it; `in_order`
@@ -127,7 +127,7 @@ class GroupLeaves:
         self._parameters = list(parameters)
         self._shards = [shards.get(parameter) for parameter in self._parameters]
         self._readers = {its.reader: its for its in self._shards if its is not None and its.is_held}
-        self.gathered: Gathered | None = None
+        self.gathered: StepCache | None = None
         self.in_order: InOrder | None = None
         self._refresh()
 
@@ -152,8 +152,8 @@ class GroupLeaves:
         """Whether a leaf is on the CPU."""
         return any(map(_IS_CPU, self.leaves))
 
-    def lend(
-        self, loan: Loan, follow: Callable[[Shards], None], takes_dense: bool = True
+    def attach(
+        self, loan: BorrowedGrads, follow: Callable[[Shards], None], takes_dense: bool = True
     ) -> tuple[list[Tensor | None] | None, bool]:
         """Gives every leaf of a sharded parameter its gradient.
 
@@ -169,19 +169,19 @@ class GroupLeaves:
         Raises:
             GradientError: a gradient does not fit its parameter.
         """
-        gradients, others, in_order = lend_gradients(self._readers, loan.leaves)
+        gradients, others, in_order = attach_gradients(self._readers, loan.leaves)
         if not others:
             return gradients, in_order
         try:
             for shards in [self._readers[reader] for reader in others]:
                 follow(shards)
-                shards.lend_gradients(loan, takes_dense)
+                shards.attach_gradients(loan, takes_dense)
         finally:
             # Those before one that is refused may have other leaves, and are not looked at again.
             self._refresh()
         return None, False
 
-    def names_of_leaves(self, names: Mapping[Tensor, str]) -> dict[Tensor, str]:
+    def names_of_local_tensors(self, names: Mapping[Tensor, str]) -> dict[Tensor, str]:
         """The FQN of the parameter that each leaf belongs to.
 
         Args:

@@ -20,11 +20,11 @@ _NUMBERS = (bool, int, float)
 _OTHERS = (type(None), str, tuple, list)
 
 
-class Gathered(NamedTuple):
+class StepCache(NamedTuple):
     """What `_init_group` gave and filled in, but for the gradients.
 
     Args:
-        options: those that it may have gone by, of `deciding`.
+        options: those that it may have gone by, of `deciding_options`.
         present: for each leaf of the group whether it had a gradient.
         leaves: those that had one.
         state: lists of their state, in the order of `_init_group`'s arguments.
@@ -41,7 +41,7 @@ class Gathered(NamedTuple):
         """Whether `_init_group` would gather the same now, given that nobody but it makes or replaces state.
 
         Args:
-            options: `deciding` of the group.
+            options: `deciding_options` of the group.
             gradients: of all leaves, dense.
         """
         return self.options == options and self.present == [gradient is not None for gradient in gradients]
@@ -55,11 +55,11 @@ class Gathered(NamedTuple):
         return [self.leaves, list(compress(gradients, self.present)), *self.state]
 
 
-def gathered(options: Options, leaves: Sequence[Tensor], lists: Sequence[list[Any]], told: Any) -> Gathered | None:
+def gathered(options: Options, leaves: Sequence[Tensor], lists: Sequence[list[Any]], told: Any) -> StepCache | None:
     """What can be kept of a call of `_init_group`; None where the step that follows makes state, or rows are updated.
 
     Args:
-        options: `deciding` of the group.
+        options: `deciding_options` of the group.
         leaves: of the group.
         lists: as `_init_group` filled them, before the step went on with them.
         told: what it returned.
@@ -71,10 +71,10 @@ def gathered(options: Options, leaves: Sequence[Tensor], lists: Sequence[list[An
         return None
     here = set(map(id, stepped))
     present = [id(leaf) in here for leaf in leaves]
-    return Gathered(options, present, list(stepped), [list(each) for each in state], told)
+    return StepCache(options, present, list(stepped), [list(each) for each in state], told)
 
 
-def deciding(group: Mapping[str, Any]) -> Options:
+def deciding_options(group: Mapping[str, Any]) -> Options:
     """What may decide about the state that a group's parameters have, and about what is refused.
 
     Of numbers that is whether they are 0: schedules change them in every step. No tensor is looked into, which could

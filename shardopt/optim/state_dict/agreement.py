@@ -17,7 +17,7 @@ from shardopt.optim.state_dict.options import IMPLEMENTATION_OPTIONS
 from shardopt.optim.state_dict.saved_form import PARAMS
 from shardopt.ranks import Ranks
 from shardopt.sharding.gradients import takes_gradient
-from shardopt.sharding.view import is_held, leaves_of
+from shardopt.sharding.view import is_held, local_tensors
 
 Texts = dict[str, str]
 """Name of an option, or of an entry of state → its value, in words that are equal for equal values."""
@@ -78,7 +78,7 @@ def _texts(values: Mapping[str, Any], most_elements: int = _FEW) -> Texts:
     texts = {}
     for name, value in values.items():
         if isinstance(value, Tensor):
-            leaves = leaves_of(value)
+            leaves = local_tensors(value)
             if len(leaves) == 1 and leaves[0] is value and value.numel() <= most_elements:
                 texts[name] = repr(value.tolist())
         elif isinstance(value, bool | int | float | str | tuple | list | None):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardopt.casts import lost_in_cast
 from shardopt.errors import LayoutError, MismatchError, Problem
-from shardopt.sharding.view import leaves_of, view_of
+from shardopt.sharding.view import local_tensors, view_of
 
 _PLAIN = "a plain value"
 
@@ -163,7 +163,7 @@ class LoadPlan:
         self.then(lambda: into.load_state_dict(mine))
 
     def _tensor(self, key: str, into: Tensor, offered: Tensor) -> None:
-        mine, theirs = leaves_of(into), leaves_of(offered)
+        mine, theirs = local_tensors(into), local_tensors(offered)
         if len(mine) == len(theirs) and all(a is b for a, b in zip(mine, theirs, strict=True)):
             return  # handed its own tensor back: it is loaded already
         try:

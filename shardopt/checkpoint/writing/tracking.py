@@ -9,7 +9,7 @@ import sys
 from typing import Protocol
 
 
-class Unsettled(Protocol):
+class TrackedSave(Protocol):
     """A save in the background."""
 
     url: str
@@ -24,34 +24,34 @@ class Unsettled(Protocol):
         """What to say of it where the program has ended."""
 
 
-_unsettled: list[Unsettled] = []
+_tracked: list[TrackedSave] = []
 
 
-def unsettled(save: Unsettled) -> None:
+def track(save: TrackedSave) -> None:
     """From now on the program has to hear of this save."""
-    _unsettled.append(save)
+    _tracked.append(save)
 
 
-def settled(save: Unsettled) -> None:
+def untrack(save: TrackedSave) -> None:
     """The program has heard of it, or need not."""
-    if save in _unsettled:
-        _unsettled.remove(save)
+    if save in _tracked:
+        _tracked.remove(save)
 
 
-def urls_unsettled() -> list[str]:
+def tracked_urls() -> list[str]:
     """Where saves of this process may still be writing."""
-    return [save.url for save in tuple(_unsettled)]
+    return [save.url for save in tuple(_tracked)]
 
 
 def take_failures() -> list[BaseException]:
     """What saves in the background have failed with of which this rank was not told; it is now. Local."""
-    failures = [save.hear() for save in tuple(_unsettled)]
+    failures = [save.hear() for save in tuple(_tracked)]
     return [failure for failure in failures if failure is not None]
 
 
 def raise_failures() -> None:
     """Raises the first of them, and leaves the others for the next time. Local: within a round, so that all raise."""
-    for save in tuple(_unsettled):
+    for save in tuple(_tracked):
         failure = save.hear()
         if failure is not None:
             raise failure
@@ -64,8 +64,8 @@ def _complain_at_exit() -> None:
     handlers that were registered before from running: therefore this one is registered when the module is imported, and
     so runs after those of the program itself.
     """
-    if _unsettled:
-        for save in _unsettled:
+    if _tracked:
+        for save in _tracked:
             print(f"shardopt: {save.complaint()}", file=sys.stderr)
         logging.shutdown()
         sys.stdout.flush()
@@ -75,9 +75,9 @@ def _complain_at_exit() -> None:
 
 def _abandon_in_child() -> None:
     # A forked child has none of the threads that save.
-    for save in _unsettled:
+    for save in _tracked:
         save.abandon_in_child()
-    _unsettled.clear()
+    _tracked.clear()
 
 
 atexit.register(_complain_at_exit)
