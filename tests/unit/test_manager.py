@@ -399,6 +399,7 @@ def test_a_root_that_a_disk_does_not_tell_of_is_no_wrong_argument(tmp_path, monk
     """A failing disk is for the first round to report, where all ranks hear of it."""
     (tmp_path / "file").write_text("")
     (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
+    (tmp_path / "run").mkdir()
     for path in ("file", "nowhere"):
         with pytest.raises(OptionError, match="which is no directory"):
             checkpoint.Manager(tmp_path / path)
