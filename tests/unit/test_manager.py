@@ -1,5 +1,6 @@
 """One process with a Manager: when it saves, what it keeps, what it restores; ranks are in tests/distributed."""
 
+import errno
 import gc
 import logging
 import math
@@ -392,3 +393,20 @@ def test_a_wrong_stage_of_async_save(tmp_path, stage):
     with pytest.raises(OptionError, match=r"stage: found .*; required one of 'now', 'lazy'"):
         checkpoint.async_save(tmp_path / "c", app_of(), stage=stage)
     checkpoint.async_save(tmp_path / "c", app_of()).result(30)
+
+
+def test_a_root_that_a_disk_does_not_tell_of_is_no_wrong_argument(tmp_path, monkeypatch):
+    """A failing disk is for the first round to report, where all ranks hear of it."""
+    (tmp_path / "file").write_text("")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
+    (tmp_path / "run").mkdir()
+    for path in ("file", "nowhere"):
+        with pytest.raises(OptionError, match="which is no directory"):
+            checkpoint.Manager(tmp_path / path)
+
+    def failing(path, *args, **kwargs):
+        raise OSError(errno.EIO, "Input/output error", path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", failing)
+        checkpoint.Manager(tmp_path / "run").close()

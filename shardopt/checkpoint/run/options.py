@@ -6,6 +6,7 @@ import math
 import operator
 import os
 import signal
+import stat
 import threading
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
@@ -155,6 +156,16 @@ def _stop_problems(stop_on: Any, exit_code: Any, stop_seconds: Any) -> list[Prob
     return problems
 
 
+def _is_no_directory(path: str) -> bool:
+    """Whether something else stands there. Of a disk that fails the first round tells, and so on all ranks."""
+    try:
+        return not stat.S_ISDIR(os.stat(path).st_mode)
+    except FileNotFoundError:
+        return os.path.islink(path)
+    except OSError:
+        return False
+
+
 def _root_problems(root: Any, mirror: Any) -> list[Problem]:
     """What is wrong with where checkpoints are to be."""
     problems = []
@@ -167,7 +178,7 @@ def _root_problems(root: Any, mirror: Any) -> list[Problem]:
             continue
         storage = storage_of(path)
         urls[name] = storage.url if storage.is_remote else os.path.realpath(storage.url)
-        if not storage.is_remote and os.path.lexists(storage.url) and not os.path.isdir(storage.url):
+        if not storage.is_remote and _is_no_directory(storage.url):
             problems.append(Problem(name, f"{storage.url}, which is no directory", "a directory", "give another path"))
     if len(urls) == 2 and urls["root"] == urls["mirror"]:
         remedy = "give the copies a place of their own"
