@@ -20,10 +20,9 @@ class Source:
     tree: ast.Module
 
     @property
-    def part(self) -> str:
-        """The module or folder directly under the package: "checkpoint" for all that is in it, "" for the package."""
-        part = self.path.split("/")[0].removesuffix(".py")
-        return "" if part == "__init__" else part
+    def module(self) -> str:
+        """Its path without the suffix: "checkpoint/planning/assign"; of a package its folder, and "" for the root."""
+        return self.path.removesuffix(".py").removesuffix("__init__").rstrip("/")
 
     def imports(self) -> Iterator[tuple[int, str]]:
         """(line, dotted name) of everything imported; `from a import b` is a.b, whether b is a module or a name."""

@@ -7,36 +7,74 @@ import ast
 import functools
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 
 from tests.unit.source import PACKAGE, ROOT, Source, sources
 
-LAYERS = {
+# Floors, from below. A room is a folder, or a file on another floor than its folder; the longest path that fits counts.
+FLOORS = {
     "errors": 0,
-    "casts": 1,
     "names": 0,
-    "staging_fence": 1,
-    "streams": 1,
-    "gc_pause": 1,
-    "torch_private": 1,
+    "casts": 0,
+    "gc_pause": 0,
+    "staging_fence": 0,
+    "streams": 0,
+    "torch_private": 0,
+    "signals": 0,
     "state": 1,
     "values": 1,
     "sharding": 1,
-    "signals": 1,
     "ranks": 2,
     "random_state": 2,
     "sampler": 2,
     "stopping": 3,
-    "algorithms": 3,
-    "optim": 4,
-    "checkpoint": 4,
-    "nn": 5,  # over optim, whose optimizers it runs inside of backward
-    "cli": 6,
-    "": 7,  # shardopt/__init__.py
+    "algorithms": 10,
+    "algorithms/adafactor": 11,
+    "algorithms/sparse_adam": 11,
+    "algorithms/muon": 11,
+    "algorithms/lbfgs": 11,
+    "algorithms/row_wise": 11,
+    "algorithms/builtin": 12,
+    "algorithms/__init__": 13,
+    "optim/state_dict": 20,
+    "optim/gradients": 21,
+    "optim/local": 22,
+    "optim": 23,
+    "checkpoint/reports": 20,
+    "checkpoint/progress": 20,
+    "checkpoint/format": 21,
+    "checkpoint/storage": 22,
+    "checkpoint/planning": 23,
+    "checkpoint/reading": 24,
+    "checkpoint/writing": 25,
+    "checkpoint/matching": 26,
+    "checkpoint": 27,
+    "checkpoint/run": 28,
+    "checkpoint/__init__": 29,
+    "nn": 30,  # over optim, whose optimizers it runs inside of backward
+    "cli": 31,
+    "__init__": 32,
 }
-STRANGERS = {("nn", "checkpoint")}  # never import each other, whatever their layers
+# Never import each other, whatever their floors.
+STRANGERS = {("nn", "checkpoint"), ("optim", "checkpoint"), ("checkpoint", "optim"), ("checkpoint", "algorithms")}
+
+
+def room_of(module: str) -> str | None:
+    """The room of a module ("checkpoint/run/manager") or of a name in one; None if it is in none."""
+    path = module.split("/")
+    if path == [""]:
+        return "__init__"
+    for length in range(len(path), 0, -1):
+        room = "/".join(path[:length])
+        if length == len(path) and f"{room}/__init__" in FLOORS:
+            return f"{room}/__init__"  # the folder itself, which gathers what is above its rooms
+        if room in FLOORS:
+            return room
+    return None
+
 
 # The files that may touch private parts of torch, and what for.
 PRIVATE_PLACES = {
@@ -57,14 +95,26 @@ PICKLING_MODULES = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marsh
 PICKLING_NAMES = re.compile(r"torch\.(load|save)|.*_object(_list)?|allow_pickle")
 
 
+@functools.cache
+def _modules() -> frozenset[str]:
+    return frozenset(source.module for source in sources())
+
+
+def _module_of(name: str) -> str:
+    """The module that an import of this dotted name reaches: of `from a import b` that is a/b, or else a."""
+    path = "/".join(name.split(".")[1:])
+    return path if path in _modules() else path.rpartition("/")[0] if "/" in path or path not in FLOORS else path
+
+
 def upward_imports(source: Source) -> Iterator[str]:
-    """Imports of a part of the package that is not in a lower layer; a part is free within itself."""
+    """Imports of a room that is not on a lower floor. A room is free within itself."""
+    own = room_of(source.module)
     for line, name in source.imports():
         if name.split(".")[0] != "shardopt":
             continue
-        part = [*name.split("."), ""][1]
-        upward = part != source.part and LAYERS.get(part, LAYERS[""]) >= LAYERS[source.part]
-        if upward or (source.part, part) in STRANGERS:
+        room = room_of(_module_of(name))
+        upward = room != own and (room is None or own is None or FLOORS[room] >= FLOORS[own])
+        if upward or (source.module.split("/")[0], name.split(".")[1:2][0] if "." in name else "") in STRANGERS:
             yield f"{source.path}:{line} imports {name}"
 
 
@@ -79,17 +129,17 @@ def imports_inside_functions(source: Source) -> Iterator[str]:
 def private_parts(source: Source) -> Iterator[str]:
     """Private names of others: imported, reached as an attribute, or by `getattr`.
 
-    A part of the package shares its private names, as a class and its subclasses stand in several of its files.
+    A room shares its private names, as a class and its subclasses stand in several of its files.
     """
-    own = {*_names_defined(source.tree), *_names_of_part(source.part)}
+    own = {*_names_defined(source.tree), *_names_of_room(room_of(source.module))}
 
     def is_private(name: str) -> bool:
         private = name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
         return private and name not in own and not NOT_PRIVATE.fullmatch(name)
 
     for line, name in source.imports():
-        others = name.split(".")[0] != "shardopt"
-        if others and name.split(".")[0] != "__future__" and any(map(is_private, name.split("."))):
+        own_room = name.split(".")[0] == "shardopt" and room_of(_module_of(name)) == room_of(source.module)
+        if not own_room and name.split(".")[0] != "__future__" and any(map(is_private, name.split("."))):
             yield f"{source.path}:{line} imports {name}"
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
@@ -101,8 +151,8 @@ def private_parts(source: Source) -> Iterator[str]:
 
 
 @functools.cache
-def _names_of_part(part: str) -> set[str]:
-    return {name for source in sources() if source.part == part for name in _names_defined(source.tree)}
+def _names_of_room(room: str | None) -> set[str]:
+    return {name for source in sources() if room_of(source.module) == room for name in _names_defined(source.tree)}
 
 
 def _is_name(node: ast.expr, *names: str) -> bool:
@@ -179,6 +229,18 @@ CAUGHT = [
     (upward_imports, "nn/table.py", "from shardopt.checkpoint import save"),
     (upward_imports, "errors.py", "from . import state"),
     (upward_imports, "ranks/channel.py", "from shardopt.brandnew import thing"),
+    (upward_imports, "checkpoint/format/manifest.py", "from shardopt.checkpoint.reading.reader import open_checkpoint"),
+    (upward_imports, "checkpoint/reading/fetch.py", "from shardopt.checkpoint.load import load"),
+    (upward_imports, "checkpoint/save.py", "from shardopt.checkpoint.run.manager import Manager"),
+    (upward_imports, "checkpoint/writing/write.py", "from shardopt import checkpoint"),
+    (upward_imports, "checkpoint/writing/write.py", "from shardopt.checkpoint import save"),
+    (upward_imports, "algorithms/registry.py", "from shardopt.algorithms.muon.muon import Muon"),
+    (upward_imports, "algorithms/muon/muon.py", "from shardopt.algorithms.lbfgs.lbfgs import LBFGS"),
+    (upward_imports, "optim/local/local_step.py", "from shardopt.optim.keyed import keyed"),
+    (upward_imports, "nn/bags.py", "from shardopt.checkpoint.format.constants import DTYPES"),
+    (upward_imports, "checkpoint/run/manager.py", "from shardopt.optim.state_dict.groups import named"),
+    (private_parts, "checkpoint/save.py", "from shardopt.checkpoint.planning.assign import _lines"),
+    (private_parts, "checkpoint/save.py", "def f(plan): return plan._lines"),
     (imports_inside_functions, "optim/keyed.py", "def f():\n    from shardopt.errors import StateError"),
     (private_parts, "checkpoint/save.py", "def f(t): return t._local_tensor"),
     (private_parts, "checkpoint/save.py", "def f(t): return getattr(t, '_spec', None)"),
@@ -205,6 +267,8 @@ ALLOWED = [
         "from shardopt.checkpoint.planning.assign import Plan\nfrom shardopt.ranks import Ranks",
     ),
     (upward_imports, "__init__.py", "from shardopt.optim import keyed"),
+    (upward_imports, "checkpoint/run/manager.py", "from shardopt.checkpoint.run.keeper import Keeper"),
+    (private_parts, "checkpoint/run/manager.py", "from shardopt.checkpoint.run.keeper import _thing"),
     (upward_imports, "nn/embedding.py", "from shardopt.optim.fused import FusedOptimizer"),
     (private_parts, "state.py", "class A:\n    def __init__(self): self._a = 1\ndef f(a): return a._a, a.__dict__"),
     (private_parts, "optim/clipping.py", "import torch\ntorch._foreach_norm([])"),
@@ -223,8 +287,16 @@ def test_rule_allows(rule, path, code):
     assert list(rule(Source(path, ast.parse(code)))) == []
 
 
-def test_every_part_has_a_layer():
-    assert {source.part for source in sources()} <= set(LAYERS)
+def test_every_file_has_a_floor():
+    assert [source.path for source in sources() if room_of(source.module) is None] == []
+    rooms = {room_of(source.module) for source in sources()}
+    assert [room for room in FLOORS if room not in rooms] == []
+
+
+def test_no_room_is_crowded():
+    """At most twenty files in a folder; beyond that it wants inner walls."""
+    count = Counter(path.parent for path in PACKAGE.rglob("*.py"))
+    assert {str(folder.relative_to(PACKAGE)): files for folder, files in count.items() if files > 20} == {}
 
 
 def test_wheel_holds_the_package_alone_and_all_of_it():
