@@ -420,7 +420,7 @@ BETWEEN_ROUNDS = [
     ("async_save", "shardopt.checkpoint.async_save:Staging"),
     pytest.param("save", "shardopt.checkpoint.load:mark_torn", marks=pytest.mark.exhaustive),
     pytest.param("async_save", PLANNING, marks=pytest.mark.exhaustive),
-    pytest.param("Manager", "shardopt.checkpoint.manager:Manager._candidates", marks=pytest.mark.exhaustive),
+    pytest.param("Manager", "shardopt.checkpoint.history:History.candidates", marks=pytest.mark.exhaustive),
 ]
 
 
