@@ -22,7 +22,7 @@ from tests.twins.plain import ADDED, KINDS, OPTIONS, SHAPES, WITH_STATE, Plain, 
 from tests.twins.sharded import MESHES, MODULES, Sharded
 
 NAMES = sorted(SHAPES)
-MOST = 2**16
+MOST = 99  # small enough that hypothesis draws no numbers out of the source, which other modules would change
 UNUSED = st.sets(st.sampled_from(NAMES), max_size=6)
 
 
