@@ -46,6 +46,7 @@ def agreed(method):
             self.sharded.check(self.plain)
         except Exception:
             failure = traceback.format_exc()
+        self.done.append(drawn)
         reports = [(drawn, failure)]
         if dist.get_world_size() > 1:
             reports *= dist.get_world_size()
@@ -53,6 +54,9 @@ def agreed(method):
         assert len({drawn for drawn, _ in reports}) == 1, f"ranks have drawn otherwise: {reports}"
         failures = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(reports) if text]
         if failures:
+            if not type(self).failed:  # at once: to find a shorter one may take longer than there is time
+                type(self).failed = True
+                print(f"the first to fail, of {self.kind}:", *self.done, *failures, sep="\n", flush=True)
             raise Failed("\n".join(failures))
 
     return carried_out
@@ -72,7 +76,7 @@ class Twins(RuleBasedStateMachine):
     """A sharded run and a plain one."""
 
     root, kind = "", ""  # a folder that all ranks see; of `KINDS`
-    played = 0
+    played, failed = 0, False
 
     def __init__(self):
         super().__init__()
@@ -83,6 +87,7 @@ class Twins(RuleBasedStateMachine):
         self.history = {}  # the same for each step that the manager has
         self.step_number = 0
         self.frozen = set()
+        self.done = []  # every rule, with what it was given
 
     @initialize(how=target(), early=st.booleans())
     @agreed
@@ -270,7 +275,7 @@ def play(root, sequences, steps, number=0):
 
 
 def _played(root, kind, sequences, steps, drawn_from):
-    machine = type("Played", (Twins,), {"root": root, "kind": kind, "played": 0})
+    machine = type("Played", (Twins,), {"root": root, "kind": kind})
     run_state_machine_as_test(
         seed(drawn_from)(machine),
         settings=settings(
