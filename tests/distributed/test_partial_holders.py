@@ -7,8 +7,6 @@ process computes that never stopped. Some parameters have no gradient in some st
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed._shard import sharded_tensor
-from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -16,6 +14,7 @@ import shardopt
 from shardopt import checkpoint
 from shardopt.sharding.view import is_held, local_tensors, view_of
 from tests.harness import run_ranks
+from tests.sub_meshes import give_gradient, lacks, part, placed
 
 SHAPES = {"expert": (4, 6), "plain": (3, 2), "sub": (5, 4), "table": (7, 3), "uneven": (2, 3), "unused": (4, 4)}
 ALGORITHMS = {
@@ -68,60 +67,14 @@ def has_gradient(name, step):
     return step == LAST if name == "unused" else (step + sorted(SHAPES).index(name)) % 3 != 0
 
 
-def part(whole, piece):
-    return whole[tuple(map(slice, piece.box.offsets, piece.box.ends))].clone()
-
-
-def placed(name, where, meshes):
-    """This rank's part of a parameter."""
-    whole = value(name, 0)
-    if where is None:
-        return torch.nn.Parameter(whole)
-    if isinstance(where, list):
-        rank, begin, shards = dist.get_rank(), 0, []
-        for rows, holder in where:
-            metadata = ShardMetadata([begin, 0], [rows, whole.shape[1]], f"rank:{holder}/cpu")
-            if holder == rank and rows:
-                shards.append(sharded_tensor.Shard(whole[begin : begin + rows].clone().requires_grad_(), metadata))
-            begin += rows
-        return sharded_tensor.init_from_local_shards(shards, *whole.shape)
-    ranks, placement = where
-    if tuple(ranks) not in meshes:
-        meshes[tuple(ranks)] = DeviceMesh("cpu", ranks)
-    mesh = meshes[tuple(ranks)]
-    if mesh.get_coordinate() is None:
-        local = torch.empty(0, dtype=whole.dtype)
-    elif isinstance(placement, Shard):
-        parts = torch.chunk(whole, len(ranks), placement.dim)
-        here = mesh.get_local_rank()
-        empty = whole.narrow(placement.dim, 0, 0)
-        local = (parts[here] if here < len(parts) else empty).clone()
-    else:
-        local = whole.clone()
-    made = DTensor.from_local(local, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride())
-    return torch.nn.Parameter(made)
-
-
 def give_gradients(params, step):
     for name, param in params.items():
-        whole = value(name, step) if has_gradient(name, step) else None
-        pieces = view_of(param, name).pieces
-        if isinstance(param, DTensor):
-            param.grad = None
-            if whole is not None and param.device_mesh.get_coordinate() is not None:
-                local = part(whole, pieces[0]) if pieces else torch.zeros_like(local_tensors(param)[0].detach())
-                spec = param.device_mesh, param.placements
-                param.grad = DTensor.from_local(local, *spec, run_check=False, shape=param.shape, stride=param.stride())
-        elif isinstance(param, torch.nn.Parameter):
-            param.grad = whole
-        else:
-            for leaf, piece in zip(local_tensors(param), pieces, strict=True):
-                leaf.grad = None if whole is None else part(whole, piece)
+        give_gradient(param, value(name, step) if has_gradient(name, step) else None)
 
 
 def optimizers(layout, algorithms):
     meshes, groups = {}, [{"match": "sub|unused", "lr": 0.02}]
-    params = {each: {name: placed(name, layout.get(name), meshes) for name in SHAPES} for each in algorithms}
+    params = {each: {name: placed(value(name, 0), layout.get(name), meshes) for name in SHAPES} for each in algorithms}
     made = {each: shardopt.keyed(each, params[each], lr=LR, groups=groups, **ALGORITHMS[each]) for each in algorithms}
     return params, made
 
@@ -190,11 +143,7 @@ def test_several_resumes_come_to_what_one_process_computes(tmp_path, algorithms,
 
 def lacking(layout, rank):
     """The parameters of which a rank has no part."""
-    of_ranks = {
-        name: set(where[0]) if isinstance(where, tuple) else {holder for rows, holder in where if rows}
-        for name, where in layout.items()
-    }
-    return {name for name, ranks in of_ranks.items() if rank not in ranks}
+    return {name for name, where in layout.items() if lacks(where, rank)}
 
 
 def own_nothing(path, wrapped):
@@ -250,7 +199,7 @@ def test_a_rank_that_holds_nothing_saves_and_loads_with_the_others(tmp_path, wra
 def minimize(layout, path, steps):
     """L-BFGS on a sum of squares, the loss of which all ranks have; resumed once."""
     meshes = {}
-    params = {name: placed(name, layout.get(name), meshes) for name in SHAPES}
+    params = {name: placed(value(name, 0), layout.get(name), meshes) for name in SHAPES}
 
     def made():
         return shardopt.keyed("lbfgs", params, lr=0.5, max_iter=3, history_size=4)

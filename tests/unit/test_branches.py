@@ -23,6 +23,7 @@ from shardopt.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     CorruptionError,
+    MismatchError,
     OptionError,
 )
 
@@ -272,6 +273,17 @@ def test_a_load_that_fails_takes_nothing_back(tmp_path):
     with pytest.raises(ValueError):
         manager.restore({"w": torch.zeros(9)}, step=200)
     assert manager.steps() == [100, 200, 300]
+
+
+def test_what_is_saved_after_a_load_that_was_refused_is_part_of_the_run(tmp_path):
+    three_steps(tmp_path)
+    restored(checkpoint.Manager(tmp_path), step=100)
+    manager = checkpoint.Manager(tmp_path)
+    with pytest.raises(MismatchError):
+        manager.restore({"w": torch.zeros(9)})
+    save(manager, 200, -2)
+    save(manager, 400, -4)
+    assert manager.steps() == [100, 200, 400] and restored(checkpoint.Manager(tmp_path)) == (400, -4)
 
 
 OPERATIONS = ("make", "write", "publish", "remove", "retract", "remove_if_empty", "names", "read", "size")

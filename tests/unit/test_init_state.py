@@ -162,6 +162,15 @@ def test_a_frozen_parameter_gets_none():
     assert list(optimizer.state_dict()["state"]) == ["w", "frozen"]
 
 
+def test_state_that_is_made_at_construction_is_that_of_frozen_parameters_too_in_every_group():
+    params = {name: torch.nn.Parameter(torch.ones(3), requires_grad=False) for name in ("a", "b", "c")}
+    optimizer = shardopt.keyed("adagrad", {"a": params["a"], "b": params["b"]}, groups=[{"match": "b", "lr": 0.1}])
+    optimizer.add_param_group({"params": {"c": params["c"]}})
+    assert list(optimizer.state_dict()["state"]) == ["b", "a", "c"]
+    optimizer.state.clear()
+    assert list(optimizer.state_dict()["state"]) == ["b", "a", "c"]
+
+
 def test_what_someone_wrote_into_early_state_is_used():
     weight = torch.nn.Parameter(torch.zeros(2))
     optimizer = shardopt.keyed("sgd", {"w": weight}, lr=1.0, momentum=0.5, dampening=0.5)

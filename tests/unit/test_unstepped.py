@@ -200,6 +200,18 @@ def test_what_was_stepped_and_is_not_stored_is_refused_and_nothing_changed(tmp_p
     step(optimizer, "a")
 
 
+def test_what_a_refused_load_had_dropped_is_there_again(tmp_path):
+    saved = shardopt.keyed("sgd", parameters(), lr=0.1, momentum=0.9, dampening=0.5)
+    step(saved, "a")
+    checkpoint.save(tmp_path / "c", {"optimizer": saved, "surplus": 1})
+    optimizer = shardopt.keyed("sgd", parameters(), lr=0.1, momentum=0.9, dampening=0.5)
+    optimizer.init_state(names=["a.b", "c"])
+    with pytest.raises(MismatchError, match="surplus"):
+        checkpoint.load(tmp_path / "c", {"optimizer": optimizer}, init_state=True)
+    assert names_with_state(optimizer) == ["a.b", "c"]
+    assert optimizer.unstepped_state(["a", "a.b", "c"]) == {"a.b", "c"}
+
+
 def test_names_go_through_the_rules_of_rename(tmp_path):
     saved = save_stepped(tmp_path / "c", "a", "a.b")
     renamed = {f"new.{name}": parameter for name, parameter in parameters().items()}

@@ -55,7 +55,8 @@ def init_unstepped(
         url, app, select, rename: as for `load`.
 
     Returns:
-        What leaves without state again what got some here: to be called where the load has failed.
+        What leaves without state again what got some here, and makes what was dropped as it was: to be called where the
+        load has failed.
 
     Raises:
         CheckpointNotFoundError, CorruptionError, FormatError: there is no manifest to be read.
@@ -94,6 +95,8 @@ def init_unstepped(
         for change in changes.values():
             if change.make and isinstance(change.optimizer, UnsteppedStateful):
                 change.optimizer.drop_state(change.make)
+            if change.drop:
+                change.optimizer.init_state(names=change.drop)
 
     return undo
 
@@ -108,7 +111,8 @@ def _carry_out(changes: Mapping[str, _Change], stepped: Mapping[str, Collection[
             change.optimizer.init_state()
             continue
         # What one rank has stepped is in no rank's power to drop.
-        change.optimizer.drop_state([name for name in change.drop if name not in stepped.get(key, ())])
+        change.drop = [name for name in change.drop if name not in stepped.get(key, ())]
+        change.optimizer.drop_state(change.drop)
         if change.make:
             change.optimizer.init_state(names=change.make)
 

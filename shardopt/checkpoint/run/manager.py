@@ -246,14 +246,14 @@ class Manager:
     ) -> int:
         if self._saver is not None:
             self._saver.wait()
-        branches = self._history.agree_on_branches(needs_copies=True)
+        # Known whether anything is loaded or not: what is saved after a refused load belongs to the branch of now.
+        branches = self._keeper.branches = self._history.agree_on_branches(needs_copies=True)
         seen_from = branches.current if branch is None else branch
         refuse_unknown_branch(seen_from, branches.current)
         restored = restore_newest(
             lambda: self._history.candidates(seen_from, step, required or step is not None),
             load_from,
         )
-        self._keeper.branches = branches
         if restored is None:
             if ranks_of().rank == 0:
                 where = self._root.url if self._root.is_there() else f"{self._root.url}, which is not there"

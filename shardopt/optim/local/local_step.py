@@ -127,7 +127,7 @@ class LocalOptimizer:
         self._drop_stand_ins(leaves)
         self.hand_over_parameters({**getattr(self.optimizer, "names", {}), **names})
         if self.spec is not None and self.spec.state_at_construction:
-            self.make_state(names)
+            self.make_state(names, frozen_too=True)
 
     def hand_over_parameters(self, names: Mapping[Tensor, str]) -> None:
         """Where the algorithm steps on parameters: makes them their own leaves, and tells it how they are called.
@@ -296,7 +296,7 @@ class LocalOptimizer:
         self.state_changed()
         self.states.clear()
         if self.spec is not None and self.spec.state_at_construction:
-            self.make_state(list(self._names))
+            self.make_state(list(self._names), frozen_too=True)
 
     def has_state(self, parameter: Tensor) -> bool:
         """Whether there is any state of a parameter."""
