@@ -11,7 +11,7 @@ from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from shardopt.sharding.view import leaves_of, view_of
+from shardopt.sharding.view import local_tensors, view_of
 
 
 def placed(whole, where, meshes):
@@ -65,11 +65,11 @@ def give_gradient(param, whole):
     if isinstance(param, DTensor):
         param.grad = None
         if whole is not None and param.device_mesh.get_coordinate() is not None:
-            local = part(whole, pieces[0]) if pieces else torch.zeros_like(leaves_of(param)[0].detach())
+            local = part(whole, pieces[0]) if pieces else torch.zeros_like(local_tensors(param)[0].detach())
             spec = param.device_mesh, param.placements
             param.grad = DTensor.from_local(local, *spec, run_check=False, shape=param.shape, stride=param.stride())
     elif isinstance(param, torch.nn.Parameter):
         param.grad = None if whole is None else whole.clone()
     else:
-        for leaf, piece in zip(leaves_of(param), pieces, strict=True):
+        for leaf, piece in zip(local_tensors(param), pieces, strict=True):
             leaf.grad = None if whole is None else part(whole, piece)

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 import shardopt
-from shardopt.sharding.view import leaves_of, view_of
+from shardopt.sharding.view import local_tensors, view_of
 from tests.sub_meshes import give_gradient, lacks, part, placed
 from tests.twins.plain import KINDS, value
 
@@ -99,7 +99,7 @@ class Sharded:
             param.requires_grad_(trained)
             return
         param.metadata().tensor_properties.requires_grad = trained  # a ShardedTensor's own requires_grad_ warns
-        for leaf in leaves_of(param):
+        for leaf in local_tensors(param):
             leaf.requires_grad_(trained)
 
     def step(self, gradients):
