@@ -31,8 +31,8 @@ from torch import Tensor
 
 from shardopt.algorithms.dense_gradients import dense_gradients
 from shardopt.algorithms.late_checks import LateChecks
+from shardopt.algorithms.reductions import Term, all_reduce_terms
 from shardopt.errors import GradientError, Problem
-from shardopt.ranks import ranks_of
 from shardopt.sharding.box import cover_faults
 from shardopt.sharding.gradients import requires_gradient, takes_gradient
 from shardopt.sharding.pieces import View
@@ -40,7 +40,6 @@ from shardopt.sharding.reduced import ShardGroup, is_first_of, local_views, shar
 from shardopt.sharding.view import assemble, device_of, is_held, local_tensors, view_of
 
 Group = Mapping[str, Any]
-Term = tuple[Tensor, tuple[ShardGroup, ...]]
 
 
 class Adafactor(torch.optim.Adafactor):
@@ -128,24 +127,6 @@ def unsuitable_for_adafactor(view: View) -> str:
     if cover_faults(view.shape, view.layout.boxes):
         return "shards that do not tell where the rest of the parameter is"
     return ""
-
-
-def all_reduce_terms(terms: Iterable[Term]) -> None:
-    """Adds up each tensor, in place, over the groups of its cuts: one all-reduce for each group (and dtype).
-
-    All ranks of a group must pass tensors of the same shapes, in the same order.
-    """
-    by_group: dict[Any, dict[Any, list[Tensor]]] = {}
-    for tensor, cuts in terms:
-        for cut in cuts:
-            by_group.setdefault(cut.group, {}).setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    for group, kinds in by_group.items():
-        ranks = ranks_of(group)
-        for tensors in kinds.values():
-            flat = ranks.all_reduce_sum(torch.cat([tensor.flatten() for tensor in tensors]).to(ranks.device))
-            parts = torch.split(flat, [tensor.numel() for tensor in tensors])
-            sums = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
-            torch._foreach_copy_(tensors, sums)
 
 
 class _Work:

@@ -23,6 +23,9 @@ from shardopt.errors import AlgorithmError, Problem
 from shardopt.sharding.pieces import View
 from shardopt.torch_private import step_without_hooks
 
+GLOBAL_STATE = "global"
+"""The begin of the names under which `state` has what belongs to no parameter: "global.<least FQN>"."""
+
 Options = Mapping[str, Any]
 
 

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from shardopt.algorithms.lbfgs.history import Memory, initial_numbers, resize_history
 from shardopt.algorithms.lbfgs.strong_wolfe import Trial, strong_wolfe
 from shardopt.algorithms.lbfgs.vectors import ParameterVector
+from shardopt.algorithms.registry import GLOBAL_STATE
 from shardopt.errors import AlgorithmError, Problem
 from shardopt.ranks import ranks_of
 from shardopt.sharding.box import cover_faults
@@ -34,9 +35,6 @@ from shardopt.sharding.gradients import local_gradients, requires_gradient
 from shardopt.sharding.pieces import View
 from shardopt.sharding.reduced import stack_like
 from shardopt.sharding.view import assemble, is_held, local_tensors
-
-GLOBAL = "global"
-"""What the name begins with under which `state` has what belongs to no parameter: "global.<least FQN>"."""
 
 Group = Mapping[str, Any]
 
@@ -209,7 +207,7 @@ class LBFGS(Optimizer):
         """The name under which `state` has what belongs to no parameter."""
         (group,) = self.param_groups
         least = min((self.names[parameter] for parameter in group["params"] if parameter in self.names), default="")
-        return f"{GLOBAL}.{least}" if least else GLOBAL
+        return f"{GLOBAL_STATE}.{least}" if least else GLOBAL_STATE
 
     def complete_state(self, parameter: Tensor) -> None:
         """Gives the state of a parameter, if it has any, the shapes that it is saved with."""

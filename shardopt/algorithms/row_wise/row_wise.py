@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from shardopt.algorithms.adafactor import all_reduce_terms
+from shardopt.algorithms.reductions import all_reduce_terms
 from shardopt.algorithms.row_wise.row_gradients import RowGradient, refuse_decay_of_sparse, row_gradients
 from shardopt.algorithms.row_wise.row_rules import ADAGRAD, ADAM, RowRule, moment_dtype, update_rows
 from shardopt.algorithms.row_wise.row_shares import RowShares

@@ -13,14 +13,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeGuard
 
-from shardopt.algorithms.lbfgs.lbfgs import GLOBAL
+from shardopt.algorithms.registry import GLOBAL_STATE
 from shardopt.errors import MismatchError, Problem
 from shardopt.optim.state_dict.saved_form import PARAM_GROUPS, PARAMS, STATE, UNTOUCHED, least_name, renamed_group
 from shardopt.state import holds_tensors
 
 NewKey = Callable[[str], str | None]
 
-_GLOBAL = re.compile(rf"(?<![^.]){GLOBAL}\.")
+_GLOBAL = re.compile(rf"(?<![^.]){GLOBAL_STATE}\.")
 
 
 def renamed(saved: Mapping[str, Any], new_key: NewKey) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def renamed(saved: Mapping[str, Any], new_key: NewKey) -> dict[str, Any]:
         if name not in new_names and of_group != name and of_group in least:
             # It goes by the least name of a group, which need not be the new form of the old one.
             before = _GLOBAL.split(_inner(new_key(f"{STATE}.{name}")) or name, maxsplit=1)[0]
-            return f"{before}{GLOBAL}.{least[of_group].removeprefix(before)}"
+            return f"{before}{GLOBAL_STATE}.{least[of_group].removeprefix(before)}"
         # Tensors are keys of their own, by which they are renamed.
         return name if holds_tensors(state[name]) else new_names.get(name, name)
 
