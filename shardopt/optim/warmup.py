@@ -95,7 +95,7 @@ class WarmupOptimizer(OptimizerWrapper):
 
     def __repr__(self) -> str:
         stages = ", ".join(self._own[STAGES])
-        return f"{type(self).__name__} (iteration {self._iteration} of {stages}) of {self._parts[0]!r}"
+        return f"{type(self).__name__} (iteration {self._iteration} of {stages}) of {self._children[0]!r}"
 
     @property
     def _iteration(self) -> int:
@@ -128,15 +128,15 @@ class WarmupOptimizer(OptimizerWrapper):
         state = offered.get(STATE)
         entries = state.get(self._param_name) if isinstance(state, Mapping) else None
         if isinstance(state, Mapping) and isinstance(entries, Mapping) and STAGES in entries:
-            saved, mine = entries[STAGES], self._own[STAGES]
-            if not isinstance(saved, list) or not saved or mine[: len(saved)] != saved:
+            saved, own = entries[STAGES], self._own[STAGES]
+            if not isinstance(saved, list) or not saved or own[: len(saved)] != saved:
                 plan.problem(
                     f"{plan.section(STATE)}.{self._param_name}.{STAGES}",
                     f"a warm-up through {saved}",
-                    f"one through {mine}, or the first of them",
+                    f"one through {own}, or the first of them",
                     "build the optimizer with the stages that were saved; others can only be appended to them",
                 )
-            offered = {**offered, STATE: {**state, self._param_name: {**entries, STAGES: mine}}}
+            offered = {**offered, STATE: {**state, self._param_name: {**entries, STAGES: own}}}
         super()._plan(plan, offered)
         loaded_groups = plan.loaded_groups  # a plan that holds itself would keep this optimizer's memory
         plan.then(lambda: self._follow(loaded_groups))
@@ -159,14 +159,14 @@ class WarmupOptimizer(OptimizerWrapper):
                     group[self._lr_param] = rate
 
     def _adopt(self) -> None:
-        """Takes up groups that were added since, here or at the wrapped optimizer."""
+        """Sets the rates of groups that were added since, here or at the wrapped optimizer."""
         new = [group for group in self.param_groups if self._full not in group]
         for group in new:
             rate = group.get(self._lr_param)
             # torch lets groups share the tensor of the default rate, which by now has been multiplied.
-            twins = [other for other in self.param_groups if self._full in other and other[self._lr_param] is rate]
-            shared = isinstance(rate, Tensor) and twins
-            self._set_full(group, twins[0][self._full] if shared else self._full_rate(self._nominal(group)))
+            sharing = [other for other in self.param_groups if self._full in other and other[self._lr_param] is rate]
+            shared = isinstance(rate, Tensor) and sharing
+            self._set_full(group, sharing[0][self._full] if shared else self._full_rate(self._nominal(group)))
         if new:
             self._set_rates(new)
 
@@ -196,9 +196,9 @@ class WarmupOptimizer(OptimizerWrapper):
                     remedy = f"pass lr_param, one of {options}"
                     yield Problem(f"param_groups[{k}].{lr_param}", "no such option", "a learning rate", remedy)
             elif _number(group[lr_param]) is None:
-                found, required = repr(group[lr_param]), "a number that is not negative, or a tensor of one"
+                value, required = repr(group[lr_param]), "a number that is not negative, or a tensor of one"
                 remedy = f"pass as lr_param the one of {options} that is the learning rate"
-                yield Problem(f"param_groups[{k}].{lr_param}", found, required, remedy)
+                yield Problem(f"param_groups[{k}].{lr_param}", value, required, remedy)
 
 
 def _number(rate: Any) -> float | None:
@@ -214,5 +214,5 @@ def _wrong_arguments(lr: object, lr_param: object, param_name: object, taken: se
     if not isinstance(param_name, str) or not param_name:
         yield Problem("param_name", repr(param_name), "a name", 'pass "__warmup"')
     elif param_name in taken:
-        found = f"{param_name!r}, which has state in the wrapped optimizer already"
-        yield Problem("param_name", found, "another name", "give each warm-up a name of its own")
+        taken_name = f"{param_name!r}, which has state in the wrapped optimizer already"
+        yield Problem("param_name", taken_name, "another name", "give each warm-up a name of its own")

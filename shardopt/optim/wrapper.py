@@ -20,7 +20,7 @@ class OptimizerWrapper(CompositeOptimizer):
     """Another keyed optimizer with something around its step.
 
     Parameters, state, groups and defaults are the wrapped optimizer's, not copies. A subclass overrides
-    `_before_step` for what happens between gradients and step, and `_own_state` for what it has to keep itself.
+    `_before_step` for what happens between gradients and step, and `_own_state` for the state that it keeps itself.
 
     Args:
         optimizer: is wrapped, and lives on inside.
@@ -40,7 +40,7 @@ class OptimizerWrapper(CompositeOptimizer):
         name in the wrapper itself.
         """
         kept: KeyedOptimizer | None = vars(self).get("_optimizer")
-        return self._parts[0] if kept is None else kept
+        return self._children[0] if kept is None else kept
 
     @property
     def params(self) -> Mapping[str, Tensor]:
@@ -101,7 +101,7 @@ class OptimizerWrapper(CompositeOptimizer):
         return f"{type(self).__name__} of {self._optimizer!r}"
 
     def _own_state(self) -> OwnState:
-        """What this wrapper keeps besides the state of the wrapped one: `{name: {key: tensor or plain value}}`.
+        """Returns this wrapper's own state, besides the wrapped one's: `{name: {key: tensor or plain value}}`.
 
         It is saved under that name in `state_dict()["state"]`. The inner mappings must be the live ones: loading
         replaces plain values in them, copies into their tensors, and then calls `post_load_state_dict`.
@@ -124,8 +124,8 @@ class OptimizerWrapper(CompositeOptimizer):
         own = {name: dict(entries) for name, entries in self._own_state().items()}
         taken = own.keys() & gathered[STATE].keys()
         if taken:
-            found = f"state of {type(self).__name__} and of what it wraps"
-            problems = [Problem(name, found, "one of them", "give it another name") for name in sorted(taken)]
+            both = f"state of {type(self).__name__} and of what it wraps"
+            problems = [Problem(name, both, "one of them", "give it another name") for name in sorted(taken)]
             raise StateError("two optimizers keep state under one name", problems)
         return {**gathered, STATE: {**gathered[STATE], **own}}
 

@@ -22,7 +22,7 @@ each_kind = pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS)
 
 def innermost(optimizer):
     if isinstance(optimizer, CompositeOptimizer):
-        return [leaf for part in optimizer._parts for leaf in innermost(part)]
+        return [leaf for part in optimizer._children for leaf in innermost(part)]
     return [optimizer]
 
 

@@ -261,12 +261,12 @@ def test_a_gradient_that_one_rank_refuses_is_told_by_all():
 
 
 def never_asking(monkeypatch):
-    """Teams tell each other in the exchange what they find, where they would have to wait for an answer."""
+    """Ranks send flags of their gradients with the exchange, where they would have to wait for an answer."""
     made = Team.__init__
 
     def make(self, ranks, matrices):
         made(self, ranks, matrices)
-        self.asks = ranks.size == 1 or any(not takes_gradient(matrix.parameter) for matrix in matrices)
+        self.checks_first = ranks.size == 1 or any(not takes_gradient(matrix.parameter) for matrix in matrices)
 
     monkeypatch.setattr(Team, "__init__", make)
 

@@ -43,7 +43,7 @@ class Twins:
 
     @property
     def gathered(self):
-        return self.optimizer._local._grouped[0].gathered if self.optimizer._local._grouped else None
+        return self.optimizer._local._grouped[0].cache if self.optimizer._local._grouped else None
 
     def step(self, without=(), sparse=(), tolerance=0.0):
         for i, (ours, plain) in enumerate(self.pairs):
@@ -191,7 +191,7 @@ def test_bad_gradient_is_told_and_changes_nothing(mesh):
         with pytest.raises((GradientError, RuntimeError)):
             twins.optimizer.step()
         twins.check()
-        assert all(leaf.grad is None for p in twins.ours.values() for leaf in twins.optimizer._local.leaves(p))
+        assert all(leaf.grad is None for p in twins.ours.values() for leaf in twins.optimizer._local.local_tensors(p))
         ours.grad = before
     twins.step()
 
