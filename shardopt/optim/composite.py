@@ -118,7 +118,7 @@ class CompositeOptimizer(KeyedOptimizer):
     @property
     def _made(self) -> bool:
         """Whether the children are there; torch's constructor sets attributes of theirs before that."""
-        return "_parts" in self.__dict__
+        return "_children" in self.__dict__
 
     def _atoms(self) -> tuple[Optimizer, ...]:
         """Those of every child."""
