@@ -15,10 +15,10 @@ def rows(shape, holders):
     """A matrix cut into as many runs of rows as there are tuples of holders."""
     count = -(-shape[0] // len(holders))
     boxes = {}
-    for i, its in enumerate(holders):
+    for i, own in enumerate(holders):
         start, end = min(i * count, shape[0]), min((i + 1) * count, shape[0])
         if start < end:
-            boxes[Box((start, 0), (end - start, shape[1]))] = its
+            boxes[Box((start, 0), (end - start, shape[1]))] = own
     return Layout.from_holders(shape, boxes)
 
 
