@@ -57,7 +57,7 @@ class Adafactor(torch.optim.Adafactor):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step. Collective: for every process group among which parameters are cut, two all-reduces.
+        """Takes one step. Collective: for every process group among which parameters are cut, two all-reduces.
 
         No device is waited for, unless a `step` was put on one, or where a parameter is a ShardedTensor: then ranks
         ask each other whether it has a gradient.
@@ -127,7 +127,7 @@ def unsuitable_for_adafactor(view: View) -> str:
     if view.dtype.is_complex:
         return f"elements of {view.dtype}, of which it could not take rows and columns"
     if cover_faults(view.shape, view.layout.boxes):
-        return "shards that do not tell where the rest of the parameter is"
+        return "shards that do not say where the rest of the parameter is"
     return ""
 
 
@@ -287,7 +287,7 @@ class _Work:
         self.kept = []
 
     def _lr(self) -> float | Tensor:
-        """The learning rate; one that is on an accelerator stays there, so that nothing has to be waited for."""
+        """Returns the learning rate; one on an accelerator stays there, so that nothing is waited for."""
         lr = self.group["lr"]
         if not isinstance(lr, Tensor):
             return float(lr)
@@ -334,13 +334,13 @@ def _is_on_host(numbers: Tensor) -> bool:
 
 
 def _squares_along(gradient: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    """The sum of the squares along a dimension, without a tensor of all squares."""
+    """Computes the sum of squares along a dimension, without a tensor of all squares."""
     norm: Tensor = torch.linalg.vector_norm(gradient, dim=dim, keepdim=True, dtype=dtype)
     return norm.square_()
 
 
 def _mean_of_squares(tensors: Sequence[Tensor], shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """The sum of squares of a tensor's local tensors, divided by the number of elements of the whole."""
+    """Computes the sum of squares of local tensors, divided by the number of elements of the whole."""
     total = like.new_zeros(())
     for tensor in tensors:
         total += torch.linalg.vector_norm(tensor, dtype=like.dtype).square_()

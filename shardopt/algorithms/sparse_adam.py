@@ -20,7 +20,7 @@ class SparseAdam(torch.optim.SparseAdam):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """As torch's, which takes the step itself where a gradient is not sparse along its first dimension alone."""
+        """Takes one step; by torch's own method where a gradient is not sparse along its first dimension alone."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

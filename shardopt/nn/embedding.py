@@ -173,7 +173,7 @@ class ShardedEmbeddingBag(_ShardedTables):
 
     Forward, and backward where anybody calls it, are collective over the mesh: a rank without ids passes empty ones.
     A table whose vectors a loss does not use gets gradients of zeros where another table of that lookup gets others.
-    Where the mesh is a part of a larger one, nothing keeps the tables on its other parts equal to these.
+    Where the mesh is a slice of a larger one, nothing keeps the tables on its other slices equal to these.
 
     Args:
         tables: one or several, with names of their own; equal on all ranks.

@@ -86,7 +86,7 @@ class _OfBackward:
 
 
 def fetch(route: Route, collector: Collector, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The rows that this rank asked for, [U_t, D_t] of each table. Collective, and its backward is as well.
+    """Fetches the rows that this rank asked for, [U_t, D_t] of each table. Collective, and its backward is as well.
 
     Args:
         route: of the lookup.

@@ -33,7 +33,7 @@ def in_backward(
     groups: Collection[Mapping[str, Any]] | None = None,
     **defaults: Any,
 ) -> InBackwardOptimizer:
-    """An optimizer that backward drives: each parameter is updated when its gradient is complete, which is then freed.
+    """Makes an optimizer that updates each parameter in backward, when its gradient is complete, which is then freed.
 
     So there are never more gradients than those of the layer that backward has just come to. What is trained is bit for
     bit what `shardopt.keyed` trains with the same arguments and a step after backward; names and state are the same, so

@@ -47,7 +47,7 @@ class CombinedOptimizer(CompositeOptimizer):
 
     @staticmethod
     def prepend_opt_key(name: str, opt_key: str) -> str:
-        """The name as it is seen from the combined optimizer: "key.name", or "name" where the key is ""."""
+        """Returns the name as seen from the combined optimizer: "key.name", or "name" where the key is ""."""
         return f"{opt_key}.{name}" if opt_key else name
 
     @property
@@ -115,7 +115,7 @@ class CombinedOptimizer(CompositeOptimizer):
             optimizer._init_named(own, inner)
 
     def unstepped_state(self, names: Iterable[str]) -> set[str]:
-        """Every child's, with its key before the name."""
+        """Returns the unstepped state of every child, with its key before the names."""
         chosen, unstepped = set(names), set[str]()
         for key, optimizer in self.optimizers:
             seen_as = {inner: name for name, inner in self._of_child(key, optimizer, chosen)}
@@ -123,7 +123,7 @@ class CombinedOptimizer(CompositeOptimizer):
         return unstepped
 
     def drop_state(self, names: Iterable[str]) -> None:
-        """Every child's."""
+        """Removes the state of these names in every child."""
         chosen = set(names)
         for key, optimizer in self.optimizers:
             optimizer.drop_state([inner for _, inner in self._of_child(key, optimizer, chosen)])
@@ -242,7 +242,7 @@ class CombinedOptimizer(CompositeOptimizer):
             raise StateError("a combined optimizer has nothing of its own to replace", [problem])
 
     def held_state_names(self) -> set[str]:
-        """Those of every child, with its key."""
+        """Returns the names of every child, with its key before them."""
         return {self.prepend_opt_key(name, key) for key, child in self.optimizers for name in child.held_state_names()}
 
     def _state_names(self) -> set[str]:
@@ -331,7 +331,7 @@ class CombinedState(MutableMapping[Any, Any]):
         return sum(len(child.state) for _, child in self._combined.optimizers)
 
     def clear(self) -> None:
-        """That of every child."""
+        """Removes the state of every child."""
         for _, child in self._combined.optimizers:
             child.state.clear()
 

@@ -75,7 +75,7 @@ class CompositeOptimizer(KeyedOptimizer):
         """Called in each step when the children have stepped; does nothing here."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Every child's."""
+        """Drops or zeroes the gradients of every child."""
         for child in self._children:
             child.zero_grad(set_to_none)
 
@@ -121,7 +121,7 @@ class CompositeOptimizer(KeyedOptimizer):
         return "_children" in self.__dict__
 
     def _atoms(self) -> tuple[Optimizer, ...]:
-        """Those of every child."""
+        """Returns those of every child."""
         return tuple(chain.from_iterable(child._atoms() for child in self._children))
 
     def _children_and_owners(self) -> Iterator[RelatedOptimizer]:

@@ -40,7 +40,7 @@ class FusedRows(OptimizerWrapper, FusedOptimizer):
         """Has no gradient to drop."""
 
     def update(self, gradients: Mapping[Tensor, Tensor]) -> None:
-        """One step with gradients that the parameters have for this time only.
+        """Takes one step with gradients that the parameters have for this time only.
 
         Args:
             gradients: parameter → its gradient, placed as it is.

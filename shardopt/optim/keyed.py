@@ -30,7 +30,7 @@ def keyed(
     groups: Collection[Mapping[str, Any]] | None = None,
     **defaults: Any,
 ) -> KeyedOptimizer:
-    """An optimizer for named parameters, plain or sharded, that saves its state and its groups by name.
+    """Makes an optimizer for named parameters, plain or sharded, that saves its state and its groups by name.
 
     Args:
         algorithm: a torch optimizer class or its name in any case, "adamw".

@@ -90,7 +90,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
 
     @not_compiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step; hooks run once, on this optimizer.
+        """Takes one step; hooks run once, on this optimizer.
 
         Local to the rank, unless a gradient has another placement than its parameter: then all ranks of the mesh must
         call, since it is redistributed. A rank without elements of a parameter (outside of a DTensor's mesh, without
@@ -109,7 +109,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         return self._local.step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; gradients of ShardedTensor parameters are those of their local shards."""
+        """Drops or zeroes gradients, as torch does; of ShardedTensor parameters those of their local shards."""
         self._local.zero_grad(set_to_none)
 
     def choose_implementation(self) -> None:
@@ -194,7 +194,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         return "_local" in self.__dict__
 
     def _atoms(self) -> tuple[Optimizer, ...]:
-        """The torch optimizer, which the factory's caller may hold, too."""
+        """Returns the torch optimizer, which the factory's caller may hold, too."""
         return (self._local.optimizer,)
 
     @property

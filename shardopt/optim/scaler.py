@@ -149,7 +149,7 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def refuse_scaled_backward() -> None:
-    """To be called where a GradScaler is about to unscale or step an optimizer that updates in backward.
+    """Refuses that a GradScaler unscales or steps an optimizer that updates in backward.
 
     Raises:
         GradientError: always.
@@ -164,7 +164,7 @@ def refuse_scaled_backward() -> None:
 
 
 def refuse_torchs_scaler(param_groups: Any) -> None:
-    """To be called where torch's GradScaler is about to step an optimizer: it may not have unscaled all gradients.
+    """Refuses that torch's GradScaler steps an optimizer of which it may not have unscaled all gradients.
 
     Raises:
         GradientError: plain parameters and DTensors have gradients, or shards that carry their own. Not raised within a
@@ -231,7 +231,7 @@ def _atoms_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
 
 
 def refuse_stepped(stages: ScalerStages, optimizers: Iterable[Optimizer], call: str) -> None:
-    """As torch, where one of them was stepped since the last update.
+    """Refuses, as torch does, where one of the optimizers was stepped since the last update.
 
     Raises:
         RuntimeError: one was.
@@ -243,14 +243,15 @@ def refuse_stepped(stages: ScalerStages, optimizers: Iterable[Optimizer], call: 
 
 
 def share_unscaled(scaler: torch.amp.GradScaler, optimizer: Composed) -> None:
-    """To be called where torch's GradScaler is about to step an optimizer: lets it know of what it has unscaled.
+    """Lets torch's GradScaler, which is about to step an optimizer, know which gradients it has unscaled.
 
-    torch's knows optimizers one by one: what was unscaled through a part of one, or through one that it is part of, it
-    would unscale again. What is left is unscaled here. Not to be called within a step of this package's GradScaler.
+    torch's knows optimizers one by one: gradients unscaled through a child of one, or through one that it is a
+    child of, it would unscale again. Those that are left are unscaled here. Not to be called within a step of this
+    package's GradScaler.
 
     Raises:
         GradientError: gradients were unscaled twice already. No step was taken.
-        RuntimeError: a part of it, or what it is part of, was stepped since the last update.
+        RuntimeError: a child of it, or one that it is a child of, was stepped since the last update.
     """
     if _stepping.get():
         return

@@ -143,7 +143,7 @@ class Schedule:
         return self._ends[-1]
 
     def stage_at(self, iteration: int) -> int:
-        """The position of the stage that an iteration is in; the number of stages after the last one's end."""
+        """Returns the position of the stage that an iteration is in; the number of stages after the last one's end."""
         return bisect_left(self._ends, iteration)
 
     def multiplier(self, iteration: int) -> float:
@@ -188,7 +188,7 @@ def _fields(stage: WarmupStage) -> tuple[str, ...]:
 
 
 def _with_defaults(stage: WarmupStage) -> WarmupStage:
-    """A copy, with numbers of Python's own types, and `decay_iters` as meant."""
+    """Copies a stage, with numbers of Python's own types, and `decay_iters` as meant."""
     decay_iters = int(stage.decay_iters)
     if decay_iters <= 0:
         decay_iters = 1 if stage.policy is WarmupPolicy.STEP else stage.max_iters

@@ -88,7 +88,7 @@ class WarmupOptimizer(OptimizerWrapper):
         self._set_rates()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """The wrapped optimizer's; the group's rate is that of this iteration, as of all groups."""
+        """Adds a group to the wrapped optimizer; its rate is that of this iteration, as of all groups."""
         super().add_param_group(param_group)
         if "_reference" in self.__dict__:  # torch's constructor calls this, too
             self._adopt()
@@ -178,11 +178,11 @@ class WarmupOptimizer(OptimizerWrapper):
         return self._lr if nominal is None or not self._reference else self._lr * (nominal / self._reference)
 
     def _nominal(self, group: Mapping[str, Any]) -> float | None:
-        """A group's rate as it was given: before other warm-ups or schedulers, if there are any."""
+        """Returns a group's rate as it was given: before other warm-ups or schedulers, if there are any."""
         return _number(group.get(self._full, group.get(self._lr_param)))
 
     def _nominal_default(self, nominal: Sequence[float | None]) -> float | None:
-        """The rate that `lr` stands for; None if there is none."""
+        """Returns the rate that `lr` stands for; None if there is none."""
         default = _number(self.defaults.get(self._lr_param))
         # A default that no group has may be one that nobody chose, or that another warm-up has replaced.
         candidates = [default, *nominal] if default in nominal else nominal
@@ -202,7 +202,7 @@ class WarmupOptimizer(OptimizerWrapper):
 
 
 def _number(rate: Any) -> float | None:
-    """A rate as a float; None if it is none."""
+    """Converts a rate to a float; None if it is none."""
     return float(rate) if is_rate(rate) or (isinstance(rate, Tensor) and rate.numel() == 1) else None
 
 

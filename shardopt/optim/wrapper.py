@@ -80,20 +80,20 @@ class OptimizerWrapper(CompositeOptimizer):
     def init_state(
         self, sparse_grad_parameter_names: Iterable[str] | None = None, *, names: Iterable[str] | None = None
     ) -> None:
-        """The wrapped optimizer's; what this wrapper keeps itself is always there."""
+        """Makes the wrapped optimizer's state; this wrapper's own is always there."""
         inner = None if names is None else set(names) - self._own_state().keys()
         self._optimizer._init_named(list(sparse_grad_parameter_names or ()), inner)
 
     def unstepped_state(self, names: Iterable[str]) -> set[str]:
-        """The wrapped optimizer's."""
+        """Returns the wrapped optimizer's unstepped state."""
         return self._optimizer.unstepped_state(set(names) - self._own_state().keys())
 
     def drop_state(self, names: Iterable[str]) -> None:
-        """The wrapped optimizer's."""
+        """Removes the wrapped optimizer's state of these names."""
         self._optimizer.drop_state(set(names) - self._own_state().keys())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """The wrapped optimizer's."""
+        """Adds a group to the wrapped optimizer."""
         if self._made:
             self._optimizer.add_param_group(param_group)
 
@@ -113,7 +113,7 @@ class OptimizerWrapper(CompositeOptimizer):
         return bool(self._own_state()) or super()._has_state
 
     def held_state_names(self) -> set[str]:
-        """The wrapped optimizer's, and those of what this wrapper keeps."""
+        """Returns the wrapped optimizer's names, and those of this wrapper's own state."""
         return {*self._optimizer.held_state_names(), *self._own_state()}
 
     def _state_names(self) -> set[str]:

@@ -59,7 +59,7 @@ def world():
 
 @each_kind
 @each_rank
-def test_leaves_are_the_local_tensors_themselves(make, rank):
+def test_local_tensors_are_the_tensors_themselves(make, rank):
     with as_rank(rank, RANKS):
         tensor = make(world(), rank)
         tensors, again = local_tensors(tensor), local_tensors(tensor)
@@ -71,7 +71,7 @@ def test_leaves_are_the_local_tensors_themselves(make, rank):
 @each_kind
 @each_rank
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-def test_assemble_is_the_reverse_of_leaves_of(make, rank, dtype):
+def test_assemble_is_the_reverse_of_local_tensors(make, rank, dtype):
     with as_rank(rank, RANKS):
         like = make(world(), rank)
         tensors = [torch.ones_like(local, dtype=dtype, requires_grad=False) for local in local_tensors(like)]
@@ -96,7 +96,7 @@ def test_assemble_is_the_reverse_of_leaves_of(make, rank, dtype):
 
 @each_kind
 @each_rank
-def test_assembled_leaves_like_untouched(make, rank):
+def test_assembled_tensors_leave_like_untouched(make, rank):
     with as_rank(rank, RANKS):
         like = make(world(), rank)
         before = [(local, local.clone()) for local in local_tensors(like)]
@@ -130,7 +130,7 @@ def test_an_assembled_dtensor_works_in_torch():
             assert (moment * 2).shape == (5, 3)
 
 
-def test_wrapper_alone_has_leaves_too():
+def test_wrapper_alone_has_local_tensors_too():
     wrapper = LocalShardsWrapper([torch.zeros(2, 2), torch.zeros(2, 1)], [(0, 0), (0, 2)])
     tensors = [torch.ones(2, 2), torch.ones(2, 1)]
     made = assemble(wrapper, tensors)
@@ -140,7 +140,7 @@ def test_wrapper_alone_has_leaves_too():
 
 @each_kind
 @each_rank
-def test_no_gradient_is_none_for_each_leaf(make, rank):
+def test_no_gradient_is_none_for_each_local_tensor(make, rank):
     with as_rank(rank, RANKS):
         param = make(world(), rank)
         assert local_gradients(param) == (None,) * len(local_tensors(param))
@@ -149,7 +149,7 @@ def test_no_gradient_is_none_for_each_leaf(make, rank):
 @settings(max_examples=60)
 @given(st.data())
 def test_gradient_is_read_as_the_parameter_is_placed(data):
-    """Whatever local placement the gradient has, each leaf gets the gradient of its own elements."""
+    """Whatever local placement the gradient has, each local tensor gets the gradient of its own elements."""
     rank = data.draw(st.integers(0, RANKS - 1))
     shape = data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=2))
     choices = st.sampled_from([Replicate(), *map(Shard, range(len(shape)))])

@@ -133,7 +133,7 @@ def give_gradient(parameter, full):
 
 
 def _boxes(parameter):
-    """The box of each leaf; None where it is empty, and a list where it has several."""
+    """The box of each local tensor; None where it is empty, and a list where it has several."""
     pieces = view_of(parameter).pieces
     if not takes_gradient(parameter):
         return [piece.box for piece in pieces]
@@ -141,7 +141,7 @@ def _boxes(parameter):
 
 
 def _part(full, local_tensor, boxes):
-    """What of a gradient lies in the boxes of a leaf, one behind the other along the rows."""
+    """The elements of a gradient in the boxes of a local tensor, one behind the other along the rows."""
     boxes = boxes if isinstance(boxes, list) else [boxes]
     if not full.is_sparse:
         made = [full[tuple(map(slice, box.offsets, box.ends))] for box in boxes]

@@ -60,7 +60,7 @@ def compare(drift, rank):
 
 
 @pytest.mark.parametrize(
-    ("drift", "key", "found"),
+    ("drift", "key", "actual"),
     [
         (rate, "param_groups.first.lr", "0.25"),
         (option, "betas", "(0.5, 0.9)"),

@@ -109,7 +109,7 @@ def test_singular_values_come_near_one(shape):
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "reported"),
     [
         ({"lr": -1.0}, "Muon's lr is -1.0; required at least 0"),
         ({"lr": torch.tensor([0.1, 0.2])}, "a tensor of one element"),
@@ -129,7 +129,7 @@ def test_options_out_of_range_are_refused(options, reported):
 
 
 @pytest.mark.parametrize(
-    ("tensor", "found"),
+    ("tensor", "actual"),
     [
         (torch.zeros(4), r"shape \(4,\)"),
         (torch.zeros(2, 2, 2), r"shape \(2, 2, 2\)"),

@@ -63,7 +63,7 @@ def reference(cls, rows, given, lr=0.1, lr_decay=0.0, eps=1e-8, betas=(0.9, 0.99
 
 @pytest.mark.parametrize("shape", [(6, 4), (5,), (3, 2, 5), (1, 7), (4, 1)], ids=str)
 @pytest.mark.parametrize(
-    ("cls", "options", "told"),
+    ("cls", "options", "reported"),
     [
         (RowWiseAdagrad, {"lr": 0.1, "eps": 1e-8}, {}),
         (
@@ -281,7 +281,7 @@ def test_local_shards_of_whole_rows_are_moved_and_narrower_ones_refused():
             assert torch.equal(torch.cat(local_tensors(moments)), alone.state[plain][MOMENTS[cls]])
 
         narrow, _ = table([full[:, :2]], [(0, 0)])
-        with pytest.raises(AlgorithmError, match="t: found shards that do not tell who has the rest of their rows"):
+        with pytest.raises(AlgorithmError, match="t: found shards that do not say who has the rest of their rows"):
             shardopt.keyed("rowwiseadam", {"t": narrow})
 
 

@@ -102,7 +102,7 @@ class LBFGS(Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """The one group, as torch's constructor passes it.
+        """Adds the one group, as torch's constructor passes it.
 
         Raises:
             AlgorithmError: there is a group already.
@@ -282,7 +282,7 @@ class LBFGS(Optimizer):
 def unsuitable_for_lbfgs(view: View) -> str:
     """Returns why a parameter cannot be optimized with L-BFGS; "" where it can."""
     if cover_faults(view.shape, view.layout.boxes):
-        return "shards that do not tell where the rest of the parameter is"
+        return "shards that do not say where the rest of the parameter is"
     return ""
 
 

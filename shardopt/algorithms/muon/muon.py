@@ -110,7 +110,7 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step. Collective: every rank of every mesh in it must call.
+        """Takes one step. Collective: every rank of every mesh in it must call.
 
         For each set of ranks over which matrices lie, one all-to-all to the owners and one back for every
         `round_bytes` that an owner works on; before them, on the CPU or where there are ShardedTensors, one small
@@ -270,7 +270,7 @@ def unsuitable_for_muon(view: View) -> str:
     if not view.dtype.is_floating_point:
         return f"dtype {view.dtype}"
     if cover_faults(view.shape, view.layout.boxes):
-        return "shards that do not tell where the rest of the matrix is"
+        return "shards that do not say where the rest of the matrix is"
     return ""
 
 

@@ -61,7 +61,7 @@ def by_rows(gradient: Tensor) -> RowGradient:
     indices, values = gradient.indices(), gradient.values()
     if gradient.sparse_dim() == 1:
         return RowGradient(indices[0], values)
-    # Single elements, or parts of rows: put together to rows.
+    # Single elements, or pieces of rows: assembled to rows.
     index, place = torch.unique(indices[0], return_inverse=True)
     rows = values.new_zeros((len(index), *gradient.shape[1:]))
     rows[(place, *indices[1:])] = values

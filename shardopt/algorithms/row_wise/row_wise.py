@@ -38,7 +38,7 @@ class _RowWise(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step. Where rows are cut, collective: one all-reduce for each process group among which they are.
+        """Takes one step. Where rows are cut, collective: one all-reduce for each process group among which they are.
 
         Args:
             closure: evaluates the model again and returns the loss, which is returned; called once.
@@ -46,7 +46,7 @@ class _RowWise(torch.optim.Optimizer):
         Raises:
             GradientError: a gradient does not fit its parameter, or is sparse where there is weight decay; also on the
                 ranks that share rows with the one that has it.
-            AlgorithmError: a parameter has no rows or complex elements, or shards that do not tell who has the rest of
+            AlgorithmError: a parameter has no rows or complex elements, or shards that do not say who has the rest of
                 their rows. Nothing was changed in either case.
         """
         loss = None
@@ -70,7 +70,7 @@ class _RowWise(torch.optim.Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but that moments get the dtype that moments have here, where torch casts to the parameter's."""
+        """Loads as torch does, but moments in the dtype that they have here, where torch casts to the parameter's."""
         super().load_state_dict(state_dict)
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         loaded = chain.from_iterable(group["params"] for group in self.param_groups)
@@ -188,7 +188,7 @@ def unsuitable_for_row_wise(view: View) -> str:
         return f"elements of {view.dtype}, which have no row-wise moments"
     whole_rows = all(box.sizes[1:] == view.shape[1:] for box in view.layout.boxes)
     if not whole_rows and cover_faults(view.shape, view.layout.boxes):
-        return "shards that do not tell who has the rest of their rows"
+        return "shards that do not say who has the rest of their rows"
     return ""
 
 

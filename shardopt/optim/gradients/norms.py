@@ -134,7 +134,7 @@ class _Plan:
         )
 
     def measure(self, ranks: Ranks, order: float) -> Measured:
-        """As `GradientNorm.measure`."""
+        """Measures the norm, as `GradientNorm.measure`."""
         buffer = torch.zeros(ranks.size + 4 * self._shared_count, dtype=torch.float64, device=ranks.device)
         of_ranks, of_shared = torch.split(buffer, [ranks.size, 4 * self._shared_count])
         kinds: list[list[Tensor]] = []

@@ -130,7 +130,7 @@ class LocalOptimizer:
             self.make_state(names)
 
     def hand_over_parameters(self, names: Mapping[Tensor, str]) -> None:
-        """Where the algorithm steps on parameters: makes them their own local tensors, and gives it their names.
+        """Makes parameters their own local tensors where the algorithm steps on parameters, and gives it their names.
 
         Until here local tensors stood in for them, whose class torch knows.
         """
@@ -140,7 +140,7 @@ class LocalOptimizer:
             refuse_global_name(self.global_names, names)
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
-        """One step of the algorithm without hooks; returns the closure's loss."""
+        """Takes one step of the algorithm without hooks; returns the closure's loss."""
         if self.spec is None or not self.spec.elementwise:
             self._check_groups()
             self.states.hand_over()
@@ -157,7 +157,7 @@ class LocalOptimizer:
         return loss
 
     def step_alone(self, parameter: Tensor) -> None:
-        """One step on a single parameter, with the options of its group; no other parameter is looked at.
+        """Takes one step on a single parameter, with the options of its group; no other parameter is looked at.
 
         Only of an elementwise algorithm, which computes the same in a step on all parameters.
         """

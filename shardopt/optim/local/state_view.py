@@ -65,7 +65,7 @@ class LocalState(MutableMapping[Any, Any]):
         self._local.clear_state()
 
     def pop(self, key: Any, default: Any = _NO_DEFAULT) -> Any:
-        """As of a dict."""
+        """Removes an entry and returns it, as of a dict."""
         if key not in self:
             if default is _NO_DEFAULT:
                 raise KeyError(key)
@@ -75,7 +75,7 @@ class LocalState(MutableMapping[Any, Any]):
         return value
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
-        """As of a dict; a parameter that was never looked up has empty state here, and so takes the default."""
+        """Returns an entry, which is set to the default if absent, as of a dict; one that is empty counts as absent."""
         if key not in self:
             self[key] = {} if default is None else default
         return self[key]

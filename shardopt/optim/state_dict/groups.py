@@ -95,7 +95,7 @@ def refuse_flattened(parameters: Mapping[str, Tensor]) -> None:
         Problem(
             key=name,
             found="a flat piece of FullyShardedDataParallel",
-            required="a parameter that tells how it is sharded",
+            required="a parameter that says how it is sharded",
             remedy="shard the model with torch.distributed.fsdp.fully_shard in its place, and then make this",
         )
         for name, tensor in parameters.items()
