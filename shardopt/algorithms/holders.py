@@ -1,7 +1,7 @@
 """Assigns each box of each parameter to one of its holders, which counts it in norms and inner products of the job.
 
 A box that several ranks hold is counted by the first of them. A parameter that each of its holders has whole is shared:
-there the others report what they have too, in case that the first has no gradient.
+there the others report their gradients too, in case that the first has none.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def counted_parameters(ranks: Ranks, names: Mapping[Tensor, str]) -> tuple[list[
         _WHAT, work=lambda: json.dumps(_table(known)), report=lambda text: text, decide=_distinct
     )
     layouts = _merged([_layouts_of(json.loads(table)) for table in tables], ranks_of_table)
-    # Together, since what one rank may find wrong here no other can see.
+    # In one round, since no other rank can see a fault of this one.
     counted, _ = ranks.agree(_WHAT, work=lambda: _shares(ranks.rank, names, views, layouts))
     return counted
 

@@ -18,7 +18,7 @@ def initial_state(spec: AlgorithmSpec, optimizer: Optimizer, group: Mapping[str,
     """Makes new state for a tensor that has none, as the algorithm would make it at the first gradient.
 
     torch makes it where it can, so that names, dtypes and devices are torch's; for a class that makes state inside of
-    its step, it is made as the spec says. What only a gradient gives a first value (the momentum buffer of SGD) is
+    its step, it is made as the spec says. State whose first value is a gradient (the momentum buffer of SGD) is
     filled in with zeros, to be a destination for loading. Neither `optimizer.state` nor `local.grad` is changed.
 
     Args:

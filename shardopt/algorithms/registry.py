@@ -24,7 +24,7 @@ from shardopt.sharding.pieces import View
 from shardopt.torch_private import step_without_hooks
 
 GLOBAL_STATE = "global"
-"""The prefix of the names under which `state` has what belongs to no parameter: "global.<least FQN>"."""
+"""The prefix of the names under which `state` has the state of no parameter: "global.<least FQN>"."""
 
 Options = Mapping[str, Any]
 
@@ -164,16 +164,16 @@ class AlgorithmSpec:
 
     Args:
         optimizer: the class that computes it.
-        name: what `keyed` takes in place of the class; compared in lower case.
+        name: `keyed` takes it in place of the class; compared in lower case.
         elementwise: whether each element's update depends on nothing but that element (and scalars that all ranks
             share), so that it may step on shards.
-        state: what it keeps for a parameter, in the order in which it is made.
-        why_not: where it is not elementwise, what on shards would be computed differently.
+        state: the entries that it keeps for a parameter, in the order in which it is made.
+        why_not: where it is not elementwise, why a step on shards would compute something else.
         state_at_construction: whether the class makes all state when it is constructed, not at the first gradient.
-        steps_on: what its optimizer is built over, where parameters are sharded. One that steps on parameters is never
-            refused for shards.
+        steps_on: the tensors that its optimizer is built over, where parameters are sharded. One that steps on
+            parameters is never refused for shards.
         stands_for: a class of torch in whose place it runs, on plain parameters too: with the same options and state.
-        unsuitable: what keeps a parameter from being optimized with it, in a few words; "" where nothing does. Asked
+        unsuitable: why a parameter cannot be optimized with it, in a few words; "" where it can. Called
             where it steps on parameters only.
         takes_sparse: whether it steps with sparse gradients.
         takes_dense: whether it steps with dense gradients.

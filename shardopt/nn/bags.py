@@ -96,7 +96,7 @@ def bags_of(
         like: the parameters by name of the table, for dtypes and devices.
 
     Raises:
-        InputError: names, dtypes, shapes or devices are not what they have to be; lists all of them.
+        InputError: names, dtypes, shapes or devices are wrong; lists all of them.
     """
     bags, problems = [], []
     for name, value in given.items():

@@ -40,8 +40,8 @@ Pair = tuple[Tensor, Tensor]
 class Averaging:
     """Averages of the weights of a model, by name; the base of `EMA` and `SWA`.
 
-    The first update copies the weights, later ones move the averages towards them. What is not floating or complex
-    (counters, masks, positions) has no average: its last value stands for it.
+    The first update copies the weights, later ones move the averages towards them. A tensor that is not
+    floating or complex (counters, masks, positions) has no average: its last value stands for it.
 
     Everything here is local to the rank; ranks stay together because they update at the same steps.
 
@@ -277,7 +277,7 @@ class Averaging:
 class EMA(Averaging):
     """Exponential moving averages: average ← decay · average + (1 - decay) · weight.
 
-    Bit-identical to torch's `AveragedModel` with `get_ema_multi_avg_fn(decay)`, but for what is not floating-point.
+    Bit-identical to torch's `AveragedModel` with `get_ema_multi_avg_fn(decay)`, but for tensors that have no average.
 
     Args:
         model: as for `Averaging`.
@@ -307,7 +307,7 @@ class SWA(Averaging):
     """Stochastic weight averaging (arXiv:1803.05407): the mean of the weights at all updates, each counted alike.
 
     Bit-identical to torch's `AveragedModel` with `get_swa_multi_avg_fn()`, which is its default on CUDA (that on the
-    CPU rounds otherwise), but for what is not floating-point. The arguments are `Averaging`'s.
+    CPU rounds otherwise), but for tensors that are not floating-point. The arguments are `Averaging`'s.
     """
 
     _entry = "swa"

@@ -55,7 +55,7 @@ def in_backward(
     may be in two. Not for gradients that are looked at after backward: clipping and GradScaler refuse it.
 
     Args:
-        module: what is trained, after it was sharded; or parameters by name, if others have another optimizer.
+        module: the module to train, after it was sharded; or parameters by name, if others have another optimizer.
         algorithm: of an elementwise algorithm, a torch optimizer class or its name in any case.
         groups: as in `shardopt.keyed`, but without algorithms of their own.
         defaults: options of `algorithm`.
@@ -64,8 +64,8 @@ def in_backward(
         AlgorithmError: an algorithm is not known, has no such option, or needs more than the gradient of one parameter.
         StateError: the module, or a parameter, is in DistributedDataParallel or FullyShardedDataParallel, which hand
             out gradients in their own ways; a parameter is there twice or is updated in backward already, if by an
-            optimizer that its module has fused in; a pattern matches nothing. What is put in DistributedDataParallel
-            later is refused by the first backward, before anything is changed.
+            optimizer that its module has fused in; a pattern matches nothing. A module that is wrapped in
+            DistributedDataParallel later is refused by the first backward, before anything is changed.
     """
     groups = groups or ()
     _refuse_algorithm(spec_of(algorithm), groups)

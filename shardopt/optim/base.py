@@ -92,11 +92,11 @@ class KeyedOptimizer(RelatedOptimizer):
 
         The tensors are the optimizer's own (sharded ones put together without a copy), so writing into them changes
         it. Groups go by the least FQN in them: `{least fqn: {"params": [sorted fqns], option: value, ...}}`, with the
-        algorithm's name and what the code gave; options that say how to compute (`foreach`, `fused`, `capturable`,
-        `differentiable`) are left out, and a tensor of one element is a number. Local to the rank.
+        algorithm's name and the options that the code gave; options that say how to compute (`foreach`, `fused`,
+        `capturable`, `differentiable`) are left out, and a tensor of one element is a number. Local to the rank.
 
         torch's `get_optimizer_state_dict` and its setter take parameters by position, and so raise KeyError or
-        TypeError on a keyed optimizer; this and `load_state_dict` are what to call in their place.
+        TypeError on a keyed optimizer; call this and `load_state_dict` in their place.
 
         Raises:
             StateError: groups are saved, and one has an option that cannot be stored.
@@ -117,7 +117,7 @@ class KeyedOptimizer(RelatedOptimizer):
         Args:
             state_dict: as from `state_dict()`.
             strict: whether parameters, state, groups and options on one side only, and groups that another algorithm
-                has saved, are errors. Otherwise what is on both sides is loaded, and of another algorithm's groups no
+                has saved, are errors. Otherwise keys on both sides are loaded, and of another algorithm's groups no
                 options; the rest stays as it is and is returned.
             convert_dtype: whether floating-point state of another dtype is converted to the one that is here. Numbers
                 that it cannot hold are errors.
@@ -201,7 +201,7 @@ class KeyedOptimizer(RelatedOptimizer):
     def algorithm(self) -> str:
         """The name of the algorithm that steps, which is saved with each group; "" where that is not known.
 
-        What was saved by another one is not loaded.
+        State that another one has saved is not loaded.
         """
         return ""
 
@@ -229,7 +229,7 @@ class KeyedOptimizer(RelatedOptimizer):
     def unstepped_state(self, names: Iterable[str]) -> set[str]:
         """Returns those of the names whose state is there and as `init_state` makes it, so that it is as good as none.
 
-        Local to the rank, and so of the elements that it holds. Here nothing is known of what state begins with.
+        Local to the rank, and so of the elements that it holds. Here nothing is known of initial values.
 
         Args:
             names: as in `state_dict()["state"]`; others are passed over.
@@ -264,7 +264,7 @@ class KeyedOptimizer(RelatedOptimizer):
         numbers in state, of every parameter that several ranks have.
 
         Raises:
-            StateError: for each option and each number that differs, names the first parameter, with what is on which
+            StateError: for each option and each number that differs, names the first parameter, with the values of each
                 rank. Every rank raises.
         """
         names = first_names(self.params)
@@ -361,12 +361,12 @@ class KeyedOptimizer(RelatedOptimizer):
         return {*self._params, *(key for key in cast(Any, self.state) if isinstance(key, str))}
 
     def plan_load(self, plan: LoadPlan, state_dict: Mapping[str, Any]) -> None:
-        """Fires the hooks that may change what is loaded, and plans to load it."""
+        """Fires the hooks that may change the loaded state, and plans to load it."""
         if not plan.descriptions or not changes_what_is_loaded(self):
             self._plan(plan, before_load_state_dict(self, state_dict))
             return
         try:
-            # A copy, as what hooks change of plain values would be changed again by the load.
+            # A copy, as plain values that hooks change would be changed again by the load.
             offered = before_load_state_dict(self, as_saved(state_dict))
         except ShardoptError:
             raise

@@ -63,7 +63,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
             without `clipping`, since nothing would be clipped; `GradientClipping.NONE` turns it off.
         norm_type: p, more than 0; `inf` or "inf" is the largest absolute value of all elements.
         enable_global_grad_clip: makes no difference. The norm is always that of the whole job.
-        param_to_pgs: makes no difference. Who holds what follows from each tensor's own layout.
+        param_to_pgs: makes no difference. The holders follow from each tensor's own layout.
         error_if_nonfinite: whether a norm that is infinite or NaN is an error, and no step is taken. It has to wait
             for the norm in every step. Otherwise gradients become zero or NaN, as torch's do.
 
@@ -185,5 +185,5 @@ def _refuse_bad_arguments(clipping: object, max_gradient: object, norm_type: obj
 
 
 def _number(value: object) -> float:
-    """NaN for what is none."""
+    """Converts a value to a float; NaN if it is no number."""
     return float(value) if isinstance(value, Real | Tensor) else math.nan

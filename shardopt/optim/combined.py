@@ -75,7 +75,7 @@ class CombinedOptimizer(CompositeOptimizer):
 
     @property
     def param_groups(self) -> Any:
-        """The children's own groups, one child after the other: a tuple, as `add_param_group` is what adds one."""
+        """The children's own groups, one child after the other: a tuple, as `add_param_group` adds groups."""
         return tuple(chain.from_iterable(child.param_groups for child in self._children))
 
     @param_groups.setter

@@ -33,7 +33,7 @@ class CompositeOptimizer(KeyedOptimizer):
         problems = [problem for child in children for problem in _unfit(child)]
         if problems:
             raise StateError("an optimizer cannot be part of another", problems)
-        # Only what torch needs of every optimizer; it sets state and groups, which have their setters below.
+        # Only torch's own constructor; it sets state and groups, which have their setters below.
         Optimizer.__init__(self, [{PARAMS: []}], {})
         self._children = tuple(children)
         self._join_children()

@@ -34,8 +34,8 @@ def keyed(
 
     Args:
         algorithm: a torch optimizer class or its name in any case, "adamw".
-        named_params: `model.named_parameters()`, or a mapping. What wrappers of modules put into names (checkpointed
-            activations, torch.compile) is left out, so that a run resumes with and without them; and a "module." that
+        named_params: `model.named_parameters()`, or a mapping. Segments of names from wrappers of modules (checkpointed
+            activations, torch.compile) are left out, so that a run resumes with and without them; and a "module." that
             all names begin with, as under DistributedDataParallel.
         groups: `{"match": regex, option: value, ...}`; each parameter goes to the first group whose regex is found in
             its name, and to a group of its own with the defaults where none is. A group with an "algorithm" of its

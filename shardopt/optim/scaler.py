@@ -53,8 +53,8 @@ class GradScaler(torch.amp.GradScaler):
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divides the optimizer's gradients by the scale, in place. Collective.
 
-        What an optimizer is made of (the children of a combined one, the one that a wrapper wraps) is unscaled with it,
-        and it with that: of gradients that were unscaled since the last `update`, in any of these, none is unscaled
+        The children of an optimizer (of a combined one, or the one that a wrapper wraps) are unscaled with it,
+        and it with them: of gradients that were unscaled since the last `update`, in any of these, none is unscaled
         again, and the rest is.
 
         Raises:
@@ -83,7 +83,7 @@ class GradScaler(torch.amp.GradScaler):
         """Unscales the gradients, unless that was done, and steps if all gradients of the job are finite. Collective.
 
         Returns:
-            What the optimizer's step returned; None where it was skipped.
+            The result of the optimizer's step; None where it was skipped.
         """
         if not self.is_enabled():
             return super().step(optimizer, *args, **kwargs)

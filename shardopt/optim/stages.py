@@ -114,13 +114,13 @@ _POLICIES = {
 
 
 class Schedule:
-    """The multiplier at every iteration, through all stages; after the last one it stays what it was at its end.
+    """The multiplier at every iteration, through all stages; after the last one it stays as it was at its end.
 
     Args:
         stages: are copied.
 
     Raises:
-        StateError: there are none, or a field cannot be what it is; names each.
+        StateError: there are none, or a field has a bad value; names each.
     """
 
     def __init__(self, stages: Sequence[WarmupStage]) -> None:

@@ -56,7 +56,7 @@ class WarmupOptimizer(OptimizerWrapper):
         param_name: the name that the warm-up's own state goes by.
 
     Raises:
-        StateError: there are no stages, an argument is not what it has to be, a group has no number under `lr_param`,
+        StateError: there are no stages, an argument is bad, a group has no number under `lr_param`,
             or `param_name` is taken.
     """
 
@@ -115,7 +115,7 @@ class WarmupOptimizer(OptimizerWrapper):
 
     def _before_backward(self) -> None:
         super()._before_backward()
-        self._before_step()  # for what updates in backward, a step begins there
+        self._before_step()  # for optimizers that update in backward, a step begins there
 
     def _after_step(self) -> None:
         iteration = self._iteration + 1

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-_RUN = 1 << 20  # elements; what is widened to fp64 at a time
+_RUN = 1 << 20  # elements that are widened to fp64 at a time
 
 
 def as_rows(tensor: Tensor, rows: int = 1) -> Tensor:

@@ -202,7 +202,7 @@ def coefficients(
     """Solves for a and b of the direction −γ g − γ Y a + S b; Byrd, Nocedal and Schnabel (1994), theorem 2.2.
 
     Args:
-        s_dot_y: SᵀY, [h, h], the oldest first; what is below its diagonal is not read.
+        s_dot_y: SᵀY, [h, h], the oldest first; elements below its diagonal are not read.
         y_dot_y: YᵀY, [h, h].
         s_dot_g, y_dot_g: Sᵀg and Yᵀg, [h].
         gamma: γ.

@@ -125,7 +125,7 @@ class LBFGS(Optimizer):
                 rank; called up to `max_eval` times and a few more, with gradients enabled.
 
         Returns:
-            What the closure returned at first.
+            The first result of the closure.
 
         Raises:
             AlgorithmError: there is no closure.
@@ -204,7 +204,7 @@ class LBFGS(Optimizer):
 
     @property
     def global_name(self) -> str:
-        """The name under which `state` has what belongs to no parameter."""
+        """The name under which `state` has the state that belongs to no parameter."""
         (group,) = self.param_groups
         least = min((self.names[parameter] for parameter in group["params"] if parameter in self.names), default="")
         return f"{GLOBAL_STATE}.{least}" if least else GLOBAL_STATE

@@ -68,7 +68,7 @@ class ParameterVector:
         return [local.clone() for local in self.local_tensors()]
 
     def restore(self, copied: list[Tensor]) -> None:
-        """Sets the parameters to what `copy` gave."""
+        """Sets the parameters to copies from `copy`."""
         if copied:
             torch._foreach_copy_(self.local_tensors(), copied)
 
@@ -88,10 +88,10 @@ class ParameterVector:
 
         Args:
             closure: as for LBFGS's step.
-            direction: what the slope is taken along; None for the gradient itself.
+            direction: the slope is taken along it; None for the gradient itself.
 
         Returns:
-            What the closure returned, and the trial, at step 0.
+            The result of the closure, and the trial, at step 0.
 
         Raises:
             GradientError: a gradient does not fit its parameter, or is sparse; on the rank that has it.
@@ -124,7 +124,7 @@ class ParameterVector:
         return loss, trial
 
     def all_reduce_sum(self, sums: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds up numbers over the job, and brings together what each rank has. Collective: one all-reduce.
+        """Adds up numbers over the job, and gathers the numbers of each rank. Collective: one all-reduce.
 
         Args:
             sums: [k], fp64, this rank's summands.

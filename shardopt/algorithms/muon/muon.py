@@ -11,9 +11,9 @@ with (a, b, c) = ns_coefficients; s = √max(1, M / N), or 0.2 √max(M, N) unde
 transpose of a matrix with M > N is orthogonalised. Sources: Jordan et al., Muon: An optimizer for hidden layers in
 neural networks (2024); Liu et al., Muon is scalable for LLM training (2025); options as torch.optim.Muon has them.
 
-What is elementwise (B, U, θ) each rank does on its shards. U goes to the owner of the matrix in the dtype in which O is
-computed, and O comes back in it: one all-to-all there and one back for all matrices together, or a few where they are
-large. The owner computes on the whole matrix, so that the result is the same bits on any number of ranks.
+Each rank computes B, U and θ, which are elementwise, on its shards. U goes to the owner of the matrix in the dtype in
+which O is computed, and O comes back in it: one all-to-all there and one back for all matrices together, or a few where
+they are large. The owner computes on the whole matrix, so that the result is the same bits on any number of ranks.
 """
 
 from __future__ import annotations

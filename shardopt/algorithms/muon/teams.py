@@ -1,6 +1,6 @@
 """Groups matrices that lie over the same ranks, and checks that all of these have a gradient of each.
 
-They must, as what is sharded is put together from all shards. A ShardedTensor has its gradients with the shards: one on
+They must, as a sharded matrix is assembled from all shards. A ShardedTensor has its gradients with the shards: one on
 any rank is one for the whole matrix, zero elsewhere.
 """
 

@@ -43,7 +43,7 @@ class RowRule:
         move_moments: (moments, mean squares, options), both [k, 1, ...].
         move_rows: (rows, gradients, moments, other state of these rows, options, the number of the step from 1 on).
             Changes the other state as well. All in one dtype.
-        numbers: (options, the number of the step) → what the kernel for GPUs works with.
+        numbers: (options, the number of the step) → the numbers for the GPU kernel.
         others: the names of state that is like the table; one at most.
     """
 

@@ -108,7 +108,7 @@ class RowWiseAdagrad(_RowWise):
         lr: η, not negative.
         lr_decay: in step t the rate is lr / (1 + (t − 1) lr_decay).
         weight_decay: times the parameter it is added to the gradient, before it is squared. Not with sparse gradients.
-        initial_accumulator_value: what `sum` begins with.
+        initial_accumulator_value: the initial value of `sum`.
         eps: ε, added to the root.
         maximize: whether to go up.
 

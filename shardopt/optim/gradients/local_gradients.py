@@ -82,7 +82,7 @@ def scale(kinds: Iterable[list[Tensor]], factor: Tensor) -> None:
 
     Args:
         kinds: gradients of one device and dtype each, as from `alike`.
-        factor: fp64, without dimensions, anywhere. What is not on the gradients' device has to be waited for.
+        factor: fp64, without dimensions, anywhere. One on another device than the gradients has to be waited for.
     """
     if factor.device.type == "cpu" and factor.item() == 1.0:  # as in most steps; elsewhere a look would wait
         return

@@ -4,8 +4,8 @@ R ranks, S parameters that several ranks have whole. With g the elements of all 
 
     ‖g‖_p = (Σ |g_i|^p)^(1/p)  for 0 < p < ∞,   ‖g‖_∞ = max |g_i|.
 
-Every rank takes the norm of what it counts, in fp64, and writes it into a place of its own in a buffer of zeros;
-the buffers are added up, and the norm of what they hold is that of the whole, for every p, infinity included.
+Every rank takes the norm of the elements it counts, in fp64, and writes it into its place in a buffer of zeros;
+the buffers are added up, and the norm of their elements is that of the whole, for every p, infinity included.
 Where p-th powers or maxima were reduced instead, large p would overflow earlier and a NaN could get lost in a maximum.
 """
 

@@ -31,7 +31,7 @@ def refuse_unfit(
         groups: all that there are to be.
 
     Raises:
-        AlgorithmError: one is not what the algorithm steps on.
+        AlgorithmError: the algorithm cannot step on one.
     """
     sharded = next(iter(shards), None)
     if spec is not None and spec.steps_on is StepsOn.PARAMETERS:

@@ -66,7 +66,7 @@ class ShardStates:
         return local in self._untouched
 
     def is_unwritten(self, local: Tensor) -> bool:
-        """Whether it is untouched, and holds what it was made with."""
+        """Whether it is untouched, and has the values that it was made with."""
         return self.is_untouched(local) and not self._untouched[local].written()
 
     def put(self, local: Tensor, entries: State, untouched: bool) -> None:

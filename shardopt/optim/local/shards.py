@@ -92,7 +92,7 @@ class Shards:
         where the gradient is sparse.
 
         Args:
-            borrowed: gets what is to be undone afterwards.
+            borrowed: records the gradients to be restored afterwards.
             takes_dense: whether the algorithm steps with dense gradients.
 
         Raises:
@@ -154,7 +154,7 @@ class GroupShards:
         """Gives every local tensor of a sharded parameter its gradient.
 
         Args:
-            borrowed: gets what is to be undone afterwards.
+            borrowed: records the gradients to be restored afterwards.
             follow: called with shards whose local tensors may have been replaced, before their gradients are looked at.
             takes_dense: whether the algorithm steps with dense gradients.
 

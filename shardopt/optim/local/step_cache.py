@@ -28,7 +28,7 @@ class StepCache(NamedTuple):
         present: for each local tensor of the group whether it had a gradient.
         local_tensors: those that had one.
         state: lists of their state, in the order of `_init_group`'s arguments.
-        init_result: what it returned.
+        init_result: the result of `_init_group`.
     """
 
     options: Options
@@ -64,7 +64,7 @@ def make_cache(
         options: `deciding_options` of the group.
         local_tensors: of the group.
         lists: as `_init_group` filled them, before the step went on with them.
-        init_result: what it returned.
+        init_result: the result of `_init_group`.
     """
     stepped, gradients, *state = lists
     if any(gradient.layout is not torch.strided for gradient in gradients):
@@ -77,7 +77,7 @@ def make_cache(
 
 
 def deciding_options(group: Mapping[str, Any]) -> Options:
-    """Extracts the options on which may depend what state a group's parameters have, and what is refused.
+    """Extracts the options on which a group's state may depend, and which gradients or options are refused.
 
     Of numbers that is whether they are 0: schedules change them in every step. No tensor is looked into, which could
     wait for a device: of learning rates the class alone matters, and another tensor (or a NumPy number,

@@ -85,7 +85,7 @@ class LoadPlan:
             self.problem(key, "nothing", f"a value, as this {self._into} has one", remedy)
 
     def unexpected(self, key: str, remedy: str) -> None:
-        """Notes that there is no place for what was offered as `key`."""
+        """Notes that there is no place for the value offered as `key`."""
         self.unmatched.unexpected_keys.append(key)
         if self.strict:
             self.problem(key, "a value", f"nothing, as this {self._into} has no such key", remedy)

@@ -46,7 +46,7 @@ _GROUPS_REMEDY = "put parameters in groups as when it was saved"
 
 @dataclass(frozen=True, slots=True)
 class KeyedGroup:
-    """A group of an optimizer and what is saved of it.
+    """A group of an optimizer and its saved form.
 
     Args:
         live: the group's own dict.
