@@ -31,8 +31,8 @@ from torch import Tensor
 
 from shardopt.algorithms.dense_gradients import dense_gradients
 from shardopt.algorithms.late_checks import LateChecks
+from shardopt.algorithms.reductions import Term, all_reduce_terms
 from shardopt.errors import GradientError, Problem
-from shardopt.ranks import ranks_of
 from shardopt.sharding.box import cover_faults
 from shardopt.sharding.gradients import requires_gradient, takes_gradient
 from shardopt.sharding.pieces import View
@@ -40,7 +40,6 @@ from shardopt.sharding.reduced import ShardGroup, is_first_of, local_views, shar
 from shardopt.sharding.view import assemble, device_of, is_held, local_tensors, view_of
 
 Group = Mapping[str, Any]
-Term = tuple[Tensor, tuple[ShardGroup, ...]]
 
 
 class Adafactor(torch.optim.Adafactor):
@@ -58,7 +57,7 @@ class Adafactor(torch.optim.Adafactor):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step. Collective: for every process group among which parameters are cut, two all-reduces.
+        """Takes one step. Collective: for every process group among which parameters are cut, two all-reduces.
 
         No device is waited for, unless a `step` was put on one, or where a parameter is a ShardedTensor: then ranks
         ask each other whether it has a gradient.
@@ -71,7 +70,7 @@ class Adafactor(torch.optim.Adafactor):
                 them; or a DTensor has one on some of its ranks and not on others. Nothing was changed; but on an
                 accelerator, where an earlier step has taken what was absent or refused for zeros.
         """
-        self._late.judge()
+        self._late.run_ready()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -83,17 +82,19 @@ class Adafactor(torch.optim.Adafactor):
         works.sort(key=lambda work: self.names.get(work.parameter, ""))
         all_reduce_terms(chain.from_iterable(work.statistics() for work in works))
         shared = [work for work in works if work.cuts]
-        if all(_is_there(work.numbers) for work in shared):
+        if all(_is_on_host(work.numbers) for work in shared):
             _raise_fault(works)
-            _judge([work.asked for work in shared], torch.cat([work.numbers[1:] for work in shared] or [_NOTHING]))
-        else:  # to look at them now would be to wait
+            _refuse_absent(
+                [work.demand for work in shared], torch.cat([work.numbers[1:] for work in shared] or [_NOTHING])
+            )
+        else:  # reading them now would wait for the device
             for device in {work.numbers.device for work in shared}:
                 here = [work for work in shared if work.numbers.device == device]
-                told = torch.cat([work.numbers[1:].float() for work in here])
-                self._late.note(told, partial(_judge, [work.asked for work in here]))
+                counts = torch.cat([work.numbers[1:].float() for work in here])
+                self._late.defer(counts, partial(_refuse_absent, [work.demand for work in here]))
         due = [work for work in works if work.is_due() and work.is_held]
         for work in due:
-            work.take_statistics()
+            work.update_state()
             work.measure_update()
             if not work.cuts:
                 work.apply()
@@ -110,46 +111,28 @@ class Adafactor(torch.optim.Adafactor):
         return checks
 
     def initial_state(self, group: Group, parameter: Tensor) -> dict[str, Any]:
-        """New state of a parameter that has none, as its first step would make it; changes nothing."""
+        """Makes the state of a parameter that has none, as its first step would; changes nothing."""
         wide = torch.get_default_dtype() == torch.float64
         step = torch.zeros((), dtype=torch.float64 if wide else torch.float32, device="cpu")
         dimensions = len(view_of(parameter).shape)
         if dimensions < 2:
-            variance = assemble(parameter, [torch.zeros_like(leaf) for leaf in local_tensors(parameter)])
+            variance = assemble(parameter, [torch.zeros_like(local) for local in local_tensors(parameter)])
             return {"step": step, "variance": variance}
         rows, columns = sum_like(parameter, dimensions - 1), sum_like(parameter, dimensions - 2)
         return {"step": step, "row_var": rows, "col_var": columns}
 
 
 def unsuitable_for_adafactor(view: View) -> str:
-    """What keeps a parameter from being optimized with Adafactor; "" where nothing does."""
+    """Returns why a parameter cannot be optimized with Adafactor; "" where it can."""
     if view.dtype.is_complex:
         return f"elements of {view.dtype}, of which it could not take rows and columns"
     if cover_faults(view.shape, view.layout.boxes):
-        return "shards that do not tell where the rest of the parameter is"
+        return "shards that do not say where the rest of the parameter is"
     return ""
 
 
-def all_reduce_terms(terms: Iterable[Term]) -> None:
-    """Adds up each tensor, in place, over the groups of its cuts: one all-reduce for each group (and dtype).
-
-    All ranks of a group must pass tensors of the same shapes, in the same order.
-    """
-    by_group: dict[Any, dict[Any, list[Tensor]]] = {}
-    for tensor, cuts in terms:
-        for cut in cuts:
-            by_group.setdefault(cut.group, {}).setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    for group, kinds in by_group.items():
-        ranks = ranks_of(group)
-        for tensors in kinds.values():
-            flat = ranks.all_reduce_sum(torch.cat([tensor.flatten() for tensor in tensors]).to(ranks.device))
-            parts = torch.split(flat, [tensor.numel() for tensor in tensors])
-            sums = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
-            torch._foreach_copy_(tensors, sums)
-
-
 class _Work:
-    """What one step does with one parameter on this rank."""
+    """The step of one parameter on this rank."""
 
     def __init__(self, optimizer: Adafactor, group: Group, parameter: Tensor) -> None:
         self.optimizer, self.group, self.parameter = optimizer, group, parameter
@@ -158,18 +141,19 @@ class _Work:
         self.sum_dtype = torch.promote_types(view.dtype, torch.float32)
         self.row_dim, self.column_dim = len(view.shape) - 2, len(view.shape) - 1
         self.factored = len(view.shape) > 1
-        self.leaves = local_tensors(parameter)
+        self.local_tensors = local_tensors(parameter)
         self.is_held = is_held(parameter)
         self.cuts = shard_groups_of(parameter)
         self.name = optimizer.names.get(parameter, f"a parameter of shape {view.shape}")
         self.gradients: Sequence[Tensor] = ()
-        self.fault: GradientError | None = None  # to be raised once the other ranks have heard of it
+        self.fault: GradientError | None = None  # raised once the other ranks know of it
+        present = False
         try:
-            found = dense_gradients(parameter, self.name)
-            self.gradients = found or ()
+            gradients = dense_gradients(parameter, self.name)
+            present, self.gradients = gradients is not None, gradients or ()
         except GradientError as error:
-            found, self.fault = None, error
-        self.may_have_gradient = found is not None or self.fault is not None or requires_gradient(parameter)
+            self.fault = error
+        self.may_have_gradient = present or self.fault is not None or requires_gradient(parameter)
         self.state: dict[str, Any] = optimizer.state.get(parameter, {})
         self.time = 1.0 + (float(self.state["step"]) if self.state else 0.0)
         self.weight = self.time ** group["beta2_decay"]
@@ -180,13 +164,13 @@ class _Work:
     # --- first round ---
 
     def statistics(self) -> Iterator[Term]:
-        """This rank's share in what is added up before the update."""
+        """Computes this rank's summands of the all-reduce before the update."""
         # RMS(θ)², how many ranks have a gradient, and how many have shards but no gradient; NaN where one refuses its
         # own.
         self.numbers: Tensor = torch.zeros(3, dtype=self.sum_dtype, device=device_of(self.parameter))
         self.update_square = self.numbers.new_zeros(())
-        self.numbers[0] = _mean_of_squares(self.leaves, self.shape, self.numbers)
-        if self.leaves:
+        self.numbers[0] = _mean_of_squares(self.local_tensors, self.shape, self.numbers)
+        if self.local_tensors:
             self.numbers[1 if self.gradients else 2] = nan if self.fault else 1.0
         yield self.numbers, self.cuts
         if not self.factored:
@@ -195,14 +179,14 @@ class _Work:
         self.row_means = sum_memory(self.parameter, rows, self.sum_dtype)
         self.column_means = sum_memory(self.parameter, columns, self.sum_dtype)
         self.means = sum_memory(self.parameter, both, self.sum_dtype)
-        self._take_in_gradients(local_views(self.parameter, both, self.means))
-        self._take_in_old_rows()
+        self._add_gradients(local_views(self.parameter, both, self.means))
+        self._add_old_rows()
         yield from ((sums, self._cuts_along(rows)) for sums in self.row_means)
         yield from ((sums, self._cuts_along(columns)) for sums in self.column_means)
         yield from ((sums, self._cuts_along(both)) for sums in self.means)
 
-    def _take_in_gradients(self, means: tuple[Tensor, ...]) -> None:
-        """Adds the means of G² over this rank's part of rows, of columns, and (times w) of both."""
+    def _add_gradients(self, means: tuple[Tensor, ...]) -> None:
+        """Adds the means of G² over this rank's elements of rows, of columns, and (times w) of both."""
         rows = local_views(self.parameter, [self.column_dim], self.row_means)
         columns = local_views(self.parameter, [self.row_dim], self.column_means)
         height, width = max(self.shape[self.row_dim], 1), max(self.shape[self.column_dim], 1)
@@ -212,7 +196,7 @@ class _Work:
             column.add_(_squares_along(gradient, self.row_dim, self.sum_dtype).div_(height))
             mean.add_(squares.sum(self.row_dim, keepdim=True), alpha=self.weight / height)
 
-    def _take_in_old_rows(self) -> None:
+    def _add_old_rows(self) -> None:
         """Adds (1 − w) times the mean of R over this rank's rows, if it is the first of the ranks that have them.
 
         So M comes out of the same round as R: the mean of the new R is the mean of the old one, moved by w.
@@ -238,17 +222,17 @@ class _Work:
             # Gradients are with the shards: one on any rank is one for the whole parameter, zero elsewhere.
             due = bool(self.numbers[1] > 0)
             if due and not self.gradients:
-                self.gradients = [torch.zeros_like(leaf) for leaf in self.leaves]
+                self.gradients = [torch.zeros_like(local) for local in self.local_tensors]
             return due
         return bool(self.gradients)
 
     @property
-    def asked(self) -> tuple[str, bool]:
+    def demand(self) -> tuple[str, bool]:
         """The parameter's name, and whether all of its ranks must have a gradient, or none."""
         return self.name, takes_gradient(self.parameter)
 
-    def take_statistics(self) -> None:
-        """Moves the state by what the ranks have added up."""
+    def update_state(self) -> None:
+        """Updates the state with the sums over all ranks."""
         if not self.state:
             self.state = self.optimizer.state[self.parameter]
             self.state.update(self.optimizer.initial_state(self.group, self.parameter))
@@ -266,23 +250,23 @@ class _Work:
     # --- second round ---
 
     def measure_update(self) -> None:
-        """Works out U, and this rank's share in RMS(U)²."""
+        """Computes U, and this rank's summand of RMS(U)²."""
         updates = self._updates()
         self.update_square = _mean_of_squares(updates, self.shape, self.numbers)
         if self.group["foreach"] or not self.cuts:
             self.kept = updates
 
     def _updates(self) -> list[Tensor]:
-        """U for each leaf."""
+        """Computes U for each local tensor."""
         if self.factored:
             rows, columns, both = [self.column_dim], [self.row_dim], [self.row_dim, self.column_dim]
-            parts = zip(
+            factors = zip(
                 local_views(self.parameter, rows, local_tensors(self.state["row_var"])),
                 local_views(self.parameter, columns, local_tensors(self.state["col_var"])),
                 local_views(self.parameter, both, self.means),
                 strict=True,
             )
-            estimates = [(row * column).div_(mean.to(row.dtype)) for row, column, mean in parts]
+            estimates = [(row * column).div_(mean.to(row.dtype)) for row, column, mean in factors]
         else:
             estimates = [memory.clone() for memory in local_tensors(self.state["variance"])]
         for estimate, gradient in zip(estimates, self.gradients, strict=True):
@@ -290,20 +274,20 @@ class _Work:
         return estimates
 
     def apply(self) -> None:
-        """Moves the parameter."""
+        """Updates the parameter."""
         lr, decay = self._lr(), self.group["weight_decay"]
         inverse_root = self.time**-0.5
         rho = lr.clamp(max=inverse_root) if isinstance(lr, Tensor) else min(lr, inverse_root)
         alpha = self.numbers[0].sqrt().clamp_(min=self.group["eps"][1]) * rho
         scale = alpha / (self.update_square.sqrt() / self.group["d"]).clamp_(min=1.0)
-        for leaf, update in zip(self.leaves, self.kept or self._updates(), strict=True):
+        for local, update in zip(self.local_tensors, self.kept or self._updates(), strict=True):
             if decay != 0:
-                leaf.mul_(1 - lr * decay)
-            leaf.add_(update.mul_(scale), alpha=1 if self.group["maximize"] else -1)
+                local.mul_(1 - lr * decay)
+            local.add_(update.mul_(scale), alpha=1 if self.group["maximize"] else -1)
         self.kept = []
 
     def _lr(self) -> float | Tensor:
-        """The learning rate; one that is on an accelerator stays there, so that nothing has to be waited for."""
+        """Returns the learning rate; one on an accelerator stays there, so that nothing is waited for."""
         lr = self.group["lr"]
         if not isinstance(lr, Tensor):
             return float(lr)
@@ -316,26 +300,27 @@ def _raise_fault(works: Iterable[_Work]) -> None:
             raise work.fault
 
 
-def _judge(asked: Sequence[tuple[str, bool]], told: Tensor) -> None:
-    """Looks at how many ranks have a gradient, and how many have none.
+def _refuse_absent(demands: Sequence[tuple[str, bool]], counts: Tensor) -> None:
+    """Raises where some ranks of a parameter have a gradient and others have none.
 
     Args:
-        asked: of each of N parameters.
-        told: [2 N] such numbers, on the CPU; the same on all ranks.
+        demands: name of each of N parameters, and whether all of its ranks must have a gradient, or none.
+        counts: [2 N], for each parameter how many ranks have one, and how many have none (NaN where a rank refuses its
+            own); on the CPU, the same on all ranks.
 
     Raises:
         GradientError: some have one and others do not, or one refuses its own.
     """
     problems = []
-    for (name, all_or_none), (have, lack) in zip(asked, told.view(-1, 2).tolist(), strict=True):
+    for (name, all_or_none), (have, lack) in zip(demands, counts.view(-1, 2).tolist(), strict=True):
         if isnan(lack):
-            found = "one that a rank refuses"
+            present = "one that a rank refuses"
         elif all_or_none and have and lack:
-            found = f"one on {have:g} of its ranks, none on {lack:g}"
+            present = f"one on {have:g} of its ranks, none on {lack:g}"
         else:
             continue
         remedy = "give it zeros where a rank had nothing to do with it"
-        problems.append(Problem(f"{name}.grad", found, "one on all of its ranks, or on none", remedy))
+        problems.append(Problem(f"{name}.grad", present, "one on all of its ranks, or on none", remedy))
     if problems:
         raise GradientError("gradients are absent on some ranks, or refused there", problems)
 
@@ -343,20 +328,20 @@ def _judge(asked: Sequence[tuple[str, bool]], told: Tensor) -> None:
 _NOTHING = torch.zeros(0)
 
 
-def _is_there(numbers: Tensor) -> bool:
-    """Whether to look at numbers waits for nothing."""
+def _is_on_host(numbers: Tensor) -> bool:
+    """Whether numbers can be read without waiting for a device."""
     return numbers.is_cpu
 
 
 def _squares_along(gradient: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    """The sum of the squares along a dimension, without a tensor of all squares."""
+    """Computes the sum of squares along a dimension, without a tensor of all squares."""
     norm: Tensor = torch.linalg.vector_norm(gradient, dim=dim, keepdim=True, dtype=dtype)
     return norm.square_()
 
 
-def _mean_of_squares(parts: Sequence[Tensor], shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """The squares of this rank's parts of a tensor, divided by the number of elements of the whole."""
+def _mean_of_squares(tensors: Sequence[Tensor], shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Computes the sum of squares of local tensors, divided by the number of elements of the whole."""
     total = like.new_zeros(())
-    for part in parts:
-        total += torch.linalg.vector_norm(part, dtype=like.dtype).square_()
+    for tensor in tensors:
+        total += torch.linalg.vector_norm(tensor, dtype=like.dtype).square_()
     return total / max(prod(shape), 1)

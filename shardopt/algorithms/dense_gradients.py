@@ -1,4 +1,4 @@
-"""Gradients as algorithms take them that step on the parameters themselves."""
+"""The gradients of algorithms that step on the parameters themselves: dense, complete and checked."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from shardopt.sharding.view import local_tensors
 
 
 def dense_gradients(parameter: Tensor, name: str) -> list[Tensor] | None:
-    """The gradient on this rank, as local tensors; None where there is none. Zero where only some shards have one.
+    """Returns the gradient on this rank as local tensors; None where there is none.
 
-    A rank without a shard of a ShardedTensor has None, and has to ask the others.
+    Where only some shards have one, it is zero on the others. A rank without a shard of a ShardedTensor has None, and
+    has to ask the others.
 
     Args:
         parameter: of any kind.
@@ -24,40 +25,50 @@ def dense_gradients(parameter: Tensor, name: str) -> list[Tensor] | None:
     Raises:
         GradientError: the gradient does not fit the parameter, is sparse, or has another dtype.
     """
-    return found_gradients(parameter, name, (torch.strided,))
+    return checked_gradients(parameter, name, (torch.strided,))
 
 
-def found_gradients(
+def checked_gradients(
     parameter: Tensor, name: str, layouts: tuple[torch.layout, ...], takes_dense: bool = True
 ) -> list[Tensor] | None:
-    """As `dense_gradients`, of certain layouts. Where some shards only have one, it is zero on the others: without
-    rows where those are sparse, or all have to be.
+    """Returns the gradient on this rank as local tensors, as `dense_gradients` does, of certain layouts.
+
+    Where only some shards have one, it is zero on the others: without rows where those are sparse, or all have to be.
+
+    Args:
+        parameter: of any kind.
+        name: its FQN, for errors.
+        layouts: that a gradient may have.
+        takes_dense: whether the algorithm steps with dense gradients.
+
+    Raises:
+        GradientError: the gradient does not fit the parameter, or has another layout or dtype.
     """
-    leaves = local_tensors(parameter)
+    tensors = local_tensors(parameter)
     try:
-        found = local_gradients(parameter)
+        gradients = local_gradients(parameter)
     except GradientError as error:
         raise GradientError(error.message, [replace(each, key=f"{name}.grad") for each in error.problems]) from None
-    if all(gradient is None for gradient in found):
+    if all(gradient is None for gradient in gradients):
         return None
-    for gradient, leaf in zip(found, leaves, strict=True):
-        if gradient is not None and (gradient.layout not in layouts or gradient.dtype != leaf.dtype):
+    for gradient, local in zip(gradients, tensors, strict=True):
+        if gradient is not None and (gradient.layout not in layouts or gradient.dtype != local.dtype):
             problem = Problem(
                 key=f"{name}.grad",
                 found=f"{gradient.layout}, {gradient.dtype}",
-                required=f"{' or '.join(map(str, layouts))}, {leaf.dtype}",
+                required=f"{' or '.join(map(str, layouts))}, {local.dtype}",
                 remedy="make it dense, or cast it, before the step",
             )
             raise GradientError("a gradient does not fit its parameter", [problem])
-    sparse = not takes_dense or any(gradient is not None and gradient.is_sparse for gradient in found)
-    both = zip(leaves, found, strict=True)
-    return [no_gradient(leaf, sparse) if its is None else its for leaf, its in both]
+    sparse = not takes_dense or any(gradient is not None and gradient.is_sparse for gradient in gradients)
+    pairs = zip(tensors, gradients, strict=True)
+    return [no_gradient(local, sparse) if gradient is None else gradient for local, gradient in pairs]
 
 
-def no_gradient(leaf: Tensor, sparse: bool) -> Tensor:
-    """A gradient of zeros for a local tensor; one without rows, and so without memory, where it is to be sparse."""
+def no_gradient(local: Tensor, sparse: bool) -> Tensor:
+    """Makes a gradient of zeros for a local tensor; one without rows, and so without memory, if `sparse`."""
     if not sparse:
-        return torch.zeros_like(leaf)
-    index = torch.empty((1, 0), dtype=torch.int64, device=leaf.device)
-    values = leaf.new_empty((0, *leaf.shape[1:]))
-    return torch.sparse_coo_tensor(index, values, leaf.shape, check_invariants=False, is_coalesced=True)
+        return torch.zeros_like(local)
+    index = torch.empty((1, 0), dtype=torch.int64, device=local.device)
+    values = local.new_empty((0, *local.shape[1:]))
+    return torch.sparse_coo_tensor(index, values, local.shape, check_invariants=False, is_coalesced=True)

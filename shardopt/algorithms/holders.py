@@ -1,7 +1,7 @@
-"""Who holds which part of which parameter, in the whole job; and so, whose gradients a rank counts in a norm.
+"""Assigns each box of each parameter to one of its holders, which counts it in norms and inner products of the job.
 
-A part that several ranks hold is counted by the first of them. A parameter that each of its holders has whole is
-shared: there the others tell what they have too, in case that the first has no gradient.
+A box that several ranks hold is counted by the first of them. A parameter that each of its holders has whole is shared:
+there the others report their gradients too, in case that the first has none.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DEADLINE_SECONDS = 1800.0
 
 @dataclass(frozen=True, slots=True)
 class CountedParameter:
-    """What this rank counts of one of its parameters.
+    """One of this rank's parameters, and which of its local tensors this rank counts.
 
     Args:
         name: the parameter's FQN.
@@ -46,7 +46,7 @@ class CountedParameter:
 
 
 def counted_parameters(ranks: Ranks, names: Mapping[Tensor, str]) -> tuple[list[CountedParameter], int]:
-    """What this rank counts of each parameter, and the number of shared parameters in the job. Collective.
+    """Returns what this rank counts of each parameter, and the number of shared parameters in the job. Collective.
 
     One exchange where all ranks have the same parameters, as under data parallelism and FSDP; three where they differ,
     or know only of their own shards.
@@ -55,7 +55,7 @@ def counted_parameters(ranks: Ranks, names: Mapping[Tensor, str]) -> tuple[list[
         names: parameter → FQN of those that this rank has.
 
     Raises:
-        LayoutError: a parameter cannot be described, or the parts of one that ranks hold do not fit together. Every
+        LayoutError: a parameter cannot be described, or the boxes of one that ranks hold do not fit together. Every
             rank raises.
     """
     views, alike = ranks.agree(
@@ -68,15 +68,15 @@ def counted_parameters(ranks: Ranks, names: Mapping[Tensor, str]) -> tuple[list[
     known = {name: view.layout for name, view in views.items()}
     if alike:
         everyone = range(ranks.size)
-        settled = {layout: _settled(layout, everyone) for layout in set(known.values())}
-        return _shares(ranks.rank, names, views, {name: settled[layout] for name, layout in known.items()})
+        whole = {layout: _with_holders(layout, everyone) for layout in set(known.values())}
+        return _shares(ranks.rank, names, views, {name: whole[layout] for name, layout in known.items()})
     _, (tables, ranks_of_table) = ranks.agree(
         _WHAT, work=lambda: json.dumps(_table(known)), report=lambda text: text, decide=_distinct
     )
-    layouts = _joined([_layouts_of(json.loads(table)) for table in tables], ranks_of_table)
-    # Together, since what one rank may find wrong here no other can see.
-    mine, _ = ranks.agree(_WHAT, work=lambda: _shares(ranks.rank, names, views, layouts))
-    return mine
+    layouts = _merged([_layouts_of(json.loads(table)) for table in tables], ranks_of_table)
+    # In one round, since no other rank can see a fault of this one.
+    counted, _ = ranks.agree(_WHAT, work=lambda: _shares(ranks.rank, names, views, layouts))
+    return counted
 
 
 def _shares(
@@ -84,30 +84,30 @@ def _shares(
 ) -> tuple[list[CountedParameter], int]:
     whole_on_several = [name for name, layout in layouts.items() if _is_shared(layout)]
     number_of = {name: number for number, name in enumerate(sorted(whole_on_several))}
-    mine = [
+    counted = [
         CountedParameter(
             name, parameter, _counted(rank, name, parameter, views[name], layouts[name]), number_of.get(name)
         )
         for parameter, name in names.items()
     ]
-    return mine, len(number_of)
+    return counted, len(number_of)
 
 
 def _is_shared(layout: Layout) -> bool:
-    assert layout.holders is not None  # `_settled` has seen to it
+    assert layout.holders is not None  # `_with_holders` has named them
     return len(layout.boxes) == 1 and layout.boxes[0].numel > 0 and len(layout.holders[0]) > 1
 
 
 def _counted(rank: int, name: str, parameter: Tensor, view: View, layout: Layout) -> tuple[bool, ...]:
-    """For each leaf whether this rank is the first that holds it."""
+    """Whether this rank is the first holder, for each local tensor."""
     assert layout.holders is not None
     first = {box: holders[0] == rank for box, holders in zip(layout.boxes, layout.holders, strict=True)}
-    leaves = local_tensors(parameter)
-    if len(leaves) != 1:  # then each that is not empty is one piece, which has its memory
+    tensors = local_tensors(parameter)
+    if len(tensors) != 1:  # then each that is not empty is one piece, which has its memory
         by_memory = {piece.tensor.data_ptr(): first[piece.box] for piece in view.pieces}
-        return tuple(leaf.numel() > 0 and by_memory[leaf.data_ptr()] for leaf in leaves)
-    found = {first[piece.box] for piece in view.pieces}
-    if len(found) > 1:
+        return tuple(local.numel() > 0 and by_memory[local.data_ptr()] for local in tensors)
+    verdicts = {first[piece.box] for piece in view.pieces}
+    if len(verdicts) > 1:
         problem = Problem(
             key=name,
             found=f"boxes of one local tensor of rank {rank} of which some are, and some are not, on lower ranks too",
@@ -115,7 +115,7 @@ def _counted(rank: int, name: str, parameter: Tensor, view: View, layout: Layout
             remedy="place the parameter alike on all meshes that hold it",
         )
         raise LayoutError("a norm cannot count a parameter once", [problem])
-    return (found == {True},)
+    return (verdicts == {True},)
 
 
 def _fingerprint(views: Mapping[str, View]) -> str:
@@ -138,33 +138,33 @@ def _layouts_of(table: Mapping[str, Any]) -> dict[str, Layout]:
 
 
 def _distinct(texts: list[str]) -> tuple[list[str], list[list[int]]]:
-    """Each text once, and the ranks that sent it: most ranks of a large job send what others send."""
+    """Returns each text once, and the ranks that sent it: most ranks of a large job send the same."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         ranks_of.setdefault(text, []).append(rank)
     return list(ranks_of), list(ranks_of.values())
 
 
-def _joined(tables: Sequence[Mapping[str, Layout]], ranks_of_table: Sequence[Sequence[int]]) -> dict[str, Layout]:
-    """The whole layout of each parameter of the job, made of what each rank knows of it. The same on every rank."""
-    told: defaultdict[str, list[tuple[Layout, int]]] = defaultdict(list)
+def _merged(tables: Sequence[Mapping[str, Layout]], ranks_of_table: Sequence[Sequence[int]]) -> dict[str, Layout]:
+    """Merges each rank's layouts into the whole layout of each parameter of the job. The same on every rank."""
+    layouts_by_name: defaultdict[str, list[tuple[Layout, int]]] = defaultdict(list)
     for number, table in enumerate(tables):
         for name, layout in table.items():
-            told[name].append((layout, number))
+            layouts_by_name[name].append((layout, number))
     made: dict[tuple[tuple[Layout, int], ...], Layout] = {}  # parameters by the thousand lie alike
     layouts = {}
-    for name in sorted(told):
-        where = tuple(told[name])
+    for name in sorted(layouts_by_name):
+        where = tuple(layouts_by_name[name])
         if where not in made:
             by_rank = {rank: layout for layout, number in where for rank in ranks_of_table[number]}
-            made[where] = _settled(Layout.merge(by_rank, name), by_rank)
+            made[where] = _with_holders(Layout.merge(by_rank, name), by_rank)
             _refuse_overlaps(name, made[where])
         layouts[name] = made[where]
     return layouts
 
 
-def _settled(layout: Layout, having: Iterable[int]) -> Layout:
-    """The layout with all holders named, and none but ranks that have the parameter in their optimizer."""
+def _with_holders(layout: Layout, having: Iterable[int]) -> Layout:
+    """Returns the layout with all holders named, without ranks that do not have the parameter in their optimizer."""
     ranks = set(having)
     of_boxes = layout.holders or [tuple(ranks)] * len(layout.boxes)
     holders = {box: ranks.intersection(of_box) for box, of_box in zip(layout.boxes, of_boxes, strict=True)}
@@ -174,5 +174,5 @@ def _settled(layout: Layout, having: Iterable[int]) -> Layout:
 def _refuse_overlaps(name: str, layout: Layout) -> None:
     faults = overlap_faults(layout.shape, layout.boxes)
     if faults:
-        problem = Problem(name, "; ".join(faults), "parts that are alike or disjoint", "place it alike on all ranks")
-        raise LayoutError("ranks hold parts of a parameter that overlap", [problem])
+        problem = Problem(name, "; ".join(faults), "boxes that are equal or disjoint", "place it alike on all ranks")
+        raise LayoutError("ranks hold boxes of a parameter that overlap", [problem])

@@ -1,4 +1,4 @@
-"""State before the first step."""
+"""Makes the state that algorithms have before the first step, and recognises it."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from shardopt.sharding.view import local_tensors
 from shardopt.torch_private import can_make_lazy_state, lazy_state
 
 
-def initial_state(spec: AlgorithmSpec, optimizer: Optimizer, group: Mapping[str, Any], leaf: Tensor) -> dict[str, Any]:
-    """New state for a tensor that has none, as the algorithm would make it at the first gradient.
+def initial_state(spec: AlgorithmSpec, optimizer: Optimizer, group: Mapping[str, Any], local: Tensor) -> dict[str, Any]:
+    """Makes new state for a tensor that has none, as the algorithm would make it at the first gradient.
 
     torch makes it where it can, so that names, dtypes and devices are torch's; for a class that makes state inside of
-    its step, it is what the spec says. What only a gradient gives a first value (the momentum buffer of SGD) is filled
-    in with zeros, to be a destination for loading. Nothing is changed: neither `optimizer.state` nor `leaf.grad`.
+    its step, it is made as the spec says. State whose first value is a gradient (the momentum buffer of SGD) is
+    filled in with zeros, to be a destination for loading. Neither `optimizer.state` nor `local.grad` is changed.
 
     Args:
         spec: of the optimizer's class.
-        optimizer: steps on `leaf` or on tensors like it.
-        group: the options of the leaf's group.
-        leaf: a local tensor; one gradient of its size is held for the time of the call. The parameter itself for an
+        optimizer: steps on `local` or on tensors like it.
+        group: the options of the tensor's group.
+        local: a local tensor; one gradient of its size is held for the time of the call. The parameter itself for an
             algorithm that steps on parameters.
     """
     if spec.steps_on is StepsOn.PARAMETERS:
-        return cast(MakesState, optimizer).initial_state(group, leaf)
-    state = lazy_state(optimizer, group, leaf) if can_make_lazy_state(optimizer) else {}
-    for entry in spec.entries(group, leaf.ndim):
+        return cast(MakesState, optimizer).initial_state(group, local)
+    state = lazy_state(optimizer, group, local) if can_make_lazy_state(optimizer) else {}
+    for entry in spec.entries(group, local.ndim):
         if entry.name not in state:
-            state[entry.name] = _as_told(entry, group, leaf)
+            state[entry.name] = _from_entry(entry, group, local)
     return state
 
 
@@ -58,14 +58,14 @@ def _equal(one: Any, other: Any) -> bool:
     )
 
 
-def _as_told(entry: StateEntry, group: Mapping[str, Any], leaf: Tensor) -> Any:
-    """A piece of state as its entry says."""
+def _from_entry(entry: StateEntry, group: Mapping[str, Any], local: Tensor) -> Any:
+    """Makes one entry of state with the kind, dtype and initial value of its `StateEntry`."""
     initial = group[entry.initial] if isinstance(entry.initial, str) else entry.initial
     if isinstance(initial, AtFirstStep):
         initial = group["lr"] if initial is AtFirstStep.LEARNING_RATE else 0.0
     if entry.dtype is Dtype.PLAIN_COUNT:
         return int(initial)
-    dtype = entry.dtype.of(leaf.dtype, group)
+    dtype = entry.dtype.of(local.dtype, group)
     if entry.kind is Kind.SCALAR:
         return torch.tensor(float(initial), dtype=dtype)
-    return torch.full_like(leaf, float(initial), dtype=dtype)
+    return torch.full_like(local, float(initial), dtype=dtype)

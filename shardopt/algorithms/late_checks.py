@@ -1,4 +1,4 @@
-"""What ranks have told each other in a step, looked at in a later one, so that no device is waited for."""
+"""Checks of numbers that ranks have exchanged in a step, run in a later one, so that no device is waited for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class LateChecks:
-    """Numbers that are on their way to the host, and who judges them there. A copy has none."""
+    """Numbers that are being copied to the host, and the checks to be run on them there. A copy has none."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[Tensor, Any, Callable[[Tensor], None]]] = []
@@ -18,28 +18,28 @@ class LateChecks:
     def __reduce__(self) -> tuple[Any, ...]:
         return LateChecks, ()
 
-    def note(self, numbers: Tensor, judge: Callable[[Tensor], None]) -> None:
-        """Has numbers judged once they are there.
+    def defer(self, numbers: Tensor, check: Callable[[Tensor], None]) -> None:
+        """Queues a check of numbers, to be run once they are on the host.
 
         Args:
             numbers: on any device; copied.
-            judge: gets them on the CPU, and raises where something is wrong with them.
+            check: gets them on the CPU, and raises where something is wrong with them.
         """
         if numbers.is_cpu:
-            self._waiting.append((numbers.clone(), None, judge))
+            self._waiting.append((numbers.clone(), None, check))
             return
         host = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
         host.copy_(numbers, non_blocking=True)
-        there = torch.get_device_module(numbers.device).Event()
-        there.record()
-        self._waiting.append((host, there, judge))
+        copied = torch.get_device_module(numbers.device).Event()
+        copied.record()
+        self._waiting.append((host, copied, check))
 
-    def judge(self) -> None:
-        """Looks at what has come. Waits for nothing.
+    def run_ready(self) -> None:
+        """Runs the checks of numbers that have arrived. Waits for nothing.
 
         Raises:
-            Exception: what a judge raises; nothing is judged twice.
+            Exception: as a check raises it; no check runs twice.
         """
         while self._waiting and (self._waiting[0][1] is None or self._waiting[0][1].query()):
-            numbers, _, judge = self._waiting.pop(0)
-            judge(numbers)
+            numbers, _, check = self._waiting.pop(0)
+            check(numbers)

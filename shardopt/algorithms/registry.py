@@ -1,4 +1,4 @@
-"""What each optimization algorithm keeps for a parameter, and whether it may step on shards.
+"""The specs of optimization algorithms: the state that each keeps for a parameter, and whether it may step on shards.
 
 One frozen `AlgorithmSpec` per class, found by class or by name. It is read where state is made (`initial_state`), where
 shards of state are put together again, by tests and by the documentation; no other file lists algorithms.
@@ -23,11 +23,14 @@ from shardopt.errors import AlgorithmError, Problem
 from shardopt.sharding.pieces import View
 from shardopt.torch_private import step_without_hooks
 
+GLOBAL_STATE = "global"
+"""The prefix of the names under which `state` has the state of no parameter: "global.<least FQN>"."""
+
 Options = Mapping[str, Any]
 
 
 class Kind(Enum):
-    """How a piece of state lies, as a function of how its parameter lies."""
+    """Shape and placement of an entry of state, as a function of its parameter's."""
 
     PARAMETER = "like-parameter"
     """Shape and placement of the parameter."""
@@ -43,11 +46,11 @@ class Kind(Enum):
     HISTORY = "history × parameter"
     """As many tensors like the parameter as the option `history_size` says, stacked along a new first dimension."""
     GLOBAL = "global"
-    """What belongs to no parameter, the same on every rank; its dtype is a rule of its own."""
+    """An entry that belongs to no parameter, the same on every rank; its dtype is a rule of its own."""
 
 
 class Dtype(Enum):
-    """The rule that gives a piece of state its dtype."""
+    """The rule that gives an entry of state its dtype."""
 
     PARAMETER = "the parameter's"
     COUNTER = "float32; float64 where that is torch's default dtype and the step is not fused"
@@ -57,7 +60,7 @@ class Dtype(Enum):
     WIDE = "float64"
 
     def of(self, parameter: torch.dtype, options: Options) -> torch.dtype:
-        """The dtype in a group with these options, for a parameter of that dtype."""
+        """Returns the dtype of the entry in a group with these options, for a parameter of that dtype."""
         if self is Dtype.AT_LEAST_SINGLE:
             return torch.promote_types(parameter, torch.float32)
         if self is not Dtype.COUNTER:
@@ -68,9 +71,9 @@ class Dtype(Enum):
 
 
 class StepsOn(Enum):
-    """What an algorithm's optimizer is built over, where parameters are sharded."""
+    """The tensors that an algorithm's optimizer is built over, where parameters are sharded."""
 
-    LEAVES = "local tensors"
+    LOCAL_TENSORS = "local tensors"
     """The plain local tensors of the parameters, as torch's own elementwise optimizers."""
     PARAMETERS = "the parameters themselves"
     """The user's tensors, sharded as they are. The class does its own communication and takes gradients with
@@ -79,7 +82,7 @@ class StepsOn(Enum):
 
 
 class MakesState(Protocol):
-    """What keyed optimizers ask of one that steps on parameters.
+    """The protocol of an optimizer that steps on parameters.
 
     Args:
         names: parameter → FQN, set by the keyed optimizer; for errors, and for an order of parameters that is the same
@@ -89,26 +92,26 @@ class MakesState(Protocol):
     names: Mapping[Tensor, str]
 
     def initial_state(self, group: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
-        """New state of a parameter that has none, as its first step would make it; changes nothing."""
+        """Makes the state of a parameter that has none, as its first step would; changes nothing."""
 
 
 class MakesGlobalState(MakesState, Protocol):
-    """What is asked as well where some state belongs to no parameter."""
+    """The protocol of one that also keeps state which belongs to no parameter."""
 
     @property
     def global_name(self) -> str:
-        """The name under which `state` has it, or will."""
+        """The name under which `state` has it, or will have it."""
 
     def initial_global(self) -> dict[str, Tensor]:
-        """What it is before the first step; changes nothing."""
+        """Makes that state as it is before the first step; changes nothing."""
 
     def make_global(self) -> Mapping[str, Tensor]:
-        """Makes that state, under a name in `state`, where there is none yet."""
+        """Returns that state, live, from under `global_name` in `state`; makes it where there is none yet."""
 
 
 @runtime_checkable
 class KeepsLess(Protocol):
-    """What is asked as well of one that, while it trains, keeps less than it saves."""
+    """The protocol of one that keeps less while it trains than it saves."""
 
     def complete_state(self, parameter: Tensor) -> None:
         """Gives the state of a parameter, if it has any, the shapes that it is saved with."""
@@ -161,16 +164,16 @@ class AlgorithmSpec:
 
     Args:
         optimizer: the class that computes it.
-        name: what `keyed` takes in place of the class; compared in lower case.
+        name: `keyed` takes it in place of the class; compared in lower case.
         elementwise: whether each element's update depends on nothing but that element (and scalars that all ranks
             share), so that it may step on shards.
-        state: what it keeps for a parameter, in the order in which it is made.
-        why_not: where it is not elementwise, what on shards would be computed differently.
+        state: the entries that it keeps for a parameter, in the order in which it is made.
+        why_not: where it is not elementwise, why a step on shards would compute something else.
         state_at_construction: whether the class makes all state when it is constructed, not at the first gradient.
-        steps_on: what its optimizer is built over, where parameters are sharded. One that steps on parameters is never
-            refused for shards.
+        steps_on: the tensors that its optimizer is built over, where parameters are sharded. One that steps on
+            parameters is never refused for shards.
         stands_for: a class of torch in whose place it runs, on plain parameters too: with the same options and state.
-        unsuitable: what keeps a parameter from being optimized with it, in a few words; "" where nothing does. Asked
+        unsuitable: why a parameter cannot be optimized with it, in a few words; "" where it can. Called
             where it steps on parameters only.
         takes_sparse: whether it steps with sparse gradients.
         takes_dense: whether it steps with dense gradients.
@@ -186,7 +189,7 @@ class AlgorithmSpec:
     state: tuple[StateEntry, ...] = ()
     why_not: str = ""
     state_at_construction: bool = False
-    steps_on: StepsOn = StepsOn.LEAVES
+    steps_on: StepsOn = StepsOn.LOCAL_TENSORS
     stands_for: type[Optimizer] | None = None
     unsuitable: Callable[[View], str] = _suits
     takes_sparse: bool = False
@@ -201,7 +204,7 @@ class AlgorithmSpec:
         return any(isinstance(entry.initial, AtFirstStep) for entry in self.state)
 
     def entries(self, options: Options, dimensions: int = 2) -> tuple[StateEntry, ...]:
-        """The state that a parameter with so many dimensions has in a group with these options."""
+        """Returns the entries of state that a parameter with so many dimensions has in a group with these options."""
         return tuple(
             entry
             for entry in self.state
@@ -218,7 +221,7 @@ _SPECS: dict[type[Optimizer], AlgorithmSpec] = {}
 
 
 def register(spec: AlgorithmSpec) -> AlgorithmSpec:
-    """Makes an algorithm known, process-wide.
+    """Registers an algorithm, process-wide.
 
     Raises:
         AlgorithmError: the class or the name is registered already with another spec.
@@ -243,12 +246,12 @@ def register(spec: AlgorithmSpec) -> AlgorithmSpec:
 
 
 def algorithms() -> tuple[AlgorithmSpec, ...]:
-    """Every registered algorithm, by name."""
+    """Returns the specs of all registered algorithms, by name."""
     return tuple(sorted(dict.fromkeys(_SPECS.values()), key=lambda spec: spec.name))
 
 
 def find_spec(optimizer: type[Optimizer]) -> AlgorithmSpec | None:
-    """The spec of a class, or of the registered base whose `step` it inherits; None if there is neither."""
+    """Finds the spec of a class, or of the registered base whose `step` it inherits; None if there is neither."""
     for base in optimizer.__mro__:
         spec = _SPECS.get(base)
         if spec is not None:
@@ -257,25 +260,25 @@ def find_spec(optimizer: type[Optimizer]) -> AlgorithmSpec | None:
 
 
 def spec_of(algorithm: type[Optimizer] | str) -> AlgorithmSpec:
-    """The spec of a class or of a name.
+    """Returns the spec of a class or of a name.
 
     Raises:
         AlgorithmError: it is not registered; the error lists the names that are.
     """
     if isinstance(algorithm, str):
-        found = next((spec for spec in _SPECS.values() if spec.name.lower() == algorithm.lower()), None)
+        spec = next((spec for spec in _SPECS.values() if spec.name.lower() == algorithm.lower()), None)
     else:
-        found = find_spec(algorithm) if isinstance(algorithm, type) else None
-    if found is None:
+        spec = find_spec(algorithm) if isinstance(algorithm, type) else None
+    if spec is None:
         raise AlgorithmError("an optimizer is not known here", [unknown(algorithm)])
-    return found
+    return spec
 
 
 def unknown(algorithm: type[Optimizer] | str) -> Problem:
-    """The problem of an algorithm that is not registered."""
+    """Describes an algorithm that is not registered, as a problem."""
     return Problem(
         key=algorithm if isinstance(algorithm, str) else getattr(algorithm, "__qualname__", repr(algorithm)),
         found="an algorithm that is not registered (a subclass that overrides step counts as another algorithm)",
         required="one of " + ", ".join(spec.name for spec in algorithms()),
-        remedy="tell what state it keeps with shardopt.algorithms.register(AlgorithmSpec(...))",
+        remedy="declare the state that it keeps with shardopt.algorithms.register(AlgorithmSpec(...))",
     )

@@ -20,7 +20,7 @@ class SparseAdam(torch.optim.SparseAdam):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """As torch's, which takes the step itself where a gradient is not sparse along its first dimension alone."""
+        """Takes one step; by torch's own method where a gradient is not sparse along its first dimension alone."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -43,7 +43,7 @@ class SparseAdam(torch.optim.SparseAdam):
 def _move_rows(
     parameter: Tensor, index: Tensor, gradients: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]
 ) -> None:
-    """Adam on some rows, in torch's order of operations, whose bits it has.
+    """Updates some rows by Adam, in torch's order of operations, and so with the same bits.
 
     M ← M + (1 − β₁)(G − M), V ← V + (1 − β₂)(G² − V), θ ← θ − lr √(1 − β₂ᵗ) / (1 − β₁ᵗ) · M / (√V + ε)
     """

@@ -1,4 +1,4 @@
-"""What a module is given to look up: checked without looking at a device, and pooled when the vectors are there."""
+"""Bags of ids to look up: checked without waiting for a device, and pooled when the vectors are there."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Bags:
         return faulty if self.offsets is None else faulty | self._wrong_offsets()
 
     def faults(self) -> Iterator[Problem]:
-        """What `faulty` has found, told; waits for the device."""
+        """Yields the problems that `faulty` has detected; waits for the device."""
         outside = self.ids[_out_of_range(self.ids, self.table)].flatten().tolist()
         if outside:
             others = f" (and {len(outside) - 1} more)" if len(outside) > 1 else ""
@@ -50,11 +50,11 @@ class Bags:
             yield Problem(self.table.name, f"id {outside[0]}{others}", required, remedy)
         if self.offsets is not None and self._wrong_offsets():
             required = f"offsets that begin with 0, never fall, and end within {len(self.ids)} ids"
-            found = f"offsets {self.offsets[:8].tolist()}{'...' if len(self.offsets) > 8 else ''}"
-            yield Problem(self.table.name, found, required, "pass where each bag begins")
+            present = f"offsets {self.offsets[:8].tolist()}{'...' if len(self.offsets) > 8 else ''}"
+            yield Problem(self.table.name, present, required, "pass where each bag begins")
 
     def pooled(self, positions: Tensor, vectors: Tensor) -> Tensor:
-        """The vectors of the bags, [B, D], or of the ids, [*ids.shape, D].
+        """Pools vectors to those of the bags, [B, D]; without pooling those of the ids, [*ids.shape, D].
 
         Args:
             positions: of each id's vector in `vectors`, as the ids; those of padding are U.
@@ -86,7 +86,7 @@ class Bags:
 def bags_of(
     tables: Mapping[str, Table], given: Mapping[str, Given], pools: bool, ends: bool, like: Mapping[str, Tensor]
 ) -> list[Bags]:
-    """Takes up what a module is given.
+    """Checks the ids that a module is given, and makes bags of them.
 
     Args:
         tables: by name.
@@ -96,15 +96,15 @@ def bags_of(
         like: the parameters by name of the table, for dtypes and devices.
 
     Raises:
-        InputError: names, dtypes, shapes or devices are not what they have to be; lists all of them.
+        InputError: names, dtypes, shapes or devices are wrong; lists all of them.
     """
     bags, problems = [], []
-    for name, its in given.items():
+    for name, value in given.items():
         if name not in tables:
             problems.append(Problem(name, "ids for an unknown table", f"one of {sorted(tables)}", "mend the name"))
             continue
         try:
-            bags.append(_bags(tables[name], its, pools and tables[name].mode != "none", ends, like[name]))
+            bags.append(_bags(tables[name], value, pools and tables[name].mode != "none", ends, like[name]))
         except InputError as error:
             problems += error.problems
     if problems:
@@ -113,21 +113,27 @@ def bags_of(
 
 
 def _bags(table: Table, given: Given, pooled: bool, ends: bool, like: Tensor) -> Bags:
-    parts = [given] if isinstance(given, Tensor) else list(given) if isinstance(given, Sequence) else []
-    first, *others = parts or [None]
-    if len(parts) > 3 or not isinstance(first, Tensor) or not all(isinstance(its, Tensor | None) for its in others):
-        found = f"a {type(given).__name__} of {[type(part).__name__ for part in parts]}"
-        raise _refusal(table, found, "ids, (ids, offsets) or (ids, offsets, weights)", "pass tensors")
-    for part in parts:
-        if part is not None and (
-            part.layout is not torch.strided or not any(leaf is part for leaf in local_tensors(part))
+    arguments = [given] if isinstance(given, Tensor) else list(given) if isinstance(given, Sequence) else []
+    first, *others = arguments or [None]
+    if (
+        len(arguments) > 3
+        or not isinstance(first, Tensor)
+        or not all(isinstance(argument, Tensor | None) for argument in others)
+    ):
+        present = f"a {type(given).__name__} of {[type(argument).__name__ for argument in arguments]}"
+        raise _refusal(table, present, "ids, (ids, offsets) or (ids, offsets, weights)", "pass tensors")
+    for argument in arguments:
+        if argument is not None and (
+            argument.layout is not torch.strided or not any(local is argument for local in local_tensors(argument))
         ):
-            raise _refusal(table, f"a {part.layout} {type(part).__name__}", "plain tensors", "pass what this rank has")
+            raise _refusal(
+                table, f"a {argument.layout} {type(argument).__name__}", "plain tensors", "pass what this rank has"
+            )
     ids, offsets, weights = first, *[*others, None, None][:2]
-    for what, tensor in (("ids", ids), ("offsets", offsets)):
+    for name, tensor in (("ids", ids), ("offsets", offsets)):
         if tensor is not None and (tensor.dtype not in (torch.int32, torch.int64) or tensor.device != like.device):
-            found = f"{what} of {tensor.dtype} on {tensor.device}"
-            raise _refusal(table, found, f"int64 or int32 on {like.device}", "convert them")
+            present = f"{name} of {tensor.dtype} on {tensor.device}"
+            raise _refusal(table, present, f"int64 or int32 on {like.device}", "convert them")
     if not pooled:
         if offsets is not None or weights is not None:
             raise _refusal(table, "offsets or weights", "ids alone, as nothing is pooled", "leave them out")
@@ -136,9 +142,9 @@ def _bags(table: Table, given: Given, pooled: bool, ends: bool, like: Tensor) ->
         if table.mode != "sum":
             raise _refusal(table, f"weights with mode {table.mode!r}", "mode 'sum'", "leave them out, or sum")
         if weights.shape != ids.shape or weights.dtype != like.dtype or weights.device != like.device:
-            found = f"weights {tuple(weights.shape)} of {weights.dtype} on {weights.device}"
+            present = f"weights {tuple(weights.shape)} of {weights.dtype} on {weights.device}"
             required = f"{tuple(ids.shape)}, as the ids, of {like.dtype} on {like.device}"
-            raise _refusal(table, found, required, "pass one for each id")
+            raise _refusal(table, present, required, "pass one for each id")
         weights = weights.flatten()
     if ids.dim() == 2 and offsets is None:
         bags, length = ids.shape
@@ -155,5 +161,5 @@ def _out_of_range(ids: Tensor, table: Table) -> Tensor:
     return (ids < 0) | (ids >= table.num_embeddings)
 
 
-def _refusal(table: Table, found: str, required: str, remedy: str) -> InputError:
-    return InputError("a lookup cannot be done", [Problem(table.name, found, required, remedy)])
+def _refusal(table: Table, present: str, required: str, remedy: str) -> InputError:
+    return InputError("a lookup cannot be done", [Problem(table.name, present, required, remedy)])

@@ -14,7 +14,7 @@ from shardopt.algorithms.registry import AlgorithmSpec, algorithms, spec_of
 from shardopt.errors import AlgorithmError, InputError, Problem, StateError
 from shardopt.nn.bags import Bags, Given, bags_of
 from shardopt.nn.route import boundaries, find_route
-from shardopt.nn.rows import Collector, Found, fetch
+from shardopt.nn.rows import Collector, RowGradients, fetch
 from shardopt.nn.table import Rows, Table, refuse_bad_tables
 from shardopt.optim.base import KeyedOptimizer
 from shardopt.optim.fused import EmptyFusedOptimizer, FusedOptimizerModule
@@ -26,7 +26,7 @@ from shardopt.torch_private import gradient_hooks
 
 
 class _ShardedTables(nn.Module, FusedOptimizerModule):
-    """Tables, the lookup in all of them at once, and what becomes of their gradients."""
+    """The base of both modules: tables, the lookup in all of them at once, and the update or storage of gradients."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class _ShardedTables(nn.Module, FusedOptimizerModule):
         self._starts = boundaries(tables, mesh.size())
 
     def reset_parameters(self) -> None:
-        """Draws the rows of all tables anew, in place: what they begin with where a module is made on a device.
+        """Draws the rows of all tables anew, in place, as where a module is made on a device.
 
         To be called on every rank, with equal default generators of torch, after `to_empty` of a module that was made
         on "meta", where it does nothing.
@@ -63,7 +63,7 @@ class _ShardedTables(nn.Module, FusedOptimizerModule):
 
     @property
     def fused_optimizer(self) -> KeyedOptimizer:
-        """What `fuse` made; before it, an optimizer of nothing. Names are relative to this module."""
+        """The optimizer that `fuse` made; before it, one of nothing. Names are relative to this module."""
         return EmptyFusedOptimizer() if self._fused is None else self._fused
 
     def fuse(
@@ -103,7 +103,7 @@ class _ShardedTables(nn.Module, FusedOptimizerModule):
     def _look_up(
         self, ids: Tensor | Mapping[str, Given], others: Sequence[Tensor | None], pools: bool, ends: bool
     ) -> Tensor | dict[str, Tensor]:
-        """The vectors for what each table is given. Collective, whatever is wrong with what is given."""
+        """Looks up vectors for the ids of each table. Collective, also where a rank's ids are faulty."""
         ranks = ranks_of(self.mesh.get_group())
         weights = self._weights()
         device = device_of(weights[0])
@@ -117,7 +117,7 @@ class _ShardedTables(nn.Module, FusedOptimizerModule):
             given = _by_table(self.tables, ids, others)
             bags = bags_of(self._by_name, given, pools, ends, dict(zip(self._by_name, weights, strict=True)))
             faults = [each.faulty() for each in bags]
-        except Exception as error:  # whatever it is, the other ranks are to hear of it
+        except Exception as error:  # whatever it is, the other ranks must raise as well
             refused, faults = error, []
         faulty = torch.full((), refused is not None, dtype=torch.bool, device=starts.device)
         for fault in faults:
@@ -137,24 +137,24 @@ class _ShardedTables(nn.Module, FusedOptimizerModule):
             pooled[each.table.name] = each.pooled(positions, vectors[number])
         return pooled if isinstance(ids, Mapping) else pooled[self.tables[0].name]
 
-    def _take_gradients(self, found: Found) -> None:
+    def _take_gradients(self, row_gradients: RowGradients) -> None:
         weights = self._weights()
         gradients = {}
-        for number, (rows, values) in found.items():
+        for number, (rows, values) in row_gradients.items():
             weight = weights[number]
             if self.mean_gradients:
                 values /= self.mesh.size()
-            local = torch.sparse_coo_tensor(
+            gradient = torch.sparse_coo_tensor(
                 rows.unsqueeze(0), values, local_tensors(weight)[0].shape, check_invariants=False
             )
-            gradients[weight] = local
+            gradients[weight] = gradient
         if self._fused is not None:
-            self._fused.update({weight: assemble(weight, [local]) for weight, local in gradients.items()})
+            self._fused.update({weight: assemble(weight, [gradient]) for weight, gradient in gradients.items()})
             return
-        for weight, local in gradients.items():
+        for weight, gradient in gradients.items():
             if weight.grad is not None:
-                local = local_tensors(weight.grad)[0] + local
-            weight.grad = assemble(weight, [local])
+                gradient = local_tensors(weight.grad)[0] + gradient
+            weight.grad = assemble(weight, [gradient])
             for hook in gradient_hooks(weight):
                 hook(weight)
 
@@ -173,7 +173,7 @@ class ShardedEmbeddingBag(_ShardedTables):
 
     Forward, and backward where anybody calls it, are collective over the mesh: a rank without ids passes empty ones.
     A table whose vectors a loss does not use gets gradients of zeros where another table of that lookup gets others.
-    Where the mesh is a part of a larger one, nothing keeps the tables on its other parts equal to these.
+    Where the mesh is a slice of a larger one, nothing keeps the tables on its other slices equal to these.
 
     Args:
         tables: one or several, with names of their own; equal on all ranks.
@@ -264,10 +264,10 @@ class ShardedEmbedding(_ShardedTables):
 def _by_table(
     tables: Sequence[Table], ids: Tensor | Mapping[str, Given], others: Sequence[Tensor | None]
 ) -> Mapping[str, Given]:
-    """What is given, by table, where the only table need not be named.
+    """Returns the given ids by table; the only table need not be named.
 
     Raises:
-        InputError: it is not plain what is for which table.
+        InputError: it is not plain which ids are for which table.
     """
     if isinstance(ids, Mapping):
         if any(other is not None for other in others):
@@ -284,13 +284,13 @@ def _by_table(
 def _refuse_dense_only(spec: AlgorithmSpec) -> None:
     if not spec.takes_sparse:
         sparse = ", ".join(each.name for each in algorithms() if each.takes_sparse)
-        found = f"{spec.name}, which takes no sparse gradients"
-        problem = Problem("algorithm", found, f"one that does: {sparse}", "choose one of them")
+        dense_only = f"{spec.name}, which takes no sparse gradients"
+        problem = Problem("algorithm", dense_only, f"one that does: {sparse}", "choose one of them")
         raise AlgorithmError(f"{spec.name} cannot update single rows of tables", [problem])
 
 
 def _refuse(refused: Exception | None, bags: Sequence[Bags]) -> None:
-    """This rank's part of what is wrong, if it has one."""
+    """Raises this rank's problems, if it has any."""
     if refused is not None:
         raise refused
     problems = [problem for each in bags for problem in each.faults()]

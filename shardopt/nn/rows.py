@@ -1,8 +1,8 @@
 """Rows of tables in autograd: fetched in forward, and their gradients brought to the ranks that hold them in backward.
 
 The gradient of a sharded table is sparse, which autograd cannot add up for DTensors. So it takes no part in autograd's
-own accumulation: what one backward finds for a module, over all of its lookups, is collected, and handed over in one
-piece when that backward has done all else.
+own accumulation: the gradients of one backward for a module, over all of its lookups, are collected, and delivered
+at once when that backward has done all else.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from shardopt.nn.route import Route
 from shardopt.sharding.view import local_tensors
 from shardopt.torch_private import at_end_of_backward, backward_under_way
 
-Found = Mapping[int, tuple[Tensor, Tensor]]
+RowGradients = Mapping[int, tuple[Tensor, Tensor]]
 """Index of a table → rows of this rank, [M] int64, maybe several times the same; their gradients, [M, D]."""
 
 
 class Collector:
-    """What a backward finds for the tables of a module. Backwards within one another are kept apart.
+    """Collects the gradients of a module's tables during a backward. Backwards within one another are kept apart.
 
     Args:
         deliver: called at the end of each backward that came to a lookup, without recording gradients.
     """
 
-    def __init__(self, deliver: Callable[[Found], None]) -> None:
+    def __init__(self, deliver: Callable[[RowGradients], None]) -> None:
         self._deliver = deliver
         # Each is kept by its backward alone, and so forgotten with one that fails.
         self._under_way: WeakValueDictionary[int, _OfBackward] = WeakValueDictionary()
@@ -40,39 +40,39 @@ class Collector:
     def __reduce__(self) -> tuple[Any, ...]:
         return Collector, (self._deliver,)  # a copy has no backward under way
 
-    def add(self, found: Found) -> None:
-        """Adds what one lookup got. To be called within backward."""
+    def add(self, row_gradients: RowGradients) -> None:
+        """Adds the gradients of one lookup. To be called within backward."""
         number = backward_under_way()
         here = self._under_way.get(number)
         if here is None:
             here = self._under_way[number] = _OfBackward(self._deliver)
             at_end_of_backward(here.hand_over)
-        here.add(found)
+        here.add(row_gradients)
 
 
 class _OfBackward:
-    """What one backward finds, and what is done with it at its end."""
+    """The gradients of one backward, which are delivered at its end."""
 
-    def __init__(self, deliver: Callable[[Found], None]) -> None:
+    def __init__(self, deliver: Callable[[RowGradients], None]) -> None:
         self._deliver = deliver
-        self._found: defaultdict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        self._row_gradients: defaultdict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         self._streams: dict[torch.Stream, None] = {}
 
-    def add(self, found: Found) -> None:
-        for number, part in found.items():
-            self._found[number].append(part)
-            if part[0].device.type != "cpu":
-                self._streams[torch.accelerator.current_stream(part[0].device)] = None
+    def add(self, row_gradients: RowGradients) -> None:
+        for number, pair in row_gradients.items():
+            self._row_gradients[number].append(pair)
+            if pair[0].device.type != "cpu":
+                self._streams[torch.accelerator.current_stream(pair[0].device)] = None
 
     def hand_over(self) -> None:
         self._await_streams()
-        found = {
-            number: (torch.cat([rows for rows, _ in parts]), torch.cat([values for _, values in parts]))
-            for number, parts in self._found.items()
+        row_gradients = {
+            number: (torch.cat([rows for rows, _ in pairs]), torch.cat([values for _, values in pairs]))
+            for number, pairs in self._row_gradients.items()
         }
-        self._found.clear()
+        self._row_gradients.clear()
         with torch.no_grad():
-            self._deliver(found)
+            self._deliver(row_gradients)
 
     def _await_streams(self) -> None:
         """Backward works on the streams of the lookups, and ends on that of whoever called it."""
@@ -81,12 +81,12 @@ class _OfBackward:
             if here == stream:
                 continue
             here.wait_stream(stream)
-            for tensor in chain.from_iterable(chain.from_iterable(self._found.values())):
+            for tensor in chain.from_iterable(chain.from_iterable(self._row_gradients.values())):
                 tensor.record_stream(here)
 
 
 def fetch(route: Route, collector: Collector, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The rows that this rank asked for, [U_t, D_t] of each table. Collective, and its backward is as well.
+    """Fetches the rows that this rank asked for, [U_t, D_t] of each table. Collective, and its backward is as well.
 
     Args:
         route: of the lookup.
@@ -119,5 +119,5 @@ class _Fetch(torch.autograd.Function):
 
 
 def _local(weight: Tensor) -> Tensor:
-    (leaf,) = local_tensors(weight)
-    return leaf.detach()
+    (local,) = local_tensors(weight)
+    return local.detach()

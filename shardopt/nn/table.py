@@ -22,7 +22,7 @@ _BLOCK_ROWS = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """What an embedding table is.
+    """The name, size and options of an embedding table.
 
     Args:
         name: its parameter is `<name>.weight` in the module. An identifier that no attribute of a module has.
@@ -46,11 +46,11 @@ class Table:
     padding_idx: int | None = None
 
     def rows_each(self, ranks: int) -> int:
-        """Rows of every rank but the last ones, which may have fewer or none, as torch.chunk cuts."""
+        """Returns the rows of every rank but the last ones, which may have fewer or none, as torch.chunk cuts."""
         return -(-self.num_embeddings // ranks)
 
     def first_row(self, rank: int, ranks: int) -> int:
-        """The row with which a rank's part begins; N for a rank without rows."""
+        """Returns the first row of a rank; N for a rank without rows."""
         return min(rank * self.rows_each(ranks), self.num_embeddings)
 
 
@@ -58,7 +58,7 @@ class Rows(nn.Module):
     """The rows of one table.
 
     Args:
-        table: says what they are.
+        table: their name, size and options.
         mesh: one dimension, over which they are cut.
         device: for this rank's rows.
     """
@@ -89,7 +89,7 @@ class Rows(nn.Module):
 
 
 def refuse_bad_tables(tables: Sequence[Table], mesh: DeviceMesh, taken: Collection[str]) -> None:
-    """Looks at what a module is to be made of.
+    """Checks the tables and the mesh of a module.
 
     Args:
         tables: that it is to hold.
@@ -107,10 +107,10 @@ def refuse_bad_tables(tables: Sequence[Table], mesh: DeviceMesh, taken: Collecti
         raise StateError("tables cannot be made", problems)
     members = mesh.mesh.flatten().tolist()
     if mesh.ndim != 1 or members != sorted(members) or mesh.get_coordinate() is None:
-        found = f"a mesh of shape {tuple(mesh.mesh.shape)} over ranks {members}"
+        actual = f"a mesh of shape {tuple(mesh.mesh.shape)} over ranks {members}"
         required = "one dimension, ascending ranks, this rank among them"
         remedy = 'pass one dimension of the mesh, mesh["dp"], on its ranks'
-        raise LayoutError("tables cannot be sharded over this mesh", [Problem("mesh", found, required, remedy)])
+        raise LayoutError("tables cannot be sharded over this mesh", [Problem("mesh", actual, required, remedy)])
 
 
 def _wrong(table: Table, tables: Sequence[Table], taken: Collection[str]) -> Iterator[Problem]:
@@ -132,7 +132,7 @@ def _draw(table: Table, start: int, rows: Tensor) -> None:
     """Fills rows [start, start + len(rows)) of a table: with the same numbers on however many ranks, and on any device.
 
     Each block of rows has a seed of its own, which follows from one draw of torch's default generator. So a rank needs
-    memory for one block besides its rows, and ranks with equal generators get the parts of one table.
+    memory for one block besides its rows, and ranks with equal generators get the rows of one table.
     """
     seed = int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
     after = torch.get_rng_state()

@@ -7,7 +7,7 @@
         evaluate(model)                          # with the averages; afterwards all is as it was
     checkpoint.save(url, {"model": model, "optimizer": opt, "ema": ema})
 
-Averages lie like the weights that they are of, part by part, so an update neither communicates nor waits for a device.
+Averages lie like their weights, shard by shard, so an update neither communicates nor waits for a device.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ Pair = tuple[Tensor, Tensor]
 class Averaging:
     """Averages of the weights of a model, by name; the base of `EMA` and `SWA`.
 
-    The first update copies the weights, later ones move the averages towards them. What is not floating or complex
-    (counters, masks, positions) has no average: its last value stands for it.
+    The first update copies the weights, later ones move the averages towards them. A tensor that is not
+    floating or complex (counters, masks, positions) has no average: its last value stands for it.
 
     Everything here is local to the rank; ranks stay together because they update at the same steps.
 
@@ -66,8 +66,8 @@ class Averaging:
             problem = Problem("dtype", str(dtype), "a floating-point dtype", "pass torch.float32")
             raise StateError("averages cannot be made", [problem])
         if not isinstance(model, nn.Module):
-            found = f"a {type(model).__name__}"
-            problem = Problem("model", found, "a module, whose parameters have names", "pass the model itself")
+            current = f"a {type(model).__name__}"
+            problem = Problem("model", current, "a module, whose parameters have names", "pass the model itself")
             raise StateError("averages cannot be made", [problem])
         self._model = model
         self._use_buffers = use_buffers
@@ -75,12 +75,12 @@ class Averaging:
         self._params = _by_plain_name(model.named_parameters())
         refuse_flattened(self._params)
         for name, tensor in self._tensors().items():
-            view_of(tensor, name)  # refuses what could not be saved
+            view_of(tensor, name)  # refuses a tensor that could not be saved
         self._averages = {
-            name: [_copied(leaf, dtype) for leaf in local_tensors(tensor)] for name, tensor in self._tensors().items()
+            name: [_copied(local, dtype) for local in local_tensors(tensor)] for name, tensor in self._tensors().items()
         }
         self._n_averaged = torch.zeros((), dtype=torch.int64, device="cpu")
-        self._kept: dict[str, list[Tensor]] | None = None
+        self._own_values: dict[str, list[Tensor]] | None = None
 
     @property
     def n_averaged(self) -> int:
@@ -90,7 +90,7 @@ class Averaging:
     @property
     def swapped(self) -> bool:
         """Whether the averages stand in the model."""
-        return self._kept is not None
+        return self._own_values is not None
 
     def update(self) -> None:
         """Takes the model's weights of now into the averages. No device is waited for.
@@ -133,11 +133,11 @@ class Averaging:
         return detach
 
     def swap(self) -> _Swapped:
-        """Puts the averages in the model, in its own memory; called again, puts back what was there, bit for bit.
+        """Puts the averages in the model, in its own memory; called again, puts back the weights, bit for bit.
 
         All parameters and buffers come back as they were, so batch-norm statistics may be computed anew in between
         (`update_bn`). While the averages stand in the model its own weights are kept beside it: memory for one more
-        copy of what this rank holds. Until then nothing here can be updated, saved or loaded, and an attached
+        copy of this rank's shards. Until then nothing here can be updated, saved or loaded, and an attached
         optimizer refuses to step; the model alone can be saved, and is then that of the averages. The unsharded
         parameters that a forward of `fully_shard` has left are freed. Local, but every rank must swap.
 
@@ -151,10 +151,10 @@ class Averaging:
         _reshard(self._model)
         wait_for_copies()  # a save in the background may still be taking the weights
         with torch.no_grad():
-            if self._kept is None:
+            if self._own_values is None:
                 self._swap_in()
             else:
-                self._swap_back(self._kept)
+                self._swap_back(self._own_values)
         return _Swapped(self)
 
     def state_dict(self) -> dict[str, Any]:
@@ -204,7 +204,7 @@ class Averaging:
         return f"{type(self).__name__} of {len(self._averages)} tensors after {self.n_averaged} updates"
 
     def _step_size(self, n: int) -> float:
-        """How far the averages of `n` >= 1 models go towards the next."""
+        """Returns the weight of the next model in the averages of `n` >= 1 models."""
         raise NotImplementedError
 
     def _plan(self, plan: LoadPlan, offered: Mapping[str, Any]) -> None:
@@ -218,56 +218,56 @@ class Averaging:
         list(self._pairs())  # averages follow their weights
         tensors = self._tensors()
         state: dict[str, Any] = {
-            name: {self._entry: assemble(tensors[name], its)} for name, its in self._averages.items()
+            name: {self._entry: assemble(tensors[name], averages)} for name, averages in self._averages.items()
         }
         return {**state, OWN: {N_AVERAGED: self._n_averaged}}
 
     def _tensors(self) -> dict[str, Tensor]:
-        """What is averaged. Buffers are looked up each time: a module puts new tensors in their places."""
+        """Returns the tensors to average. Buffers are looked up each time: a module may replace its tensors."""
         return self._whole_model() if self._use_buffers else self._params
 
     def _whole_model(self) -> dict[str, Tensor]:
         return {**self._params, **_by_plain_name(self._model.named_buffers())}
 
     def _pairs(self) -> Iterator[Pair]:
-        """Each average and the local tensor it is of. Averages follow weights that went to another device."""
+        """Yields each average and its local tensor. Averages follow weights that went to another device."""
         tensors = self._tensors()
         for name, averages in self._averages.items():
-            leaves = local_tensors(tensors[name]) if name in tensors else ()
-            _refuse_other_shapes(name, leaves, averages, "when the averages were made")
-            for i, leaf in enumerate(leaves):
-                if averages[i].device != leaf.device:
-                    averages[i] = averages[i].to(leaf.device)
-                yield averages[i], leaf
+            weights = local_tensors(tensors[name]) if name in tensors else ()
+            _refuse_other_shapes(name, weights, averages, "when the averages were made")
+            for i, local in enumerate(weights):
+                if averages[i].device != local.device:
+                    averages[i] = averages[i].to(local.device)
+                yield averages[i], local
 
     def _swap_in(self) -> None:
         now = _by_plain_name(self._model.named_parameters())
         replaced = [name for name in {**self._params, **now} if self._params.get(name) is not now.get(name)]
         if replaced:
             remedy = "make the averages anew when parameters are replaced by others"
-            found, required = "another parameter in the model, or none", "the one that is averaged"
-            raise StateError("a model has changed", [Problem(name, found, required, remedy) for name in replaced])
+            current, required = "another parameter in the model, or none", "the one that is averaged"
+            raise StateError("a model has changed", [Problem(name, current, required, remedy) for name in replaced])
         pairs = list(self._pairs())
-        self._kept = {
-            name: [leaf.detach().clone() for leaf in local_tensors(tensor)]
+        self._own_values = {
+            name: [local.detach().clone() for local in local_tensors(tensor)]
             for name, tensor in self._whole_model().items()
         }
-        for average, leaf in pairs:
-            leaf.copy_(average)
+        for average, local in pairs:
+            local.copy_(average)
 
-    def _swap_back(self, kept: Mapping[str, list[Tensor]]) -> None:
+    def _swap_back(self, own_values: Mapping[str, list[Tensor]]) -> None:
         pairs: list[Pair] = []
         for name, tensor in self._whole_model().items():
-            leaves = local_tensors(tensor)
-            if name in kept:  # a buffer may have come or gone
-                _refuse_other_shapes(name, leaves, kept[name], "when the averages were put in the model")
-                pairs.extend(zip(leaves, kept[name], strict=True))
-        for leaf, own in pairs:
-            leaf.copy_(own)
-        self._kept = None
+            weights = local_tensors(tensor)
+            if name in own_values:  # a buffer may have come or gone
+                _refuse_other_shapes(name, weights, own_values[name], "when the averages were put in the model")
+                pairs.extend(zip(weights, own_values[name], strict=True))
+        for local, own in pairs:
+            local.copy_(own)
+        self._own_values = None
 
     def _refuse_swapped(self, why: str) -> None:
-        if self._kept is not None:
+        if self._own_values is not None:
             problem = Problem(
                 type(self).__name__, "averages in the model", "its own weights", "call swap() to put them back"
             )
@@ -277,7 +277,7 @@ class Averaging:
 class EMA(Averaging):
     """Exponential moving averages: average ← decay · average + (1 - decay) · weight.
 
-    Bit-identical to torch's `AveragedModel` with `get_ema_multi_avg_fn(decay)`, but for what is not floating-point.
+    Bit-identical to torch's `AveragedModel` with `get_ema_multi_avg_fn(decay)`, but for tensors that have no average.
 
     Args:
         model: as for `Averaging`.
@@ -307,7 +307,7 @@ class SWA(Averaging):
     """Stochastic weight averaging (arXiv:1803.05407): the mean of the weights at all updates, each counted alike.
 
     Bit-identical to torch's `AveragedModel` with `get_swa_multi_avg_fn()`, which is its default on CUDA (that on the
-    CPU rounds otherwise), but for what is not floating-point. The arguments are `Averaging`'s.
+    CPU rounds otherwise), but for tensors that are not floating-point. The arguments are `Averaging`'s.
     """
 
     _entry = "swa"
@@ -350,16 +350,16 @@ def _by_plain_name(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     return {name.removeprefix(before): tensor for name, tensor in by_name.items()}
 
 
-def _copied(leaf: Tensor, dtype: torch.dtype | None) -> Tensor:
-    wanted = dtype if dtype is not None and leaf.is_floating_point() else leaf.dtype
-    return leaf.detach().to(dtype=wanted, copy=True)
+def _copied(local: Tensor, dtype: torch.dtype | None) -> Tensor:
+    wanted = dtype if dtype is not None and local.is_floating_point() else local.dtype
+    return local.detach().to(dtype=wanted, copy=True)
 
 
-def _refuse_other_shapes(name: str, leaves: Sequence[Tensor], before: Sequence[Tensor], when: str) -> None:
-    found, required = [tuple(leaf.shape) for leaf in leaves], [tuple(leaf.shape) for leaf in before]
-    if found != required:
+def _refuse_other_shapes(name: str, tensors: Sequence[Tensor], before: Sequence[Tensor], when: str) -> None:
+    current, required = [tuple(local.shape) for local in tensors], [tuple(local.shape) for local in before]
+    if current != required:
         remedy = "make the averages after the model is complete and sharded, and keep its tensors"
-        problem = Problem(name, f"local shapes {found}", f"{required}, as {when}", remedy)
+        problem = Problem(name, f"local shapes {current}", f"{required}, as {when}", remedy)
         raise StateError("a tensor has changed under its average", [problem])
 
 
@@ -368,7 +368,7 @@ def _is_inexact(dtype: torch.dtype) -> bool:
 
 
 def _buckets(pairs: Iterable[Pair]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Averages and weights on one device and of one dtype each, for one multi-tensor operation.
+    """Groups averages and weights by device and dtype, each for one multi-tensor operation.
 
     Where weights have to be converted a bucket ends at `_SCRATCH_BYTES` of them, or with the weight that exceeds it.
     """

@@ -33,7 +33,7 @@ def in_backward(
     groups: Collection[Mapping[str, Any]] | None = None,
     **defaults: Any,
 ) -> InBackwardOptimizer:
-    """An optimizer that backward drives: each parameter is updated when its gradient is complete, which is then freed.
+    """Makes an optimizer that updates each parameter in backward, when its gradient is complete, which is then freed.
 
     So there are never more gradients than those of the layer that backward has just come to. What is trained is bit for
     bit what `shardopt.keyed` trains with the same arguments and a step after backward; names and state are the same, so
@@ -50,12 +50,12 @@ def in_backward(
             optimizer.step()                                 # for schedulers, hooks and the like
 
     Every backward outside of `accumulate` updates, so one with several losses belongs into it, all but the last. The
-    parts of a gradient from within one backward (tied parameters, modules that run twice) are added up first; but
+    summands of a gradient from within one backward (tied parameters, modules that run twice) are added up first; but
     activation checkpointing with `use_reentrant=True` makes a backward of its own of each region, so that no parameter
     may be in two. Not for gradients that are looked at after backward: clipping and GradScaler refuse it.
 
     Args:
-        module: what is trained, after it was sharded; or parameters by name, if others have another optimizer.
+        module: the module to train, after it was sharded; or parameters by name, if others have another optimizer.
         algorithm: of an elementwise algorithm, a torch optimizer class or its name in any case.
         groups: as in `shardopt.keyed`, but without algorithms of their own.
         defaults: options of `algorithm`.
@@ -64,8 +64,8 @@ def in_backward(
         AlgorithmError: an algorithm is not known, has no such option, or needs more than the gradient of one parameter.
         StateError: the module, or a parameter, is in DistributedDataParallel or FullyShardedDataParallel, which hand
             out gradients in their own ways; a parameter is there twice or is updated in backward already, if by an
-            optimizer that its module has fused in; a pattern matches nothing. What is put in DistributedDataParallel
-            later is refused by the first backward, before anything is changed.
+            optimizer that its module has fused in; a pattern matches nothing. A module that is wrapped in
+            DistributedDataParallel later is refused by the first backward, before anything is changed.
     """
     groups = groups or ()
     _refuse_algorithm(spec_of(algorithm), groups)
@@ -82,7 +82,7 @@ def in_backward(
 
 
 class InBackwardOptimizer(KeyedOptimizerWrapper, FusedOptimizer):
-    """What `in_backward` makes; it does nothing before `start`.
+    """The optimizer that `in_backward` makes; it does nothing before `start`.
 
     Step-pre-hooks, its own and those of all optimizers that it is part of, run before the first update of each
     backward, so that who refuses a step refuses there, before anything has changed; and again, like step-post-hooks,
@@ -178,7 +178,7 @@ class InBackwardOptimizer(KeyedOptimizerWrapper, FusedOptimizer):
             self._handles += map(self._listen, names)
 
     def _listen(self, parameter: Tensor) -> RemovableHandle:
-        """torch calls the hook when it has added all parts of a gradient up, `fully_shard` when it has reduced it."""
+        """Registers a hook, called by torch when a gradient is complete, and by `fully_shard` when it is reduced."""
         trained = parameter.requires_grad
         if not trained and not (parameter.is_floating_point() or parameter.is_complex()):
             return RemovableHandle({})
@@ -201,7 +201,7 @@ class InBackwardOptimizer(KeyedOptimizerWrapper, FusedOptimizer):
                 self._before_backward()
                 self._backward, self._updated = backward, set()
             if parameter in self._updated:
-                raise _in_parts(self._names[parameter])
+                raise _came_twice(self._names[parameter])
             self._updated.add(parameter)
             self._update(parameter)
 
@@ -219,7 +219,7 @@ class InBackwardOptimizer(KeyedOptimizerWrapper, FusedOptimizer):
             raise _reduced_later(DistributedDataParallel.__name__)
 
     def _forget(self) -> None:
-        """No hooks, no gradients that wait, no backward under way."""
+        """Resets to no hooks, no gradients that wait, no backward under way."""
         self._handles, self._waiting, self._accumulating = [], {}, False
         self._backward, self._updated = _NONE, set()
         self._looked_for_gradients = False
@@ -238,9 +238,11 @@ class InBackwardOptimizer(KeyedOptimizerWrapper, FusedOptimizer):
 
 def _refuse_algorithm(spec: AlgorithmSpec, groups: Collection[Mapping[str, Any]]) -> None:
     if not spec.elementwise:
-        found = f"{spec.name}: {spec.why_not or 'its step is for all parameters at once, and ranks communicate in it'}"
+        algorithm = (
+            f"{spec.name}: {spec.why_not or 'its step is for all parameters at once, and ranks communicate in it'}"
+        )
         required = "an algorithm that needs nothing but the gradient of the element that it updates"
-        problem = Problem("algorithm", found, required, f"step {spec.name} after backward, with shardopt.keyed")
+        problem = Problem("algorithm", algorithm, required, f"step {spec.name} after backward, with shardopt.keyed")
         raise AlgorithmError(f"{spec.name} may not step in backward", [problem])
     if any("algorithm" in group for group in groups):
         remedy = "call in_backward for the parameters of each algorithm, and combine them with CombinedOptimizer"
@@ -262,12 +264,15 @@ def _refuse(params: Mapping[str, Tensor], groups: Collection[Mapping[str, Any]])
 
 
 def _keep_for_this_stream(gradient: Tensor) -> None:
-    """On CUDA, `fully_shard` reduces in streams of its own, and hands gradients over while they are in flight."""
-    for leaf in local_tensors(gradient):
-        if leaf.is_cuda:
+    """Keeps a gradient's memory until this stream has used it; waits for one that is copied to pinned memory.
+
+    On CUDA, `fully_shard` reduces in streams of its own, and hands gradients over while they are in flight.
+    """
+    for local in local_tensors(gradient):
+        if local.is_cuda:
             # Of replicas it was allocated for another stream than the one that steps, which could reuse it too soon.
-            leaf.record_stream(torch.cuda.current_stream(leaf.device))
-        elif leaf.is_pinned():  # offloaded: torch 2.11 does not wait for the copy before it calls
+            local.record_stream(torch.cuda.current_stream(local.device))
+        elif local.is_pinned():  # offloaded: torch 2.11 does not wait for the copy before it calls
             torch.cuda.current_stream().synchronize()
 
 
@@ -282,19 +287,19 @@ def _refuse_updated(names: Mapping[Tensor, str]) -> None:
 
 
 def _refuse_fused(module: nn.Module) -> None:
-    fused = (its.fused_optimizer for its in module.modules() if isinstance(its, FusedOptimizerModule))
-    theirs = {parameter for optimizer in fused for parameter in optimizer.params.values()}
+    fused = (child.fused_optimizer for child in module.modules() if isinstance(child, FusedOptimizerModule))
+    taken = {parameter for optimizer in fused for parameter in optimizer.params.values()}
     remedy = "pass the other parameters by name, and combine both with CombinedOptimizer"
     problems = [
         Problem(name, "an optimizer that its module has fused in", "one optimizer", remedy)
         for name, parameter in module.named_parameters()
-        if parameter in theirs
+        if parameter in taken
     ]
     if problems:
         raise StateError("a parameter would have two optimizers", problems)
 
 
-def _in_parts(name: str) -> StateError:
+def _came_twice(name: str) -> StateError:
     problem = Problem(
         key=name,
         found="a second part of its gradient in one backward, after the first has updated it",
@@ -306,7 +311,7 @@ def _in_parts(name: str) -> StateError:
 
 
 def _refuse_wrapped(module: nn.Module) -> None:
-    kinds = {type(its).__name__ for its in module.modules() if isinstance(its, _REDUCES_LATER)}
+    kinds = {type(child).__name__ for child in module.modules() if isinstance(child, _REDUCES_LATER)}
     if kinds:
         raise _reduced_later(" and ".join(sorted(kinds)))
 
@@ -322,5 +327,5 @@ def _reduced_later(kind: str) -> StateError:
     return StateError(f"{kind} averages gradients after backward would have used them", [problem])
 
 
-_NONE = -2  # no backward has this number; -1 is told outside of backwards
+_NONE = -2  # no backward has this number; -1 is that outside of backwards
 _REDUCES_LATER = (DistributedDataParallel, FullyShardedDataParallel)

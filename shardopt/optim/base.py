@@ -20,7 +20,7 @@ from shardopt.optim.state_dict.groups import (
     listed,
     named,
     refuse_flattened,
-    refuse_non_leaves,
+    refuse_non_leaf_tensors,
     refuse_unfit_groups,
     refuse_unknown,
 )
@@ -70,7 +70,7 @@ class KeyedOptimizer(RelatedOptimizer):
         self._elsewhere: tuple[int, frozenset[str]] | None = None  # with how many parameters there were
         if not isinstance(params, NamedParameters):  # which were looked at
             refuse_flattened(self._params)
-        refuse_non_leaves(self._params, param_groups)
+        refuse_non_leaf_tensors(self._params, param_groups)
         grouped = list(chain.from_iterable(group[PARAMS] for group in param_groups))
         strangers = [key for key in (*state, *grouped) if isinstance(key, Tensor) and key not in self._names]
         if strangers:
@@ -92,11 +92,11 @@ class KeyedOptimizer(RelatedOptimizer):
 
         The tensors are the optimizer's own (sharded ones put together without a copy), so writing into them changes
         it. Groups go by the least FQN in them: `{least fqn: {"params": [sorted fqns], option: value, ...}}`, with the
-        algorithm's name and what the code gave; options that say how to compute (`foreach`, `fused`, `capturable`,
-        `differentiable`) are left out, and a tensor of one element is a number. Local to the rank.
+        algorithm's name and the options that the code gave; options that say how to compute (`foreach`, `fused`,
+        `capturable`, `differentiable`) are left out, and a tensor of one element is a number. Local to the rank.
 
         torch's `get_optimizer_state_dict` and its setter take parameters by position, and so raise KeyError or
-        TypeError on a keyed optimizer; this and `load_state_dict` are what to call in their place.
+        TypeError on a keyed optimizer; call this and `load_state_dict` in their place.
 
         Raises:
             StateError: groups are saved, and one has an option that cannot be stored.
@@ -104,7 +104,7 @@ class KeyedOptimizer(RelatedOptimizer):
         before_state_dict(self)
         return after_state_dict(self, self._gather())
 
-    def load_state_dict(  # type: ignore[override]  # torch returns None; what was passed over must be told
+    def load_state_dict(  # type: ignore[override]  # torch returns None; keys that were passed over must be reported
         self, state_dict: Mapping[str, Any], strict: bool = True, convert_dtype: bool = False
     ) -> Unmatched:
         """Loads state in place and all or nothing: each tensor keeps its memory; its own tensors are not copied.
@@ -117,7 +117,7 @@ class KeyedOptimizer(RelatedOptimizer):
         Args:
             state_dict: as from `state_dict()`.
             strict: whether parameters, state, groups and options on one side only, and groups that another algorithm
-                has saved, are errors. Otherwise what is on both sides is loaded, and of another algorithm's groups no
+                has saved, are errors. Otherwise keys on both sides are loaded, and of another algorithm's groups no
                 options; the rest stays as it is and is returned.
             convert_dtype: whether floating-point state of another dtype is converted to the one that is here. Numbers
                 that it cannot hold are errors.
@@ -127,7 +127,7 @@ class KeyedOptimizer(RelatedOptimizer):
         """
         plan = LoadPlan(strict, convert_dtype)
         self.plan_load(plan, state_dict)
-        wait_for_copies()  # a save in the background may still be taking what this changes
+        wait_for_copies()  # a save in the background may still be copying tensors that this changes
         plan.apply()
         warn_of_overridden(plan.overridden)
         warn_of_another_algorithm(plan.algorithms)
@@ -139,8 +139,8 @@ class KeyedOptimizer(RelatedOptimizer):
         """Raises what `load_state_dict` would, and changes nothing.
 
         Tensors on the meta device stand for stored ones: only their dtypes and global shapes are compared. The hooks of
-        `register_load_state_dict_pre_hook` run here as they do in a load, since they may change what is to fit; what
-        they are given is a copy. `checkpoint.load` checks before it reads anything, and loads afterwards, so that it
+        `register_load_state_dict_pre_hook` run here as they do in a load, since they may change what is loaded; they
+        get a copy. `checkpoint.load` checks before it reads anything, and loads afterwards, so that it
         runs each hook in both: first with descriptions in the place of tensors, which may be renamed, moved and left
         out, but not looked into, then with the tensors that it has read.
 
@@ -152,7 +152,7 @@ class KeyedOptimizer(RelatedOptimizer):
         plan.check()
 
     def rename_state_dict(self, state_dict: Mapping[str, Any], new_key: Callable[[str], str | None]) -> dict[str, Any]:
-        """A saved state under other names for its parameters, which `load(..., rename=...)` asks for.
+        """Renames the parameters of a saved state, as `load(..., rename=...)` asks for.
 
         A parameter is renamed as the key of its state is: "layers.0.weight" in a group becomes "blocks.0.weight" where
         "state.layers.0.weight" becomes "state.blocks.0.weight". Groups go by the least of their new names.
@@ -160,7 +160,7 @@ class KeyedOptimizer(RelatedOptimizer):
         Args:
             state_dict: as from `state_dict()`; unchanged. Entries of state with tensors keep their names, as each of
                 these has a key by which it is renamed.
-            new_key: what the rules make of a key; None if it is one of something else.
+            new_key: renames a key by the rules; None if the new key belongs to something else.
 
         Raises:
             MismatchError: a parameter in a group is renamed to none, to the same as another, or in its state otherwise.
@@ -168,9 +168,9 @@ class KeyedOptimizer(RelatedOptimizer):
         return renamed(state_dict, new_key)
 
     def held_state_names(self) -> set[str]:
-        """The names under "state" that belong on this rank, whether there is state for them or not.
+        """Returns the names under "state" that belong on this rank, whether there is state for them or not.
 
-        Not those of sharded parameters of which it holds no part.
+        Not those of sharded parameters of which it holds no elements.
         """
         return self._state_names().difference(self._names_elsewhere())
 
@@ -201,12 +201,12 @@ class KeyedOptimizer(RelatedOptimizer):
     def algorithm(self) -> str:
         """The name of the algorithm that steps, which is saved with each group; "" where that is not known.
 
-        What was saved by another one is not loaded.
+        State that another one has saved is not loaded.
         """
         return ""
 
     def _note_given(self, group: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-        """Takes it that the code gives a group these options."""
+        """Records options of a group as given by the code."""
 
     def post_load_state_dict(self) -> None:
         """Called after state was loaded; does nothing here."""
@@ -218,7 +218,7 @@ class KeyedOptimizer(RelatedOptimizer):
 
         Args:
             sparse_grad_parameter_names: parameters whose gradients will be sparse.
-            names: what to make state for, as named in `state_dict()["state"]`; None for every trained parameter.
+            names: the state to make, as named in `state_dict()["state"]`; None for every trained parameter.
 
         Raises:
             StateError: a name is not known.
@@ -227,9 +227,9 @@ class KeyedOptimizer(RelatedOptimizer):
         refuse_unknown("names", names or (), self._state_names())
 
     def unstepped_state(self, names: Iterable[str]) -> set[str]:
-        """Those of the names whose state is there and as `init_state` makes it, so that it is as good as none.
+        """Returns those of the names whose state is there and as `init_state` makes it, so that it is as good as none.
 
-        Local to the rank, and so of the elements that it holds. Here nothing is known of what state begins with.
+        Local to the rank, and so of the elements that it holds. Here nothing is known of initial values.
 
         Args:
             names: as in `state_dict()["state"]`; others are passed over.
@@ -237,7 +237,7 @@ class KeyedOptimizer(RelatedOptimizer):
         return set()
 
     def drop_state(self, names: Iterable[str]) -> None:
-        """Leaves these names without state, as before the first step.
+        """Removes the state of these names, as before the first step.
 
         Args:
             names: as in `state_dict()["state"]`; those without state are passed over.
@@ -249,7 +249,7 @@ class KeyedOptimizer(RelatedOptimizer):
                 del state[key]
 
     def _init_named(self, sparse: Collection[str], names: Collection[str] | None) -> None:
-        """`init_state` as part of another optimizer, also of a class whose `init_state` knows of no names."""
+        """Calls `init_state` for another optimizer, also of a class whose `init_state` has no `names`."""
         if names is None or "names" in inspect.signature(self.init_state).parameters:
             self.init_state(sparse, **({} if names is None else {"names": names}))
         elif names:
@@ -264,7 +264,7 @@ class KeyedOptimizer(RelatedOptimizer):
         numbers in state, of every parameter that several ranks have.
 
         Raises:
-            StateError: for each option and each number that differs, names the first parameter, with what is on which
+            StateError: for each option and each number that differs, names the first parameter, with the values of each
                 rank. Every rank raises.
         """
         names = first_names(self.params)
@@ -273,9 +273,9 @@ class KeyedOptimizer(RelatedOptimizer):
             refuse_unfit_groups(self.param_groups, names)
             return self.param_groups
 
-        found = differences(ranks_of(), names, groups, lambda: self._gather()[STATE])
-        if found:
-            raise StateError("ranks have drifted apart", found)
+        drifted = differences(ranks_of(), names, groups, lambda: self._gather()[STATE])
+        if drifted:
+            raise StateError("ranks have drifted apart", drifted)
 
     def save_param_groups(self, save: bool) -> None:
         """Whether `state_dict` has the groups, and `load_state_dict` needs them."""
@@ -293,7 +293,7 @@ class KeyedOptimizer(RelatedOptimizer):
             return
         options = dict(param_group)
         params = self._new_params(options.pop(PARAMS))
-        refuse_non_leaves(params, [self.defaults, options])
+        refuse_non_leaf_tensors(params, [self.defaults, options])
         self._add_group(first_names(params), options)
         self._params.update(params)
         self._names.update(first_names(params))
@@ -307,10 +307,10 @@ class KeyedOptimizer(RelatedOptimizer):
         own = {name: self.__dict__[name] for name in names}
         return {**super().__getstate__(), **own, "_elsewhere": None}
 
-    # An optimizer made of others overrides the four below, and calls those of its parts.
+    # An optimizer made of others overrides the four below, and calls those of its children.
 
     def _gather(self) -> StateDict:
-        """What `state_dict` gives, before its hooks see it."""
+        """Returns the state as `state_dict` does, before its hooks see it."""
         state_dict: StateDict = {STATE: {name: as_saved(entries) for name, entries in self._named_state()}}
         groups = self._keyed_groups()
         if groups is not None:
@@ -318,7 +318,7 @@ class KeyedOptimizer(RelatedOptimizer):
         return state_dict
 
     def _plan(self, plan: LoadPlan, offered: Mapping[str, Any]) -> None:
-        """Plans to load what the hooks have made of a state dict."""
+        """Plans to load a state dict that the hooks have seen."""
         state = offered.get(STATE)
         elsewhere = self._names_elsewhere()
         if elsewhere and isinstance(state, Mapping):
@@ -350,39 +350,39 @@ class KeyedOptimizer(RelatedOptimizer):
         return any(True for _ in self._named_state())
 
     def _names_elsewhere(self) -> Collection[str]:
-        """The names of parameters of which this rank holds no part; looked for once."""
+        """Returns the names of parameters of which this rank holds no elements; computed once."""
         if self._elsewhere is None or self._elsewhere[0] != len(self._params):
             names = frozenset(name for name, parameter in self._params.items() if not is_held(parameter))
             self._elsewhere = len(self._params), names
         return self._elsewhere[1]
 
     def _state_names(self) -> set[str]:
-        """Every name that `state_dict()["state"]` has or may get."""
+        """Returns every name that `state_dict()["state"]` has or may get."""
         return {*self._params, *(key for key in cast(Any, self.state) if isinstance(key, str))}
 
     def plan_load(self, plan: LoadPlan, state_dict: Mapping[str, Any]) -> None:
-        """Fires the hooks that may change what is loaded, and plans to load it."""
+        """Fires the hooks that may change the loaded state, and plans to load it."""
         if not plan.descriptions or not changes_what_is_loaded(self):
             self._plan(plan, before_load_state_dict(self, state_dict))
             return
         try:
-            # A copy, as what hooks change of plain values would be changed again by the load.
+            # A copy, as plain values that hooks change would be changed again by the load.
             offered = before_load_state_dict(self, as_saved(state_dict))
         except ShardoptError:
             raise
         except Exception as error:
-            found = f"{type(error).__name__}: {error}"
+            failure = f"{type(error).__name__}: {error}"
             required = "a hook that leaves tensors on the meta device, which stand for stored ones, as they are"
             remedy = "look at tensor.is_meta, and change values in a load_state_dict_post_hook"
-            problem = Problem("register_load_state_dict_pre_hook", found, required, remedy)
+            problem = Problem("register_load_state_dict_pre_hook", failure, required, remedy)
             raise MismatchError("a hook fails with what is to be loaded; nothing was changed", [problem]) from error
         self._plan(plan, offered)
 
     def _named_state(self) -> Iterator[tuple[str, MutableMapping[str, Any]]]:
-        """Name and live state of each parameter that has any, then what state has under names of its own.
+        """Yields name and live state of each parameter that has any, then of state under names of its own.
 
-        Of what lies on other ranks alone there is none: what a rank counts that cannot see the gradients would drift
-        from what those count.
+        Of a parameter that lies on other ranks alone there is none: a counter on a rank that cannot see the gradients
+        would drift from theirs.
         """
         state, elsewhere = self.state, self._names_elsewhere()
         for parameter, name in self._names.items():
@@ -398,7 +398,7 @@ class KeyedOptimizer(RelatedOptimizer):
                 raise StateError("state of a tensor without a name cannot be saved or loaded", [problem])
 
     def _keyed_groups(self) -> list[KeyedGroup] | None:
-        """The groups that have parameters, if groups are saved."""
+        """Returns the groups that have parameters, if groups are saved; else None."""
         if not self._save_param_groups:
             return None
         keyed_groups = []
@@ -409,7 +409,7 @@ class KeyedOptimizer(RelatedOptimizer):
         return keyed_groups
 
     def _names_in_groups(self) -> list[tuple[list[str], dict[str, Any]]]:
-        """The sorted names of each group, and the group.
+        """Returns the sorted names of each group, and the group.
 
         Raises:
             StateError: something that somebody has put there is no group, no parameter, or stands in two groups.
@@ -424,7 +424,7 @@ class KeyedOptimizer(RelatedOptimizer):
         return list(zip(names, self.param_groups, strict=True))
 
     def _saved_besides(self, group: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
-        """What is saved with a group besides its options."""
+        """Returns the entries that are saved with a group besides its options."""
         return {ALGORITHM: self.algorithm} if self.algorithm else {}
 
     def _loaded(self, offered: Mapping[str, Any]) -> None:

@@ -23,7 +23,7 @@ def update_bn(
     """Computes the running statistics of all batch-norm layers anew, over the batches of all ranks. Collective.
 
     As torch's `update_bn`, whose arguments it has: means over batches of the batches' means and variances. Each rank
-    passes its own batches through the model; then all ranks get the mean of what they found, weighted by numbers of
+    passes its own batches through the model; then all ranks get the mean of their statistics, weighted by numbers of
     batches, by one all-reduce, and so the same statistics, which may be saved. With one rank it is torch's, bit for
     bit. Where the forward is collective (`fully_shard`), ranks must have equal numbers of batches.
 
@@ -42,11 +42,14 @@ def update_bn(
         return
     with torch.no_grad():
         # fp64: the sum of equal statistics is then exact, and so is the mean.
-        own = [torch.cat([part.to(ranks.device, torch.float64).flatten() for part in _statistics(it)]) for it in layers]
+        own = [
+            torch.cat([statistic.to(ranks.device, torch.float64).flatten() for statistic in _statistics(layer)])
+            for layer in layers
+        ]
         counts = torch.stack([_batches(layer).to(ranks.device, torch.float64) for layer in layers])
-        weighted = [part * count for part, count in zip(own, counts, strict=True)]
+        weighted = [statistic * count for statistic, count in zip(own, counts, strict=True)]
         total = ranks.all_reduce_sum(torch.cat([counts, *weighted]))
-        summed = total[len(layers) :].split_with_sizes([part.numel() for part in own])
+        summed = total[len(layers) :].split_with_sizes([statistic.numel() for statistic in own])
         for layer, of_layer, count in zip(layers, summed, total[: len(layers)], strict=True):
             mean, variance = (of_layer / count.clamp(min=1)).chunk(2)
             for into, value in zip(_statistics(layer), (mean, variance), strict=True):

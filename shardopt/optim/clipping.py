@@ -26,7 +26,7 @@ _EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ has it, so that nothing is div
 
 @unique
 class GradientClipping(Enum):
-    """How gradients are clipped."""
+    """A way to clip gradients."""
 
     NORM = "norm"
     VALUE = "value"
@@ -63,13 +63,13 @@ class GradientClippingOptimizer(OptimizerWrapper):
             without `clipping`, since nothing would be clipped; `GradientClipping.NONE` turns it off.
         norm_type: p, more than 0; `inf` or "inf" is the largest absolute value of all elements.
         enable_global_grad_clip: makes no difference. The norm is always that of the whole job.
-        param_to_pgs: makes no difference. Who holds what follows from each tensor's own layout.
+        param_to_pgs: makes no difference. The holders follow from each tensor's own layout.
         error_if_nonfinite: whether a norm that is infinite or NaN is an error, and no step is taken. It has to wait
             for the norm in every step. Otherwise gradients become zero or NaN, as torch's do.
 
     Raises:
         StateError: an argument out of range, a `max_gradient` without `clipping`, or an optimizer without names; or
-            gradients are to be clipped, and the optimizer or a part of it updates in backward, so that they are gone
+            gradients are to be clipped, and the optimizer or a child of it updates in backward, so that they are gone
             before they could be.
     """
 
@@ -108,9 +108,9 @@ class GradientClippingOptimizer(OptimizerWrapper):
             The norm before that, as `total_norm`.
 
         Raises:
-            StateError: a part of the optimizer updates in backward.
+            StateError: a child of the optimizer updates in backward.
             GradientError: a gradient does not fit its parameter; or the norm is not finite, and that is an error.
-            LayoutError: a parameter cannot be described, or its parts on different ranks do not fit together.
+            LayoutError: a parameter cannot be described, or its boxes on different ranks do not fit together.
             RankError: another rank failed; nothing was changed.
         """
         self._refuse_updates_in_backward()
@@ -126,9 +126,9 @@ class GradientClippingOptimizer(OptimizerWrapper):
         if self._clipping is GradientClipping.NORM:
             self.clip_grad_norm_()
         elif self._clipping is GradientClipping.VALUE:
-            found = chain.from_iterable(writable_gradients(name, parameter) for name, parameter in self._named())
+            gradients = chain.from_iterable(writable_gradients(name, parameter) for name, parameter in self._named())
             with torch.no_grad():
-                clamp(alike(gradient for gradient in found if gradient is not None), self._max_gradient)
+                clamp(alike(gradient for gradient in gradients if gradient is not None), self._max_gradient)
 
     def _named(self) -> list[tuple[str, Tensor]]:
         names = first_names(self.params)
@@ -156,7 +156,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
         if self.updates_in_backward:
             problem = Problem(
                 key=type(self).__name__,
-                found="an optimizer that updates parameters in backward, or has such a part",
+                found="an optimizer that updates parameters in backward, or has such a child",
                 required="gradients that are there until the step",
                 remedy="clip the other optimizers before they are combined, or step after backward (shardopt.keyed)",
             )
@@ -175,9 +175,9 @@ def _refuse_bad_arguments(clipping: object, max_gradient: object, norm_type: obj
         remedy = "pass the largest norm, or math.inf to measure it alone"
         problems.append(Problem("max_gradient", repr(max_gradient), "a number above 0", remedy))
     elif clipping == _NOT_GIVEN and not isinstance(max_gradient, _Default):
-        found = f"{max_gradient} without clipping, of which the default is not to clip"
+        unused = f"{max_gradient} without clipping, of which the default is not to clip"
         remedy = "pass clipping=GradientClipping.NORM (or VALUE), or GradientClipping.NONE to turn it off"
-        problems.append(Problem("max_gradient", found, "a way to clip", remedy))
+        problems.append(Problem("max_gradient", unused, "a way to clip", remedy))
     if not order > 0:
         problems.append(Problem("norm_type", repr(norm_type), "a number above 0", 'pass 1.0, 2.0 or "inf"'))
     if problems:
@@ -185,5 +185,5 @@ def _refuse_bad_arguments(clipping: object, max_gradient: object, norm_type: obj
 
 
 def _number(value: object) -> float:
-    """NaN for what is none."""
+    """Converts a value to a float; NaN if it is no number."""
     return float(value) if isinstance(value, Real | Tensor) else math.nan

@@ -1,4 +1,4 @@
-"""Several optimizers as one."""
+"""An optimizer that combines several, stepped, saved and loaded as one."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ class CombinedOptimizer(CompositeOptimizer):
 
     @staticmethod
     def prepend_opt_key(name: str, opt_key: str) -> str:
-        """The name as it is seen from the combined optimizer: "key.name", or "name" where the key is ""."""
+        """Returns the name as seen from the combined optimizer: "key.name", or "name" where the key is ""."""
         return f"{opt_key}.{name}" if opt_key else name
 
     @property
     def optimizers(self) -> list[Child]:
         """The children and their keys; a child without one has ""."""
-        return list(zip(self._keys, self._parts, strict=True))
+        return list(zip(self._keys, self._children, strict=True))
 
     @property
     def params(self) -> Mapping[str, Tensor]:
         """FQN with the child's key before it → parameter, every name of a tied one."""
-        if len(self._params) != sum(len(part.params) for part in self._parts):
+        if len(self._params) != sum(len(child.params) for child in self._children):
             self._index()  # a group was added to a child
         return self._params
 
@@ -75,8 +75,8 @@ class CombinedOptimizer(CompositeOptimizer):
 
     @property
     def param_groups(self) -> Any:
-        """The children's own groups, one child after the other: a tuple, as `add_param_group` is what adds one."""
-        return tuple(chain.from_iterable(part.param_groups for part in self._parts))
+        """The children's own groups, one child after the other: a tuple, as `add_param_group` adds groups."""
+        return tuple(chain.from_iterable(child.param_groups for child in self._children))
 
     @param_groups.setter
     def param_groups(self, param_groups: Any) -> None:
@@ -85,7 +85,7 @@ class CombinedOptimizer(CompositeOptimizer):
     @property
     def defaults(self) -> dict[str, Any]:
         """The options that every child has, with the first one's values; a new dict."""
-        first, *others = (part.defaults for part in self._parts)
+        first, *others = (child.defaults for child in self._children)
         return {name: value for name, value in first.items() if all(name in other for other in others)}
 
     @defaults.setter
@@ -99,7 +99,7 @@ class CombinedOptimizer(CompositeOptimizer):
 
         Args:
             sparse_grad_parameter_names: parameters whose gradients will be sparse, with their child's key.
-            names: what to make state for, with the child's key; None for every trained parameter.
+            names: the state to make, with the child's key; None for every trained parameter.
 
         Raises:
             StateError: a name is not known; no state was made.
@@ -115,21 +115,21 @@ class CombinedOptimizer(CompositeOptimizer):
             optimizer._init_named(own, inner)
 
     def unstepped_state(self, names: Iterable[str]) -> set[str]:
-        """Every child's, with its key before the name."""
-        chosen, found = set(names), set[str]()
+        """Returns the unstepped state of every child, with its key before the names."""
+        chosen, unstepped = set(names), set[str]()
         for key, optimizer in self.optimizers:
             seen_as = {inner: name for name, inner in self._of_child(key, optimizer, chosen)}
-            found |= {seen_as[inner] for inner in optimizer.unstepped_state(seen_as)}
-        return found
+            unstepped |= {seen_as[inner] for inner in optimizer.unstepped_state(seen_as)}
+        return unstepped
 
     def drop_state(self, names: Iterable[str]) -> None:
-        """Every child's."""
+        """Removes the state of these names in every child."""
         chosen = set(names)
         for key, optimizer in self.optimizers:
             optimizer.drop_state([inner for _, inner in self._of_child(key, optimizer, chosen)])
 
     def _of_child(self, key: str, optimizer: KeyedOptimizer, names: Collection[str]) -> list[tuple[str, str]]:
-        """Those of the names that are a child's, as they are seen from here and as they are there."""
+        """Returns those of the names that are a child's, as they are seen from here and as they are there."""
         pairs = ((self.prepend_opt_key(inner, key), inner) for inner in optimizer._state_names())
         return [(name, inner) for name, inner in pairs if name in names]
 
@@ -143,7 +143,7 @@ class CombinedOptimizer(CompositeOptimizer):
         """
         if not self._made:
             return
-        params = named(param_group[PARAMS], dropped="")  # a child knows what it leaves out
+        params = named(param_group[PARAMS], dropped="")  # a child knows which prefix it leaves out
         there = [name for name, tensor in params.items() if name in self.params or tensor in self._owners]
         if there:
             problems = [Problem(name, "a parameter of this optimizer", "a new one", "add it once") for name in there]
@@ -158,15 +158,15 @@ class CombinedOptimizer(CompositeOptimizer):
             )
             raise StateError("a group can go to no optimizer, or to several", [problem])
         index = candidates.pop()
-        mine = {_inner(name, self._keys[index]): tensor for name, tensor in params.items()}
-        self._parts[index].add_param_group({**param_group, PARAMS: mine})
+        inner = {_inner(name, self._keys[index]): tensor for name, tensor in params.items()}
+        self._children[index].add_param_group({**param_group, PARAMS: inner})
 
     def __repr__(self) -> str:
         children = [f"({key!r}, {optimizer!r})" if key else f"{optimizer!r}" for key, optimizer in self.optimizers]
         return f"{type(self).__name__} of [{', '.join(children)}]"
 
     def locate(self, key: Any) -> tuple[KeyedOptimizer, Any]:
-        """The child that has state under a key, and the key as it is there.
+        """Returns the child that has state under a key, and the key as it is there.
 
         Raises:
             KeyError: no child has it.
@@ -175,13 +175,13 @@ class CombinedOptimizer(CompositeOptimizer):
             if key not in self._owners:
                 self._index()
             return self._owners[key], key
-        for own_key, part in self.optimizers:
-            if isinstance(key, str) and _begins(key, own_key) and _inner(key, own_key) in part.state:
-                return part, _inner(key, own_key)
+        for own_key, child in self.optimizers:
+            if isinstance(key, str) and _begins(key, own_key) and _inner(key, own_key) in child.state:
+                return child, _inner(key, own_key)
         raise KeyError(key)
 
     def _index(self) -> None:
-        """Takes up the children's parameters.
+        """Indexes the children's parameters.
 
         Raises:
             StateError: two names are equal, or one tensor is a parameter of two children.
@@ -190,24 +190,24 @@ class CombinedOptimizer(CompositeOptimizer):
         params: dict[str, Tensor] = {}
         owners: dict[Tensor, int] = {}
         problems = []
-        for index, (key, part) in enumerate(self.optimizers):
-            its = {self.prepend_opt_key(name, key) for name in part._state_names()}
-            for name in sorted(names & its):
+        for index, (key, child) in enumerate(self.optimizers):
+            own = {self.prepend_opt_key(name, key) for name in child._state_names()}
+            for name in sorted(names & own):
                 remedy = "give the optimizers keys: [(key, optimizer), ...]"
                 problems.append(Problem(name, "state of two optimizers", "one name for one thing", remedy))
-            names |= its
-            for name, tensor in part.params.items():
+            names |= own
+            for name, tensor in child.params.items():
                 params[self.prepend_opt_key(name, key)] = tensor
                 other = owners.setdefault(tensor, index)
                 if other != index:
-                    found = f"a parameter of optimizers {other} and {index}, which would both step on it"
+                    owner = f"a parameter of optimizers {other} and {index}, which would both step on it"
                     problem = Problem(
-                        self.prepend_opt_key(name, key), found, "one of them", "leave it out of the other"
+                        self.prepend_opt_key(name, key), owner, "one of them", "leave it out of the other"
                     )
                     problems.append(problem)
         if problems:
             raise StateError("optimizers that overlap cannot be combined", problems)
-        self._params, self._owners = params, {tensor: self._parts[index] for tensor, index in owners.items()}
+        self._params, self._owners = params, {tensor: self._children[index] for tensor, index in owners.items()}
 
     def _replace_state(self, state: Mapping[Any, Any]) -> None:
         """Gives each child the entries that are its own.
@@ -216,85 +216,86 @@ class CombinedOptimizer(CompositeOptimizer):
             StateError: it is not plain which child is meant; nothing was changed.
         """
         self._index()
-        shares: list[tuple[KeyedOptimizer, dict[Any, Any]]] = [(part, {}) for part in self._parts]
+        by_child: list[tuple[KeyedOptimizer, dict[Any, Any]]] = [(child, {}) for child in self._children]
         problems = []
         for key, entries in state.items():
             if isinstance(key, Tensor):
-                meant = {index for index, part in enumerate(self._parts) if part is self._owners.get(key)}
+                meant = {index for index, child in enumerate(self._children) if child is self._owners.get(key)}
             else:
                 meant = self._meant(str(key))
             if len(meant) != 1:
-                found = described(key) if isinstance(key, Tensor) else f"state of {key!r}"
-                problems.append(Problem("state", found, "that of one child", "set it in the one that is meant"))
+                value = described(key) if isinstance(key, Tensor) else f"state of {key!r}"
+                problems.append(Problem("state", value, "that of one child", "set it in the one that is meant"))
                 continue
             index = meant.pop()
-            shares[index][1][key if isinstance(key, Tensor) else _inner(key, self._keys[index])] = entries
+            by_child[index][1][key if isinstance(key, Tensor) else _inner(key, self._keys[index])] = entries
         if problems:
             raise StateError("state can go to no optimizer, or to several", problems)
-        for part, own in shares:
-            part.state = cast(Any, own)
+        for child, own in by_child:
+            child.state = cast(Any, own)
 
     def _refuse_replacing(self, name: str) -> None:
         if self._made:  # torch's constructor sets it before
-            found = f"a new {name}"
-            problem = Problem(name, found, "the children's own", "change it in the one that is meant, in `optimizers`")
+            problem = Problem(
+                name, f"a new {name}", "the children's own", "change it in the one that is meant, in `optimizers`"
+            )
             raise StateError("a combined optimizer has nothing of its own to replace", [problem])
 
     def held_state_names(self) -> set[str]:
-        """Those of every child, with its key."""
-        return {self.prepend_opt_key(name, key) for key, part in self.optimizers for name in part.held_state_names()}
+        """Returns the names of every child, with its key before them."""
+        return {self.prepend_opt_key(name, key) for key, child in self.optimizers for name in child.held_state_names()}
 
     def _state_names(self) -> set[str]:
-        return {self.prepend_opt_key(name, key) for key, part in self.optimizers for name in part._state_names()}
+        return {self.prepend_opt_key(name, key) for key, child in self.optimizers for name in child._state_names()}
 
     def _gather(self) -> StateDict:
         gathered: StateDict = {STATE: {}}
-        for key, part in self.optimizers:
-            its = part.state_dict()
-            for name, entries in its[STATE].items():
+        for key, child in self.optimizers:
+            state_dict = child.state_dict()
+            for name, entries in state_dict[STATE].items():
                 seen_as = self.prepend_opt_key(name, key)
                 if seen_as in gathered[STATE]:
                     problem = Problem(seen_as, "state of two optimizers", "of one", "give the optimizers keys")
                     raise StateError("two optimizers keep state under one name", [problem])
                 gathered[STATE][seen_as] = entries
-            for name, group in its.get(PARAM_GROUPS, {}).items():
+            for name, group in state_dict.get(PARAM_GROUPS, {}).items():
                 renamed = renamed_group(group, partial(self.prepend_opt_key, opt_key=key))
                 gathered.setdefault(PARAM_GROUPS, {})[self.prepend_opt_key(name, key)] = renamed
         return gathered
 
     def _plan(self, plan: LoadPlan, offered: Mapping[str, Any]) -> None:
         plan_keys(plan, self._saves_groups, offered, self._has_state)
-        shares: list[dict[str, Any]] = [{STATE: {}} for _ in self._parts]
-        for share, part in zip(shares, self._parts, strict=True):
-            if part._saves_groups:
-                share[PARAM_GROUPS] = {}
+        by_child: list[dict[str, Any]] = [{STATE: {}} for _ in self._children]
+        for child_state, child in zip(by_child, self._children, strict=True):
+            if child._saves_groups:
+                child_state[PARAM_GROUPS] = {}
         for section in (STATE, PARAM_GROUPS) if self._saves_groups else (STATE,):
-            self._share_out(plan, section, offered.get(section, {}), shares)
-        for key, part, share in zip(self._keys, self._parts, shares, strict=True):
-            part.plan_load(plan.part(key), share)
+            self._distribute(plan, section, offered.get(section, {}), by_child)
+        for key, child, child_state in zip(self._keys, self._children, by_child, strict=True):
+            child.plan_load(plan.child(key), child_state)
 
-    def _share_out(self, plan: LoadPlan, section: str, offered: Any, shares: list[dict[str, Any]]) -> None:
-        """Sorts what is offered under "state" or "param_groups" to the children, by the names that they have for it."""
+    def _distribute(self, plan: LoadPlan, section: str, offered: Any, by_child: list[dict[str, Any]]) -> None:
+        """Distributes the offered "state" or "param_groups" to the children, by the names that they have for it."""
         if not isinstance(offered, Mapping):
             remedy = "load what state_dict() of a combined optimizer gave"
             plan.problem(plan.section(section), f"a {type(offered).__name__}", "a mapping by name", remedy)
             return
         known = {
             self.prepend_opt_key(name, key): {index}
-            for index, (key, part) in enumerate(self.optimizers)
-            for name in part._state_names()
+            for index, (key, child) in enumerate(self.optimizers)
+            for name in child._state_names()
         }
         for name, value in offered.items():
-            meant = [index for index in known.get(name) or self._meant(name) if section in shares[index]]
+            meant = [index for index in known.get(name) or self._meant(name) if section in by_child[index]]
             if len(meant) != 1:
                 plan.unexpected(f"{plan.section(section)}.{name}", "combine the optimizers as when it was saved")
                 continue
             key = self._keys[meant[0]]
             renamed = renamed_group(value, partial(_inner, opt_key=key)) if section == PARAM_GROUPS else value
-            shares[meant[0]][section][_inner(name, key)] = renamed
+            by_child[meant[0]][section][_inner(name, key)] = renamed
 
     def _meant(self, name: str) -> set[int]:
-        """The children whose key a new name begins with; where there is none, those without a key."""
+        """Returns the children whose key a new name begins with; where there is none, those without a key."""
         keyed = {index for index, key in enumerate(self._keys) if key and _begins(name, key)}
         return keyed or {index for index, key in enumerate(self._keys) if not key}
 
@@ -330,7 +331,7 @@ class CombinedState(MutableMapping[Any, Any]):
         return sum(len(child.state) for _, child in self._combined.optimizers)
 
     def clear(self) -> None:
-        """That of every child."""
+        """Removes the state of every child."""
         for _, child in self._combined.optimizers:
             child.state.clear()
 
@@ -343,5 +344,5 @@ def _begins(name: str, opt_key: str) -> bool:
 
 
 def _inner(name: str, opt_key: str) -> str:
-    """A name without the key of the child; one that does not begin with it stays."""
+    """Strips the key of the child from a name; one that does not begin with it stays."""
     return name.removeprefix(f"{opt_key}.") if opt_key else name

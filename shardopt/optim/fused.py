@@ -17,7 +17,7 @@ class FusedOptimizer(KeyedOptimizer, abc.ABC):
 
     @property
     def updates_in_backward(self) -> bool:
-        """That is what it is for."""
+        """Always true."""
         return True
 
     @abc.abstractmethod

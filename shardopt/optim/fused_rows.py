@@ -16,7 +16,7 @@ from shardopt.torch_private import step_nested
 class FusedRows(OptimizerWrapper, FusedOptimizer):
     """Updates rows at the end of each backward that came to them, by a step of another optimizer.
 
-    The module that has the parameters calls `update`, once for all that one backward has found. Options that are
+    The module that has the parameters calls `update`, once for all gradients of one backward. Options that are
     changed before a backward hold in it. Step-pre-hooks, its own and those of all optimizers that it is part of, run
     before each update, so that who refuses a step refuses there; and again, like step-post-hooks, with `step`.
 
@@ -26,7 +26,7 @@ class FusedRows(OptimizerWrapper, FusedOptimizer):
 
     @property
     def updates_in_backward(self) -> bool:
-        """That is what it is for, whatever its part would do by itself."""
+        """Always true, whatever the wrapped optimizer would do by itself."""
         return True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -40,7 +40,7 @@ class FusedRows(OptimizerWrapper, FusedOptimizer):
         """Has no gradient to drop."""
 
     def update(self, gradients: Mapping[Tensor, Tensor]) -> None:
-        """One step with gradients that the parameters have for this time only.
+        """Takes one step with gradients that the parameters have for this time only.
 
         Args:
             gradients: parameter → its gradient, placed as it is.

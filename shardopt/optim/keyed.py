@@ -30,12 +30,12 @@ def keyed(
     groups: Collection[Mapping[str, Any]] | None = None,
     **defaults: Any,
 ) -> KeyedOptimizer:
-    """An optimizer for named parameters, plain or sharded, that saves its state and its groups by name.
+    """Makes an optimizer for named parameters, plain or sharded, that saves its state and its groups by name.
 
     Args:
         algorithm: a torch optimizer class or its name in any case, "adamw".
-        named_params: `model.named_parameters()`, or a mapping. What wrappers of modules put into names (checkpointed
-            activations, torch.compile) is left out, so that a run resumes with and without them; and a "module." that
+        named_params: `model.named_parameters()`, or a mapping. Segments of names from wrappers of modules (checkpointed
+            activations, torch.compile) are left out, so that a run resumes with and without them; and a "module." that
             all names begin with, as under DistributedDataParallel.
         groups: `{"match": regex, option: value, ...}`; each parameter goes to the first group whose regex is found in
             its name, and to a group of its own with the defaults where none is. A group with an "algorithm" of its
@@ -67,22 +67,22 @@ def build(
     groups: Collection[Mapping[str, Any]],
     defaults: Mapping[str, Any],
 ) -> list[Wrapper]:
-    """What `keyed` is made of: one optimizer of the class `wrapper` for each algorithm; arguments as there."""
+    """Builds one optimizer of the class `wrapper` for each algorithm; arguments as of `keyed`."""
     main = _class_of(algorithm)
     refuse_bad_options(main, defaults, "defaults")
-    shares: dict[Any, list[Grouped]] = {}
+    groups_of: dict[Any, list[Grouped]] = {}
     params = named(named_params)
-    for position, (options, found) in enumerate(by_pattern(params, groups)):
-        members = NamedParameters(found)
+    for position, (options, matched) in enumerate(by_pattern(params, groups)):
+        members = NamedParameters(matched)
         members.dropped = params.dropped
         optimizer = _class_of(options.pop("algorithm", main))
         refuse_bad_options(optimizer, options, f"groups[{position}]")
         # torch holds only defaults against their ranges; this lets it look at the options of each group too.
         optimizer([torch.zeros(1, 1, device="cpu")], **{**(defaults if optimizer is main else {}), **options})
-        shares.setdefault(optimizer, []).append((options, members))
+        groups_of.setdefault(optimizer, []).append((options, members))
     return [
         _build(wrapper, optimizer, grouped, defaults if optimizer is main else {})
-        for optimizer, grouped in shares.items()
+        for optimizer, grouped in groups_of.items()
     ]
 
 
@@ -93,7 +93,7 @@ def _class_of(algorithm: Any) -> Any:
 
 def _build(wrapper: type[Wrapper], optimizer: Any, grouped: Sequence[Grouped], defaults: Mapping[str, Any]) -> Wrapper:
     (options, members), *others = grouped
-    made = wrapper(members, lambda leaves: optimizer([{PARAMS: leaves, **options}], **defaults))
+    made = wrapper(members, lambda tensors: optimizer([{PARAMS: tensors, **options}], **defaults))
     for options, members in others:
         made.add_param_group({PARAMS: members, **options})
     made.choose_implementation()

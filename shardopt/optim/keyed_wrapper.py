@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from shardopt.optim.base import KeyedOptimizer
 from shardopt.optim.local.local_step import LocalOptimizer
 from shardopt.optim.local.state_view import LocalState
-from shardopt.optim.state_dict.groups import first_names, named, refuse_non_leaves, refuse_unfit_groups
+from shardopt.optim.state_dict.groups import first_names, named, refuse_non_leaf_tensors, refuse_unfit_groups
 from shardopt.optim.state_dict.options import given_options, plain_options, refuse_bad_options
 from shardopt.optim.state_dict.saved_form import GIVEN, PARAM_GROUPS, STATE, UNTOUCHED
 from shardopt.sharding.view import is_on_all_ranks
@@ -39,15 +39,15 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         try:
             local = LocalOptimizer(first_names(params), optim_factory)
         except ValueError:
-            refuse_non_leaves(params)  # torch does too, but names none of them
+            refuse_non_leaf_tensors(params)  # torch does too, but names none of them
             raise
         super().__init__(params, {}, local.groups)
         self._dropped = params.dropped
         self._given_to_all = given_options(local.optimizer, local.optimizer.defaults)
         self._given = {id(group): (group, given_options(local.optimizer, group)) for group in local.groups}
-        self._take(local)
+        self._bind(local)
 
-    # Who replaces these, which torch lets anybody do, replaces what is stepped with.
+    # Replacing these, as torch allows, replaces those of the optimizer that steps.
 
     @property
     def state(self) -> Any:
@@ -90,11 +90,11 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
 
     @not_compiled
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step; hooks run once, on this optimizer.
+        """Takes one step; hooks run once, on this optimizer.
 
         Local to the rank, unless a gradient has another placement than its parameter: then all ranks of the mesh must
-        call, since it is redistributed. A rank that holds no part of a parameter (outside of a DTensor's mesh, without
-        elements of a ShardedTensor) has no state of it, since it cannot see whether the others have a gradient.
+        call, since it is redistributed. A rank without elements of a parameter (outside of a DTensor's mesh, without
+        shards of a ShardedTensor) has no state of it, since it cannot see whether the others have a gradient.
 
         Args:
             closure: evaluates the model again and returns the loss, which is returned; called once (but by LBFGS).
@@ -109,7 +109,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         return self._local.step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; gradients of ShardedTensor parameters are those of their local shards."""
+        """Drops or zeroes gradients, as torch does; of ShardedTensor parameters those of their local shards."""
         self._local.zero_grad(set_to_none)
 
     def choose_implementation(self) -> None:
@@ -147,14 +147,14 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
             self._local.make_global_state(names)
 
     def unstepped_state(self, names: Iterable[str]) -> set[str]:
-        """Those of the names whose state is there and as `init_state` makes it; for a moment one more is made of each.
+        """Returns those of the names whose state is there and as `init_state` makes it; makes one of each to compare.
 
         Args:
             names: as in `state_dict()["state"]`; others are passed over.
         """
         key_of = {name: self._params.get(name, name) for name in names}
-        as_made = self._local.as_made(key for key in key_of.values() if key in self.state)
-        return {name for name, key in key_of.items() if key in as_made}
+        initial = self._local.with_initial_state(key for key in key_of.values() if key in self.state)
+        return {name for name, key in key_of.items() if key in initial}
 
     def _add_group(self, names: Mapping[Tensor, str], options: Mapping[str, Any]) -> None:
         besides = {name for group in self.param_groups for name in group}  # schedules and the like have added some
@@ -168,22 +168,22 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         return f"{type(self).__name__} of {self._local.optimizer!r}"
 
     def __getstate__(self) -> dict[str, Any]:
-        views = ("state", "param_groups", "defaults")  # of what is in _local
+        views = ("state", "param_groups", "defaults")  # of values in _local
         kept = {name: value for name, value in super().__getstate__().items() if name not in views}
         given = list(self._given.values())
         return {**kept, "_local": self._local, "_given": given, "_given_to_all": self._given_to_all}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._names = state["_names"]
-        self._take(state["_local"])
+        self._bind(state["_local"])
         super().__setstate__({**state, "_given": {id(group): (group, given) for group, given in state["_given"]}})
         self._local.hand_over_parameters(self._names)
 
     def _state_names(self) -> set[str]:
         return super()._state_names() | self._local.global_names
 
-    def _take(self, local: LocalOptimizer) -> None:
-        """From now on all that torch keeps in an optimizer is that of the one which steps."""
+    def _bind(self, local: LocalOptimizer) -> None:
+        """Makes state, groups and defaults those of the optimizer which steps."""
         for name in ("param_groups", "defaults"):
             self.__dict__.pop(name, None)  # of torch's constructor
         self.__dict__["state"] = LocalState(self._names, local)
@@ -194,7 +194,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         return "_local" in self.__dict__
 
     def _atoms(self) -> tuple[Optimizer, ...]:
-        """The torch optimizer, which the factory's caller may hold, too."""
+        """Returns the torch optimizer, which the factory's caller may hold, too."""
         return (self._local.optimizer,)
 
     @property
@@ -202,7 +202,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         return self._local.spec is not None and self._local.spec.needs_closure
 
     def give(self, defaults: Mapping[str, Any], groups: Iterable[Mapping[str, Any]]) -> None:
-        """Takes it that the code gives these options and no others: in general, and for each group beyond that."""
+        """Records the options that the code gives, and no others: in general, and for each group beyond that."""
         self._given_to_all = dict(defaults)
         for group, options in zip(self.param_groups, groups, strict=True):
             self._given[id(group)] = group, {}
@@ -224,7 +224,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         if not self._local.settles_at_first_step:
             return besides
         untouched = [name for name in names if self._local.is_untouched(self._params[name])]
-        # A rank knows of what it has a part of; groups are to be the same on all.
+        # A rank knows of the parameters that it has elements of; groups are to be the same on all.
         on_all = all(is_on_all_ranks(self._params[name]) for name in names)
         return {**besides, UNTOUCHED: untouched if on_all else UnionOfRanks(untouched)}
 
@@ -233,6 +233,8 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         untouched = set(chain.from_iterable(group.get(UNTOUCHED, ()) for group in groups))
         state = self.state
         for name in self._params.keys() & offered.get(STATE, {}).keys():
-            mine = state.get(self._params[name])
-            if mine and any(entry in mine for entry in offered[STATE][name]):  # of another algorithm there is nothing
+            entries = state.get(self._params[name])
+            if entries and any(
+                entry in entries for entry in offered[STATE][name]
+            ):  # of another algorithm there is none
                 self._local.state_loaded(self._params[name], name in untouched)

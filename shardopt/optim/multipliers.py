@@ -1,4 +1,4 @@
-"""What each warm-up policy multiplies the full rate by, as plain functions of the iteration.
+"""The multipliers of warm-up policies, as plain functions of the iteration.
 
     i   the iteration: steps done since training began; its multiplier is that of step i + 1
     s   the iteration at which the stage before ended, 0 for the first stage: a stage is s < i <= N and, if first, i = 0

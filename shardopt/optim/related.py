@@ -1,4 +1,4 @@
-"""Optimizers that are made of others, and what torch's GradScaler and updates in backward ask all of them."""
+"""The relations of optimizers that are made of others, for torch's GradScaler and for updates in backward."""
 
 from __future__ import annotations
 
@@ -34,27 +34,27 @@ class RelatedOptimizer(Optimizer):
         return False
 
     def _atoms(self) -> tuple[Optimizer, ...]:
-        """What this optimizer is made of, to the last: of these gradients are unscaled, each once."""
+        """Returns the optimizers that this one is made of, to the last: of these gradients are unscaled, each once."""
         return (self,)
 
-    def _parts_and_owners(self) -> Iterator[RelatedOptimizer]:
-        """Those that it is directly made of, and those that are directly made of it."""
+    def _children_and_owners(self) -> Iterator[RelatedOptimizer]:
+        """Yields those that it is directly made of, and those that are directly made of it."""
         yield from list(self.__dict__.get("_part_of", ()))
 
     def _family(self) -> list[Optimizer]:
-        """Every optimizer that this one is part of or made of, at any depth, itself included."""
+        """Returns every optimizer that this one is part of or made of, at any depth, itself included."""
         members: dict[int, RelatedOptimizer] = {}
         ahead: list[RelatedOptimizer] = [self]
         while ahead:
             each = ahead.pop()
             if id(each) not in members:
                 members[id(each)] = each
-                ahead += each._parts_and_owners()
+                ahead += each._children_and_owners()
         atoms = {id(atom): atom for each in members.values() for atom in each._atoms()}
         return list((atoms | members).values())
 
     def _is_part_of(self, owner: RelatedOptimizer) -> None:
-        """Tells that another optimizer is made of this one; it is not kept alive by this."""
+        """Records that another optimizer is made of this one; it is not kept alive by this."""
         self.__dict__.setdefault("_part_of", WeakSet()).add(owner)
 
     def _before_backward(self) -> None:

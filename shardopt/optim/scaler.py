@@ -53,8 +53,8 @@ class GradScaler(torch.amp.GradScaler):
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divides the optimizer's gradients by the scale, in place. Collective.
 
-        What an optimizer is made of (the children of a combined one, the one that a wrapper wraps) is unscaled with it,
-        and it with that: of gradients that were unscaled since the last `update`, in any of these, none is unscaled
+        The children of an optimizer (of a combined one, or the one that a wrapper wraps) are unscaled with it,
+        and it with them: of gradients that were unscaled since the last `update`, in any of these, none is unscaled
         again, and the rest is.
 
         Raises:
@@ -75,15 +75,15 @@ class GradScaler(torch.amp.GradScaler):
             )
         inverse = inverse_scale(self)
         found_inf = torch.zeros((), dtype=torch.float32, device=inverse.device)
-        found = self._unscale(optimizer, due, inverse, found_inf, False)
+        verdict = self._unscale(optimizer, due, inverse, found_inf, False)
         for atom in due:
-            stages.set(atom, OptState.UNSCALED, found)
+            stages.set(atom, OptState.UNSCALED, verdict)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Unscales the gradients, unless that was done, and steps if all gradients of the job are finite. Collective.
 
         Returns:
-            What the optimizer's step returned; None where it was skipped.
+            The result of the optimizer's step; None where it was skipped.
         """
         if not self.is_enabled():
             return super().step(optimizer, *args, **kwargs)
@@ -93,25 +93,25 @@ class GradScaler(torch.amp.GradScaler):
             refuse_stepped(stages, atoms, "step()")
             if any(stages.stage(atom) is OptState.READY for atom in atoms):
                 self.unscale_(optimizer)
-            stages.set(optimizer, OptState.UNSCALED, _joined(stages.found(atom) for atom in atoms))
+            stages.set(optimizer, OptState.UNSCALED, _merged(stages.found(atom) for atom in atoms))
         before = _stepping.set(True)
         try:
-            told = super().step(optimizer, *args, **kwargs)
+            result = super().step(optimizer, *args, **kwargs)
         finally:
             _stepping.reset(before)
         for atom in atoms:
             stages.set(atom, OptState.STEPPED)
-        return told
+        return result
 
     def _make_scale(self) -> None:
-        """torch makes it at the first loss; a stage in the middle of a pipeline has none."""
+        """Makes the scale, as torch does at the first loss; a stage in the middle of a pipeline has none."""
         if self.is_enabled():
             self.scale(torch.zeros((), device=self._works_on))
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """torch calls this to look, and wants to know for each device whether something was not finite."""
+        """Unscales for torch, which asks for each device whether something was not finite."""
         return self._unscale(optimizer, _atoms_of(optimizer), inv_scale, found_inf, allow_fp16)
 
     def _unscale(
@@ -122,41 +122,41 @@ class GradScaler(torch.amp.GradScaler):
         found_inf: Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
-        """Multiplies the gradients of what is due of an optimizer. Collective: one all-reduce.
+        """Multiplies the gradients of those optimizers that are due. Collective: one all-reduce.
 
         Returns:
             For each device, whether something was not finite anywhere in the job: 1.
         """
         ranks = ranks_of()
-        found = {found_inf.device: found_inf}
+        verdict = {found_inf.device: found_inf}
         failure = None
         with torch.no_grad():
             try:
                 for same in alike(_gradients(optimizer, due, allow_fp16)):
                     device = same[0].device
-                    found.setdefault(device, torch.zeros_like(found_inf, device=device))
-                    scale_and_look(same, inv_scale.to(device, non_blocking=True), found[device])
+                    verdict.setdefault(device, torch.zeros_like(found_inf, device=device))
+                    scale_and_look(same, inv_scale.to(device, non_blocking=True), verdict[device])
             except Exception as error:  # the other ranks are on their way to the all-reduce: they are to skip the step
                 failure = error
                 found_inf.fill_(1.0)
-            somewhere = torch.stack([each.to(ranks.device) for each in found.values()]).sum()
+            somewhere = torch.stack([each.to(ranks.device) for each in verdict.values()]).sum()
             ranks.all_reduce_sum(somewhere)
             if failure is not None:
                 raise failure
-            for each in found.values():
+            for each in verdict.values():
                 each.copy_(somewhere > 0)
-        return found
+        return verdict
 
 
 def refuse_scaled_backward() -> None:
-    """To be called where a GradScaler is about to unscale or step an optimizer that updates in backward.
+    """Refuses that a GradScaler unscales or steps an optimizer that updates in backward.
 
     Raises:
         GradientError: always.
     """
     problem = Problem(
         key="GradScaler",
-        found="an optimizer that updates parameters in backward, or has such a part",
+        found="an optimizer that updates parameters in backward, or has such a child",
         required="gradients that are there after backward, to be unscaled and looked at",
         remedy="train in bf16 or fp32, without scaling the loss, or step after backward (shardopt.keyed)",
     )
@@ -164,7 +164,7 @@ def refuse_scaled_backward() -> None:
 
 
 def refuse_torchs_scaler(param_groups: Any) -> None:
-    """To be called where torch's GradScaler is about to step an optimizer: it may not have unscaled all gradients.
+    """Refuses that torch's GradScaler steps an optimizer of which it may not have unscaled all gradients.
 
     Raises:
         GradientError: plain parameters and DTensors have gradients, or shards that carry their own. Not raised within a
@@ -184,17 +184,17 @@ def refuse_torchs_scaler(param_groups: Any) -> None:
 
 
 def _kind(param: Tensor) -> str | None:
-    """What torch's GradScaler takes the gradient of a parameter for; None where there is none."""
-    leaves = local_tensors(param)
-    is_plain = len(leaves) == 1 and leaves[0] is param
+    """Classifies the gradient of a parameter as torch's GradScaler sees it; None where there is none."""
+    tensors = local_tensors(param)
+    is_plain = len(tensors) == 1 and tensors[0] is param
     if takes_gradient(param) and param.grad is not None:
         return "plain tensors" if is_plain else "DTensors"
-    carried = not is_plain and any(leaf.grad is not None for leaf in leaves)
+    carried = not is_plain and any(local.grad is not None for local in tensors)
     return "shards with gradients of their own" if carried else None
 
 
 def _gradients(optimizer: Optimizer, due: Sequence[Optimizer], allow_fp16: bool) -> Iterator[Tensor]:
-    """The local gradients of the parameters of what is due of an optimizer.
+    """Yields the local gradients of the parameters of those optimizers that are due.
 
     Raises:
         GradientError: one does not fit its parameter, or is fp16 where that is not allowed.
@@ -220,10 +220,10 @@ class Composed(Protocol):
     """An optimizer that may be made of others, and part of others: a keyed one."""
 
     def _atoms(self) -> tuple[Optimizer, ...]:
-        """What it is made of, to the last."""
+        """Returns the optimizers that it is made of, to the last."""
 
     def _family(self) -> list[Optimizer]:
-        """All that it is part of or made of, itself included."""
+        """Returns all optimizers that it is part of or made of, itself included."""
 
 
 def _atoms_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
@@ -231,7 +231,7 @@ def _atoms_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
 
 
 def refuse_stepped(stages: ScalerStages, optimizers: Iterable[Optimizer], call: str) -> None:
-    """As torch, where one of them was stepped since the last update.
+    """Refuses, as torch does, where one of the optimizers was stepped since the last update.
 
     Raises:
         RuntimeError: one was.
@@ -243,14 +243,15 @@ def refuse_stepped(stages: ScalerStages, optimizers: Iterable[Optimizer], call: 
 
 
 def share_unscaled(scaler: torch.amp.GradScaler, optimizer: Composed) -> None:
-    """To be called where torch's GradScaler is about to step an optimizer: lets it know of what it has unscaled.
+    """Lets torch's GradScaler, which is about to step an optimizer, know which gradients it has unscaled.
 
-    torch's knows optimizers one by one: what was unscaled through a part of one, or through one that it is part of, it
-    would unscale again. What is left is unscaled here. Not to be called within a step of this package's GradScaler.
+    torch's knows optimizers one by one: gradients unscaled through a child of one, or through one that it is a
+    child of, it would unscale again. Those that are left are unscaled here. Not to be called within a step of this
+    package's GradScaler.
 
     Raises:
         GradientError: gradients were unscaled twice already. No step was taken.
-        RuntimeError: a part of it, or what it is part of, was stepped since the last update.
+        RuntimeError: a child of it, or one that it is a child of, was stepped since the last update.
     """
     if _stepping.get():
         return
@@ -272,13 +273,13 @@ def share_unscaled(scaler: torch.amp.GradScaler, optimizer: Composed) -> None:
     left = [atom for number, atom in atoms.items() if not times[number]]
     for atom in left:
         scaler.unscale_(atom)
-    stages.set(optimizer, OptState.UNSCALED, _joined(stages.found(each) for each in (*done, *left)))
+    stages.set(optimizer, OptState.UNSCALED, _merged(stages.found(each) for each in (*done, *left)))
 
 
-def _joined(verdicts: Iterable[Mapping[torch.device, Tensor]]) -> dict[torch.device, Tensor]:
-    """By device, whether something was not finite in any of them."""
-    joined: dict[torch.device, Tensor] = {}
+def _merged(verdicts: Iterable[Mapping[torch.device, Tensor]]) -> dict[torch.device, Tensor]:
+    """Merges verdicts: by device, whether something was not finite in any of them."""
+    merged: dict[torch.device, Tensor] = {}
     for verdict in verdicts:
-        for device, found in verdict.items():
-            joined[device] = torch.maximum(joined[device], found) if device in joined else found
-    return joined
+        for device, flag in verdict.items():
+            merged[device] = torch.maximum(merged[device], flag) if device in merged else flag
+    return merged

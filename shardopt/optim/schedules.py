@@ -1,7 +1,7 @@
 """Schedules of the learning rate.
 
 All of torch's work on keyed optimizers and on wrappers of them, since groups are live there. A schedule is an entry of
-its own in a checkpoint, beside the optimizer whose groups it changes. One of them looks at what ranks may see
+its own in a checkpoint, beside the optimizer whose groups it changes. One of them looks at a metric that ranks may see
 differently, and is here in a form in which they cannot drift apart.
 """
 

@@ -1,4 +1,4 @@
-"""Stages of a warm-up: what they are made of, which can be, and the multiplier at every iteration of a list of them."""
+"""Stages of a warm-up: their fields, the checks of these, and the multiplier at every iteration of a list of stages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardopt.optim import multipliers
 
 @unique
 class WarmupPolicy(Enum):
-    """How a stage's multiplier goes with the iteration i, from the stage's begin s to its end N, with its value v.
+    """The multiplier of a stage by the iteration i, from the stage's begin s to its end N, with its value v.
 
     A stage multiplies the full rate by `lr_scale` times:
 
@@ -53,7 +53,7 @@ class WarmupStage:
     """One stage; `WarmupPolicy` has the formulas. A `WarmupOptimizer` takes a copy.
 
     Args:
-        policy: how the multiplier goes.
+        policy: the formula of the multiplier.
         max_iters: the iteration at which the stage ends, counted from the beginning of training; each stage's is
             larger than that of the stage before.
         value: v of the policy: a multiplier, for POLY the exponent; >= 0.
@@ -76,7 +76,7 @@ class WarmupStage:
 
 
 class _Policy(NamedTuple):
-    """What a policy takes of a stage besides `max_iters` and `lr_scale`, and its multiplier from stage, s and i."""
+    """The fields that a policy uses besides `max_iters` and `lr_scale`, and its multiplier from stage, s and i."""
 
     fields: tuple[str, ...]
     multiplier: Callable[[WarmupStage, int, int], float]
@@ -114,13 +114,13 @@ _POLICIES = {
 
 
 class Schedule:
-    """The multiplier at every iteration, through all stages; after the last one it stays what it was at its end.
+    """The multiplier at every iteration, through all stages; after the last one it stays as it was at its end.
 
     Args:
         stages: are copied.
 
     Raises:
-        StateError: there are none, or a field cannot be what it is; names each.
+        StateError: there are none, or a field has a bad value; names each.
     """
 
     def __init__(self, stages: Sequence[WarmupStage]) -> None:
@@ -143,11 +143,11 @@ class Schedule:
         return self._ends[-1]
 
     def stage_at(self, iteration: int) -> int:
-        """The position of the stage that an iteration is in; the number of stages after the last one's end."""
+        """Returns the position of the stage that an iteration is in; the number of stages after the last one's end."""
         return bisect_left(self._ends, iteration)
 
     def multiplier(self, iteration: int) -> float:
-        """What the full rate is multiplied by in step `iteration + 1`."""
+        """Returns the multiplier of the full rate in step `iteration + 1`."""
         k = min(self.stage_at(iteration), len(self._stages) - 1)
         return self._at(k, min(max(iteration, self._starts[k]), self._ends[k]))
 
@@ -166,15 +166,15 @@ class Schedule:
         return _POLICIES[stage.policy].multiplier(stage, self._starts[k], iteration) * stage.lr_scale
 
     def _wrong_multipliers(self) -> Iterator[Problem]:
-        """What can be told of one stage only with the others: a decay that is over before it begins, an overflow."""
+        """Yields faults of a stage that depend on the others: a decay that is over before it begins, an overflow."""
         for k, (stage, start) in enumerate(zip(self._stages, self._starts, strict=True)):
             if stage.policy is WarmupPolicy.POLY and stage.decay_iters <= start:
-                found = f"{stage.decay_iters}, while the stage begins at {start}"
+                described = f"{stage.decay_iters}, while the stage begins at {start}"
                 remedy = "count it from the beginning of training"
-                yield Problem(f"stages[{k}].decay_iters", found, "a later iteration", remedy)
+                yield Problem(f"stages[{k}].decay_iters", described, "a later iteration", remedy)
             elif self._overflows(k):
-                found = f"{self.described()[k]}, which overflows"
-                yield Problem(f"stages[{k}]", found, "a finite multiplier", "lower its value")
+                described = f"{self.described()[k]}, which overflows"
+                yield Problem(f"stages[{k}]", described, "a finite multiplier", "lower its value")
 
     def _overflows(self, k: int) -> bool:
         try:
@@ -188,7 +188,7 @@ def _fields(stage: WarmupStage) -> tuple[str, ...]:
 
 
 def _with_defaults(stage: WarmupStage) -> WarmupStage:
-    """A copy, with numbers of Python's own types, and `decay_iters` as meant."""
+    """Copies a stage, with numbers of Python's own types, and `decay_iters` as meant."""
     decay_iters = int(stage.decay_iters)
     if decay_iters <= 0:
         decay_iters = 1 if stage.policy is WarmupPolicy.STEP else stage.max_iters

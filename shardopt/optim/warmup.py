@@ -56,7 +56,7 @@ class WarmupOptimizer(OptimizerWrapper):
         param_name: the name that the warm-up's own state goes by.
 
     Raises:
-        StateError: there are no stages, an argument is not what it has to be, a group has no number under `lr_param`,
+        StateError: there are no stages, an argument is bad, a group has no number under `lr_param`,
             or `param_name` is taken.
     """
 
@@ -88,14 +88,14 @@ class WarmupOptimizer(OptimizerWrapper):
         self._set_rates()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """The wrapped optimizer's; the group's rate is that of this iteration, as of all groups."""
+        """Adds a group to the wrapped optimizer; its rate is that of this iteration, as of all groups."""
         super().add_param_group(param_group)
         if "_reference" in self.__dict__:  # torch's constructor calls this, too
             self._adopt()
 
     def __repr__(self) -> str:
         stages = ", ".join(self._own[STAGES])
-        return f"{type(self).__name__} (iteration {self._iteration} of {stages}) of {self._parts[0]!r}"
+        return f"{type(self).__name__} (iteration {self._iteration} of {stages}) of {self._children[0]!r}"
 
     @property
     def _iteration(self) -> int:
@@ -115,7 +115,7 @@ class WarmupOptimizer(OptimizerWrapper):
 
     def _before_backward(self) -> None:
         super()._before_backward()
-        self._before_step()  # for what updates in backward, a step begins there
+        self._before_step()  # for optimizers that update in backward, a step begins there
 
     def _after_step(self) -> None:
         iteration = self._iteration + 1
@@ -128,15 +128,15 @@ class WarmupOptimizer(OptimizerWrapper):
         state = offered.get(STATE)
         entries = state.get(self._param_name) if isinstance(state, Mapping) else None
         if isinstance(state, Mapping) and isinstance(entries, Mapping) and STAGES in entries:
-            saved, mine = entries[STAGES], self._own[STAGES]
-            if not isinstance(saved, list) or not saved or mine[: len(saved)] != saved:
+            saved, own = entries[STAGES], self._own[STAGES]
+            if not isinstance(saved, list) or not saved or own[: len(saved)] != saved:
                 plan.problem(
                     f"{plan.section(STATE)}.{self._param_name}.{STAGES}",
                     f"a warm-up through {saved}",
-                    f"one through {mine}, or the first of them",
+                    f"one through {own}, or the first of them",
                     "build the optimizer with the stages that were saved; others can only be appended to them",
                 )
-            offered = {**offered, STATE: {**state, self._param_name: {**entries, STAGES: mine}}}
+            offered = {**offered, STATE: {**state, self._param_name: {**entries, STAGES: own}}}
         super()._plan(plan, offered)
         loaded_groups = plan.loaded_groups  # a plan that holds itself would keep this optimizer's memory
         plan.then(lambda: self._follow(loaded_groups))
@@ -159,14 +159,14 @@ class WarmupOptimizer(OptimizerWrapper):
                     group[self._lr_param] = rate
 
     def _adopt(self) -> None:
-        """Takes up groups that were added since, here or at the wrapped optimizer."""
+        """Sets the rates of groups that were added since, here or at the wrapped optimizer."""
         new = [group for group in self.param_groups if self._full not in group]
         for group in new:
             rate = group.get(self._lr_param)
             # torch lets groups share the tensor of the default rate, which by now has been multiplied.
-            twins = [other for other in self.param_groups if self._full in other and other[self._lr_param] is rate]
-            shared = isinstance(rate, Tensor) and twins
-            self._set_full(group, twins[0][self._full] if shared else self._full_rate(self._nominal(group)))
+            sharing = [other for other in self.param_groups if self._full in other and other[self._lr_param] is rate]
+            shared = isinstance(rate, Tensor) and sharing
+            self._set_full(group, sharing[0][self._full] if shared else self._full_rate(self._nominal(group)))
         if new:
             self._set_rates(new)
 
@@ -178,11 +178,11 @@ class WarmupOptimizer(OptimizerWrapper):
         return self._lr if nominal is None or not self._reference else self._lr * (nominal / self._reference)
 
     def _nominal(self, group: Mapping[str, Any]) -> float | None:
-        """A group's rate as it was given: before other warm-ups or schedulers, if there are any."""
+        """Returns a group's rate as it was given: before other warm-ups or schedulers, if there are any."""
         return _number(group.get(self._full, group.get(self._lr_param)))
 
     def _nominal_default(self, nominal: Sequence[float | None]) -> float | None:
-        """The rate that `lr` stands for; None if there is none."""
+        """Returns the rate that `lr` stands for; None if there is none."""
         default = _number(self.defaults.get(self._lr_param))
         # A default that no group has may be one that nobody chose, or that another warm-up has replaced.
         candidates = [default, *nominal] if default in nominal else nominal
@@ -196,13 +196,13 @@ class WarmupOptimizer(OptimizerWrapper):
                     remedy = f"pass lr_param, one of {options}"
                     yield Problem(f"param_groups[{k}].{lr_param}", "no such option", "a learning rate", remedy)
             elif _number(group[lr_param]) is None:
-                found, required = repr(group[lr_param]), "a number that is not negative, or a tensor of one"
+                value, required = repr(group[lr_param]), "a number that is not negative, or a tensor of one"
                 remedy = f"pass as lr_param the one of {options} that is the learning rate"
-                yield Problem(f"param_groups[{k}].{lr_param}", found, required, remedy)
+                yield Problem(f"param_groups[{k}].{lr_param}", value, required, remedy)
 
 
 def _number(rate: Any) -> float | None:
-    """A rate as a float; None if it is none."""
+    """Converts a rate to a float; None if it is none."""
     return float(rate) if is_rate(rate) or (isinstance(rate, Tensor) and rate.numel() == 1) else None
 
 
@@ -214,5 +214,5 @@ def _wrong_arguments(lr: object, lr_param: object, param_name: object, taken: se
     if not isinstance(param_name, str) or not param_name:
         yield Problem("param_name", repr(param_name), "a name", 'pass "__warmup"')
     elif param_name in taken:
-        found = f"{param_name!r}, which has state in the wrapped optimizer already"
-        yield Problem("param_name", found, "another name", "give each warm-up a name of its own")
+        taken_name = f"{param_name!r}, which has state in the wrapped optimizer already"
+        yield Problem("param_name", taken_name, "another name", "give each warm-up a name of its own")

@@ -20,7 +20,7 @@ class OptimizerWrapper(CompositeOptimizer):
     """Another keyed optimizer with something around its step.
 
     Parameters, state, groups and defaults are the wrapped optimizer's, not copies. A subclass overrides
-    `_before_step` for what happens between gradients and step, and `_own_state` for what it has to keep itself.
+    `_before_step` for what happens between gradients and step, and `_own_state` for the state that it keeps itself.
 
     Args:
         optimizer: is wrapped, and lives on inside.
@@ -40,7 +40,7 @@ class OptimizerWrapper(CompositeOptimizer):
         name in the wrapper itself.
         """
         kept: KeyedOptimizer | None = vars(self).get("_optimizer")
-        return self._parts[0] if kept is None else kept
+        return self._children[0] if kept is None else kept
 
     @property
     def params(self) -> Mapping[str, Tensor]:
@@ -80,20 +80,20 @@ class OptimizerWrapper(CompositeOptimizer):
     def init_state(
         self, sparse_grad_parameter_names: Iterable[str] | None = None, *, names: Iterable[str] | None = None
     ) -> None:
-        """The wrapped optimizer's; what this wrapper keeps itself is always there."""
+        """Makes the wrapped optimizer's state; this wrapper's own is always there."""
         inner = None if names is None else set(names) - self._own_state().keys()
         self._optimizer._init_named(list(sparse_grad_parameter_names or ()), inner)
 
     def unstepped_state(self, names: Iterable[str]) -> set[str]:
-        """The wrapped optimizer's."""
+        """Returns the wrapped optimizer's unstepped state."""
         return self._optimizer.unstepped_state(set(names) - self._own_state().keys())
 
     def drop_state(self, names: Iterable[str]) -> None:
-        """The wrapped optimizer's."""
+        """Removes the wrapped optimizer's state of these names."""
         self._optimizer.drop_state(set(names) - self._own_state().keys())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """The wrapped optimizer's."""
+        """Adds a group to the wrapped optimizer."""
         if self._made:
             self._optimizer.add_param_group(param_group)
 
@@ -101,7 +101,7 @@ class OptimizerWrapper(CompositeOptimizer):
         return f"{type(self).__name__} of {self._optimizer!r}"
 
     def _own_state(self) -> OwnState:
-        """What this wrapper keeps besides the state of the wrapped one: `{name: {key: tensor or plain value}}`.
+        """Returns this wrapper's own state, besides the wrapped one's: `{name: {key: tensor or plain value}}`.
 
         It is saved under that name in `state_dict()["state"]`. The inner mappings must be the live ones: loading
         replaces plain values in them, copies into their tensors, and then calls `post_load_state_dict`.
@@ -113,7 +113,7 @@ class OptimizerWrapper(CompositeOptimizer):
         return bool(self._own_state()) or super()._has_state
 
     def held_state_names(self) -> set[str]:
-        """The wrapped optimizer's, and those of what this wrapper keeps."""
+        """Returns the wrapped optimizer's names, and those of this wrapper's own state."""
         return {*self._optimizer.held_state_names(), *self._own_state()}
 
     def _state_names(self) -> set[str]:
@@ -124,8 +124,8 @@ class OptimizerWrapper(CompositeOptimizer):
         own = {name: dict(entries) for name, entries in self._own_state().items()}
         taken = own.keys() & gathered[STATE].keys()
         if taken:
-            found = f"state of {type(self).__name__} and of what it wraps"
-            problems = [Problem(name, found, "one of them", "give it another name") for name in sorted(taken)]
+            both = f"state of {type(self).__name__} and of what it wraps"
+            problems = [Problem(name, both, "one of them", "give it another name") for name in sorted(taken)]
             raise StateError("two optimizers keep state under one name", problems)
         return {**gathered, STATE: {**gathered[STATE], **own}}
 

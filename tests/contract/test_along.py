@@ -22,7 +22,7 @@ COUNT = 3
 
 
 def check(make, world, ranks):
-    """Every rank sums its leaves, then adds up with the ranks of each cut through what is summed: then it has the sum.
+    """Every rank sums its local tensors, then adds up with the ranks of each cut through the dimensions summed over.
 
     Over each dimension by itself, and over all but the first.
 
@@ -38,13 +38,13 @@ def check(make, world, ranks):
                 cuts = [cut for cut in shard_groups_of(tensor) if not cut.dims.isdisjoint(dims)]
                 groups[rank] = [dist.get_process_group_ranks(cut.group) for cut in cuts]
                 memory[rank] = sum_memory(tensor, dims, torch.float64)
-                for leaf, part in zip(local_tensors(tensor), local_views(tensor, dims, memory[rank]), strict=True):
-                    part.add_(leaf.sum(list(dims), keepdim=True) if dims else leaf)
+                for local, part in zip(local_tensors(tensor), local_views(tensor, dims, memory[rank]), strict=True):
+                    part.add_(local.sum(list(dims), keepdim=True) if dims else local)
                 like = sum_like(tensor, *dims, dtype=torch.int16)
                 assert view_of(like).dtype == torch.int16 and view_of(sum_like(tensor, *dims)).dtype == world.dtype
-                assert [leaf.shape for leaf in local_tensors(like)] == [sums.shape for sums in memory[rank]]
-                for number, leaf in enumerate(local_tensors(like)):
-                    leaf.fill_(number)  # so that a piece tells which leaf it is of
+                assert [local.shape for local in local_tensors(like)] == [sums.shape for sums in memory[rank]]
+                for number, local in enumerate(local_tensors(like)):
+                    local.fill_(number)  # so that a piece shows which local tensor it is of
                 view = view_of(like)
                 assert view.shape == tuple(wanted.shape)
                 boxes[rank] = [(piece.box, int(piece.tensor.flatten()[0]), piece.tensor) for piece in view.pieces]
@@ -56,8 +56,8 @@ def check(make, world, ranks):
                 for rank in memory
             }
         for rank in range(ranks):
-            for box, leaf, piece in boxes[rank]:
-                mine = memory[rank][leaf].as_strided(piece.shape, piece.stride(), piece.storage_offset())
+            for box, local, piece in boxes[rank]:
+                mine = memory[rank][local].as_strided(piece.shape, piece.stride(), piece.storage_offset())
                 assert torch.equal(mine, wanted[at(box)].double()), (rank, dims, box)
 
 
@@ -96,10 +96,10 @@ def stacked(make, world, ranks):
         with as_rank(rank, ranks):
             tensor = make(rank)
             stack = stack_like(tensor, COUNT)
-            for leaf, rows in zip(local_tensors(tensor), local_tensors(stack), strict=True):
+            for local, rows in zip(local_tensors(tensor), local_tensors(stack), strict=True):
                 assert rows.is_contiguous() and not rows.any()
                 for number in range(COUNT):
-                    rows[number] = leaf + 1000 * number
+                    rows[number] = local + 1000 * number
             views[rank] = view_of(stack)
     check_views(views, torch.stack([world + 1000 * number for number in range(COUNT)]))
 

@@ -22,7 +22,7 @@ each_kind = pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS)
 
 def innermost(optimizer):
     if isinstance(optimizer, CompositeOptimizer):
-        return [leaf for part in optimizer._parts for leaf in innermost(part)]
+        return [local for part in optimizer._children for local in innermost(part)]
     return [optimizer]
 
 
@@ -155,20 +155,20 @@ def test_hooks_fire_once_for_each_call_in_the_order_of_torch(build):
 def test_hooks_of_parts_fire_whenever_a_part_is_used(build):
     params = parameters()
     optimizer = build(params)
-    leaves = innermost(optimizer)
+    tensors = innermost(optimizer)
     fired = []
-    for leaf in leaves:
-        leaf.register_step_pre_hook(lambda who, args, kwargs: fired.append(("pre", who)))
-        leaf.register_step_post_hook(lambda who, args, kwargs: fired.append(("post", who)))
-        leaf.register_state_dict_post_hook(lambda who, saved: fired.append(("save", who)))
-        leaf.register_load_state_dict_pre_hook(lambda who, saved: fired.append(("load", who)))
-        leaf.register_load_state_dict_post_hook(lambda who: fired.append(("loaded", who)))
+    for local in tensors:
+        local.register_step_pre_hook(lambda who, args, kwargs: fired.append(("pre", who)))
+        local.register_step_post_hook(lambda who, args, kwargs: fired.append(("post", who)))
+        local.register_state_dict_post_hook(lambda who, saved: fired.append(("save", who)))
+        local.register_load_state_dict_pre_hook(lambda who, saved: fired.append(("load", who)))
+        local.register_load_state_dict_post_hook(lambda who: fired.append(("loaded", who)))
     optimizer.init_state()
     train(optimizer, params)
-    assert fired == [(name, leaf) for leaf in leaves for name in ("pre", "post")]
+    assert fired == [(name, local) for local in tensors for name in ("pre", "post")]
     fired.clear()
     optimizer.load_state_dict(optimizer.state_dict())
-    assert fired == [(name, leaf) for name in ("save", "load", "loaded") for leaf in leaves]
+    assert fired == [(name, local) for name in ("save", "load", "loaded") for local in tensors]
 
 
 @each_kind
@@ -350,7 +350,7 @@ def test_a_copy_trains_alike_and_apart_and_leaves_others_alone(build, duplicate)
     twin = duplicate(optimizer)
     twins = dict(twin.params)
     assert same(twin.state_dict(), optimizer.state_dict())
-    assert all(mine is not its for mine, its in zip(params.values(), twins.values(), strict=True))
+    assert all(mine is not own for mine, own in zip(params.values(), twins.values(), strict=True))
     before = snapshot(optimizer, params)
     train(twin, {name: twins[name] for name in params}, first=2)
     assert fired == []

@@ -34,7 +34,7 @@ class Ours(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
 
     def initial_state(self, group, parameter):
-        return {"sum": assemble(parameter, [torch.zeros_like(leaf) for leaf in local_tensors(parameter)])}
+        return {"sum": assemble(parameter, [torch.zeros_like(local) for local in local_tensors(parameter)])}
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -47,9 +47,9 @@ class Ours(torch.optim.Optimizer):
                 parts = zip(
                     local_tensors(parameter), local_tensors(state["sum"]), local_gradients(parameter), strict=True
                 )
-                for leaf, total, gradient in parts:
+                for local, total, gradient in parts:
                     if gradient is not None:
-                        leaf.sub_(total.add_(gradient), alpha=group["lr"])
+                        local.sub_(total.add_(gradient), alpha=group["lr"])
         return loss
 
 
@@ -87,15 +87,15 @@ def parameters(rank=0):
 def give_gradients(params):
     params["plain"].grad = torch.ones(4, 2)
     params["d"].grad = DTensor.from_local(torch.ones(2, 2), params["d"].device_mesh, [Shard(0)], run_check=False)
-    for leaf in local_tensors(params["table"]):
-        leaf.grad = torch.ones_like(leaf)
+    for local in local_tensors(params["table"]):
+        local.grad = torch.ones_like(local)
 
 
 @pytest.mark.parametrize("algorithm", ["ours", Ours, Theirs])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_it_is_handed_the_parameters(algorithm, rank):
     with parameters(rank) as params:
-        before = {name: [leaf.detach().clone() for leaf in local_tensors(p)] for name, p in params.items()}
+        before = {name: [local.detach().clone() for local in local_tensors(p)] for name, p in params.items()}
         optimizer = shardopt.keyed(algorithm, params, lr=0.5)
         optimizer.init_state()
         for _ in range(2):
@@ -106,10 +106,10 @@ def test_it_is_handed_the_parameters(algorithm, rank):
         for name, parameter in [(name, params[name]) for name in state]:
             assert type(state[name]["sum"]) is type(parameter.data if name != "table" else parameter)
             assert view_of(state[name]["sum"]).shape == (4, 2)
-            for leaf, was, total in zip(
+            for local, was, total in zip(
                 local_tensors(parameter), before[name], local_tensors(state[name]["sum"]), strict=True
             ):
-                assert torch.equal(leaf.detach(), was - 1.5)
+                assert torch.equal(local.detach(), was - 1.5)
                 assert torch.equal(total, torch.full_like(was, 2.0))
         optimizer.zero_grad()
         assert all(gradient is None for p in params.values() for gradient in local_gradients(p))
@@ -117,7 +117,7 @@ def test_it_is_handed_the_parameters(algorithm, rank):
 
 def test_a_factory_of_the_class_it_stands_for_is_taken():
     with parameters() as params:
-        optimizer = KeyedOptimizerWrapper(params, lambda leaves: Theirs(leaves, lr=0.25))
+        optimizer = KeyedOptimizerWrapper(params, lambda tensors: Theirs(tensors, lr=0.25))
         give_gradients(params)
         assert optimizer.step(lambda: 7.0) == 7.0
         assert torch.equal(params["plain"].detach(), torch.arange(8.0).view(4, 2) - 0.25)
@@ -138,10 +138,10 @@ def test_groups_loading_and_parameters_added_later():
         other = shardopt.keyed("ours", whole, groups=[{"match": "plain"}])
         other.add_param_group({"params": table})
         other.init_state()
-        memory = [leaf.data_ptr() for p in params.values() for leaf in local_tensors(other.state[p]["sum"])]
+        memory = [local.data_ptr() for p in params.values() for local in local_tensors(other.state[p]["sum"])]
         other.load_state_dict(optimizer.state_dict())
-        assert memory == [leaf.data_ptr() for p in params.values() for leaf in local_tensors(other.state[p]["sum"])]
-        assert all((leaf == 1).all() for p in params.values() for leaf in local_tensors(other.state[p]["sum"]))
+        assert memory == [local.data_ptr() for p in params.values() for local in local_tensors(other.state[p]["sum"])]
+        assert all((local == 1).all() for p in params.values() for local in local_tensors(other.state[p]["sum"]))
         assert [group["lr"] for group in other.param_groups] == [0.5, 1.0, 2.0]
 
 

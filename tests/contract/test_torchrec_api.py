@@ -289,11 +289,11 @@ def test_clipping_around_a_keyed_optimizer(spelling, norm_type):
 
 @in_both_spellings
 def test_a_step_without_a_default_for_its_closure_is_wrapped(spelling):
-    keyed, weight, told = spelling("keyed"), torch.ones(2, requires_grad=True), []
+    keyed, weight, reported = spelling("keyed"), torch.ones(2, requires_grad=True), []
 
     class Stepper(keyed["KeyedOptimizer"]):
         def step(self, closure):
-            told.append(closure)
+            reported.append(closure)
 
     inner = Stepper({"weight": weight}, {}, [{"params": [weight]}])
     clipping = spelling("clipping")
@@ -304,7 +304,7 @@ def test_a_step_without_a_default_for_its_closure_is_wrapped(spelling):
     weight.grad = torch.tensor([3.0, 4.0])
     assert optimizer.step(lambda: 5.0) == 5.0
     optimizer.step()
-    assert told == [None, None]
+    assert reported == [None, None]
     torch.testing.assert_close(weight.grad, torch.tensor([0.06, 0.08]))
 
 

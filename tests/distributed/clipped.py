@@ -156,8 +156,8 @@ def make_job(cases: dict[str, Case], meshes: Meshes) -> dict[str, Tensor]:
             continue
         if case.place in (table, wrapper):  # their shards carry the gradients
             params[name] = placed
-            for leaf in local_tensors(placed):
-                leaf.grad = leaf.detach().clone()
+            for local_tensor in local_tensors(placed):
+                local_tensor.grad = local_tensor.detach().clone()
         else:
             params[name] = torch.nn.Parameter(torch.zeros_like(placed))
             params[name].grad = placed

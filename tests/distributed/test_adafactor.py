@@ -73,10 +73,10 @@ def compare(optimizer, params, wanted):
         for entry, full in wanted[name].items():
             if entry and not state:
                 continue
-            found = state[entry] if entry else parameter
-            view = view_of(found)
+            actual = state[entry] if entry else parameter
+            view = view_of(actual)
             assert (view.shape, view.dtype) == (tuple(full.shape), full.dtype), (name, entry)
-            worst[name, entry] = worst_difference(full, found)
+            worst[name, entry] = worst_difference(full, actual)
     return worst
 
 
@@ -134,8 +134,8 @@ def resume(path, to):
     """Parameters and groups in another order, in a fresh process, on any number of ranks."""
     params, square = sharded_parameters("mixed", reversed(SHAPES))
     for parameter in params.values():
-        for leaf in local_tensors(parameter):
-            leaf.detach().fill_(-1.0)
+        for local in local_tensors(parameter):
+            local.detach().fill_(-1.0)
     optimizer = shardopt.keyed("adafactor", params, groups=GROUPS[::-1])
     optimizer.init_state()
     checkpoint.load(path / "half", {"model": params, "optimizer": optimizer})
@@ -147,12 +147,12 @@ def differences(one, other):
     """The largest difference between two checkpoints, for each tensor."""
     with checkpoint.open(one) as first, checkpoint.open(other) as second:
         assert first.keys() == second.keys()
-        found = {}
+        actual = {}
         for key in first.manifest.tensors:
             a, b = first.read(key), second.read(key)
             assert a.dtype == b.dtype
-            found[key] = ((a.double() - b.double()).abs().max() / a.double().abs().max().clamp(min=1e-30)).item()
-        return found
+            actual[key] = ((a.double() - b.double()).abs().max() / a.double().abs().max().clamp(min=1e-30)).item()
+        return actual
 
 
 def test_resume_is_exact_and_reshards(tmp_path):
@@ -204,9 +204,9 @@ def state_bytes():
     optimizer = shardopt.keyed("adafactor", params)
     optimizer.init_state()
     return {
-        (name, entry): sum(leaf.nbytes for leaf in local_tensors(value))
-        for name, its in optimizer.state_dict()["state"].items()
-        for entry, value in its.items()
+        (name, entry): sum(local.nbytes for local in local_tensors(value))
+        for name, owned in optimizer.state_dict()["state"].items()
+        for entry, value in owned.items()
     }
 
 
@@ -269,7 +269,7 @@ def step_with_a_gradient_that_one_rank_refuses(late):
     mesh = init_device_mesh("cpu", (2,))
     params = {name: torch.nn.Parameter(shard(torch.ones(4, 6), mesh, Shard(0))) for name in ("a", "b")}
     optimizer = shardopt.keyed("adafactor", params)
-    told = []
+    reported = []
     with pytest.MonkeyPatch.context() as monkeypatch:
         if late:
             monkeypatch.setattr(adafactor, "_is_there", lambda numbers: False)
@@ -281,13 +281,13 @@ def step_with_a_gradient_that_one_rank_refuses(late):
             before = {name: local_tensors(parameter)[0].clone() for name, parameter in params.items()}
             try:
                 optimizer.step()
-                told.append("")
+                reported.append("")
             except GradientError as error:
-                told.append(str(error))
+                reported.append(str(error))
                 assert [problem.key for problem in error.problems] == ["a.grad"]
                 if not late or step == 2:
                     assert all(torch.equal(local_tensors(params[name])[0], before[name]) for name in params)
-    return told
+    return reported
 
 
 def test_a_gradient_that_one_rank_refuses_is_told_by_all():

@@ -60,7 +60,7 @@ def compare(drift, rank):
 
 
 @pytest.mark.parametrize(
-    ("drift", "key", "found"),
+    ("drift", "key", "actual"),
     [
         (rate, "param_groups.first.lr", "0.25"),
         (option, "betas", "(0.5, 0.9)"),
@@ -69,15 +69,15 @@ def compare(drift, rank):
     ],
 )
 @pytest.mark.parametrize("rank", [0, 1])
-def test_what_differs_is_named_with_ranks_and_values(drift, key, found, rank):
-    told = run_ranks(3, compare, drift, rank)
-    assert told[0] is not None
-    assert told == [told[0]] * 3
-    assert key in told[0]
-    assert f"{found} on rank {rank}" in told[0]
+def test_what_differs_is_named_with_ranks_and_values(drift, key, actual, rank):
+    reported = run_ranks(3, compare, drift, rank)
+    assert reported[0] is not None
+    assert reported == [reported[0]] * 3
+    assert key in reported[0]
+    assert f"{actual} on rank {rank}" in reported[0]
     others = sorted({0, 1, 2} - {rank})
-    assert f"on ranks {others[0]}, {others[1]}" in told[0]
-    assert len(told[0].splitlines()) == 2  # that, and nothing else
+    assert f"on ranks {others[0]}, {others[1]}" in reported[0]
+    assert len(reported[0].splitlines()) == 2  # that, and nothing else
 
 
 def test_how_a_rank_computes_may_differ():

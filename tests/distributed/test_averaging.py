@@ -34,7 +34,9 @@ def whole(tensor):
 
 
 def averages(averaging):
-    return {name: whole(its) for name, entries in averaging.state_dict()["state"].items() for its in entries.values()}
+    return {
+        name: whole(owned) for name, entries in averaging.state_dict()["state"].items() for owned in entries.values()
+    }
 
 
 def weights(net):
@@ -80,32 +82,32 @@ def average_and_swap(kind):
         expected, own = theirs(batch(51)), net(batch(51))
     memory = [parameter.to_local().data_ptr() for parameter in optimizer.params.values()]
     with averaging.swap(), torch.no_grad():
-        swapped, found = weights(net), net(batch(51))
+        swapped, actual = weights(net), net(batch(51))
     with torch.no_grad():
         again = net(batch(51))
     averaging.swap()
     averaging.swap()
     assert memory == [parameter.to_local().data_ptr() for parameter in optimizer.params.values()]
-    assert torch.equal(again, own) and not torch.equal(found, own)
+    assert torch.equal(again, own) and not torch.equal(actual, own)
     restored = weights(net)
     for name, value in twin.named_parameters():
         assert torch.equal(restored[name], value), name
     mine = averages(averaging)
     torchs = {name: value.detach().clone() for name, value in theirs.module.named_parameters()}
     train(net, optimizer, range(5, 7), follow)
-    return (mine, swapped, found), (torchs, expected), averages(averaging), dict(theirs.module.named_parameters())
+    return (mine, swapped, actual), (torchs, expected), averages(averaging), dict(theirs.module.named_parameters())
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_sharded_averages_are_those_of_whole_weights(kind, ranks):
-    for (mine, swapped, found), (torchs, expected), later, torchs_later in run_ranks(ranks, average_and_swap, kind):
+    for (mine, swapped, actual), (torchs, expected), later, torchs_later in run_ranks(ranks, average_and_swap, kind):
         assert mine.pop("__averaging") == 5 and later.pop("__averaging") == 7
         for name, value in torchs.items():
             assert torch.equal(mine[name], value), name
             assert torch.equal(swapped[name], mine[name]), name
             assert torch.equal(later[name], torchs_later[name]), name
-        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(actual, expected)
 
 
 def train_and_save(kind, url):
@@ -156,26 +158,26 @@ def update_bn_on_ranks(url):
     own = statistics(net)
     with swa.swap():
         shardopt.update_bn([batch(step) for step in range(rank, 6, ranks)], net)
-        found = statistics(net)
+        actual = statistics(net)
         checkpoint.save(url, {"model": net}, check_replicas="all")  # refused where ranks differ
     after = statistics(net)
     assert all(torch.equal(after[name], value) for name, value in own.items())
 
     uneven = normalized()  # plain: ranks may have other numbers of batches
     shardopt.update_bn([batch(step) for step in range(6) if (step == 0) == (rank == 0)], uneven)
-    return found, statistics(uneven)
+    return actual, statistics(uneven)
 
 
 def test_batch_norm_statistics_are_those_of_all_batches(tmp_path):
     alone = normalized()
     shardopt.update_bn([batch(step) for step in range(6)], alone)
     results = run_ranks(2, update_bn_on_ranks, str(tmp_path / "c"))
-    for found, uneven in results:
+    for actual, uneven in results:
         for name, value in statistics(alone).items():
-            torch.testing.assert_close(found[name], value)
+            torch.testing.assert_close(actual[name], value)
             torch.testing.assert_close(uneven[name], value)
-            assert torch.equal(found[name], results[0][0][name])
-    assert found["1.num_batches_tracked"] == 6
+            assert torch.equal(actual[name], results[0][0][name])
+    assert actual["1.num_batches_tracked"] == 6
 
 
 METRICS = [(1.0, 1.0, 1.0), (0.5, 2.0, 0.8), (0.4, 2.1, 0.9), (0.3, 1.0, 1.1), (0.2, float("nan"), 0.1)]
@@ -193,8 +195,8 @@ def reduce_on_plateau(kind):
 
 
 def test_a_plateau_of_the_mean_is_seen_by_all_ranks():
-    found = run_ranks(3, reduce_on_plateau, shardopt.ReduceLROnPlateau)
-    assert found[0] == found[1] == found[2]
-    assert [rate for (rate,) in found[0][0]] == [1.0, 0.5, 0.25, 0.25, 0.125]
+    actual = run_ranks(3, reduce_on_plateau, shardopt.ReduceLROnPlateau)
+    assert actual[0] == actual[1] == actual[2]
+    assert [rate for (rate,) in actual[0][0]] == [1.0, 0.5, 0.25, 0.25, 0.125]
     torchs = run_ranks(3, reduce_on_plateau, lr_scheduler.ReduceLROnPlateau)
     assert torchs[0] != torchs[1], "metrics on which torch's ranks do not drift apart show nothing"

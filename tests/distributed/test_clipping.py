@@ -190,7 +190,7 @@ def clip_nonfinite(bad_rank, value, order):
     optimizer = clipping(params, max_gradient=1.0, norm_type=order, error_if_nonfinite=True)
     with pytest.raises(GradientError) as caught:
         optimizer.step()
-    assert all(torch.equal(params[name].grad.to_local(), its) or name == "w" for name, its in before.items())
+    assert all(torch.equal(params[name].grad.to_local(), own) or name == "w" for name, own in before.items())
     assert [problem.key for problem in caught.value.problems] == (["w.grad"] if meshes.rank == bad_rank else [])
     return caught.value.message
 
@@ -223,11 +223,11 @@ def clip_with_a_gradient_that_does_not_fit():
 
 
 def test_a_gradient_that_fits_on_one_rank_only_hangs_none():
-    told = run_ranks(3, clip_with_a_gradient_that_does_not_fit)
-    assert [kind for kind, _, _ in told] == ["RankError", "GradientError", "RankError"]
-    assert "b.grad" in told[1][1]
-    assert "rank 1" in told[0][1]
-    assert len({norm for _, _, norm in told}) == 1  # and ranks did not lose step
+    reported = run_ranks(3, clip_with_a_gradient_that_does_not_fit)
+    assert [kind for kind, _, _ in reported] == ["RankError", "GradientError", "RankError"]
+    assert "b.grad" in reported[1][1]
+    assert "rank 1" in reported[0][1]
+    assert len({norm for _, _, norm in reported}) == 1  # and ranks did not lose step
 
 
 def clip_what_overlaps():
@@ -244,10 +244,10 @@ def clip_what_overlaps():
 
 
 def test_parts_that_overlap_are_refused_by_name_on_all_ranks():
-    told = run_ranks(2, clip_what_overlaps)
-    assert told[0] == told[1]
-    assert "w: found" in told[0]
-    assert "both hold" in told[0]
+    reported = run_ranks(2, clip_what_overlaps)
+    assert reported[0] == reported[1]
+    assert "w: found" in reported[0]
+    assert "both hold" in reported[0]
 
 
 # --- Gradients in other forms ----------------------------------------------------------------------------------------
@@ -370,7 +370,7 @@ def clip_after_adding_a_group():
 def test_parameters_added_later_are_counted():
     cases = LAYOUTS["rows"] | LAYOUTS["plain"]
     full = {name: full_gradient(name, case) for name, case in cases.items()}
-    first = one_process_norm([its for name, its in full.items() if name not in ("b", "w")], 2.0)
+    first = one_process_norm([own for name, own in full.items() if name not in ("b", "w")], 2.0)
     for before, after in run_ranks(2, clip_after_adding_a_group):
         assert before == pytest.approx(first, abs=1e-12)
         assert after == pytest.approx(one_process_norm(full.values(), 2.0), rel=1e-12)
@@ -382,8 +382,8 @@ def clip_parts_apart():
     first = {"w": make_job({"w": Case((8, 4), on("line", Shard(0)))}, meshes)["w"]}
     second = make_job({"v": Case((6,), on("grid", Replicate(), Shard(0)))}, meshes)
     parts = [
-        GradientClippingOptimizer(shardopt.keyed("sgd", its, lr=1.0), GradientClipping.NORM, 1.0)
-        for its in (first, second)
+        GradientClippingOptimizer(shardopt.keyed("sgd", own, lr=1.0), GradientClipping.NORM, 1.0)
+        for own in (first, second)
     ]
     outer = GradientClippingOptimizer(CombinedOptimizer(parts), GradientClipping.NORM, 10.0)
     outer.step()
@@ -396,7 +396,7 @@ def test_nested_clips_measure_what_the_outer_one_left():
     assert outer > 10
     for total, parts in run_ranks(4, clip_parts_apart):
         assert total == pytest.approx(outer, rel=1e-12)
-        assert parts == pytest.approx([one_process_norm([its], 2.0) * 10 / (outer + 1e-6) for its in full], rel=1e-6)
+        assert parts == pytest.approx([one_process_norm([own], 2.0) * 10 / (outer + 1e-6) for own in full], rel=1e-6)
 
 
 # --- What torchrec does otherwise ------------------------------------------------------------------------------------

@@ -125,7 +125,7 @@ def now(net, optimizer):
     return copy.deepcopy(
         {
             **{name: local(parameter.detach()) for name, parameter in optimizer.params.items()},
-            **{(name, key): local(value) for name, its in state.items() for key, value in its.items()},
+            **{(name, key): local(value) for name, own in state.items() for key, value in own.items()},
         }
     )
 
@@ -205,7 +205,7 @@ def save(path):
 def whole(net, optimizer):
     full = {name: each for name, each in net.named_parameters()}
     state = optimizer.state_dict()["state"]
-    full.update({(name, key): value for name, its in state.items() for key, value in its.items()})
+    full.update({(name, key): value for name, own in state.items() for key, value in own.items()})
     return {
         name: (each.detach().full_tensor() if isinstance(each, DTensor) else each.detach()).clone()
         for name, each in full.items()
@@ -304,7 +304,7 @@ def live_shards():
             peak[0] = max(peak[0], sum(alive.values()))
 
         for name, parameter in net.named_parameters():
-            parameter.register_post_accumulate_grad_hook(lambda its, name=name, note=complete: note(its, name))
+            parameter.register_post_accumulate_grad_hook(lambda own, name=name, note=complete: note(own, name))
         backward(net, "fully_shard", 0)
         optimizer.step()
         most[make] = peak[0]

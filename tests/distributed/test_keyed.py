@@ -35,7 +35,7 @@ def train(net, algorithm, ranks=1, rank=0, **options):
     state = optimizer.state_dict()["state"]
     return {
         **{name: whole(parameter) for name, parameter in net.named_parameters()},
-        **{f"{name}.{entry}": whole(value) for name, its in state.items() for entry, value in its.items()},
+        **{f"{name}.{entry}": whole(value) for name, own in state.items() for entry, value in own.items()},
     }
 
 

@@ -104,10 +104,10 @@ def train_sharded(options, dtype):
     problem = Problem(dtype)
     optimizer = shardopt.keyed("lbfgs", problem.params, **options)
     train(optimizer, problem, range(steps))
-    wanted, its = train_torchs(dtype, options, steps)
+    wanted, entries = train_torchs(dtype, options, steps)
     numbers = optimizer.state_dict()["state"]["global.both"]
     if dtype == torch.float64:
-        assert (numbers["n_iter"], numbers["func_evals"]) == (its["n_iter"], its["func_evals"])
+        assert (numbers["n_iter"], numbers["func_evals"]) == (entries["n_iter"], entries["func_evals"])
     return {name: worst_difference(wanted[name].detach(), p) for name, p in problem.params.items()}
 
 
@@ -151,8 +151,8 @@ def resume(path, to):
     """Parameters in another order, in a fresh process, on any number of ranks."""
     problem = Problem(torch.float64, reversed(SHAPES))
     for parameter in problem.params.values():
-        for leaf in local_tensors(parameter):
-            leaf.detach().fill_(-1.0)
+        for local in local_tensors(parameter):
+            local.detach().fill_(-1.0)
     optimizer = shardopt.keyed("lbfgs", problem.params, **SEARCH)
     optimizer.init_state()
     checkpoint.load(path / "half", {"model": problem.params, "optimizer": optimizer})
@@ -164,12 +164,12 @@ def differences(one, other):
     """The largest difference between two checkpoints, for each tensor."""
     with checkpoint.open(one) as first, checkpoint.open(other) as second:
         assert first.keys() == second.keys()
-        found = {}
+        actual = {}
         for key in first.manifest.tensors:
             a, b = first.read(key), second.read(key)
             assert a.dtype == b.dtype
-            found[key] = ((a.double() - b.double()).abs().max() / a.double().abs().max().clamp(min=1e-6)).item()
-        return found
+            actual[key] = ((a.double() - b.double()).abs().max() / a.double().abs().max().clamp(min=1e-6)).item()
+        return actual
 
 
 def test_resume_is_exact_and_reshards(tmp_path):
@@ -215,7 +215,9 @@ def state_bytes():
     optimizer = shardopt.keyed("lbfgs", params, history_size=10)
     optimizer.init_state()
     state = optimizer.state_dict()["state"]
-    return sum(leaf.nbytes for its in state.values() for value in its.values() for leaf in local_tensors(value))
+    return sum(
+        local.nbytes for entries in state.values() for value in entries.values() for local in local_tensors(value)
+    )
 
 
 def test_memory_falls_with_the_number_of_ranks():
@@ -312,7 +314,7 @@ def train_model(fully_sharded):
 def test_a_fully_sharded_model_trains_as_one_process_does():
     losses, alone = train_model(False)
     assert losses[2] < 0.8 * losses[0]
-    for its, result in run_ranks(3, train_model, True):
-        assert its == pytest.approx(losses, rel=1e-9)
+    for entries, result in run_ranks(3, train_model, True):
+        assert entries == pytest.approx(losses, rel=1e-9)
         for name, value in alone.items():
             torch.testing.assert_close(result[name], value, rtol=1e-8, atol=1e-10)

@@ -66,8 +66,8 @@ def differing(options, make=torchs, dtype=torch.float32):
     state = optimizer.state_dict()["state"]
     held = [name for name in whole if is_held(parameters[name])]
     assert state.keys() - {"empty"} == set(held)
-    found = [name for name in whole if not same(parameters[name], whole[name].detach())]
-    return found + [f"{name}.momentum" for name in held if not same(state[name]["momentum_buffer"], momentum[name])]
+    actual = [name for name in whole if not same(parameters[name], whole[name].detach())]
+    return actual + [f"{name}.momentum" for name in held if not same(state[name]["momentum_buffer"], momentum[name])]
 
 
 @pytest.mark.parametrize("ranks", [*(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 2, 3)), 4])
@@ -98,14 +98,14 @@ def test_every_option_set_on_every_number_of_ranks(what, options, ranks):
 def differing_in_rounds():
     Muon.round_bytes = 600
     with CommDebugMode() as counted:
-        found = differing(OPTIONS)
-    return found, counted.get_total_counts()
+        actual = differing(OPTIONS)
+    return actual, counted.get_total_counts()
 
 
 def test_large_matrices_take_several_rounds():
     """All matrices together have 5 kB in bfloat16."""
-    for found, collectives in run_ranks(4, differing_in_rounds):
-        assert found == []
+    for actual, collectives in run_ranks(4, differing_in_rounds):
+        assert actual == []
         assert collectives > STEPS * 10
 
 
@@ -122,18 +122,18 @@ def differing_in_groups():
     options = {
         name: {k: v for group in groups if re.search(group["match"], name) for k, v in group.items()} for name in names
     }
-    found = []
+    actual = []
     for name in SHAPES.keys() - {"empty"}:
         whole = {name: torch.nn.Parameter(value(name, 0))}
-        its = {**OPTIONS, **options[name]}
-        its.pop("match", None)
-        by_itself = ours(whole, **its)
+        owned = {**OPTIONS, **options[name]}
+        owned.pop("match", None)
+        by_itself = ours(whole, **owned)
         for step in range(STEPS):
             whole[name].grad = gradient(name, step)
             by_itself.step()
         if not same(parameters[name], whole[name].detach()):
-            found.append(name)
-    return found
+            actual.append(name)
+    return actual
 
 
 def test_groups_and_the_order_of_parameters():
@@ -261,12 +261,12 @@ def test_a_gradient_that_one_rank_refuses_is_told_by_all():
 
 
 def never_asking(monkeypatch):
-    """Teams tell each other in the exchange what they find, where they would have to wait for an answer."""
+    """Ranks send flags of their gradients with the exchange, where they would have to wait for an answer."""
     made = Team.__init__
 
     def make(self, ranks, matrices):
         made(self, ranks, matrices)
-        self.asks = ranks.size == 1 or any(not takes_gradient(matrix.parameter) for matrix in matrices)
+        self.checks_first = ranks.size == 1 or any(not takes_gradient(matrix.parameter) for matrix in matrices)
 
     monkeypatch.setattr(Team, "__init__", make)
 
@@ -276,18 +276,18 @@ def differing_without_asking(round_bytes):
     with pytest.MonkeyPatch.context() as monkeypatch:
         never_asking(monkeypatch)
         with CommDebugMode() as counted:
-            found = differing(OPTIONS)
-        return found, counted.get_total_counts()
+            actual = differing(OPTIONS)
+        return actual, counted.get_total_counts()
 
 
 @pytest.mark.parametrize(("ranks", "round_bytes"), [(4, 600), pytest.param(3, 1 << 20, marks=pytest.mark.exhaustive)])
 def test_same_bits_where_ranks_do_not_ask_each_other(ranks, round_bytes):
-    assert [found for found, _ in run_ranks(ranks, differing_without_asking, round_bytes)] == [[]] * ranks
+    assert [actual for actual, _ in run_ranks(ranks, differing_without_asking, round_bytes)] == [[]] * ranks
 
 
 def found_later(what):
     """Of three steps the second goes wrong on one rank; the others hear of it in the third."""
-    told = []
+    reported = []
     with pytest.MonkeyPatch.context() as monkeypatch:
         never_asking(monkeypatch)
         parameters = {name: matrices()[name] for name in ("rows", "columns", "copies")}
@@ -299,20 +299,20 @@ def found_later(what):
                 parameters["columns"].grad = None if what == "absent" else torch.ones(SHAPES["columns"])
             try:
                 optimizer.step()
-                told.append("")
+                reported.append("")
             except GradientError as error:
-                told.append(str(error))
+                reported.append(str(error))
                 assert [problem.key for problem in error.problems] == ["columns.grad"]
-    return told
+    return reported
 
 
 def test_what_goes_wrong_where_nobody_asks_is_told_by_all_in_the_next_step():
-    for told in run_ranks(3, found_later, "absent"):
-        assert told[:2] == ["", ""]
-        assert "columns.grad: found a gradient on ranks [0, 2], none on [1]" in told[2]
-    for rank, told in enumerate(run_ranks(3, found_later, "refused")):
-        assert told[0] == "" and ("found Tensor of shape" in told[1]) == (rank == 1)
-        assert "columns.grad: found one that ranks [1] refuse" in told[2]
+    for reported in run_ranks(3, found_later, "absent"):
+        assert reported[:2] == ["", ""]
+        assert "columns.grad: found a gradient on ranks [0, 2], none on [1]" in reported[2]
+    for rank, reported in enumerate(run_ranks(3, found_later, "refused")):
+        assert reported[0] == "" and ("found Tensor of shape" in reported[1]) == (rank == 1)
+        assert "columns.grad: found one that ranks [1] refuse" in reported[2]
 
 
 def collectives_without_asking():
@@ -363,8 +363,13 @@ def state_bytes():
     }
     optimizer = shardopt.keyed("muon", parameters)
     optimizer.init_state()
-    held = [leaf for its in optimizer.state_dict()["state"].values() for t in its.values() for leaf in local_tensors(t)]
-    return sum(leaf.nbytes for leaf in held)
+    held = [
+        local
+        for owned in optimizer.state_dict()["state"].values()
+        for t in owned.values()
+        for local in local_tensors(t)
+    ]
+    return sum(local.nbytes for local in held)
 
 
 def test_state_is_sharded():
@@ -392,8 +397,8 @@ def resume(folder):
     whole, momentum = alone(OPTIONS, torchs)
     state = optimizer.state_dict()["state"]
     held = [name for name in whole if is_held(parameters[name])]
-    found = [name for name in whole if not same(parameters[name], whole[name].detach())]
-    return found + [name for name in held if not same(state[name]["momentum_buffer"], momentum[name])]
+    actual = [name for name in whole if not same(parameters[name], whole[name].detach())]
+    return actual + [name for name in held if not same(state[name]["momentum_buffer"], momentum[name])]
 
 
 @pytest.mark.parametrize(
@@ -424,7 +429,7 @@ def train_model(net, ranks=1, rank=0):
         optimizer.zero_grad()
         net(batch.chunk(ranks)[rank]).square().mean().backward()
         optimizer.step()
-    entries = {name: set(its) for name, its in optimizer.state_dict()["state"].items()}
+    entries = {name: set(owned) for name, owned in optimizer.state_dict()["state"].items()}
     assert entries == {
         name: {"momentum_buffer"} if name == "2.weight" else {"step", "exp_avg", "exp_avg_sq"}
         for name, _ in net.named_parameters()

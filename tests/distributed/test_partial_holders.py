@@ -213,17 +213,19 @@ def minimize(layout, path, steps):
                 box: min(holders)
                 for box, holders in zip(layout.boxes, layout.holders or (), strict=bool(layout.holders))
             }
-            for leaf, piece in zip(
+            for local_tensor, piece in zip(
                 local_tensors(param) if is_held(param) else (), view_of(param, name).pieces, strict=False
             ):
                 pull = part(weight, piece)
                 if isinstance(param, DTensor):
                     spec = {"run_check": False, "shape": param.shape, "stride": param.stride()}
-                    param.grad = DTensor.from_local(pull * leaf.detach(), param.device_mesh, param.placements, **spec)
+                    param.grad = DTensor.from_local(
+                        pull * local_tensor.detach(), param.device_mesh, param.placements, **spec
+                    )
                 else:
-                    leaf.grad = pull * leaf.detach()
+                    local_tensor.grad = pull * local_tensor.detach()
                 if first.get(piece.box, 0) == dist.get_rank():
-                    total += (pull * leaf.detach().square()).sum() / 2
+                    total += (pull * local_tensor.detach().square()).sum() / 2
             if isinstance(param, DTensor) and is_held(param) and not view_of(param, name).pieces:
                 param.grad = torch.zeros_like(param.detach())
         dist.all_reduce(total)

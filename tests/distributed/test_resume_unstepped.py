@@ -90,11 +90,11 @@ class Run:
         optimizer = self.optimizer
         state = optimizer.state_dict()["state"]
         dropped = optimizer.unstepped_state(state)
-        leaves = {
-            f"{name}.{key}": value for name, its in state.items() if name not in dropped for key, value in its.items()
+        tensors = {
+            f"{name}.{key}": value for name, own in state.items() if name not in dropped for key, value in own.items()
         }
-        leaves |= self.params
-        return {key: local(value) for key, value in leaves.items()}
+        tensors |= self.params
+        return {key: local(value) for key, value in tensors.items()}
 
 
 def local(value):
@@ -175,15 +175,15 @@ def drawn(seed):
 
 
 def drawn_series(root, algorithm, nested, seeds):
-    found = {}
+    actual = {}
     for seed in seeds:
         random_of = random.Random(f"{algorithm} {nested} {seed}")
         cuts = sorted(random_of.sample(range(10), 4))
         init = [random_of.random() < 0.5 for _ in cuts]
         how = random_of.choice([ROWS, OTHERWISE])
         # Muon takes whole matrices, row-wise moments are of rows.
-        found[seed] = series(f"{root}/{seed}", algorithm, nested, init, cuts, 10, drawn(seed), how)
-    return {seed: different for seed, different in found.items() if different}
+        actual[seed] = series(f"{root}/{seed}", algorithm, nested, init, cuts, 10, drawn(seed), how)
+    return {seed: different for seed, different in actual.items() if different}
 
 
 @pytest.mark.exhaustive

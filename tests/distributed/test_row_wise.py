@@ -152,8 +152,8 @@ def one_bad_gradient():
 
 
 def test_a_gradient_that_one_rank_refuses_is_refused_by_all_that_share_its_rows():
-    other, its = run_ranks(2, one_bad_gradient, deadline_seconds=20)
-    assert "w.grad: found a sparse gradient" in its and "w: found a gradient" in other and "another rank" in other
+    other, own = run_ranks(2, one_bad_gradient, deadline_seconds=20)
+    assert "w.grad: found a sparse gradient" in own and "w: found a gradient" in other and "another rank" in other
 
 
 def step_tables(count):
@@ -185,9 +185,9 @@ def save_tables(path):
     train(optimizer, params, range(STEPS))
     checkpoint.save(path, {"model": params, "optimizer": optimizer})
     return {
-        name: sum(leaf.nbytes for leaf in local_tensors(value))
-        for name, its in optimizer.state_dict()["state"].items()
-        for entry, value in its.items()
+        name: sum(local_tensor.nbytes for local_tensor in local_tensors(value))
+        for name, own in optimizer.state_dict()["state"].items()
+        for entry, value in own.items()
         if entry in ("sum", "exp_avg_sq")
     }
 

@@ -50,7 +50,7 @@ def test_parameters_of_every_kind_are_unscaled_once(ranks):
 def overflow_on_one_rank(name, value):
     meshes, params, optimizer, scaler = job()
     if meshes.rank == 1:
-        next(leaf for leaf in local_gradients(params[name]) if leaf.numel()).view(-1)[0] = value
+        next(local for local in local_gradients(params[name]) if local.numel()).view(-1)[0] = value
     else:
         for param in params.values():  # also a rank without a gradient takes part
             drop_gradient(param)

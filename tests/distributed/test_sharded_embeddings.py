@@ -61,9 +61,9 @@ def alone(algorithm, dtype, ranks, rate=lambda step: 1.0):
                 seen.append(((step, rank, table.name), vectors.detach()))
                 total = total + loss_of(vectors)
         total.backward()
-        for (rank, name), its in given.items():
-            if its[-1] is not None and its[-1].requires_grad:
-                seen.append(((step, rank, f"{name}.weights"), its[-1].grad))
+        for (rank, name), own in given.items():
+            if own[-1] is not None and own[-1].requires_grad:
+                seen.append(((step, rank, f"{name}.weights"), own[-1].grad))
         with unchecked():
             optimizer.step()
     return dict(seen), {name: module.weight.detach() for name, module in modules.items()}
@@ -83,13 +83,13 @@ def train(algorithm, dtype, fused=False, rate=lambda step: 1.0):
     for step in range(STEPS):
         optimizer.param_groups[0]["lr"] = options["lr"] * rate(step)
         given = {table.name: batch(table, step, rank, ranks) for table in tables}
-        found = module(given)
+        actual = module(given)
         with unchecked():
-            sum(loss_of(vectors) for vectors in found.values()).backward()
-        seen.update({(step, rank, name): vectors.detach() for name, vectors in found.items()})
-        for name, its in given.items():
-            if its[-1] is not None and its[-1].requires_grad:
-                seen[step, rank, f"{name}.weights"] = its[-1].grad
+            sum(loss_of(vectors) for vectors in actual.values()).backward()
+        seen.update({(step, rank, name): vectors.detach() for name, vectors in actual.items()})
+        for name, own in given.items():
+            if own[-1] is not None and own[-1].requires_grad:
+                seen[step, rank, f"{name}.weights"] = own[-1].grad
         for name, parameter in module.named_parameters():
             if fused:
                 assert parameter.grad is None, name
@@ -101,12 +101,12 @@ def train(algorithm, dtype, fused=False, rate=lambda step: 1.0):
     return seen, {table.name: getattr(module, table.name).weight.detach().full_tensor() for table in tables}
 
 
-def assert_near(found, wanted, name, relative):
+def assert_near(actual, wanted, name, relative):
     """The largest difference, relative to the largest element."""
-    assert found.shape == wanted.shape, name
-    assert found.dtype == wanted.dtype, name
+    assert actual.shape == wanted.shape, name
+    assert actual.dtype == wanted.dtype, name
     if wanted.numel():
-        assert (found - wanted).abs().max() <= relative * wanted.abs().max(), name
+        assert (actual - wanted).abs().max() <= relative * wanted.abs().max(), name
 
 
 def train_all(algorithms):
@@ -128,22 +128,22 @@ def test_trains_as_one_process_does(ranks, algorithms):
         wanted, tables = alone(algorithm, dtype, ranks)
         of_ranks = [result[algorithm, dtype] for result in results]
         assert {key for seen, _ in of_ranks for key in seen} == wanted.keys()
-        for seen, found in of_ranks:
+        for seen, actual in of_ranks:
             for key, value in seen.items():
                 # Gradients of weights are inner products, in which terms cancel out.
                 more = 10 if key[-1].endswith(".weights") else 1
                 assert_near(value, wanted[key], (algorithm, *key), more * RELATIVE[dtype])
-            for name, value in found.items():
+            for name, value in actual.items():
                 assert_near(value, tables[name], (algorithm, name), RELATIVE[dtype])
 
 
 def fused_and_not(algorithm):
     rate = lambda step: 1.0 + step  # noqa: E731  # a schedule that a constant rate cannot be taken for
     seen, tables = train(algorithm, torch.float32, rate=rate)
-    fused, its = train(algorithm, torch.float32, fused=True, rate=rate)
+    fused, own = train(algorithm, torch.float32, fused=True, rate=rate)
     constant = train(algorithm, torch.float32, fused=True)[1]
-    assert any(not torch.equal(constant[name], its[name]) for name in its)
-    differing = [name for name in tables if not torch.equal(tables[name], its[name])]
+    assert any(not torch.equal(constant[name], own[name]) for name in own)
+    differing = [name for name in tables if not torch.equal(tables[name], own[name])]
     return differing + [key for key in seen if not torch.equal(seen[key], fused[key])]
 
 
@@ -171,9 +171,9 @@ def several_lookups(fused):
         module.fuse("adagrad", lr=0.1) if fused else shardopt.keyed("adagrad", module.named_parameters(), lr=0.1)
     )
     for _ in range(2):
-        found = [module(lookup) for lookup in LOOKUPS]
+        actual = [module(lookup) for lookup in LOOKUPS]
         with unchecked():
-            sum(loss_of(vectors) for its in found for vectors in its.values()).backward()
+            sum(loss_of(vectors) for own in actual for vectors in own.values()).backward()
             optimizer.step()
         optimizer.zero_grad()
     return {name: parameter.detach().full_tensor() for name, parameter in module.named_parameters()}
@@ -185,10 +185,10 @@ def several_in_one_process(ranks):
     for _ in range(2):
         optimizer.zero_grad()
         losses = [
-            loss_of(torchs(table, modules[table.name].weight, *(its if isinstance(its, tuple) else (its,))))
+            loss_of(torchs(table, modules[table.name].weight, *(own if isinstance(own, tuple) else (own,))))
             for lookup in LOOKUPS
             for table in PAIR
-            if (its := lookup.get(table.name)) is not None
+            if (own := lookup.get(table.name)) is not None
         ]
         (ranks * sum(losses)).backward()
         with unchecked():
@@ -199,9 +199,9 @@ def several_in_one_process(ranks):
 @pytest.mark.parametrize("fused", [False, True])
 def test_all_lookups_before_one_backward_make_one_update(fused):
     wanted = several_in_one_process(2)
-    for found in run_ranks(2, several_lookups, fused):
+    for actual in run_ranks(2, several_lookups, fused):
         for name, value in wanted.items():
-            assert_near(found[name], value, name, 1e-6)
+            assert_near(actual[name], value, name, 1e-6)
 
 
 def gradients_of_two_backwards():
@@ -210,8 +210,8 @@ def gradients_of_two_backwards():
     module.frozen.weight.requires_grad_(False)
     for lookup in LOOKUPS:
         frozen = (torch.tensor([1]), torch.tensor([0])) if dist.get_rank() == 0 else (torch.tensor([]).long(),) * 2
-        found = module({**lookup, "frozen": frozen})
-        sum(loss_of(vectors) for vectors in found.values()).backward()
+        actual = module({**lookup, "frozen": frozen})
+        sum(loss_of(vectors) for vectors in actual.values()).backward()
     assert module.unused.weight.grad is None
     assert module.frozen.weight.grad is None
     return {name: local_tensors(parameter.grad)[0].to_dense() for name, parameter in module.left.named_parameters()}
@@ -222,17 +222,17 @@ def test_gradients_add_up_until_they_are_dropped():
     for lookup in LOOKUPS:
         if "left" in lookup:
             loss_of(torchs(PAIR[0], modules["left"].weight, *lookup["left"])).mul(3).backward()
-    found = torch.cat([its["weight"] for its in run_ranks(3, gradients_of_two_backwards)])
-    assert_near(found, modules["left"].weight.grad.to_dense(), "left", 1e-6)
+    actual = torch.cat([own["weight"] for own in run_ranks(3, gradients_of_two_backwards)])
+    assert_near(actual, modules["left"].weight.grad.to_dense(), "left", 1e-6)
 
 
 def subsets():
     """Each rank passes another table: gradients come to all that anybody passed, by ranks that passed none too."""
     module = sharded((*PAIR, Table("unused", 4, 2)), mean_gradients=True)
     lookup = [{"left": torch.tensor([[3, 4]])}, {"right": torch.tensor([0])}, {"left": torch.zeros(0, 3).long()}]
-    found = module(lookup[dist.get_rank()])
-    assert found.keys() == lookup[dist.get_rank()].keys()
-    sum(vectors.sum() for vectors in found.values()).backward()
+    actual = module(lookup[dist.get_rank()])
+    assert actual.keys() == lookup[dist.get_rank()].keys()
+    sum(vectors.sum() for vectors in actual.values()).backward()
     assert module.unused.weight.grad is None
     return [local_tensors(table.weight.grad)[0].to_dense() for table in (module.left, module.right)]
 
@@ -270,13 +270,13 @@ REFUSED = {
 def refuse_all():
     """One rank is given what cannot be looked up; afterwards all are still in step."""
     module = ShardedEmbeddingBag([Table("users", 10, 4), Table("items", 5, 2, mode="sum")], mesh())
-    told = {}
+    reported = {}
     for case, (bad, _) in REFUSED.items():
         with pytest.raises(RankError if case == "mapping" else InputError) as raised:
             module(bad if dist.get_rank() == 1 else GOOD)
-        told[case] = str(raised.value)
+        reported[case] = str(raised.value)
         assert module(GOOD)["users"].shape == (1, 4)
-    return told
+    return reported
 
 
 def test_what_one_rank_cannot_look_up_all_refuse():
@@ -293,9 +293,9 @@ def exchanges():
     calls = []
     real = dist.all_to_all_single
     dist.all_to_all_single = lambda *args, **kwargs: (calls.append(args[0].numel()), real(*args, **kwargs))[1]
-    found = module({table.name: batch(table, 0, dist.get_rank(), dist.get_world_size()) for table in TABLES})
+    actual = module({table.name: batch(table, 0, dist.get_rank(), dist.get_world_size()) for table in TABLES})
     forward = len(calls)
-    sum(loss_of(vectors) for vectors in found.values()).backward()
+    sum(loss_of(vectors) for vectors in actual.values()).backward()
     backward = len(calls) - forward
     module({"means": torch.zeros(2, 1000).long() if dist.get_rank() == 0 else torch.zeros(0, 1).long()})
     return forward, backward, calls[-1]
@@ -324,9 +324,9 @@ def step_fused(model, optimizer=None, steps=3):
     optimizer = optimizer or model.optimizer()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     for step in range(steps):
-        found = model.tables({table.name: batch(table, step, rank, ranks) for table in TABLES})
+        actual = model.tables({table.name: batch(table, step, rank, ranks) for table in TABLES})
         with unchecked():
-            (sum(loss_of(its) for its in found.values()) + model.dense(found["sums"]).sum()).backward()
+            (sum(loss_of(own) for own in actual.values()) + model.dense(actual["sums"]).sum()).backward()
         for parameter in model.dense.parameters():
             dist.all_reduce(parameter.grad)
         with unchecked():
@@ -338,8 +338,8 @@ def step_fused(model, optimizer=None, steps=3):
 def everything(model, optimizer):
     state = {
         f"optimizer.{name}.{entry}": value.clone()
-        for name, its in optimizer.state_dict()["state"].items()
-        for entry, value in its.items()
+        for name, own in optimizer.state_dict()["state"].items()
+        for entry, value in own.items()
     }
     both = {**{name: value.clone() for name, value in model.named_parameters()}, **state}
     return {
@@ -408,8 +408,8 @@ def rates():
 
     def move():
         before = [tables.left.weight.detach().full_tensor(), tables.right.weight.detach().full_tensor()]
-        found = tables({"left": torch.tensor([[dist.get_rank()]]), "right": torch.tensor([2])})
-        (found["left"].sum() + found["right"].sum() / dist.get_world_size()).backward()
+        actual = tables({"left": torch.tensor([[dist.get_rank()]]), "right": torch.tensor([2])})
+        (actual["left"].sum() + actual["right"].sum() / dist.get_world_size()).backward()
         after = [tables.left.weight.detach().full_tensor(), tables.right.weight.detach().full_tensor()]
         weights = [p.detach().clone() for p in tables.parameters()]
         warm.step()
@@ -424,8 +424,8 @@ def rates():
 
 def test_rates_hold_from_the_next_backward():
     full = [0.25, 0.4375, 0.625, 0.8125, 1.0, 1.0, 0.125]
-    for found in run_ranks(2, rates):
-        assert found == [pytest.approx((rate, rate / 2), rel=1e-6) for rate in full]
+    for actual in run_ranks(2, rates):
+        assert actual == [pytest.approx((rate, rate / 2), rel=1e-6) for rate in full]
 
 
 class Hybrid(nn.Module):
@@ -461,8 +461,8 @@ def hybrid(fused):
         optimizer.zero_grad()
     state = {
         name: value.full_tensor()
-        for name, its in optimizer.state_dict()["state"].items()
-        for value in [its["sum" if "tables" in name else "exp_avg"]]
+        for name, own in optimizer.state_dict()["state"].items()
+        for value in [own["sum" if "tables" in name else "exp_avg"]]
     }
     return {name: parameter.detach().full_tensor() for name, parameter in model.named_parameters()}, state
 
@@ -491,9 +491,9 @@ def test_tables_beside_a_fully_sharded_model_train_as_one_process_does():
         optimizer.step()
         optimizer.zero_grad()
     for fused in (False, True):
-        for found, state in run_ranks(2, hybrid, fused):
+        for actual, state in run_ranks(2, hybrid, fused):
             for name, parameter in model.named_parameters():
-                assert_near(found[name], parameter.detach(), name, 1e-5)
-            assert state.keys() == found.keys()
+                assert_near(actual[name], parameter.detach(), name, 1e-5)
+            assert state.keys() == actual.keys()
             assert state["tables.left.weight"].shape == (11, 1)
             assert state["tables.left.weight"].dtype == torch.float32

@@ -125,7 +125,7 @@ class Run:
         start, *gradients = values(dtype)
         self.names = tuple(names)
         self.parameters = {name: Parameter(laid_out(start[name], name)) for name in self.names}
-        self._gradients = [{name: laid_out(its[name], name) for name in self.names} for its in gradients]
+        self._gradients = [{name: laid_out(own[name], name) for name in self.names} for own in gradients]
         self._without_gradient = without_gradient
         self.optimizer = make(self.parameters)
 
@@ -160,9 +160,9 @@ def whole(full: Tensor, name: str) -> Tensor:
     return full.clone()
 
 
-def same(found: Any, wanted: Any) -> bool:
+def same(actual: Any, wanted: Any) -> bool:
     """Every bit, dtype and shape."""
-    return found.dtype == wanted.dtype and found.shape == wanted.shape and torch.equal(found, wanted)
+    return actual.dtype == wanted.dtype and actual.shape == wanted.shape and torch.equal(actual, wanted)
 
 
 def whole_vectors(parameter: Tensor) -> bool:

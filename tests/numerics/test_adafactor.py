@@ -57,9 +57,9 @@ def train(optimizer, params, steps=range(STEPS), before=lambda step: None):
         optimizer.step()
 
 
-def difference(found, wanted):
-    assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
-    return ((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30)).item()
+def difference(actual, wanted):
+    assert (actual.dtype, actual.shape) == (wanted.dtype, wanted.shape)
+    return ((actual - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30)).item()
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -72,10 +72,10 @@ def test_step_is_torchs(options, dtype):
     train(torchs, theirs)
     for name, parameter in ours.items():
         assert difference(parameter.detach(), theirs[name].detach()) <= TOLERANCE[dtype], name
-        mine, its = optimizer.state[parameter], torchs.state[theirs[name]]
-        assert list(mine) == list(its)
+        mine, own = optimizer.state[parameter], torchs.state[theirs[name]]
+        assert list(mine) == list(own)
         for entry in mine:
-            assert difference(mine[entry], its[entry]) <= TOLERANCE[dtype], (name, entry)
+            assert difference(mine[entry], own[entry]) <= TOLERANCE[dtype], (name, entry)
         assert mine["step"].device.type == "cpu"
 
 
@@ -100,15 +100,15 @@ def test_init_state_makes_what_the_first_step_makes_and_is_invisible(dtype, fore
     params = parameters(dtype)
     optimizer = shardopt.keyed("adafactor", params)
     optimizer.init_state()
-    before = {name: {key: (value.shape, value.dtype) for key, value in its.items()} for name, its in state(optimizer)}
-    for name, its in state(optimizer):
+    before = {name: {key: (value.shape, value.dtype) for key, value in own.items()} for name, own in state(optimizer)}
+    for name, own in state(optimizer):
         entries = spec_of("adafactor").entries(optimizer.param_groups[0], len(SHAPES[name]))
-        assert list(its) == [entry.name for entry in entries]
-        assert all(not value.any() for value in its.values())
-        assert [value.dtype for value in its.values()] == [entry.dtype.of(dtype, {}) for entry in entries]
+        assert list(own) == [entry.name for entry in entries]
+        assert all(not value.any() for value in own.values())
+        assert [value.dtype for value in own.values()] == [entry.dtype.of(dtype, {}) for entry in entries]
     train(optimizer, params, range(5, 6))
     assert before == {
-        name: {key: (value.shape, value.dtype) for key, value in its.items()} for name, its in state(optimizer)
+        name: {key: (value.shape, value.dtype) for key, value in own.items()} for name, own in state(optimizer)
     }
 
 
@@ -126,9 +126,9 @@ def test_resumed_in_another_order_and_grouping_of_parameters_it_goes_on_exactly(
     turned = {name: torch.nn.Parameter(split[name].detach().clone()) for name in reversed(SHAPES)}
     resumed = shardopt.keyed("adafactor", turned, groups=groups[::-1])
     resumed.init_state()
-    memory = {name: {key: value.data_ptr() for key, value in its.items()} for name, its in state(resumed)}
+    memory = {name: {key: value.data_ptr() for key, value in own.items()} for name, own in state(resumed)}
     resumed.load_state_dict(first.state_dict())
-    assert memory == {name: {key: value.data_ptr() for key, value in its.items()} for name, its in state(resumed)}
+    assert memory == {name: {key: value.data_ptr() for key, value in own.items()} for name, own in state(resumed)}
     train(resumed, turned, range(4, STEPS))
     assert all(torch.equal(whole[name], turned[name]) for name in SHAPES)
 

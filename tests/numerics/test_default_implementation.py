@@ -123,7 +123,7 @@ def test_it_can_be_overridden(name):
 
 def test_a_factorys_optimizer_steps_as_it_was_made():
     params = fresh()
-    train(shardopt.KeyedOptimizerWrapper(params, lambda leaves: torch.optim.AdamW(leaves, lr=0.1)), params)
+    train(shardopt.KeyedOptimizerWrapper(params, lambda tensors: torch.optim.AdamW(tensors, lr=0.1)), params)
     assert same(params, torch_trained("AdamW", foreach=False, lr=0.1))
 
 
@@ -219,9 +219,9 @@ def test_options_that_are_tensors_are_left_to_the_for_loop():
 def test_what_the_for_loop_refuses_is_not_let_through(options, refusal):
     with pytest.raises(refusal) as wanted:
         torch_trained("Adam", **options)
-    with pytest.raises(refusal) as found:
+    with pytest.raises(refusal) as actual:
         trained("Adam", **options)
-    assert str(found.value) == str(wanted.value)
+    assert str(actual.value) == str(wanted.value)
 
 
 def test_counters_have_the_dtype_that_they_have_with_the_for_loop():

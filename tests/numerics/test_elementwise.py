@@ -133,13 +133,13 @@ def goes_with_the_whole(options, dtype, ours, full, layout):
         if value is None:
             continue
         parts = part_of(wanted[entry], value) if value.shape == parameter.shape else [wanted[entry]]
-        for leaf, part in zip(local_tensors(value), parts, strict=False):  # a rank may hold nothing
+        for local, part in zip(local_tensors(value), parts, strict=False):  # a rank may hold nothing
             if exact:
-                assert torch.equal(leaf.detach(), part), (layout, entry)
+                assert torch.equal(local.detach(), part), (layout, entry)
             else:
                 # A few units in the last place of the largest element.
                 atol = 4 * torch.finfo(dtype).eps * wanted[entry].abs().max().item()
-                assert (leaf.detach() - part).abs().max() <= atol if part.numel() else True, (layout, entry)
+                assert (local.detach() - part).abs().max() <= atol if part.numel() else True, (layout, entry)
 
 
 @pytest.mark.parametrize(("name", "options"), ELEMENTWISE_CASES)
@@ -151,9 +151,9 @@ def test_state_is_divided_among_ranks(name, options):
             optimizer = shardopt.keyed(name, {"w": torch.nn.Parameter(tensor)}, **options)
             optimizer.init_state()
             state = [
-                leaf for its in optimizer.state.values() for value in its.values() for leaf in local_tensors(value)
+                local for own in optimizer.state.values() for value in own.values() for local in local_tensors(value)
             ]
-            bytes_held.append(sum(leaf.nbytes for leaf in state))
+            bytes_held.append(sum(local.nbytes for local in state))
     alone, one_of_four = bytes_held
     keeps = any(entry.kind is Kind.PARAMETER for entry in spec_of(name).entries(optimizer.param_groups[0]))
     assert (alone > 64 * 64) == keeps
@@ -170,8 +170,8 @@ def test_the_layouts_are_what_they_are_called(ranks):
             laid_out = {name: place(start[name], name) for name in LAYOUTS}
             for name, tensor in laid_out.items():
                 parts = part_of(start[name], tensor)
-                (leaf,) = local_tensors(tensor)
-                assert torch.equal(leaf, parts[0]) if parts else leaf.numel() == 0
+                (local,) = local_tensors(tensor)
+                assert torch.equal(local, parts[0]) if parts else local.numel() == 0
             assert whole_vectors(laid_out["even"]) and not whole_vectors(laid_out["uneven"])
             assert (local_tensors(laid_out["empty"])[0].numel() == 0) == (rank > 0)
             assert "_StridedShard" in repr(laid_out["strided"].placements)

@@ -73,9 +73,9 @@ def train(optimizer, params, steps=range(STEPS), before=lambda step: None):
     return losses
 
 
-def difference(found, wanted):
-    assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
-    return ((found - wanted).abs().max() / wanted.abs().max()).item()
+def difference(actual, wanted):
+    assert (actual.dtype, actual.shape) == (wanted.dtype, wanted.shape)
+    return ((actual - wanted).abs().max() / wanted.abs().max()).item()
 
 
 def numbers(optimizer):
@@ -96,8 +96,8 @@ def test_step_is_torchs(options, dtype):
         losses = train(optimizer, ours, [step]) + train(torchs, theirs, [step])
         assert losses[0] == pytest.approx(losses[1], rel=1e-12 if wide else 1e-5)
         for name, parameter in ours.items():
-            found = difference(parameter.detach(), theirs[name].detach())
-            assert found <= (1e-9 if wide else 1e-5 if step == 0 else 1e-3), (step, name)
+            actual = difference(parameter.detach(), theirs[name].detach())
+            assert actual <= (1e-9 if wide else 1e-5 if step == 0 else 1e-3), (step, name)
     if wide:
         state = torchs.state[theirs["matrix"]]
         assert numbers(optimizer)["n_iter"] == state["n_iter"]
@@ -127,21 +127,21 @@ def test_the_history_is_torchs():
     torchs = torch.optim.LBFGS(theirs.values(), **options)
     train(optimizer, ours, range(1))
     train(torchs, theirs, range(1))
-    its = torchs.state[theirs["matrix"]]
+    owned = torchs.state[theirs["matrix"]]
     assert (numbers(optimizer)["pairs"], numbers(optimizer)["next"]) == (3, 2)
     offset = 0
     for parameter in ours.values():
         state, count = optimizer.state[parameter], parameter.numel()
         for entry in ("old_dirs", "old_stps"):
-            wanted = torch.stack([vector[offset : offset + count].view(parameter.shape) for vector in its[entry]])
+            wanted = torch.stack([vector[offset : offset + count].view(parameter.shape) for vector in owned[entry]])
             torch.testing.assert_close(state[entry][[2, 0, 1]], wanted, rtol=1e-10, atol=1e-12)
         for entry in ("d", "prev_flat_grad"):
-            wanted = its[entry][offset : offset + count].view(parameter.shape)
+            wanted = owned[entry][offset : offset + count].view(parameter.shape)
             torch.testing.assert_close(state[entry], wanted, rtol=1e-10, atol=1e-12)
         offset += count
-    torch.testing.assert_close(float(numbers(optimizer)["H_diag"]), float(its["H_diag"]))
-    torch.testing.assert_close(1 / numbers(optimizer)["s_dot_y"].diagonal()[[2, 0, 1]], torch.stack(its["ro"]))
-    assert numbers(optimizer)["t"] == its["t"]
+    torch.testing.assert_close(float(numbers(optimizer)["H_diag"]), float(owned["H_diag"]))
+    torch.testing.assert_close(1 / numbers(optimizer)["s_dot_y"].diagonal()[[2, 0, 1]], torch.stack(owned["ro"]))
+    assert numbers(optimizer)["t"] == owned["t"]
 
 
 @pytest.mark.parametrize("pairs", [0, 1, 2, 7])
@@ -190,13 +190,13 @@ def test_the_search_is_torchs(seed):
 
     loss, gradient = line(0.0)
     start = Trial(0.0, loss, float(gradient * direction), [gradient], 0.0, 0.0)
-    found, count = strong_wolfe(evaluate, start, first, lambda steps: steps < 1e-9, most)
+    actual, count = strong_wolfe(evaluate, start, first, lambda steps: steps < 1e-9, most)
     its_loss, its_gradient, t, its_count = _strong_wolfe(
         objective, None, first, direction, loss, gradient, gradient.dot(direction), max_ls=most
     )
     assert asked["ours"] == pytest.approx(asked["torchs"], rel=1e-9)
-    assert (found.step, found.loss, count) == (pytest.approx(float(t), rel=1e-9), pytest.approx(its_loss), its_count)
-    assert torch.allclose(found.gradient[0], its_gradient)
+    assert (actual.step, actual.loss, count) == (pytest.approx(float(t), rel=1e-9), pytest.approx(its_loss), its_count)
+    assert torch.allclose(actual.gradient[0], its_gradient)
 
 
 def test_the_search_gets_back_from_where_the_loss_is_no_number():
@@ -205,8 +205,8 @@ def test_the_search_gets_back_from_where_the_loss_is_no_number():
         return Trial(t, loss, 2 * (t - 1), [], 0.0, 0.0)
 
     for first in (4.0, 10.0):
-        found, count = strong_wolfe(evaluate, evaluate(0.0), first, lambda steps: steps < 1e-9, 25)
-        assert 0 < found.step < 2 and count < 10
+        actual, count = strong_wolfe(evaluate, evaluate(0.0), first, lambda steps: steps < 1e-9, 25)
+        assert 0 < actual.step < 2 and count < 10
 
 
 @pytest.mark.parametrize("options", [{"line_search_fn": "strong_wolfe", "max_iter": 4}, {"lr": 0.2, "max_iter": 4}])
@@ -223,14 +223,14 @@ def test_init_state_makes_what_the_first_step_makes_and_is_invisible(options):
 
 
 def flat(optimizer):
-    return [value for its in optimizer.state_dict()["state"].values() for value in its.values()]
+    return [value for owned in optimizer.state_dict()["state"].values() for value in owned.values()]
 
 
 def shapes(optimizer, make=(0,)):
     if make:
         optimizer.init_state()
     state = optimizer.state_dict()["state"]
-    return {name: {key: (value.shape, value.dtype) for key, value in its.items()} for name, its in state.items()}
+    return {name: {key: (value.shape, value.dtype) for key, value in owned.items()} for name, owned in state.items()}
 
 
 def test_state_is_what_the_registry_says():
@@ -337,7 +337,7 @@ def test_the_history_has_memory_for_the_pairs_that_there_are(initialized):
     """Not for a hundred from the first step on; what looks at it sees all places, and a step gives them back."""
     options = {"lr": 0.05, "max_iter": 1, "tolerance_change": 0.0, "tolerance_grad": 0.0, "history_size": 60}
     params, twins = parameters(torch.float64), parameters(torch.float64)
-    optimizer, seen = (shardopt.keyed("lbfgs", its, **options) for its in (params, twins))
+    optimizer, seen = (shardopt.keyed("lbfgs", owned, **options) for owned in (params, twins))
     if initialized:
         optimizer.init_state()
         assert places(optimizer, params) == {60}

@@ -109,7 +109,7 @@ def test_singular_values_come_near_one(shape):
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "reported"),
     [
         ({"lr": -1.0}, "Muon's lr is -1.0; required at least 0"),
         ({"lr": torch.tensor([0.1, 0.2])}, "a tensor of one element"),
@@ -121,15 +121,15 @@ def test_singular_values_come_near_one(shape):
         ({"ns_dtype": "int8"}, "'bfloat16'"),
     ],
 )
-def test_options_out_of_range_are_refused(options, told):
-    with pytest.raises((ValueError, AlgorithmError), match=told):
+def test_options_out_of_range_are_refused(options, reported):
+    with pytest.raises((ValueError, AlgorithmError), match=reported):
         shardopt.keyed("muon", matrices(), **options)
-    with pytest.raises((ValueError, AlgorithmError), match=told):
+    with pytest.raises((ValueError, AlgorithmError), match=reported):
         shardopt.keyed("muon", matrices(), groups=[{"match": "w1", **options}])
 
 
 @pytest.mark.parametrize(
-    ("tensor", "found"),
+    ("tensor", "actual"),
     [
         (torch.zeros(4), r"shape \(4,\)"),
         (torch.zeros(2, 2, 2), r"shape \(2, 2, 2\)"),
@@ -137,8 +137,8 @@ def test_options_out_of_range_are_refused(options, told):
         (torch.zeros(2, 2, dtype=torch.complex64), "dtype torch.complex64"),
     ],
 )
-def test_what_is_no_matrix_of_real_numbers_is_refused_by_name(tensor, found):
-    with pytest.raises(AlgorithmError, match=f"odd: found {found}"):
+def test_what_is_no_matrix_of_real_numbers_is_refused_by_name(tensor, actual):
+    with pytest.raises(AlgorithmError, match=f"odd: found {actual}"):
         shardopt.keyed("muon", {**matrices(), "odd": torch.nn.Parameter(tensor)})
 
 

@@ -48,7 +48,7 @@ def app(run):
 def pieces(run):
     """Everything that training depends on, as this rank holds it: name → box → values, or a plain value."""
     tree = {"": run.parameters, **run.optimizer.state_dict()["state"]}
-    held = {f"{key}.{name}": value for key, its in tree.items() for name, value in its.items()}
+    held = {f"{key}.{name}": value for key, own in tree.items() for name, value in own.items()}
     for key, value in held.items():
         if isinstance(value, torch.Tensor):
             held[key] = {piece.box: piece.tensor.clone() for piece in view_of(value).pieces}
@@ -136,8 +136,8 @@ def check(root, cases, saved_by, loaded_by):
         for number, (name, options, dtype) in enumerate(cases):
             one, other = ([after[number] for after in run] for run in (loaded, saved))
             exact = ranks == saved_by or (dtype == torch.float32 and not options.get("fused"))
-            found = differing(put_together(one), put_together(other), exact)
-            assert found == [], (name, options, dtype, saved_by, ranks)
+            actual = differing(put_together(one), put_together(other), exact)
+            assert actual == [], (name, options, dtype, saved_by, ranks)
 
 
 def test_resume_is_exact(tmp_path):

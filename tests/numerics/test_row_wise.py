@@ -63,7 +63,7 @@ def reference(cls, rows, given, lr=0.1, lr_decay=0.0, eps=1e-8, betas=(0.9, 0.99
 
 @pytest.mark.parametrize("shape", [(6, 4), (5,), (3, 2, 5), (1, 7), (4, 1)], ids=str)
 @pytest.mark.parametrize(
-    ("cls", "options", "told"),
+    ("cls", "options", "reported"),
     [
         (RowWiseAdagrad, {"lr": 0.1, "eps": 1e-8}, {}),
         (
@@ -81,12 +81,12 @@ def reference(cls, rows, given, lr=0.1, lr_decay=0.0, eps=1e-8, betas=(0.9, 0.99
     ],
     ids=["adagrad", "adagrad-options", "adagrad-upward", "adam", "adam-upward"],
 )
-def test_it_is_what_the_equations_say(cls, options, told, shape):
+def test_it_is_what_the_equations_say(cls, options, reported, shape):
     parameter, optimizer = trained(
         lambda params: cls(params, **options), shape, lambda step: gradients(shape, step, torch.float64), torch.float64
     )
     start = gradients(shape, 99, torch.float64)
-    rows, moments = reference(cls, start, [gradients(shape, step, torch.float64) for step in range(STEPS)], **told)
+    rows, moments = reference(cls, start, [gradients(shape, step, torch.float64) for step in range(STEPS)], **reported)
     state = optimizer.state[parameter]
     torch.testing.assert_close(parameter.detach(), torch.tensor(rows).double().view(shape), rtol=1e-6, atol=1e-6)
     assert state[MOMENTS[cls]].shape == (shape[0], *[1] * (len(shape) - 1))
@@ -116,14 +116,14 @@ def test_sparse_is_dense_on_the_rows_it_has_and_touches_no_others(cls, elements,
     def given(step):
         return sparse(rows, gradients((4, 5), step), shape)
 
-    few, its = trained(lambda params: cls(params, lr=0.1), shape, given)
+    few, own = trained(lambda params: cls(params, lr=0.1), shape, given)
     monkeypatch.setattr(row_rules, "CHUNK_ELEMENTS", 10**6)
     all_rows, other = trained(lambda params: cls(params, lr=0.1), shape, lambda step: given(step).to_dense())
     elements_of, same = trained(
         lambda params: cls(params, lr=0.1), shape, lambda step: given(step).to_dense().to_sparse()
     )
     assert torch.equal(few, all_rows) and torch.equal(few, elements_of)
-    for name, value in its.state[few].items():
+    for name, value in own.state[few].items():
         assert torch.equal(value, other.state[all_rows][name]), name
         assert torch.equal(value, same.state[elements_of][name]), name
     touched = torch.zeros(12, dtype=torch.bool)
@@ -222,9 +222,9 @@ def test_making_state_early_is_not_noticed(name):
             optimizer.step()
         runs.append((optimizer.state_dict()["state"], params))
     (wanted, params), *others = runs
-    for state, found in others:
+    for state, actual in others:
         for key, entries in wanted.items():
-            assert torch.equal(params[key], found[key])
+            assert torch.equal(params[key], actual[key])
             assert list(entries) == list(state[key])
             for entry, value in entries.items():
                 assert value == state[key][entry] if isinstance(value, int) else torch.equal(value, state[key][entry])
@@ -281,7 +281,7 @@ def test_local_shards_of_whole_rows_are_moved_and_narrower_ones_refused():
             assert torch.equal(torch.cat(local_tensors(moments)), alone.state[plain][MOMENTS[cls]])
 
         narrow, _ = table([full[:, :2]], [(0, 0)])
-        with pytest.raises(AlgorithmError, match="t: found shards that do not tell who has the rest of their rows"):
+        with pytest.raises(AlgorithmError, match="t: found shards that do not say who has the rest of their rows"):
             shardopt.keyed("rowwiseadam", {"t": narrow})
 
 
@@ -363,8 +363,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(name):
             for key, parameter in whole.params.items():
                 assert torch.equal(local_tensors(parameter)[0], local_tensors(resumed.params[key])[0])
                 for entry, value in whole.state[parameter].items():
-                    found = resumed.state[resumed.params[key]][entry]
-                    same = value == found if isinstance(value, int) else torch.equal(*map(_local, (value, found)))
+                    actual = resumed.state[resumed.params[key]][entry]
+                    same = value == actual if isinstance(value, int) else torch.equal(*map(_local, (value, actual)))
                     assert same, (key, entry)
 
 

@@ -63,12 +63,12 @@ def sharded(algorithm, options, sparse, early=None):
     return {name: {"": p, **optimizer.state[p]} for name, p in params.items()}
 
 
-def check(found, wanted, algorithm):
+def check(actual, wanted, algorithm):
     kinds = {entry.name: entry.kind for entry in spec_of(algorithm).state}
     for name in ROWS:
         entries = [key for key, value in wanted[name].items() if value is not None]
-        assert list(found[name]) == (entries if is_held(found[name][""]) else [""]), name
-        for entry, value in found[name].items():
+        assert list(actual[name]) == (entries if is_held(actual[name][""]) else [""]), name
+        for entry, value in actual[name].items():
             want = wanted[name][entry]
             if not isinstance(want, torch.Tensor):
                 assert (type(value), value) == (type(want), want), (name, entry)

@@ -96,12 +96,12 @@ class Twins:
             torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for _ in range(STEPS + 1)
         ]
         self.place, self.how, self.mesh = place, how, mesh
-        self.leaf, self.twin, self.whole = (lay(self.numbers[0], place) for _ in range(3))
-        self.leaves = [self.leaf]
+        self.local, self.twin, self.whole = (lay(self.numbers[0], place) for _ in range(3))
+        self.local_tensors = [self.local]
         self.twin = torch.nn.Parameter(self.twin)
         self.whole = torch.nn.Parameter(self.whole.double().contiguous())
-        self.parameter = torch.nn.Parameter(self.leaf if mesh is None else self.sharded(self.leaf))
-        self.leaf = local_tensors(self.parameter)[0]
+        self.parameter = torch.nn.Parameter(self.local if mesh is None else self.sharded(self.local))
+        self.local = local_tensors(self.parameter)[0]
         kind = getattr(torch.optim, name)
         loop = {"lr": 0.05, "foreach": how == "foreach", **options}
         self.torchs, self.oracle = kind([self.twin], **loop), kind([self.whole], **{**loop, "foreach": False})
@@ -139,13 +139,13 @@ class Twins:
         return True
 
     def bits(self):
-        return [(each.stride(), each.data_ptr(), each.tolist()) for each in (self.leaf.detach(), *self.state.values())]
+        return [(each.stride(), each.data_ptr(), each.tolist()) for each in (self.local.detach(), *self.state.values())]
 
     def guarded(self):
-        return all(map(is_guarded, self.leaves))
+        return all(map(is_guarded, self.local_tensors))
 
     def check(self):
-        assert torch.equal(self.leaf.detach(), self.twin.detach())
+        assert torch.equal(self.local.detach(), self.twin.detach())
         wanted = self.torchs.state[self.twin]
         assert self.state.keys() == wanted.keys()
         for key, value in self.state.items():
@@ -153,14 +153,14 @@ class Twins:
         # ASGD has two numbers in fp32, whatever its parameters are in.
         dtype = torch.float32 if "ax" in wanted and self.twin.dtype == torch.float64 else self.twin.dtype
         eps = 2 * STEPS * torch.finfo(dtype).eps
-        off = (self.leaf.detach().double() - self.whole.detach()).abs().max() / self.whole.detach().abs().max()
+        off = (self.local.detach().double() - self.whole.detach()).abs().max() / self.whole.detach().abs().max()
         assert off <= 4 * eps, off.item()
 
     def lay_parameter(self, how):
         """As `model.to(memory_format=...)` does it with plain parameters."""
-        for tensor in (self.leaf, self.twin):
+        for tensor in (self.local, self.twin):
             tensor.data = lay(tensor.detach(), how)
-        self.leaves.append(self.leaf)
+        self.local_tensors.append(self.local)
 
     def lay_state(self, how):
         """As someone does who replaces it by what he loaded."""
@@ -168,10 +168,10 @@ class Twins:
         for key, value in theirs.items():
             if torch.is_tensor(value) and value.dim():
                 theirs[key], mine = lay(value, how), lay(value, how)
-                self.leaves.append(mine)
+                self.local_tensors.append(mine)
                 ours[key] = mine if self.mesh is None else self.sharded(mine)
                 if self.mesh is not None:
-                    self.leaves[-1] = local_tensors(ours[key])[0]
+                    self.local_tensors[-1] = local_tensors(ours[key])[0]
 
 
 MATRICES = ("contiguous", "transposed", "slice", "every other row")
@@ -257,8 +257,8 @@ def test_updates_in_backward(name, sharded, mesh):
     for place in (*MATRICES, "channels_last"):
         shape = IMAGES if place == "channels_last" else SHAPE
         numbers = [torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i in range(STEPS + 1)]
-        leaf, twin = lay(numbers[0], place), torch.nn.Parameter(lay(numbers[0], place))
-        whole = DTensor.from_local(leaf, mesh, [Shard(0)], run_check=False) if sharded else leaf
+        local_tensor, twin = lay(numbers[0], place), torch.nn.Parameter(lay(numbers[0], place))
+        whole = DTensor.from_local(local_tensor, mesh, [Shard(0)], run_check=False) if sharded else local_tensor
         parameter = torch.nn.Parameter(whole)
         optimizer = shardopt.in_backward({"w": parameter}, name, **options)
         torchs = getattr(torch.optim, name)([twin], **options, foreach=False)

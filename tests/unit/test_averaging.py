@@ -41,17 +41,17 @@ def sgd(net):
 
 
 def averages(averaging):
-    return {name: its for name, entries in averaging.state_dict()["state"].items() for its in entries.values()}
+    return {name: owned for name, entries in averaging.state_dict()["state"].items() for owned in entries.values()}
 
 
 def values(net):
     return {name: tensor.detach().clone() for name, tensor in net.state_dict().items()}
 
 
-def assert_equal(found, expected):
-    assert found.keys() == expected.keys()
+def assert_equal(actual, expected):
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        assert torch.equal(found[name], value), name
+        assert torch.equal(actual[name], value), name
 
 
 @pytest.mark.parametrize("use_buffers", [False, True])
@@ -68,15 +68,15 @@ def test_averages_are_torchs_bit_for_bit(kind, dtype, use_buffers):
     train(net, optimizer, range(6), lambda: theirs.update_parameters(net))
 
     assert ours.n_averaged == int(theirs.n_averaged) == 6
-    found = averages(ours)
-    assert found.pop("__averaging") == 6
+    actual = averages(ours)
+    assert actual.pop("__averaging") == 6
     compared = dict(theirs.module.named_parameters())
     if use_buffers and kind == "ema":
         compared |= {name: b for name, b in theirs.module.named_buffers() if b.is_floating_point()}
     for name, value in compared.items():
-        assert torch.equal(found[name], value), name
-    assert not torch.equal(found["2.weight"], net[2].weight)
-    assert ("1.running_mean" in found) == use_buffers
+        assert torch.equal(actual[name], value), name
+    assert not torch.equal(actual["2.weight"], net[2].weight)
+    assert ("1.running_mean" in actual) == use_buffers
 
 
 def test_complex_weights_are_averaged_as_torch_does():
@@ -97,11 +97,11 @@ def test_the_mean_of_buffers_and_the_last_of_what_cannot_be_averaged():
     swa = shardopt.SWA(net, use_buffers=True)
     seen = []
     train(net, sgd(net), range(3), lambda: (swa.update(), seen.append(net[1].running_mean.clone())))
-    found = averages(swa)
-    torch.testing.assert_close(found["1.running_mean"], torch.stack(seen).mean(0))
-    assert found["1.num_batches_tracked"] == 3
-    assert torch.equal(found["positions"], torch.arange(9))
-    assert torch.equal(found["mask"], torch.tensor([True, False]))
+    actual = averages(swa)
+    torch.testing.assert_close(actual["1.running_mean"], torch.stack(seen).mean(0))
+    assert actual["1.num_batches_tracked"] == 3
+    assert torch.equal(actual["positions"], torch.arange(9))
+    assert torch.equal(actual["mask"], torch.tensor([True, False]))
 
 
 @every_kind
@@ -273,7 +273,7 @@ def test_what_does_not_fit_is_refused_whole():
         return kind(other, use_buffers=True, **options)
 
     wider = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3))
-    for offered, told in (
+    for offered, reported in (
         (state(net, kind=shardopt.SWA), "0.weight.ema: found nothing"),
         (state(net, kind=shardopt.SWA), "no such key"),
         (state(wider), r"0.weight.ema: found shape \(8, 5\)"),
@@ -282,13 +282,13 @@ def test_what_does_not_fit_is_refused_whole():
         ({}, "as this averaging has one"),
     ):
         for call in (ema.load_state_dict, ema.check_state_dict):
-            with pytest.raises(MismatchError, match=told):
+            with pytest.raises(MismatchError, match=reported):
                 call(offered)
             assert_equal(averages(ema), before)
     part = state(net)
     del part["state"]["0.weight"]
-    told = ema.load_state_dict(part, strict=False)
-    assert told.missing_keys == ["state.0.weight"] and not told.unexpected_keys
+    reported = ema.load_state_dict(part, strict=False)
+    assert reported.missing_keys == ["state.0.weight"] and not reported.unexpected_keys
     assert torch.equal(averages(ema)["0.bias"], before["0.bias"] + 1)
     ema.load_state_dict(state(net, dtype=torch.float64), convert_dtype=True)
     assert averages(ema)["0.weight"].dtype == torch.float32
@@ -302,9 +302,9 @@ def test_changes_of_the_model_are_noticed():
     with torch.no_grad():
         net[0].bias += 1
     ema.update()
-    found = averages(ema)["0.bias"]
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found.double(), net[0].bias.detach() - 0.5)
+    actual = averages(ema)["0.bias"]
+    assert actual.dtype == torch.float32
+    torch.testing.assert_close(actual.double(), net[0].bias.detach() - 0.5)
 
     net[2].bias.data = torch.zeros(4, dtype=torch.float64)
     with pytest.raises(StateError, match=r"2\.bias: found local shapes \[\(4,\)\]"):

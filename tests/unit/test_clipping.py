@@ -61,7 +61,7 @@ def test_gradients_below_the_limit_keep_every_bit():
     before = {name: param.grad.clone() for name, param in params.items()}
     optimizer = clipping(params, max_gradient=1e9)
     optimizer.clip_grad_norm_()
-    assert all(torch.equal(params[name].grad, its) for name, its in before.items())
+    assert all(torch.equal(params[name].grad, own) for name, own in before.items())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.complex64])
@@ -166,11 +166,11 @@ def test_nonfinite_norm_is_an_error_where_asked_for(value):
     with pytest.raises(GradientError, match="not clipped") as caught:
         clipping(params, error_if_nonfinite=True).step()
     assert [problem.key for problem in caught.value.problems] == ["p1.grad"]
-    for name, its in before.items():
-        torch.testing.assert_close(params[name].grad, its, rtol=0, atol=0, equal_nan=True)
-    theirs = [torch.nn.Parameter(torch.zeros_like(its)) for its in before.values()]
-    for param, its in zip(theirs, before.values(), strict=True):
-        param.grad = its.clone()
+    for name, own in before.items():
+        torch.testing.assert_close(params[name].grad, own, rtol=0, atol=0, equal_nan=True)
+    theirs = [torch.nn.Parameter(torch.zeros_like(own)) for own in before.values()]
+    for param, own in zip(theirs, before.values(), strict=True):
+        param.grad = own.clone()
     clipping(params).clip_grad_norm_()  # not asked for: as torch, zero or NaN
     torch.nn.utils.clip_grad_norm_([param for param in theirs if param.numel()], 0.1)
     for param, ours in zip(theirs, params.values(), strict=True):
@@ -311,8 +311,8 @@ def test_joint_norm_of_tensors_of_any_size(dtype, order):
         wide = torch.cat([tensor.flatten() for tensor in tensors]).to(
             torch.complex128 if dtype.is_complex else torch.float64
         )
-        found = norm(alike(tensors), order, torch.device("cpu"))
-        torch.testing.assert_close(found, torch.linalg.vector_norm(wide, order), rtol=1e-12, atol=0)
+        actual = norm(alike(tensors), order, torch.device("cpu"))
+        torch.testing.assert_close(actual, torch.linalg.vector_norm(wide, order), rtol=1e-12, atol=0)
 
 
 # --- One rank of several, as it sees itself --------------------------------------------------------------------------

@@ -29,8 +29,8 @@ def meta():
 
 def test_values_with_tensors_come_back_on_the_cpu(meta):
     for tensor in (torch.arange(3, device="cpu"), torch.empty(0, 2, device="cpu"), torch.tensor(1.5, device="cpu")):
-        found = decode_value(json.loads(json.dumps(encode_value(tensor))))
-        assert found.device.type == "cpu" and torch.equal(found, tensor)
+        actual = decode_value(json.loads(json.dumps(encode_value(tensor))))
+        assert actual.device.type == "cpu" and torch.equal(actual, tensor)
 
 
 def test_random_states_are_saved_and_loaded(meta, tmp_path):

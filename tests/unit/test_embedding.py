@@ -48,9 +48,9 @@ def test_is_an_embedding_bag(lookup, dtype):
         table = Table("only", ROWS, WIDTH, options["mode"], dtype, padding_idx=options["padding_idx"])
         ours = ShardedEmbeddingBag(table, mesh, include_last_offset=options["include_last_offset"])
         ours.only.weight.data.to_local().copy_(theirs.weight.data)
-        wanted, found = theirs(ids, offsets, weights[0]), ours(ids, offsets, weights[1])
-        assert torch.equal(found, wanted)
-        for vectors in (wanted, found):
+        wanted, actual = theirs(ids, offsets, weights[0]), ours(ids, offsets, weights[1])
+        assert torch.equal(actual, wanted)
+        for vectors in (wanted, actual):
             (vectors.sin() * torch.arange(1, 1 + WIDTH)).sum().backward()
         gradient = local_tensors(ours.only.weight.grad)[0]
     assert gradient.is_sparse
@@ -72,8 +72,8 @@ def test_is_an_embedding(shape):
         assert torch.equal(ours(ids), theirs(ids))
         ours(ids).sin().sum().backward()
         theirs(ids).sin().sum().backward()
-        found = local_tensors(ours.only.weight.grad)[0].to_dense()
-    torch.testing.assert_close(found, theirs.weight.grad.to_dense())
+        actual = local_tensors(ours.only.weight.grad)[0].to_dense()
+    torch.testing.assert_close(actual, theirs.weight.grad.to_dense())
 
 
 def test_bags_of_one_length_need_no_offsets_and_tables_may_be_left_out():
@@ -81,12 +81,12 @@ def test_bags_of_one_length_need_no_offsets_and_tables_may_be_left_out():
         module = ShardedEmbeddingBag([Table("a", 5, 2), Table("b", 7, 4, mode="none", padding_idx=1)], mesh)
         rows = {name: local_tensors(parameter.detach())[0] for name, parameter in module.named_parameters()}
         ids = torch.tensor([[0, 4], [2, 2]])
-        found = module({"a": ids})
-        assert found.keys() == {"a"}
-        assert torch.equal(found["a"], functional.embedding_bag(ids, rows["a.weight"], mode="mean"))
-        found = module({"b": torch.tensor([[3, 1]]), "a": (ids, None)})
-        assert list(found) == ["b", "a"]
-        assert torch.equal(found["b"], torch.stack([rows["b.weight"][3], torch.zeros(4)]).unsqueeze(0))
+        actual = module({"a": ids})
+        assert actual.keys() == {"a"}
+        assert torch.equal(actual["a"], functional.embedding_bag(ids, rows["a.weight"], mode="mean"))
+        actual = module({"b": torch.tensor([[3, 1]]), "a": (ids, None)})
+        assert list(actual) == ["b", "a"]
+        assert torch.equal(actual["b"], torch.stack([rows["b.weight"][3], torch.zeros(4)]).unsqueeze(0))
         assert not rows["b.weight"][1].any()
         with torch.no_grad():
             assert not module({"a": ids})["a"].requires_grad
@@ -102,11 +102,11 @@ def test_rows_are_the_same_on_any_number_of_ranks(ranks):
             torch.manual_seed(4)
             module = ShardedEmbedding(tables, mesh)
             after = torch.rand(())
-            for name, its in parts.items():
+            for name, own in parts.items():
                 weight = getattr(module, name).weight
-                its += [piece.tensor for piece in view_of(weight).pieces]
+                own += [piece.tensor for piece in view_of(weight).pieces]
             assert boundaries(tables, ranks)[[0, ranks, 2 * ranks]].tolist() == [0, 20_000, 20_002]
-    whole = {name: torch.cat(its) for name, its in parts.items()}
+    whole = {name: torch.cat(own) for name, own in parts.items()}
     with fake_rank(0, 1) as mesh:
         torch.manual_seed(4)
         module = ShardedEmbedding(tables, mesh)

@@ -17,9 +17,9 @@ TOLD = "has a gradient in its first step"
 
 
 def told(caplog):
-    found = [record for record in caplog.records if TOLD in record.getMessage()]
+    actual = [record for record in caplog.records if TOLD in record.getMessage()]
     caplog.clear()
-    return [(record.name, record.levelno) for record in found]
+    return [(record.name, record.levelno) for record in actual]
 
 
 ONCE = [("shardopt", logging.WARNING)]
@@ -47,8 +47,8 @@ def test_what_has_a_gradient_anywhere_is_not_told_of(caplog):
         table = sharded_tensor(full, [(3, 0), (1, 1)], 0, requires_grad=True)
         elsewhere = sharded_tensor(full, [(4, 1)], 0, requires_grad=True)
         frozen = nn.Parameter(full.clone(), requires_grad=False)
-        (leaf,) = (shard_.tensor for shard_ in table.local_shards())
-        leaf.grad = torch.ones_like(leaf)
+        (local,) = (shard_.tensor for shard_ in table.local_shards())
+        local.grad = torch.ones_like(local)
         placed.grad = torch.ones_like(placed.detach())
         for params in (
             {"a": nn.Parameter(full), "table": table},

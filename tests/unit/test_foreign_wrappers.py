@@ -146,8 +146,8 @@ def test_a_wrapped_optimizer_resumes(tmp_path, maker, wrap):
             train(fresh, 1)
             checkpoint.load(tmp_path / str(saved), fresh)
             train(fresh, 2)
-            found = fresh["model"].state_dict()
-            assert all(torch.equal(found[name], expected[name]) for name in expected)
+            actual = fresh["model"].state_dict()
+            assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("stage", ["now", "lazy"])
@@ -162,7 +162,7 @@ def test_saved_beside_training(tmp_path, wrap, stage):
     fresh = make_app("keyed", wrap)
     train(fresh, 1)
     checkpoint.load(tmp_path / "c", fresh)
-    assert all(torch.equal(found, before[name]) for name, found in fresh["model"].state_dict().items())
+    assert all(torch.equal(actual, before[name]) for name, actual in fresh["model"].state_dict().items())
 
 
 def test_one_that_is_half_loaded_refuses_to_step(tmp_path):

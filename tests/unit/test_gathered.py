@@ -43,7 +43,7 @@ class Twins:
 
     @property
     def gathered(self):
-        return self.optimizer._local._grouped[0].gathered if self.optimizer._local._grouped else None
+        return self.optimizer._local._grouped[0].cache if self.optimizer._local._grouped else None
 
     def step(self, without=(), sparse=(), tolerance=0.0):
         for i, (ours, plain) in enumerate(self.pairs):
@@ -191,7 +191,11 @@ def test_bad_gradient_is_told_and_changes_nothing(mesh):
         with pytest.raises((GradientError, RuntimeError)):
             twins.optimizer.step()
         twins.check()
-        assert all(leaf.grad is None for p in twins.ours.values() for leaf in twins.optimizer._local.leaves(p))
+        assert all(
+            local_tensor.grad is None
+            for p in twins.ours.values()
+            for local_tensor in twins.optimizer._local.local_tensors(p)
+        )
         ours.grad = before
     twins.step()
 
@@ -344,11 +348,11 @@ def test_state_that_is_held_while_local_tensors_are_replaced(mesh):
 def test_a_local_tensor_with_a_gradient_of_its_own(mesh):
     """Which is not the parameter's: it neither is stepped with, nor gets lost."""
     twins = Twins(mesh)
-    leaf = twins.ours["w1"]._local_tensor
-    leaf.grad = own = torch.ones(3, 2)
+    local_tensor = twins.ours["w1"]._local_tensor
+    local_tensor.grad = own = torch.ones(3, 2)
     for without in ((), (1,), (), (1,)):
         twins.step(without)
-    assert leaf.grad is own
+    assert local_tensor.grad is own
 
 
 def test_a_parameter_in_two_groups_is_stepped_twice_and_keeps_no_gradient(mesh):

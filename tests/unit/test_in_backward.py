@@ -487,5 +487,5 @@ def test_parameters_that_change_their_group():
                 net["b"](net["a"](torch.ones(2, 3))).square().sum().backward()
             torchs.step()
             torchs.zero_grad()
-            for mine, its in zip(ours.parameters(), plain.parameters(), strict=True):
-                torch.testing.assert_close(mine, its)
+            for mine, own in zip(ours.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(mine, own)

@@ -134,12 +134,12 @@ def test_nothing_is_touched(name):
         handle.remove()
         assert fired == []
         for key, parameter in params.items():
-            (leaf,) = local_tensors(parameter)
+            (local,) = local_tensors(parameter)
             assert parameter.grad is gradients[key]
-            assert torch.equal(leaf.detach(), before[key][0])
-            assert leaf._version == before[key][1]
+            assert torch.equal(local.detach(), before[key][0])
+            assert local._version == before[key][1]
             if key == "shard":
-                assert leaf.grad is None
+                assert local.grad is None
 
 
 def test_state_that_is_there_is_kept():
@@ -253,7 +253,7 @@ def test_a_copy_knows_what_was_written_into_early_state(written):
 
 def test_a_parameter_that_is_in_no_group_has_no_state():
     params = {"w": torch.nn.Parameter(torch.ones(2)), "left out": torch.nn.Parameter(torch.ones(2))}
-    optimizer = shardopt.KeyedOptimizerWrapper(params, lambda leaves: torch.optim.Adam(leaves[:1]))
+    optimizer = shardopt.KeyedOptimizerWrapper(params, lambda tensors: torch.optim.Adam(tensors[:1]))
     optimizer.init_state()
     assert list(optimizer.state_dict()["state"]) == ["w"]
 
@@ -266,8 +266,8 @@ def test_a_rank_without_a_shard_has_no_state():
             table = sharded_tensor(full, rows, rank, requires_grad=True)
             optimizer = shardopt.keyed("adam", {"table": table})
             optimizer.init_state()
-            for leaf in local_tensors(table):
-                leaf.grad = torch.ones_like(leaf)
+            for local in local_tensors(table):
+                local.grad = torch.ones_like(local)
             optimizer.step()
             saved = optimizer.state_dict()
             assert saved["param_groups"]["table"]["params"] == ["table"]
@@ -277,7 +277,7 @@ def test_a_rank_without_a_shard_has_no_state():
                 state = saved["state"]["table"]
                 assert list(state) == ["step", "exp_avg", "exp_avg_sq"]
                 assert state["step"] == 1
-                assert [tuple(leaf.shape) for leaf in local_tensors(state["exp_avg"])] == [(3, 2), (1, 2)]
+                assert [tuple(local.shape) for local in local_tensors(state["exp_avg"])] == [(3, 2), (1, 2)]
             else:
                 optimizer.state[table] = {"step": torch.ones(())}  # as every rank of a program may do
                 assert optimizer.state[table] == {} and table not in optimizer.state

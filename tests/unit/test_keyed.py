@@ -361,15 +361,15 @@ def test_shards_in_a_wrapper_are_stepped_on_each():
         wrapper = LocalShardsWrapper(shards, [(0, 0), (2, 0)])
         table = DTensor.from_local(wrapper, mesh, [Shard(0)], run_check=False, shape=(5, 2), stride=(2, 1))
         optimizer = shardopt.keyed("adam", {"table": table})
-        for leaf in local_tensors(table):
-            leaf.grad = torch.ones_like(leaf)
+        for local in local_tensors(table):
+            local.grad = torch.ones_like(local)
         optimizer.step()
-        assert [leaf.lt(1).all().item() for leaf in local_tensors(table)] == [True, True]
+        assert [local.lt(1).all().item() for local in local_tensors(table)] == [True, True]
         state = optimizer.state_dict()["state"]["table"]
-        assert [tuple(leaf.shape) for leaf in local_tensors(state["exp_avg"])] == [(2, 2), (1, 2)]
+        assert [tuple(local.shape) for local in local_tensors(state["exp_avg"])] == [(2, 2), (1, 2)]
         optimizer.load_state_dict(copy.deepcopy({**optimizer.state_dict(), "state": {"table": {**state}}}))
         optimizer.zero_grad()
-        assert [leaf.grad for leaf in local_tensors(table)] == [None, None]
+        assert [local.grad for local in local_tensors(table)] == [None, None]
 
 
 # --- stepping --------------------------------------------------------------------------------------------------------
@@ -654,9 +654,9 @@ def test_a_factory_builds_over_what_it_is_given():
     params = parameters()
     seen = []
 
-    def factory(leaves):
-        seen.extend(leaves)
-        return torch.optim.SGD([{"params": leaves[:1]}, {"params": leaves[1:], "lr": 0.5}], lr=0.25)
+    def factory(received):
+        seen.extend(received)
+        return torch.optim.SGD([{"params": received[:1]}, {"params": received[1:], "lr": 0.5}], lr=0.25)
 
     optimizer = KeyedOptimizerWrapper(params, factory)
     assert all(map(torch.equal, seen, params.values()))

@@ -66,10 +66,10 @@ in_any_nesting = pytest.mark.parametrize("nesting", NESTINGS)
 
 
 def lines(caplog):
-    found = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    actual = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert {record.name for record in caplog.records if record.levelno >= logging.WARNING} <= {"shardopt"}
     caplog.clear()
-    return found
+    return actual
 
 
 # --- numbers and tensors of one element ------------------------------------------------------------------------------
@@ -135,9 +135,9 @@ def test_another_algorithm_is_refused_by_name(tmp_path, load, nesting, one, othe
     before = copy.deepcopy(inner.state_dict())
     with pytest.raises(MismatchError) as caught:
         load(tmp_path, NESTINGS[nesting](saved), into)
-    (problem,) = [its for its in caught.value.problems if its.key.endswith(".algorithm")] or [None]
+    (problem,) = [owned for owned in caught.value.problems if owned.key.endswith(".algorithm")] or [None]
     if problem is None:  # one of them has no state
-        assert all("init_state" in its.remedy for its in caught.value.problems)
+        assert all("init_state" in owned.remedy for owned in caught.value.problems)
     else:
         assert problem.found.lower().startswith(one + ",") and problem.required.lower() == other
         assert "strict=False" in problem.remedy
@@ -157,11 +157,11 @@ def test_the_algorithm_is_that_which_steps_however_it_is_spelt():
         return group.get("algorithm")
 
     def by_factory(cls, **options):
-        made = KeyedOptimizerWrapper(params(), lambda leaves: cls(leaves, **options))
+        made = KeyedOptimizerWrapper(params(), lambda received: cls(received, **options))
         made.save_param_groups(True)
         return made
 
-    made = [shardopt.keyed(its, params()) for its in ("adamw", "ADAMW", torch.optim.AdamW, Mine)]
+    made = [shardopt.keyed(owned, params()) for owned in ("adamw", "ADAMW", torch.optim.AdamW, Mine)]
     made += [shardopt.keyed("adamw", params(), fused=True), shardopt.keyed("adamw", params(), foreach=True)]
     made += [by_factory(torch.optim.AdamW), by_factory(torch.optim.AdamW, fused=True), by_factory(Mine)]
     made += [shardopt.in_backward(params(), "adamw"), OptimizerWrapper(made[0])]
@@ -385,7 +385,7 @@ def test_a_group_that_is_added_gives_its_options(caplog):
 
 def test_what_a_factory_gives(caplog):
     def made(rate, **options):
-        optimizer = KeyedOptimizerWrapper(params(), lambda leaves: torch.optim.SGD(leaves, lr=rate, **options))
+        optimizer = KeyedOptimizerWrapper(params(), lambda received: torch.optim.SGD(received, lr=rate, **options))
         optimizer.save_param_groups(True)
         return optimizer
 

@@ -15,10 +15,10 @@ def rows(shape, holders):
     """A matrix cut into as many runs of rows as there are tuples of holders."""
     count = -(-shape[0] // len(holders))
     boxes = {}
-    for i, its in enumerate(holders):
+    for i, own in enumerate(holders):
         start, end = min(i * count, shape[0]), min((i + 1) * count, shape[0])
         if start < end:
-            boxes[Box((start, 0), (end - start, shape[1]))] = its
+            boxes[Box((start, 0), (end - start, shape[1]))] = own
     return Layout.from_holders(shape, boxes)
 
 
@@ -55,8 +55,8 @@ def test_ranks_agree_and_every_box_goes_where_it_belongs(given, most):
                 for sent, got in (("send_to_owner", "recv_from_holders"), ("send_to_holders", "recv_from_owner")):
                     assert between(getattr(here[one], sent), k) == between(getattr(here[other], got), i)
         for rank, each in here.items():
-            gathered.update((rank, *part) for part in each.recv_from_holders.parts)
-            returned.update((rank, *part) for part in each.recv_from_owner.parts)
+            gathered.update((rank, *part) for part in each.recv_from_holders.boxes)
+            returned.update((rank, *part) for part in each.recv_from_owner.boxes)
     assert gathered == Counter((owners[j], j, box) for j, job in enumerate(them) for box in job.layout.boxes)
     assert returned == Counter(
         (holder, j, box)
@@ -69,13 +69,13 @@ def test_ranks_agree_and_every_box_goes_where_it_belongs(given, most):
 def between(route, peer):
     """The boxes of a route that go to, or come from, one peer, in order."""
     begin, end = sum(route.counts[:peer]), sum(route.counts[: peer + 1])
-    parts, at = [], 0
-    for number, box in route.parts:
+    boxes, at = [], 0
+    for number, box in route.boxes:
         if begin <= at < end:
-            parts.append((number, box))
+            boxes.append((number, box))
         at += box.numel
-    assert sum(box.numel for _, box in parts) == end - begin
-    return parts
+    assert sum(box.numel for _, box in boxes) == end - begin
+    return boxes
 
 
 @given(jobs())

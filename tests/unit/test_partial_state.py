@@ -35,15 +35,15 @@ def test_what_a_rank_has_a_part_of():
         one_row = shard(FULL[:1], mesh, Shard(0))
         lookup = LocalShardsWrapper([torch.ones(2, 2)], [(0, 0)]), LocalShardsWrapper([], [])
         wrapped = [
-            DTensor.from_local(its, mesh, [Shard(0)], run_check=False, shape=(2, 2), stride=(2, 1)) for its in lookup
+            DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=(2, 2), stride=(2, 1)) for own in lookup
         ]
         tables = [sharded_tensor(FULL, rows, 1) for rows in ([(3, 0), (3, 1)], [(6, 0)], [(6, 0), (0, 1)])]
         outside = DTensor.from_local(torch.empty(0), half, [Replicate()], run_check=False, shape=(6, 2), stride=(2, 1))
         held = [FULL, FULL[:0], shard(FULL, mesh, Shard(0)), one_row, outside, *wrapped, *tables]
-        assert [is_held(its) for its in held] == [True, True, True, True, False, True, False, True, False, False]
+        assert [is_held(own) for own in held] == [True, True, True, True, False, True, False, True, False, False]
         assert one_row.to_local().numel() == 0
         everywhere = [True, True, True, True, False, False, False, True, False, False]
-        assert [is_on_all_ranks(its) for its in held] == everywhere
+        assert [is_on_all_ranks(own) for own in held] == everywhere
 
 
 @pytest.mark.parametrize("name", [spec.name for spec in algorithms()])
@@ -54,7 +54,7 @@ def test_every_algorithm_steps_where_it_has_nothing(name):
         several = name != "LBFGS"
         for made in (
             shardopt.keyed(name, params, groups=[{"match": "table", "lr": 0.5}] if several else None),
-            KeyedOptimizerWrapper(params, lambda leaves: cls(leaves)),
+            KeyedOptimizerWrapper(params, lambda tensors: cls(tensors)),
         ):
             if several:
                 made.add_param_group({"params": {"later": elsewhere()}})

@@ -66,7 +66,7 @@ def give(*params):
 @pytest.mark.parametrize("change", CHANGES)
 def test_state_that_is_taken_away_begins_anew(parameters, nesting, change):
     param, fresh = parameters(), parameters()
-    inner, twin = (shardopt.keyed("adam", {"w": its}, lr=0.1) for its in (param, fresh))
+    inner, twin = (shardopt.keyed("adam", {"w": own}, lr=0.1) for own in (param, fresh))
     optimizer = NESTINGS[nesting](inner)
     for _ in range(3):
         give(param)
@@ -88,7 +88,7 @@ def test_state_that_is_taken_away_begins_anew(parameters, nesting, change):
 @pytest.mark.parametrize("whole", [False, True], ids=["entry", "mapping"])
 def test_state_that_is_set_is_stepped_with_and_saved(parameters, nesting, whole):
     param, fresh = parameters(), parameters()
-    inner, twin = (shardopt.keyed("adam", {"w": its}, lr=0.1) for its in (param, fresh))
+    inner, twin = (shardopt.keyed("adam", {"w": own}, lr=0.1) for own in (param, fresh))
     optimizer = NESTINGS[nesting](inner)
     for _ in range(3):
         give(fresh)
@@ -165,7 +165,7 @@ def test_groups_that_are_set_are_stepped_and_saved(parameters, nesting):
     give(first, second)
     optimizer.step()
     assert torch.equal(first.detach(), parameters().detach()) and not torch.equal(second, first)
-    assert {key: its["lr"] for key, its in optimizer.state_dict()["param_groups"].items()} == {"a": 0.0, "b": 1.0}
+    assert {key: own["lr"] for key, own in optimizer.state_dict()["param_groups"].items()} == {"a": 0.0, "b": 1.0}
     for copied in (copy.deepcopy(inner), pickle.loads(pickle.dumps(inner))) if type(first.data) is torch.Tensor else ():
         copied.param_groups[0]["lr"] = 7.0
         assert copied.state_dict()["param_groups"]["b"]["lr"] == 7.0
@@ -309,7 +309,7 @@ def test_a_group_that_is_appended_to_a_combined_optimizer_is_refused():
 
 def test_a_replaced_parameter_in_the_factorys_optimizer_is_refused():
     param = nn.Parameter(FULL.clone())
-    optimizer = KeyedOptimizerWrapper({"w": param}, lambda leaves: torch.optim.SGD(leaves, lr=0.1))
+    optimizer = KeyedOptimizerWrapper({"w": param}, lambda tensors: torch.optim.SGD(tensors, lr=0.1))
     optimizer.param_groups[0]["params"] = [nn.Parameter(param.detach().clone())]
     with pytest.raises(StateError, match=r"a tensor of torch.float32 and shape \(4, 2\) that the optimizer does not"):
         optimizer.step()

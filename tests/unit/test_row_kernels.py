@@ -41,21 +41,21 @@ def compare(shape, rule, dtype, options, monkeypatch, every):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     index = None if every is None else torch.arange(0, shape[0], every, device=device)
     gradients = torch.randn((shape[0] if index is None else len(index), *shape[1:]), device=device).to(dtype)
-    wanted, found = (tables(shape, rule, dtype, device) for _ in range(2))
+    wanted, actual = (tables(shape, rule, dtype, device) for _ in range(2))
     names = (rule.moments, *rule.others)
     with monkeypatch.context() as without:
         without.setattr(row_kernels, "triton", None)
         state = dict(zip(names, wanted[1:], strict=True))
         update_rows(rule, wanted[0], index, gradients, state, options, 3.0)
-    average = found[2] if rule.others else None
-    row_kernels.update(found[0], index, gradients, found[1], average, rule.numbers(options, 3.0))
+    average = actual[2] if rule.others else None
+    row_kernels.update(actual[0], index, gradients, actual[1], average, rule.numbers(options, 3.0))
     tolerance = 1e-5 if dtype is torch.float32 else 1e-2
-    for want, have in zip(wanted, found, strict=True):
+    for want, have in zip(wanted, actual, strict=True):
         torch.testing.assert_close(have, want, rtol=tolerance, atol=tolerance)
     if index is None:
         return
     untouched = torch.ones(shape[0], dtype=torch.bool, device=device).index_fill(0, index, False)
-    assert torch.equal(found[0][untouched], tables(shape, rule, dtype, device)[0][untouched])
+    assert torch.equal(actual[0][untouched], tables(shape, rule, dtype, device)[0][untouched])
 
 
 @pytest.mark.skipif(HERE, reason="ran above")

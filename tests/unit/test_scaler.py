@@ -56,16 +56,16 @@ def test_scaling_does_what_torch_does(build):
     scales, params = train(GradScaler(**OPTIONS), build)
     expected_scales, expected = train(torch.amp.GradScaler(**OPTIONS), of_torch)
     assert scales == expected_scales == [8.0, 16.0, 8.0, 4.0, 4.0, 8.0, 8.0, 16.0]
-    for param, its in zip(params, expected, strict=True):
-        torch.testing.assert_close(param, its)
+    for param, own in zip(params, expected, strict=True):
+        torch.testing.assert_close(param, own)
 
 
 def test_torchs_scaler_takes_keyed_optimizers():
     scales, params = train(torch.amp.GradScaler(**OPTIONS), in_parts)
     expected_scales, expected = train(torch.amp.GradScaler(**OPTIONS), of_torch)
     assert scales == expected_scales
-    for param, its in zip(params, expected, strict=True):
-        torch.testing.assert_close(param, its)
+    for param, own in zip(params, expected, strict=True):
+        torch.testing.assert_close(param, own)
 
 
 def test_a_disabled_scaler_is_not_there():
@@ -108,8 +108,8 @@ def nested():
     weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
     made = {}
 
-    def factory(leaves):
-        made["torch's"] = torch.optim.SGD(leaves, lr=1.0)
+    def factory(tensors):
+        made["torch's"] = torch.optim.SGD(tensors, lr=1.0)
         return made["torch's"]
 
     made["first"] = shardopt.KeyedOptimizerWrapper({"w": weights[0]}, factory)

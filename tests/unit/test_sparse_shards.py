@@ -66,11 +66,11 @@ def test_a_rank_without_a_shard_counts_nothing(algorithm):
 
 
 def test_no_gradient_takes_no_memory_where_it_is_sparse():
-    leaf = torch.ones(1000, 3, 2, requires_grad=True)
-    absent = no_gradient(leaf, sparse=True)
-    assert absent.is_sparse and absent._nnz() == 0 and absent.shape == leaf.shape
-    leaf.grad = absent  # torch takes it
-    assert torch.equal(no_gradient(leaf, sparse=False), torch.zeros_like(leaf))
+    local = torch.ones(1000, 3, 2, requires_grad=True)
+    absent = no_gradient(local, sparse=True)
+    assert absent.is_sparse and absent._nnz() == 0 and absent.shape == local.shape
+    local.grad = absent  # torch takes it
+    assert torch.equal(no_gradient(local, sparse=False), torch.zeros_like(local))
 
 
 @pytest.mark.parametrize(
@@ -128,8 +128,8 @@ def test_scaled_gradients_are_unscaled_once_for_each_row():
     """Row 1 comes twice: its infinity is one of the sum, which alone is finite in each part."""
     with fake_rank(0, 1) as mesh:
         parameters = {"rows": of_rows(mesh, 1, 1, 4), "table": sharded_tensor(FULL, [(6, 0)], 0, requires_grad=True)}
-        (leaf,) = local_tensors(parameters["table"])
-        leaf.grad = sparse([1, 1, 4], (6, 2))
+        (local,) = local_tensors(parameters["table"])
+        local.grad = sparse([1, 1, 4], (6, 2))
         optimizer = shardopt.keyed("sgd", parameters, lr=1.0)
         scaler = GradScaler("cpu", init_scale=4.0, growth_interval=100)
         scaler.step(optimizer)
@@ -137,6 +137,6 @@ def test_scaled_gradients_are_unscaled_once_for_each_row():
         expected = FULL - torch.tensor([0, 0.5, 0, 0, 0.25, 0])[:, None]
         assert all(torch.equal(local_tensors(parameter)[0], expected) for parameter in parameters.values())
         large = torch.finfo(torch.float32).max
-        leaf.grad = sparse([1, 1], (6, 2), large)
+        local.grad = sparse([1, 1], (6, 2), large)
         scaler.step(optimizer)
         assert all(torch.equal(local_tensors(parameter)[0], expected) for parameter in parameters.values())

@@ -29,7 +29,7 @@ from shardopt.torch_private import (
 from tests.fake_rank import fake_rank
 
 WITH_INIT_GROUP = [
-    spec for spec in algorithms() if spec.steps_on is StepsOn.LEAVES and spec.name not in ("LBFGS", "SparseAdam")
+    spec for spec in algorithms() if spec.steps_on is StepsOn.LOCAL_TENSORS and spec.name not in ("LBFGS", "SparseAdam")
 ]
 
 
@@ -79,25 +79,25 @@ def test_a_step_changes_in_place_what_init_group_gathers(spec):
     assert gathers_as_torch(spec.optimizer([torch.ones(2, 2)])) == torchs
     if not torchs:
         return
-    leaves = [torch.ones(2, 2), torch.ones(3)]
-    optimizer = spec.optimizer(leaves)
+    received = [torch.ones(2, 2), torch.ones(3)]
+    optimizer = spec.optimizer(received)
     gathered = []
 
     def hand_over(group, lists):
         for each, ahead in zip(lists, gathered[-1], strict=True):
             each.extend(ahead)
-        return told
+        return reported
 
     for _ in range(3):
-        for leaf in leaves:
-            leaf.grad = torch.ones_like(leaf)
-        lists, told = gather_lists(optimizer, optimizer.param_groups[0])
+        for local in received:
+            local.grad = torch.ones_like(local)
+        lists, reported = gather_lists(optimizer, optimizer.param_groups[0])
         gathered.append(lists)
         step_with_lists(optimizer, hand_over)
     assert "_init_group" not in vars(optimizer)
     stepped, gradients, *state = gathered[-1]
-    assert all(a is b for a, b in zip(stepped, leaves, strict=True))
-    assert all(a is leaf.grad for a, leaf in zip(gradients, leaves, strict=True))
+    assert all(a is b for a, b in zip(stepped, received, strict=True))
+    assert all(a is local.grad for a, local in zip(gradients, received, strict=True))
     held = {id(value) for entries in optimizer.state.values() for value in entries.values()}
     assert {id(value) for each in state for value in each} == {each for each in held if each != id(None)}
 
@@ -147,12 +147,12 @@ def test_every_batch_norm_has_one_base():
 def test_scaling_multiplies_in_fp32_and_tells_what_is_not_finite(dtype):
     tensors = [torch.tensor([3.0, 1 / 3]).to(dtype), torch.empty(0, dtype=dtype), torch.ones(2, 2, dtype=dtype).t()]
     expected = [(tensor.float() * 0.3337).to(dtype) for tensor in tensors]
-    found = torch.zeros(())
-    scale_and_look(tensors, torch.tensor(0.3337), found)
+    actual = torch.zeros(())
+    scale_and_look(tensors, torch.tensor(0.3337), actual)
     assert all(map(torch.equal, tensors, expected))
-    assert found == 0
-    scale_and_look([torch.tensor([1.0, torch.nan]).to(dtype)], torch.tensor(1.0), found)
-    assert found == 1
+    assert actual == 0
+    scale_and_look([torch.tensor([1.0, torch.nan]).to(dtype)], torch.tensor(1.0), actual)
+    assert actual == 1
 
 
 class CallsAtTheEnd(torch.autograd.Function):
@@ -206,7 +206,7 @@ def test_a_scaler_is_known_in_its_step_and_tells_what_it_has_unscaled():
     assert stages.stage(optimizer) is OptState.READY and inverse_scale(scaler).item() == 0.125
     scaler.unscale_(optimizer)
     assert stages.stage(optimizer) is OptState.UNSCALED
-    assert {device.type: found.item() for device, found in stages.found(optimizer).items()} == {"cpu": 0.0}
+    assert {device.type: actual.item() for device, actual in stages.found(optimizer).items()} == {"cpu": 0.0}
     scaler.step(optimizer)
     assert seen[1:] == [scaler] and stages.stage(optimizer) is OptState.STEPPED
     other = torch.optim.SGD([weight])

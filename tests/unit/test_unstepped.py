@@ -133,7 +133,7 @@ class AsTorchrecs(shardopt.KeyedOptimizerWrapper):
 
 
 def old_style(params):
-    return AsTorchrecs(params, lambda leaves: torch.optim.Adam(leaves))
+    return AsTorchrecs(params, lambda tensors: torch.optim.Adam(tensors))
 
 
 def test_a_part_that_knows_of_no_names():

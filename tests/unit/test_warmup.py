@@ -502,8 +502,8 @@ def test_from_and_to_an_optimizer_without_warm_up():
 def test_torchrecs_state_loads_without_strictness():
     """Its position is laid out as here; it says nothing of stages."""
     made = WarmupOptimizer(sgd(), [RAMP], lr=0.5)
-    found = made.load_state_dict({"state": {"__warmup": {"warmup": torch.tensor([3, 0])}}}, strict=False)
-    assert found.missing_keys == ["state.__warmup.stages"]
+    actual = made.load_state_dict({"state": {"__warmup": {"warmup": torch.tensor([3, 0])}}}, strict=False)
+    assert actual.missing_keys == ["state.__warmup.stages"]
     assert rates_of(made) == pytest.approx([0.4])
 
 

@@ -217,7 +217,7 @@ def test_strings_in_state_are_kept_under_the_key_of_their_optimizer():
 def test_combined_optimizers_of_wrapped_combined_ones_have_all_their_state():
     optimizer = OptimizerWrapper(CombinedOptimizer([("a", OptimizerWrapper(sgd("w"))), OptimizerWrapper(sgd("v"))]))
     optimizer.init_state()
-    assert {name: list(its) for name, its in optimizer.state_dict()["state"].items()} == {
+    assert {name: list(own) for name, own in optimizer.state_dict()["state"].items()} == {
         "a.w": ["momentum_buffer"],
         "v": ["momentum_buffer"],
     }

@@ -1,4 +1,4 @@
-"""What L-BFGS remembers, and the direction that follows from it. The maths is at the top of `lbfgs`.
+"""The history of L-BFGS, and the direction that follows from it. The maths is at the top of `lbfgs`.
 
 The history is filled place by place, and then again from the first, so that nothing is moved. It has memory for the
 pairs that it holds and a few more, and grows as they come: h pairs at most, which is the shape that it is saved with.
@@ -23,7 +23,7 @@ HISTORY = ("old_dirs", "old_stps")
 
 
 def initial_numbers(size: int) -> dict[str, Tensor]:
-    """State that belongs to no parameter, before the first step, for a history of so many pairs."""
+    """Makes the state that belongs to no parameter, as before the first step, for a history of `size` pairs."""
     numbers = {
         name: torch.zeros((), dtype=torch.int64, device="cpu") for name in ("func_evals", "n_iter", "pairs", "next")
     }
@@ -34,53 +34,53 @@ def initial_numbers(size: int) -> dict[str, Tensor]:
 
 
 def resize_history(parameter: Tensor, state: MutableMapping[str, Tensor], places: int) -> None:
-    """Gives the history of a parameter memory for so many pairs; those in the first places stay, others are zeros."""
+    """Gives the history of a parameter memory for `places` pairs; those in the first places stay, others are zeros."""
     for name in HISTORY:
         old = state[name]
         if view_of(old, name).shape[0] == places:
             continue
         state[name] = stack_like(parameter, places)
-        for into, leaf in zip(local_tensors(state[name]), local_tensors(old), strict=True):
-            kept = min(len(into), len(leaf))
-            into[:kept] = leaf[:kept]
+        for into, local in zip(local_tensors(state[name]), local_tensors(old), strict=True):
+            kept = min(len(into), len(local))
+            into[:kept] = local[:kept]
 
 
 class Memory:
     """The state of all parameters and that of none, in one step.
 
     Args:
-        space: of the parameters.
-        states: parameter → its state, of those of which this rank has a part, in the order of the space; their history
-            is given the size that it needs.
+        vector: of the parameters.
+        states: parameter → its state, of those that this rank holds elements of, in the order of the vector; their
+            history is given the size that it needs.
         numbers: state that belongs to no parameter.
     """
 
     def __init__(
         self,
-        space: ParameterVector,
+        vector: ParameterVector,
         states: Mapping[Tensor, MutableMapping[str, Tensor]],
         numbers: Mapping[str, Tensor],
     ) -> None:
-        self._space, self._numbers, self._states = space, numbers, states
-        self.direction, self._gradient = self._leaves("d"), self._leaves("prev_flat_grad")
+        self._vector, self._numbers, self._states = vector, numbers, states
+        self.direction, self._gradient = self._local_tensors("d"), self._local_tensors("prev_flat_grad")
         self._size = len(numbers["s_dot_y"])
-        # What somebody has looked at has its whole size, which may be far too much for now.
+        # A history that somebody has looked at has its whole size, which may be far too much for now.
         self._make_room(int(self.number("pairs")) + 1 if self.number("n_iter") else 1)
 
-    def _leaves(self, name: str) -> list[Tensor]:
-        return [leaf for state in self._states.values() for leaf in local_tensors(state[name])]
+    def _local_tensors(self, name: str) -> list[Tensor]:
+        return [local for state in self._states.values() for local in local_tensors(state[name])]
 
     def _make_room(self, pairs: int) -> None:
-        """Gives the history memory for so many pairs, and takes away what is more than a quarter beyond."""
+        """Gives the history memory for `pairs` pairs, and frees places more than a quarter beyond."""
         enough = min(pairs, self._size)
         for parameter, state in self._states.items():
             places = view_of(state[HISTORY[0]]).shape[0]
             if not enough <= places <= enough + enough // 4:
                 resize_history(parameter, state, min(enough + enough // 4, self._size))
-        self._steps, self._changes = self._leaves("old_stps"), self._leaves("old_dirs")  # S and Y
+        self._steps, self._changes = self._local_tensors("old_stps"), self._local_tensors("old_dirs")  # S and Y
 
     def number(self, name: str) -> float:
-        """One of the numbers."""
+        """Returns one of the numbers."""
         return self._numbers[name].item()
 
     def set(self, name: str, value: float) -> None:
@@ -91,8 +91,8 @@ class Memory:
         """Adds to one of the numbers."""
         self._numbers[name].add_(value)
 
-    def turn(self, now: Trial) -> float:
-        """Sets the direction for the next iteration, and remembers where it began.
+    def next_direction(self, now: Trial) -> float:
+        """Sets the direction for the next iteration, and stores the gradient and loss that it begins with.
 
         Collective but in the very first iteration: one all-reduce.
 
@@ -111,14 +111,14 @@ class Memory:
                 torch.neg(gradient, out=into)
             slope = -now.slope
         else:
-            slope = self._turn(now.gradient)
+            slope = self._add_pair(now.gradient)
         for into, gradient in zip(self._gradient, now.gradient, strict=True):
             into.copy_(gradient)
         self.set("prev_loss", now.loss)
         return slope
 
-    def _turn(self, gradient: Sequence[Tensor]) -> float:
-        """Takes in the last step, and combines the next direction."""
+    def _add_pair(self, gradient: Sequence[Tensor]) -> float:
+        """Adds the last step and change of gradient to the history, and combines the next direction."""
         length = self.number("t")
         step = [direction * length for direction in self.direction]
         change = [new - old for new, old in zip(gradient, self._gradient, strict=True)]
@@ -133,23 +133,23 @@ class Memory:
         if s_y > _LEAST_CURVATURE:
             place = int(self.number("next"))
             self._make_room(max(place + 1, pairs))
-            self._remember(place, step, change, with_y[: 2 * pairs].view(2, pairs), s_y, y_y)
+            self._store(place, step, change, with_y[: 2 * pairs].view(2, pairs), s_y, y_y)
             s_g[place], y_g[place] = of_new
         return self._combine(gradient, s_g, y_g, g_g)
 
     def _products(
         self, step: Sequence[Tensor], change: Sequence[Tensor], gradient: Sequence[Tensor], pairs: int
     ) -> Tensor:
-        """The products of S, Y, s, y and g, one below the other, with y and with g: [2 · pairs + 3, 2], on the CPU."""
-        space = self._space
-        total = torch.zeros(2 * pairs + 3, 2, dtype=torch.float64, device=space.device)
-        for steps, changes, s, y, g in space.counted_of(self._steps, self._changes, step, change, gradient):
+        """Computes the products of S, Y, s, y and g with y and with g: [2 · pairs + 3, 2], on the CPU. Collective."""
+        vector = self._vector
+        total = torch.zeros(2 * pairs + 3, 2, dtype=torch.float64, device=vector.device)
+        for steps, changes, s, y, g in vector.counted_of(self._steps, self._changes, step, change, gradient):
             history = [as_rows(each[:pairs], pairs) for each in (steps, changes)] if pairs else []
             newest = [as_rows(s), as_rows(y), as_rows(g)]
-            total += products([*history, *newest], newest[1:]).to(space.device)
-        return space.all_reduce_sum(total.flatten(), total.new_zeros(0))[0].view(total.shape)
+            total += products([*history, *newest], newest[1:]).to(vector.device)
+        return vector.all_reduce_sum(total.flatten(), total.new_zeros(0))[0].view(total.shape)
 
-    def _remember(
+    def _store(
         self, place: int, step: Sequence[Tensor], change: Sequence[Tensor], old: Tensor, s_y: Tensor, y_y: Tensor
     ) -> None:
         """Puts a pair into a place of the history.
@@ -158,11 +158,11 @@ class Memory:
             old: [2, pairs], the products of S and of Y with the new y.
         """
         for memory, new in ((self._steps, step), (self._changes, change)):
-            for into, its in zip(memory, new, strict=True):
-                into[place] = its
+            for into, value in zip(memory, new, strict=True):
+                into[place] = value
         s_dot_y, y_dot_y = self._numbers["s_dot_y"], self._numbers["y_dot_y"]
         pairs = old.shape[1]
-        # The row of the new s is filled as later y come: only the products of an s with y that are not older are asked.
+        # The row of the new s is filled as later y come: only the products of an s with y that are not older are read.
         s_dot_y[:pairs, place] = old[0]
         y_dot_y[:pairs, place] = y_dot_y[place, :pairs] = old[1]
         s_dot_y[place, place], y_dot_y[place, place] = s_y, y_y
@@ -171,7 +171,7 @@ class Memory:
         self.set("next", (place + 1) % self._size)
 
     def _combine(self, gradient: Sequence[Tensor], s_g: Tensor, y_g: Tensor, g_g: Tensor) -> float:
-        """Sets the direction; gives g · d.
+        """Sets the direction; returns g · d.
 
         Args:
             s_g, y_g: the products of S and Y with g, by place.
@@ -187,10 +187,10 @@ class Memory:
         slope = -gamma * g_g - gamma * (a @ y_g[age]) + b @ s_g[age]
         by_place = torch.zeros(2 * pairs + 1, dtype=torch.float64, device="cpu")
         by_place[age], by_place[pairs + age], by_place[-1] = b, -gamma * a, -gamma
-        for steps, changes, its, into in zip(self._steps, self._changes, gradient, self.direction, strict=True):
+        for steps, changes, own, into in zip(self._steps, self._changes, gradient, self.direction, strict=True):
             rows = [as_rows(each[:pairs], pairs) for each in (steps, changes)] if pairs else []
-            flat = into.contiguous()  # itself, but where someone has put a tensor of his own in its place
-            combine(by_place.to(into.device, non_blocking=True), [*rows, as_rows(its)], as_rows(flat)[0])
+            flat = into.contiguous()  # itself, unless someone has put another tensor in its place
+            combine(by_place.to(into.device, non_blocking=True), [*rows, as_rows(own)], as_rows(flat)[0])
             if flat is not into:
                 into.copy_(flat)
         return float(slope)
@@ -199,10 +199,10 @@ class Memory:
 def coefficients(
     s_dot_y: Tensor, y_dot_y: Tensor, s_dot_g: Tensor, y_dot_g: Tensor, gamma: float
 ) -> tuple[Tensor, Tensor]:
-    """a and b of the direction −γ g − γ Y a + S b; Byrd, Nocedal and Schnabel (1994), theorem 2.2.
+    """Solves for a and b of the direction −γ g − γ Y a + S b; Byrd, Nocedal and Schnabel (1994), theorem 2.2.
 
     Args:
-        s_dot_y: SᵀY, [h, h], the oldest first; what is below its diagonal is not read.
+        s_dot_y: SᵀY, [h, h], the oldest first; elements below its diagonal are not read.
         y_dot_y: YᵀY, [h, h].
         s_dot_g, y_dot_g: Sᵀg and Yᵀg, [h].
         gamma: γ.

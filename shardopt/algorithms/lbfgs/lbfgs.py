@@ -6,7 +6,7 @@ With R the upper triangle of SᵀY, D its diagonal, and γ = (s · y) / (y · y)
     d = −H g = −γ g − γ Y a + S b        where R a = −Sᵀg        and        Rᵀ b = D a + γ (Yᵀg + YᵀY a).
 
 So all that ranks have to add up are products, and those that an iteration adds are with its g and its newest y: one
-all-reduce brings them together, the others are remembered. d is then local to each rank, and g · d follows from the
+all-reduce brings them together, the others are kept. d is then local to each rank, and g · d follows from the
 same numbers. Each element is counted by one of the ranks that hold it; products and combinations are taken in fp64.
 
 Sources: Byrd, Nocedal and Schnabel, Representations of quasi-Newton matrices and their use in limited memory methods
@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from shardopt.algorithms.lbfgs.history import Memory, initial_numbers, resize_history
 from shardopt.algorithms.lbfgs.strong_wolfe import Trial, strong_wolfe
 from shardopt.algorithms.lbfgs.vectors import ParameterVector
+from shardopt.algorithms.registry import GLOBAL_STATE
 from shardopt.errors import AlgorithmError, Problem
 from shardopt.ranks import ranks_of
 from shardopt.sharding.box import cover_faults
@@ -34,9 +35,6 @@ from shardopt.sharding.gradients import local_gradients, requires_gradient
 from shardopt.sharding.pieces import View
 from shardopt.sharding.reduced import stack_like
 from shardopt.sharding.view import assemble, is_held, local_tensors
-
-GLOBAL = "global"
-"""What the name begins with under which `state` has what belongs to no parameter: "global.<least FQN>"."""
 
 Group = Mapping[str, Any]
 
@@ -100,11 +98,11 @@ class LBFGS(Optimizer):
             "history_size": history_size,
             "line_search_fn": line_search_fn,
         }
-        self._space: ParameterVector | None = None
+        self._vector: ParameterVector | None = None
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """The one group, as torch's constructor passes it.
+        """Adds the one group, as torch's constructor passes it.
 
         Raises:
             AlgorithmError: there is a group already.
@@ -119,15 +117,15 @@ class LBFGS(Optimizer):
         """Up to `max_iter` iterations. Collective: every rank of the job must call.
 
         One all-reduce for every evaluation, and one for every iteration but the very first; each is waited for, since
-        its numbers decide what comes next. The first time, and when there are other parameters, ranks also tell each
-        other what they hold.
+        its numbers decide what comes next. The first time, and when there are other parameters, ranks also exchange
+        which of them hold what.
 
         Args:
             closure: clears the gradients, evaluates the model, goes backward and returns the loss, the same on every
                 rank; called up to `max_eval` times and a few more, with gradients enabled.
 
         Returns:
-            What the closure returned at first.
+            The first result of the closure.
 
         Raises:
             AlgorithmError: there is no closure.
@@ -138,10 +136,10 @@ class LBFGS(Optimizer):
             problem = Problem("closure", "none", "one", "pass a function that evaluates the model again")
             raise AlgorithmError("LBFGS evaluates the model several times in a step", [problem])
         (group,) = self.param_groups
-        space = self._space_of(group)
-        states = {parameter: self._state_of(parameter) for parameter in space.parameters if is_held(parameter)}
-        memory = Memory(space, states, self.make_global())
-        first_loss, now = space.evaluate(closure)
+        vector = self._vector_of(group)
+        states = {parameter: self._state_of(parameter) for parameter in vector.parameters if is_held(parameter)}
+        memory = Memory(vector, states, self.make_global())
+        first_loss, now = vector.evaluate(closure)
         evaluations = 1
         memory.add("func_evals", 1)
         if now.peak <= group["tolerance_grad"]:
@@ -151,20 +149,20 @@ class LBFGS(Optimizer):
             length = lr
             if memory.number("n_iter") == 0 and now.total > 1.0:
                 length *= 1.0 / now.total
-            slope = memory.turn(now)
+            slope = memory.next_direction(now)
             memory.set("t", length)
             if slope > -group["tolerance_change"]:
                 break
             before = now.loss
             last = iteration == group["max_iter"]
             start = replace(now, step=0.0, slope=slope)
-            now, spent = self._move(space, memory, closure, start, length, evaluations, last)
+            now, spent = self._move(vector, memory, closure, start, length, evaluations, last)
             memory.set("t", now.step)
             evaluations += spent
             memory.add("func_evals", spent)
             if last or evaluations >= group["max_eval"] or now.peak <= group["tolerance_grad"]:
                 break
-            if abs(now.step) * space.reach <= group["tolerance_change"]:
+            if abs(now.step) * vector.reach <= group["tolerance_change"]:
                 break
             if abs(now.loss - before) < group["tolerance_change"]:
                 break
@@ -172,7 +170,7 @@ class LBFGS(Optimizer):
 
     def _move(
         self,
-        space: ParameterVector,
+        vector: ParameterVector,
         memory: Memory,
         closure: Callable[[], Any],
         start: Trial,
@@ -180,36 +178,36 @@ class LBFGS(Optimizer):
         evaluations: int,
         last: bool,
     ) -> tuple[Trial, int]:
-        """Moves the parameters along the direction; gives the trial there, and the number of evaluations."""
+        """Moves the parameters along the direction; returns the trial there, and the number of evaluations."""
         group, direction = self.param_groups[0], memory.direction
         if group["line_search_fn"] is None:
-            space.add(length, direction)
-            if last:  # nothing would be done with what an evaluation told
+            vector.add(length, direction)
+            if last:  # the result of an evaluation would not be used
                 return replace(start, step=length), 0
-            return replace(space.evaluate(closure, direction)[1], step=length), 1
-        here = space.copy()
+            return replace(vector.evaluate(closure, direction)[1], step=length), 1
+        here = vector.copy()
 
         def evaluate(step: float) -> Trial:
-            space.add(step, direction)
+            vector.add(step, direction)
             try:
-                trial = space.evaluate(closure, direction)[1]
+                trial = vector.evaluate(closure, direction)[1]
             finally:
-                space.restore(here)
+                vector.restore(here)
             return replace(trial, step=step)
 
         def too_short(steps: float) -> bool:
-            return bool(steps * space.reach < group["tolerance_change"])
+            return bool(steps * vector.reach < group["tolerance_change"])
 
-        found, spent = strong_wolfe(evaluate, start, length, too_short, group["max_eval"] - evaluations)
-        space.add(found.step, direction)
-        return found, spent
+        best, spent = strong_wolfe(evaluate, start, length, too_short, group["max_eval"] - evaluations)
+        vector.add(best.step, direction)
+        return best, spent
 
     @property
     def global_name(self) -> str:
-        """The name under which `state` has what belongs to no parameter."""
+        """The name under which `state` has the state that belongs to no parameter."""
         (group,) = self.param_groups
         least = min((self.names[parameter] for parameter in group["params"] if parameter in self.names), default="")
-        return f"{GLOBAL}.{least}" if least else GLOBAL
+        return f"{GLOBAL_STATE}.{least}" if least else GLOBAL_STATE
 
     def complete_state(self, parameter: Tensor) -> None:
         """Gives the state of a parameter, if it has any, the shapes that it is saved with."""
@@ -221,14 +219,17 @@ class LBFGS(Optimizer):
             resize_history(parameter, state, len(numbers["s_dot_y"]) if numbers else group["history_size"])
 
     def initial_state(self, group: Group, parameter: Tensor) -> dict[str, Any]:
-        """New state of a parameter that has none, with the shapes that it is saved with; changes nothing."""
-        return self._fresh(parameter, group["history_size"])
+        """Makes the state of a parameter that has none, with the shapes that it is saved with; changes nothing."""
+        return self._new_state(parameter, group["history_size"])
 
-    def _fresh(self, parameter: Tensor, places: int) -> dict[str, Any]:
+    def _new_state(self, parameter: Tensor, places: int) -> dict[str, Any]:
         def zeros() -> Tensor:
             return assemble(
                 parameter,
-                [torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device) for leaf in local_tensors(parameter)],
+                [
+                    torch.zeros(local.shape, dtype=local.dtype, device=local.device)
+                    for local in local_tensors(parameter)
+                ],
             )
 
         return {
@@ -239,11 +240,11 @@ class LBFGS(Optimizer):
         }
 
     def initial_global(self) -> dict[str, Tensor]:
-        """State that belongs to no parameter, before the first step; changes nothing."""
+        """Makes the state that belongs to no parameter as it is before the first step; changes nothing."""
         return initial_numbers(self.param_groups[0]["history_size"])
 
     def make_global(self) -> dict[str, Tensor]:
-        """The state that belongs to no parameter, live; made where there is none yet."""
+        """Returns the state that belongs to no parameter, live; makes it where there is none yet."""
         by_name: Any = self.state  # torch declares tensors as its only keys, and takes any
         state: dict[str, Tensor] = by_name[self.global_name]
         if not state:
@@ -253,13 +254,13 @@ class LBFGS(Optimizer):
     def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
-            state.update(self._fresh(parameter, 1))
+            state.update(self._new_state(parameter, 1))
         return state
 
-    def _space_of(self, group: Group) -> ParameterVector:
-        """The space of all parameters that are or were trained."""
-        # A rank without a part has no state to tell what was trained, but makes a new space together with the others.
-        before = set(() if self._space is None else self._space.parameters)
+    def _vector_of(self, group: Group) -> ParameterVector:
+        """Returns the vector of all parameters that are or were trained."""
+        # A rank without elements has no state that shows what was trained, but makes a new vector with the others.
+        before = set(() if self._vector is None else self._vector.parameters)
         parameters = [
             parameter
             for parameter in group["params"]
@@ -268,20 +269,20 @@ class LBFGS(Optimizer):
             or (parameter in before and not is_held(parameter))
             or any(_present(local_gradients(parameter)))
         ]
-        if self._space is None or not self._space.fits(ranks_of(), parameters):
+        if self._vector is None or not self._vector.fits(ranks_of(), parameters):
             names = {parameter: self.names.get(parameter, f"{i:09}") for i, parameter in enumerate(parameters)}
-            self._space = ParameterVector(ranks_of(), names)
-        return self._space
+            self._vector = ParameterVector(ranks_of(), names)
+        return self._vector
 
     def __getstate__(self) -> dict[str, Any]:
-        # The space is for these very parameters.
-        return {**super().__getstate__(), "names": self.names, "_space": None}
+        # The vector is of these very parameters.
+        return {**super().__getstate__(), "names": self.names, "_vector": None}
 
 
 def unsuitable_for_lbfgs(view: View) -> str:
-    """What keeps a parameter from being optimized with L-BFGS; "" where nothing does."""
+    """Returns why a parameter cannot be optimized with L-BFGS; "" where it can."""
     if cover_faults(view.shape, view.layout.boxes):
-        return "shards that do not tell where the rest of the parameter is"
+        return "shards that do not say where the rest of the parameter is"
     return ""
 
 

@@ -1,4 +1,4 @@
-"""A line search whose result has a lower loss and a flatter slope: the strong Wolfe conditions.
+"""Line search for a step with a lower loss and a flatter slope: the strong Wolfe conditions.
 
 φ(t) is the loss at a step of t along a direction in which it falls, ψ its slope. A step t is taken where
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What is known at one step along the direction.
+    """Loss, slope and gradient at one step along the direction.
 
     Args:
         step: t.
@@ -111,7 +111,7 @@ def strong_wolfe(
 
 
 def cubic_minimum(one: Trial, other: Trial, least: float, greatest: float) -> float:
-    """Where the cubic through two losses and slopes is least, or the middle of the bounds where it has no minimum.
+    """Minimises the cubic through two losses and slopes; returns the middle of the bounds where it has no minimum.
 
     Args:
         one, other: in any order.

@@ -1,6 +1,6 @@
 """All parameters of a job as one vector, of which each rank holds some elements.
 
-A vector is a list of local tensors here, one for each leaf of each parameter, in an order that all ranks share.
+A vector is a list of local tensors here, those of each parameter, in an order that all ranks share.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class ParameterVector:
             on the order in which parameters are given.
 
     Raises:
-        LayoutError: a parameter cannot be described, or ranks hold parts of one that do not fit together.
+        LayoutError: a parameter cannot be described, or ranks hold boxes of one that do not fit together.
     """
 
     def __init__(self, ranks: Ranks, names: Mapping[Tensor, str]) -> None:
         self.ranks = ranks
         self._given = list(names)
         self._names = {parameter: names[parameter] for parameter in sorted(names, key=names.__getitem__)}
-        mine, _ = counted_parameters(ranks, self._names)
-        self.counted = [counted for share in mine if is_held(share.parameter) for counted in share.counted]
+        counted_here, _ = counted_parameters(ranks, self._names)
+        self.counted = [counted for each in counted_here if is_held(each.parameter) for counted in each.counted]
         self.reach = 0.0
 
     @property
@@ -50,37 +50,37 @@ class ParameterVector:
 
     @property
     def device(self) -> torch.device:
-        """Where numbers are worked out."""
+        """The device of scalars."""
         return device_of(self._given[0]) if self._given else self.ranks.device
 
     def fits(self, ranks: Ranks, parameters: Sequence[Tensor]) -> bool:
-        """Whether it is that of these parameters, given in this order."""
+        """Whether it is the vector of these parameters, given in this order."""
         # Ranks of another process group than then may have the same numbers.
         ranks_too = ranks is self.ranks or ranks.size == self.ranks.size == 1
         return ranks_too and len(parameters) == len(self._given) and all(map(is_, parameters, self._given))
 
-    def leaves(self) -> list[Tensor]:
-        """The local tensors of the parameters of which this rank has a part."""
-        return [leaf for parameter in filter(is_held, self._names) for leaf in local_tensors(parameter)]
+    def local_tensors(self) -> list[Tensor]:
+        """Returns the local tensors of the parameters that this rank holds elements of."""
+        return [local for parameter in filter(is_held, self._names) for local in local_tensors(parameter)]
 
     def copy(self) -> list[Tensor]:
-        """The parameters as they are now."""
-        return [leaf.clone() for leaf in self.leaves()]
+        """Returns copies of the parameters as they are now."""
+        return [local.clone() for local in self.local_tensors()]
 
     def restore(self, copied: list[Tensor]) -> None:
-        """Sets the parameters to what `copy` gave."""
+        """Sets the parameters to copies from `copy`."""
         if copied:
-            torch._foreach_copy_(self.leaves(), copied)
+            torch._foreach_copy_(self.local_tensors(), copied)
 
     def add(self, length: float, direction: list[Tensor]) -> None:
         """x ← x + length · direction."""
         if direction:
-            torch._foreach_add_(self.leaves(), direction, alpha=length)
+            torch._foreach_add_(self.local_tensors(), direction, alpha=length)
 
     def counted_of(self, *vectors: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-        """The tensors of some vectors, leaf by leaf, without those that another rank counts and empty ones."""
-        of_leaves = zip(*vectors, strict=True)
-        return [its for counted, its in zip(self.counted, of_leaves, strict=True) if counted and its[0].numel()]
+        """Returns the tensors of some vectors side by side, without those that another rank counts and empty ones."""
+        rows = zip(*vectors, strict=True)
+        return [row for counted, row in zip(self.counted, rows, strict=True) if counted and row[0].numel()]
 
     def evaluate(self, closure: Callable[[], Any], direction: list[Tensor] | None = None) -> tuple[Any, Trial]:
         """Evaluates the model where the parameters are. Collective: one all-reduce. `reach` is set where there is a
@@ -88,10 +88,10 @@ class ParameterVector:
 
         Args:
             closure: as for LBFGS's step.
-            direction: what the slope is taken along; None for the gradient itself.
+            direction: the slope is taken along it; None for the gradient itself.
 
         Returns:
-            What the closure returned, and the trial, at step 0.
+            The result of the closure, and the trial, at step 0.
 
         Raises:
             GradientError: a gradient does not fit its parameter, or is sparse; on the rank that has it.
@@ -107,9 +107,9 @@ class ParameterVector:
             failure = error
         along = direction or gradient
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for leaf, other in self.counted_of(gradient, along) if failure is None else ():
-            sums[0] += products([as_rows(leaf)], [as_rows(other)])[0, 0].to(self.device)
-            sums[1] += torch.linalg.vector_norm(as_rows(leaf), 1, dtype=torch.float64).to(self.device)
+        for local, other in self.counted_of(gradient, along) if failure is None else ():
+            sums[0] += products([as_rows(local)], [as_rows(other)])[0, 0].to(self.device)
+            sums[1] += torch.linalg.vector_norm(as_rows(local), 1, dtype=torch.float64).to(self.device)
         own = [_as_number(loss, self.device), self._largest(gradient), self._largest(direction or ())]
         own.append(torch.full_like(own[0], failure is not None))
         (slope, total), of_ranks = self.all_reduce_sum(sums, torch.stack(own))
@@ -124,7 +124,7 @@ class ParameterVector:
         return loss, trial
 
     def all_reduce_sum(self, sums: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds up numbers over the job, and brings together what each rank has. Collective: one all-reduce.
+        """Adds up numbers over the job, and gathers the numbers of each rank. Collective: one all-reduce.
 
         Args:
             sums: [k], fp64, this rank's summands.
@@ -142,25 +142,25 @@ class ParameterVector:
         return together[: len(sums)], together[len(sums) :].view(self.ranks.size, count)
 
     def _gradient(self) -> list[Tensor]:
-        """The gradient, copied, since the next evaluation writes over it; zero where there is none."""
+        """Returns the gradient, copied, since the next evaluation writes over it; zero where there is none."""
         gradient: list[Tensor] = []
         for parameter in filter(is_held, self._names):
-            found = dense_gradients(parameter, self._names[parameter])
-            if found is None:
-                gradient += [torch.zeros_like(leaf) for leaf in local_tensors(parameter)]
+            gradients = dense_gradients(parameter, self._names[parameter])
+            if gradients is None:
+                gradient += [torch.zeros_like(local) for local in local_tensors(parameter)]
             else:
-                gradient += [its.clone() for its in found]
+                gradient += [each.clone() for each in gradients]
         return gradient
 
     def _largest(self, vector: Sequence[Tensor]) -> Tensor:
-        """The largest absolute value of a real number in this rank's part of a vector; NaN where there is one."""
-        parts = [as_rows(part) for part in vector if part.numel()]
-        largest = [torch.linalg.vector_norm(part, torch.inf, dtype=torch.float64).to(self.device) for part in parts]
+        """Returns the largest absolute value of a real number in local tensors of a vector; NaN where there is one."""
+        rows = [as_rows(local) for local in vector if local.numel()]
+        largest = [torch.linalg.vector_norm(row, torch.inf, dtype=torch.float64).to(self.device) for row in rows]
         return torch.stack([torch.zeros((), dtype=torch.float64, device=self.device), *largest]).max()
 
 
 def _as_number(loss: Any, device: torch.device) -> Tensor:
-    """The loss as an fp64 tensor without dimensions, without waiting for it."""
+    """Converts the loss to an fp64 tensor without dimensions, without waiting for it."""
     if isinstance(loss, Tensor):
         return view_of(loss.detach(), "loss").pieces[0].tensor.reshape(()).to(device, torch.float64)
     return torch.tensor(float(loss), dtype=torch.float64, device=device)

@@ -1,8 +1,8 @@
-"""Which rank works on which whole matrix, and which boxes travel for it. Integers only, no tensors.
+"""Assigns matrices to ranks by longest processing time first, and plans which boxes travel. Integers only, no tensors.
 
 M matrices that lie in boxes over the same R ranks. Each is given to one owner, which gathers its boxes, works on the
-whole and hands each box back to all who hold it. All ranks work out the same plan from the same layouts, without a
-word between them.
+whole and hands each box back to all who hold it. All ranks compute the same plan from the same layouts, without
+communication.
 
 Plans are made of rounds, each with one exchange to the owners and one back, so that an owner need not have all of its
 matrices in memory at once.
@@ -22,7 +22,7 @@ from shardopt.sharding.layout import Layout
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One matrix: where it lies, and how much work it is.
+    """One matrix: where it lies, and the cost of computing on it.
 
     Args:
         layout: with the holders of each box.
@@ -34,9 +34,9 @@ class Job:
 
     @property
     def elements(self) -> int:
-        """What the owner sends back, counted per holder; it gathers no more than that."""
-        holders = self.layout.holders or ((),)
-        return sum(box.numel * len(its) for box, its in zip(self.layout.boxes, holders, strict=True))
+        """The number of elements that the owner sends back, counted per holder; it gathers no more than that."""
+        holders_of_boxes = self.layout.holders or ((),)
+        return sum(box.numel * len(holders) for box, holders in zip(self.layout.boxes, holders_of_boxes, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,22 +44,24 @@ class BufferLayout:
     """The boxes that a rank sends or gets in one exchange, one behind the other as they lie in its buffer.
 
     Args:
-        parts: the number of the matrix, and the box.
+        boxes: the number of the matrix, and the box.
         counts: how many elements go to or come from each of the ranks.
     """
 
-    parts: tuple[tuple[int, Box], ...]
+    boxes: tuple[tuple[int, Box], ...]
     counts: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What one rank does in a round.
+    """One rank's computations and exchanges in a round.
 
     Args:
         owned: the numbers of the matrices that it works on.
-        gives, gathers: what it sends to the owners of others, and gets for its own matrices.
-        returns, takes: what it sends of the results, and gets of those of others.
+        send_to_owner: the boxes that it sends to the owners of matrices.
+        recv_from_holders: the boxes of its own matrices that it gets.
+        send_to_holders: the boxes of its results that it sends back.
+        recv_from_owner: the boxes of results that it gets.
     """
 
     owned: tuple[int, ...]
@@ -71,7 +73,7 @@ class Round:
 
 @lru_cache(maxsize=256)
 def plan(jobs: tuple[Job, ...], ranks: tuple[int, ...], rank: int, most_elements: int) -> tuple[Round, ...]:
-    """The rounds in which `rank` plays its part. The other ranks have as many, of the same matrices.
+    """Plans the rounds of `rank`. The other ranks have as many, of the same matrices.
 
     Args:
         jobs: matrices that `ranks` and no others hold (not all of them need), in the same order on every rank.
@@ -81,11 +83,11 @@ def plan(jobs: tuple[Job, ...], ranks: tuple[int, ...], rank: int, most_elements
     """
     owners = _owners([job.cost for job in jobs], len(ranks))
     rounds = _rounds([job.elements for job in jobs], owners, most_elements)
-    return tuple(_round(jobs, [ranks[owner] for owner in owners], its, ranks, rank) for its in rounds)
+    return tuple(_round(jobs, [ranks[owner] for owner in owners], numbers, ranks, rank) for numbers in rounds)
 
 
 def _owners(costs: Sequence[int], count: int) -> list[int]:
-    """For each job one of `count` owners: the largest first, each to who has least so far.
+    """Assigns each job to one of `count` owners: the largest first, each to the owner with the least so far.
 
     No owner gets more than 4/3 of what the best division would give the busiest (Graham 1969).
     """
@@ -98,7 +100,7 @@ def _owners(costs: Sequence[int], count: int) -> list[int]:
 
 
 def _rounds(sizes: Sequence[int], owners: Sequence[int], most: int) -> list[list[int]]:
-    """The jobs of each round: of every owner a run of its jobs that is not larger than `most`, or a single one."""
+    """Splits jobs into rounds: of every owner a run of its jobs that is not larger than `most`, or a single one."""
     rounds: list[list[int]] = [[]]
     filled: dict[int, tuple[int, int]] = {}  # owner -> the round of its last job, and the size of its jobs there
     for job, (size, owner) in enumerate(zip(sizes, owners, strict=True)):
@@ -111,19 +113,25 @@ def _rounds(sizes: Sequence[int], owners: Sequence[int], most: int) -> list[list
     return rounds
 
 
-def _round(jobs: Sequence[Job], owners: Sequence[int], its: Sequence[int], ranks: Sequence[int], rank: int) -> Round:
-    owned = tuple(job for job in its if owners[job] == rank)
-    mine = [(job, box, holders) for job in its for box, holders in _boxes_of(jobs[job].layout, rank)]
+def _round(
+    jobs: Sequence[Job], owners: Sequence[int], numbers: Sequence[int], ranks: Sequence[int], rank: int
+) -> Round:
+    owned = tuple(job for job in numbers if owners[job] == rank)
+    held = [(job, box, holders) for job in numbers for box, holders in _boxes_of(jobs[job].layout, rank)]
     whole = [(job, box, holders) for job in owned for box, holders in _boxes(jobs[job].layout)]
     return Round(
         owned,
-        send_to_owner=_route(
-            ((owners[job], job, box) for job, box, holders in mine if _giver(holders, owners[job], ranks) == rank),
+        send_to_owner=_buffer_layout(
+            ((owners[job], job, box) for job, box, holders in held if _sender(holders, owners[job], ranks) == rank),
             ranks,
         ),
-        recv_from_holders=_route(((_giver(holders, rank, ranks), job, box) for job, box, holders in whole), ranks),
-        send_to_holders=_route(((holder, job, box) for job, box, holders in whole for holder in holders), ranks),
-        recv_from_owner=_route(((owners[job], job, box) for job, box, _ in mine), ranks),
+        recv_from_holders=_buffer_layout(
+            ((_sender(holders, rank, ranks), job, box) for job, box, holders in whole), ranks
+        ),
+        send_to_holders=_buffer_layout(
+            ((holder, job, box) for job, box, holders in whole for holder in holders), ranks
+        ),
+        recv_from_owner=_buffer_layout(((owners[job], job, box) for job, box, _ in held), ranks),
     )
 
 
@@ -137,8 +145,8 @@ def _boxes_of(layout: Layout, rank: int) -> tuple[tuple[Box, tuple[int, ...]], .
     return tuple((box, holders) for box, holders in _boxes(layout) if rank in holders)
 
 
-def _giver(holders: Sequence[int], owner: int, ranks: Sequence[int]) -> int:
-    """Which of those who hold a box sends it to the owner: the owner itself, or the one in the owner's replica.
+def _sender(holders: Sequence[int], owner: int, ranks: Sequence[int]) -> int:
+    """Returns the holder of a box that sends it to the owner: the owner itself, or the one in the owner's replica.
 
     Replicas are taken to be runs of ranks of equal length, as in a mesh whose first dimension replicates; then a box
     does not leave the hosts of a replica.
@@ -146,10 +154,10 @@ def _giver(holders: Sequence[int], owner: int, ranks: Sequence[int]) -> int:
     return owner if owner in holders else holders[ranks.index(owner) * len(holders) // len(ranks)]
 
 
-def _route(parts: Iterable[tuple[int, int, Box]], ranks: Sequence[int]) -> BufferLayout:
-    """The route of parts (peer, job, box); what goes to or comes from one peer stands in the same order on both."""
+def _buffer_layout(boxes: Iterable[tuple[int, int, Box]], ranks: Sequence[int]) -> BufferLayout:
+    """Lays out boxes (peer, job, box) in a buffer; those of one peer stand in the same order on both sides."""
     position = {rank: i for i, rank in enumerate(ranks)}
-    ordered = sorted(parts, key=lambda part: position[part[0]])  # stable: jobs and boxes stay in ascending order
+    ordered = sorted(boxes, key=lambda each: position[each[0]])  # stable: jobs and boxes stay in ascending order
     counts = [0] * len(ranks)
     for peer, _, box in ordered:
         counts[position[peer]] += prod(box.sizes)

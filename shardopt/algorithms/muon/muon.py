@@ -11,9 +11,9 @@ with (a, b, c) = ns_coefficients; s = √max(1, M / N), or 0.2 √max(M, N) unde
 transpose of a matrix with M > N is orthogonalised. Sources: Jordan et al., Muon: An optimizer for hidden layers in
 neural networks (2024); Liu et al., Muon is scalable for LLM training (2025); options as torch.optim.Muon has them.
 
-What is elementwise (B, U, θ) each rank does on its shards. U goes to the owner of the matrix in the dtype in which O is
-computed, and O comes back in it: one all-to-all there and one back for all matrices together, or a few where they are
-large. The owner computes on the whole matrix, so that the result is the same bits on any number of ranks.
+Each rank computes B, U and θ, which are elementwise, on its shards. U goes to the owner of the matrix in the dtype in
+which O is computed, and O comes back in it: one all-to-all there and one back for all matrices together, or a few where
+they are large. The owner computes on the whole matrix, so that the result is the same bits on any number of ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shardopt.algorithms.late_checks import LateChecks
 from shardopt.algorithms.muon.assignment import Job
 from shardopt.algorithms.muon.newton_schulz import adjustment, orthogonalised
 from shardopt.algorithms.muon.redistribute import MatrixRedistributor
-from shardopt.algorithms.muon.teams import Team, judge_words, refusal
+from shardopt.algorithms.muon.teams import Team, refusal, refuse_differing_gradients
 from shardopt.errors import GradientError, Problem, StateError
 from shardopt.ranks import ranks_among, ranks_of
 from shardopt.sharding.box import Box, cover_faults
@@ -66,7 +66,7 @@ class Muon(Optimizer):
     """Parameter → its name, for errors and for the order of parameters; a keyed optimizer sets it."""
 
     round_bytes = 128 << 20
-    """How large an owner's matrices may be before another one waits for the next round; at any time there are up to
+    """The size of an owner's matrices from which on another one waits for the next round; at any time there are up to
     four such buffers. The same on every rank."""
 
     def __init__(
@@ -110,14 +110,14 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step. Collective: every rank of every mesh in it must call.
+        """Takes one step. Collective: every rank of every mesh in it must call.
 
         For each set of ranks over which matrices lie, one all-to-all to the owners and one back for every
         `round_bytes` that an owner works on; before them, on the CPU or where there are ShardedTensors, one small
         all-reduce that finds absent gradients. No device is waited for, but for ShardedTensors or an lr that is there.
 
-        Where nothing is waited for, the first exchange tells who has which gradients, and matrices of which nobody has
-        one take part in it. What is wrong with that is found once it has come to the host, in a later step.
+        Where nothing is waited for, the first exchange also carries which rank has which gradients, and matrices of
+        which nobody has one take part in it. Differences are raised once they have come to the host, in a later step.
 
         Args:
             closure: evaluates the model again and returns the loss, which is returned; called once.
@@ -128,7 +128,7 @@ class Muon(Optimizer):
                 was absent or refused for zeros.
             StateError: a parameter was sharded in another way since its momentum was made.
         """
-        self._late.judge()
+        self._late.run_ready()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -139,9 +139,9 @@ class Muon(Optimizer):
             for parameter in group["params"]
         ]
         teams = _teams(sorted(matrices, key=lambda matrix: matrix.name))
-        problems = [problem for team in teams if team.asks for problem in team.agree()]
-        unheard = {matrix for team in teams if not team.asks for matrix in team.matrices}
-        _raise_fault(matrix for matrix in matrices if matrix not in unheard)
+        problems = [problem for team in teams if team.checks_first for problem in team.agree()]
+        unchecked = {matrix for team in teams if not team.checks_first for matrix in team.matrices}
+        _raise_fault(matrix for matrix in matrices if matrix not in unchecked)
         if problems:
             raise refusal(problems)
         for matrix in matrices:
@@ -149,23 +149,23 @@ class Muon(Optimizer):
                 matrix.update_momentum(self._momentum(matrix))
         for team in teams:
             self._orthogonalise(team)
-        _raise_fault(unheard)  # now that the others do not wait for this rank
+        _raise_fault(unchecked)  # now that the others do not wait for this rank
         return loss
 
     def initial_state(self, group: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
-        """New state of a parameter that has none, as its first step would make it; changes nothing."""
-        return {"momentum_buffer": assemble(parameter, [torch.zeros_like(leaf) for leaf in local_tensors(parameter)])}
+        """Makes the state of a parameter that has none, as its first step would; changes nothing."""
+        return {"momentum_buffer": assemble(parameter, [torch.zeros_like(local) for local in local_tensors(parameter)])}
 
     def _orthogonalise(self, team: Team[_Matrix]) -> None:
-        moving = team.moving()
-        if not moving:
+        stepping = team.stepping()
+        if not stepping:
             return
-        dtype = _DTYPES[moving[0].group["ns_dtype"]]
-        together = MatrixRedistributor(team.ranks, dtype, moving[0].device, self.round_bytes)
-        told = together.run(moving, team.word(moving))
-        if not team.asks:
-            names = [matrix.name for matrix in moving]
-            self._late.note(told, partial(judge_words, team.ranks.members, names))
+        dtype = _DTYPES[stepping[0].group["ns_dtype"]]
+        redistributor = MatrixRedistributor(team.ranks, dtype, stepping[0].device, self.round_bytes)
+        flags = redistributor.run(stepping, team.gradient_flags(stepping))
+        if not team.checks_first:
+            names = [matrix.name for matrix in stepping]
+            self._late.defer(flags, partial(refuse_differing_gradients, team.ranks.members, names))
 
     @property
     def _late(self) -> LateChecks:
@@ -194,7 +194,7 @@ class _Matrix:
         self.view = view_of(parameter, name)
         self.is_held = is_held(parameter)
         self.gradients: list[Tensor] | None = None
-        self.fault: GradientError | None = None  # to be raised once the other ranks have heard of it
+        self.fault: GradientError | None = None  # raised once the other ranks know of it
         try:
             self.gradients = dense_gradients(parameter, name)
         except GradientError as error:
@@ -231,8 +231,8 @@ class _Matrix:
         for momentum, gradient in zip(self._momentum, self.gradients, strict=True):
             momentum.lerp_(gradient, 1 - self.group["momentum"])
 
-    def parts(self) -> dict[Box, Tensor]:
-        """U, by box; zeros without a gradient."""
+    def local_boxes(self) -> dict[Box, Tensor]:
+        """Computes U, by box; zeros without a gradient."""
         if not self.is_held:
             return {}
         if self.gradients is None:
@@ -243,11 +243,11 @@ class _Matrix:
             update = [gradient.lerp(momentum, self.group["momentum"]) for gradient, momentum in pairs]
         return {piece.box: piece.tensor for piece in view_of(assemble(self.parameter, update)).pieces}
 
-    def work(self, whole: Tensor) -> Tensor:
-        """O from U."""
+    def compute(self, whole: Tensor) -> Tensor:
+        """Computes O from U."""
         return orthogonalised(whole, self.group["ns_coefficients"], self.group["ns_steps"], self.group["eps"])
 
-    def take(self, box: Box, part: Tensor) -> None:
+    def apply_box(self, box: Box, result: Tensor) -> None:
         """θ ← (1 − lr weight_decay) θ − lr s O, in one box; nothing without a gradient."""
         if self.gradients is None:
             return
@@ -258,19 +258,19 @@ class _Matrix:
         # In 16 bits torch's kernels round the factor, or do not, by how far from the end of the memory an element is:
         # the result would depend on where shards end.
         wide = here.to(torch.promote_types(here.dtype, torch.float32))
-        wide.mul_(1 - lr * self.group["weight_decay"]).add_(part, alpha=-(lr * scale))
+        wide.mul_(1 - lr * self.group["weight_decay"]).add_(result, alpha=-(lr * scale))
         if wide is not here:
             here.copy_(wide)
 
 
 def unsuitable_for_muon(view: View) -> str:
-    """What keeps a parameter from being orthogonalised; "" where nothing does."""
+    """Returns why a parameter cannot be orthogonalised; "" where it can."""
     if len(view.shape) != 2:
         return f"shape {view.shape}, which is no matrix's"
     if not view.dtype.is_floating_point:
         return f"dtype {view.dtype}"
     if cover_faults(view.shape, view.layout.boxes):
-        return "shards that do not tell where the rest of the matrix is"
+        return "shards that do not say where the rest of the matrix is"
     return ""
 
 
@@ -281,7 +281,7 @@ def _raise_fault(matrices: Iterable[_Matrix]) -> None:
 
 
 def _teams(matrices: Iterable[_Matrix]) -> list[Team[_Matrix]]:
-    """The matrices by the ranks over which they lie, in the same order on all of these."""
+    """Groups the matrices by the ranks over which they lie, in the same order on all of these."""
     rank = ranks_of().rank
     teams: dict[tuple[tuple[int, ...], str, str], list[_Matrix]] = {}
     for matrix in matrices:

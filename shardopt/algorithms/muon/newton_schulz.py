@@ -1,4 +1,4 @@
-"""The mathematics of Muon on one whole matrix."""
+"""Orthogonalises one whole matrix by a Newton-Schulz iteration, and scales its learning rate."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def orthogonalised(matrix: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
-    """The nearest semi-orthogonal matrix, roughly: singular values near 1 (with torch's coefficients 0.7 to 1.2).
+    """Approximates the nearest semi-orthogonal matrix: singular values near 1 (with torch's coefficients 0.7 to 1.2).
 
     A quintic Newton-Schulz iteration (Jordan et al. 2024): X ← a X + (b A + c A²) X with A = X Xᵀ.
 
@@ -34,7 +34,7 @@ def orthogonalised(matrix: Tensor, coefficients: Sequence[float], steps: int, ep
 
 
 def adjustment(how: str | None, rows: int, columns: int) -> float:
-    """By what the learning rate of a matrix of this shape is multiplied."""
+    """Returns the factor of the learning rate of a matrix of this shape."""
     if how == "match_rms_adamw":
         return 0.2 * sqrt(max(rows, columns))
     return sqrt(max(1, rows / columns))

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardopt.algorithms.dense_gradients import found_gradients
+from shardopt.algorithms.dense_gradients import checked_gradients
 from shardopt.errors import GradientError, Problem
 
 
 @dataclass(frozen=True, slots=True)
 class RowGradient:
-    """The gradient of a leaf [N, ...], by rows.
+    """The gradient of a local tensor [N, ...], by rows.
 
     Args:
         index: [k], int64, ascending; None where there is one for each row, in order.
@@ -24,13 +24,13 @@ class RowGradient:
     values: Tensor
 
     @staticmethod
-    def nothing(leaf: Tensor) -> RowGradient:
-        """No row of a leaf."""
-        index = torch.empty(0, dtype=torch.int64, device=leaf.device)
-        return RowGradient(index, leaf.new_empty((0, *leaf.shape[1:])))
+    def nothing(local: Tensor) -> RowGradient:
+        """Makes a gradient without rows."""
+        index = torch.empty(0, dtype=torch.int64, device=local.device)
+        return RowGradient(index, local.new_empty((0, *local.shape[1:])))
 
     def at(self, index: Tensor) -> Tensor:
-        """The gradient of other rows, ascending, which have all of its own among them; zeros where it has none."""
+        """Returns the gradient of the rows at `index`, ascending, its own among them; zeros where it has none."""
         if self.index is None:
             return self.values.index_select(0, index)
         if len(self.index) == len(index):
@@ -40,7 +40,7 @@ class RowGradient:
 
 
 def row_gradients(parameter: Tensor, name: str) -> list[RowGradient] | None:
-    """The gradient of each leaf on this rank; None where no leaf has one. Duplicates in sparse ones are added up.
+    """Returns the gradient of each local tensor; None where none has one. Duplicates in sparse ones are added up.
 
     Args:
         parameter: of any kind.
@@ -49,19 +49,19 @@ def row_gradients(parameter: Tensor, name: str) -> list[RowGradient] | None:
     Raises:
         GradientError: the gradient does not fit the parameter, or is neither strided nor sparse by coordinates.
     """
-    found = found_gradients(parameter, name, (torch.strided, torch.sparse_coo))
-    return None if found is None else [by_rows(gradient) for gradient in found]
+    gradients = checked_gradients(parameter, name, (torch.strided, torch.sparse_coo))
+    return None if gradients is None else [by_rows(gradient) for gradient in gradients]
 
 
 def by_rows(gradient: Tensor) -> RowGradient:
-    """A strided or sparse gradient, [N, ...], by rows; nothing of its dense size is made."""
+    """Converts a strided or sparse gradient, [N, ...], to rows; nothing of its dense size is made."""
     if not gradient.is_sparse:
         return RowGradient(None, gradient)
     gradient = gradient.coalesce()
     indices, values = gradient.indices(), gradient.values()
     if gradient.sparse_dim() == 1:
         return RowGradient(indices[0], values)
-    # Single elements, or parts of rows: put together to rows.
+    # Single elements, or pieces of rows: assembled to rows.
     index, place = torch.unique(indices[0], return_inverse=True)
     rows = values.new_zeros((len(index), *gradient.shape[1:]))
     rows[(place, *indices[1:])] = values

@@ -25,7 +25,7 @@ _MOST_COLUMNS, _ELEMENTS = 1024, 2048
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """What a step of a rule has in place of options, as `row_rules` tells. Without betas it is Adagrad's.
+    """The numbers of one step of a rule, which `row_rules` computes from options. Without betas it is Adagrad's.
 
     Args:
         rate: with which rows are moved.
@@ -102,10 +102,10 @@ if triton is not None:
     @triton.jit  # type: ignore[untyped-decorator]  # Triton is untyped
     def _gradient(gradients, given, table, here, mask, sign, decay, DECAYS: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton's own types
         """G, with weight decay, in fp32."""
-        found = tl.load(gradients + given, mask=mask, other=0.0).to(tl.float32) * sign
+        gradient = tl.load(gradients + given, mask=mask, other=0.0).to(tl.float32) * sign
         if DECAYS:
-            found += decay * tl.load(table + here, mask=mask, other=0.0).to(tl.float32)
-        return found
+            gradient += decay * tl.load(table + here, mask=mask, other=0.0).to(tl.float32)
+        return gradient
 
     @triton.jit  # type: ignore[untyped-decorator]  # Triton is untyped
     def _move_rows(  # type: ignore[no-untyped-def]  # Triton's own types
@@ -141,8 +141,8 @@ if triton is not None:
         for first in range(0, WIDTH, COLUMNS):
             columns = (first + tl.arange(0, COLUMNS))[None, :]
             mask = there[:, None] & (columns < WIDTH)
-            found = _gradient(gradients, given + columns, table, starts + columns, mask, sign, decay, DECAYS)
-            total += tl.sum(found * found, axis=1)
+            gradient = _gradient(gradients, given + columns, table, starts + columns, mask, sign, decay, DECAYS)
+            total += tl.sum(gradient * gradient, axis=1)
         moment = tl.load(moments + rows, mask=there, other=0.0)
         if ADAM:
             moment = beta2 * moment + rest2 * (total / WIDTH)

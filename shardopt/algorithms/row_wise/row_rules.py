@@ -31,7 +31,7 @@ Options = Mapping[str, Any]
 State = Mapping[str, Tensor]
 
 CHUNK_ELEMENTS = 1 << 19
-"""How many elements of a table are worked on at once (one row at least), which bounds the memory that it takes."""
+"""The number of elements of a table that are worked on at once (one row at least), which bounds temporary memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class RowRule:
         move_moments: (moments, mean squares, options), both [k, 1, ...].
         move_rows: (rows, gradients, moments, other state of these rows, options, the number of the step from 1 on).
             Changes the other state as well. All in one dtype.
-        numbers: (options, the number of the step) → what the kernel for GPUs works with.
+        numbers: (options, the number of the step) → the numbers for the GPU kernel.
         others: the names of state that is like the table; one at most.
     """
 
@@ -92,12 +92,12 @@ def adam_rates(options: Options, step: float) -> tuple[float, float]:
 
 
 def adagrad_numbers(options: Options, step: float) -> Numbers:
-    """For the kernel."""
+    """Returns the numbers of a step for the kernel."""
     return Numbers(adagrad_rate(options, step), *_common_numbers(options))
 
 
 def adam_numbers(options: Options, step: float) -> Numbers:
-    """For the kernel."""
+    """Returns the numbers of a step for the kernel."""
     rate, correction = adam_rates(options, step)
     beta1, beta2 = map(float, options["betas"])
     return Numbers(rate, *_common_numbers(options), betas=(beta1, beta2), correction=correction)
@@ -113,7 +113,7 @@ ADAM = RowRule("exp_avg_sq", adam_moments, adam_rows, adam_numbers, others=("exp
 
 
 def moment_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which a table of that dtype has its moments, and its rows are worked on: fp32, or fp64 if it is in that."""
+    """Returns the dtype of the moments of a table, and of computation on its rows: fp32, or fp64 of an fp64 table."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -149,28 +149,28 @@ def update_rows(
         row_kernels.update(table, index, gradients, state[rule.moments], average, rule.numbers(options, step))
         return
     for at in chunks(gradients):
-        rows = _taken(table, index, at)
-        given = prepared(gradients[at], rows, options)
-        moments = _taken(state[rule.moments], index, at)
+        rows = _gather(table, index, at)
+        prepared_gradients = prepared(gradients[at], rows, options)
+        moments = _gather(state[rule.moments], index, at)
         if not moments_moved:
-            rule.move_moments(moments, mean_squares(given), options)
-            _put(state[rule.moments], index, at, moments)
-        taken = {name: _taken(state[name], index, at) for name in rule.others}
-        rule.move_rows(rows, given, moments, taken, options, step)
-        for name, value in taken.items():
-            _put(state[name], index, at, value)
-        _put(table, index, at, rows)
+            rule.move_moments(moments, mean_squares(prepared_gradients), options)
+            _scatter(state[rule.moments], index, at, moments)
+        others_here = {name: _gather(state[name], index, at) for name in rule.others}
+        rule.move_rows(rows, prepared_gradients, moments, others_here, options, step)
+        for name, value in others_here.items():
+            _scatter(state[name], index, at, value)
+        _scatter(table, index, at, rows)
 
 
 def chunks(gradients: Tensor) -> list[slice]:
-    """Runs of rows that are worked on at once."""
+    """Splits rows into runs that are worked on at once."""
     count = len(gradients)
     length = max(CHUNK_ELEMENTS * count // max(gradients.numel(), 1), 1)
     return [slice(start, start + length) for start in range(0, count if gradients.numel() else 0, length)]
 
 
 def prepared(gradients: Tensor, rows: Tensor, options: Options) -> Tensor:
-    """Gradients to go down along, in the dtype that is worked in; not always a copy.
+    """Converts gradients to descent directions with weight decay, in the dtype of computation; not always a copy.
 
     Args:
         gradients: of some rows.
@@ -184,24 +184,24 @@ def prepared(gradients: Tensor, rows: Tensor, options: Options) -> Tensor:
 
 
 def square_sums(gradients: Tensor) -> Tensor:
-    """The sum of G² over each row, [k, 1, ...]."""
+    """Returns the sum of G² over each row, [k, 1, ...]."""
     squares = gradients.square()
     return squares.sum(tuple(range(1, squares.ndim)), keepdim=True) if squares.ndim > 1 else squares
 
 
 def mean_squares(gradients: Tensor) -> Tensor:
-    """The mean of G² over each row, [k, 1, ...]."""
+    """Returns the mean of G² over each row, [k, 1, ...]."""
     return square_sums(gradients).div_(max(prod(gradients.shape[1:]), 1))
 
 
-def _taken(tensor: Tensor, index: Tensor | None, at: slice) -> Tensor:
-    """Some rows in the dtype that is worked in: the memory itself, or a copy to be put back."""
+def _gather(tensor: Tensor, index: Tensor | None, at: slice) -> Tensor:
+    """Returns some rows in the dtype of computation: the memory itself, or a copy to be scattered back."""
     rows = tensor[at] if index is None else tensor.index_select(0, index[at])
     return rows.to(moment_dtype(tensor.dtype))
 
 
-def _put(tensor: Tensor, index: Tensor | None, at: slice, rows: Tensor) -> None:
-    """Puts back what `_taken` gave."""
+def _scatter(tensor: Tensor, index: Tensor | None, at: slice, rows: Tensor) -> None:
+    """Writes back rows from `_gather`."""
     if index is not None:
         tensor.index_copy_(0, index[at], rows.to(tensor.dtype))
     elif rows.dtype != tensor.dtype:

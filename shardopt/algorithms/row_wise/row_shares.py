@@ -1,4 +1,4 @@
-"""Rows of which several ranks have a part each: their squares added up, and moved by the sums.
+"""Steps rows that are cut over several ranks: adds up their squares over these, and moves rows by the sums.
 
 N rows on this rank, k of them touched on any rank. A rank's memory for sums is [N, 1, ...], one number for each row.
 """
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardopt.algorithms.reductions import Term
 from shardopt.algorithms.row_wise.row_gradients import RowGradient
 from shardopt.algorithms.row_wise.row_rules import (
     Options,
@@ -27,7 +28,7 @@ from shardopt.sharding.view import device_of, local_tensors, view_of
 
 
 class RowShares:
-    """This rank's part in a step of one parameter whose rows are cut.
+    """The step of one parameter whose rows are cut.
 
     Args:
         parameter: of at least two dimensions.
@@ -44,31 +45,29 @@ class RowShares:
         self._sums = sum_memory(parameter, self._dims, dtype)
         self._counts = sum_memory(parameter, self._dims, dtype)
 
-    def summands(
-        self, gradients: Sequence[RowGradient] | None, options: Options
-    ) -> Iterator[tuple[Tensor, tuple[ShardGroup, ...]]]:
-        """What is to be added up over the ranks: who has a gradient, squares of rows, and who has touched a row."""
+    def summands(self, gradients: Sequence[RowGradient] | None, options: Options) -> Iterator[Term]:
+        """Yields this rank's summands: whether it has a gradient, squares of rows, and which rows it has touched."""
         if gradients is not None:
             self._have += 1
             sums = local_views(self._parameter, self._dims, self._sums)
             counts = local_views(self._parameter, self._dims, self._counts)
-            for leaf, gradient, into, count in zip(
+            for local, gradient, into, count in zip(
                 local_tensors(self._parameter), gradients, sums, counts, strict=True
             ):
-                _take_in(leaf, gradient, into, count, options)
+                _add_squares(local, gradient, into, count, options)
         yield self._have, self._cuts
         yield from ((memory, self._cuts) for memory in (*self._sums, *self._counts))
 
     def refuse(self) -> None:
-        """This rank cannot step; to be called before `summands`, by which the others hear of it."""
+        """Marks that this rank cannot step; to be called before `summands`, which carry it to the others."""
         self._have.fill_(nan)
 
     def is_refused(self) -> bool:
-        """Whether any rank cannot step; to be asked once all is added up."""
+        """Whether any rank cannot step; valid once the summands are added up."""
         return bool(self._have.isnan())
 
     def is_due(self) -> bool:
-        """Whether any rank has a gradient; to be asked once all is added up."""
+        """Whether any rank has a gradient; valid once the summands are added up."""
         return bool(self._have > 0)
 
     def apply(
@@ -79,9 +78,9 @@ class RowShares:
         options: Options,
         step: float,
     ) -> None:
-        """Moves state and parameter. Rows that another rank has touched are touched here too, with zeros.
+        """Updates state and parameter. Rows that another rank has touched are touched here too, with zeros.
 
-        The moments are moved by themselves, since leaves may share them.
+        The moments are moved by themselves, since local tensors may share them.
         """
         moments = local_tensors(state[rule.moments])
         for memory, sums, count in zip(moments, self._sums, self._counts, strict=True):
@@ -89,23 +88,23 @@ class RowShares:
             moved = memory.index_select(0, touched)
             rule.move_moments(moved, sums.index_select(0, touched).div_(self._width), options)
             memory.index_copy_(0, touched, moved)
-        leaves = local_tensors(self._parameter)
-        parts = local_views(self._parameter, self._dims, moments)
+        tensors = local_tensors(self._parameter)
+        local_moments = local_views(self._parameter, self._dims, moments)
         counts = local_views(self._parameter, self._dims, self._counts)
-        for number, (leaf, part, count) in enumerate(zip(leaves, parts, counts, strict=True)):
-            gradient = RowGradient.nothing(leaf) if gradients is None else gradients[number]
+        for number, (local, moment, count) in enumerate(zip(tensors, local_moments, counts, strict=True)):
+            gradient = RowGradient.nothing(local) if gradients is None else gradients[number]
             touched = _touched(count)
-            every = len(touched) == len(leaf)
+            every = len(touched) == len(local)
             values = gradient.values if every and gradient.index is None else gradient.at(touched)
             others = {name: local_tensors(state[name])[number] for name in rule.others}
-            here = {rule.moments: part, **others}
-            update_rows(rule, leaf, None if every else touched, values, here, options, step, moments_moved=True)
+            here = {rule.moments: moment, **others}
+            update_rows(rule, local, None if every else touched, values, here, options, step, moments_moved=True)
 
 
-def _take_in(leaf: Tensor, gradient: RowGradient, sums: Tensor, counts: Tensor, options: Options) -> None:
-    """Adds the squares of this rank's part of rows, and 1 for each row that has a gradient."""
+def _add_squares(local: Tensor, gradient: RowGradient, sums: Tensor, counts: Tensor, options: Options) -> None:
+    """Adds the squares of this rank's elements of rows, and 1 for each row that has a gradient."""
     for at in chunks(gradient.values):
-        squares = square_sums(prepared(gradient.values[at], leaf[at], options))
+        squares = square_sums(prepared(gradient.values[at], local[at], options))
         if gradient.index is None:
             sums[at] += squares
             counts[at] += 1
@@ -115,5 +114,5 @@ def _take_in(leaf: Tensor, gradient: RowGradient, sums: Tensor, counts: Tensor, 
 
 
 def _touched(counts: Tensor) -> Tensor:
-    """The rows that some rank has a gradient of, ascending."""
+    """Returns the rows that some rank has a gradient of, ascending."""
     return counts.flatten().nonzero().flatten()

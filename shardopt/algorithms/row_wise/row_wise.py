@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from shardopt.algorithms.adafactor import all_reduce_terms
+from shardopt.algorithms.reductions import all_reduce_terms
 from shardopt.algorithms.row_wise.row_gradients import RowGradient, refuse_decay_of_sparse, row_gradients
 from shardopt.algorithms.row_wise.row_rules import ADAGRAD, ADAM, RowRule, moment_dtype, update_rows
 from shardopt.algorithms.row_wise.row_shares import RowShares
@@ -31,14 +31,14 @@ Group = Mapping[str, Any]
 
 
 class _RowWise(torch.optim.Optimizer):
-    """What both have in common."""
+    """The base of the row-wise optimizers."""
 
     rule: ClassVar[RowRule]
     names: Mapping[Tensor, str] = MappingProxyType({})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step. Where rows are cut, collective: one all-reduce for each process group among which they are.
+        """Takes one step. Where rows are cut, collective: one all-reduce for each process group among which they are.
 
         Args:
             closure: evaluates the model again and returns the loss, which is returned; called once.
@@ -46,7 +46,7 @@ class _RowWise(torch.optim.Optimizer):
         Raises:
             GradientError: a gradient does not fit its parameter, or is sparse where there is weight decay; also on the
                 ranks that share rows with the one that has it.
-            AlgorithmError: a parameter has no rows or complex elements, or shards that do not tell who has the rest of
+            AlgorithmError: a parameter has no rows or complex elements, or shards that do not say who has the rest of
                 their rows. Nothing was changed in either case.
         """
         loss = None
@@ -70,7 +70,7 @@ class _RowWise(torch.optim.Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but that moments get the dtype that moments have here, where torch casts to the parameter's."""
+        """Loads as torch does, but moments in the dtype that they have here, where torch casts to the parameter's."""
         super().load_state_dict(state_dict)
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         loaded = chain.from_iterable(group["params"] for group in self.param_groups)
@@ -81,15 +81,15 @@ class _RowWise(torch.optim.Optimizer):
                 self.state[parameter][self.rule.moments] = moments.to(parameter.device, dtype, copy=True)
 
     def initial_state(self, group: Group, parameter: Tensor) -> dict[str, Any]:
-        """New state of a parameter that has none, as its first step would make it; changes nothing."""
+        """Makes the state of a parameter that has none, as its first step would; changes nothing."""
         view = view_of(parameter)
         wide = torch.get_default_dtype() == torch.float64
         state = {"step": torch.zeros((), dtype=torch.float64 if wide else torch.float32, device="cpu")}
         for name in self.rule.others:
-            state[name] = assemble(parameter, [torch.zeros_like(leaf) for leaf in local_tensors(parameter)])
+            state[name] = assemble(parameter, [torch.zeros_like(local) for local in local_tensors(parameter)])
         moments = sum_like(parameter, *range(1, len(view.shape)), dtype=moment_dtype(view.dtype))
-        for leaf in local_tensors(moments):
-            leaf.fill_(group.get("initial_accumulator_value", 0.0))
+        for local in local_tensors(moments):
+            local.fill_(group.get("initial_accumulator_value", 0.0))
         return {**state, self.rule.moments: moments}
 
 
@@ -108,7 +108,7 @@ class RowWiseAdagrad(_RowWise):
         lr: η, not negative.
         lr_decay: in step t the rate is lr / (1 + (t − 1) lr_decay).
         weight_decay: times the parameter it is added to the gradient, before it is squared. Not with sparse gradients.
-        initial_accumulator_value: what `sum` begins with.
+        initial_accumulator_value: the initial value of `sum`.
         eps: ε, added to the root.
         maximize: whether to go up.
 
@@ -181,21 +181,21 @@ class RowWiseAdam(_RowWise):
 
 
 def unsuitable_for_row_wise(view: View) -> str:
-    """What keeps a parameter from being optimized row by row; "" where nothing does."""
+    """Returns why a parameter cannot be optimized row by row; "" where it can."""
     if not view.shape:
         return "no dimensions, and so no rows"
     if not view.dtype.is_floating_point:
         return f"elements of {view.dtype}, which have no row-wise moments"
     whole_rows = all(box.sizes[1:] == view.shape[1:] for box in view.layout.boxes)
     if not whole_rows and cover_faults(view.shape, view.layout.boxes):
-        return "shards that do not tell who has the rest of their rows"
+        return "shards that do not say who has the rest of their rows"
     return ""
 
 
 def _refuse_unsuitable(parameter: Tensor, name: str, algorithm: str) -> None:
-    what = unsuitable_for_row_wise(view_of(parameter))
-    if what:
-        problem = Problem(name, what, f"a parameter that {algorithm} can step", "give it to another optimizer")
+    reason = unsuitable_for_row_wise(view_of(parameter))
+    if reason:
+        problem = Problem(name, reason, f"a parameter that {algorithm} can step", "give it to another optimizer")
         raise AlgorithmError(f"{algorithm} cannot step this parameter", [problem])
 
 
@@ -206,7 +206,7 @@ def _refuse_negative(options: Mapping[str, Any]) -> None:
 
 
 def _raise_refused(names: list[str]) -> None:
-    """Raises where another rank has refused its gradients, which tells there what is wrong with them."""
+    """Raises where another rank has refused its gradients; the error there says what is wrong with them."""
     problems = [
         Problem(name, "a gradient, of it or of another, that another rank refuses", "good ones on all", "see its error")
         for name in names
@@ -216,16 +216,16 @@ def _raise_refused(names: list[str]) -> None:
 
 
 class _Work:
-    """What one step does with one parameter on this rank."""
+    """The step of one parameter on this rank."""
 
     def __init__(self, optimizer: _RowWise, group: Group, parameter: Tensor) -> None:
         self.optimizer, self.group, self.parameter = optimizer, group, parameter
         self.name = optimizer.names.get(parameter) or f"a parameter of shape {tuple(view_of(parameter).shape)}"
         if not optimizer.state.get(parameter):
             _refuse_unsuitable(parameter, self.name, type(optimizer).__name__)
-        self.leaves = local_tensors(parameter)
+        self.local_tensors = local_tensors(parameter)
         self.gradients: list[RowGradient] | None = None
-        self.fault: GradientError | None = None  # to be raised once ranks that share rows have heard of it
+        self.fault: GradientError | None = None  # raised once the ranks that share rows know of it
         try:
             gradients = row_gradients(parameter, self.name)
             refuse_decay_of_sparse(gradients or [], group["weight_decay"], self.name)
@@ -238,13 +238,13 @@ class _Work:
             self.shares = RowShares(parameter, across)
 
     def is_due(self) -> bool:
-        """Whether the parameter has a gradient, and this rank a part of it; to be asked once all is added up."""
-        if not (any(leaf.numel() for leaf in self.leaves) or is_held(self.parameter)):
+        """Whether the parameter has a gradient, and this rank elements of it; valid once the summands are added up."""
+        if not (any(local.numel() for local in self.local_tensors) or is_held(self.parameter)):
             return False
         return self.gradients is not None if self.shares is None else self.shares.is_due()
 
     def apply(self) -> None:
-        """Moves parameter and state."""
+        """Updates parameter and state."""
         rule, parameter, state = self.optimizer.rule, self.parameter, self.optimizer.state[self.parameter]
         if not state:
             state.update(self.optimizer.initial_state(self.group, parameter))
@@ -253,7 +253,7 @@ class _Work:
         if self.shares is not None:
             self.shares.apply(rule, self.gradients, state, self.group, step)
             return
-        parts = [local_tensors(state[name]) for name in (rule.moments, *rule.others)]
-        for leaf, gradient, *its in zip(self.leaves, self.gradients or (), *parts, strict=True):
-            here = dict(zip((rule.moments, *rule.others), its, strict=True))
-            update_rows(rule, leaf, gradient.index, gradient.values, here, self.group, step)
+        state_of_locals = [local_tensors(state[name]) for name in (rule.moments, *rule.others)]
+        for local, gradient, *entries in zip(self.local_tensors, self.gradients or (), *state_of_locals, strict=True):
+            here = dict(zip((rule.moments, *rule.others), entries, strict=True))
+            update_rows(rule, local, gradient.index, gradient.values, here, self.group, step)

@@ -27,15 +27,15 @@ class JointNorm:
         self._widened: dict[torch.dtype, _Widened] = {}
 
     def __call__(self, kinds: Iterable[list[Tensor]], order: float, device: torch.device) -> Tensor:
-        """Of tensors of one device and dtype each, as from `alike`."""
-        parts = []
+        """Computes the norm of `kinds`: tensors of one device and dtype each, as from `alike`."""
+        norms_of_kinds = []
         for same in kinds:
             if same[0].device.type == "cpu":
                 norms = [torch.linalg.vector_norm(run, order) for run in self._widened_of(same[0]).runs(same)]
             else:
                 norms = list(torch._foreach_norm(same, order, dtype=_wide(same[0])))
-            parts.append(torch.stack(norms).to(device))
-        total: Tensor = torch.linalg.vector_norm(torch.cat(parts), order)
+            norms_of_kinds.append(torch.stack(norms).to(device))
+        total: Tensor = torch.linalg.vector_norm(torch.cat(norms_of_kinds), order)
         return total
 
     def _widened_of(self, like: Tensor) -> _Widened:
@@ -56,7 +56,7 @@ class _Widened:
         self._filled: list[tuple[Tensor, list[Tensor]]] = []  # runs, and the places in each that tensors go to
 
     def runs(self, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-        """All elements, a run at a time and flat; each run overwrites the one before."""
+        """Yields all elements, a run at a time and flat; each run overwrites the one before."""
         small = [tensor for tensor in tensors if tensor.numel() <= _RUN]
         shapes = [tensor.shape for tensor in small]
         if shapes != self._shapes:
@@ -68,8 +68,8 @@ class _Widened:
             yield run
         for tensor in tensors:
             if tensor.numel() > _RUN:
-                for part in torch.split(tensor.reshape(-1), _RUN):
-                    yield self._memory[: part.numel()].copy_(part)
+                for run in torch.split(tensor.reshape(-1), _RUN):
+                    yield self._memory[: run.numel()].copy_(run)
 
     def _places(self, shapes: Iterable[torch.Size]) -> Iterator[tuple[Tensor, list[Tensor]]]:
         places: list[Tensor] = []
@@ -85,7 +85,7 @@ class _Widened:
 
 
 def norm_of_each(tensors: Sequence[Tensor], order: float, device: torch.device) -> Tensor:
-    """The norm of each tensor, none of them empty: fp64, in their order."""
+    """Computes the norm of each tensor, none of them empty: fp64, in their order."""
     kinds = alike(tensors)
     norms = [torch.stack(torch._foreach_norm(same, order, dtype=_wide(same[0]))).to(device) for same in kinds]
     if len(norms) == 1:

@@ -1,4 +1,4 @@
-"""The local memory of gradients: what is measured, scaled, clamped and unscaled, whatever the parameters are."""
+"""The local memory of gradients, to be measured, scaled, clamped and unscaled, whatever the parameters are."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SHORT = (torch.bfloat16, torch.float16)
 
 
 def writable_gradients(name: str, parameter: Tensor) -> tuple[Tensor | None, ...]:
-    """For each of `local_tensors(parameter)` the memory of its gradient, None where there is none.
+    """Returns for each of `local_tensors(parameter)` the memory of its gradient, None where there is none.
 
     Writing into it changes the gradient that the optimizer steps with. Of a sparse gradient it is the values, after
     the gradient was coalesced in place. A gradient with another placement than its parameter is redistributed, and
@@ -35,27 +35,27 @@ def writable_gradients(name: str, parameter: Tensor) -> tuple[Tensor | None, ...
         GradientError: the gradient does not fit the parameter.
     """
     try:
-        found = local_gradients(parameter)
+        gradients = local_gradients(parameter)
     except GradientError as error:
         problems = [replace(problem, key=f"{name}.grad") for problem in error.problems]
         raise GradientError(error.message, problems) from None
     whole = parameter.grad if takes_gradient(parameter) else None
-    standing = tuple(leaf.grad for leaf in local_tensors(parameter)) if whole is None else local_tensors(whole)
-    sparse = any(map(_is_sparse, found))
-    found = tuple(map(_writable, found))
-    if not all(map(is_, found, standing)):
+    standing = tuple(local.grad for local in local_tensors(parameter)) if whole is None else local_tensors(whole)
+    sparse = any(map(_is_sparse, gradients))
+    gradients = tuple(map(_writable, gradients))
+    if not all(map(is_, gradients, standing)):
         if whole is None:
-            for leaf, gradient in zip(local_tensors(parameter), found, strict=True):
-                leaf.grad = gradient
+            for local, gradient in zip(local_tensors(parameter), gradients, strict=True):
+                local.grad = gradient
         else:
-            parameter.grad = assemble(parameter, [gradient for gradient in found if gradient is not None])
-    return tuple(map(_memory, found)) if sparse else found
+            parameter.grad = assemble(parameter, [gradient for gradient in gradients if gradient is not None])
+    return tuple(map(_memory, gradients)) if sparse else gradients
 
 
 def warn_of_no_gradients(names: Mapping[Tensor, str]) -> None:
-    """To be called in an optimizer's first step: logs a warning where none of the parameters has a gradient.
+    """Logs a warning where none of the parameters has a gradient; to be called in an optimizer's first step.
 
-    One that is frozen, or of which this rank holds no part, need have none.
+    One that is frozen, or of which this rank holds no elements, need have none.
 
     Args:
         names: parameter → FQN.
@@ -74,7 +74,7 @@ def warn_of_no_gradients(names: Mapping[Tensor, str]) -> None:
 def _has_gradient(parameter: Tensor) -> bool:
     if takes_gradient(parameter) and parameter.grad is not None:
         return True
-    return any(leaf.grad is not None for leaf in local_tensors(parameter))
+    return any(local.grad is not None for local in local_tensors(parameter))
 
 
 def scale(kinds: Iterable[list[Tensor]], factor: Tensor) -> None:
@@ -82,9 +82,9 @@ def scale(kinds: Iterable[list[Tensor]], factor: Tensor) -> None:
 
     Args:
         kinds: gradients of one device and dtype each, as from `alike`.
-        factor: fp64, without dimensions, anywhere. What is not on the gradients' device has to be waited for.
+        factor: fp64, without dimensions, anywhere. One on another device than the gradients has to be waited for.
     """
-    if factor.device.type == "cpu" and factor.item() == 1.0:  # as in most steps; elsewhere to look is to wait
+    if factor.device.type == "cpu" and factor.item() == 1.0:  # as in most steps; elsewhere a look would wait
         return
     for same in kinds:
         device, dtype = same[0].device, same[0].dtype
@@ -103,7 +103,7 @@ def clamp(kinds: Iterable[list[Tensor]], largest: float) -> None:
 
 
 def alike(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Tensors sorted by device and dtype, for torch's operations on many tensors at once."""
+    """Groups tensors by device and dtype, for torch's operations on many tensors at once."""
     kinds: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         kinds[tensor.device, tensor.dtype].append(tensor)
@@ -115,7 +115,7 @@ def _is_sparse(gradient: Tensor | None) -> bool:
 
 
 def _writable(gradient: Tensor | None) -> Tensor | None:
-    """The gradient, or one that is equal to it, and whose elements can be changed one by one."""
+    """Returns the gradient, or an equal one whose elements can be changed one by one."""
     if gradient is None:
         return None
     if gradient.is_sparse:

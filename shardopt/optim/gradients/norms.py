@@ -4,8 +4,8 @@ R ranks, S parameters that several ranks have whole. With g the elements of all 
 
     ‖g‖_p = (Σ |g_i|^p)^(1/p)  for 0 < p < ∞,   ‖g‖_∞ = max |g_i|.
 
-Every rank takes the norm of what it counts, in fp64, and writes it into a place of its own in a buffer of zeros;
-the buffers are added up, and the norm of what they hold is that of the whole, for every p, infinity included.
+Every rank takes the norm of the elements it counts, in fp64, and writes it into its place in a buffer of zeros;
+the buffers are added up, and the norm of their elements is that of the whole, for every p, infinity included.
 Where p-th powers or maxima were reduced instead, large p would overflow earlier and a NaN could get lost in a maximum.
 """
 
@@ -31,13 +31,13 @@ _FAILED = -torch.inf  # no norm is negative
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A norm, and what it was taken of.
+    """A norm, and the gradients that it was taken of.
 
     Args:
         total: fp64, without dimensions, on the device that ranks communicate on.
-        of_ranks: shape (R,), fp64: what each rank counted.
+        of_ranks: shape (R,), fp64: the norm of the gradients that each rank counts.
         kinds: the local gradients of this rank, those that others count too, by device and dtype; none of them empty.
-        shares: the parameters of this rank.
+        counted_parameters: the parameters of this rank.
     """
 
     total: Tensor
@@ -56,9 +56,9 @@ class Measured:
         ranks = (~self.of_ranks.isfinite()).nonzero().flatten().tolist()
         where = f", by what ranks {ranks} count" if ranks else ""
         problems = [
-            Problem(f"{share.name}.grad", "elements that are not finite", "finite ones", "find out where they arise")
-            for share in self.counted_parameters
-            for gradient in writable_gradients(share.name, share.parameter)
+            Problem(f"{each.name}.grad", "elements that are not finite", "finite ones", "find out where they arise")
+            for each in self.counted_parameters
+            for gradient in writable_gradients(each.name, each.parameter)
             if gradient is not None and not bool(gradient.isfinite().all())
         ]
         raise GradientError(
@@ -80,20 +80,20 @@ class GradientNorm:
         self._plan: _Plan | None = None
 
     def measure(self, parameters: Sequence[Tensor], names: Callable[[], Mapping[Tensor, str]]) -> Measured:
-        """The norm of the gradients that the parameters have now. Collective: one all-reduce of the whole job.
+        """Measures the norm of the gradients that the parameters have now. Collective: one all-reduce of the whole job.
 
-        The first time, and again when there are other parameters, ranks first tell each other what they hold; so
+        The first time, and again when there are other parameters, ranks first exchange what they hold; so
         parameters are to be added on all ranks between the same two calls.
 
         Args:
             parameters: those of this rank; there may be none.
-            names: gives parameter → FQN, when that is asked for.
+            names: returns parameter → FQN, when that is needed.
 
         Raises:
             GradientError: a gradient does not fit its parameter.
             LayoutError: as `holders.counted_parameters`.
             RankError: another rank failed with its gradients. (On accelerators the norm is infinite then, since
-                looking would mean to wait for it.)
+                a look would wait for it.)
         """
         ranks = ranks_of()
         if self._plan is None or not self._plan.fits(ranks, parameters):
@@ -106,20 +106,22 @@ class GradientNorm:
 
 
 class _Plan:
-    """What this rank does at each measurement, as long as the parameters are the same.
+    """The buffers and readers of each measurement, as long as the parameters are the same.
 
     The buffer: R norms, one of each rank; then of each shared parameter four numbers, S by S: the norm that the first
     holder has, whether it has a gradient, the sum of the norms that the others have, and how many of them have one.
     """
 
-    def __init__(self, ranks: Ranks, parameters: Sequence[Tensor], mine: list[CountedParameter], shared: int) -> None:
+    def __init__(
+        self, ranks: Ranks, parameters: Sequence[Tensor], counted: list[CountedParameter], shared_count: int
+    ) -> None:
         self._ranks = (ranks.rank, ranks.size)
         self._parameters = list(parameters)
-        self._shares = mine
-        self._readers = [GradientReader(share.parameter) for share in mine]
+        self._counted = counted
+        self._readers = [GradientReader(each.parameter) for each in counted]
         # Whether it is one local tensor that this rank alone counts, as it mostly is.
-        self._simple = [share.counted == (True,) and share.shared is None for share in mine]
-        self._shared_count = shared
+        self._simple = [each.counted == (True,) and each.shared is None for each in counted]
+        self._shared_count = shared_count
         self._places: tuple[list[int], Tensor] = ([], torch.zeros(0, device="cpu"))
         self._joint_norm = JointNorm()
 
@@ -132,7 +134,7 @@ class _Plan:
         )
 
     def measure(self, ranks: Ranks, order: float) -> Measured:
-        """As `GradientNorm.measure`."""
+        """Measures the norm, as `GradientNorm.measure`."""
         buffer = torch.zeros(ranks.size + 4 * self._shared_count, dtype=torch.float64, device=ranks.device)
         of_ranks, of_shared = torch.split(buffer, [ranks.size, 4 * self._shared_count])
         kinds: list[list[Tensor]] = []
@@ -151,27 +153,27 @@ class _Plan:
         first, first_has, others, others_have = of_shared.view(4, -1)
         whole = torch.where(first_has > 0, first, others / others_have.clamp(min=1))
         total = torch.linalg.vector_norm(torch.cat([of_ranks, whole]), order)
-        return Measured(total, of_ranks, kinds, self._shares)
+        return Measured(total, of_ranks, kinds, self._counted)
 
     def _fill(self, own: Tensor, of_shared: Tensor, order: float) -> list[list[Tensor]]:
-        """Writes what this rank counts, and gives all its gradients."""
-        ready = [read() for read in self._readers]
+        """Writes the norms that this rank counts, and returns all its gradients."""
+        gradients_read = [read() for read in self._readers]
         # Apart from the rest, as it is most of the work of a step.
-        simple = zip(ready, self._simple, strict=True)
+        simple = zip(gradients_read, self._simple, strict=True)
         alone = [gradient for gradient, is_simple in simple if is_simple and gradient is not None and gradient.numel()]
         shared: list[Tensor] = []
         places: list[int] = []
         counted_by_others: list[Tensor] = []
-        for share, there, is_simple in zip(self._shares, ready, self._simple, strict=True):
-            if is_simple and there is not None:
+        for each, gradient_read, is_simple in zip(self._counted, gradients_read, self._simple, strict=True):
+            if is_simple and gradient_read is not None:
                 continue
-            found = writable_gradients(share.name, share.parameter) if there is None else (there,)
-            for counted, gradient in zip(share.counted, found, strict=True):
+            gradients = writable_gradients(each.name, each.parameter) if gradient_read is None else (gradient_read,)
+            for counted, gradient in zip(each.counted, gradients, strict=True):
                 if gradient is None or not gradient.numel():
                     continue
-                if share.shared is not None:
+                if each.shared is not None:
                     shared.append(gradient)
-                    places.append(share.shared + (0 if counted else 2 * self._shared_count))
+                    places.append(each.shared + (0 if counted else 2 * self._shared_count))
                 elif counted:
                     alone.append(gradient)
                 else:
@@ -186,7 +188,7 @@ class _Plan:
         return [*kinds, *alike(shared), *alike(counted_by_others)]
 
     def _index(self, places: list[int], device: torch.device) -> Tensor:
-        """The places as a tensor; kept, since the same parameters have gradients in most steps."""
+        """Returns the places as a tensor; kept, since the same parameters have gradients in most steps."""
         if self._places[0] != places or self._places[1].device != device:
             self._places = places, torch.tensor(places, device="cpu").to(device, non_blocking=True)
         return self._places[1]

@@ -1,10 +1,10 @@
-"""Which of an algorithm's implementations in torch takes a step: its for-loop, foreach or fused one.
+"""Chooses the implementation in torch that takes a step of an algorithm: the for-loop, foreach or fused one.
 
-Who names one (`foreach`, `fused`) gets it. Who names none gets, from `keyed`, the fastest that computes what the loop
-computes: on the CPU the fused one where `AlgorithmSpec.fused_agrees` says that it does and memory lies as it takes it
-to, else the for-loop; elsewhere what torch takes by itself. Nothing of this choice is kept: the group's options stay as
-they were given. Where torch's fused kernels for the CPU would compute something else, or walk out of the memory that
-they are given, a step that names them is refused; on other devices torch refuses by itself.
+A group that names one (`foreach`, `fused`) gets it. One that names none gets, from `keyed`, the fastest that computes
+what the loop computes: on the CPU the fused one where `AlgorithmSpec.fused_agrees` says that it does and memory lies as
+it assumes, else the for-loop; elsewhere what torch takes by itself. Nothing of this choice is kept: the group's options
+stay as they were given. Where torch's fused kernels for the CPU would compute something else, or walk out of the memory
+that they are given, a step that names them is refused; on other devices torch refuses by itself.
 """
 
 from __future__ import annotations
@@ -27,60 +27,60 @@ Group = Mapping[str, Any]
 States = Mapping[Tensor, Mapping[str, Any]]
 
 
-def choose_fused(spec: AlgorithmSpec, turns: Iterable[GroupStep]) -> None:
+def choose_fused(spec: AlgorithmSpec, steps: Iterable[GroupStep]) -> None:
     """Sets "fused" where a group names no implementation, and the fused one may take its step.
 
     Args:
         spec: of the algorithm.
-        turns: of groups, with their leaves.
+        steps: of groups, with their local tensors.
     """
-    for turn in turns:
-        if "fused" in turn.group and _prefers_fused(spec, turn.group, turn.leaves):
-            turn.group["fused"] = turn.chosen = True
+    for step in steps:
+        if "fused" in step.group and _prefers_fused(spec, step.group, step.shards):
+            step.group["fused"] = step.chosen = True
 
 
-def settle_fused(spec: AlgorithmSpec, turns: Iterable[GroupStep], state: States, names: Mapping[Tensor, str]) -> None:
-    """Leaves those steps to the for-loop that torch's fused implementation for the CPU cannot take.
+def settle_fused(spec: AlgorithmSpec, steps: Iterable[GroupStep], state: States, names: Mapping[Tensor, str]) -> None:
+    """Gives those steps to the for-loop that torch's fused implementation for the CPU cannot take.
 
     Args:
         spec: of the algorithm.
-        turns: of groups that have gathered what they step with, where that is torch's way.
+        steps: of groups that have gathered their lists, where torch gathers ahead.
         state: of the inner optimizer.
         names: plain parameter → FQN, for errors.
 
     Raises:
         AlgorithmError: `fused=True` was asked for by name, and would be wrong. No step was taken.
     """
-    for turn in turns:
-        leaves, known = turn.leaves, turn.leaves.in_order
-        leaves.in_order = None
-        if not turn.group.get("fused"):
+    for step in steps:
+        shards, known = step.shards, step.shards.in_order
+        shards.in_order = None
+        if not step.group.get("fused"):
             continue
-        if known is not None and _lies_as_before(turn, known):
-            leaves.in_order = known
+        if known is not None and _lies_as_before(step, known):
+            shards.in_order = known
             continue
-        if not leaves.any_on_cpu:
+        if not shards.any_on_cpu:
             continue
-        if not turn.chosen:
-            _refuse_dtypes(spec, leaves, names)
-        columns = _columns(spec, turn, state)
+        if not step.chosen:
+            _refuse_dtypes(spec, shards, names)
+        columns = _columns(spec, step, state)
         if columns is None:
-            turn.group["fused"] = False
+            step.group["fused"] = False
         elif lie_in_order(columns):
-            leaves.in_order = None if turn.lists is None else InOrder(turn.lists, columns)
-        elif found := misfits(columns):
-            if not turn.chosen:
-                raise _would_be_wrong(found, state, leaves.names_of_local_tensors(names))
-            turn.group["fused"] = False
+            shards.in_order = None if step.lists is None else InOrder(step.lists, columns)
+        elif bad_rows := misfits(columns):
+            if not step.chosen:
+                raise _would_be_wrong(bad_rows, state, shards.names_of_local_tensors(names))
+            step.group["fused"] = False
 
 
-def _lies_as_before(turn: GroupStep, known: InOrder) -> bool:
-    """Whether what is stepped with lies as it did in the step before."""
-    if turn.lists is None:
+def _lies_as_before(step: GroupStep, known: InOrder) -> bool:
+    """Whether parameters, gradients and state lie in memory as they did in the step before."""
+    if step.lists is None:
         return False
-    if turn.repeats and turn.gradients_in_order:  # then the leaves alone may lie otherwise
-        return are_contiguous(turn.lists[0])
-    return known.still(turn.lists)
+    if step.repeats and step.gradients_in_order:  # then the local tensors alone may lie otherwise
+        return are_contiguous(step.lists[0])
+    return known.still(step.lists)
 
 
 def refuse_sparse(spec: AlgorithmSpec, group: Group, sharded: Iterable[tuple[str, Tensor]]) -> None:
@@ -89,7 +89,7 @@ def refuse_sparse(spec: AlgorithmSpec, group: Group, sharded: Iterable[tuple[str
     Args:
         spec: of the algorithm.
         group: its options.
-        sharded: names of sharded parameters, and their leaves.
+        sharded: names of sharded parameters, and their local tensors.
 
     Raises:
         GradientError: there is one. No step was taken.
@@ -100,8 +100,8 @@ def refuse_sparse(spec: AlgorithmSpec, group: Group, sharded: Iterable[tuple[str
         option, why = "weight_decay", "the decay changes every row"
     else:
         return
-    for name, leaf in sharded:
-        if leaf.grad is not None and leaf.grad.is_sparse:
+    for name, local in sharded:
+        if local.grad is not None and local.grad.is_sparse:
             problem = Problem(
                 key=f"{name}.grad",
                 found=f"a sparse gradient in a group with {option}",
@@ -111,7 +111,7 @@ def refuse_sparse(spec: AlgorithmSpec, group: Group, sharded: Iterable[tuple[str
             raise GradientError(f"{option} does not go with sparse gradients of shards", [problem])
 
 
-def _prefers_fused(spec: AlgorithmSpec, group: Group, leaves: GroupShards) -> bool:
+def _prefers_fused(spec: AlgorithmSpec, group: Group, shards: GroupShards) -> bool:
     """Whether a group names no implementation, and the fused one is the fastest that agrees.
 
     It is not where the for-loop refuses the options, takes numbers that the fused one does not, or keeps other state.
@@ -123,31 +123,31 @@ def _prefers_fused(spec: AlgorithmSpec, group: Group, leaves: GroupShards) -> bo
         and not group.get("capturable")  # refused on the CPU
         and not any(isinstance(value, Tensor) for name, value in group.items() if name != "lr")
         and torch.get_default_dtype() != torch.float64  # which would be the dtype of the for-loop's counters
-        and all(on_cpu and dtype in spec.fused_agrees for on_cpu, dtype in leaves.kinds)
+        and all(on_cpu and dtype in spec.fused_agrees for on_cpu, dtype in shards.kinds)
     )
 
 
 def _names_from_gradients(spec: AlgorithmSpec, group: Group) -> tuple[str, ...]:
-    """The state that a group's parameters have only from their first gradient on."""
+    """Returns the names of state that a group's parameters have only from their first gradient on."""
     return tuple(entry.name for entry in spec.entries(group) if entry.initial is AtFirstStep.GRADIENT)
 
 
-def _columns(spec: AlgorithmSpec, turn: GroupStep, state: States) -> list[list[Tensor]] | None:
-    """The leaves that have gradients, these, and each kind of state that lies like leaves, as far as there is any.
+def _columns(spec: AlgorithmSpec, step: GroupStep, state: States) -> list[list[Tensor]] | None:
+    """Returns local tensors with gradients, these, and each kind of state that lies like them, as far as there is any.
 
-    None where some leaves have such state, and others get it in this step: torch's fused implementations make it for
-    all of their parameters or for none, and fail otherwise.
+    None where some local tensors have such state, and others get it in this step: torch's fused implementations make it
+    for all of their parameters or for none, and fail otherwise.
     """
     names = [entry.name for entry in spec.state if entry.kind is Kind.PARAMETER]
-    if turn.lists is None:
-        leaves = [leaf for leaf in turn.leaves.leaves if leaf.grad is not None]
-        gradients: list[Any] = [leaf.grad for leaf in leaves]
-        held = [state.get(leaf, {}) for leaf in leaves]
-        others = [[its.get(name) for its in held] for name in names]
+    if step.lists is None:
+        local_tensors = [local for local in step.shards.local_tensors if local.grad is not None]
+        gradients: list[Any] = [local.grad for local in local_tensors]
+        states = [state.get(local, {}) for local in local_tensors]
+        others = [[entries.get(name) for entries in states] for name in names]
     else:
-        leaves, gradients, *others = turn.lists
-        others = [column for column in others if _name_of(column, leaves, state) in names]
-    columns = [leaves, gradients]
+        local_tensors, gradients, *others = step.lists
+        others = [column for column in others if _name_of(column, local_tensors, state) in names]
+    columns = [local_tensors, gradients]
     for column in others:
         absent = sum(map(is_, column, repeat(None)))
         if 0 < absent < len(column):
@@ -157,26 +157,26 @@ def _columns(spec: AlgorithmSpec, turn: GroupStep, state: States) -> list[list[T
     return columns
 
 
-def _name_of(column: Sequence[Tensor | None], leaves: Sequence[Tensor], state: States) -> str:
-    """The name that state has which torch has gathered; "" where there is none yet."""
-    for leaf, value in zip(leaves, column, strict=False):  # torch leaves lists empty of what options do without
+def _name_of(column: Sequence[Tensor | None], local_tensors: Sequence[Tensor], state: States) -> str:
+    """Returns the name of the state in a column that torch has gathered; "" where there is none yet."""
+    for local, value in zip(local_tensors, column, strict=False):  # torch leaves lists empty of what options do without
         if value is not None:
-            return next((name for name, its in state.get(leaf, {}).items() if its is value), "")
+            return next((name for name, entry in state.get(local, {}).items() if entry is value), "")
     return ""
 
 
-def _refuse_dtypes(spec: AlgorithmSpec, leaves: GroupShards, names: Mapping[Tensor, str]) -> None:
-    astray = {dtype for on_cpu, dtype in leaves.kinds if on_cpu}.intersection(spec.fused_astray)
+def _refuse_dtypes(spec: AlgorithmSpec, shards: GroupShards, names: Mapping[Tensor, str]) -> None:
+    astray = {dtype for on_cpu, dtype in shards.kinds if on_cpu}.intersection(spec.fused_astray)
     if astray:
         problems = [
             Problem(
                 key=name,
-                found=f"a parameter of {leaf.dtype} on the CPU",
+                found=f"a parameter of {local.dtype} on the CPU",
                 required=f"another dtype, as torch's fused {spec.name} is far from its for-loop in this one",
                 remedy=_REMEDY,
             )
-            for leaf, name in leaves.names_of_local_tensors(names).items()
-            if leaf.is_cpu and leaf.dtype in astray
+            for local, name in shards.names_of_local_tensors(names).items()
+            if local.is_cpu and local.dtype in astray
         ]
         raise AlgorithmError(f"torch's fused {spec.name} would be wrong; no step was taken", problems)
 
@@ -184,19 +184,21 @@ def _refuse_dtypes(spec: AlgorithmSpec, leaves: GroupShards, names: Mapping[Tens
 _REMEDY = "leave fused out: the for-loop takes such steps"
 
 
-def _would_be_wrong(found: Iterable[tuple[Row, Tensor]], state: States, names: Mapping[Tensor, str]) -> AlgorithmError:
-    problems = [_misfit_problem(row, tensor, state, names[row[0]]) for row, tensor in found]
+def _would_be_wrong(
+    bad_rows: Iterable[tuple[Row, Tensor]], state: States, names: Mapping[Tensor, str]
+) -> AlgorithmError:
+    problems = [_misfit_problem(row, tensor, state, names[row[0]]) for row, tensor in bad_rows]
     return AlgorithmError("torch's fused kernels would walk out of these tensors; no step was taken", problems)
 
 
 def _misfit_problem(row: Row, other: Tensor, state: States, name: str) -> Problem:
-    leaf, gradient = row[:2]
-    if other is leaf:
+    local, gradient = row[:2]
+    if other is local:
         required = "elements that fill a run of memory, each in a place of its own, as fused kernels go through it"
-        return Problem(name, _described(leaf), required, _REMEDY)
-    entry = next((key for key, value in state.get(leaf, {}).items() if value is other), "state")
+        return Problem(name, _described(local), required, _REMEDY)
+    entry = next((key for key, value in state.get(local, {}).items() if value is other), "state")
     key = f"{name}.grad" if other is gradient else f"{name}.{entry}"
-    return Problem(key, _described(other), f"{_described(leaf)}, as its parameter has", _REMEDY)
+    return Problem(key, _described(other), f"{_described(local)}, as its parameter has", _REMEDY)
 
 
 def _described(tensor: Tensor) -> str:

@@ -43,13 +43,13 @@ Group = dict[str, Any]
 
 
 class LocalOptimizer:
-    """A torch optimizer over the leaves of parameters, with its state and its groups as seen from outside.
+    """A torch optimizer over the local tensors of parameters, with its state and its groups as seen from outside.
 
     Where `chooses` is set, groups that name no implementation step with the fastest that agrees with the for-loop.
 
     Args:
         names: parameter → FQN.
-        optim_factory: makes the optimizer from the list of all leaves, in the order of `names`.
+        optim_factory: makes the optimizer from the list of all local tensors, in the order of `names`.
 
     Raises:
         AlgorithmError: there is a sharded parameter, and the algorithm may not step on shards or is not known.
@@ -66,8 +66,8 @@ class LocalOptimizer:
         self._known: list[list[Tensor]] = []  # the parameters of each group, once they were looked at
         # With the group of each parameter, and its place there.
         self._alone: dict[Tensor, tuple[Group, int, GroupShards]] = {}
-        leaves = self._bind(names)
-        self.optimizer = optim_factory(list(chain.from_iterable(leaves.values())))
+        bound = self._bind(names)
+        self.optimizer = optim_factory(list(chain.from_iterable(bound.values())))
         # Without the one that torch gives every optimizer that was copied.
         self.required_options = frozenset(self.optimizer.defaults) - {"differentiable"}
         self.spec = spec = find_spec(type(self.optimizer))
@@ -75,10 +75,10 @@ class LocalOptimizer:
             self.optimizer = spec.optimizer(self.optimizer.param_groups, **self.optimizer.defaults)
         refuse_unfit(self.optimizer, spec, names, self.shards.values(), self.groups)
         self.states = ShardStates(self.optimizer)
-        owners = {leaf: parameter for parameter, its in leaves.items() for leaf in its}
+        owners = {local: parameter for parameter, tensors in bound.items() for local in tensors}
         for group in self.groups:
-            group["params"] = parameters_of(group["params"], owners, leaves, names)
-        self._drop_stand_ins(leaves)
+            group["params"] = parameters_of(group["params"], owners, bound, names)
+        self._drop_stand_ins(bound)
         self.hand_over_parameters(names)
 
     @property
@@ -103,20 +103,20 @@ class LocalOptimizer:
             return frozenset()
         return frozenset([cast(MakesGlobalState, self.optimizer).global_name])
 
-    def leaves(self, parameter: Tensor) -> tuple[Tensor, ...]:
-        """The tensors that are stepped on in place of a parameter; none on a rank that holds no part of it."""
+    def local_tensors(self, parameter: Tensor) -> tuple[Tensor, ...]:
+        """Returns the tensors that are stepped on in place of a parameter; none on a rank without elements of it."""
         if self._elsewhere and parameter in self._elsewhere:
             return ()
         shards = self.shards.get(parameter)
-        return (parameter,) if shards is None else shards.leaves
+        return (parameter,) if shards is None else shards.local_tensors
 
     def add_group(self, names: Mapping[Tensor, str], options: Mapping[str, Any]) -> None:
         """Adds parameters; as torch's `add_param_group`, and with state where the class makes it at construction."""
-        leaves = self._bind(names)
+        bound = self._bind(names)
         try:
             groups = [*self.groups, {**self.optimizer.defaults, **options}]
             refuse_unfit(self.optimizer, self.spec, names, self.shards.values(), groups)
-            self.optimizer.add_param_group({**options, "params": list(chain.from_iterable(leaves.values()))})
+            self.optimizer.add_param_group({**options, "params": list(chain.from_iterable(bound.values()))})
         except Exception:
             for parameter in names:
                 self.shards.pop(parameter, None)
@@ -124,13 +124,13 @@ class LocalOptimizer:
             raise
         self.groups[-1]["params"] = list(names)
         self._names.update(names)
-        self._drop_stand_ins(leaves)
+        self._drop_stand_ins(bound)
         self.hand_over_parameters({**getattr(self.optimizer, "names", {}), **names})
         if self.spec is not None and self.spec.state_at_construction:
             self.make_state(names, frozen_too=True)
 
     def hand_over_parameters(self, names: Mapping[Tensor, str]) -> None:
-        """Where the algorithm steps on parameters: makes them their own leaves, and tells it how they are called.
+        """Makes parameters their own local tensors where the algorithm steps on parameters, and gives it their names.
 
         Until here local tensors stood in for them, whose class torch knows.
         """
@@ -140,9 +140,9 @@ class LocalOptimizer:
             refuse_global_name(self.global_names, names)
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
-        """One step of the algorithm without hooks; returns the closure's loss."""
+        """Takes one step of the algorithm without hooks; returns the closure's loss."""
         if self.spec is None or not self.spec.elementwise:
-            self._look_at_groups()
+            self._check_groups()
             self.states.hand_over()
             loss = step_without_hooks(type(self.optimizer))(self.optimizer, closure)
         else:
@@ -150,57 +150,62 @@ class LocalOptimizer:
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            self._step_leaves(self.spec, list(zip(self.groups, self._leaves_of_groups(), strict=True)))
+            self._step_groups(self.spec, list(zip(self.groups, self._shards_of_groups(), strict=True)))
         if not self._looked_for_gradients:
             self._looked_for_gradients = True
             warn_of_no_gradients(self._names)
         return loss
 
     def step_alone(self, parameter: Tensor) -> None:
-        """One step on a single parameter, with the options of its group; no other parameter is looked at.
+        """Takes one step on a single parameter, with the options of its group; no other parameter is looked at.
 
         Only of an elementwise algorithm, which computes the same in a step on all parameters.
         """
         assert self.spec is not None and self.spec.elementwise
-        group, place, leaves = self._alone.get(parameter) or ({"params": ()}, 0, None)
+        group, place, shards = self._alone.get(parameter) or ({"params": ()}, 0, None)
         here = group["params"][place : place + 1]
-        if leaves is None or not here or here[0] is not parameter or all(group is not each for each in self.groups):
+        if shards is None or not here or here[0] is not parameter or all(group is not each for each in self.groups):
             places = [
-                (group, place) for group in self.groups for place, its in enumerate(group["params"]) if its is parameter
+                (group, place)
+                for group in self.groups
+                for place, each in enumerate(group["params"])
+                if each is parameter
             ]
             if not places:  # someone took it out
                 return
-            (group, place), leaves = places[0], GroupShards([parameter], self.shards)
-            self._alone[parameter] = group, place, leaves
-        self._step_leaves(self.spec, [(group, leaves)])
+            (group, place), shards = places[0], GroupShards([parameter], self.shards)
+            self._alone[parameter] = group, place, shards
+        self._step_groups(self.spec, [(group, shards)])
 
-    def _step_leaves(self, spec: AlgorithmSpec, grouped: list[tuple[Group, GroupShards]]) -> None:
-        """A step of an elementwise algorithm on these leaves, and nothing else."""
-        turns = [GroupStep(group, leaves) for group, leaves in grouped]
+    def _step_groups(self, spec: AlgorithmSpec, grouped: list[tuple[Group, GroupShards]]) -> None:
+        """Takes a step of an elementwise algorithm on these shards, and on nothing else."""
+        steps = [GroupStep(group, shards) for group, shards in grouped]
         try:
             with torch.no_grad():
-                for turn in turns:
-                    turn.attach(partial(self._follow, group=turn.group), spec.takes_dense)
-                self._gather(spec, turns)
-            step_groups(self.optimizer, turns)
+                for step in steps:
+                    step.attach(partial(self._move_state, group=step.group), spec.takes_dense)
+                self._gather(spec, steps)
+            step_groups(self.optimizer, steps)
         finally:
-            for turn in reversed(turns):  # so that what one was lent is not given back by the next as the leaf's own
-                turn.restore()
+            for step in reversed(steps):  # so that a borrowed gradient is not restored by the next as the own one
+                step.restore()
 
-    def _gather(self, spec: AlgorithmSpec, turns: list[GroupStep]) -> None:
-        """Gathers what is to be stepped with, and settles how; what is refused here has changed nothing."""
-        anew = [turn for turn in turns if not turn.repeats]
-        for turn in anew:
-            if turn.leaves.sharded:
-                refuse_sparse(spec, turn.group, turn.leaves.sharded)
-        undo = self.states.hand_over(list(chain.from_iterable(turn.leaves.leaves for turn in anew))) if anew else None
+    def _gather(self, spec: AlgorithmSpec, steps: list[GroupStep]) -> None:
+        """Gathers the lists to step with, and chooses the implementation; a refusal here has changed nothing."""
+        anew = [step for step in steps if not step.repeats]
+        for step in anew:
+            if step.shards.sharded:
+                refuse_sparse(spec, step.group, step.shards.sharded)
+        undo = None
+        if anew:
+            undo = self.states.hand_over(list(chain.from_iterable(step.shards.local_tensors for step in anew)))
         try:
             if self.chooses:
-                choose_fused(spec, turns)
+                choose_fused(spec, steps)
             if gathers_as_torch(self.optimizer):
-                for turn in turns:
-                    turn.gather(self.optimizer)
-            settle_fused(spec, turns, self.optimizer.state, self._names)
+                for step in steps:
+                    step.gather(self.optimizer)
+            settle_fused(spec, steps, self.optimizer.state, self._names)
         except BaseException:
             if undo is not None:
                 undo()
@@ -230,18 +235,18 @@ class LocalOptimizer:
             group = group_of.get(parameter)
             if group is None or not (frozen_too or requires_gradient(parameter)):
                 continue
-            for leaf in self.leaves(parameter):
-                made = None if leaf in self.states else initial_state(self.spec, self.optimizer, group, leaf)
+            for local in self.local_tensors(parameter):
+                made = None if local in self.states else initial_state(self.spec, self.optimizer, group, local)
                 if made:
-                    self.states.put(leaf, made, untouched=self.settles_at_first_step)
+                    self.states.put(local, made, untouched=self.settles_at_first_step)
 
     def make_global_state(self, names: Collection[str]) -> None:
         """Makes the state of these names that belongs to no parameter, where there is none yet."""
         if not set(self.global_names).isdisjoint(names):
             cast(MakesGlobalState, self.optimizer).make_global()
 
-    def as_made(self, keys: Iterable[Tensor | str]) -> set[Tensor | str]:
-        """Those whose state is there and as `make_state` makes it: without it training goes the same way.
+    def with_initial_state(self, keys: Iterable[Tensor | str]) -> set[Tensor | str]:
+        """Returns those whose state is there and as `make_state` makes it: without it training goes the same way.
 
         Args:
             keys: parameters, and names of state that belongs to none.
@@ -249,25 +254,27 @@ class LocalOptimizer:
         if self.spec is None or self.spec.state_at_construction:  # there would be nobody to make it again
             return set()
         group_of = self._group_of()
-        return {key for key in keys if self._is_as_made(self.spec, key, group_of)}
+        return {key for key in keys if self._has_initial_state(self.spec, key, group_of)}
 
-    def _is_as_made(self, spec: AlgorithmSpec, key: Tensor | str, group_of: Mapping[Tensor, Group]) -> bool:
+    def _has_initial_state(self, spec: AlgorithmSpec, key: Tensor | str, group_of: Mapping[Tensor, Group]) -> bool:
         if isinstance(key, str):
             there = self.optimizer.state.get(cast(Any, key), {})
             return bool(there) and is_initial(there, cast(MakesGlobalState, self.optimizer).initial_global())
-        group, leaves = group_of.get(key), self.leaves(key)
-        if group is None or not all(leaf in self.states for leaf in leaves):
+        group, tensors = group_of.get(key), self.local_tensors(key)
+        if group is None or not all(local in self.states for local in tensors):
             return False
         if self.settles_at_first_step:
-            return all(map(self.states.is_unwritten, leaves))
-        self.state_of(key)  # has all of it there, of one that keeps less while it trains
-        return all(is_initial(self.states[leaf], initial_state(spec, self.optimizer, group, leaf)) for leaf in leaves)
+            return all(map(self.states.is_unwritten, tensors))
+        self.state_of(key)  # completes that of an algorithm that keeps less while it trains
+        return all(
+            is_initial(self.states[local], initial_state(spec, self.optimizer, group, local)) for local in tensors
+        )
 
     def _group_of(self) -> dict[Tensor, Group]:
         return {parameter: group for group in self.groups for parameter in group["params"]}
 
     def state_of(self, parameter: Tensor) -> MutableMapping[str, Any]:
-        """The live state of a parameter; empty if there is none yet, or no part of the parameter."""
+        """Returns the live state of a parameter; empty if there is none yet, or no element of the parameter."""
         if self._elsewhere and parameter in self._elsewhere:
             return {}
         shards = self.shards.get(parameter)
@@ -276,15 +283,16 @@ class LocalOptimizer:
                 self.optimizer.complete_state(parameter)
             return self.states[parameter]
         assert self.spec is not None  # sharded parameters are refused for an unknown class
-        return ShardedState(shards, tuple(self.states[leaf] for leaf in shards.leaves), self.spec, self.state_changed)
+        states = tuple(self.states[local] for local in shards.local_tensors)
+        return ShardedState(shards, states, self.spec, self.state_changed)
 
     def set_state(self, parameter: Tensor, entries: Mapping[str, Any]) -> None:
         """Replaces the state of a parameter; where it is stepped on itself, by the very mapping, as in torch."""
         self.state_changed()
-        leaves = self.leaves(parameter)
-        if not leaves:
+        tensors = self.local_tensors(parameter)
+        if not tensors:
             return
-        if leaves[0] is parameter:
+        if tensors[0] is parameter:
             self.states.put(parameter, cast(State, entries), untouched=False)
             return
         state, copied = self.state_of(parameter), dict(entries)  # which may be live itself
@@ -292,7 +300,7 @@ class LocalOptimizer:
         state.update(copied)
 
     def clear_state(self) -> None:
-        """Leaves no parameter with state but what the class makes at construction, which is made anew."""
+        """Removes all state; where the class makes its state at construction, it is made anew."""
         self.state_changed()
         self.states.clear()
         if self.spec is not None and self.spec.state_at_construction:
@@ -300,61 +308,61 @@ class LocalOptimizer:
 
     def has_state(self, parameter: Tensor) -> bool:
         """Whether there is any state of a parameter."""
-        leaves = self.leaves(parameter)
-        return bool(leaves) and leaves[0] in self.states
+        tensors = self.local_tensors(parameter)
+        return bool(tensors) and tensors[0] in self.states
 
     def is_untouched(self, parameter: Tensor) -> bool:
         """Whether the parameter has state and never had a step, so that the first step makes its state anew."""
-        leaves = self.leaves(parameter)
-        return bool(leaves) and self.states.is_untouched(leaves[0])
+        tensors = self.local_tensors(parameter)
+        return bool(tensors) and self.states.is_untouched(tensors[0])
 
     def state_loaded(self, parameter: Tensor, untouched: bool) -> None:
-        """Takes it that the state of a parameter was loaded.
+        """Notes that the state of a parameter was loaded.
 
         Args:
             parameter: has state.
             untouched: whether the loaded state is that of a parameter which never had a step.
         """
         self.state_changed()
-        for leaf in self.leaves(parameter):
-            self.states.put(leaf, self.states[leaf], untouched)
+        for local in self.local_tensors(parameter):
+            self.states.put(local, self.states[local], untouched)
         state = self.state_of(parameter)
         if isinstance(state, ShardedState):
             state.share_scalars()
 
     def state_changed(self) -> None:
-        """Drops what is kept about the state from step to step: someone else than the inner optimizer changed it."""
+        """Drops the caches of state from step to step: someone else than the inner optimizer changed it."""
         self._grouped.clear()
         self._alone.clear()
 
     def _bind(self, names: Mapping[Tensor, str]) -> dict[Tensor, tuple[Tensor, ...]]:
-        """Parameter → its leaves; one without has an empty stand-in, by which its group is known."""
+        """Returns parameter → its local tensors; one without has an empty stand-in, by which its group is known."""
         bound = {}
         for parameter, name in names.items():
-            leaves = local_tensors(parameter)
-            if len(leaves) != 1 or leaves[0] is not parameter:
+            tensors = local_tensors(parameter)
+            if len(tensors) != 1 or tensors[0] is not parameter:
                 shards = self.shards[parameter] = Shards(name, parameter)
                 if not shards.is_held:
                     self._elsewhere.add(parameter)
-                leaves = shards.leaves or (empty_local_tensor(parameter),)
-            bound[parameter] = leaves
+                tensors = shards.local_tensors or (empty_local_tensor(parameter),)
+            bound[parameter] = tensors
         return bound
 
     def _drop_stand_ins(self, bound: Mapping[Tensor, tuple[Tensor, ...]]) -> None:
         """Takes back state that the class has made for stand-ins at construction."""
         for parameter in self._elsewhere & bound.keys():
-            for leaf in bound[parameter]:
-                self.optimizer.state.pop(leaf, None)
+            for local in bound[parameter]:
+                self.optimizer.state.pop(local, None)
 
-    def _leaves_of_groups(self) -> list[GroupShards]:
+    def _shards_of_groups(self) -> list[GroupShards]:
         parameters = self._parameters_of_groups()
         if len(self._grouped) != len(parameters) or not all(map(GroupShards.are_of, self._grouped, parameters)):
-            self._look_at_groups()
-            self._grouped = [GroupShards(its, self.shards) for its in parameters]
+            self._check_groups()
+            self._grouped = [GroupShards(each, self.shards) for each in parameters]
         return self._grouped
 
     def _parameters_of_groups(self) -> list[list[Tensor]]:
-        """What stands under "params" in each group, whatever it is by now.
+        """Returns the value under "params" of each group, whatever it is by now.
 
         Raises:
             StateError: something is no group.
@@ -365,21 +373,21 @@ class LocalOptimizer:
             refuse_unfit_groups(self.groups, self._names, self.required_options, once=False)
             raise
 
-    def _look_at_groups(self) -> None:
+    def _check_groups(self) -> None:
         """Refuses parameters that somebody has put into groups, or has wrapped, and that cannot be stepped."""
         parameters = self._parameters_of_groups()
         if len(parameters) == len(self._known) and all(map(_same, parameters, self._known)):
             return
         refuse_unfit_groups(self.groups, self._names, self.required_options, once=False)
         refuse_flattened({self._names[parameter]: parameter for parameter in chain.from_iterable(parameters)})
-        self._known = [list(its) for its in parameters]
+        self._known = [list(each) for each in parameters]
 
-    def _follow(self, shards: Shards, group: Group) -> None:
+    def _move_state(self, shards: Shards, group: Group) -> None:
         replaced = shards.moved()
         if replaced:
             assert self.spec is not None  # sharded parameters are refused for an unknown class
             fresh = partial(initial_state, self.spec, self.optimizer, group)
-            for old, new in zip(replaced, shards.leaves, strict=True):
+            for old, new in zip(replaced, shards.local_tensors, strict=True):
                 self.states.move(old, new, fresh)
 
 

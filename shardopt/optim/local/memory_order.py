@@ -35,23 +35,24 @@ def lie_in_order(columns: Columns) -> bool:
 
 
 def misfits(columns: Columns) -> list[tuple[Row, Tensor]]:
-    """The rows whose tensors are not all runs of the same elements in the same order, each with the first that is not.
+    """Returns the rows whose tensors are not all runs of the same elements in the same order, each with the first
+    that is not.
 
     Where they are, in whatever order of dimensions, a kernel may walk through them together.
     """
-    found = ((row, _misfit(row)) for row in zip(*columns, strict=True))
-    return [(row, tensor) for row, tensor in found if tensor is not None]
+    candidates = ((row, _misfit(row)) for row in zip(*columns, strict=True))
+    return [(row, tensor) for row, tensor in candidates if tensor is not None]
 
 
 class InOrder:
-    """What was seen to `lie_in_order` in one step, so that the next one has less to ask.
+    """The columns that were seen to `lie_in_order` in one step, so that the next one has less to check.
 
-    Parameters and gradients are asked again: gradients are others, and a parameter may get other memory while it stays
-    the same tensor (`.data`, `set_`). Of state it is enough that nobody has replaced it.
+    Parameters and gradients are checked again: gradients are others, and a parameter may get other memory while it
+    stays the same tensor (`.data`, `set_`). Of state it is enough that nobody has replaced it.
 
     Args:
         lists: parameters, gradients (which are not kept), and lists of their state, some of it like them.
-        columns: what of these was seen to lie in order.
+        columns: those of these that were seen to lie in order.
     """
 
     def __init__(self, lists: Columns, columns: Columns) -> None:
@@ -60,7 +61,7 @@ class InOrder:
         self._nbytes = list(map(_NBYTES, lists[0]))
 
     def still(self, lists: Columns) -> bool:
-        """Whether tensors that may be others now, but for their state, lie so too."""
+        """Whether the tensors of this step, which may be others but for their state, lie so too."""
         return (
             list(map(_NBYTES, lists[0])) == self._nbytes
             and all(len(lists[place]) == len(kept) and all(map(is_, lists[place], kept)) for place, kept in self._state)
@@ -79,7 +80,7 @@ def _misfit(row: Row) -> Tensor | None:
 
 
 def _strides(tensor: Tensor) -> list[int]:
-    """Without those of dimensions of size 1, which say nothing."""
+    """Returns the strides without those of dimensions of size 1, which say nothing."""
     return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1]
 
 

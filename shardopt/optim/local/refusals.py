@@ -1,4 +1,4 @@
-"""Whether a torch optimizer and the parameters that it is to step on go together."""
+"""Refuses parameters that a torch optimizer cannot step on."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def refuse_unfit(
         groups: all that there are to be.
 
     Raises:
-        AlgorithmError: one is not what the algorithm steps on.
+        AlgorithmError: the algorithm cannot step on one.
     """
     sharded = next(iter(shards), None)
     if spec is not None and spec.steps_on is StepsOn.PARAMETERS:
@@ -78,11 +78,11 @@ def refuse_global_name(taken: Collection[str], names: Mapping[Tensor, str]) -> N
 
 
 def _refuse_unsuitable(spec: AlgorithmSpec, names: Mapping[Tensor, str]) -> None:
-    found = {name: spec.unsuitable(view_of(parameter, name)) for parameter, name in names.items()}
+    reasons = {name: spec.unsuitable(view_of(parameter, name)) for parameter, name in names.items()}
     problems = [
-        Problem(name, what, f"a parameter that {spec.name} can step", "give it to another optimizer")
-        for name, what in found.items()
-        if what
+        Problem(name, reason, f"a parameter that {spec.name} can step", "give it to another optimizer")
+        for name, reason in reasons.items()
+        if reason
     ]
     if problems:
         raise AlgorithmError(f"{spec.name} cannot step these parameters", problems)
@@ -91,21 +91,21 @@ def _refuse_unsuitable(spec: AlgorithmSpec, names: Mapping[Tensor, str]) -> None
 def parameters_of(
     taken: list[Tensor],
     owners: Mapping[Tensor, Tensor],
-    leaves: Mapping[Tensor, tuple[Tensor, ...]],
+    local_tensors: Mapping[Tensor, tuple[Tensor, ...]],
     names: Mapping[Tensor, str],
 ) -> list[Tensor]:
-    """The parameters that a group of local tensors belongs to, each once, in the group's order.
+    """Returns the parameters that a group of local tensors belongs to, each once, in the group's order.
 
     Args:
         taken: the group's tensors.
         owners: local tensor → its parameter, of all that the factory was given.
-        leaves: parameter → its local tensors.
+        local_tensors: parameter → its local tensors.
         names: parameter → FQN, for errors.
 
     Raises:
         StateError: the group has others, or not all local tensors of a parameter.
     """
-    strangers = [leaf for leaf in taken if leaf not in owners]
+    strangers = [local for local in taken if local not in owners]
     if strangers:
         problem = Problem(
             key=f"a tensor of shape {tuple(strangers[0].shape)}",
@@ -115,9 +115,9 @@ def parameters_of(
         )
         raise StateError("the optimizer has tensors without a name", [problem])
     here = set(taken)
-    parameters = list(dict.fromkeys(owners[leaf] for leaf in taken))
+    parameters = list(dict.fromkeys(owners[local] for local in taken))
     for parameter in parameters:
-        if not here.issuperset(leaves[parameter]):
+        if not here.issuperset(local_tensors[parameter]):
             problem = Problem(
                 key=names[parameter],
                 found="local shards in two groups",

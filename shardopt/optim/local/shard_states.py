@@ -1,4 +1,4 @@
-"""The state of each leaf: the inner optimizer's, or made early and kept from it until the leaf's first step."""
+"""The state of each local tensor: the inner optimizer's, or made early and kept from it until the first step."""
 
 from __future__ import annotations
 
@@ -41,77 +41,79 @@ class Untouched:
 
 
 class ShardStates:
-    """Live state, by leaf.
+    """Live state, by local tensor.
 
     Args:
-        optimizer: the inner one, which has all state but what it is not to know yet.
+        optimizer: the inner one, which has all state but that which is untouched.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._untouched: dict[Tensor, Untouched] = {}
 
-    def __getitem__(self, leaf: Tensor) -> State:
-        """Live; empty if there is none yet."""
-        if self.is_untouched(leaf):
-            return self._untouched[leaf].entries
-        state: State = self._optimizer.state[leaf]
+    def __getitem__(self, local: Tensor) -> State:
+        """Returns the live state; empty if there is none yet."""
+        if self.is_untouched(local):
+            return self._untouched[local].entries
+        state: State = self._optimizer.state[local]
         return state
 
-    def __contains__(self, leaf: Tensor) -> bool:
-        return self.is_untouched(leaf) or bool(self._optimizer.state.get(leaf))
+    def __contains__(self, local: Tensor) -> bool:
+        return self.is_untouched(local) or bool(self._optimizer.state.get(local))
 
-    def is_untouched(self, leaf: Tensor) -> bool:
-        """Whether the leaf has state and never had a step, so that the first step makes its state anew."""
-        return leaf in self._untouched
+    def is_untouched(self, local: Tensor) -> bool:
+        """Whether it has state and never had a step, so that the first step makes its state anew."""
+        return local in self._untouched
 
-    def is_unwritten(self, leaf: Tensor) -> bool:
-        """Whether it is untouched, and holds what it was made with."""
-        return self.is_untouched(leaf) and not self._untouched[leaf].written()
+    def is_unwritten(self, local: Tensor) -> bool:
+        """Whether it is untouched, and has the values that it was made with."""
+        return self.is_untouched(local) and not self._untouched[local].written()
 
-    def put(self, leaf: Tensor, entries: State, untouched: bool) -> None:
-        """Makes these the state of a leaf.
+    def put(self, local: Tensor, entries: State, untouched: bool) -> None:
+        """Sets the state of a local tensor.
 
         Args:
-            untouched: whether they are initial values, which the leaf's first step makes anew.
+            untouched: whether the entries are initial values, which the first step makes anew.
         """
         if untouched:
-            self._optimizer.state.pop(leaf, None)
-            self._untouched[leaf] = Untouched(entries)
+            self._optimizer.state.pop(local, None)
+            self._untouched[local] = Untouched(entries)
         else:
-            self._untouched.pop(leaf, None)
-            self._optimizer.state[leaf] = entries
+            self._untouched.pop(local, None)
+            self._optimizer.state[local] = entries
 
-    def drop(self, leaf: Any) -> None:
-        """Leaves a leaf, or another key of the inner optimizer's state, without any."""
-        self._untouched.pop(leaf, None)
-        self._optimizer.state.pop(leaf, None)
+    def drop(self, local: Any) -> None:
+        """Removes the state of a local tensor, or of another key of the inner optimizer's state."""
+        self._untouched.pop(local, None)
+        self._optimizer.state.pop(local, None)
 
     def clear(self) -> None:
-        """Leaves every leaf, and every other key, without state."""
+        """Removes the state of every local tensor, and of every other key."""
         self._untouched.clear()
         self._optimizer.state.clear()
 
-    def hand_over(self, leaves: Collection[Tensor] | None = None) -> Callable[[], None]:
-        """Lets the inner optimizer make state anew for those of the leaves that are to have their first step.
+    def hand_over(self, tensors: Collection[Tensor] | None = None) -> Callable[[], None]:
+        """Lets the inner optimizer make state anew for those of the tensors that are to have their first step.
 
-        What someone wrote into early state is not lost: it is handed to the inner optimizer as it is.
+        Early state that someone wrote into is not lost: it is handed to the inner optimizer as it is.
 
         Args:
-            leaves: None for all.
+            tensors: None for all.
 
         Returns:
-            What undoes this, and drops state that was made since.
+            A function that undoes this, and drops state that was made since.
         """
         state = self._optimizer.state
-        # What is made from now on stands behind what is known, or in dicts that someone has looked at.
-        known, empty = len(state), self._empty(leaves)
-        among = () if not self._untouched else self._untouched if leaves is None else leaves
-        early = {leaf: self._untouched[leaf] for leaf in among if self.is_untouched(leaf) and leaf.grad is not None}
-        for leaf, untouched in early.items():
-            del self._untouched[leaf]
+        # State that is made from now on stands behind known keys, or in dicts that someone has looked at.
+        known, empty = len(state), self._empty(tensors)
+        among = () if not self._untouched else self._untouched if tensors is None else tensors
+        early = {
+            local: self._untouched[local] for local in among if self.is_untouched(local) and local.grad is not None
+        }
+        for local, untouched in early.items():
+            del self._untouched[local]
             if untouched.written():
-                state[leaf] = untouched.entries
+                state[local] = untouched.entries
 
         def undo() -> None:
             for made in list(state)[known:]:
@@ -122,20 +124,20 @@ class ShardStates:
 
         return undo
 
-    def _empty(self, leaves: Collection[Tensor] | None) -> list[State]:
+    def _empty(self, tensors: Collection[Tensor] | None) -> list[State]:
         state = self._optimizer.state
-        if leaves is None or len(leaves) > len(state) // 8:  # to look a leaf up takes as long as to pass by eight
+        if tensors is None or len(tensors) > len(state) // 8:  # a look-up takes as long as to pass by eight
             return list(filterfalse(None, state.values()))
-        return [state[leaf] for leaf in leaves if leaf in state and not state[leaf]]
+        return [state[local] for local in tensors if local in state and not state[local]]
 
     def move(self, old: Tensor, new: Tensor, fresh: Callable[[Tensor], Mapping[str, Any]]) -> None:
-        """Makes the state of one leaf that of another, with the same values where the new one needs them.
+        """Moves the state of one local tensor to another, with the same values where the new one needs them.
 
         It stays the same dict, which someone may hold.
 
         Args:
-            old, new: the leaves. Where they have one dtype the state keeps its own.
-            fresh: gives what new state of a leaf looks like; tells devices and dtypes.
+            old, new: the local tensors. Where they have one dtype the state keeps its own.
+            fresh: makes new state of a local tensor, for its devices and dtypes.
         """
         entries, early = self[old], self._untouched.get(old)
         written = early is not None and early.written()
@@ -144,14 +146,14 @@ class ShardStates:
             return
         if (old.device, old.dtype) != (new.device, new.dtype):
             keeps_dtype, like = old.dtype == new.dtype, fresh(new)
-            entries.update({name: _moved(value, like.get(name), keeps_dtype) for name, value in entries.items()})
+            entries.update({name: _converted(value, like.get(name), keeps_dtype) for name, value in entries.items()})
         if early is None:
             self._optimizer.state[new] = entries
         else:
             self._untouched[new] = Untouched(entries, written)
 
 
-def _moved(value: Any, like: Any, keeps_dtype: bool) -> Any:
+def _converted(value: Any, like: Any, keeps_dtype: bool) -> Any:
     if not isinstance(value, Tensor) or not isinstance(like, Tensor):
         return value
     return value.to(device=like.device, dtype=value.dtype if keeps_dtype else like.dtype)

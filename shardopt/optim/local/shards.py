@@ -1,8 +1,8 @@
-"""Parameters and the local tensors that an optimizer steps on in their place.
+"""Shards of parameters: the local tensors that an optimizer steps on in their place.
 
-P parameters as the user has them, L leaves of each. A plain parameter is its own leaf and is not listed here; a sharded
-one has a leaf per local shard. A rank that holds no part of it has none, and no state: it cannot see whether the others
-had a gradient, so that a counter there would drift from theirs.
+A plain parameter is its own local tensor and is not listed here; a sharded one has a local tensor per shard. A rank
+that holds no elements of it has none, and no state: it cannot see whether the others had a gradient, so that a counter
+there would drift from theirs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardopt.algorithms.dense_gradients import found_gradients
+from shardopt.algorithms.dense_gradients import checked_gradients
 from shardopt.algorithms.registry import AlgorithmSpec, Kind
 from shardopt.errors import Problem, StateError
 from shardopt.optim.local.memory_order import InOrder
@@ -28,29 +28,29 @@ State = dict[str, Any]
 
 
 class BorrowedGrads:
-    """Gradients that leaves have only for the time of a step."""
+    """Gradients that local tensors have only for the time of a step."""
 
     def __init__(self) -> None:
-        self.leaves: list[Tensor] = []
+        self.borrowers: list[Tensor] = []
         self._own: list[tuple[Tensor, Tensor]] = []
 
-    def attach(self, leaf: Tensor, gradient: Tensor | None) -> None:
-        """Gives a leaf a gradient, or none, in the place of its own, if it has one."""
-        if leaf.grad is not None:
-            self._own.append((leaf, leaf.grad))
-        self.leaves.append(leaf)
-        leaf.grad = gradient
+    def attach(self, local: Tensor, gradient: Tensor | None) -> None:
+        """Gives a local tensor a gradient, or none, in the place of its own, if it has one."""
+        if local.grad is not None:
+            self._own.append((local, local.grad))
+        self.borrowers.append(local)
+        local.grad = gradient
 
     def restore(self) -> None:
-        """Leaves every leaf with what it had."""
-        for leaf in self.leaves:
-            leaf.grad = None
-        for leaf, gradient in self._own:
-            leaf.grad = gradient
+        """Gives every local tensor its own gradient back, or none."""
+        for local in self.borrowers:
+            local.grad = None
+        for local, gradient in self._own:
+            local.grad = gradient
 
 
 class Shards:
-    """The leaves of one sharded parameter, and whether they are still its local tensors.
+    """The local tensors of one sharded parameter, and whether these are still the ones that it has.
 
     Args:
         name: the parameter's FQN, for errors.
@@ -61,61 +61,57 @@ class Shards:
         self.name = name
         self.parameter = parameter
         self.is_held = is_held(parameter)
-        self.leaves = local_tensors(parameter) if self.is_held else ()
+        self.local_tensors = local_tensors(parameter) if self.is_held else ()
         self.reader = GradientReader(parameter)
 
     def moved(self) -> tuple[Tensor, ...]:
-        """The leaves that were replaced since the last call, if the parameter got other local tensors; else ().
+        """Returns the local tensors that were replaced since the last call, if the parameter got others; else ().
 
         Raises:
             StateError: the new local tensors have other shapes, so that state cannot follow them.
         """
-        held = local_tensors(self.parameter)
-        if len(held) == len(self.leaves) and all(a is b for a, b in zip(held, self.leaves, strict=True)):
+        now = local_tensors(self.parameter)
+        if len(now) == len(self.local_tensors) and all(map(is_, now, self.local_tensors)):
             return ()
-        before, now = [tuple(t.shape) for t in self.leaves], [tuple(t.shape) for t in held]
-        if before != now:
+        shapes_before, shapes = ([tuple(t.shape) for t in tensors] for tensors in (self.local_tensors, now))
+        if shapes_before != shapes:
             problem = Problem(
                 key=self.name,
-                found=f"local shapes {now}",
-                required=f"{before}, as when the optimizer was built",
+                found=f"local shapes {shapes}",
+                required=f"{shapes_before}, as when the optimizer was built",
                 remedy="build the optimizer after the model is sharded",
             )
             raise StateError("a parameter was sharded in another way under its optimizer", [problem])
-        replaced, self.leaves = self.leaves, held
+        replaced, self.local_tensors = self.local_tensors, now
         return replaced
 
-    def attach_gradients(self, loan: BorrowedGrads, takes_dense: bool = True) -> None:
-        """Gives each leaf its part of the parameter's gradient.
+    def attach_gradients(self, borrowed: BorrowedGrads, takes_dense: bool = True) -> None:
+        """Gives each local tensor its own of the parameter's gradient.
 
         Where one shard has a gradient the whole parameter has one, which is zero on the shards without, or without rows
         where the gradient is sparse.
 
         Args:
-            loan: what to undo afterwards.
+            borrowed: records the gradients to be restored afterwards.
             takes_dense: whether the algorithm steps with dense gradients.
 
         Raises:
             GradientError: the gradient does not fit the parameter.
         """
-        found = found_gradients(self.parameter, self.name, (torch.strided, torch.sparse_coo), takes_dense)
-        for leaf, gradient in zip(self.leaves, found or (None,) * len(self.leaves), strict=True):
-            loan.attach(leaf, gradient)
+        gradients = checked_gradients(self.parameter, self.name, (torch.strided, torch.sparse_coo), takes_dense)
+        for local, gradient in zip(self.local_tensors, gradients or (None,) * len(self.local_tensors), strict=True):
+            borrowed.attach(local, gradient)
         self.reader.accepted()
 
-    def put_together(self, parts: tuple[Tensor, ...]) -> Tensor:
-        """A tensor that lies like the parameter, made of one tensor per leaf without a copy."""
-        return assemble(self.parameter, parts)
-
-    def take_apart(self, whole: Tensor) -> tuple[Tensor, ...]:
-        """The reverse of `put_together`."""
-        return local_tensors(whole)
+    def assemble(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        """Makes a tensor that lies like the parameter, of one tensor per shard, without a copy."""
+        return assemble(self.parameter, tensors)
 
 
 class GroupShards:
-    """The leaves of a group's parameters, kept from step to step.
+    """The local tensors of a group's parameters, kept from step to step.
 
-    For who steps on them: `gathered` is what the last step gathered of them, if the next one may go by it; `in_order`
+    A step keeps two things here: `cache`, the lists that it gathered, if the next one may go by them; and `in_order`,
     that it saw them lie alike in memory.
 
     Args:
@@ -126,8 +122,8 @@ class GroupShards:
     def __init__(self, parameters: Iterable[Tensor], shards: Mapping[Tensor, Shards]) -> None:
         self._parameters = list(parameters)
         self._shards = [shards.get(parameter) for parameter in self._parameters]
-        self._readers = {its.reader: its for its in self._shards if its is not None and its.is_held}
-        self.gathered: StepCache | None = None
+        self._readers = {each.reader: each for each in self._shards if each is not None and each.is_held}
+        self.cache: StepCache | None = None
         self.in_order: InOrder | None = None
         self._refresh()
 
@@ -137,28 +133,28 @@ class GroupShards:
 
     @property
     def alike(self) -> bool:
-        """Whether all parameters with a part here are sharded and have one leaf. Only their state is replaced by none
-        but us: that of a plain parameter is the inner optimizer's own dict."""
-        return None not in self._shards and len(self._readers) == len(self.leaves)
+        """Whether all parameters with elements here are sharded and have one local tensor. Only their state is replaced
+        by nobody else: that of a plain parameter is the inner optimizer's own dict."""
+        return None not in self._shards and len(self._readers) == len(self.local_tensors)
 
     @property
     def kinds(self) -> set[tuple[bool, torch.dtype]]:
-        """Whether on the CPU, and dtype, of the leaves. A plain parameter gets others while it stays the same
+        """Whether on the CPU, and dtype, of the local tensors. A plain parameter gets others while it stays the same
         (`module.to`)."""
-        return self._kinds if None not in self._shards else _kinds_of(self.leaves)
+        return self._kinds if None not in self._shards else _kinds_of(self.local_tensors)
 
     @property
     def any_on_cpu(self) -> bool:
-        """Whether a leaf is on the CPU."""
-        return any(map(_IS_CPU, self.leaves))
+        """Whether a local tensor is on the CPU."""
+        return any(map(_IS_CPU, self.local_tensors))
 
     def attach(
-        self, loan: BorrowedGrads, follow: Callable[[Shards], None], takes_dense: bool = True
+        self, borrowed: BorrowedGrads, follow: Callable[[Shards], None], takes_dense: bool = True
     ) -> tuple[list[Tensor | None] | None, bool]:
-        """Gives every leaf of a sharded parameter its gradient.
+        """Gives every local tensor of a sharded parameter its gradient.
 
         Args:
-            loan: what to undo afterwards.
+            borrowed: records the gradients to be restored afterwards.
             follow: called with shards whose local tensors may have been replaced, before their gradients are looked at.
             takes_dense: whether the algorithm steps with dense gradients.
 
@@ -169,50 +165,52 @@ class GroupShards:
         Raises:
             GradientError: a gradient does not fit its parameter.
         """
-        gradients, others, in_order = attach_gradients(self._readers, loan.leaves)
+        gradients, others, in_order = attach_gradients(self._readers, borrowed.borrowers)
         if not others:
             return gradients, in_order
         try:
             for shards in [self._readers[reader] for reader in others]:
                 follow(shards)
-                shards.attach_gradients(loan, takes_dense)
+                shards.attach_gradients(borrowed, takes_dense)
         finally:
-            # Those before one that is refused may have other leaves, and are not looked at again.
+            # Those before one that is refused may have other local tensors, and are not looked at again.
             self._refresh()
         return None, False
 
     def names_of_local_tensors(self, names: Mapping[Tensor, str]) -> dict[Tensor, str]:
-        """The FQN of the parameter that each leaf belongs to.
+        """Returns the FQN of the parameter that each local tensor belongs to.
 
         Args:
             names: of plain parameters.
         """
-        plain = {leaf: names[leaf] for leaf in self.leaves if leaf in names}
-        return {**plain, **{leaf: name for name, leaf in self.sharded}}
+        plain = {local: names[local] for local in self.local_tensors if local in names}
+        return {**plain, **{local: name for name, local in self.sharded}}
 
     def _refresh(self) -> None:
-        both = zip(self._parameters, self._shards, strict=True)
-        self.leaves = list(chain.from_iterable((tensor,) if its is None else its.leaves for tensor, its in both))
-        self.sharded = [(its.name, leaf) for its in self._shards if its is not None for leaf in its.leaves]
-        self._kinds = _kinds_of(self.leaves)
+        pairs = zip(self._parameters, self._shards, strict=True)
+        tensors = ((tensor,) if shards is None else shards.local_tensors for tensor, shards in pairs)
+        self.local_tensors = list(chain.from_iterable(tensors))
+        sharded = [shards for shards in self._shards if shards is not None]
+        self.sharded = [(shards.name, local) for shards in sharded for local in shards.local_tensors]
+        self._kinds = _kinds_of(self.local_tensors)
 
 
-def _kinds_of(leaves: Collection[Tensor]) -> set[tuple[bool, torch.dtype]]:
-    return set(zip(map(_IS_CPU, leaves), map(_DTYPE, leaves), strict=True))
+def _kinds_of(tensors: Collection[Tensor]) -> set[tuple[bool, torch.dtype]]:
+    return set(zip(map(_IS_CPU, tensors), map(_DTYPE, tensors), strict=True))
 
 
-_IS_CPU, _DTYPE = attrgetter("is_cpu"), attrgetter("dtype")  # of plain parameters this is asked in every step
+_IS_CPU, _DTYPE = attrgetter("is_cpu"), attrgetter("dtype")  # of plain parameters this is read in every step
 
 
 class ShardedState(MutableMapping[str, Any]):
-    """State of one sharded parameter: live, made of the states of its leaves when it is looked at.
+    """State of one sharded parameter: live, made of the states of its local tensors when it is looked at.
 
-    Entries that lie like the parameter are put together without a copy; others are those of the first leaf, and are
-    the same for all of them. A copy is a dict of copies, live no more.
+    Entries that lie like the parameter are assembled without a copy; others are those of the first local tensor, and
+    are the same for all of them. A copy is a dict of copies, live no more.
 
     Args:
         shards: of the parameter.
-        states: of its leaves.
+        states: of its local tensors.
         spec: of the algorithm.
         changed: called after an entry was replaced or removed.
     """
@@ -229,16 +227,16 @@ class ShardedState(MutableMapping[str, Any]):
         first = self._states[0][name]
         if self._kinds.get(name) is not Kind.PARAMETER:
             return first
-        return self._shards.put_together(tuple(state[name] for state in self._states))
+        return self._shards.assemble(tuple(state[name] for state in self._states))
 
     def __setitem__(self, name: str, value: Any) -> None:
         if self._kinds.get(name) is Kind.PARAMETER:
-            parts = self._shards.take_apart(value)
+            values = local_tensors(value)
         else:
-            # A counter that two leaves share would be counted up twice in a step.
-            parts = (value, *(deepcopy(value) for _ in self._states[1:]))
-        for state, part in zip(self._states, parts, strict=True):
-            state[name] = part
+            # A counter that two local tensors share would be counted up twice in a step.
+            values = (value, *(deepcopy(value) for _ in self._states[1:]))
+        for state, own in zip(self._states, values, strict=True):
+            state[name] = own
         self._changed()
 
     def __delitem__(self, name: str) -> None:
@@ -259,7 +257,7 @@ class ShardedState(MutableMapping[str, Any]):
         return dict, (dict(self),)
 
     def share_scalars(self) -> None:
-        """Copies what the first leaf has for the whole parameter to the others."""
+        """Copies entries that the first local tensor has for the whole parameter to the others."""
         for state in self._states[1:]:
             for name, value in self._states[0].items():
                 if self._kinds.get(name) is not Kind.PARAMETER and isinstance(value, Tensor):

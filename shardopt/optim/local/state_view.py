@@ -1,4 +1,4 @@
-"""`optimizer.state` of a keyed optimizer."""
+"""View of the inner optimizer's state by the user's parameters: `optimizer.state` of a keyed optimizer."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _NO_DEFAULT = object()
 class LocalState(MutableMapping[Any, Any]):
     """Parameter → its state, live; looking one up takes constant time.
 
-    A parameter that has none is looked up as an empty dict. On a rank that holds no part of a parameter there is no
-    place for its state: what is set there is left to the ranks that do.
+    A parameter that has none is looked up as an empty dict. On a rank that holds no elements of a parameter there is no
+    place for its state: setting it there changes nothing.
     """
 
-    def __init__(self, names: Mapping[Tensor, str], local: LocalOptimizer) -> None:
+    def __init__(self, names: Mapping[Tensor, str], local_optimizer: LocalOptimizer) -> None:
         self._names = names
-        self._local = local
+        self._local = local_optimizer
 
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, Tensor) and key in self._names:
@@ -43,8 +43,8 @@ class LocalState(MutableMapping[Any, Any]):
         if key not in self and key not in self._names:
             raise KeyError(key)
         self._local.state_changed()
-        for leaf in self._local.leaves(key) if isinstance(key, Tensor) else (key,):
-            self._local.states.drop(leaf)
+        for local in self._local.local_tensors(key) if isinstance(key, Tensor) else (key,):
+            self._local.states.drop(local)
 
     def replace(self, state: Mapping[Any, Any]) -> None:
         """Takes over the entries of another mapping, which is not kept, and drops all others.
@@ -61,21 +61,21 @@ class LocalState(MutableMapping[Any, Any]):
             self[key] = value
 
     def clear(self) -> None:
-        """Leaves no parameter with state; where a class makes its state when it is constructed, all have it anew."""
+        """Removes all state; where a class makes its state when it is constructed, all have it anew."""
         self._local.clear_state()
 
     def pop(self, key: Any, default: Any = _NO_DEFAULT) -> Any:
-        """As of a dict."""
+        """Removes an entry and returns it, as of a dict."""
         if key not in self:
             if default is _NO_DEFAULT:
                 raise KeyError(key)
             return default
-        found = self[key]
+        value = self[key]
         del self[key]
-        return found
+        return value
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
-        """As of a dict; what was never looked up has empty state here, and so takes the default."""
+        """Returns an entry, which is set to the default if absent, as of a dict; one that is empty counts as absent."""
         if key not in self:
             self[key] = {} if default is None else default
         return self[key]

@@ -1,4 +1,4 @@
-"""What torch's `_init_group` gathers of a group in a step, kept for the steps after.
+"""Cache of the lists that torch's `_init_group` gathers of a group, kept for the next steps.
 
 On small parameters most of a step's time goes into asking each of them for its gradient and its state, although from
 one step to the next only the gradients are others. Where that is so, an algorithm is handed the lists of the step
@@ -21,48 +21,50 @@ _OTHERS = (type(None), str, tuple, list)
 
 
 class StepCache(NamedTuple):
-    """What `_init_group` gave and filled in, but for the gradients.
+    """The result of `_init_group`, and the lists that it filled, but for the gradients.
 
     Args:
         options: those that it may have gone by, of `deciding_options`.
-        present: for each leaf of the group whether it had a gradient.
-        leaves: those that had one.
+        present: for each local tensor of the group whether it had a gradient.
+        local_tensors: those that had one.
         state: lists of their state, in the order of `_init_group`'s arguments.
-        told: what it returned.
+        init_result: the result of `_init_group`.
     """
 
     options: Options
     present: list[bool]
-    leaves: list[Tensor]
+    local_tensors: list[Tensor]
     state: list[list[Tensor]]
-    told: Any
+    init_result: Any
 
     def holds(self, options: Options, gradients: Sequence[Tensor | None]) -> bool:
         """Whether `_init_group` would gather the same now, given that nobody but it makes or replaces state.
 
         Args:
             options: `deciding_options` of the group.
-            gradients: of all leaves, dense.
+            gradients: of all local tensors, dense.
         """
         return self.options == options and self.present == [gradient is not None for gradient in gradients]
 
-    def again(self, gradients: Sequence[Tensor | None]) -> list[list[Any]]:
-        """What `_init_group` would fill its lists with: leaves, gradients, and those of `state`.
+    def lists_with(self, gradients: Sequence[Tensor | None]) -> list[list[Any]]:
+        """Returns lists as `_init_group` would fill them: local tensors, gradients, and those of `state`.
 
         Args:
-            gradients: of the leaves of the group, present where they were.
+            gradients: of the local tensors of the group, present where they were.
         """
-        return [self.leaves, list(compress(gradients, self.present)), *self.state]
+        return [self.local_tensors, list(compress(gradients, self.present)), *self.state]
 
 
-def gathered(options: Options, leaves: Sequence[Tensor], lists: Sequence[list[Any]], told: Any) -> StepCache | None:
-    """What can be kept of a call of `_init_group`; None where the step that follows makes state, or rows are updated.
+def make_cache(
+    options: Options, local_tensors: Sequence[Tensor], lists: Sequence[list[Any]], init_result: Any
+) -> StepCache | None:
+    """Makes a cache of a call of `_init_group`; None where the step that follows makes state, or rows are updated.
 
     Args:
         options: `deciding_options` of the group.
-        leaves: of the group.
+        local_tensors: of the group.
         lists: as `_init_group` filled them, before the step went on with them.
-        told: what it returned.
+        init_result: the result of `_init_group`.
     """
     stepped, gradients, *state = lists
     if any(gradient.layout is not torch.strided for gradient in gradients):
@@ -70,15 +72,15 @@ def gathered(options: Options, leaves: Sequence[Tensor], lists: Sequence[list[An
     if any(value is None for each in state for value in each):
         return None
     here = set(map(id, stepped))
-    present = [id(leaf) in here for leaf in leaves]
-    return StepCache(options, present, list(stepped), [list(each) for each in state], told)
+    present = [id(local) in here for local in local_tensors]
+    return StepCache(options, present, list(stepped), [list(each) for each in state], init_result)
 
 
 def deciding_options(group: Mapping[str, Any]) -> Options:
-    """What may decide about the state that a group's parameters have, and about what is refused.
+    """Extracts the options on which a group's state may depend, and which gradients or options are refused.
 
     Of numbers that is whether they are 0: schedules change them in every step. No tensor is looked into, which could
-    be to wait for a device: of learning rates nobody asks more than the class, and another tensor (or a NumPy number,
+    wait for a device: of learning rates the class alone matters, and another tensor (or a NumPy number,
     or whatever else there may be) is equal to nothing.
     """
     return tuple(

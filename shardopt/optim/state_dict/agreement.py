@@ -1,6 +1,6 @@
-"""Whether ranks still train with the same options and counters.
+"""Compares options and counters of optimizers between ranks.
 
-What is compared is what two ranks have under one name: the options of a parameter's group, and numbers in its state.
+Compared are values that two ranks have under one name: the options of a parameter's group, and numbers in its state.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ def differences(
     param_groups: Callable[[], Any],
     state: Callable[[], Mapping[str, Mapping[str, Any]]],
 ) -> list[Problem]:
-    """The first parameter for each option and each number in state that differs between ranks. Collective.
+    """Returns the first parameter for each option and each number in state that differs between ranks. Collective.
 
     One exchange where ranks agree in everything, and a second one where they do not, or have different parameters.
 
     Args:
         names: parameter → FQN.
-        param_groups: gives the optimizer's groups.
-        state: gives FQN, or a name that belongs to no parameter, → entries. Sharded entries are not looked at.
+        param_groups: returns the optimizer's groups.
+        state: returns FQN, or a name that belongs to no parameter, → entries. Sharded entries are not compared.
     """
-    mine, alike = ranks.agree(
+    report, alike = ranks.agree(
         _WHAT,
         work=lambda: json.dumps([list(_options(names, param_groups())), _numbers(names, state())], sort_keys=True),
         report=lambda text: blake2b(text.encode(), digest_size=16).hexdigest(),
@@ -50,21 +50,21 @@ def differences(
     )
     if alike:
         return []
-    _, found = ranks.agree(_WHAT, work=lambda: mine, report=lambda text: text, decide=_compare)
-    return [Problem(*problem) for problem in found]
+    _, problems = ranks.agree(_WHAT, work=lambda: report, report=lambda text: text, decide=_compare)
+    return [Problem(*problem) for problem in problems]
 
 
 def _options(names: Mapping[Tensor, str], param_groups: Any) -> Iterator[tuple[list[str], Texts]]:
-    """The names in each group, sorted, and its options."""
+    """Yields the names in each group, sorted, and its options."""
     for group in param_groups:
         options = {name: value for name, value in group.items() if name not in {PARAMS, *IMPLEMENTATION_OPTIONS}}
         yield sorted(names[param] for param in group[PARAMS]), _texts(options)
 
 
 def _numbers(names: Mapping[Tensor, str], state: Mapping[str, Mapping[str, Any]]) -> dict[str, Texts]:
-    """What can be compared of state. Its tensors may differ a little between replicas; its counters may not.
+    """Returns the values of state that can be compared. Tensors may differ a little between replicas; counters may not.
 
-    A parameter that has a part here and no state has an entry without numbers.
+    A parameter that has elements here and no state has an entry without numbers.
     """
     most_elements = {name: 1 for name in names.values()}
     # The moments of a parameter without dimensions look like counters.
@@ -74,12 +74,12 @@ def _numbers(names: Mapping[Tensor, str], state: Mapping[str, Mapping[str, Any]]
 
 
 def _texts(values: Mapping[str, Any], most_elements: int = _FEW) -> Texts:
-    """What can be compared of some values: plain ones, and plain tensors up to a size."""
+    """Returns the values that can be compared: plain ones, and plain tensors up to a size."""
     texts = {}
     for name, value in values.items():
         if isinstance(value, Tensor):
-            leaves = local_tensors(value)
-            if len(leaves) == 1 and leaves[0] is value and value.numel() <= most_elements:
+            tensors = local_tensors(value)
+            if len(tensors) == 1 and tensors[0] is value and value.numel() <= most_elements:
                 texts[name] = repr(value.tolist())
         elif isinstance(value, bool | int | float | str | tuple | list | None):
             texts[name] = repr(value)
@@ -87,7 +87,7 @@ def _texts(values: Mapping[str, Any], most_elements: int = _FEW) -> Texts:
 
 
 def _compare(reports: list[str]) -> list[tuple[str, str, str, str]]:
-    """On rank 0: what differs, for each option and entry the first parameter."""
+    """Finds differences, on rank 0: for each option and entry the first parameter."""
     options: dict[str, dict[int, Texts]] = {}
     numbers: dict[str, dict[int, Texts]] = {}
     group_of: dict[str, str] = {}
@@ -99,22 +99,24 @@ def _compare(reports: list[str]) -> list[tuple[str, str, str, str]]:
                 group_of.setdefault(name, names[0])
         for name, texts in state.items():
             numbers.setdefault(name, {})[rank] = texts
-    found: dict[str, tuple[str, str, str, str]] = {}
+    problems: dict[str, tuple[str, str, str, str]] = {}
     for name, by_rank in options.items():
-        for option, told in _differing(by_rank):
+        for option, difference in _differing(by_rank):
             remedy = "set it alike on all ranks, from a number that all of them have (a reduced loss, a common step)"
             key = f"param_groups.{group_of[name]}.{option}"
-            found.setdefault(f"option {option}", (key, told, "the same on every rank that has the parameter", remedy))
+            problems.setdefault(
+                f"option {option}", (key, difference, "the same on every rank that has the parameter", remedy)
+            )
     for name, by_rank in numbers.items():
-        for entry, told in _differing(by_rank):
+        for entry, difference in _differing(by_rank):
             remedy = "step and load all ranks together; load the last checkpoint to bring them together again"
             key = f"state.{name}.{entry}"
-            found.setdefault(f"entry {entry}", (key, told, "the same on every rank that has it", remedy))
-    return list(found.values())
+            problems.setdefault(f"entry {entry}", (key, difference, "the same on every rank that has it", remedy))
+    return list(problems.values())
 
 
 def _differing(by_rank: Mapping[int, Texts]) -> Iterator[tuple[str, str]]:
-    """Names under which ranks have different values, and what is where."""
+    """Yields the names under which ranks have different values, and which value is on which rank."""
     for name in dict.fromkeys(name for texts in by_rank.values() for name in texts):
         ranks_of: dict[str, list[int]] = {}
         for rank, texts in by_rank.items():

@@ -1,4 +1,4 @@
-"""Parameters by name: pairs that are checked, and put into groups by pattern."""
+"""Names parameters, checks them, and sorts them into groups by pattern."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ class NamedParameters(dict[str, Tensor]):
     """Parameters by their plain names, in their order.
 
     Attributes:
-        dropped: what stood before every name, and is left out of all; of names that are added later, too.
+        dropped: the prefix of every name, which is left out of all; of names that are added later, too.
     """
 
     dropped = ""
 
 
 def named(parameters: NamedTensors, dropped: str | None = None) -> NamedParameters:
-    """The parameters by `plain_name`, without what DistributedDataParallel puts before all names.
+    """Returns the parameters by `plain_name`, without the prefix that DistributedDataParallel puts before all names.
 
     Args:
         parameters: given back as they are if they have their plain names already.
-        dropped: what is left out at the begin of names; None is all of "module." that every name has.
+        dropped: the prefix that is left out of names; None is all of "module." that every name has.
 
     Raises:
         StateError: there are none, they are not pairs of a name and a tensor, a name comes twice, or they are those of
@@ -66,7 +66,7 @@ def named(parameters: NamedTensors, dropped: str | None = None) -> NamedParamete
 
 
 def first_names(parameters: Mapping[str, Tensor]) -> dict[Tensor, str]:
-    """Tensor → its name; a tensor with several names (tied parameters) goes by the first."""
+    """Returns tensor → its name; a tensor with several names (tied parameters) goes by the first."""
     names: dict[Tensor, str] = {}
     for name, tensor in parameters.items():
         names.setdefault(tensor, name)
@@ -83,7 +83,7 @@ def refuse_unknown(argument: str, names: Iterable[str], known: Collection[str]) 
 
 
 def refuse_flattened(parameters: Mapping[str, Tensor]) -> None:
-    """Refuses parameters of FullyShardedDataParallel (FSDP1), which do not tell what they are pieces of.
+    """Refuses parameters of FullyShardedDataParallel (FSDP1), which do not say what they are pieces of.
 
     A rank has a flat piece of each, of its own length or none: a norm would take them for replicas, and a checkpoint
     for the parameters.
@@ -95,7 +95,7 @@ def refuse_flattened(parameters: Mapping[str, Tensor]) -> None:
         Problem(
             key=name,
             found="a flat piece of FullyShardedDataParallel",
-            required="a parameter that tells how it is sharded",
+            required="a parameter that says how it is sharded",
             remedy="shard the model with torch.distributed.fsdp.fully_shard in its place, and then make this",
         )
         for name, tensor in parameters.items()
@@ -108,7 +108,7 @@ def refuse_flattened(parameters: Mapping[str, Tensor]) -> None:
 def refuse_unfit_groups(
     groups: Any, names: Mapping[Tensor, str], required: Collection[str] = (), once: bool = True
 ) -> None:
-    """Holds groups that anybody may have changed against the parameters of their optimizer.
+    """Checks groups that anybody may have changed against the parameters of their optimizer.
 
     Args:
         groups: of the optimizer, live or to be.
@@ -118,8 +118,8 @@ def refuse_unfit_groups(
             but groups go by names where they are saved.
 
     Raises:
-        StateError: names what is no group, each tensor that the optimizer does not know, each parameter that stands in
-            two places, and each option that is missing.
+        StateError: names each value that is no group, each tensor that the optimizer does not know, each parameter that
+            stands in two places, and each option that is missing.
     """
     problems = []
     places: dict[Tensor, str] = {}
@@ -127,9 +127,9 @@ def refuse_unfit_groups(
         where = f"param_groups[{number}]"
         params = group.get("params") if isinstance(group, MutableMapping) else None
         if not isinstance(params, list | tuple):
-            found = f"a {type(group).__name__}" if params is None else f'"params" in a {type(params).__name__}'
+            value = f"a {type(group).__name__}" if params is None else f'"params" in a {type(params).__name__}'
             problems.append(
-                Problem(where, found, 'a dict with a list of parameters under "params"', "use add_param_group")
+                Problem(where, value, 'a dict with a list of parameters under "params"', "use add_param_group")
             )
             continue
         for option in (option for option in required if option not in group):
@@ -140,8 +140,8 @@ def refuse_unfit_groups(
             if not isinstance(param, Tensor) or param not in names:
                 problems.append(Problem(at, described(param), f"one of {listed(names.values())}", _ADD))
             elif once and param in places:
-                found, one = f"{names[param]}, which {places[param]} is", "each parameter once"
-                problems.append(Problem(at, found, one, "take it out of one of them"))
+                other = f"{names[param]}, which {places[param]} is"
+                problems.append(Problem(at, other, "each parameter once", "take it out of one of them"))
             else:
                 places[param] = at
     if problems:
@@ -149,22 +149,22 @@ def refuse_unfit_groups(
 
 
 def described(value: Any) -> str:
-    """A tensor that has no name, in a few words."""
+    """Describes a tensor that has no name, in a few words."""
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
     try:
         view = view_of(value)
-    except LayoutError:  # whatever it is, it is not one of ours
+    except LayoutError:  # not a kind of tensor that is known here
         return f"a {type(value).__name__} that the optimizer does not know"
     return f"a tensor of {view.dtype} and shape {view.shape} that the optimizer does not know"
 
 
-def refuse_non_leaves(parameters: Mapping[str, Tensor], groups: Iterable[Mapping[str, Any]] = ()) -> None:
-    """As torch: what autograd computed is not optimized, but by a step that is differentiable itself.
+def refuse_non_leaf_tensors(parameters: Mapping[str, Tensor], groups: Iterable[Mapping[str, Any]] = ()) -> None:
+    """Refuses tensors that are no leaves of autograd, as torch does, unless the step is differentiable itself.
 
     Args:
         parameters: name → tensor.
-        groups: options that say whether it is.
+        groups: options that say whether the step is.
 
     Raises:
         StateError: names each such tensor.
@@ -218,11 +218,11 @@ def by_pattern(
     ]
     if problems:
         raise StateError("a pattern matches no parameter", problems)
-    return [(its, who) for its, who in zip([*options, {}], members, strict=True) if who]
+    return [(own, group) for own, group in zip([*options, {}], members, strict=True) if group]
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names in a sentence, the first twenty of them."""
+    """Lists names for a sentence, the first twenty of them."""
     names = list(names)
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     return ", ".join(names[:_MOST_NAMES]) + more
@@ -231,7 +231,7 @@ def listed(names: Iterable[str]) -> str:
 def _pattern(position: int, group: Mapping[str, Any]) -> re.Pattern[str]:
     match = group.get("match")
     try:
-        return re.compile(match)  # type: ignore[arg-type]  # anything may be given; re says what is wrong with it
+        return re.compile(match)  # type: ignore[arg-type]  # anything may be given; re reports what is wrong with it
     except (TypeError, re.error) as error:
         problem = Problem(
             key=f"groups[{position}].match",
@@ -243,5 +243,5 @@ def _pattern(position: int, group: Mapping[str, Any]) -> re.Pattern[str]:
 
 
 def _why_empty(pattern: re.Pattern[str], parameters: Mapping[str, Tensor]) -> str:
-    found = [name for name in parameters if pattern.search(name)]
-    return f"whose matches an earlier group took ({listed(found)})" if found else "which is found in no name"
+    matches = [name for name in parameters if pattern.search(name)]
+    return f"whose matches an earlier group took ({listed(matches)})" if matches else "which is found in no name"

@@ -1,13 +1,14 @@
-"""Loading state in place, all or nothing: find everything that does not fit, and only then change anything.
+"""Loads state in place, all or nothing: finds everything that does not fit, and only then changes anything.
 
-A `LoadPlan` walks what is there (`into`) and what is offered (`offered`) side by side. It collects problems, copies
+A `LoadPlan` walks the live state (`into`) and the loaded one (`offered`) side by side. It collects problems, copies
 between local tensors, and replacements of plain values; `apply` carries the last two out if there is no problem.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from copy import copy, deepcopy
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -21,21 +22,21 @@ _PLAIN = "a plain value"
 
 
 class Unmatched(NamedTuple):
-    """What a load that is not strict passed over: keys that were not offered, and offered keys without a place."""
+    """Keys that a load passed over because it was not strict: keys not offered, and offered keys without a place."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
 
 
 class LoadPlan:
-    """What a load would change, and what speaks against it.
+    """The changes of a load, and the problems that it has.
 
     Args:
         strict: whether names on one side only are problems; otherwise they are only kept in `unmatched`.
         convert_dtype: whether floating-point values may be offered in another dtype.
-        descriptions: whether tensors on the meta device may stand for what will be read later; such a tensor is
+        descriptions: whether tensors on the meta device may stand for values that will be read later; such a tensor is
             compared by shape and dtype, and nothing is copied from it.
-        into: what is loaded into, in errors.
+        into: the kind of object that is loaded into, in errors.
     """
 
     def __init__(
@@ -51,26 +52,26 @@ class LoadPlan:
         self.descriptions = descriptions
         self.problems: list[Problem] = []
         self.unmatched = Unmatched([], [])
-        self.loaded_groups: list[dict[str, Any]] = []  # whose options are all taken from what is offered
-        self.overridden: list[Any] = []  # options that the code gives otherwise, `options.Overridden`
-        self.algorithms: list[str] = []  # what was said of groups that another algorithm has saved
+        self.loaded_groups: list[dict[str, Any]] = []  # whose options are all loaded
+        self.overridden: list[Any] = []  # options to which the code gives other values, `options.Overridden`
+        self.algorithms: list[str] = []  # notes on groups that another algorithm has saved
         self.opt_key = ""
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._values: list[tuple[MutableMapping[Any, Any], Any, Any]] = []
         self._afterwards: list[Callable[[], None]] = []
 
-    def part(self, opt_key: str) -> LoadPlan:
-        """A view of this plan for a part whose names have "opt_key." before them in the whole; "" for none."""
-        part = copy(self)  # shares the lists
-        part.opt_key = ".".join(filter(None, (self.opt_key, opt_key)))
-        return part
+    def child(self, opt_key: str) -> LoadPlan:
+        """Returns a view of this plan for a child whose names have the prefix "opt_key." in the whole; "" for none."""
+        child = copy(self)  # shares the lists
+        child.opt_key = ".".join(filter(None, (self.opt_key, opt_key)))
+        return child
 
     def seen_as(self, name: str) -> str:
-        """A parameter's name in the whole, or that of another key under "state" or "param_groups"."""
+        """Returns a parameter's name in the whole, or that of another key under "state" or "param_groups"."""
         return f"{self.opt_key}.{name}" if self.opt_key else name
 
     def section(self, key: str) -> str:
-        """The key under which all of "state" or "param_groups" stands in the whole."""
+        """Returns the key under which all of "state" or "param_groups" stands in the whole."""
         return f"{key}.{self.opt_key}" if self.opt_key else key
 
     def problem(self, key: str, found: str, required: str, remedy: str) -> None:
@@ -84,35 +85,46 @@ class LoadPlan:
             self.problem(key, "nothing", f"a value, as this {self._into} has one", remedy)
 
     def unexpected(self, key: str, remedy: str) -> None:
-        """Notes that there is no place for what was offered as `key`."""
+        """Notes that there is no place for the value offered as `key`."""
         self.unmatched.unexpected_keys.append(key)
         if self.strict:
             self.problem(key, "a value", f"nothing, as this {self._into} has no such key", remedy)
+
+    def unmatched_names(self, prefix: str, into: Collection[Any], offered: Collection[Any], remedy: str) -> None:
+        """Notes the names that are on one side only.
+
+        Args:
+            prefix: stands before the names in errors.
+            into: names that have a place.
+            offered: names that have a value.
+            remedy: the advice for names on one side only.
+        """
+        for name in sorted(set(into).difference(offered), key=str):
+            self.missing(f"{prefix}{name}", remedy)
+        for name in sorted(set(offered).difference(into), key=str):
+            self.unexpected(f"{prefix}{name}", remedy)
 
     def mapping(self, key: str, into: MutableMapping[Any, Any], offered: Any, remedy: str) -> None:
         """Plans to load a mapping into another, which keeps its tensors, inner mappings and lists.
 
         Args:
-            key: what stands before the names of the entries in errors.
-            into: what is to be changed.
-            offered: what the values are taken from; a problem if it is not a mapping.
+            key: stands before the names of the entries in errors.
+            into: the mapping that is to be changed.
+            offered: the values; a problem if it is not a mapping.
             remedy: the advice for names on one side only.
         """
         if not isinstance(offered, Mapping):
             self.problem(key, _kind(offered), "a mapping", "offer what state_dict() gives")
             return
-        for name in into.keys() - offered.keys():
-            self.missing(f"{key}.{name}", remedy)
-        for name in offered.keys() - into.keys():
-            self.unexpected(f"{key}.{name}", remedy)
+        self.unmatched_names(f"{key}.", into.keys(), offered.keys(), remedy)
         for name in [name for name in into if name in offered]:
             old = into[name]
-            new = self._merged(f"{key}.{name}", old, offered[name], remedy)
+            new = self._merge(f"{key}.{name}", old, offered[name], remedy)
             if new is not old:
                 self._values.append((into, name, new))
 
     def check(self) -> None:
-        """Raises what was found.
+        """Raises the problems that were found.
 
         Raises:
             MismatchError: lists every problem; nothing was changed.
@@ -136,10 +148,11 @@ class LoadPlan:
         """Plans a call for when tensors and values are in place."""
         self._afterwards.append(call)
 
-    def _merged(self, key: str, into: Any, offered: Any, remedy: str) -> Any:
-        """What stands in the place of `into` afterwards: a tensor, mapping or object itself, or a plain value."""
+    def _merge(self, key: str, into: Any, offered: Any, remedy: str) -> Any:
+        """Plans to load one value; returns the one that is to stand there: the same tensor, mapping or object, or a new
+        plain value."""
         if is_stateful(into):
-            self._by_itself(key, into, offered, remedy)
+            self._stateful(key, into, offered, remedy)
         elif _kind(into) != _kind(offered):
             self.problem(key, _kind(offered), _kind(into), "load a checkpoint of the same optimizer and options")
         elif isinstance(into, Tensor):
@@ -150,29 +163,29 @@ class LoadPlan:
             if len(into) != len(offered):
                 self.problem(key, f"{len(offered)} elements", f"{len(into)}", "load a checkpoint of the same options")
             else:
-                merged = [self._merged(f"{key}.{i}", *pair, remedy) for i, pair in enumerate(zip(into, offered))]  # noqa: B905  # lengths are equal here
+                merged = [self._merge(f"{key}.{i}", *pair, remedy) for i, pair in enumerate(zip(into, offered))]  # noqa: B905  # lengths are equal here
                 return into if all(new is old for new, old in zip(merged, into, strict=True)) else like(into, merged)
         else:
             return deepcopy(offered)
         return into
 
-    def _by_itself(self, key: str, into: Any, offered: Any, remedy: str) -> None:
-        """Plans a load of what has the form of an object's state, which the object then takes itself."""
-        mine = dict(into.state_dict())
-        self.mapping(key, mine, offered, remedy)
-        self.then(lambda: into.load_state_dict(mine))
+    def _stateful(self, key: str, into: Any, offered: Any, remedy: str) -> None:
+        """Plans to load the state of an object, by its own `load_state_dict`."""
+        state = dict(into.state_dict())
+        self.mapping(key, state, offered, remedy)
+        self.then(lambda: into.load_state_dict(state))
 
     def _tensor(self, key: str, into: Tensor, offered: Tensor) -> None:
-        mine, theirs = local_tensors(into), local_tensors(offered)
-        if len(mine) == len(theirs) and all(a is b for a, b in zip(mine, theirs, strict=True)):
-            return  # handed its own tensor back: it is loaded already
+        own, given = local_tensors(into), local_tensors(offered)
+        if len(own) == len(given) and all(map(is_, own, given)):
+            return  # it is offered itself: it is loaded already
         try:
             here, there = view_of(into, key), view_of(offered, key)
         except LayoutError as error:
             self.problems.extend(error.problems)
             return
         # A rank without local tensors may not know their dtype; the others see whether it differs.
-        if mine and here.dtype != there.dtype and not (self.convert_dtype and _both_floating(here.dtype, there.dtype)):
+        if own and here.dtype != there.dtype and not (self.convert_dtype and _both_floating(here.dtype, there.dtype)):
             self.problem(key, f"dtype {there.dtype}", f"{here.dtype}", "convert it first, or pass convert_dtype=True")
         if here.shape != there.shape:
             self.problem(
@@ -182,22 +195,22 @@ class LoadPlan:
                 "load what was saved for a parameter of this global shape; shapes are never broadcast",
             )
             return
-        if any(leaf.is_meta for leaf in theirs):
+        if any(local.is_meta for local in given):
             if not self.descriptions:
                 self.problem(key, "a tensor on the meta device", "one with values", "read its values first")
             return
-        held, given = ([str(piece.box) for piece in view.pieces] for view in (here, there))
-        if held != given:
+        held, boxes = ([str(piece.box) for piece in view.pieces] for view in (here, there))
+        if held != boxes:
             self.problem(
                 key,
-                f"the elements {', '.join(given) or 'none'} on this rank",
+                f"the elements {', '.join(boxes) or 'none'} on this rank",
                 f"{', '.join(held) or 'none'}",
                 "load through shardopt.checkpoint, which reshards, or redistribute it first",
             )
             return
-        for mine_piece, their_piece in zip(here.pieces, there.pieces, strict=True):
-            self._check_cast(key, mine_piece.tensor, their_piece.tensor)
-            self._copies.append((mine_piece.tensor, their_piece.tensor))
+        for into_piece, piece in zip(here.pieces, there.pieces, strict=True):
+            self._check_cast(key, into_piece.tensor, piece.tensor)
+            self._copies.append((into_piece.tensor, piece.tensor))
 
     def _check_cast(self, key: str, into: Tensor, offered: Tensor) -> None:
         """Notes a number that the dtype of `into` cannot hold."""
@@ -230,7 +243,7 @@ def is_stateful(value: Any) -> bool:
 
 
 def like(sequence: Any, elements: Iterable[Any]) -> Any:
-    """A list or (named) tuple of the same kind with other elements."""
+    """Makes a list or (named) tuple of the same kind with other elements."""
     return type(sequence)(*elements) if hasattr(sequence, "_fields") else type(sequence)(elements)
 
 

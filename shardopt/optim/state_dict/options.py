@@ -1,7 +1,7 @@
-"""Options of groups: as they are given, as they are saved and loaded, and which of them the code gives otherwise.
+"""Options of groups: as they are given, as they are saved and loaded, and which of them a load has overridden.
 
 A number is saved as a number, also where the live option is a tensor of one element (as torch.compile and CUDA graphs
-want learning rates): so a run goes on with either. Loading keeps the kind that is there, and fills a tensor in place.
+want learning rates): so a run resumes with either. Loading keeps the kind that is there, and fills a tensor in place.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _log = logging.getLogger("shardopt")
 def refuse_bad_options(
     optimizer: type[Optimizer], options: Mapping[str, Any], where: str, known_besides: Iterable[str] = ()
 ) -> None:
-    """Holds options against the arguments of the optimizer's class: their names, and what they are as far as it tells.
+    """Checks options against the arguments of the optimizer's class: their names, and their kinds by its defaults.
 
     Args:
         known_besides: names that are good as well.
@@ -64,7 +64,7 @@ def refuse_bad_options(
 
 
 def saved_options(group: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """The options of a group as they are saved. Waits for the device of a number that is a tensor there.
+    """Returns the options of a group as they are saved. Waits for the device of a number that is a tensor there.
 
     Raises:
         StateError: a value is neither plain nor a tensor, so that it cannot be stored.
@@ -86,7 +86,7 @@ def saved_options(group: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def as_number(value: Any) -> Any:
-    """A plain tensor of one element as the number in it, also within a list or tuple; all else as it is."""
+    """Converts a plain tensor of one element to the number in it, also within a list or tuple; all else stays."""
     if _is_number_tensor(value):
         return value.item()
     if isinstance(value, list | tuple) and any(map(_is_number_tensor, value)):
@@ -98,26 +98,26 @@ def put_option(group: MutableMapping[str, Any], name: str, value: Any, filled: d
     """Gives an option of a live group a value as it is saved; a tensor that is there is filled in place.
 
     Args:
-        filled: what was put into which tensor so far, by identity, in this load: groups may share one.
+        filled: the value put into each tensor so far, by identity, in this load: groups may share one.
     """
-    group[name] = _taken(group[name], value, filled)
+    group[name] = _replaced(group[name], value, filled)
 
 
 def given_options(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a group that whoever made the optimizer gave: those that are not its class's defaults."""
+    """Returns the options of a group that the code gave: those that are not the defaults of the optimizer's class."""
     defaults = {name: argument.default for name, argument in inspect.signature(type(optimizer)).parameters.items()}
     own = {name: value for name, value in plain_options(group).items() if name in defaults}
     return {name: value for name, value in own.items() if not _equal(value, as_number(defaults[name]))}
 
 
 def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that are numbers, texts and the like, as they are saved, and that say what to compute."""
+    """Returns the options that are numbers, texts and the like, as they are saved, and that say what to compute."""
     saved = {name: as_number(value) for name, value in options.items() if name not in _NOT_SAVED}
     return {name: value for name, value in saved.items() if _is_plain(value)}
 
 
 class Overridden(NamedTuple):
-    """An option that the code gives, and that a load has replaced by another.
+    """An option of the code that a load has overridden.
 
     Args:
         key: "param_groups.<least name>.<option>", as it is seen from the outermost optimizer.
@@ -134,38 +134,38 @@ class Overridden(NamedTuple):
 
 
 def overridden(where: str, given: Mapping[str, Any], stored: Mapping[str, Any], given_then: Any) -> list[Overridden]:
-    """The options that the code gives otherwise than when a group was saved, and that the group has otherwise.
+    """Finds options for which the code gives another value than when a group was saved, and than the group has.
 
-    What a schedule or the training loop has changed since is no difference: compared is what the code gave then and
-    gives now. Of a group that does not tell (older checkpoints) it is the rate from which a schedule started.
+    Changes by a schedule or the training loop are no difference: compared are the values that the code gave then and
+    gives now. Of a group that has none (older checkpoints) it is the rate from which a schedule started.
 
     Args:
         where: key of the group.
         given: by the code, now.
         stored: options of the saved group.
-        given_then: what the code gave when it was saved, if the group tells.
+        given_then: the options that the code gave when it was saved, if the group has them.
     """
-    found = []
+    overrides = []
     for name, value in given.items():
         full = f"initial_{name}"
-        if name not in stored or full in given:  # of which a warm-up makes what it sets
+        if name not in stored or full in given:  # a warm-up computes the option from it
             continue
         in_use = as_number(stored.get(full, stored[name]))
         same_code = isinstance(given_then, Mapping) and name in given_then and _equal(value, given_then[name])
         if not same_code and not _equal(value, in_use):
-            found.append(Overridden(f"{where}.{name}", value, in_use))
-    return found
+            overrides.append(Overridden(f"{where}.{name}", value, in_use))
+    return overrides
 
 
-def warn_of_overridden(found: Iterable[Overridden]) -> None:
-    """Tells on rank 0, in a few lines, which options are the checkpoint's and not the code's."""
-    found = list(found)
-    if not found or ranks_of().rank:
+def warn_of_overridden(overrides: Iterable[Overridden]) -> None:
+    """Logs on rank 0, in a few lines, which options are the checkpoint's and not the code's."""
+    overrides = list(overrides)
+    if not overrides or ranks_of().rank:
         return
-    lines = [f"  {each.key}: {each.here!r} in the code, {each.stored!r} in the checkpoint" for each in found]
+    lines = [f"  {each.key}: {each.here!r} in the code, {each.stored!r} in the checkpoint" for each in overrides]
     if len(lines) > _MOST_LINES:
         lines[_MOST_LINES:] = [f"  and {len(lines) - _MOST_LINES} more"]
-    names = ", ".join(repr(name) for name in dict.fromkeys(each.name for each in found))
+    names = ", ".join(repr(name) for name in dict.fromkeys(each.name for each in overrides))
     _log.warning(
         "options of the checkpoint replace those that the code gives:\n%s\n"
         "to go on with those of the code, call optimizer.keep_options(%s) before loading",
@@ -175,15 +175,15 @@ def warn_of_overridden(found: Iterable[Overridden]) -> None:
 
 
 def warn_of_another_algorithm(notes: Iterable[str]) -> None:
-    """Tells on rank 0 what was loaded although another algorithm had saved it."""
+    """Logs on rank 0 which groups were loaded although another algorithm had saved them."""
     notes = list(notes)
     if notes and not ranks_of().rank:
         shown = notes[:_MOST_LINES] + ([f"and {len(notes) - _MOST_LINES} more"] if len(notes) > _MOST_LINES else [])
         _log.warning("loaded with strict=False from another algorithm:\n  %s", "\n  ".join(shown))
 
 
-def _taken(here: Any, value: Any, filled: dict[int, Any]) -> Any:
-    """What stands in the place of `here` with a new value."""
+def _replaced(here: Any, value: Any, filled: dict[int, Any]) -> Any:
+    """Returns `here` with a new value: the same tensor, filled, or the value."""
     if isinstance(here, Tensor) and isinstance(value, bool | int | float | complex):
         if not _equal(filled.setdefault(id(here), value), value):
             here = here.clone()  # a group that shares it has got another value
@@ -191,7 +191,7 @@ def _taken(here: Any, value: Any, filled: dict[int, Any]) -> Any:
             here.fill_(value)
         return here
     if isinstance(here, list | tuple) and isinstance(value, list | tuple) and len(here) == len(value):
-        return like(here, [_taken(mine, theirs, filled) for mine, theirs in zip(here, value, strict=True)])
+        return like(here, [_replaced(old, new, filled) for old, new in zip(here, value, strict=True)])
     return value
 
 
@@ -223,7 +223,7 @@ def _storable(value: Any) -> bool:
 
 
 def _kind_wanted(default: Any) -> str:
-    """What an option with this default is, in a few words; "" where a default does not tell."""
+    """Describes the kind of an option by its default, in a few words; "" where that says nothing."""
     if isinstance(default, bool):
         return "True or False"
     if isinstance(default, Real):

@@ -1,4 +1,4 @@
-"""The saved form of a keyed optimizer, and what speaks against loading one into another.
+"""The saved form of a keyed optimizer, and the plan of loading one into another.
 
     {"state": {fqn: {name: value}},
      "param_groups": {least fqn: {"params": [sorted fqns], option: value, ..., "algorithm": name,
@@ -41,13 +41,16 @@ _STATE_REMEDY = (
 )
 
 
+_GROUPS_REMEDY = "put parameters in groups as when it was saved"
+
+
 @dataclass(frozen=True, slots=True)
 class KeyedGroup:
-    """A group of an optimizer and what is saved of it.
+    """A group of an optimizer and its saved form.
 
     Args:
         live: the group's own dict.
-        saved: "params", the options as they are, and what else is saved.
+        saved: "params", the options as they are, and further entries that are saved.
         kept: the options that a load leaves as they are here.
     """
 
@@ -68,12 +71,12 @@ class KeyedGroup:
 
 
 def least_name(group: Mapping[str, Any]) -> str:
-    """The name that a saved group goes by: the first of its parameters', which are sorted."""
+    """Returns the name that a saved group goes by: the first of its parameters', which are sorted."""
     return str(group[PARAMS][0])
 
 
 def renamed_group(group: Any, rename: Callable[[str], str]) -> Any:
-    """A saved group with other names for its parameters, in their order."""
+    """Renames the parameters of a saved group, in their order."""
     if not isinstance(group, Mapping):
         return group
 
@@ -84,7 +87,7 @@ def renamed_group(group: Any, rename: Callable[[str], str]) -> Any:
 
 
 def as_saved(value: Any) -> Any:
-    """A value of state with new dicts, lists and tuples, the same tensors, and the state of objects that have any."""
+    """Copies a value of state: new dicts, lists and tuples, the same tensors, the state of objects that have any."""
     if isinstance(value, Tensor):
         return value
     if isinstance(value, Mapping):
@@ -97,10 +100,10 @@ def as_saved(value: Any) -> Any:
 def plan_all(
     plan: LoadPlan, state: dict[str, MutableMapping[str, Any]], groups: Collection[KeyedGroup] | None, offered: Any
 ) -> None:
-    """Holds a whole saved form against an optimizer.
+    """Plans to load a whole saved form into an optimizer.
 
     Args:
-        plan: gets what is found.
+        plan: gets the changes and problems.
         state: live state by name.
         groups: the optimizer's groups, or None if it saves none.
         offered: the saved form.
@@ -113,7 +116,7 @@ def plan_all(
 
 
 def plan_keys(plan: LoadPlan, saves_groups: bool, offered: Mapping[str, Any], has_state: bool = True) -> None:
-    """Holds the outermost keys of a saved form against those of an optimizer that does or does not save groups.
+    """Compares the outermost keys of a saved form with those of an optimizer that does or does not save groups.
 
     One without any state needs none: where all of it lies on other ranks, a checkpoint has nothing for this one.
     """
@@ -126,10 +129,10 @@ def plan_keys(plan: LoadPlan, saves_groups: bool, offered: Mapping[str, Any], ha
         plan.unexpected(plan.section(key), "drop it; for param_groups, call save_param_groups(True) before loading")
 
 
-def _plan_state(plan: LoadPlan, mine: dict[str, MutableMapping[str, Any]], offered: Any) -> None:
+def _plan_state(plan: LoadPlan, state: dict[str, MutableMapping[str, Any]], offered: Any) -> None:
     if isinstance(offered, Mapping):
-        offered = {name: its for name, its in offered.items() if not (isinstance(its, Mapping) and not its)}
-        if offered and not mine:
+        offered = {name: value for name, value in offered.items() if not isinstance(value, Mapping) or value}
+        if offered and not state:
             plan.problem(
                 plan.section(STATE),
                 f"state of {listed(map(plan.seen_as, offered))}",
@@ -137,81 +140,74 @@ def _plan_state(plan: LoadPlan, mine: dict[str, MutableMapping[str, Any]], offer
                 "call init_state() before loading",
             )
             return
-        if mine and not offered and plan.strict:
+        if state and not offered and plan.strict:
             plan.problem(
                 plan.section(STATE),
                 "no state",
-                f"state of {listed(map(plan.seen_as, mine))}",
+                f"state of {listed(map(plan.seen_as, state))}",
                 "it was saved before the first step: call init_state() before saving, or load it into an optimizer "
                 "on which init_state() was not called",
             )
             return
-    plan.mapping(plan.section(STATE), mine, offered, _STATE_REMEDY)
+    plan.mapping(plan.section(STATE), state, offered, _STATE_REMEDY)
 
 
-def _plan_groups(plan: LoadPlan, mine: Mapping[str, KeyedGroup], offered: Any) -> None:
+def _plan_groups(plan: LoadPlan, groups: Mapping[str, KeyedGroup], offered: Any) -> None:
     section = plan.section(PARAM_GROUPS)
     if not isinstance(offered, Mapping):
         remedy = "load what state_dict() of a keyed optimizer gave"
         plan.problem(section, f"a {type(offered).__name__}", "a mapping by least FQN", remedy)
         return
-    remedy = "put parameters in groups as when it was saved"
-    for key in mine.keys() - offered.keys():
-        plan.missing(f"{section}.{key}", remedy)
-    for key in offered.keys() - mine.keys():
-        plan.unexpected(f"{section}.{key}", remedy)
-    for key in mine.keys() & offered.keys():
+    plan.unmatched_names(f"{section}.", groups.keys(), offered.keys(), _GROUPS_REMEDY)
+    for key in groups.keys() & offered.keys():
         where = f"{section}.{key}"
         if isinstance(offered[key], Mapping):
-            _plan_group(plan, where, mine[key], offered[key])
+            _plan_group(plan, where, groups[key], offered[key])
         else:
-            plan.mapping(where, mine[key].saved, offered[key], _REMEDY)
+            plan.mapping(where, groups[key].saved, offered[key], _REMEDY)
 
 
-def _plan_group(plan: LoadPlan, where: str, group: KeyedGroup, theirs: Mapping[str, Any]) -> None:
+def _plan_group(plan: LoadPlan, where: str, group: KeyedGroup, offered_group: Mapping[str, Any]) -> None:
     saved = group.saved
-    _plan_members(plan, where, saved[PARAMS], theirs)
-    told_apart = {ALGORITHM, GIVEN} - group.live.keys()  # somebody may call options so
-    if ALGORITHM in told_apart and _is_of_another(saved, theirs):
-        _plan_another_algorithm(plan, where, saved[ALGORITHM], theirs[ALGORITHM])
+    _plan_members(plan, where, saved[PARAMS], offered_group)
+    own_keys = {ALGORITHM, GIVEN} - group.live.keys()  # options may have these names
+    if ALGORITHM in own_keys and _is_of_another(saved, offered_group):
+        _plan_another_algorithm(plan, where, saved[ALGORITHM], offered_group[ALGORITHM])
         return
-    left_out = {*IMPLEMENTATION_OPTIONS, *group.kept, *told_apart}
-    if group.kept.isdisjoint(theirs):
+    left_out = {*IMPLEMENTATION_OPTIONS, *group.kept, *own_keys}
+    if group.kept.isdisjoint(offered_group):
         plan.loaded_groups.append(group.live)
-    if GIVEN in told_apart:
+    if GIVEN in own_keys:
         given = {name: value for name, value in saved.get(GIVEN, {}).items() if name not in group.kept}
-        plan.overridden += overridden(where, given, theirs, theirs.get(GIVEN))
-    theirs = {name: as_number(value) for name, value in theirs.items() if name not in left_out}
+        plan.overridden += overridden(where, given, offered_group, offered_group.get(GIVEN))
+    offered_group = {name: as_number(value) for name, value in offered_group.items() if name not in left_out}
     into = {name: value for name, value in saved.items() if name not in left_out}
-    plan.mapping(where, into, theirs, _REMEDY)
+    plan.mapping(where, into, offered_group, _REMEDY)
     plan.then(lambda: saved.update(into))
 
 
-def _is_of_another(saved: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
-    """Whether a saved group is another algorithm's. Older checkpoints and torchrec's do not tell."""
-    return ALGORITHM in saved and ALGORITHM in theirs and saved[ALGORITHM] != theirs[ALGORITHM]
+def _is_of_another(saved: Mapping[str, Any], offered_group: Mapping[str, Any]) -> bool:
+    """Whether a saved group is another algorithm's. Older checkpoints and torchrec's do not say."""
+    return ALGORITHM in saved and ALGORITHM in offered_group and saved[ALGORITHM] != offered_group[ALGORITHM]
 
 
-def _plan_another_algorithm(plan: LoadPlan, where: str, mine: str, theirs: str) -> None:
+def _plan_another_algorithm(plan: LoadPlan, where: str, here: str, stored: str) -> None:
     key = f"{where}.{ALGORITHM}"
     if plan.strict:
         remedy = (
-            f"resume with {theirs}; or leave the optimizer out of the app to begin anew with {mine}; or load with "
+            f"resume with {stored}; or leave the optimizer out of the app to begin anew with {here}; or load with "
             "strict=False, which takes the state that fits and no options"
         )
-        plan.problem(key, f"{theirs}, by which it was saved", mine, remedy)
+        plan.problem(key, f"{stored}, by which it was saved", here, remedy)
         return
     plan.unmatched.unexpected_keys.append(key)
-    plan.algorithms.append(f"{where}: saved by {theirs}; {mine} goes on with the state that fits, and its own options")
+    plan.algorithms.append(f"{where}: saved by {stored}; {here} goes on with the state that fits, and its own options")
 
 
-def _plan_members(plan: LoadPlan, where: str, names: list[str], theirs: Mapping[str, Any]) -> None:
-    remedy = "put parameters in groups as when it was saved"
-    members = theirs.get(PARAMS, names)
-    for name in sorted(set(names).difference(members)):
-        plan.missing(f"{where}.{PARAMS}: {plan.seen_as(name)}", remedy)
-    for name in sorted(set(members).difference(names)):
-        plan.unexpected(f"{where}.{PARAMS}: {plan.seen_as(name)}", remedy)
-    strangers = sorted(set(theirs.get(UNTOUCHED, ())).difference(members))
+def _plan_members(plan: LoadPlan, where: str, names: list[str], offered_group: Mapping[str, Any]) -> None:
+    members = offered_group.get(PARAMS, names)
+    here, stored = (list(map(plan.seen_as, each)) for each in (names, members))
+    plan.unmatched_names(f"{where}.{PARAMS}: ", here, stored, _GROUPS_REMEDY)
+    strangers = sorted(set(offered_group.get(UNTOUCHED, ())).difference(members))
     if strangers:
         plan.problem(f"{where}.{UNTOUCHED}", f"{strangers}", f"names among {members}", "read the checkpoint again")

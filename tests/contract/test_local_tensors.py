@@ -59,31 +59,31 @@ def world():
 
 @each_kind
 @each_rank
-def test_leaves_are_the_local_tensors_themselves(make, rank):
+def test_local_tensors_are_the_tensors_themselves(make, rank):
     with as_rank(rank, RANKS):
         tensor = make(world(), rank)
-        leaves, again = local_tensors(tensor), local_tensors(tensor)
-        assert len(leaves) == len(again) and all(a is b for a, b in zip(leaves, again, strict=True))
-        assert all(type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.grad_fn is None for leaf in leaves)
-        assert sum(leaf.numel() for leaf in leaves) == sum(piece.box.numel for piece in view_of(tensor).pieces)
+        tensors, again = local_tensors(tensor), local_tensors(tensor)
+        assert len(tensors) == len(again) and all(a is b for a, b in zip(tensors, again, strict=True))
+        assert all(type(local) in (torch.Tensor, torch.nn.Parameter) and local.grad_fn is None for local in tensors)
+        assert sum(local.numel() for local in tensors) == sum(piece.box.numel for piece in view_of(tensor).pieces)
 
 
 @each_kind
 @each_rank
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-def test_assemble_is_the_reverse_of_leaves_of(make, rank, dtype):
+def test_assemble_is_the_reverse_of_local_tensors(make, rank, dtype):
     with as_rank(rank, RANKS):
         like = make(world(), rank)
-        leaves = [torch.ones_like(leaf, dtype=dtype, requires_grad=False) for leaf in local_tensors(like)]
+        tensors = [torch.ones_like(local, dtype=dtype, requires_grad=False) for local in local_tensors(like)]
         with CommDebugMode() as communication:
-            made = assemble(like, leaves)
+            made = assemble(like, tensors)
         assert communication.get_total_counts() == 0
-        assert all(a is b for a, b in zip(local_tensors(made), leaves, strict=True))
+        assert all(a is b for a, b in zip(local_tensors(made), tensors, strict=True))
         have, want = view_of(made), view_of(like)
         assert have.layout == want.layout and have.shape == want.shape
         assert [piece.box for piece in have.pieces] == [piece.box for piece in want.pieces]
         assert all(piece.tensor.eq(1).all() for piece in have.pieces)
-        if leaves:
+        if tensors:
             assert have.dtype == dtype
         if isinstance(like, DTensor):
             assert not made.requires_grad
@@ -96,17 +96,17 @@ def test_assemble_is_the_reverse_of_leaves_of(make, rank, dtype):
 
 @each_kind
 @each_rank
-def test_assembled_leaves_like_untouched(make, rank):
+def test_assembled_tensors_leave_like_untouched(make, rank):
     with as_rank(rank, RANKS):
         like = make(world(), rank)
-        before = [(leaf, leaf.clone()) for leaf in local_tensors(like)]
+        before = [(local, local.clone()) for local in local_tensors(like)]
         dtype = view_of(like).dtype
-        assemble(like, [torch.zeros_like(leaf, dtype=torch.float64) for leaf in local_tensors(like)])
+        assemble(like, [torch.zeros_like(local, dtype=torch.float64) for local in local_tensors(like)])
         assert view_of(like).dtype == dtype
         if isinstance(like, DTensor):
             assert like._spec.tensor_meta.dtype == like.dtype
         assert all(
-            now is leaf and now.equal(copy) for now, (leaf, copy) in zip(local_tensors(like), before, strict=True)
+            now is local and now.equal(copy) for now, (local, copy) in zip(local_tensors(like), before, strict=True)
         )
 
 
@@ -114,8 +114,8 @@ def test_assembled_leaves_like_untouched(make, rank):
 def test_assemble_refuses_other_shapes(make):
     with as_rank(1, RANKS):
         like = make(world(), 1)
-        leaves = [torch.zeros(leaf.numel() + 1) for leaf in local_tensors(like)]
-        for wrong in (leaves, [], [*local_tensors(like), torch.zeros(1)]):
+        tensors = [torch.zeros(local.numel() + 1) for local in local_tensors(like)]
+        for wrong in (tensors, [], [*local_tensors(like), torch.zeros(1)]):
             with pytest.raises(LayoutError, match="local tensors of shapes"):
                 assemble(like, wrong)
 
@@ -130,17 +130,17 @@ def test_an_assembled_dtensor_works_in_torch():
             assert (moment * 2).shape == (5, 3)
 
 
-def test_wrapper_alone_has_leaves_too():
+def test_wrapper_alone_has_local_tensors_too():
     wrapper = LocalShardsWrapper([torch.zeros(2, 2), torch.zeros(2, 1)], [(0, 0), (0, 2)])
-    leaves = [torch.ones(2, 2), torch.ones(2, 1)]
-    made = assemble(wrapper, leaves)
-    assert all(a is b for a, b in zip(local_tensors(made), leaves, strict=True))
+    tensors = [torch.ones(2, 2), torch.ones(2, 1)]
+    made = assemble(wrapper, tensors)
+    assert all(a is b for a, b in zip(local_tensors(made), tensors, strict=True))
     assert made.local_offsets() == wrapper.local_offsets()
 
 
 @each_kind
 @each_rank
-def test_no_gradient_is_none_for_each_leaf(make, rank):
+def test_no_gradient_is_none_for_each_local_tensor(make, rank):
     with as_rank(rank, RANKS):
         param = make(world(), rank)
         assert local_gradients(param) == (None,) * len(local_tensors(param))
@@ -149,7 +149,7 @@ def test_no_gradient_is_none_for_each_leaf(make, rank):
 @settings(max_examples=60)
 @given(st.data())
 def test_gradient_is_read_as_the_parameter_is_placed(data):
-    """Whatever local placement the gradient has, each leaf gets the gradient of its own elements."""
+    """Whatever local placement the gradient has, each local tensor gets the gradient of its own elements."""
     rank = data.draw(st.integers(0, RANKS - 1))
     shape = data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=2))
     choices = st.sampled_from([Replicate(), *map(Shard, range(len(shape)))])
@@ -162,12 +162,12 @@ def test_gradient_is_read_as_the_parameter_is_placed(data):
         same = data.draw(st.booleans())
         param.grad = placed(3 * counting(shape).float(), mesh, wanted if same else [Replicate()] * 2)
         with CommDebugMode() as communication:
-            (leaf,) = local_gradients(param)
+            (local,) = local_gradients(param)
         assert communication.get_total_counts() == 0
-        assert torch.equal(leaf, local_tensors(param)[0] * 3)
+        assert torch.equal(local, local_tensors(param)[0] * 3)
         if same or param.grad.placements == param.placements:
-            assert leaf is param.grad._local_tensor
-        assert not leaf.requires_grad
+            assert local is param.grad._local_tensor
+        assert not local.requires_grad
 
 
 def test_partial_gradient_is_reduced():
@@ -286,8 +286,8 @@ def test_a_reader_notices_a_parameter_that_is_placed_in_another_way(rank_0):
 def test_a_reader_leaves_shards_to_others(kind):
     with as_rank(1, RANKS):
         param = KINDS[kind](world(), 1)
-        for leaf in local_tensors(param):
-            leaf.grad = torch.ones_like(leaf)
+        for local in local_tensors(param):
+            local.grad = torch.ones_like(local)
         assert GradientReader(param)() is None
         assert all(gradient is not None for gradient in local_gradients(param))
 
@@ -306,5 +306,5 @@ def test_shards_carry_their_own_gradients(kind):
 def test_dense_gradient_around_a_wrapper_is_taken_apart():
     with as_rank(1, RANKS):
         param = some_shards(world(), 1)
-        param.grad = assemble(param, [torch.ones_like(leaf) for leaf in local_tensors(param)])
-        assert [leaf.shape for leaf in local_gradients(param)] == [leaf.shape for leaf in local_tensors(param)]
+        param.grad = assemble(param, [torch.ones_like(local) for local in local_tensors(param)])
+        assert [local.shape for local in local_gradients(param)] == [local.shape for local in local_tensors(param)]

@@ -1,0 +1,33 @@
+"""All-reduces of the sums over dimensions that are cut: one for each process group, whatever the number of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardopt.ranks import ranks_of
+from shardopt.sharding.reduced import ShardGroup
+
+Term = tuple[Tensor, tuple[ShardGroup, ...]]
+"""A tensor that holds this rank's share of a sum, and the groups of ranks over which the sum runs."""
+
+
+def all_reduce_terms(terms: Iterable[Term]) -> None:
+    """Adds up each tensor, in place, over the groups of its cuts: one all-reduce for each group (and dtype).
+
+    All ranks of a group must pass tensors of the same shapes, in the same order.
+    """
+    by_group: dict[Any, dict[Any, list[Tensor]]] = {}
+    for tensor, cuts in terms:
+        for cut in cuts:
+            by_group.setdefault(cut.group, {}).setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for group, kinds in by_group.items():
+        ranks = ranks_of(group)
+        for tensors in kinds.values():
+            flat = ranks.all_reduce_sum(torch.cat([tensor.flatten() for tensor in tensors]).to(ranks.device))
+            pieces = torch.split(flat, [tensor.numel() for tensor in tensors])
+            sums = [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
+            torch._foreach_copy_(tensors, sums)
