@@ -27,10 +27,10 @@ from shardopt.checkpoint.format.manifest import (
     encode_manifest,
 )
 from shardopt.checkpoint.planning.describe import Values
+from shardopt.checkpoint.planning.save_plan import SavePlan
 from shardopt.checkpoint.reading.not_a_checkpoint import what_is_at
 from shardopt.checkpoint.storage import Storage, telling
 from shardopt.checkpoint.storage.no_space import telling_of_space
-from shardopt.checkpoint.writing.write import SavePlan
 from shardopt.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, Problem
 from shardopt.values import decode_value
 

@@ -14,6 +14,7 @@ from shardopt.checkpoint.format.manifest import StoredLayout
 from shardopt.checkpoint.format.tensor_bytes import bytes_of
 from shardopt.checkpoint.planning.assign import Member
 from shardopt.checkpoint.planning.describe import Geometry
+from shardopt.checkpoint.planning.save_plan import RankWrites, SavePlan, WriteRequest
 from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.reading.fetch import pieces_in_order
 from shardopt.checkpoint.reading.reader import CheckpointReader, open_checkpoint
@@ -21,7 +22,7 @@ from shardopt.checkpoint.reports import tell
 from shardopt.checkpoint.run.metrics import pack_metrics
 from shardopt.checkpoint.save import SaveReport
 from shardopt.checkpoint.storage import storage_of
-from shardopt.checkpoint.writing.write import OwnParts, Part, SavePlan, write_files
+from shardopt.checkpoint.writing.write import write_files
 from shardopt.errors import MismatchError, Problem
 from shardopt.sharding.layout import Layout
 from shardopt.sharding.mesh import Mesh, Split, mesh_layout
@@ -85,7 +86,7 @@ def reshard(
             reports = []
             for rank in everyone:
                 per_rank = _per_rank(reader, rank) if keep_per_rank else None
-                files = write_files(target, save_id, OwnParts(plan, rank), source.chunks_of, per_rank)
+                files = write_files(target, save_id, RankWrites(plan, rank), source.chunks_of, per_rank)
                 reports.append([[file.name, file.nbytes, file.digest] for file in files])
             values = {key: (path, encode_value(value, key)) for key, (path, value) in reader.manifest.values.items()}
             metrics = None if reader.manifest.metrics is None else pack_metrics(reader.manifest.metrics)
@@ -131,7 +132,7 @@ class _Source:
     def __init__(self, reader: CheckpointReader, total: int, progress: Progress | None) -> None:
         self._reader, self._total, self._progress, self._done = reader, total, progress, 0
 
-    def chunks_of(self, part: Part) -> Iterator[memoryview]:
+    def chunks_of(self, part: WriteRequest) -> Iterator[memoryview]:
         left = bytearray()
         for box in pieces_in_order(part.box, part.dtype.itemsize):
             piece = bytes_of(self._reader.read(part.key, box))

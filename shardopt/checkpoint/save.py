@@ -34,13 +34,14 @@ from shardopt.checkpoint.planning.replica_check import (
     refuse_unknown_choice,
     summaries_agree,
 )
+from shardopt.checkpoint.planning.save_plan import RankWrites, SavePlan
 from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.reports import tell
 from shardopt.checkpoint.run.metrics import pack_metrics
 from shardopt.checkpoint.storage import Storage, storage_of, telling
 from shardopt.checkpoint.storage.common_storage import leave_mark, look_for_mark, remove_mark
 from shardopt.checkpoint.writing.tracking import raise_failures
-from shardopt.checkpoint.writing.write import OwnParts, SavePlan, counting, from_memory, write_files
+from shardopt.checkpoint.writing.write import counting, from_memory, write_files
 from shardopt.errors import Problem, ShardoptError, StateError
 from shardopt.gc_pause import gc_paused
 from shardopt.ranks import DEADLINE_SECONDS, Call, Ranks, call_on, ranks_of, refuse_lone_processes
@@ -53,7 +54,7 @@ class KeptPlan(NamedTuple):
     """The plan of a save, this rank's part of it, and the fingerprint of what this rank described."""
 
     plan: SavePlan
-    own: OwnParts
+    own: RankWrites
     described: str
 
 
@@ -311,7 +312,7 @@ class _Planned(NamedTuple):
     """Who writes what, what this rank writes, and the plain values."""
 
     plan: SavePlan
-    own: OwnParts
+    own: RankWrites
     values: Values
 
 
@@ -351,7 +352,7 @@ def _plan(
         else:
             geometry = geometry_of(description, ranks.size)
         plan = SavePlan(geometry, ranks.size, cut_plain=description.check_replicas == "all")
-        own = OwnParts(plan, ranks.rank, description.views)
+        own = RankWrites(plan, ranks.rank, description.views)
         kept[opened["geometry"], ranks.rank] = KeptPlan(plan, own, geometry_fingerprint)
         while len(kept) > _MOST_KEPT:
             del kept[next(iter(kept))]
