@@ -12,9 +12,7 @@ from typing import Any
 
 from shardopt.checkpoint.format.constants import (
     FILE_NAME,
-    MANIFEST_LIMIT_BYTES,
     MANIFEST_NAME,
-    damaged,
     file_name,
 )
 from shardopt.checkpoint.format.manifest import (
@@ -23,13 +21,12 @@ from shardopt.checkpoint.format.manifest import (
     StoredLayout,
     StoredTensor,
     StoredTensors,
-    decode_manifest,
     encode_manifest,
 )
 from shardopt.checkpoint.planning.describe import Values
 from shardopt.checkpoint.planning.save_plan import SavePlan
-from shardopt.checkpoint.reading.not_a_checkpoint import what_is_at
-from shardopt.checkpoint.storage import Storage, telling
+from shardopt.checkpoint.reading.read_manifest import read_manifest
+from shardopt.checkpoint.storage import Storage
 from shardopt.checkpoint.storage.no_space import telling_of_space
 from shardopt.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, Problem
 from shardopt.values import decode_value
@@ -190,24 +187,3 @@ def discard(storage: Storage, save_id: str) -> None:
             for name in storage.names():
                 if FILE_NAME.fullmatch(name) and name.startswith(f"{save_id}-"):
                     storage.remove(name)
-
-
-def read_manifest(storage: Storage) -> tuple[Manifest, bytes]:
-    """The manifest of a committed checkpoint, and its bytes.
-
-    Raises:
-        CheckpointNotFoundError: there is none; what lies in the directory besides does not matter.
-        CorruptionError, FormatError: it is damaged, or for a newer reader.
-    """
-    where = f"{storage.url}/{MANIFEST_NAME}"
-    with telling(f"read {where}"):
-        try:
-            nbytes = storage.size(MANIFEST_NAME)
-            if nbytes > MANIFEST_LIMIT_BYTES:
-                raise damaged(where, f"{nbytes} bytes, more than the limit of {MANIFEST_LIMIT_BYTES}")
-            data = storage.read(MANIFEST_NAME, 0, nbytes)
-        except FileNotFoundError:
-            found, remedy = what_is_at(storage)
-            problem = Problem(storage.url, found, f"a committed checkpoint (with {MANIFEST_NAME})", remedy)
-            raise CheckpointNotFoundError("there is no checkpoint", [problem]) from None
-    return decode_manifest(data, where), data

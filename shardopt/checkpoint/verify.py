@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from shardopt.checkpoint.commit import read_manifest
 from shardopt.checkpoint.format.constants import CHECKSUMS_PREFIX, DATA_SUFFIX, PER_RANK_PREFIX
 from shardopt.checkpoint.format.manifest import DataFile, Manifest, StoredTensor
 from shardopt.checkpoint.progress import Counter, Progress
 from shardopt.checkpoint.reading.data_file_reader import OpenFile, form_of
 from shardopt.checkpoint.reading.fetch import damaged_segments, threads_for
+from shardopt.checkpoint.reading.read_manifest import read_manifest
 from shardopt.checkpoint.reports import tell
 from shardopt.checkpoint.storage import Storage, storage_of
 from shardopt.errors import CorruptionError, Problem

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shardopt import checkpoint
-from shardopt.checkpoint.commit import read_manifest
+from shardopt.checkpoint.reading.read_manifest import read_manifest
 from shardopt.checkpoint.run.retention import remove_checkpoint
 from shardopt.checkpoint.storage import storage_of
 from shardopt.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError

@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from shardopt.checkpoint.commit import read_manifest
 from shardopt.checkpoint.format.constants import METRICS_NAME, damaged, load_json
+from shardopt.checkpoint.reading.read_manifest import read_manifest
 from shardopt.checkpoint.storage import Storage
 from shardopt.errors import CheckpointNotFoundError, Problem, StateError
 

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 
 import xxhash
 
-from shardopt.checkpoint.commit import discard, read_manifest
+from shardopt.checkpoint.commit import discard
 from shardopt.checkpoint.format.constants import MANIFEST_NAME
+from shardopt.checkpoint.reading.read_manifest import read_manifest
 from shardopt.checkpoint.reports import tell
 from shardopt.checkpoint.run.copying import commit_copy, is_copied, prepare_copy, upload_files
 from shardopt.checkpoint.run.steps import in_order
