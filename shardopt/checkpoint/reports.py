@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
-from dataclasses import fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 Listener = Callable[[str, Any], object]
@@ -21,6 +21,67 @@ Listener = Callable[[str, Any], object]
 
 _log = logging.getLogger("shardopt")
 _listeners: list[Listener] = []
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """What a save did.
+
+    Args:
+        url: where the checkpoint is.
+        save_id: the unique name of this save, which begins the names of its data files.
+        tensors: how many tensors the checkpoint holds.
+        bytes_written: by this rank.
+        bytes_total: by all ranks, headers and checksums included.
+        seconds: on this rank, from the call to the commit.
+        stall_seconds: how long the program was kept from its work: all the time by `save`; by `async_save` in the call
+            itself, and before a step that came while state was still being copied.
+        staging_seconds: from the call until all of this rank's state was copied to host memory; `save` copies nothing.
+        writing_seconds: for writing the data files, and until every rank had written and the manifest was there.
+    """
+
+    url: str
+    save_id: str
+    tensors: int
+    bytes_written: int
+    bytes_total: int
+    seconds: float
+    stall_seconds: float = 0.0
+    staging_seconds: float = 0.0
+    writing_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What a load did, on this rank.
+
+    Args:
+        url: where the checkpoint is.
+        save_id: the unique name of the save that it is of.
+        loaded: the keys that were loaded.
+        missing: keys of the app that the checkpoint has not; left as they were (`strict=False`).
+        unexpected: keys of the checkpoint that the app has on no rank; left out (`strict=False`).
+        cast: keys of tensors that were converted to the app's dtype.
+        renamed: key of the app → key in the checkpoint, where they differ.
+        bytes_wanted: of tensors, on this rank.
+        bytes_read: from data files, on this rank; the ends of checksummed segments and strided reads add to it.
+        seconds: on this rank.
+        world_size: of the job that saved it.
+        saved_at: when it was saved, in seconds since 1970 began; None where that is not known.
+    """
+
+    url: str
+    save_id: str
+    loaded: tuple[str, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    cast: tuple[str, ...]
+    renamed: Mapping[str, str]
+    bytes_wanted: int
+    bytes_read: int
+    seconds: float
+    world_size: int
+    saved_at: float | None
 
 
 def add_listener(listener: Listener) -> Callable[[], None]:

@@ -18,9 +18,8 @@ from shardopt.checkpoint.planning.save_plan import RankWrites, SavePlan, WriteRe
 from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.reading.fetch import pieces_in_order
 from shardopt.checkpoint.reading.reader import CheckpointReader, open_checkpoint
-from shardopt.checkpoint.reports import tell
+from shardopt.checkpoint.reports import SaveReport, tell
 from shardopt.checkpoint.run.metrics import pack_metrics
-from shardopt.checkpoint.save import SaveReport
 from shardopt.checkpoint.storage import storage_of
 from shardopt.checkpoint.writing.write import write_files
 from shardopt.errors import MismatchError, Problem

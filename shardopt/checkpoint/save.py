@@ -13,7 +13,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import xxhash
@@ -36,11 +36,11 @@ from shardopt.checkpoint.planning.replica_check import (
 )
 from shardopt.checkpoint.planning.save_plan import RankWrites, SavePlan
 from shardopt.checkpoint.progress import Progress
-from shardopt.checkpoint.reports import tell
+from shardopt.checkpoint.reports import SaveReport, tell
 from shardopt.checkpoint.run.metrics import pack_metrics
 from shardopt.checkpoint.storage import Storage, storage_of, telling
 from shardopt.checkpoint.storage.common_storage import leave_mark, look_for_mark, remove_mark
-from shardopt.checkpoint.writing.tracking import raise_failures
+from shardopt.checkpoint.writing.pending import raise_failures
 from shardopt.checkpoint.writing.write import counting, from_memory, write_files
 from shardopt.errors import Problem, ShardoptError, StateError
 from shardopt.gc_pause import gc_paused
@@ -62,34 +62,6 @@ Kept = dict[tuple[str, int], KeptPlan]
 """Plans of the last saves, by the fingerprint of what all ranks described and the rank that this process was."""
 
 _kept: Kept = {}
-
-
-@dataclass(frozen=True, slots=True)
-class SaveReport:
-    """What a save did.
-
-    Args:
-        url: where the checkpoint is.
-        save_id: the unique name of this save, which begins the names of its data files.
-        tensors: how many tensors the checkpoint holds.
-        bytes_written: by this rank.
-        bytes_total: by all ranks, headers and checksums included.
-        seconds: on this rank, from the call to the commit.
-        stall_seconds: how long the program was kept from its work: all the time by `save`; by `async_save` in the call
-            itself, and before a step that came while state was still being copied.
-        staging_seconds: from the call until all of this rank's state was copied to host memory; `save` copies nothing.
-        writing_seconds: for writing the data files, and until every rank had written and the manifest was there.
-    """
-
-    url: str
-    save_id: str
-    tensors: int
-    bytes_written: int
-    bytes_total: int
-    seconds: float
-    stall_seconds: float = 0.0
-    staging_seconds: float = 0.0
-    writing_seconds: float = 0.0
 
 
 def save(

@@ -14,7 +14,8 @@ import torch
 import shardopt
 from shardopt import checkpoint
 from shardopt.checkpoint.async_save import AsyncSaver
-from shardopt.checkpoint.writing import staging, tracking
+from shardopt.checkpoint.writing import pending as pending_saves
+from shardopt.checkpoint.writing import staging
 from shardopt.errors import StateError
 from shardopt.staging_fence import wait_for_copies
 
@@ -108,7 +109,7 @@ def fail_at(n, stage, error, url):
     saver.close()
     assert not app["optimizer"]._optimizer_step_pre_hooks
     step(app)
-    assert not tracking._tracked
+    assert not pending_saves._tracked
     assert checkpoint.verify(f"{url}-second").ok
     return failed
 
@@ -130,7 +131,7 @@ def test_an_optimizer_that_takes_no_hooks_fails_the_save_each_time(stage, tmp_pa
     step(app)
     saver.save(tmp_path / "three", app, stage=stage).result(30)
     saver.close()
-    assert not tracking._tracked
+    assert not pending_saves._tracked
 
 
 @pytest.mark.parametrize("metrics", [{"loss": "n/a"}, {"loss": 1.0, "more": torch.ones(2)}, 0.5], ids=str)
@@ -153,7 +154,7 @@ def test_a_forked_child_has_nothing_of_a_save_that_goes_on(tmp_path, monkeypatch
             gate.set()
             step(app)
             saver.save(tmp_path / "child", app, durable=False).result(30)
-            os._exit(0 if not tracking._tracked else 1)
+            os._exit(0 if not pending_saves._tracked else 1)
         finally:
             os._exit(2)
     until = time.monotonic() + 60

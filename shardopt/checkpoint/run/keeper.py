@@ -13,7 +13,7 @@ from shardopt.checkpoint.run.retention import Rules, remove_checkpoint, steps_to
 from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.run.steps import Place
 from shardopt.checkpoint.storage import storage_of
-from shardopt.checkpoint.writing.tracking import tracked_urls
+from shardopt.checkpoint.writing.pending import tracked_urls
 from shardopt.errors import CheckpointError, CorruptionError
 from shardopt.ranks import ranks_of
 

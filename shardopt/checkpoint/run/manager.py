@@ -12,11 +12,11 @@ from typing import Any, NoReturn
 
 from shardopt.checkpoint.async_save import AsyncSaver, Stage
 from shardopt.checkpoint.format.constants import MANIFEST_NAME
-from shardopt.checkpoint.load import LoadReport, load
+from shardopt.checkpoint.load import load
 from shardopt.checkpoint.matching.strictness import Strictness
 from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.reading.broadcast import Replicas
-from shardopt.checkpoint.reports import announce
+from shardopt.checkpoint.reports import LoadReport, SaveReport, announce
 from shardopt.checkpoint.run.branches import Beyond, Branches
 from shardopt.checkpoint.run.history import History
 from shardopt.checkpoint.run.keeper import Keeper
@@ -34,10 +34,9 @@ from shardopt.checkpoint.run.restoring import in_words, restore_newest
 from shardopt.checkpoint.run.retention import Mode
 from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.run.steps import Place
-from shardopt.checkpoint.save import SaveReport, save_now
+from shardopt.checkpoint.save import save_now
 from shardopt.checkpoint.storage import storage_of
-from shardopt.checkpoint.writing.pending import PendingSave
-from shardopt.checkpoint.writing.tracking import take_failures
+from shardopt.checkpoint.writing.pending import PendingSave, take_failures
 from shardopt.errors import ShardoptError, StateError
 from shardopt.ranks import DEADLINE_SECONDS, ranks_of
 from shardopt.stopping import Stop

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
+import os
+import sys
 import threading
 import time
 from collections.abc import Iterable
@@ -11,8 +15,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from shardopt.checkpoint.save import SaveReport
-from shardopt.checkpoint.writing.tracking import track, untrack
+from shardopt.checkpoint.reports import SaveReport
 from shardopt.errors import RankError
 from shardopt.staging_fence import Event
 
@@ -150,3 +153,63 @@ def hold_steps(optimizers: Iterable[Optimizer], pending: PendingSave, hooks: lis
     """
     for optimizer in optimizers:
         hooks.append(optimizer.register_step_pre_hook(pending.before_step))
+
+
+_tracked: list[PendingSave] = []
+
+
+def track(save: PendingSave) -> None:
+    """From now on the program has to hear of this save."""
+    _tracked.append(save)
+
+
+def untrack(save: PendingSave) -> None:
+    """The program has heard of it, or need not."""
+    if save in _tracked:
+        _tracked.remove(save)
+
+
+def tracked_urls() -> list[str]:
+    """Where saves of this process may still be writing."""
+    return [save.url for save in tuple(_tracked)]
+
+
+def take_failures() -> list[BaseException]:
+    """What saves in the background have failed with of which this rank was not told; it is now. Local."""
+    failures = [save.hear() for save in tuple(_tracked)]
+    return [failure for failure in failures if failure is not None]
+
+
+def raise_failures() -> None:
+    """Raises the first of them, and leaves the others for the next time. Local: within a round, so that all raise."""
+    for save in tuple(_tracked):
+        failure = save.hear()
+        if failure is not None:
+            raise failure
+
+
+def _complain_at_exit() -> None:
+    """Ends the process with code 1 where a save was left to itself.
+
+    An exception in an exit handler does not change the code, so that there is no other way than `os._exit`. It keeps
+    handlers that were registered before from running: therefore this one is registered when the module is imported, and
+    so runs after those of the program itself.
+    """
+    if _tracked:
+        for save in _tracked:
+            print(f"shardopt: {save.complaint()}", file=sys.stderr)
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _abandon_in_child() -> None:
+    # A forked child has none of the threads that save.
+    for save in _tracked:
+        save.abandon_in_child()
+    _tracked.clear()
+
+
+atexit.register(_complain_at_exit)
+os.register_at_fork(after_in_child=_abandon_in_child)
