@@ -24,10 +24,10 @@ from typing import Any, Literal, NamedTuple
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from shardopt.checkpoint.format.metrics import numbers_of
 from shardopt.checkpoint.planning.replica_check import CheckReplicas, refuse_unknown_choice
 from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.reports import tell
-from shardopt.checkpoint.run.metrics import numbers_of
 from shardopt.checkpoint.save import Described, Kept, replicas_to_check, save_described
 from shardopt.checkpoint.writing.host_memory import HostMemory
 from shardopt.checkpoint.writing.pending import PendingSave, hold_steps

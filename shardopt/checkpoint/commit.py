@@ -26,7 +26,7 @@ from shardopt.checkpoint.format.manifest import (
 from shardopt.checkpoint.planning.describe import Values
 from shardopt.checkpoint.planning.save_plan import SavePlan
 from shardopt.checkpoint.reading.read_manifest import read_manifest
-from shardopt.checkpoint.storage import Storage
+from shardopt.checkpoint.storage import Storage, is_temporary
 from shardopt.checkpoint.storage.no_space import telling_of_space
 from shardopt.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, Problem
 from shardopt.values import decode_value
@@ -187,3 +187,16 @@ def discard(storage: Storage, save_id: str) -> None:
             for name in storage.names():
                 if FILE_NAME.fullmatch(name) and name.startswith(f"{save_id}-"):
                     storage.remove(name)
+
+
+def remove_checkpoint(storage: Storage) -> None:
+    """Takes away a checkpoint, or what is left of one. Killed at any point, it leaves none, or one that is whole.
+
+    Only what a save writes is removed; the directory too, unless somebody else has put something there.
+    """
+    storage.retract(MANIFEST_NAME)  # durably first: without it nobody takes the rest for a checkpoint
+    for name in storage.names():
+        if FILE_NAME.fullmatch(name) or is_temporary(name):
+            storage.remove(name)
+    storage.retract(MANIFEST_NAME)  # of a save that was taken for dead, and committed meanwhile what is gone now
+    storage.remove_if_empty()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from shardopt.checkpoint.commit import commit, discard, refuse_committed
 from shardopt.checkpoint.format.constants import SEGMENT_BYTES
 from shardopt.checkpoint.format.manifest import StoredLayout
+from shardopt.checkpoint.format.metrics import pack_metrics
 from shardopt.checkpoint.format.tensor_bytes import bytes_of
 from shardopt.checkpoint.planning.assign import Member
 from shardopt.checkpoint.planning.describe import Geometry
@@ -19,7 +20,6 @@ from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.reading.fetch import pieces_in_order
 from shardopt.checkpoint.reading.reader import CheckpointReader, open_checkpoint
 from shardopt.checkpoint.reports import SaveReport, tell
-from shardopt.checkpoint.run.metrics import pack_metrics
 from shardopt.checkpoint.storage import storage_of
 from shardopt.checkpoint.writing.write import write_files
 from shardopt.errors import MismatchError, Problem

@@ -20,6 +20,7 @@ import xxhash
 
 from shardopt.checkpoint.commit import commit, discard, refuse_committed
 from shardopt.checkpoint.format.manifest import DataFile
+from shardopt.checkpoint.format.metrics import pack_metrics
 from shardopt.checkpoint.planning.describe import (
     Description,
     Values,
@@ -37,7 +38,6 @@ from shardopt.checkpoint.planning.replica_check import (
 from shardopt.checkpoint.planning.save_plan import RankWrites, SavePlan
 from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.reports import SaveReport, tell
-from shardopt.checkpoint.run.metrics import pack_metrics
 from shardopt.checkpoint.storage import Storage, storage_of, telling
 from shardopt.checkpoint.storage.common_storage import leave_mark, look_for_mark, remove_mark
 from shardopt.checkpoint.writing.pending import raise_failures

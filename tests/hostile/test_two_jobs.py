@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from shardopt import checkpoint
+from shardopt.checkpoint.commit import remove_checkpoint
 from shardopt.checkpoint.reading.read_manifest import read_manifest
-from shardopt.checkpoint.run.retention import remove_checkpoint
 from shardopt.checkpoint.storage import storage_of
 from shardopt.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError
 from tests.harness import Fault

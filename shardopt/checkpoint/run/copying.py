@@ -10,12 +10,11 @@ from collections.abc import Iterator
 
 import xxhash
 
-from shardopt.checkpoint.commit import publish_checkpoint
+from shardopt.checkpoint.commit import publish_checkpoint, remove_checkpoint
 from shardopt.checkpoint.format.constants import FILE_NAME, MANIFEST_NAME, SEGMENT_BYTES, damaged
 from shardopt.checkpoint.format.manifest import Manifest
 from shardopt.checkpoint.reading.data_file_reader import OpenFile
 from shardopt.checkpoint.reading.read_manifest import read_manifest
-from shardopt.checkpoint.run.retention import remove_checkpoint
 from shardopt.checkpoint.storage import Span, Storage, telling
 from shardopt.errors import CheckpointError, CheckpointExistsError, CorruptionError, Problem
 from shardopt.ranks import Ranks

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from shardopt.checkpoint.async_save import AsyncSaver, Stage
 from shardopt.checkpoint.format.constants import MANIFEST_NAME
+from shardopt.checkpoint.format.metrics import numbers_of
 from shardopt.checkpoint.load import load
 from shardopt.checkpoint.matching.strictness import Strictness
 from shardopt.checkpoint.progress import Progress
@@ -20,7 +21,7 @@ from shardopt.checkpoint.reports import LoadReport, SaveReport, announce
 from shardopt.checkpoint.run.branches import Beyond, Branches
 from shardopt.checkpoint.run.history import History
 from shardopt.checkpoint.run.keeper import Keeper
-from shardopt.checkpoint.run.metrics import metrics_of, numbers_of
+from shardopt.checkpoint.run.metrics import metrics_of
 from shardopt.checkpoint.run.mirror import Mirror
 from shardopt.checkpoint.run.options import (
     check_restore_options,
