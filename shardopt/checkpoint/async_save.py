@@ -18,17 +18,17 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from shardopt.checkpoint.format.metrics import numbers_of
-from shardopt.checkpoint.planning.replica_check import CheckReplicas, refuse_unknown_choice
+from shardopt.checkpoint.planning.replica_check import CheckReplicas
 from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.reports import tell
-from shardopt.checkpoint.save import Described, Kept, replicas_to_check, save_described
+from shardopt.checkpoint.save import DEFAULT_OPTIONS, Described, Kept, SaveOptions, replicas_to_check, save_described
 from shardopt.checkpoint.writing.host_memory import HostMemory
 from shardopt.checkpoint.writing.pending import PendingSave, hold_steps
 from shardopt.checkpoint.writing.staging import Staging
@@ -70,13 +70,10 @@ class AsyncSaver:
         self,
         url: str | os.PathLike[str],
         app: Mapping[str, Any],
+        options: SaveOptions = DEFAULT_OPTIONS,
         *,
         stage: Stage = "now",
         in_flight: InFlight = "wait",
-        durable: bool = True,
-        check_replicas: CheckReplicas = "sampled",
-        progress: Progress | None = None,
-        deadline_seconds: float = DEADLINE_SECONDS,
         metrics: Mapping[str, float] | None = None,
         afterwards: Callable[[], None] = lambda: None,
     ) -> PendingSave:
@@ -89,20 +86,18 @@ class AsyncSaver:
         begin = time.monotonic()
         _require_choice("stage", stage, ("now", "lazy"))
         _require_choice("in_flight", in_flight, ("wait", "refuse"))
-        refuse_unknown_choice(check_replicas)
         call = call_on("saving", url)
         refuse_lone_processes(str(call))
         ranks = ranks_of()
         if in_flight == "refuse":
-            self._refuse_second(ranks, call, deadline_seconds)
+            self._refuse_second(ranks, call, options.deadline_seconds)
         self._wait(call)
-        side = self._side.of(ranks, deadline_seconds)
-        options = _Options(durable, check_replicas, progress, deadline_seconds, afterwards)
-        work = _Work(side, os.fspath(url), self._kept, begin, options)
+        side = self._side.of(ranks, options.deadline_seconds)
+        work = _Work(side, os.fspath(url), self._kept, begin, options, afterwards)
         pending = work.pending
         staged: _Staged | BaseException
         try:
-            self._ranks, self._deadline_seconds = side, deadline_seconds
+            self._ranks, self._deadline_seconds = side, options.deadline_seconds
             self._pending, self._asked, self._thread = pending, False, None
             # Begun before the state is copied, as it shows meanwhile that this rank is alive. Not a daemon: a program
             # that ends waits for it, and then says what it should have waited for itself.
@@ -221,15 +216,6 @@ class AsyncSaver:
             raise CheckpointError(f"{call} was refused", [problem])
 
 
-@dataclass(frozen=True, slots=True)
-class _Options:
-    durable: bool
-    check_replicas: CheckReplicas
-    progress: Progress | None
-    deadline_seconds: float
-    afterwards: Callable[[], None]
-
-
 class _Staged(NamedTuple):
     """What a thread saves: the state of the call, and the metrics."""
 
@@ -240,8 +226,17 @@ class _Staged(NamedTuple):
 class _Work:
     """What is done of one save in the background, once, in whichever thread runs it first."""
 
-    def __init__(self, ranks: Ranks, url: str, kept: Kept, begin: float, options: _Options) -> None:
-        self._ranks, self._kept, self._begin, self._options = ranks, kept, begin, options
+    def __init__(
+        self,
+        ranks: Ranks,
+        url: str,
+        kept: Kept,
+        begin: float,
+        options: SaveOptions,
+        afterwards: Callable[[], None],
+    ) -> None:
+        self._ranks, self._kept, self._begin = ranks, kept, begin
+        self._options, self._afterwards = options, afterwards
         self._running = threading.Lock()  # taken for good by who runs it
         self._handed_over = threading.Event()
         self._staged: _Staged | BaseException | None = None
@@ -261,19 +256,11 @@ class _Work:
         options = self._options
         try:
             with self._ranks.beating(options.deadline_seconds):
-                report = save_described(
-                    self._ranks,
-                    self.pending.url,
-                    self._described,
-                    self._kept,
-                    options.durable,
-                    options.deadline_seconds,
-                    options.progress,
-                )
+                report = save_described(self._ranks, self.pending.url, self._described, self._kept, options)
                 seconds = time.monotonic() - self._begin
                 self.pending.succeed(replace(report, seconds=seconds, staging_seconds=self._staging_seconds))
                 tell("save", self.pending.result())
-                options.afterwards()
+                self._afterwards()
         except BaseException as error:
             if self.pending.done:
                 raise  # of what comes afterwards
@@ -334,16 +321,8 @@ def async_save(
     next save, or the next step of an optimizer in `app`, whichever is the first. Ranks may come to different steps
     until they hear of it; the next save is in step again, and raises on all of them if one was not told yet.
     """
-    return _default.save(
-        url,
-        app,
-        stage=stage,
-        in_flight=in_flight,
-        durable=durable,
-        check_replicas=check_replicas,
-        progress=progress,
-        deadline_seconds=deadline_seconds,
-    )
+    options = SaveOptions(durable, check_replicas, progress, deadline_seconds)
+    return _default.save(url, app, options, stage=stage, in_flight=in_flight)
 
 
 def _optimizers_in(app: Any) -> list[Optimizer]:

@@ -13,7 +13,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import xxhash
@@ -64,6 +64,26 @@ Kept = dict[tuple[str, int], KeptPlan]
 _kept: Kept = {}
 
 
+@dataclass(frozen=True, slots=True)
+class SaveOptions:
+    """The options that `save` and `async_save` share, with the meanings that they have there.
+
+    Raises:
+        ValueError: `check_replicas` is none of its values.
+    """
+
+    durable: bool = True
+    check_replicas: CheckReplicas = "sampled"
+    progress: Progress | None = None
+    deadline_seconds: float = DEADLINE_SECONDS
+
+    def __post_init__(self) -> None:
+        refuse_unknown_choice(self.check_replicas)
+
+
+DEFAULT_OPTIONS = SaveOptions()
+
+
 def save(
     url: str | os.PathLike[str],
     app: Mapping[str, Any],
@@ -99,18 +119,14 @@ def save(
         CheckpointError: a rank could not write.
         RankError: a rank failed in another way, died, or did not make the call.
     """
-    refuse_unknown_choice(check_replicas)
-    return save_now(url, app, durable, check_replicas, deadline_seconds, progress=progress)
+    return save_now(url, app, SaveOptions(durable, check_replicas, progress, deadline_seconds))
 
 
 def save_now(
     url: str | os.PathLike[str],
     app: Mapping[str, Any],
-    durable: bool,
-    check_replicas: CheckReplicas,
-    deadline_seconds: float,
+    options: SaveOptions,
     metrics: Mapping[str, float] | None = None,
-    progress: Progress | None = None,
     raise_earlier: bool = True,
 ) -> SaveReport:
     """The line itself.
@@ -125,14 +141,14 @@ def save_now(
     ranks = ranks_of()
 
     def described() -> Described:
-        description = describe(flatten(app), replicas_to_check(check_replicas, ranks))
+        description = describe(flatten(app), replicas_to_check(options.check_replicas, ranks))
         if raise_earlier:
             raise_failures()  # once the state is there: to ask for it may be collective, and only some ranks may raise
         return Described(description, metrics)
 
     # Around a call, so that the collector finds nothing left of it when it wakes.
-    with ranks.beating(deadline_seconds), gc_paused():
-        report = save_described(ranks, url, described, _kept, durable, deadline_seconds, progress)
+    with ranks.beating(options.deadline_seconds), gc_paused():
+        report = save_described(ranks, url, described, _kept, options)
     seconds = time.monotonic() - begin
     report = replace(report, seconds=seconds, stall_seconds=seconds)
     tell("save", report)
@@ -156,9 +172,7 @@ def save_described(
     url: str | os.PathLike[str],
     described: Callable[[], Described],
     kept: Kept,
-    durable: bool,
-    deadline_seconds: float,
-    progress: Progress | None = None,
+    options: SaveOptions,
 ) -> SaveReport:
     """Writes the state that each rank describes, and commits it. Collective.
 
@@ -176,25 +190,25 @@ def save_described(
     def begin_here() -> tuple[Description, str, Storage, bytes | None]:
         state, metrics = described()
         noted = None if metrics is None else pack_metrics(metrics)
-        return state, state.geometry_fingerprint(), storage_of(url, durable), noted
+        return state, state.geometry_fingerprint(), storage_of(url, options.durable), noted
 
     (description, geometry, storage, noted), opened = ranks.agree(
         call,
         work=begin_here,
         report=lambda done: _report(*done[:2], ranks.rank, kept),
-        decide=lambda reports: _begin(storage_of(url, durable), reports),
-        deadline_seconds=deadline_seconds,
+        decide=lambda reports: _begin(storage_of(url, options.durable), reports),
+        deadline_seconds=options.deadline_seconds,
     )
     save_id = opened["save_id"]
     try:
-        planned = _planned(ranks, call, description, geometry, opened, kept, deadline_seconds)
+        planned = _planned(ranks, call, description, geometry, opened, kept, options.deadline_seconds)
         begin_writing = time.monotonic()
         files, bytes_total = ranks.agree(
             call,
-            work=lambda: _write(storage, save_id, planned, description, progress, ranks.rank),
+            work=lambda: _write(storage, save_id, planned, description, options.progress, ranks.rank),
             report=lambda files: [[file.name, file.nbytes, file.digest] for file in files],
             decide=lambda reports: _commit(storage, save_id, planned, reports, noted),
-            deadline_seconds=deadline_seconds,
+            deadline_seconds=options.deadline_seconds,
         )
     except BaseException:
         # Rank 0 alone: it is the one that could still commit, and has now failed to. Were another to clear up, it

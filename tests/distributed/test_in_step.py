@@ -11,6 +11,7 @@ import torch.distributed as dist
 from shardopt import checkpoint
 from shardopt.checkpoint.async_save import AsyncSaver
 from shardopt.checkpoint.run.mirror import Mirror
+from shardopt.checkpoint.save import SaveOptions
 from shardopt.checkpoint.storage import common_storage
 from shardopt.errors import CheckpointExistsError, ShardoptError
 from tests.harness import Fault, run_ranks
@@ -137,6 +138,7 @@ def test_a_failure_is_raised_once_the_state_was_asked_for(tmp_path):
 def fail_on_the_way(root, stage, everywhere):
     """At each call of interest rank 1 fails; what the save after it does on this rank, by the number of the call."""
     rank, app, sound = dist.get_rank(), small_app(), AsyncSaver()
+    options = SaveOptions(durable=False, deadline_seconds=0.7)
     calls = []
 
     def note(n, frame):
@@ -145,7 +147,7 @@ def fail_on_the_way(root, stage, everywhere):
     for number in range(2):
         calls.clear()
         with each_call(note):
-            sound.save(f"{root}/sound-{number}", app, stage=stage, durable=False)
+            sound.save(f"{root}/sound-{number}", app, options, stage=stage)
         sound.wait()
     numbers = range(1, len(calls) + 1)
     if not everywhere:  # once this rank can tell the others; before that they wait for it, and name it
@@ -158,7 +160,7 @@ def fail_on_the_way(root, stage, everywhere):
     for n in numbers:
         if next_ != "ok":
             saver = AsyncSaver()
-            saver.save(f"{root}/{n}-before", app, stage=stage, durable=False, deadline_seconds=0.7)
+            saver.save(f"{root}/{n}-before", app, options, stage=stage)
 
         def visit(count, frame, n=n):
             if count == n and rank == 1:
@@ -168,7 +170,7 @@ def fail_on_the_way(root, stage, everywhere):
         try:
             saver.wait()
             with each_call(visit):
-                pending = saver.save(f"{root}/{n}-first", app, stage=stage, durable=False, deadline_seconds=0.7)
+                pending = saver.save(f"{root}/{n}-first", app, options, stage=stage)
             pending.result(30)
         except Injected:
             first = "raised in the call"
@@ -176,7 +178,7 @@ def fail_on_the_way(root, stage, everywhere):
             first = type(error).__name__
         dist.barrier()
         try:
-            saver.save(f"{root}/{n}-next", app, stage=stage, durable=False, deadline_seconds=0.7).result(30)
+            saver.save(f"{root}/{n}-next", app, options, stage=stage).result(30)
         except ShardoptError as error:
             next_ = type(error).__name__
             saver.close(alone=True)
@@ -274,8 +276,8 @@ def in_different_calls(root):
     """What all are told where rank 1 does something else, by what it does; and that they are in step afterwards."""
     app, rank = small_app(), dist.get_rank()
     checkpoint.save(f"{root}/there", app)
-    saver = AsyncSaver()
-    saver.save(f"{root}/beside", app, deadline_seconds=NEVER).result()
+    saver, options = AsyncSaver(), SaveOptions(deadline_seconds=NEVER)
+    saver.save(f"{root}/beside", app, options).result()
     manager = checkpoint.Manager(root, deadline_seconds=NEVER)
     pairs = {
         "load": (lambda: checkpoint.save(f"{root}/1", app), lambda: checkpoint.load(f"{root}/there", app)),
@@ -287,8 +289,8 @@ def in_different_calls(root):
             lambda: checkpoint.load(f"{root}/there", app, transactional=True),
         ),
         "background": (
-            lambda: saver.save(f"{root}/a-1", app, deadline_seconds=NEVER).result(),
-            lambda: saver.save(f"{root}/a-2", app, deadline_seconds=NEVER).result(),
+            lambda: saver.save(f"{root}/a-1", app, options).result(),
+            lambda: saver.save(f"{root}/a-2", app, options).result(),
         ),
     }
     told, begin = {}, time.monotonic()
@@ -298,9 +300,9 @@ def in_different_calls(root):
             checkpoint.load(f"{root}/there", app)
     for step in (20, 21):
         manager.save(step, app)
-    failed = saver.save(f"{root}/there", app, deadline_seconds=NEVER)
+    failed = saver.save(f"{root}/there", app, options)
     assert failed.done.wait(30)
-    told["close"] = raised((lambda: saver.save(f"{root}/next", app, deadline_seconds=NEVER), saver.close)[rank])
+    told["close"] = raised((lambda: saver.save(f"{root}/next", app, options), saver.close)[rank])
     return told, manager.steps(), time.monotonic() - begin < 60
 
 
@@ -408,7 +410,7 @@ def save_and_load(root, how):
         checkpoint.save(f"{root}/run", app, deadline_seconds=DEADLINE)
         checkpoint.load(f"{root}/run", app, deadline_seconds=DEADLINE)
     elif how == "async_save":
-        saver.save(f"{root}/run", app, deadline_seconds=DEADLINE).result(30)
+        saver.save(f"{root}/run", app, SaveOptions(deadline_seconds=DEADLINE)).result(30)
     else:
         manager = checkpoint.Manager(root, deadline_seconds=DEADLINE)
         manager.save(1, app)

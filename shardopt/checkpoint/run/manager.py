@@ -35,7 +35,7 @@ from shardopt.checkpoint.run.restoring import in_words, restore_newest
 from shardopt.checkpoint.run.retention import Mode
 from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.run.steps import Place
-from shardopt.checkpoint.save import save_now
+from shardopt.checkpoint.save import SaveOptions, save_now
 from shardopt.checkpoint.storage import storage_of
 from shardopt.checkpoint.writing.pending import PendingSave, take_failures
 from shardopt.errors import ShardoptError, StateError
@@ -379,8 +379,8 @@ class Manager:
             pending = self._saver.save(
                 url,
                 app,
+                SaveOptions(deadline_seconds=self._deadline_seconds),
                 stage=self._stage,
-                deadline_seconds=self._deadline_seconds,
                 metrics=metrics,
                 afterwards=lambda: self._after_commit(place, url, numbers),
             )
@@ -389,7 +389,8 @@ class Manager:
         if self._saver is not None and stop is None:
             self._saver.wait()
         deadline_seconds = min(self._deadline_seconds, stop.deadline_seconds if stop else math.inf)
-        report = save_now(url, app, True, "sampled", deadline_seconds, metrics, raise_earlier=stop is None)
+        options = SaveOptions(deadline_seconds=deadline_seconds)
+        report = save_now(url, app, options, metrics, raise_earlier=stop is None)
         self._after_commit(place, url, numbers)
         self._last = place, report
         return report
