@@ -10,10 +10,10 @@ from shardopt.errors import Problem, StateError
 
 
 def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Metrics as numbers.
+    """Returns metrics as numbers.
 
     Raises:
-        StateError: what is none is named.
+        StateError: some are no numbers; names each of them.
     """
     if not isinstance(metrics, Mapping):
         problem = Problem("metrics", repr(metrics)[:80], "numbers by name", 'give a dict, such as {"loss": 0.5}')
@@ -26,13 +26,13 @@ def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
                 raise TypeError
             numbers[name] = float(value)
         except (TypeError, ValueError, RuntimeError):  # the last of a tensor of several elements
-            found = repr(value)[:80] if isinstance(name, str) else f"{value!r} under {name!r}"[:80]
-            problems.append(Problem(f"metrics.{name}", found, "a number under a name", "give one, or leave it out"))
+            text = repr(value)[:80] if isinstance(name, str) else f"{value!r} under {name!r}"[:80]
+            problems.append(Problem(f"metrics.{name}", text, "a number under a name", "give one, or leave it out"))
     if problems:
         raise StateError("metrics cannot be kept", problems)
     return numbers
 
 
 def pack_metrics(metrics: Mapping[str, Any]) -> bytes:
-    """As JSON. Raises StateError, as `numbers_of`."""
+    """Encodes metrics as JSON. Raises StateError, as `numbers_of`."""
     return json.dumps(numbers_of(metrics)).encode()
