@@ -27,7 +27,7 @@ from shardopt.checkpoint.planning.describe import Values
 from shardopt.checkpoint.planning.save_plan import SavePlan
 from shardopt.checkpoint.reading.read_manifest import read_manifest
 from shardopt.checkpoint.storage import Storage, is_temporary
-from shardopt.checkpoint.storage.no_space import telling_of_space
+from shardopt.checkpoint.storage.no_space import explain_no_space
 from shardopt.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, Problem
 from shardopt.values import decode_value
 
@@ -99,14 +99,14 @@ def publish_checkpoint(storage: Storage, manifest: Manifest, data: bytes) -> Non
         problems = [Problem(each, "no such file on rank 0", "what was written", remedy) for each in missing]
         raise CheckpointError("rank 0 does not see the files of other ranks", problems)
     try:
-        with telling_of_space(storage, "the manifest", data.__len__, lambda: 0):
+        with explain_no_space(storage, "the manifest", data.__len__, lambda: 0):
             exclusive = storage.publish_new(MANIFEST_NAME, data)
     except FileExistsError:
         raise _taken(storage) from None
     there, missing = _look_for_files(storage, manifest)
     if missing:
         if storage.read(MANIFEST_NAME) == data:
-            storage.retract(MANIFEST_NAME)
+            storage.remove_durably(MANIFEST_NAME)
         remedy = "give each job a path of its own"
         problems = [Problem(each, "no such file any more", "what was written", remedy) for each in missing]
         raise CheckpointError("files of the checkpoint were removed while it was committed", problems)
@@ -194,9 +194,9 @@ def remove_checkpoint(storage: Storage) -> None:
 
     Only what a save writes is removed; the directory too, unless somebody else has put something there.
     """
-    storage.retract(MANIFEST_NAME)  # durably first: without it nobody takes the rest for a checkpoint
+    storage.remove_durably(MANIFEST_NAME)  # durably first: without it nobody takes the rest for a checkpoint
     for name in storage.names():
         if FILE_NAME.fullmatch(name) or is_temporary(name):
             storage.remove(name)
-    storage.retract(MANIFEST_NAME)  # of a save that was taken for dead, and committed meanwhile what is gone now
+    storage.remove_durably(MANIFEST_NAME)  # of a save that was taken for dead, and committed meanwhile what is gone now
     storage.remove_if_empty()

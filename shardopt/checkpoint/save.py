@@ -38,8 +38,8 @@ from shardopt.checkpoint.planning.replica_check import (
 from shardopt.checkpoint.planning.save_plan import RankWrites, SavePlan
 from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.reports import SaveReport, tell
-from shardopt.checkpoint.storage import Storage, storage_of, telling
-from shardopt.checkpoint.storage.common_storage import leave_mark, look_for_mark, remove_mark
+from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
+from shardopt.checkpoint.storage.common_storage import remove_marker, wait_for_marker, write_marker
 from shardopt.checkpoint.writing.pending import raise_failures
 from shardopt.checkpoint.writing.write import counting, from_memory, write_files
 from shardopt.errors import Problem, ShardoptError, StateError
@@ -264,11 +264,11 @@ def _begin(storage: Storage, reports: list[Any]) -> dict[str, Any]:
     told = [_Report(*report) for report in reports]
     _refuse_other_choices([each.check_replicas for each in told])
     save_id = secrets.token_hex(6)
-    with telling(f"make {storage.url}"):
+    with wrap_os_errors(f"make {storage.url}"):
         refuse_committed(storage)
         storage.make()
         if len(reports) > 1:
-            leave_mark(storage, save_id)
+            write_marker(storage, save_id)
     geometries = [each.geometry for each in told]
     job = xxhash.xxh3_128_hexdigest("".join([told[0].check_replicas, *geometries]).encode())
     geometry_alike = len(set(geometries)) == 1 and not any(each.partial for each in told)
@@ -375,9 +375,9 @@ def _write(
         raise planned
     plan, own, _ = planned
     per_rank = json.dumps(description.own_values).encode() if plan.geometry.per_rank else None
-    with telling(f"write to {storage.url}"):
+    with wrap_os_errors(f"write to {storage.url}"):
         if rank > 0:
-            look_for_mark(storage, save_id)
+            wait_for_marker(storage, save_id)
         return write_files(storage, save_id, own, counting(from_memory(description.views), own, progress), per_rank)
 
 
@@ -385,7 +385,7 @@ def _commit(
     storage: Storage, save_id: str, planned: _Planned | BaseException, reports: Sequence[Any], metrics: bytes | None
 ) -> int:
     assert isinstance(planned, _Planned)  # or this rank had failed, and would not commit
-    with telling(f"commit {storage.url}"):
+    with wrap_os_errors(f"commit {storage.url}"):
         if len(reports) > 1:
-            remove_mark(storage, save_id)
+            remove_marker(storage, save_id)
         return commit(storage, save_id, planned.plan, planned.values, reports, metrics)

@@ -25,7 +25,7 @@ from tests.harness.s3 import reached, s3_server
 pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body directly with raw bytes:ResourceWarning")
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-IMPATIENT = retry.Patience(attempts=4, pause_seconds=0.01, request_seconds=20.0)
+IMPATIENT = retry.RetryPolicy(attempts=4, pause_seconds=0.01, request_seconds=20.0)
 DEADLINE_SECONDS = 5.0
 ROWS = 4099  # no multiple of the ranks
 
@@ -39,7 +39,7 @@ def s3():
 @pytest.fixture
 def here(s3, monkeypatch):
     """The server, reached from this process, with small parts and little patience."""
-    monkeypatch.setattr(retry, "PATIENCE", IMPATIENT)
+    monkeypatch.setattr(retry, "RETRY_POLICY", IMPATIENT)
     monkeypatch.setattr(remote, "PART_BYTES", 1 << 20)
     s3.plan()
     with reached(s3.options()):
@@ -114,7 +114,7 @@ def test_every_request_fails_once(here, kind):
     ],
 )
 def test_a_request_that_hangs_is_abandoned_and_made_again(here, monkeypatch, match):
-    monkeypatch.setattr(retry, "PATIENCE", retry.Patience(attempts=3, pause_seconds=0.01, request_seconds=1.5))
+    monkeypatch.setattr(retry, "RETRY_POLICY", retry.RetryPolicy(attempts=3, pause_seconds=0.01, request_seconds=1.5))
     root = here.new_root() + "/c"
     here.plan({"kind": "hang", "seconds": 30, "match": match, "all": True})
     begin = time.monotonic()
@@ -258,13 +258,13 @@ def zeros():
 
 
 def save_on_ranks(options, root, step):
-    retry.PATIENCE, remote.PART_BYTES = IMPATIENT, 1 << 19
+    retry.RETRY_POLICY, remote.PART_BYTES = IMPATIENT, 1 << 19
     with reached(options):
         return checkpoint.Manager(root, deadline_seconds=DEADLINE_SECONDS).save(step, state(step), force=True)
 
 
 def restore_on_ranks(options, root, step):
-    retry.PATIENCE = IMPATIENT
+    retry.RETRY_POLICY = IMPATIENT
     with reached(options):
         app = zeros()
         places = [app[key].to_local().data_ptr() for key in ("rows", "columns", "both")]

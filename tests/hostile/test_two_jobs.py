@@ -22,7 +22,7 @@ from tests.harness.schedules import orders
 
 LOCAL, REMOTE = "shardopt.checkpoint.storage:LocalStorage.", "shardopt.checkpoint.storage:RemoteStorage."
 SYSTEM = ["os:mkdir", "os:open", "os:link", "os:listdir", "os:unlink", "os:rmdir", "os:stat", "os:preadv", "os:writev"]
-SYSTEM += [LOCAL + "read", LOCAL + "_write_aside"]
+SYSTEM += [LOCAL + "read", LOCAL + "_write_temporary"]
 REQUESTS = ["shardopt.checkpoint.storage.retry:Requests.once"]
 METHODS = ["make", "names", "size", "read", "write", "publish_new", "remove", "remove_if_empty"]
 

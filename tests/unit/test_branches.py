@@ -274,7 +274,7 @@ def test_a_load_that_fails_takes_nothing_back(tmp_path):
     assert manager.steps() == [100, 200, 300]
 
 
-OPERATIONS = ("make", "write", "publish", "remove", "retract", "remove_if_empty", "names", "read", "size")
+OPERATIONS = ("make", "write", "publish", "remove", "remove_durably", "remove_if_empty", "names", "read", "size")
 
 
 class Stop(BaseException):

@@ -81,7 +81,7 @@ def test_a_removal_that_ends_early_leaves_no_checkpoint_or_a_whole_one(tmp_path,
 
         return call
 
-    for name in ("retract", "names", "remove", "remove_if_empty"):
+    for name in ("remove_durably", "names", "remove", "remove_if_empty"):
         monkeypatch.setattr(LocalStorage, name, count(getattr(LocalStorage, name)))
     if at <= 5:
         with pytest.raises(KeyboardInterrupt):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardopt.checkpoint.format.constants import MANIFEST_LIMIT_BYTES, MANIFEST_NAME, damaged
 from shardopt.checkpoint.format.manifest import Manifest, decode_manifest
 from shardopt.checkpoint.reading.not_a_checkpoint import what_is_at
-from shardopt.checkpoint.storage import Storage, telling
+from shardopt.checkpoint.storage import Storage, wrap_os_errors
 from shardopt.errors import CheckpointNotFoundError, Problem
 
 
@@ -17,7 +17,7 @@ def read_manifest(storage: Storage) -> tuple[Manifest, bytes]:
         CorruptionError, FormatError: it is damaged, or for a newer reader.
     """
     where = f"{storage.url}/{MANIFEST_NAME}"
-    with telling(f"read {where}"):
+    with wrap_os_errors(f"read {where}"):
         try:
             nbytes = storage.size(MANIFEST_NAME)
             if nbytes > MANIFEST_LIMIT_BYTES:

@@ -22,7 +22,7 @@ from shardopt.checkpoint.reading.read_manifest import read_manifest
 from shardopt.checkpoint.reports import tell
 from shardopt.checkpoint.run.copying import commit_copy, is_copied, prepare_copy, upload_files
 from shardopt.checkpoint.run.steps import in_order
-from shardopt.checkpoint.storage import Storage, storage_of, telling
+from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
 from shardopt.ranks import DEADLINE_SECONDS, Ranks, SideRanks, ranks_of
 
 _log = logging.getLogger("shardopt.checkpoint")
@@ -212,5 +212,5 @@ class Mirror:
 
 
 def _committed(root: Storage) -> list[str]:
-    with telling(f"look into {root.url}"):
+    with wrap_os_errors(f"look into {root.url}"):
         return [name for name in root.names() if root.child(name).exists(MANIFEST_NAME)]

@@ -13,7 +13,7 @@ from shardopt.checkpoint.format.tensor_bytes import bytes_of, is_plain_memory
 from shardopt.checkpoint.planning.save_plan import RankWrites, WriteRequest
 from shardopt.checkpoint.progress import Counter, Progress
 from shardopt.checkpoint.storage import Storage
-from shardopt.checkpoint.storage.no_space import telling_of_space
+from shardopt.checkpoint.storage.no_space import explain_no_space
 from shardopt.sharding.pieces import View, narrowed
 
 _CHUNK_BYTES = 16 * SEGMENT_BYTES  # small enough that what was just summed is still in the cache when it is written
@@ -44,7 +44,7 @@ def write_files(
         begun = file_name(save_id, own.rank, [*slots][len(files)])
         return sum(file.nbytes for file in files) + (storage.size(begun) if storage.exists(begun) else 0)
 
-    with telling_of_space(storage, "the data files of this rank", needed, written):
+    with explain_no_space(storage, "the data files of this rank", needed, written):
         for slot, values in slots.items():
             files.append(_write_file(storage, save_id, own, slot, chunks_of, values))
     return files
