@@ -108,13 +108,13 @@ class AsyncSaver:
         except BaseException as error:
             # The other ranks are on their way to the thread's first round, in which all are to raise this.
             work.hand_over(error)
-            pending.hear_beforehand()
+            pending.mark_reported()
             if self._thread is None or self._thread.ident is None:
                 work.run()
             raise
         pending.call_seconds = time.monotonic() - begin
         if isinstance(staged, BaseException) and not isinstance(staged, Exception):
-            pending.hear_beforehand()
+            pending.mark_reported()
             raise staged
         return pending
 
@@ -126,7 +126,7 @@ class AsyncSaver:
     def take_failure(self) -> BaseException | None:
         """Waits for the save that is in flight; gives what it has failed with, if this rank was not told yet. Local."""
         self._finish()
-        return self._pending.hear() if self._pending is not None else None
+        return self._pending.take_failure() if self._pending is not None else None
 
     def close(self, alone: bool = False) -> None:
         """Waits as `wait` does, and gives the host memory back. The next save would allocate it anew.
@@ -166,20 +166,20 @@ class AsyncSaver:
             pending.raise_failure()
             return
         if not self._side.are_beside(ranks):  # in another process group, of other ranks
-            failure = pending.hear()
+            failure = pending.take_failure()
             if failure is not None:
                 _log.error("%s", failure)
             return
-        _, all_heard = side.agree(
+        _, all_reported = side.agree(
             Call(str(call), f"{call.same}, after a save that failed"),
-            work=lambda: pending.is_heard,
+            work=lambda: pending.is_reported,
             report=bool,
             decide=all,
             deadline_seconds=self._deadline_seconds,
         )
         self._asked = True
-        if not all_heard:
-            pending.hear()
+        if not all_reported:
+            pending.take_failure()
             raise pending.failure
 
     def _stage(

@@ -41,7 +41,7 @@ from shardopt.checkpoint.reports import SaveReport, tell
 from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
 from shardopt.checkpoint.storage.common_storage import remove_marker, wait_for_marker, write_marker
 from shardopt.checkpoint.writing.pending import raise_failures
-from shardopt.checkpoint.writing.write import counting, from_memory, write_files
+from shardopt.checkpoint.writing.write import from_memory, with_progress, write_files
 from shardopt.errors import Problem, ShardoptError, StateError
 from shardopt.gc_pause import gc_paused
 from shardopt.ranks import DEADLINE_SECONDS, Call, Ranks, call_on, ranks_of, refuse_lone_processes
@@ -378,7 +378,8 @@ def _write(
     with wrap_os_errors(f"write to {storage.url}"):
         if rank > 0:
             wait_for_marker(storage, save_id)
-        return write_files(storage, save_id, own, counting(from_memory(description.views), own, progress), per_rank)
+        chunks_of = with_progress(from_memory(description.views), own, progress)
+        return write_files(storage, save_id, own, chunks_of, per_rank)
 
 
 def _commit(

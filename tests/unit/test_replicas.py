@@ -73,7 +73,7 @@ def test_what_is_gathered_is_copied_in_batches(monkeypatch):
     views = {key: view_of(tensor) for key, tensor in tensors.items()}
     wanted = {which: contents_of(views, which) for which in ("sampled", "all")}
     monkeypatch.setattr(replicas, "_COPIED_BYTES", 100 * KIB)
-    monkeypatch.setattr(replicas, "_PART_BYTES", 30 * KIB)
+    monkeypatch.setattr(replicas, "_PIECE_BYTES", 30 * KIB)
     assert {which: contents_of(views, which) for which in wanted} == wanted
 
 

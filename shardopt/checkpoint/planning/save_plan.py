@@ -1,4 +1,4 @@
-"""The plan of a save: who writes which boxes, into which data files. Pure data; no I/O."""
+"""The plan of a save: which rank writes which boxes, into which data files. Pure data; no I/O."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class WriteRequest(NamedTuple):
 
 
 class SavePlan:
-    """Who writes what of a job's state; the same on every rank. Holds no tensor.
+    """The writers of all boxes of a job's state; the same on every rank. Holds no tensor.
 
     Args:
         cut_plain: as for `assign`.
@@ -46,7 +46,7 @@ class SavePlan:
         self.stored: StoredTensors | None = None  # made at the first commit, and kept
 
     def boxes_of(self, rank: int, key: str) -> Iterator[tuple[Box, int]]:
-        """The boxes of a tensor that a rank writes, and into which of its files."""
+        """Yields the boxes of a tensor that a rank writes, and the slot (number) of the file that each goes to."""
         assignment = self.assigned[key]
         for box, (writer, slot) in zip(assignment.boxes, assignment.writers, strict=True):
             if writer == rank:
@@ -54,10 +54,10 @@ class SavePlan:
 
 
 class RankWrites:
-    """What one rank writes, by the number of its data file and in the order of its bytes.
+    """The writes of one rank, by the slot of the data file and in the order of the bytes there.
 
     Args:
-        views: what the rank holds, of which only the places count; None where the bytes come from elsewhere.
+        views: of the rank's tensors, of which only the boxes count; None where the bytes come from elsewhere.
     """
 
     def __init__(self, plan: SavePlan, rank: int, views: Mapping[str, View] | None = None) -> None:
@@ -67,31 +67,31 @@ class RankWrites:
             for box, slot in plan.boxes_of(rank, key):
                 piece, inner = (0, None) if views is None else _place_in(views[key], box)
                 self.slots[slot].append(WriteRequest(key, plan.geometry.members[key].dtype, box, piece, inner))
-        for parts in self.slots.values():
-            parts.sort(key=lambda part: (-part.dtype.itemsize, part.key))
-        self._headers: dict[int, tuple[int, bytes]] = {}  # by slot: the bytes per rank that it was made for, and it
+        for requests in self.slots.values():
+            requests.sort(key=lambda request: (-request.dtype.itemsize, request.key))
+        self._headers: dict[int, tuple[int, bytes]] = {}  # by slot: `per_rank_bytes`, and the header for it
 
     def header(self, slot: int, per_rank_bytes: int) -> bytes:
-        """The header of one of this rank's data files."""
-        made_for, found = self._headers.get(slot, (-1, b""))
+        """Returns the header of one of this rank's data files, whose values per rank take so many bytes."""
+        made_for, header = self._headers.get(slot, (-1, b""))
         if made_for != per_rank_bytes:
             stem = file_stem(self.rank, slot)
-            members = [(part.key, part.dtype, part.box) for part in self.slots.get(slot, ())]
+            members = [(request.key, request.dtype, request.box) for request in self.slots.get(slot, ())]
             if per_rank_bytes:
                 members.append((PER_RANK_PREFIX + stem, DTYPES["uint8"], whole((per_rank_bytes,))))
-            found = build_header(stem, members)
-            self._headers[slot] = per_rank_bytes, found
-        return found
+            header = build_header(stem, members)
+            self._headers[slot] = per_rank_bytes, header
+        return header
 
     def file_bytes(self, slot: int, per_rank_bytes: int) -> int:
-        """The bytes of one of this rank's data files."""
-        bodies = [part.box.numel * part.dtype.itemsize for part in self.slots.get(slot, ())] + [per_rank_bytes]
+        """Returns the size of one of this rank's data files in bytes."""
+        bodies = [request.box.numel * request.dtype.itemsize for request in self.slots.get(slot, ())] + [per_rank_bytes]
         checksums = 8 * sum(map(segment_count, bodies))
         return len(self.header(slot, per_rank_bytes)) + sum(bodies) + checksums
 
 
 def _place_in(view: View, box: Box) -> tuple[int, Box | None]:
-    """Which piece of the view holds the box, and where in it; None for all of it."""
+    """Returns the number of the piece of the view that holds the box, and where in it; None for all of it."""
     for i, piece in enumerate(view.pieces):
         if piece.box is box or piece.box == box:
             return i, None

@@ -1,4 +1,4 @@
-"""From local tensors to data files: one pass that sums and writes each tensor's bytes. No talking between ranks."""
+"""Writes local tensors to data files, in one pass that hashes and writes each tensor's bytes. No communication."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from shardopt.checkpoint.storage import Storage
 from shardopt.checkpoint.storage.no_space import explain_no_space
 from shardopt.sharding.pieces import View, narrowed
 
-_CHUNK_BYTES = 16 * SEGMENT_BYTES  # small enough that what was just summed is still in the cache when it is written
+_CHUNK_BYTES = 16 * SEGMENT_BYTES  # small enough that bytes just hashed are still in the cache when they are written
 
 
 Chunks = Callable[[WriteRequest], Iterator[memoryview]]
-"""The bytes of a part in pieces, of whole segments each but the last."""
+"""Yields the bytes of a request in chunks, each but the last of whole segments."""
 
 
 def write_files(
@@ -29,8 +29,11 @@ def write_files(
     """Writes a rank's data files; durable on return.
 
     Args:
-        chunks_of: where the bytes of a part come from; `from_memory` in a save.
-        per_rank: the rank's own values; they go into its first file under a key of their own.
+        chunks_of: yields the bytes of a request; `from_memory` in a save.
+        per_rank: the rank's own values, encoded; they go into its first file under a key of their own.
+
+    Returns:
+        The files, whose digests are of header and checksums.
     """
     slots = {
         slot: per_rank if slot == 0 else None for slot in sorted({*own.slots, *([0] if per_rank is not None else [])})
@@ -51,13 +54,13 @@ def write_files(
 
 
 def from_memory(views: Mapping[str, View]) -> Chunks:
-    """Takes the bytes of parts from the tensors' own memory; without a copy where that is plain."""
+    """Takes bytes from the tensors' own memory; without a copy where that is plain."""
 
-    def chunks_of(part: WriteRequest) -> Iterator[memoryview]:
-        tensor = views[part.key].pieces[part.piece].tensor
-        if part.inner is not None:
-            tensor = narrowed(tensor, part.inner)
-        memory = bytes_of(tensor if is_plain_memory(tensor) else _gathered(tensor))
+    def chunks_of(request: WriteRequest) -> Iterator[memoryview]:
+        tensor = views[request.key].pieces[request.piece].tensor
+        if request.inner is not None:
+            tensor = narrowed(tensor, request.inner)
+        memory = bytes_of(tensor if is_plain_memory(tensor) else _to_host(tensor))
         if memory.nbytes <= _CHUNK_BYTES:
             return iter((memory,))
         return (memory[begin : begin + _CHUNK_BYTES] for begin in range(0, memory.nbytes, _CHUNK_BYTES))
@@ -65,20 +68,21 @@ def from_memory(views: Mapping[str, View]) -> Chunks:
     return chunks_of
 
 
-def counting(chunks_of: Chunks, own: RankWrites, progress: Progress | None) -> Chunks:
-    """The same chunks, told to `progress` when they have been taken."""
+def with_progress(chunks_of: Chunks, own: RankWrites, progress: Progress | None) -> Chunks:
+    """Returns the same chunks, and reports them to `progress` when they have been taken."""
     if progress is None:
         return chunks_of
     done = Counter(
-        sum(part.box.numel * part.dtype.itemsize for parts in own.slots.values() for part in parts), progress
+        sum(request.box.numel * request.dtype.itemsize for requests in own.slots.values() for request in requests),
+        progress,
     )
 
-    def counted(part: WriteRequest) -> Iterator[memoryview]:
-        for chunk in chunks_of(part):
+    def reported(request: WriteRequest) -> Iterator[memoryview]:
+        for chunk in chunks_of(request):
             yield chunk
             done.add(chunk.nbytes)
 
-    return counted
+    return reported
 
 
 def _write_file(
@@ -91,34 +95,34 @@ def _write_file(
 
 
 class _File:
-    """The bytes of a data file, from its header to its checksums; may be gone through again."""
+    """The bytes of a data file, from its header to its checksums; can be iterated again."""
 
     def __init__(self, own: RankWrites, slot: int, chunks_of: Chunks, per_rank: bytes | None) -> None:
         self._header = own.header(slot, len(per_rank or b""))
         self._parts, self._chunks_of, self._per_rank = own.slots.get(slot, ()), chunks_of, per_rank
-        self.digest = ""  # of header and checksums; known when all has been gone through
+        self.digest = ""  # of header and checksums; known after an iteration
 
     def __iter__(self) -> Iterator[memoryview]:
         yield memoryview(self._header)
         sums: list[bytes] = []
-        for part in self._parts:
-            for chunk in self._chunks_of(part):
-                sums += _sums(chunk)
+        for request in self._parts:
+            for chunk in self._chunks_of(request):
+                sums += _checksums(chunk)
                 yield chunk
         if self._per_rank:
-            sums += _sums(memoryview(self._per_rank))
+            sums += _checksums(memoryview(self._per_rank))
             yield memoryview(self._per_rank)
         checksums = b"".join(sums)
         self.digest = xxhash.xxh3_64_hexdigest(self._header + checksums)
         yield memoryview(checksums)
 
 
-def _sums(chunk: memoryview) -> list[bytes]:
-    """The checksums of the segments that a chunk begins with."""
+def _checksums(chunk: memoryview) -> list[bytes]:
+    """Returns the checksum of each segment of a chunk."""
     if 0 < chunk.nbytes <= SEGMENT_BYTES:
         return [xxhash.xxh3_64_digest(chunk)]
     return [xxhash.xxh3_64_digest(chunk[i : i + SEGMENT_BYTES]) for i in range(0, chunk.nbytes, SEGMENT_BYTES)]
 
 
-def _gathered(tensor: Tensor) -> Tensor:
+def _to_host(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
