@@ -1,4 +1,4 @@
-"""What makes a checkpoint exist, and how one is found: its manifest, written last."""
+"""Commits a checkpoint by its manifest, which is written last, and removes checkpoints."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def commit(
     metrics: bytes | None = None,
     saved_at: float | None = None,
 ) -> int:
-    """Makes the checkpoint exist, once every rank has reported its files. On rank 0 only.
+    """Commits a checkpoint, once every rank has reported its files. On rank 0 only.
 
     Args:
         values: plain values in their typed JSON form.
@@ -77,13 +77,12 @@ def commit(
 
 
 def publish_checkpoint(storage: Storage, manifest: Manifest, data: bytes) -> None:
-    """Makes the checkpoint exist whose data files are there, or nothing: the path may be taken meanwhile.
+    """Writes the manifest of a checkpoint whose data files are there, unless the path was taken meanwhile.
 
-    Others may be at work here: another save to this path, which had found it free as well, or a job that clears away
-    what it takes for the remains of a dead one. So nothing of others is touched before the manifest is there, of which
-    only one can be; and afterwards the files must be there still, or the checkpoint is taken back. Who removes a
-    checkpoint looks for a manifest once more when all else is gone (`remove_checkpoint`): whoever comes last of the
-    two finds what the other did.
+    Others may be at work here: another save to this path, which it saw free as well, or a job that clears away what it
+    takes for the remains of a dead one. So no file of others is touched before the manifest is there, of which only one
+    can be; and afterwards the data files must still be there, or the manifest is removed again. `remove_checkpoint`
+    looks for a manifest once more after all else is removed: whichever comes last of the two sees the other's work.
 
     Args:
         data: the manifest's bytes.
@@ -94,7 +93,7 @@ def publish_checkpoint(storage: Storage, manifest: Manifest, data: bytes) -> Non
     """
     _, missing = _look_for_files(storage, manifest)
     if missing:
-        refuse_committed(storage)  # by whom they were cleared away
+        refuse_committed(storage)  # whose commit has removed them
         remedy = "give all ranks the same path, on storage that they share"
         problems = [Problem(each, "no such file on rank 0", "what was written", remedy) for each in missing]
         raise CheckpointError("rank 0 does not see the files of other ranks", problems)
@@ -115,9 +114,9 @@ def publish_checkpoint(storage: Storage, manifest: Manifest, data: bytes) -> Non
 
 
 def _look_for_files(storage: Storage, manifest: Manifest) -> tuple[set[str], list[str]]:
-    """The names of all files that are there, and the places of those of the manifest that are not."""
+    """Returns the names of all files that are there, and the URLs of those of the manifest that are not."""
     wanted, there = {file.name for file in manifest.files}, set(storage.names())
-    # A listing may be older than a file (NFS keeps them for a while): what is not in it is asked for by name.
+    # A listing may be older than a file (NFS keeps them for a while): a name that is not in it is looked up.
     return there, [f"{storage.url}/{name}" for name in sorted(wanted - there) if not storage.exists(name)]
 
 
@@ -136,18 +135,18 @@ def _remove_remains(storage: Storage, manifest: Manifest, there: set[str]) -> No
 
 
 def manifest_of(save_id: str, plan: SavePlan, values: Values, reports: Sequence[Sequence[Sequence[Any]]]) -> Manifest:
-    """The manifest of files that the ranks have reported.
+    """Returns the manifest of the files that the ranks have reported.
 
     Raises:
         CheckpointError: a rank wrote other files than those that were assigned to it.
     """
     files = tuple(DataFile(*file) for report in reports for file in report)
-    found = [file.name for file in files]
+    names = [file.name for file in files]
     if plan.stored is None:
         plan.stored = _stored_tensors(plan)
     wanted = [file_name(save_id, rank, slot) for rank, slot in plan.files]
-    if found != wanted:
-        problem = Problem("data files", f"{sorted(set(found) ^ set(wanted))}", "what was assigned", "report this")
+    if names != wanted:
+        problem = Problem("data files", f"{sorted(set(names) ^ set(wanted))}", "what was assigned", "report this")
         raise CheckpointError("ranks did not write what they were to write", [problem])
     return Manifest(
         save_id=save_id,
@@ -177,8 +176,8 @@ def _stored_tensors(plan: SavePlan) -> StoredTensors:
 
 
 def discard(storage: Storage, save_id: str) -> None:
-    """Removes what a failed save has written, and nothing else, unless it is committed all the same or may yet be."""
-    with suppress(Exception):  # the error that brought us here must not be hidden by another
+    """Removes the files of a failed save, and no others, unless it is committed all the same or may yet be."""
+    with suppress(Exception):  # the error that is being raised must not be hidden by another
         try:
             committed = read_manifest(storage)[0].save_id
         except CheckpointNotFoundError:
@@ -190,9 +189,9 @@ def discard(storage: Storage, save_id: str) -> None:
 
 
 def remove_checkpoint(storage: Storage) -> None:
-    """Takes away a checkpoint, or what is left of one. Killed at any point, it leaves none, or one that is whole.
+    """Removes a checkpoint, or the remains of one. Killed at any point, it leaves none, or one that is whole.
 
-    Only what a save writes is removed; the directory too, unless somebody else has put something there.
+    Only files that saves write are removed; the directory too, unless somebody else has put something there.
     """
     storage.remove_durably(MANIFEST_NAME)  # durably first: without it nobody takes the rest for a checkpoint
     for name in storage.names():

@@ -24,7 +24,7 @@ Chunks = Callable[[WriteRequest], Iterator[memoryview]]
 
 
 def write_files(
-    storage: Storage, save_id: str, own: RankWrites, chunks_of: Chunks, per_rank: bytes | None
+    storage: Storage, save_id: str, writes: RankWrites, chunks_of: Chunks, per_rank: bytes | None
 ) -> list[DataFile]:
     """Writes a rank's data files; durable on return.
 
@@ -36,20 +36,21 @@ def write_files(
         The files, whose digests are of header and checksums.
     """
     slots = {
-        slot: per_rank if slot == 0 else None for slot in sorted({*own.slots, *([0] if per_rank is not None else [])})
+        slot: per_rank if slot == 0 else None
+        for slot in sorted({*writes.slots, *([0] if per_rank is not None else [])})
     }
     files: list[DataFile] = []
 
     def needed() -> int:
-        return sum(own.file_bytes(slot, len(values or b"")) for slot, values in slots.items())
+        return sum(writes.file_bytes(slot, len(values or b"")) for slot, values in slots.items())
 
     def written() -> int:
-        begun = file_name(save_id, own.rank, [*slots][len(files)])
+        begun = file_name(save_id, writes.rank, [*slots][len(files)])
         return sum(file.nbytes for file in files) + (storage.size(begun) if storage.exists(begun) else 0)
 
     with explain_no_space(storage, "the data files of this rank", needed, written):
         for slot, values in slots.items():
-            files.append(_write_file(storage, save_id, own, slot, chunks_of, values))
+            files.append(_write_file(storage, save_id, writes, slot, chunks_of, values))
     return files
 
 
@@ -68,12 +69,12 @@ def from_memory(views: Mapping[str, View]) -> Chunks:
     return chunks_of
 
 
-def with_progress(chunks_of: Chunks, own: RankWrites, progress: Progress | None) -> Chunks:
+def with_progress(chunks_of: Chunks, writes: RankWrites, progress: Progress | None) -> Chunks:
     """Returns the same chunks, and reports them to `progress` when they have been taken."""
     if progress is None:
         return chunks_of
     done = Counter(
-        sum(request.box.numel * request.dtype.itemsize for requests in own.slots.values() for request in requests),
+        sum(request.box.numel * request.dtype.itemsize for requests in writes.slots.values() for request in requests),
         progress,
     )
 
@@ -86,10 +87,10 @@ def with_progress(chunks_of: Chunks, own: RankWrites, progress: Progress | None)
 
 
 def _write_file(
-    storage: Storage, save_id: str, own: RankWrites, slot: int, chunks_of: Chunks, per_rank: bytes | None
+    storage: Storage, save_id: str, writes: RankWrites, slot: int, chunks_of: Chunks, per_rank: bytes | None
 ) -> DataFile:
-    file = _File(own, slot, chunks_of, per_rank)
-    name = file_name(save_id, own.rank, slot)
+    file = _File(writes, slot, chunks_of, per_rank)
+    name = file_name(save_id, writes.rank, slot)
     nbytes = storage.write(name, file)
     return DataFile(name, nbytes, file.digest)
 
@@ -97,9 +98,9 @@ def _write_file(
 class _File:
     """The bytes of a data file, from its header to its checksums; can be iterated again."""
 
-    def __init__(self, own: RankWrites, slot: int, chunks_of: Chunks, per_rank: bytes | None) -> None:
-        self._header = own.header(slot, len(per_rank or b""))
-        self._parts, self._chunks_of, self._per_rank = own.slots.get(slot, ()), chunks_of, per_rank
+    def __init__(self, writes: RankWrites, slot: int, chunks_of: Chunks, per_rank: bytes | None) -> None:
+        self._header = writes.header(slot, len(per_rank or b""))
+        self._parts, self._chunks_of, self._per_rank = writes.slots.get(slot, ()), chunks_of, per_rank
         self.digest = ""  # of header and checksums; known after an iteration
 
     def __iter__(self) -> Iterator[memoryview]:
