@@ -1,4 +1,4 @@
-"""What every storage keeps, wherever the bytes lie."""
+"""The contract of every storage, wherever the bytes lie."""
 
 import errno
 import importlib
@@ -214,9 +214,9 @@ def test_of_many_who_publish_at_one_time_one_succeeds(tmp_path):
 
     with ThreadPoolExecutor(6) as pool:
         for name in map(str, range(rounds)):
-            told = list(pool.map(lambda number, name=name: publish(number, name), range(6)))
-            assert told.count(None) == 5
-            assert storage.read(name) == str(told.index(True)).encode() * 10_000
+            outcomes = list(pool.map(lambda number, name=name: publish(number, name), range(6)))
+            assert outcomes.count(None) == 5
+            assert storage.read(name) == str(outcomes.index(True)).encode() * 10_000
     assert storage.names() == sorted(map(str, range(rounds)))
 
 

@@ -155,17 +155,17 @@ def test_what_does_not_pass_is_told_and_commits_nothing(here, match, doing, left
 def test_what_others_write_is_seen_at_once(here):
     """Though s3fs keeps listings."""
     root = here.new_root()
-    mine = storage_of(root)
+    storage = storage_of(root)
     other = RemoteStorage(fsspec.filesystem("s3", skip_instance_cache=True, use_listings_cache=True), root[5:])
-    mine.write("a", [memoryview(b"1")])
-    assert mine.names() == ["a"]
+    storage.write("a", [memoryview(b"1")])
+    assert storage.names() == ["a"]
     other.write("b", [memoryview(b"12")])
-    assert mine.names() == ["a", "b"]
-    assert mine.names() == ["a", "b"]
+    assert storage.names() == ["a", "b"]
+    assert storage.names() == ["a", "b"]
     other.write("b", [memoryview(b"123")])
-    assert mine.size("b") == 3
+    assert storage.size("b") == 3
     other.remove("a")
-    assert not mine.exists("a")
+    assert not storage.exists("a")
 
 
 def test_an_interrupted_save_leaves_no_upload(here, monkeypatch):

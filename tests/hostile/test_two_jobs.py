@@ -52,7 +52,7 @@ class Place:
         return storage_of(self.path, durable=False)
 
     def leave_remains(self):
-        """What a save that died has left."""
+        """The remains of a save that died."""
         self.storage.make()
         self.storage.write("dead0-r00000.safetensors", [memoryview(b"remains")])
 
@@ -80,7 +80,7 @@ class Place:
 
     @property
     def operations(self):
-        """What the methods are made of."""
+        """The operations that the methods are made of."""
         return REQUESTS if self.remote else SYSTEM
 
 

@@ -28,7 +28,7 @@ STAGES = ("now", "lazy")
 
 
 class Injected(Exception):
-    """What is raised on purpose."""
+    """The error that is raised on purpose."""
 
 
 @contextmanager

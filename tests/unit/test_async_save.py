@@ -89,11 +89,11 @@ def snapshot(app):
 def assert_stored(url, expected):
     with checkpoint.open(url) as reader:
         for key, value in expected.items():
-            found = reader.read(key)
+            value_stored = reader.read(key)
             if isinstance(value, torch.Tensor):
-                assert found.dtype == value.dtype and torch.equal(found, value), key
+                assert value_stored.dtype == value.dtype and torch.equal(value_stored, value), key
             else:
-                assert found == value, key
+                assert value_stored == value, key
 
 
 def adam(model, **options):
@@ -258,7 +258,7 @@ def test_changing_a_lazy_tensor_by_hand_fails_the_save_by_its_name(gate, saver, 
 
 def load_state(app):
     saved = app["optimizer"].state_dict()
-    moved = {name: {key: value + 1 for key, value in its.items()} for name, its in saved["state"].items()}
+    moved = {name: {key: value + 1 for key, value in state.items()} for name, state in saved["state"].items()}
     app["optimizer"].load_state_dict({**saved, "state": moved})
 
 

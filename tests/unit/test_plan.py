@@ -65,7 +65,7 @@ def loads(ranks, members, assigned):
 
 
 def least_possible(ranks, members):
-    """What the fullest rank must write at least, if boxes could be cut anywhere: for each set of ranks, what only they
+    """The least that the fullest rank must write, if boxes could be cut anywhere: for each set of ranks, what only they
     hold, shared out evenly."""
     held_by = defaultdict(int)
     for member in members.values():
@@ -92,7 +92,7 @@ def test_everything_is_written_once_by_a_rank_that_holds_it(seed, cut_plain):
         slots = defaultdict(list)
         for rank, slot in writers:
             slots[rank].append(slot)
-        assert all(sorted(found) == list(range(len(found))) for found in slots.values())  # no file is left out
+        assert all(sorted(numbers) == list(range(len(numbers))) for numbers in slots.values())  # no file is left out
 
 
 @settings(max_examples=150)
