@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from shardopt.checkpoint.format.metrics import numbers_of
 from shardopt.checkpoint.planning.replica_check import CheckReplicas
 from shardopt.checkpoint.progress import Progress
-from shardopt.checkpoint.reports import tell
+from shardopt.checkpoint.reports import emit_report
 from shardopt.checkpoint.save import DEFAULT_OPTIONS, Described, Kept, SaveOptions, replicas_to_check, save_described
 from shardopt.checkpoint.writing.host_memory import HostMemory
 from shardopt.checkpoint.writing.pending import PendingSave, hold_steps
@@ -263,7 +263,7 @@ class _BackgroundSave:
                 report = save_described(self._ranks, self.pending.url, self._described, self._kept, options)
                 seconds = time.monotonic() - self._begin
                 self.pending.succeed(replace(report, seconds=seconds, staging_seconds=self._staging_seconds))
-                tell("save", self.pending.result())
+                emit_report("save", self.pending.result())
                 self._afterwards()
         except BaseException as error:
             if self.pending.done:

@@ -31,7 +31,7 @@ from shardopt.checkpoint.reading.fetch import casts_to_check, check_all, check_c
 from shardopt.checkpoint.reading.in_use import reading
 from shardopt.checkpoint.reading.read_plan import ReadRequest
 from shardopt.checkpoint.reading.reader import CheckpointReader, open_checkpoint
-from shardopt.checkpoint.reports import LoadReport, tell
+from shardopt.checkpoint.reports import LoadReport, emit_report
 from shardopt.errors import CheckpointError, MismatchError, Problem, ShardoptError
 from shardopt.gc_pause import gc_paused
 from shardopt.ranks import DEADLINE_SECONDS, Ranks, ranks_of
@@ -152,7 +152,7 @@ def load(
             progress,
             deadline_seconds,
         )
-    tell("load", report)
+    emit_report("load", report)
     for difference in differences:
         warnings.warn(f"loading {report.url}: {difference}", stacklevel=2)
     return report

@@ -118,7 +118,7 @@ def figures(report: Any) -> dict[str, float]:
     return {**numbers, "gb_per_second": nbytes / seconds / 1e9 if seconds else 0.0}
 
 
-def tell(event: str, report: Any) -> None:
+def emit_report(event: str, report: Any) -> None:
     """Logs a report, and hands it to the listeners."""
     if _log.isEnabledFor(logging.INFO):
         texts = {name: getattr(report, name) for name in ("url", "save_id") if hasattr(report, name)}

@@ -19,7 +19,7 @@ from shardopt.checkpoint.planning.save_plan import RankWrites, SavePlan, WriteRe
 from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.reading.fetch import pieces_in_order
 from shardopt.checkpoint.reading.reader import CheckpointReader, open_checkpoint
-from shardopt.checkpoint.reports import SaveReport, tell
+from shardopt.checkpoint.reports import SaveReport, emit_report
 from shardopt.checkpoint.storage import storage_of
 from shardopt.checkpoint.writing.write import write_files
 from shardopt.errors import MismatchError, Problem
@@ -94,7 +94,7 @@ def reshard(
             discard(target, save_id)
             raise
     report = SaveReport(target.url, save_id, len(stored), total, total, time.monotonic() - begin)
-    tell("reshard", report)
+    emit_report("reshard", report)
     return report
 
 

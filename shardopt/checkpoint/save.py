@@ -37,7 +37,7 @@ from shardopt.checkpoint.planning.replica_check import (
 )
 from shardopt.checkpoint.planning.save_plan import RankWrites, SavePlan
 from shardopt.checkpoint.progress import Progress
-from shardopt.checkpoint.reports import SaveReport, tell
+from shardopt.checkpoint.reports import SaveReport, emit_report
 from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
 from shardopt.checkpoint.storage.common_storage import remove_marker, wait_for_marker, write_marker
 from shardopt.checkpoint.writing.pending import raise_failures
@@ -151,7 +151,7 @@ def save_now(
         report = save_described(ranks, url, described, _kept, options)
     seconds = time.monotonic() - begin
     report = replace(report, seconds=seconds, stall_seconds=seconds)
-    tell("save", report)
+    emit_report("save", report)
     return report
 
 

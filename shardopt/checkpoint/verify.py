@@ -15,7 +15,7 @@ from shardopt.checkpoint.progress import Counter, Progress
 from shardopt.checkpoint.reading.data_file_reader import OpenFile, form_of
 from shardopt.checkpoint.reading.fetch import damaged_segments, threads_for
 from shardopt.checkpoint.reading.read_manifest import read_manifest
-from shardopt.checkpoint.reports import tell
+from shardopt.checkpoint.reports import emit_report
 from shardopt.checkpoint.storage import Storage, storage_of
 from shardopt.errors import CorruptionError, Problem
 from shardopt.sharding.box import Box, cover_faults
@@ -70,7 +70,7 @@ def verify(url: str | os.PathLike[str], *, progress: Progress | None = None) -> 
         FormatError: it needs a newer reader.
     """
     report = _verify(storage_of(url), progress)
-    tell("verify", report)
+    emit_report("verify", report)
     return report
 
 

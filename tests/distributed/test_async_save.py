@@ -282,7 +282,7 @@ print("the last line")
     ("case", "code", "says"),
     [
         ("in flight", 1, "under way, which was committed all the same; call result"),
-        ("failed", 1, "ended without being told that saving .* failed: the path is taken"),
+        ("failed", 1, "ended before it was reported that saving .* failed: the path is taken"),
         ("done", 0, ""),
     ],
 )

@@ -24,7 +24,7 @@ def read_manifest(storage: Storage) -> tuple[Manifest, bytes]:
                 raise damaged(where, f"{nbytes} bytes, more than the limit of {MANIFEST_LIMIT_BYTES}")
             data = storage.read(MANIFEST_NAME, 0, nbytes)
         except FileNotFoundError:
-            found, remedy = what_is_at(storage)
-            problem = Problem(storage.url, found, f"a committed checkpoint (with {MANIFEST_NAME})", remedy)
+            contents, remedy = what_is_at(storage)
+            problem = Problem(storage.url, contents, f"a committed checkpoint (with {MANIFEST_NAME})", remedy)
             raise CheckpointNotFoundError("there is no checkpoint", [problem]) from None
     return decode_manifest(data, where), data

@@ -19,7 +19,7 @@ import xxhash
 from shardopt.checkpoint.commit import discard
 from shardopt.checkpoint.format.constants import MANIFEST_NAME
 from shardopt.checkpoint.reading.read_manifest import read_manifest
-from shardopt.checkpoint.reports import tell
+from shardopt.checkpoint.reports import emit_report
 from shardopt.checkpoint.run.copying import commit_copy, is_copied, prepare_copy, upload_files
 from shardopt.checkpoint.run.steps import in_order
 from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
@@ -203,7 +203,7 @@ class Mirror:
             raise
         total = sum(file.nbytes for file in manifest.files)
         report = UploadReport(target.url, manifest.save_id, nbytes, total, time.monotonic() - begin)
-        tell("upload", report)
+        emit_report("upload", report)
         return report
 
     def _is_newest_waiting(self, name: str) -> bool:

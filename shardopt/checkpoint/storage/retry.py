@@ -51,7 +51,7 @@ _TRANSIENT_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How often a request is tried, and with which pauses and deadlines.
+    """The number of attempts of a request, their pauses, and their deadlines.
 
     Args:
         attempts: of a request, before it is given up.

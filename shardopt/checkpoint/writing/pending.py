@@ -95,7 +95,7 @@ class PendingSave:
     def exit_message(self) -> str:
         """Returns the line for stderr where the program ends without the report of this save."""
         if self._error is not None:
-            return f"the program ended without being told that saving {self.url} failed: {self._error}"
+            return f"the program ended before it was reported that saving {self.url} failed: {self._error}"
         end = "was committed all the same" if self._report is not None else "was given up"
         return (
             f"the program ended while saving {self.url} was under way, which {end}; "
