@@ -16,7 +16,7 @@ from shardopt.checkpoint.commit import manifest_of
 from shardopt.checkpoint.format.constants import DTYPES, file_name
 from shardopt.checkpoint.format.manifest import decode_manifest, encode_manifest
 from shardopt.checkpoint.planning.describe import Description, geometry_of
-from shardopt.checkpoint.writing.write import OwnParts, SavePlan
+from shardopt.checkpoint.planning.save_plan import RankWrites, SavePlan
 from shardopt.gc_pause import gc_paused
 from shardopt.sharding.layout import Layout
 from shardopt.sharding.mesh import Mesh, Split, mesh_layout
@@ -54,7 +54,7 @@ def describe(mesh: Mesh) -> Description:
     return Description({}, tensors, {}, {}, {}, {})
 
 
-_kept: dict[str, tuple[SavePlan, OwnParts]] = {}
+_kept: dict[str, tuple[SavePlan, RankWrites]] = {}
 
 
 def plan(mesh: Mesh) -> SavePlan:
@@ -63,7 +63,7 @@ def plan(mesh: Mesh) -> SavePlan:
     fingerprint = description.geometry_fingerprint()
     if fingerprint not in _kept:
         planned = SavePlan(geometry_of(description, REPLICAS * SHARDS), REPLICAS * SHARDS)
-        _kept[fingerprint] = planned, OwnParts(planned, RANK)
+        _kept[fingerprint] = planned, RankWrites(planned, RANK)
     return _kept[fingerprint][0]
 
 

@@ -1,13 +1,13 @@
-"""Saving while training: the state is copied to host memory, and a thread takes the copy along `save`'s line.
+"""Saves while training goes on: the state is copied to host memory, and a thread saves the copy as `save` does.
 
     app → flatten → describe → copy ↴                      in the call, or beside the next forward and backward
                                     agree → assign → write → commit           in the thread
 
-The thread's ranks talk through the job's store as those of the program do, but beside them: in rounds of their own,
-over a connection of their own, and through no collective. So neither waits for the other.
+The thread's ranks communicate through the job's store as those of the program do, but apart from them: in rounds of
+their own, over a connection of their own, and through no collective. So neither waits for the other.
 
-Whether a save has failed is agreed upon in its thread, and so known alike to all ranks once it is done; who was told of
-it is not. Therefore the next call asks that first, in a round, and all ranks raise, or none.
+Whether a save has failed is agreed upon in its thread, and so known alike to all ranks once it is done; on which ranks
+it was reported is not. Therefore the next call agrees on that first, in a round, and all ranks raise, or none.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from shardopt.checkpoint.planning.replica_check import CheckReplicas, refuse_unknown_choice
+from shardopt.checkpoint.format.metrics import numbers_of
+from shardopt.checkpoint.planning.replica_check import CheckReplicas
 from shardopt.checkpoint.progress import Progress
-from shardopt.checkpoint.reports import tell
-from shardopt.checkpoint.run.metrics import numbers_of
-from shardopt.checkpoint.save import Described, Kept, replicas_to_check, save_described
+from shardopt.checkpoint.reports import emit_report
+from shardopt.checkpoint.save import DEFAULT_OPTIONS, Described, Kept, SaveOptions, replicas_to_check, save_described
 from shardopt.checkpoint.writing.host_memory import HostMemory
 from shardopt.checkpoint.writing.pending import PendingSave, hold_steps
 from shardopt.checkpoint.writing.staging import Staging
@@ -45,19 +45,19 @@ _log = logging.getLogger("shardopt.checkpoint")
 
 
 class AsyncSaver:
-    """Saves in the background, one after the other, through host memory that it keeps.
+    """Saves in the background, one after the other, through host memory that is kept between saves.
 
-    All ranks of a job must make the same calls of it.
+    All ranks of a job must make the same calls.
     """
 
     def __init__(self) -> None:
         self._side = SideRanks("saves in the background")
         self._memory = HostMemory()
         self._kept: Kept = {}
-        self._ranks: Ranks | None = None  # those of the last save, beside those of the program
+        self._ranks: Ranks | None = None  # of the last save, apart from those of the program
         self._pending: PendingSave | None = None
         self._deadline_seconds = DEADLINE_SECONDS
-        self._asked = False  # whether all ranks were asked who was told that the last save has failed
+        self._agreed_on_failure = False  # whether ranks have agreed on raising the failure of the last save
         self._thread: threading.Thread | None = None
         self._hooks: list[RemovableHandle] = []
 
@@ -70,74 +70,73 @@ class AsyncSaver:
         self,
         url: str | os.PathLike[str],
         app: Mapping[str, Any],
+        options: SaveOptions = DEFAULT_OPTIONS,
         *,
         stage: Stage = "now",
         in_flight: InFlight = "wait",
-        durable: bool = True,
-        check_replicas: CheckReplicas = "sampled",
-        progress: Progress | None = None,
-        deadline_seconds: float = DEADLINE_SECONDS,
         metrics: Mapping[str, float] | None = None,
         afterwards: Callable[[], None] = lambda: None,
     ) -> PendingSave:
-        """As `async_save`, whose arguments and errors these are, but for two.
+        """Saves as `async_save` does, with its errors.
 
         Args:
+            url, app, stage, in_flight: as for `async_save`.
+            options: its other arguments.
             metrics: numbers by name, kept with the checkpoint; rank 0's count.
-            afterwards: what the thread does once the checkpoint is committed; `wait` waits for that too.
+            afterwards: called by the thread once the checkpoint is committed; `wait` waits for that too.
         """
         begin = time.monotonic()
         _require_choice("stage", stage, ("now", "lazy"))
         _require_choice("in_flight", in_flight, ("wait", "refuse"))
-        refuse_unknown_choice(check_replicas)
         call = call_on("saving", url)
         refuse_lone_processes(str(call))
         ranks = ranks_of()
         if in_flight == "refuse":
-            self._refuse_second(ranks, call, deadline_seconds)
+            self._refuse_second(ranks, call, options.deadline_seconds)
         self._wait(call)
-        side = self._side.of(ranks, deadline_seconds)
-        options = _Options(durable, check_replicas, progress, deadline_seconds, afterwards)
-        work = _Work(side, os.fspath(url), self._kept, begin, options)
-        pending = work.pending
+        side = self._side.of(ranks, options.deadline_seconds)
+        background = _BackgroundSave(side, os.fspath(url), self._kept, begin, options, afterwards)
+        pending = background.pending
         staged: _Staged | BaseException
         try:
-            self._ranks, self._deadline_seconds = side, deadline_seconds
-            self._pending, self._asked, self._thread = pending, False, None
-            # Begun before the state is copied, as it shows meanwhile that this rank is alive. Not a daemon: a program
-            # that ends waits for it, and then says what it should have waited for itself.
-            self._thread = threading.Thread(target=work.run, name="shardopt-save")
+            self._ranks, self._deadline_seconds = side, options.deadline_seconds
+            self._pending, self._agreed_on_failure, self._thread = pending, False, None
+            # Started before the state is copied, as it sends heartbeats meanwhile. Not a daemon: a program that ends
+            # waits for it, and then reports that it should have waited itself.
+            self._thread = threading.Thread(target=background.run, name="shardopt-save")
             self._thread.start()
             staged = self._stage(app, stage, metrics, pending)
-            work.hand_over(staged)
+            background.hand_over(staged)
         except BaseException as error:
-            # The other ranks are on their way to the thread's first round, in which all are to raise this.
-            work.hand_over(error)
-            pending.hear_beforehand()
+            # The other ranks go into the thread's first round, in which all are to raise this.
+            background.hand_over(error)
+            pending.mark_reported()
             if self._thread is None or self._thread.ident is None:
-                work.run()
+                background.run()
             raise
         pending.call_seconds = time.monotonic() - begin
         if isinstance(staged, BaseException) and not isinstance(staged, Exception):
-            pending.hear_beforehand()
+            pending.mark_reported()
             raise staged
         return pending
 
     def wait(self) -> None:
-        """Waits for the save that is in flight. Collective where it has failed: then all ranks raise what it has failed
-        with if one of them was not told yet, and otherwise none does."""
+        """Waits for the save that is in flight.
+
+        Collective where it has failed: then all ranks raise the failure if it was not reported on one of them.
+        """
         self._wait(as_call("waiting for a save in the background"))
 
     def take_failure(self) -> BaseException | None:
-        """Waits for the save that is in flight; gives what it has failed with, if this rank was not told yet. Local."""
+        """Waits for the save that is in flight; returns a failure that was not reported on this rank. Local."""
         self._finish()
-        return self._pending.hear() if self._pending is not None else None
+        return self._pending.take_failure() if self._pending is not None else None
 
     def close(self, alone: bool = False) -> None:
-        """Waits as `wait` does, and gives the host memory back. The next save would allocate it anew.
+        """Waits as `wait` does, and frees the host memory, which a next save would allocate anew.
 
         Args:
-            alone: for a rank that is on its way out by itself: then nobody else is asked.
+            alone: for a rank that leaves by itself: then no other rank is waited for.
         """
         try:
             if alone:
@@ -164,33 +163,33 @@ class AsyncSaver:
     def _wait(self, call: Call) -> None:
         self._finish()
         pending, side = self._pending, self._ranks
-        if pending is None or side is None or pending.failure is None or self._asked:
+        if pending is None or side is None or pending.failure is None or self._agreed_on_failure:
             return
         ranks = ranks_of()
-        if ranks.size == 1 or not side.in_step:  # in step no more: a rank was lost, and nobody can be asked
+        if ranks.size == 1 or not side.in_step:  # not in step: a rank was lost, and no round is possible
             pending.raise_failure()
             return
         if not self._side.are_beside(ranks):  # in another process group, of other ranks
-            failure = pending.hear()
+            failure = pending.take_failure()
             if failure is not None:
                 _log.error("%s", failure)
             return
-        _, all_heard = side.agree(
+        _, all_reported = side.agree(
             Call(str(call), f"{call.same}, after a save that failed"),
-            work=lambda: pending.is_heard,
+            work=lambda: pending.is_reported,
             report=bool,
             decide=all,
             deadline_seconds=self._deadline_seconds,
         )
-        self._asked = True
-        if not all_heard:
-            pending.hear()
+        self._agreed_on_failure = True
+        if not all_reported:
+            pending.take_failure()
             raise pending.failure
 
     def _stage(
         self, app: Mapping[str, Any], stage: Stage, metrics: Mapping[str, float] | None, pending: PendingSave
     ) -> _Staged | BaseException:
-        """The state on its way to the host; or what went wrong, of which all ranks will hear in the thread."""
+        """Returns the staged state; or the error, which all ranks will raise in the thread."""
         try:
             numbers = None if metrics is None else numbers_of(metrics)
             with gc_paused():
@@ -201,7 +200,7 @@ class AsyncSaver:
             return _Staged(staging, numbers)
         except BaseException as error:
             if not self._hooks:
-                with suppress(Exception):  # not even the walk through the state may have worked
+                with suppress(Exception):  # not even `flatten` may have worked
                     hold_steps(_optimizers_in(app), pending, self._hooks)
             return error
 
@@ -221,62 +220,54 @@ class AsyncSaver:
             raise CheckpointError(f"{call} was refused", [problem])
 
 
-@dataclass(frozen=True, slots=True)
-class _Options:
-    durable: bool
-    check_replicas: CheckReplicas
-    progress: Progress | None
-    deadline_seconds: float
-    afterwards: Callable[[], None]
-
-
 class _Staged(NamedTuple):
-    """What a thread saves: the state of the call, and the metrics."""
+    """The state at the call, and the metrics, as handed over to the thread."""
 
     state: Staging
     metrics: Mapping[str, float] | None
 
 
-class _Work:
-    """What is done of one save in the background, once, in whichever thread runs it first."""
+class _BackgroundSave:
+    """The work of one save in the background, done once, in whichever thread runs it first."""
 
-    def __init__(self, ranks: Ranks, url: str, kept: Kept, begin: float, options: _Options) -> None:
-        self._ranks, self._kept, self._begin, self._options = ranks, kept, begin, options
-        self._running = threading.Lock()  # taken for good by who runs it
+    def __init__(
+        self,
+        ranks: Ranks,
+        url: str,
+        kept: Kept,
+        begin: float,
+        options: SaveOptions,
+        afterwards: Callable[[], None],
+    ) -> None:
+        self._ranks, self._kept, self._begin = ranks, kept, begin
+        self._options, self._afterwards = options, afterwards
+        self._running = threading.Lock()  # acquired for good by the thread that runs it
         self._handed_over = threading.Event()
         self._staged: _Staged | BaseException | None = None
         self._staging_seconds = 0.0
         self.pending = PendingSave(url)  # last: from now on it has to end
 
     def hand_over(self, staged: _Staged | BaseException) -> None:
-        """What is to be saved, or what went wrong with it on this rank. The first one counts."""
+        """Hands over the state to be saved, or the error of staging on this rank. The first call counts."""
         if self._staged is None:
             self._staged = staged
         self._handed_over.set()
 
     def run(self) -> None:
-        """Saves what is handed over, and tells `pending` of the end."""
+        """Saves the state that is handed over, and ends `pending`."""
         if not self._running.acquire(blocking=False):
             return
         options = self._options
         try:
             with self._ranks.beating(options.deadline_seconds):
-                report = save_described(
-                    self._ranks,
-                    self.pending.url,
-                    self._described,
-                    self._kept,
-                    options.durable,
-                    options.deadline_seconds,
-                    options.progress,
-                )
+                report = save_described(self._ranks, self.pending.url, self._described, self._kept, options)
                 seconds = time.monotonic() - self._begin
                 self.pending.succeed(replace(report, seconds=seconds, staging_seconds=self._staging_seconds))
-                tell("save", self.pending.result())
-                options.afterwards()
+                emit_report("save", self.pending.result())
+                self._afterwards()
         except BaseException as error:
             if self.pending.done:
-                raise  # of what comes afterwards
+                raise  # of `afterwards`
             self.pending.fail(error)
 
     def _described(self) -> Described:
@@ -308,11 +299,11 @@ def async_save(
 ) -> PendingSave:
     """Saves as `save` does, but returns once the state is copied to host memory; a thread writes and commits it.
 
-    Collective: every rank of the job must call it. What is saved is the state at the call, to the bit. Host memory for
+    Collective: every rank of the job must call it. The state at the call is saved, to the bit. Host memory for
     this rank's state (pinned, for what is on a GPU) is allocated at the first save and reused by those that follow.
 
-    The program should call `result()` of the last save before it ends: ending while a save is under way, or without
-    having been told that one failed, makes the exit code 1, with the reason on stderr.
+    The program should call `result()` of the last save before it ends: ending while a save is under way, or before
+    the failure of one was reported, makes the exit code 1, with the reason on stderr.
 
     Args:
         url, app: as for `save`.
@@ -324,35 +315,28 @@ def async_save(
             fused kernels, nor through `.data`, nor by steps replayed from a CUDA graph, which call no hooks.
         in_flight: what to do while an earlier save is in flight: "wait" for it, or "refuse" this one on all ranks.
         durable, check_replicas, deadline_seconds: as for `save`.
-        progress: as for `save`, but called from the background, beside the program; what it raises fails the save.
+        progress: as for `save`, but called from the thread, beside the program; an error that it raises fails the save.
 
     Raises:
         CheckpointError: a save is in flight, and was not to be waited for.
-        ShardoptError: the save before has failed, and some rank was not told. All ranks raise; nothing was begun.
+        ShardoptError: the save before has failed, which was not reported on some rank. All ranks raise; nothing was
+            begun.
 
-    What the save itself fails with is raised by the result, with the name of the rank, on every rank; or else at the
+    The failure of the save itself is raised by the result, with the name of the rank, on every rank; or else at the
     next save, or the next step of an optimizer in `app`, whichever is the first. Ranks may come to different steps
-    until they hear of it; the next save is in step again, and raises on all of them if one was not told yet.
+    until then; the next save is in step again, and raises on all of them if it was not reported on one yet.
     """
-    return _default.save(
-        url,
-        app,
-        stage=stage,
-        in_flight=in_flight,
-        durable=durable,
-        check_replicas=check_replicas,
-        progress=progress,
-        deadline_seconds=deadline_seconds,
-    )
+    options = SaveOptions(durable, check_replicas, progress, deadline_seconds)
+    return _default.save(url, app, options, stage=stage, in_flight=in_flight)
 
 
 def _optimizers_in(app: Any) -> list[Optimizer]:
-    """Those that can be told of a failure although the state could not be walked through."""
+    """Returns the optimizers on which a failure can be reported although the state could not be flattened."""
     values = app.values() if isinstance(app, Mapping) else ()
     return [each for each in values if isinstance(each, Optimizer) and is_constructed(each)]
 
 
-def _require_choice(name: str, found: str, choices: tuple[str, ...]) -> None:
-    if found not in choices:
-        problem = Problem(name, repr(found), f"one of {', '.join(map(repr, choices))}", "pass one of them")
+def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        problem = Problem(name, repr(value), f"one of {', '.join(map(repr, choices))}", "pass one of them")
         raise OptionError("an argument that cannot be meant", [problem])

@@ -1,4 +1,4 @@
-"""What makes a checkpoint exist, and how one is found: its manifest, written last."""
+"""Commits a checkpoint by its manifest, which is written last, and removes checkpoints."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from typing import Any
 
 from shardopt.checkpoint.format.constants import (
     FILE_NAME,
-    MANIFEST_LIMIT_BYTES,
     MANIFEST_NAME,
-    damaged,
     file_name,
 )
 from shardopt.checkpoint.format.manifest import (
@@ -23,14 +21,13 @@ from shardopt.checkpoint.format.manifest import (
     StoredLayout,
     StoredTensor,
     StoredTensors,
-    decode_manifest,
     encode_manifest,
 )
 from shardopt.checkpoint.planning.describe import Values
-from shardopt.checkpoint.reading.not_a_checkpoint import what_is_at
-from shardopt.checkpoint.storage import Storage, telling
-from shardopt.checkpoint.storage.no_space import telling_of_space
-from shardopt.checkpoint.writing.write import SavePlan
+from shardopt.checkpoint.planning.save_plan import SavePlan
+from shardopt.checkpoint.reading.read_manifest import read_manifest
+from shardopt.checkpoint.storage import Storage, is_temporary
+from shardopt.checkpoint.storage.no_space import explain_no_space
 from shardopt.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, Problem
 from shardopt.values import decode_value
 
@@ -58,7 +55,7 @@ def commit(
     metrics: bytes | None = None,
     saved_at: float | None = None,
 ) -> int:
-    """Makes the checkpoint exist, once every rank has reported its files. On rank 0 only.
+    """Commits a checkpoint, once every rank has reported its files. On rank 0 only.
 
     Args:
         values: plain values in their typed JSON form.
@@ -80,13 +77,12 @@ def commit(
 
 
 def publish_checkpoint(storage: Storage, manifest: Manifest, data: bytes) -> None:
-    """Makes the checkpoint exist whose data files are there, or nothing: the path may be taken meanwhile.
+    """Writes the manifest of a checkpoint whose data files are there, unless the path was taken meanwhile.
 
-    Others may be at work here: another save to this path, which had found it free as well, or a job that clears away
-    what it takes for the remains of a dead one. So nothing of others is touched before the manifest is there, of which
-    only one can be; and afterwards the files must be there still, or the checkpoint is taken back. Who removes a
-    checkpoint looks for a manifest once more when all else is gone (`remove_checkpoint`): whoever comes last of the
-    two finds what the other did.
+    Others may be at work here: another save to this path, which it saw free as well, or a job that clears away what it
+    takes for the remains of a dead one. So no file of others is touched before the manifest is there, of which only one
+    can be; and afterwards the data files must still be there, or the manifest is removed again. `remove_checkpoint`
+    looks for a manifest once more after all else is removed: whichever comes last of the two sees the other's work.
 
     Args:
         data: the manifest's bytes.
@@ -97,19 +93,19 @@ def publish_checkpoint(storage: Storage, manifest: Manifest, data: bytes) -> Non
     """
     _, missing = _look_for_files(storage, manifest)
     if missing:
-        refuse_committed(storage)  # by whom they were cleared away
+        refuse_committed(storage)  # whose commit has removed them
         remedy = "give all ranks the same path, on storage that they share"
         problems = [Problem(each, "no such file on rank 0", "what was written", remedy) for each in missing]
         raise CheckpointError("rank 0 does not see the files of other ranks", problems)
     try:
-        with telling_of_space(storage, "the manifest", data.__len__, lambda: 0):
+        with explain_no_space(storage, "the manifest", data.__len__, lambda: 0):
             exclusive = storage.publish_new(MANIFEST_NAME, data)
     except FileExistsError:
         raise _taken(storage) from None
     there, missing = _look_for_files(storage, manifest)
     if missing:
         if storage.read(MANIFEST_NAME) == data:
-            storage.retract(MANIFEST_NAME)
+            storage.remove_durably(MANIFEST_NAME)
         remedy = "give each job a path of its own"
         problems = [Problem(each, "no such file any more", "what was written", remedy) for each in missing]
         raise CheckpointError("files of the checkpoint were removed while it was committed", problems)
@@ -118,9 +114,9 @@ def publish_checkpoint(storage: Storage, manifest: Manifest, data: bytes) -> Non
 
 
 def _look_for_files(storage: Storage, manifest: Manifest) -> tuple[set[str], list[str]]:
-    """The names of all files that are there, and the places of those of the manifest that are not."""
+    """Returns the names of all files that are there, and the URLs of those of the manifest that are not."""
     wanted, there = {file.name for file in manifest.files}, set(storage.names())
-    # A listing may be older than a file (NFS keeps them for a while): what is not in it is asked for by name.
+    # A listing may be older than a file (NFS keeps them for a while): a name that is not in it is looked up.
     return there, [f"{storage.url}/{name}" for name in sorted(wanted - there) if not storage.exists(name)]
 
 
@@ -139,18 +135,18 @@ def _remove_remains(storage: Storage, manifest: Manifest, there: set[str]) -> No
 
 
 def manifest_of(save_id: str, plan: SavePlan, values: Values, reports: Sequence[Sequence[Sequence[Any]]]) -> Manifest:
-    """The manifest of files that the ranks have reported.
+    """Returns the manifest of the files that the ranks have reported.
 
     Raises:
         CheckpointError: a rank wrote other files than those that were assigned to it.
     """
     files = tuple(DataFile(*file) for report in reports for file in report)
-    found = [file.name for file in files]
+    names = [file.name for file in files]
     if plan.stored is None:
         plan.stored = _stored_tensors(plan)
     wanted = [file_name(save_id, rank, slot) for rank, slot in plan.files]
-    if found != wanted:
-        problem = Problem("data files", f"{sorted(set(found) ^ set(wanted))}", "what was assigned", "report this")
+    if names != wanted:
+        problem = Problem("data files", f"{sorted(set(names) ^ set(wanted))}", "what was assigned", "report this")
         raise CheckpointError("ranks did not write what they were to write", [problem])
     return Manifest(
         save_id=save_id,
@@ -180,8 +176,8 @@ def _stored_tensors(plan: SavePlan) -> StoredTensors:
 
 
 def discard(storage: Storage, save_id: str) -> None:
-    """Removes what a failed save has written, and nothing else, unless it is committed all the same or may yet be."""
-    with suppress(Exception):  # the error that brought us here must not be hidden by another
+    """Removes the files of a failed save, and no others, unless it is committed all the same or may yet be."""
+    with suppress(Exception):  # the error that is being raised must not be hidden by another
         try:
             committed = read_manifest(storage)[0].save_id
         except CheckpointNotFoundError:
@@ -192,22 +188,14 @@ def discard(storage: Storage, save_id: str) -> None:
                     storage.remove(name)
 
 
-def read_manifest(storage: Storage) -> tuple[Manifest, bytes]:
-    """The manifest of a committed checkpoint, and its bytes.
+def remove_checkpoint(storage: Storage) -> None:
+    """Removes a checkpoint, or the remains of one. Killed at any point, it leaves none, or one that is whole.
 
-    Raises:
-        CheckpointNotFoundError: there is none; what lies in the directory besides does not matter.
-        CorruptionError, FormatError: it is damaged, or for a newer reader.
+    Only files that saves write are removed; the directory too, unless somebody else has put something there.
     """
-    where = f"{storage.url}/{MANIFEST_NAME}"
-    with telling(f"read {where}"):
-        try:
-            nbytes = storage.size(MANIFEST_NAME)
-            if nbytes > MANIFEST_LIMIT_BYTES:
-                raise damaged(where, f"{nbytes} bytes, more than the limit of {MANIFEST_LIMIT_BYTES}")
-            data = storage.read(MANIFEST_NAME, 0, nbytes)
-        except FileNotFoundError:
-            found, remedy = what_is_at(storage)
-            problem = Problem(storage.url, found, f"a committed checkpoint (with {MANIFEST_NAME})", remedy)
-            raise CheckpointNotFoundError("there is no checkpoint", [problem]) from None
-    return decode_manifest(data, where), data
+    storage.remove_durably(MANIFEST_NAME)  # durably first: without it nobody takes the rest for a checkpoint
+    for name in storage.names():
+        if FILE_NAME.fullmatch(name) or is_temporary(name):
+            storage.remove(name)
+    storage.remove_durably(MANIFEST_NAME)  # of a save that was taken for dead, and committed meanwhile what is gone now
+    storage.remove_if_empty()

@@ -31,7 +31,7 @@ from shardopt.checkpoint.reading.fetch import casts_to_check, check_all, check_c
 from shardopt.checkpoint.reading.in_use import reading
 from shardopt.checkpoint.reading.read_plan import ReadRequest
 from shardopt.checkpoint.reading.reader import CheckpointReader, open_checkpoint
-from shardopt.checkpoint.reports import tell
+from shardopt.checkpoint.reports import LoadReport, emit_report
 from shardopt.errors import CheckpointError, MismatchError, Problem, ShardoptError
 from shardopt.gc_pause import gc_paused
 from shardopt.ranks import DEADLINE_SECONDS, Ranks, ranks_of
@@ -40,39 +40,6 @@ from shardopt.sharding.pieces import View
 from shardopt.sharding.view import view_of
 from shardopt.staging_fence import wait_for_copies
 from shardopt.state import FlatState, Handback, PartialStateful, PerRank, flatten
-
-
-@dataclass(frozen=True, slots=True)
-class LoadReport:
-    """What a load did, on this rank.
-
-    Args:
-        url: where the checkpoint is.
-        save_id: the unique name of the save that it is of.
-        loaded: the keys that were loaded.
-        missing: keys of the app that the checkpoint has not; left as they were (`strict=False`).
-        unexpected: keys of the checkpoint that the app has on no rank; left out (`strict=False`).
-        cast: keys of tensors that were converted to the app's dtype.
-        renamed: key of the app → key in the checkpoint, where they differ.
-        bytes_wanted: of tensors, on this rank.
-        bytes_read: from data files, on this rank; the ends of checksummed segments and strided reads add to it.
-        seconds: on this rank.
-        world_size: of the job that saved it.
-        saved_at: when it was saved, in seconds since 1970 began; None where that is not known.
-    """
-
-    url: str
-    save_id: str
-    loaded: tuple[str, ...]
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-    cast: tuple[str, ...]
-    renamed: Mapping[str, str]
-    bytes_wanted: int
-    bytes_read: int
-    seconds: float
-    world_size: int
-    saved_at: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +152,7 @@ def load(
             progress,
             deadline_seconds,
         )
-    tell("load", report)
+    emit_report("load", report)
     for difference in differences:
         warnings.warn(f"loading {report.url}: {difference}", stacklevel=2)
     return report

@@ -1,4 +1,4 @@
-"""How far a save, load, verification or resharding has come: for a program, or as a bar on a terminal."""
+"""Progress of a save, load, verification or resharding: a callback of a program, or a bar on a terminal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 Progress = Callable[[int, int], object]
-"""Gets the bytes that are done and the bytes there are, on this rank; now and then, from any thread, one at a time."""
+"""Called with the bytes done and the bytes there are, on this rank; now and then, from any thread, one at a time."""
 
 
 class Counter:
@@ -17,7 +17,7 @@ class Counter:
 
     Args:
         total: the bytes there are.
-        progress: is told; never of more than there are.
+        progress: called with the bytes done, never more than the total, and the total.
     """
 
     def __init__(self, total: int, progress: Progress | None) -> None:
@@ -32,7 +32,9 @@ class Counter:
 
 @contextmanager
 def progress_bar(doing: str) -> Iterator[Progress | None]:
-    """A bar on the terminal, for `progress=`; None where stderr is none, rich is not installed, or another rank has it.
+    """Shows a bar on the terminal, for `progress=`.
+
+    Gives None where stderr is no terminal, rich is not installed, or this is not rank 0.
 
     with checkpoint.progress_bar("saving") as progress:
         checkpoint.save(url, app, progress=progress)

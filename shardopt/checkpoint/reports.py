@@ -1,33 +1,94 @@
-"""What saves, loads, verifications, reshardings and uploads have done, told to a log and to whoever listens.
+"""Reports of saves, loads, verifications, reshardings and uploads, and their way to the log and to listeners.
 
 The log is that of `logging.getLogger("shardopt")`, at INFO: one line for each on every rank that took part, such as
 
     save url=s3://bucket/run/step-00000500 save_id=… tensors=412 bytes_written=… seconds=1.934 … gb_per_second=4.204
 
-What nobody should have to ask for, such as what a job was restored from, is a line of rank 0 alone. Where the program
-has not configured logging it goes to stderr, where that of Python itself shows warnings only.
+What is of interest to everybody, such as the checkpoint that a job was restored from, is a line of rank 0 alone. In a
+program that has not configured logging it goes to stderr, since Python then shows warnings only.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
-from dataclasses import fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 Listener = Callable[[str, Any], object]
-"""Gets what was done ("save", "load", "verify", "reshard", "upload") and its report."""
+"""Called with the kind of operation ("save", "load", "verify", "reshard", "upload") and its report."""
 
 _log = logging.getLogger("shardopt")
 _listeners: list[Listener] = []
 
 
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """The report of a save.
+
+    Args:
+        url: where the checkpoint is.
+        save_id: the unique name of this save, which begins the names of its data files.
+        tensors: how many tensors the checkpoint holds.
+        bytes_written: by this rank.
+        bytes_total: by all ranks, headers and checksums included.
+        seconds: on this rank, from the call to the commit.
+        stall_seconds: how long the program was kept from its work: all the time by `save`; by `async_save` in the call
+            itself, and before a step that came while state was still being copied.
+        staging_seconds: from the call until all of this rank's state was copied to host memory; `save` copies nothing.
+        writing_seconds: for writing the data files, and until every rank had written and the manifest was there.
+    """
+
+    url: str
+    save_id: str
+    tensors: int
+    bytes_written: int
+    bytes_total: int
+    seconds: float
+    stall_seconds: float = 0.0
+    staging_seconds: float = 0.0
+    writing_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """The report of a load, on this rank.
+
+    Args:
+        url: where the checkpoint is.
+        save_id: the unique name of the save that it is of.
+        loaded: the keys that were loaded.
+        missing: keys of the app that the checkpoint has not; left as they were (`strict=False`).
+        unexpected: keys of the checkpoint that the app has on no rank; left out (`strict=False`).
+        cast: keys of tensors that were converted to the app's dtype.
+        renamed: key of the app → key in the checkpoint, where they differ.
+        bytes_wanted: of tensors, on this rank.
+        bytes_read: from data files, on this rank; the ends of checksummed segments and strided reads add to it.
+        seconds: on this rank.
+        world_size: of the job that saved it.
+        saved_at: when it was saved, in seconds since 1970 began; None where that is not known.
+    """
+
+    url: str
+    save_id: str
+    loaded: tuple[str, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    cast: tuple[str, ...]
+    renamed: Mapping[str, str]
+    bytes_wanted: int
+    bytes_read: int
+    seconds: float
+    world_size: int
+    saved_at: float | None
+
+
 def add_listener(listener: Listener) -> Callable[[], None]:
-    """From now on `listener` gets every report of this process; calling what this returns ends it.
+    """Adds a listener that gets every report of this process; returns a function that removes it.
 
     It is called when the work is done, by the thread that did it: for `async_save` and uploads one in the background.
-    What it raises is logged, and does no harm to the work. For TensorBoard:
+    An exception that it raises is logged, and does no harm to the work. For TensorBoard:
 
         def to_tensorboard(event, report):
             for name, value in checkpoint.figures(report).items():
@@ -45,23 +106,24 @@ def add_listener(listener: Listener) -> Callable[[], None]:
 
 
 def figures(report: Any) -> dict[str, float]:
-    """The numbers of a report by name: bytes, seconds, and `gb_per_second` (10⁹ bytes) of the bytes of all ranks.
+    """Returns the numbers of a report by name.
 
-    Where a report does not know of all ranks, as that of a load, it is of this rank's bytes.
+    Bytes, seconds, and `gb_per_second` (10⁹ bytes) of the bytes of all ranks; where a report does not know of all
+    ranks, as that of a load, of this rank's bytes.
     """
-    found = {field.name: getattr(report, field.name) for field in fields(report)}
-    numbers = {name: value for name, value in found.items() if isinstance(value, int | float)}
+    values = {field.name: getattr(report, field.name) for field in fields(report)}
+    numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
     nbytes = numbers.get("bytes_total", numbers.get("bytes_read", 0))
     seconds = numbers.get("seconds", 0.0)
     return {**numbers, "gb_per_second": nbytes / seconds / 1e9 if seconds else 0.0}
 
 
-def tell(event: str, report: Any) -> None:
+def emit_report(event: str, report: Any) -> None:
     """Logs a report, and hands it to the listeners."""
     if _log.isEnabledFor(logging.INFO):
         texts = {name: getattr(report, name) for name in ("url", "save_id") if hasattr(report, name)}
         words = [f"{name}={value}" for name, value in texts.items()]
-        words += [f"{name}={_told(value)}" for name, value in figures(report).items()]
+        words += [f"{name}={_format(value)}" for name, value in figures(report).items()]
         _log.info("%s %s", event, " ".join(words))
     for listener in tuple(_listeners):
         try:
@@ -71,14 +133,14 @@ def tell(event: str, report: Any) -> None:
 
 
 def announce(text: str) -> None:
-    """Logs a line at INFO. A program that has no logging configured gets it on stderr."""
+    """Logs a line at INFO; in a program that has configured no logging, prints it on stderr."""
     _log.info(text)
-    if _nobody_has_configured_logging():
+    if _has_no_logging():
         print(f"shardopt: {text}", file=sys.stderr, flush=True)
 
 
-def _nobody_has_configured_logging() -> bool:
-    """Whether the line has gone nowhere, and not because someone wanted it so: by a handler, a level, or a switch."""
+def _has_no_logging() -> bool:
+    """Whether a line at INFO is lost because logging is not configured, and not by a handler, a level, or a switch."""
     if (
         _log.hasHandlers()
         or _log.disabled
@@ -89,5 +151,5 @@ def _nobody_has_configured_logging() -> bool:
     return _log.isEnabledFor(logging.INFO) or (_log.level == logging.NOTSET and logging.root.level == logging.WARNING)
 
 
-def _told(value: float) -> str:
+def _format(value: float) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)

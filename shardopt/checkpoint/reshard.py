@@ -1,4 +1,4 @@
-"""A checkpoint rewritten as other ranks would have written it; offline, in one process, a piece at a time."""
+"""Rewrites a checkpoint as other ranks would have written it; offline, in one process, a piece at a time."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from collections.abc import Callable, Iterator
 from shardopt.checkpoint.commit import commit, discard, refuse_committed
 from shardopt.checkpoint.format.constants import SEGMENT_BYTES
 from shardopt.checkpoint.format.manifest import StoredLayout
+from shardopt.checkpoint.format.metrics import pack_metrics
 from shardopt.checkpoint.format.tensor_bytes import bytes_of
 from shardopt.checkpoint.planning.assign import Member
 from shardopt.checkpoint.planning.describe import Geometry
+from shardopt.checkpoint.planning.save_plan import RankWrites, SavePlan, WriteRequest
 from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.reading.fetch import pieces_in_order
 from shardopt.checkpoint.reading.reader import CheckpointReader, open_checkpoint
-from shardopt.checkpoint.reports import tell
-from shardopt.checkpoint.run.metrics import pack_metrics
-from shardopt.checkpoint.save import SaveReport
+from shardopt.checkpoint.reports import SaveReport, emit_report
 from shardopt.checkpoint.storage import storage_of
-from shardopt.checkpoint.writing.write import OwnParts, Part, SavePlan, write_files
+from shardopt.checkpoint.writing.write import write_files
 from shardopt.errors import MismatchError, Problem
 from shardopt.sharding.layout import Layout
 from shardopt.sharding.mesh import Mesh, Split, mesh_layout
 from shardopt.values import encode_value
 
 ChooseLayout = Callable[[str, StoredLayout], Layout]
-"""Gets a key and its stored layout; the layout's holders are ranks of the job that is to be."""
+"""Maps a key and its stored layout to a layout, whose holders are ranks of the job to be."""
 
 
 def reshard(
@@ -48,8 +48,8 @@ def reshard(
     Args:
         src: of a committed checkpoint.
         dst: a directory that holds no committed checkpoint.
-        world_size: of ranks that hold each tensor as it is stored now, in this many chunks along the dimension that has
-            most parts; what is stored in one part is whole on every rank, and they share the writing.
+        world_size: of ranks that hold each tensor sharded along the dimension that is stored in the most shards now, in
+            this many chunks; a tensor that is stored as one box is whole on every rank, and they share the writing.
         layout: instead of `world_size`, chooses the layout of each tensor.
         drop_per_rank: leave out values per rank; they cannot be kept where the number of ranks changes.
         progress: called with the bytes of tensors that are written and those there are.
@@ -85,7 +85,7 @@ def reshard(
             reports = []
             for rank in everyone:
                 per_rank = _per_rank(reader, rank) if keep_per_rank else None
-                files = write_files(target, save_id, OwnParts(plan, rank), source.chunks_of, per_rank)
+                files = write_files(target, save_id, RankWrites(plan, rank), source.chunks_of, per_rank)
                 reports.append([[file.name, file.nbytes, file.digest] for file in files])
             values = {key: (path, encode_value(value, key)) for key, (path, value) in reader.manifest.values.items()}
             metrics = None if reader.manifest.metrics is None else pack_metrics(reader.manifest.metrics)
@@ -94,7 +94,7 @@ def reshard(
             discard(target, save_id)
             raise
     report = SaveReport(target.url, save_id, len(stored), total, total, time.monotonic() - begin)
-    tell("reshard", report)
+    emit_report("reshard", report)
     return report
 
 
@@ -102,10 +102,10 @@ def _as_stored(world_size: int) -> ChooseLayout:
     mesh = Mesh((world_size,), tuple(range(world_size)))
 
     def choose(key: str, stored: StoredLayout) -> Layout:
-        parts = [len({box.offsets[dim] for box in stored.boxes}) for dim in range(len(stored.shape))]
-        if max(parts, default=1) <= 1:
+        cut_counts = [len({box.offsets[dim] for box in stored.boxes}) for dim in range(len(stored.shape))]
+        if max(cut_counts, default=1) <= 1:
             return Layout.replicated(stored.shape)
-        return mesh_layout(stored.shape, mesh, (Split(0, parts.index(max(parts))),))
+        return mesh_layout(stored.shape, mesh, (Split(0, cut_counts.index(max(cut_counts))),))
 
     return choose
 
@@ -115,8 +115,9 @@ def _keeps_per_rank(reader: CheckpointReader, size: int, drop: bool) -> bool:
     if drop or not stored.per_rank:
         return False
     if stored.world_size != size:
-        found = f"values of {stored.world_size} ranks"
-        problem = Problem(", ".join(stored.per_rank), found, f"{size} ranks", "keep the number, or drop_per_rank=True")
+        remedy = "keep the number, or drop_per_rank=True"
+        key, stored_ranks = ", ".join(stored.per_rank), f"values of {stored.world_size} ranks"
+        problem = Problem(key, stored_ranks, f"{size} ranks", remedy)
         raise MismatchError("values per rank do not fit another number of ranks", [problem])
     return True
 
@@ -126,22 +127,22 @@ def _per_rank(reader: CheckpointReader, rank: int) -> bytes:
 
 
 class _Source:
-    """The bytes of parts, read from a checkpoint a piece at a time."""
+    """The source of a resharded save: the bytes of write requests, read from a checkpoint a piece at a time."""
 
     def __init__(self, reader: CheckpointReader, total: int, progress: Progress | None) -> None:
         self._reader, self._total, self._progress, self._done = reader, total, progress, 0
 
-    def chunks_of(self, part: Part) -> Iterator[memoryview]:
-        left = bytearray()
-        for box in pieces_in_order(part.box, part.dtype.itemsize):
-            piece = bytes_of(self._reader.read(part.key, box))
+    def chunks_of(self, request: WriteRequest) -> Iterator[memoryview]:
+        buffered = bytearray()
+        for box in pieces_in_order(request.box, request.dtype.itemsize):
+            piece = bytes_of(self._reader.read(request.key, box))
             self._done += piece.nbytes
             if self._progress is not None:
                 self._progress(self._done, self._total)
-            left += piece
-            whole_segments = len(left) - len(left) % SEGMENT_BYTES
+            buffered += piece
+            whole_segments = len(buffered) - len(buffered) % SEGMENT_BYTES
             if whole_segments:
-                yield memoryview(bytes(left[:whole_segments]))
-                del left[:whole_segments]
-        if left:
-            yield memoryview(bytes(left))
+                yield memoryview(bytes(buffered[:whole_segments]))
+                del buffered[:whole_segments]
+        if buffered:
+            yield memoryview(bytes(buffered))

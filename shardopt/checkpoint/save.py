@@ -1,9 +1,9 @@
-"""Saving, from an app to a committed checkpoint:
+"""Saves an app to a committed checkpoint:
 
     app → flatten → describe → agree → assign → write → commit
 
-`save_described` is the line from the third word on, which `async_save` takes too, in a thread of its own and with
-ranks that talk beside those of the program. Each step is a function of the module that has its name.
+`save_described` is this pipeline from "agree" on, which `async_save` uses too, in a thread of its own and with ranks
+that communicate apart from those of the program. Each step is a function of the module that has its name.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import xxhash
 
 from shardopt.checkpoint.commit import commit, discard, refuse_committed
 from shardopt.checkpoint.format.manifest import DataFile
+from shardopt.checkpoint.format.metrics import pack_metrics
 from shardopt.checkpoint.planning.describe import (
     Description,
     Values,
@@ -34,13 +35,13 @@ from shardopt.checkpoint.planning.replica_check import (
     refuse_unknown_choice,
     summaries_agree,
 )
+from shardopt.checkpoint.planning.save_plan import RankWrites, SavePlan
 from shardopt.checkpoint.progress import Progress
-from shardopt.checkpoint.reports import tell
-from shardopt.checkpoint.run.metrics import pack_metrics
-from shardopt.checkpoint.storage import Storage, storage_of, telling
-from shardopt.checkpoint.storage.common_storage import leave_mark, look_for_mark, remove_mark
-from shardopt.checkpoint.writing.tracking import raise_failures
-from shardopt.checkpoint.writing.write import OwnParts, SavePlan, counting, from_memory, write_files
+from shardopt.checkpoint.reports import SaveReport, emit_report
+from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
+from shardopt.checkpoint.storage.common_storage import remove_marker, wait_for_marker, write_marker
+from shardopt.checkpoint.writing.pending import raise_failures
+from shardopt.checkpoint.writing.write import from_memory, with_progress, write_files
 from shardopt.errors import Problem, ShardoptError, StateError
 from shardopt.gc_pause import gc_paused
 from shardopt.ranks import DEADLINE_SECONDS, Call, Ranks, call_on, ranks_of, refuse_lone_processes
@@ -50,45 +51,37 @@ _MOST_KEPT = 2
 
 
 class KeptPlan(NamedTuple):
-    """The plan of a save, this rank's part of it, and the fingerprint of what this rank described."""
+    """The plan of a save, this rank's writes by it, and the geometry fingerprint of this rank's description."""
 
     plan: SavePlan
-    own: OwnParts
+    writes: RankWrites
     described: str
 
 
 Kept = dict[tuple[str, int], KeptPlan]
-"""Plans of the last saves, by the fingerprint of what all ranks described and the rank that this process was."""
+"""Plans of the last saves, by the fingerprint of all ranks' descriptions and the rank that this process was."""
 
 _kept: Kept = {}
 
 
 @dataclass(frozen=True, slots=True)
-class SaveReport:
-    """What a save did.
+class SaveOptions:
+    """The options that `save` and `async_save` share, with the meanings that they have there.
 
-    Args:
-        url: where the checkpoint is.
-        save_id: the unique name of this save, which begins the names of its data files.
-        tensors: how many tensors the checkpoint holds.
-        bytes_written: by this rank.
-        bytes_total: by all ranks, headers and checksums included.
-        seconds: on this rank, from the call to the commit.
-        stall_seconds: how long the program was kept from its work: all the time by `save`; by `async_save` in the call
-            itself, and before a step that came while state was still being copied.
-        staging_seconds: from the call until all of this rank's state was copied to host memory; `save` copies nothing.
-        writing_seconds: for writing the data files, and until every rank had written and the manifest was there.
+    Raises:
+        ValueError: `check_replicas` is none of its values.
     """
 
-    url: str
-    save_id: str
-    tensors: int
-    bytes_written: int
-    bytes_total: int
-    seconds: float
-    stall_seconds: float = 0.0
-    staging_seconds: float = 0.0
-    writing_seconds: float = 0.0
+    durable: bool = True
+    check_replicas: CheckReplicas = "sampled"
+    progress: Progress | None = None
+    deadline_seconds: float = DEADLINE_SECONDS
+
+    def __post_init__(self) -> None:
+        refuse_unknown_choice(self.check_replicas)
+
+
+DEFAULT_OPTIONS = SaveOptions()
 
 
 def save(
@@ -112,7 +105,7 @@ def save(
             Objects are asked in the order of `app`, which ranks must share if a `state_dict` communicates.
         durable: whether local files are flushed to the disk before the commit. Without it a save is faster, and a
             machine that loses power afterwards may lose the checkpoint.
-        check_replicas: what is compared before it is written of tensors that several ranks hold. "sampled" compares
+        check_replicas: which bytes of tensors that several ranks hold are compared before writing. "sampled" compares
             hashes of all bytes of tensors of up to 64 KiB, and of 64 blocks of 1 KiB of larger ones: the first, the
             last, and others at equal distances between them, the same in every save. "all" compares all bytes, "none"
             none. Plain tensors that are not compared whole are written whole by one rank each; DTensors, whose
@@ -126,53 +119,49 @@ def save(
         CheckpointError: a rank could not write.
         RankError: a rank failed in another way, died, or did not make the call.
     """
-    refuse_unknown_choice(check_replicas)
-    return save_now(url, app, durable, check_replicas, deadline_seconds, progress=progress)
+    return save_now(url, app, SaveOptions(durable, check_replicas, progress, deadline_seconds))
 
 
 def save_now(
     url: str | os.PathLike[str],
     app: Mapping[str, Any],
-    durable: bool,
-    check_replicas: CheckReplicas,
-    deadline_seconds: float,
+    options: SaveOptions,
     metrics: Mapping[str, float] | None = None,
-    progress: Progress | None = None,
     raise_earlier: bool = True,
 ) -> SaveReport:
-    """The line itself.
+    """Saves as `save` does, with the arguments that only a `Manager` gives.
 
     Args:
         metrics: numbers by name, kept with the checkpoint; rank 0's count.
-        raise_earlier: whether a failure of a save in the background of which some rank was not told is raised, on all
-            ranks, in the place of this save. Otherwise it stays to be told (`take_failures`).
+        raise_earlier: whether a failure of a save in the background that was not reported on some rank is raised, on
+            all ranks, in the place of this save. Otherwise it remains to be reported (`take_failures`).
     """
     begin = time.monotonic()
     refuse_lone_processes(f"saving {os.fspath(url)}")
     ranks = ranks_of()
 
     def described() -> Described:
-        description = describe(flatten(app), replicas_to_check(check_replicas, ranks))
+        description = describe(flatten(app), replicas_to_check(options.check_replicas, ranks))
         if raise_earlier:
-            raise_failures()  # once the state is there: to ask for it may be collective, and only some ranks may raise
+            raise_failures()  # after the state was taken, which may be collective: only some ranks may raise
         return Described(description, metrics)
 
-    # Around a call, so that the collector finds nothing left of it when it wakes.
-    with ranks.beating(deadline_seconds), gc_paused():
-        report = save_described(ranks, url, described, _kept, durable, deadline_seconds, progress)
+    # Around a call, so that its locals are gone when the collector is switched on again.
+    with ranks.beating(options.deadline_seconds), gc_paused():
+        report = save_described(ranks, url, described, _kept, options)
     seconds = time.monotonic() - begin
     report = replace(report, seconds=seconds, stall_seconds=seconds)
-    tell("save", report)
+    emit_report("save", report)
     return report
 
 
 def replicas_to_check(wanted: CheckReplicas, ranks: Ranks) -> CheckReplicas:
-    """What there is to compare: nothing where there is one rank."""
+    """Returns "none" where there is one rank, which has nothing to compare; otherwise the choice."""
     return wanted if ranks.size > 1 else "none"
 
 
 class Described(NamedTuple):
-    """What a rank has to save: its state, and metrics as for `save_now`."""
+    """The state that a rank saves, and metrics as for `save_now`."""
 
     state: Description
     metrics: Mapping[str, float] | None
@@ -183,49 +172,47 @@ def save_described(
     url: str | os.PathLike[str],
     described: Callable[[], Described],
     kept: Kept,
-    durable: bool,
-    deadline_seconds: float,
-    progress: Progress | None = None,
+    options: SaveOptions,
 ) -> SaveReport:
     """Writes the state that each rank describes, and commits it. Collective.
 
     Args:
-        ranks: those who save.
+        ranks: that save.
         described: this rank's state, whose tensors stay as they are until this returns; if it raises, all ranks do.
-        kept: plans of earlier saves of these ranks, into which those of this one go.
+        kept: plans of earlier saves of these ranks; the plan of this one is added.
 
     Raises:
-        What `save` does.
+        ShardoptError: as `save`.
     """
     begin = time.monotonic()
     call = call_on("saving", url)
 
-    def begin_here() -> tuple[Description, str, Storage, bytes | None]:
+    def describe_here() -> tuple[Description, str, Storage, bytes | None]:
         state, metrics = described()
-        noted = None if metrics is None else pack_metrics(metrics)
-        return state, state.geometry_fingerprint(), storage_of(url, durable), noted
+        metrics_json = None if metrics is None else pack_metrics(metrics)
+        return state, state.geometry_fingerprint(), storage_of(url, options.durable), metrics_json
 
-    (description, geometry, storage, noted), opened = ranks.agree(
+    (description, geometry, storage, metrics_json), decision = ranks.agree(
         call,
-        work=begin_here,
-        report=lambda done: _report(*done[:2], ranks.rank, kept),
-        decide=lambda reports: _begin(storage_of(url, durable), reports),
-        deadline_seconds=deadline_seconds,
+        work=describe_here,
+        report=lambda done: _report_state(*done[:2], ranks.rank, kept),
+        decide=lambda reports: _begin(storage_of(url, options.durable), reports),
+        deadline_seconds=options.deadline_seconds,
     )
-    save_id = opened["save_id"]
+    save_id = decision["save_id"]
     try:
-        planned = _planned(ranks, call, description, geometry, opened, kept, deadline_seconds)
+        planned = _plan_or_error(ranks, call, description, geometry, decision, kept, options.deadline_seconds)
         begin_writing = time.monotonic()
         files, bytes_total = ranks.agree(
             call,
-            work=lambda: _write(storage, save_id, planned, description, progress, ranks.rank),
+            work=lambda: _write(storage, save_id, planned, description, options.progress, ranks.rank),
             report=lambda files: [[file.name, file.nbytes, file.digest] for file in files],
-            decide=lambda reports: _commit(storage, save_id, planned, reports, noted),
-            deadline_seconds=deadline_seconds,
+            decide=lambda reports: _commit(storage, save_id, planned, reports, metrics_json),
+            deadline_seconds=options.deadline_seconds,
         )
     except BaseException:
-        # Rank 0 alone: it is the one that could still commit, and has now failed to. Were another to clear up, it
-        # might take the files from under a commit that it has not heard of.
+        # Rank 0 alone: only it could still commit, and has now failed to. Another rank might remove the files of a
+        # commit that it does not know of.
         if ranks.rank == 0:
             discard(storage, save_id)
         raise
@@ -243,14 +230,14 @@ def save_described(
 
 
 class _Report(NamedTuple):
-    """What rank 0 hears of each rank at first.
+    """The report of a rank to rank 0 in the first round.
 
     Args:
         geometry, values: fingerprints of what the rank describes.
-        partial: whether it knows of some tensor only what it holds itself.
-        check_replicas: what was asked for.
-        contents: a summary of the replicas' hashes, in groups by who holds them according to the plan `guess`.
-        guess: the kept plan that this save most likely goes by; "" where there is none.
+        partial: whether it knows of some tensor only the boxes that it holds itself.
+        check_replicas: the argument.
+        contents: a summary of the replicas' hashes, in groups by their holders according to the plan `guess`.
+        guess: the kept plan that this save most likely uses; "" where there is none.
         kept: all plans that the rank has.
     """
 
@@ -263,64 +250,64 @@ class _Report(NamedTuple):
     kept: list[str]
 
 
-def _report(description: Description, geometry: str, rank: int, plans: Kept) -> _Report:
-    own = {job: each for (job, kept_for), each in plans.items() if kept_for == rank}
-    guess = next((job for job, each in reversed(own.items()) if each.described == geometry), "")
-    # Ranks that have other keys beside those that they share can be compared in these alone, which only a plan tells.
-    contents = description.contents_summary(own[guess].plan.geometry.members if guess else {})
+def _report_state(description: Description, geometry: str, rank: int, plans: Kept) -> _Report:
+    kept = {job: each for (job, kept_for), each in plans.items() if kept_for == rank}
+    guess = next((job for job, each in reversed(kept.items()) if each.described == geometry), "")
+    # Of ranks that also have keys of their own only the shared ones can be compared, which only a plan knows.
+    contents = description.contents_summary(kept[guess].plan.geometry.members if guess else {})
     values = description.values_fingerprint()
-    return _Report(geometry, values, description.is_partial, description.check_replicas, contents, guess, [*own])
+    return _Report(geometry, values, description.is_partial, description.check_replicas, contents, guess, [*kept])
 
 
 def _begin(storage: Storage, reports: list[Any]) -> dict[str, Any]:
-    """On rank 0: refuses a path that is taken, names the save, and tells what ranks must exchange."""
-    told = [_Report(*report) for report in reports]
-    _refuse_other_choices([each.check_replicas for each in told])
+    """Begins a save, on rank 0: refuses a taken path, names the save, and decides what ranks must exchange."""
+    parsed = [_Report(*report) for report in reports]
+    _refuse_different_choices([each.check_replicas for each in parsed])
     save_id = secrets.token_hex(6)
-    with telling(f"make {storage.url}"):
+    with wrap_os_errors(f"make {storage.url}"):
         refuse_committed(storage)
         storage.make()
         if len(reports) > 1:
-            leave_mark(storage, save_id)
-    geometries = [each.geometry for each in told]
-    job = xxhash.xxh3_128_hexdigest("".join([told[0].check_replicas, *geometries]).encode())
-    geometry_alike = len(set(geometries)) == 1 and not any(each.partial for each in told)
+            write_marker(storage, save_id)
+    geometries = [each.geometry for each in parsed]
+    job = xxhash.xxh3_128_hexdigest("".join([parsed[0].check_replicas, *geometries]).encode())
+    geometry_alike = len(set(geometries)) == 1 and not any(each.partial for each in parsed)
     # Summaries are of the same groups of keys where all have made them by the plan that holds.
-    guesses = {each.guess for each in told}
+    guesses = {each.guess for each in parsed}
     comparable = guesses == {job} or (guesses == {""} and geometry_alike)
     return {
         "save_id": save_id,
         "geometry": job,
-        "geometry_kept": all(job in each.kept for each in told),
+        "geometry_kept": all(job in each.kept for each in parsed),
         "geometry_alike": geometry_alike,
-        "values_alike": len({each.values for each in told}) == 1,
-        "contents_alike": comparable and summaries_agree(each.contents for each in told),
+        "values_alike": len({each.values for each in parsed}) == 1,
+        "contents_alike": comparable and summaries_agree(each.contents for each in parsed),
     }
 
 
-def _refuse_other_choices(choices: Sequence[str]) -> None:
-    """Ranks that compare other things would plan otherwise too."""
+def _refuse_different_choices(choices: Sequence[str]) -> None:
+    """Raises StateError where ranks have different choices, since then their plans would differ too."""
     other = next((rank for rank, choice in enumerate(choices) if choice != choices[0]), None)
     if other is not None:
-        found = f"{choices[0]!r} on rank 0, {choices[other]!r} on rank {other}"
-        problem = Problem("check_replicas", found, "the same on every rank", "pass the same on every rank")
+        difference = f"{choices[0]!r} on rank 0, {choices[other]!r} on rank {other}"
+        problem = Problem("check_replicas", difference, "the same on every rank", "pass the same on every rank")
         raise StateError("ranks ask for different comparisons", [problem])
 
 
 class _Planned(NamedTuple):
-    """Who writes what, what this rank writes, and the plain values."""
+    """The plan of this save, this rank's writes by it, and the plain values of the job."""
 
     plan: SavePlan
-    own: OwnParts
+    writes: RankWrites
     values: Values
 
 
-def _planned(ranks: Ranks, call: Call, *args: Any) -> _Planned | BaseException:
-    """What `_plan` gives, or what has kept this rank alone from it, to be raised in the next round, where all hear."""
+def _plan_or_error(ranks: Ranks, call: Call, *args: Any) -> _Planned | BaseException:
+    """Returns the result of `_plan`, or the error of this rank alone, to be raised on all ranks in the next round."""
     try:
         return _plan(ranks, call, *args)
     except ShardoptError:
-        raise  # of a round, or worked out from what all have heard in one: all ranks raise it
+        raise  # of a round, or derived from the results of one: all ranks raise it
     except BaseException as error:
         return error
 
@@ -330,44 +317,44 @@ def _plan(
     call: Call,
     description: Description,
     geometry_fingerprint: str,
-    opened: Mapping[str, Any],
+    decision: Mapping[str, Any],
     kept: Kept,
     deadline_seconds: float,
 ) -> _Planned:
-    """Who writes what, and the plain values. The plan is kept for the next save of the same geometry."""
-    ask_geometry = not (opened["geometry_kept"] or opened["geometry_alike"])
-    wire: dict[str, Any] = {}
+    """Plans the save. The plan is kept for the next save of the same geometry."""
+    ask_geometry = not (decision["geometry_kept"] or decision["geometry_alike"])
+    message: dict[str, Any] = {}
     if ask_geometry:
-        wire["geometry"] = description.geometry_json()
-    if ask_geometry or not opened["contents_alike"]:
-        wire["contents"] = description.contents
-    if not opened["values_alike"]:
-        wire["values"] = description.values_json()
-    all_wires = _exchange(ranks, call, wire, deadline_seconds) if wire else []
+        message["geometry"] = description.geometry_json()
+    if ask_geometry or not decision["contents_alike"]:
+        message["contents"] = description.contents
+    if not decision["values_alike"]:
+        message["values"] = description.values_json()
+    messages = _exchange(ranks, call, message, deadline_seconds) if message else []
 
-    if not opened["geometry_kept"]:
+    if not decision["geometry_kept"]:
         if ask_geometry:
-            geometry = merge_geometry([each["geometry"] for each in all_wires])
+            geometry = merge_geometry([each["geometry"] for each in messages])
         else:
             geometry = geometry_of(description, ranks.size)
         plan = SavePlan(geometry, ranks.size, cut_plain=description.check_replicas == "all")
-        own = OwnParts(plan, ranks.rank, description.views)
-        kept[opened["geometry"], ranks.rank] = KeptPlan(plan, own, geometry_fingerprint)
+        writes = RankWrites(plan, ranks.rank, description.views)
+        kept[decision["geometry"], ranks.rank] = KeptPlan(plan, writes, geometry_fingerprint)
         while len(kept) > _MOST_KEPT:
             del kept[next(iter(kept))]
-    plan, own, _ = kept[opened["geometry"], ranks.rank]
-    if "contents" in wire:
-        refuse_drifted([each["contents"] for each in all_wires])
-    if opened["values_alike"]:
-        return _Planned(plan, own, description.values)
-    return _Planned(plan, own, merge_values([each["values"] for each in all_wires], plan.geometry))
+    plan, writes, _ = kept[decision["geometry"], ranks.rank]
+    if "contents" in message:
+        refuse_drifted([each["contents"] for each in messages])
+    if decision["values_alike"]:
+        return _Planned(plan, writes, description.values)
+    return _Planned(plan, writes, merge_values([each["values"] for each in messages], plan.geometry))
 
 
-def _exchange(ranks: Ranks, call: Call, wire: dict[str, Any], deadline_seconds: float) -> list[dict[str, Any]]:
-    """What every rank has to say, by rank; many ranks say the same, so each text travels once."""
+def _exchange(ranks: Ranks, call: Call, message: dict[str, Any], deadline_seconds: float) -> list[dict[str, Any]]:
+    """Returns the message of every rank, by rank; equal ones are sent once."""
     _, (texts, number_of) = ranks.agree(
         call,
-        work=lambda: json.dumps(wire),
+        work=lambda: json.dumps(message),
         report=lambda text: text,
         decide=lambda texts: [list(dict.fromkeys(texts)), [list(dict.fromkeys(texts)).index(text) for text in texts]],
         deadline_seconds=deadline_seconds,
@@ -386,19 +373,20 @@ def _write(
 ) -> list[DataFile]:
     if isinstance(planned, BaseException):
         raise planned
-    plan, own, _ = planned
+    plan, writes, _ = planned
     per_rank = json.dumps(description.own_values).encode() if plan.geometry.per_rank else None
-    with telling(f"write to {storage.url}"):
+    with wrap_os_errors(f"write to {storage.url}"):
         if rank > 0:
-            look_for_mark(storage, save_id)
-        return write_files(storage, save_id, own, counting(from_memory(description.views), own, progress), per_rank)
+            wait_for_marker(storage, save_id)
+        chunks_of = with_progress(from_memory(description.views), writes, progress)
+        return write_files(storage, save_id, writes, chunks_of, per_rank)
 
 
 def _commit(
     storage: Storage, save_id: str, planned: _Planned | BaseException, reports: Sequence[Any], metrics: bytes | None
 ) -> int:
-    assert isinstance(planned, _Planned)  # or this rank had failed, and would not commit
-    with telling(f"commit {storage.url}"):
+    assert isinstance(planned, _Planned)  # else this rank had failed, and would not commit
+    with wrap_os_errors(f"commit {storage.url}"):
         if len(reports) > 1:
-            remove_mark(storage, save_id)
+            remove_marker(storage, save_id)
         return commit(storage, save_id, planned.plan, planned.values, reports, metrics)

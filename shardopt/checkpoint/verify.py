@@ -1,4 +1,4 @@
-"""Is a checkpoint what was written? Every structure, size and checksum, without a process group and without an app."""
+"""Verifies a checkpoint: every structure, size and checksum, without a process group and without an app."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from shardopt.checkpoint.commit import read_manifest
 from shardopt.checkpoint.format.constants import CHECKSUMS_PREFIX, DATA_SUFFIX, PER_RANK_PREFIX
 from shardopt.checkpoint.format.manifest import DataFile, Manifest, StoredTensor
 from shardopt.checkpoint.progress import Counter, Progress
 from shardopt.checkpoint.reading.data_file_reader import OpenFile, form_of
 from shardopt.checkpoint.reading.fetch import damaged_segments, threads_for
-from shardopt.checkpoint.reports import tell
+from shardopt.checkpoint.reading.read_manifest import read_manifest
+from shardopt.checkpoint.reports import emit_report
 from shardopt.checkpoint.storage import Storage, storage_of
 from shardopt.errors import CorruptionError, Problem
 from shardopt.sharding.box import Box, cover_faults
@@ -25,7 +25,7 @@ _REMEDY = "restore from another checkpoint"
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What `verify` found.
+    """The report of a verification.
 
     Args:
         url: where the checkpoint is.
@@ -33,7 +33,7 @@ class VerifyReport:
         files: how many data files it has.
         bytes_read: of data files.
         problems: everything that is not as it was written, each with file, key and segment; empty if all is well.
-        seconds: that it took.
+        seconds: of the verification.
         remains: data files of other saves to this path that lie beside it. They are no damage, and no part of it; but
             torch's own reader takes all that lie in a directory, so they are better removed.
     """
@@ -60,7 +60,7 @@ class VerifyReport:
 def verify(url: str | os.PathLike[str], *, progress: Progress | None = None) -> VerifyReport:
     """Reads all of a committed checkpoint and checks structure, coverage, sizes and every checksum. Local.
 
-    Damage does not end it: all of it is reported. At most a few pieces of 8 MiB are in memory.
+    It goes on after damage, and reports all of it. At most a few pieces of 8 MiB are in memory.
 
     Args:
         progress: called with the bytes done and the bytes there are, now and then, from several threads.
@@ -70,7 +70,7 @@ def verify(url: str | os.PathLike[str], *, progress: Progress | None = None) -> 
         FormatError: it needs a newer reader.
     """
     report = _verify(storage_of(url), progress)
-    tell("verify", report)
+    emit_report("verify", report)
     return report
 
 
@@ -119,7 +119,7 @@ def _members_by_file(manifest: Manifest) -> defaultdict[int, list[tuple[str, Sto
     members: defaultdict[int, list[tuple[str, StoredTensor, Box]]] = defaultdict(list)
     for key, tensor in manifest.tensors.items():
         if tensor.tied_to is not None:
-            continue  # it is that tensor
+            continue  # it is stored as the tensor that it is tied to
         for box, file in zip(tensor.layout.boxes, tensor.layout.files, strict=True):
             members[file].append((key, tensor, box))
     return members

@@ -1,4 +1,4 @@
-"""What every storage keeps, wherever the bytes lie."""
+"""The contract of every storage, wherever the bytes lie."""
 
 import errno
 import importlib
@@ -27,7 +27,7 @@ from shardopt.checkpoint.storage import (
     remote,
     retry,
     storage_of,
-    telling,
+    wrap_os_errors,
 )
 from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError
 from tests.harness import Fault
@@ -47,7 +47,7 @@ def server():
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    monkeypatch.setattr(retry, "PATIENCE", retry.Patience(pause_seconds=0.001))
+    monkeypatch.setattr(retry, "RETRY_POLICY", retry.RetryPolicy(pause_seconds=0.001))
 
 
 def make(kind, folder):
@@ -214,9 +214,9 @@ def test_of_many_who_publish_at_one_time_one_succeeds(tmp_path):
 
     with ThreadPoolExecutor(6) as pool:
         for name in map(str, range(rounds)):
-            told = list(pool.map(lambda number, name=name: publish(number, name), range(6)))
-            assert told.count(None) == 5
-            assert storage.read(name) == str(told.index(True)).encode() * 10_000
+            outcomes = list(pool.map(lambda number, name=name: publish(number, name), range(6)))
+            assert outcomes.count(None) == 5
+            assert storage.read(name) == str(outcomes.index(True)).encode() * 10_000
     assert storage.names() == sorted(map(str, range(rounds)))
 
 
@@ -259,7 +259,7 @@ def test_a_condition_is_asked_for_where_a_client_has_one():
 
 
 def test_what_was_given_up_may_appear(monkeypatch):
-    monkeypatch.setattr(retry, "PATIENCE", retry.Patience(attempts=2, pause_seconds=0.001))
+    monkeypatch.setattr(retry, "RETRY_POLICY", retry.RetryPolicy(attempts=2, pause_seconds=0.001))
     storage = RemoteStorage(PlannedFileSystem(OSError(errno.EBUSY, "SlowDown"), times=9), "/root")
     with pytest.raises(CheckpointError, match="2 attempts"):
         storage.publish_new("m", b"1")
@@ -434,12 +434,15 @@ def test_what_the_system_refuses_is_our_error(tmp_path, path):
 
 
 def test_telling_keeps_what_is_ours():
-    with pytest.raises(CheckpointNotFoundError, match=r"^as it is$"), telling("read x"):
+    with pytest.raises(CheckpointNotFoundError, match=r"^as it is$"), wrap_os_errors("read x"):
         raise CheckpointNotFoundError("as it is")  # a FileNotFoundError too
-    with pytest.raises(CheckpointError, match=r"^cannot read x: \[Errno 5\] io$") as caught, telling("read x"):
+    with (
+        pytest.raises(CheckpointError, match=r"^cannot read x: \[Errno 5\] io$") as caught,
+        wrap_os_errors("read x"),
+    ):
         raise OSError(5, "io")
     assert isinstance(caught.value.__cause__, OSError)
-    with pytest.raises(ZeroDivisionError), telling("read x"):
+    with pytest.raises(ZeroDivisionError), wrap_os_errors("read x"):
         raise ZeroDivisionError
 
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 import shardopt
 from shardopt import checkpoint
 from shardopt.checkpoint.async_save import AsyncSaver
+from shardopt.checkpoint.save import SaveOptions
 from shardopt.checkpoint.writing import staging
 from shardopt.errors import CheckpointError, RankError, ShardoptError
 from tests.distributed import test_faults
@@ -112,21 +113,21 @@ def test_a_save_goes_on_beside_what_the_ranks_do_in_the_foreground(tmp_path):
 
 
 def fail_then_go_on(root, stage):
-    """What each rank is told at the step after a save that failed; the one after that must go well."""
+    """The error that each rank raises at the step after a save that failed; the one after that must go well."""
     app = sharded_job()
     saver = AsyncSaver()
     checkpoint.save(f"{root}/first", app)
-    pending = saver.save(f"{root}/second", app, stage=stage, deadline_seconds=DEADLINE_SECONDS)
+    pending = saver.save(f"{root}/second", app, SaveOptions(deadline_seconds=DEADLINE_SECONDS), stage=stage)
     assert pending.done.wait(30)
-    told = ""
+    message = ""
     try:
         train_step(app)
     except ShardoptError as error:
-        told = f"{type(error).__name__}: {error}"
+        message = f"{type(error).__name__}: {error}"
     dist.barrier()
     saver.save(f"{root}/third", app, stage=stage)
     saver.close()
-    return told
+    return message
 
 
 COPY = "shardopt.checkpoint.writing.staging:copy_on_host"
@@ -143,8 +144,8 @@ COPY = "shardopt.checkpoint.writing.staging:copy_on_host"
     ids=["copying", "copying later", "writing", "committing"],
 )
 def test_a_failure_on_one_rank_is_told_on_all(tmp_path, stage, fault, error):
-    told = run_ranks(RANKS, fail_then_go_on, str(tmp_path), stage, faults=[fault])
-    assert len(set(told)) == 1 and re.match(error, told[0]), told
+    messages = run_ranks(RANKS, fail_then_go_on, str(tmp_path), stage, faults=[fault])
+    assert len(set(messages)) == 1 and re.match(error, messages[0]), messages
     assert not (tmp_path / "second" / "manifest.json").exists()
     for name in ("first", "third"):
         assert checkpoint.verify(tmp_path / name).ok
@@ -214,7 +215,7 @@ def test_every_fault_at_every_operation(tmp_path_factory, action):
 
 
 def save_many(root, count, settled):
-    """What this process holds after `settled` saves, and how much more after `count`."""
+    """The resources that this process holds after `settled` saves, and how much more after `count`."""
     app = {"w": torch.arange(1000.0), "step": 0}
     model = torch.nn.Linear(30, 30)
     optimizer = shardopt.keyed("adamw", model.named_parameters(), lr=0.1)
@@ -225,7 +226,7 @@ def save_many(root, count, settled):
     held = []
     for number in range(count):
         app["step"] = number
-        saver.save(f"{root}/{number}", app, stage=STAGES[number % 2], durable=False)
+        saver.save(f"{root}/{number}", app, SaveOptions(durable=False), stage=STAGES[number % 2])
         model(torch.ones(2, 30)).sum().backward()
         optimizer.step()
         if number + 1 in (settled, count):
@@ -281,7 +282,7 @@ print("the last line")
     ("case", "code", "says"),
     [
         ("in flight", 1, "under way, which was committed all the same; call result"),
-        ("failed", 1, "ended without being told that saving .* failed: the path is taken"),
+        ("failed", 1, "ended before it was reported that saving .* failed: the path is taken"),
         ("done", 0, ""),
     ],
 )

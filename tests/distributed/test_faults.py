@@ -45,7 +45,7 @@ def save_first(root):
 
 @cache
 def sound_calls(root):
-    """How a sound save goes: the calls of each rank."""
+    """The calls of each rank in a sound save."""
     run_ranks_outcomes(RANKS, save_first, root)
     return run_ranks_outcomes(RANKS, save_second, root, trace=CALLS)
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from shardopt import checkpoint
 from shardopt.checkpoint.async_save import AsyncSaver
 from shardopt.checkpoint.run.mirror import Mirror
+from shardopt.checkpoint.save import SaveOptions
 from shardopt.checkpoint.storage import common_storage
 from shardopt.errors import CheckpointExistsError, ShardoptError
 from tests.harness import Fault, run_ranks
@@ -21,7 +22,7 @@ NEVER = 300.0  # a deadline that no test waits for
 
 
 def raised(call):
-    """What a call raises, as its type and text; None where it does not."""
+    """The error that a call raises, as its type and text; None where it raises none."""
     try:
         call()
     except ShardoptError as error:
@@ -66,20 +67,21 @@ def hear_of_a_failure(root, heard_by, how, next_call):
     assert failed.done.wait(30)
     dist.barrier()
     if rank in heard_by:
-        told = raised(failed.result) if how == "result" else raised(app["optimizer"].step)
-        assert told[0] == "CheckpointExistsError"
-    told = raised(lambda: next_call(manager, app, root))
+        outcome = raised(failed.result) if how == "result" else raised(app["optimizer"].step)
+        assert outcome[0] == "CheckpointExistsError"
+    outcome = raised(lambda: next_call(manager, app, root))
     dist.barrier()
     if manager._closed:
         manager = checkpoint.Manager(root, stage="now", deadline_seconds=NEVER)
     after = raised(lambda: manager.save(8, app))
     manager.close()
-    return told and told[0], after, checkpoint.verify(manager.path(8)).ok
+    return outcome and outcome[0], after, checkpoint.verify(manager.path(8)).ok
 
 
 def test_a_failure_that_not_all_have_heard_of_is_raised_by_all(tmp_path):
-    for (heard, name), (told, after, is_whole) in all_alike(run_ranks(RANKS, hear_of_failures, str(tmp_path))).items():
-        assert told == (None if heard == "on both" else "CheckpointExistsError"), (heard, name)
+    outcomes = all_alike(run_ranks(RANKS, hear_of_failures, str(tmp_path)))
+    for (heard, name), (outcome, after, is_whole) in outcomes.items():
+        assert outcome == (None if heard == "on both" else "CheckpointExistsError"), (heard, name)
         assert after is None and is_whole, (heard, name, after)
 
 
@@ -112,9 +114,9 @@ def communicates_in_its_state(root):
     dist.barrier()
     if dist.get_rank() == 0:
         raised(failed.result)
-    told = raised(lambda: checkpoint.save(f"{root}/next", app | {"sum": Summed()}))
+    outcome = raised(lambda: checkpoint.save(f"{root}/next", app | {"sum": Summed()}))
     saver.close()
-    return told and told[0]
+    return outcome and outcome[0]
 
 
 class Summed:
@@ -137,6 +139,7 @@ def test_a_failure_is_raised_once_the_state_was_asked_for(tmp_path):
 def fail_on_the_way(root, stage, everywhere):
     """At each call of interest rank 1 fails; what the save after it does on this rank, by the number of the call."""
     rank, app, sound = dist.get_rank(), small_app(), AsyncSaver()
+    options = SaveOptions(durable=False, deadline_seconds=0.7)
     calls = []
 
     def note(n, frame):
@@ -145,7 +148,7 @@ def fail_on_the_way(root, stage, everywhere):
     for number in range(2):
         calls.clear()
         with each_call(note):
-            sound.save(f"{root}/sound-{number}", app, stage=stage, durable=False)
+            sound.save(f"{root}/sound-{number}", app, options, stage=stage)
         sound.wait()
     numbers = range(1, len(calls) + 1)
     if not everywhere:  # once this rank can tell the others; before that they wait for it, and name it
@@ -153,12 +156,12 @@ def fail_on_the_way(root, stage, everywhere):
         callers = ("AsyncSaver.save", "AsyncSaver._stage", "hold_steps", "copying_until", "Staging.__init__")
         numbers = [n for n in first_of_each(calls) if n > first + 1 and calls[n - 1][1] in callers]
     dist.barrier()
-    found, next_ = {}, "ok"
+    results, next_ = {}, "ok"
     saver = sound
     for n in numbers:
         if next_ != "ok":
             saver = AsyncSaver()
-            saver.save(f"{root}/{n}-before", app, stage=stage, durable=False, deadline_seconds=0.7)
+            saver.save(f"{root}/{n}-before", app, options, stage=stage)
 
         def visit(count, frame, n=n):
             if count == n and rank == 1:
@@ -168,7 +171,7 @@ def fail_on_the_way(root, stage, everywhere):
         try:
             saver.wait()
             with each_call(visit):
-                pending = saver.save(f"{root}/{n}-first", app, stage=stage, durable=False, deadline_seconds=0.7)
+                pending = saver.save(f"{root}/{n}-first", app, options, stage=stage)
             pending.result(30)
         except Injected:
             first = "raised in the call"
@@ -176,22 +179,22 @@ def fail_on_the_way(root, stage, everywhere):
             first = type(error).__name__
         dist.barrier()
         try:
-            saver.save(f"{root}/{n}-next", app, stage=stage, durable=False, deadline_seconds=0.7).result(30)
+            saver.save(f"{root}/{n}-next", app, options, stage=stage).result(30)
         except ShardoptError as error:
             next_ = type(error).__name__
             saver.close(alone=True)
-        found[n] = (*calls[n - 1][:2], first, next_)
-    return found
+        results[n] = (*calls[n - 1][:2], first, next_)
+    return results
 
 
 def check_ways(outcomes):
     """Both ranks are told alike of the failure, and alike of the next save; how many of these were made."""
     alive = 0
     for n, (name, caller, first, next_) in outcomes[0].items():
-        theirs = outcomes[1][n][2:]
-        assert next_ == theirs[1], (name, caller, first, next_, theirs)
+        of_rank_1 = outcomes[1][n][2:]
+        assert next_ == of_rank_1[1], (name, caller, first, next_, of_rank_1)
         # An interrupt that comes once all is handed over leaves the save to go on.
-        assert first == "ok" or theirs[0] != "ok", (name, caller, first, theirs)
+        assert first == "ok" or of_rank_1[0] != "ok", (name, caller, first, of_rank_1)
         alive += next_ == "ok"
     print(f"{alive} of {len(outcomes[0])} next saves were made")
     return alive
@@ -271,11 +274,11 @@ def test_a_job_goes_on_in_its_processes_with_a_new_one_among_them(tmp_path):
 
 
 def in_different_calls(root):
-    """What all are told where rank 1 does something else, by what it does; and that they are in step afterwards."""
+    """The errors that all raise where rank 1 makes another call, by that call; and that they are in step afterwards."""
     app, rank = small_app(), dist.get_rank()
     checkpoint.save(f"{root}/there", app)
-    saver = AsyncSaver()
-    saver.save(f"{root}/beside", app, deadline_seconds=NEVER).result()
+    saver, options = AsyncSaver(), SaveOptions(deadline_seconds=NEVER)
+    saver.save(f"{root}/beside", app, options).result()
     manager = checkpoint.Manager(root, deadline_seconds=NEVER)
     pairs = {
         "load": (lambda: checkpoint.save(f"{root}/1", app), lambda: checkpoint.load(f"{root}/there", app)),
@@ -287,26 +290,26 @@ def in_different_calls(root):
             lambda: checkpoint.load(f"{root}/there", app, transactional=True),
         ),
         "background": (
-            lambda: saver.save(f"{root}/a-1", app, deadline_seconds=NEVER).result(),
-            lambda: saver.save(f"{root}/a-2", app, deadline_seconds=NEVER).result(),
+            lambda: saver.save(f"{root}/a-1", app, options).result(),
+            lambda: saver.save(f"{root}/a-2", app, options).result(),
         ),
     }
-    told, begin = {}, time.monotonic()
+    errors, begin = {}, time.monotonic()
     for name, calls in pairs.items():
-        told[name] = raised(calls[rank])
+        errors[name] = raised(calls[rank])
         if name == "verify":  # the load was under way
             checkpoint.load(f"{root}/there", app)
     for step in (20, 21):
         manager.save(step, app)
-    failed = saver.save(f"{root}/there", app, deadline_seconds=NEVER)
+    failed = saver.save(f"{root}/there", app, options)
     assert failed.done.wait(30)
-    told["close"] = raised((lambda: saver.save(f"{root}/next", app, deadline_seconds=NEVER), saver.close)[rank])
-    return told, manager.steps(), time.monotonic() - begin < 60
+    errors["close"] = raised((lambda: saver.save(f"{root}/next", app, options), saver.close)[rank])
+    return errors, manager.steps(), time.monotonic() - begin < 60
 
 
 def test_ranks_in_different_calls_are_told_at_once(tmp_path):
     outcomes = run_ranks(RANKS, in_different_calls, str(tmp_path))
-    told, steps, at_once = all_alike(outcomes)
+    errors, steps, at_once = all_alike(outcomes)
     assert steps == [20, 21] and at_once
     expected = {
         "load": "saving 1 on rank 0; loading on rank 1",
@@ -318,7 +321,7 @@ def test_ranks_in_different_calls_are_told_at_once(tmp_path):
         "close": "saving next, after a save that failed on rank 0; "
         "closing what saves in the background, after a save that failed on rank 1",
     }
-    for name, (kind, text) in told.items():
+    for name, (kind, text) in errors.items():
         assert kind == "RankError" and f"ranks are in different calls: {expected[name]}; " in text, (name, text)
 
 
@@ -330,10 +333,10 @@ def save_metrics(root, stage):
         saved = manager.save(step, app, metrics=metrics)
         return saved if stage is None else saved.result()
 
-    told = raised(lambda: save(1, {"loss": "n/a" if rank == 0 else 0.5}))
+    outcome = raised(lambda: save(1, {"loss": "n/a" if rank == 0 else 0.5}))
     save(2, {"loss": 0.25})
     manager.close()
-    return told, manager.steps(), manager.metrics(2)
+    return outcome, manager.steps(), manager.metrics(2)
 
 
 def save_metrics_in_both_ways(root):
@@ -355,8 +358,8 @@ def save_alone(root):
 
 
 def test_processes_of_a_launcher_without_a_process_group_do_not_save_each_for_itself(tmp_path):
-    for told in run_ranks(RANKS, save_alone, str(tmp_path), backend=None):
-        for kind, text in told:
+    for errors in run_ranks(RANKS, save_alone, str(tmp_path), backend=None):
+        for kind, text in errors:
             assert kind == "RankError" and "WORLD_SIZE: found 2, and no process group" in text
             assert "init_process_group" in text
     assert not list(tmp_path.iterdir())
@@ -365,14 +368,14 @@ def test_processes_of_a_launcher_without_a_process_group_do_not_save_each_for_it
 def save_to_own_disks(root):
     """Where the directories are there, and where they are not; and then to one that is shared."""
     common_storage._LOOK_SECONDS = 0.3
-    told = []
+    errors = []
     for name in ("there", "new"):
         url = f"{root}/disk-{dist.get_rank()}/{name}"
         if name == "there":
             os.makedirs(url)
-        told.append(raised(lambda url=url: checkpoint.save(url, {"x": torch.ones(3)})))
+        errors.append(raised(lambda url=url: checkpoint.save(url, {"x": torch.ones(3)})))
     checkpoint.save(f"{root}/shared", {"x": torch.ones(3)})
-    return told
+    return errors
 
 
 def test_disks_that_ranks_do_not_share_are_named_before_anything_is_written(tmp_path):
@@ -408,7 +411,7 @@ def save_and_load(root, how):
         checkpoint.save(f"{root}/run", app, deadline_seconds=DEADLINE)
         checkpoint.load(f"{root}/run", app, deadline_seconds=DEADLINE)
     elif how == "async_save":
-        saver.save(f"{root}/run", app, deadline_seconds=DEADLINE).result(30)
+        saver.save(f"{root}/run", app, SaveOptions(deadline_seconds=DEADLINE)).result(30)
     else:
         manager = checkpoint.Manager(root, deadline_seconds=DEADLINE)
         manager.save(1, app)
@@ -431,9 +434,9 @@ def test_a_rank_that_is_busy_between_rounds_is_not_called_dead(tmp_path, how, op
 
 
 def fail_in_planning(root):
-    told = raised(lambda: checkpoint.save(f"{root}/run", small_app(), deadline_seconds=NEVER))
+    outcome = raised(lambda: checkpoint.save(f"{root}/run", small_app(), deadline_seconds=NEVER))
     checkpoint.save(f"{root}/next", small_app(), deadline_seconds=NEVER)
-    return told
+    return outcome
 
 
 def test_a_failure_of_one_rank_between_rounds_is_everybodys(tmp_path):

@@ -83,11 +83,11 @@ def lay_out(value: Tensor, layout: str, meshes: dict[str, DeviceMesh]) -> Tensor
     parts = list(uneven_parts(value, dim))
     rank, mesh = dist.get_rank(), meshes[ROW]
     if layout == "shards in a wrapper":
-        mine = [(part.clone(), offsets) for part, offsets, holder in parts if holder == rank]
-        wrapper = LocalShardsWrapper([part for part, _ in mine], [offsets for _, offsets in mine])
+        own = [(part.clone(), offsets) for part, offsets, holder in parts if holder == rank]
+        wrapper = LocalShardsWrapper([part for part, _ in own], [offsets for _, offsets in own])
         return DTensor.from_local(wrapper, mesh, [Shard(0)], run_check=False, shape=value.shape, stride=value.stride())
-    told = [(part, ShardMetadata(list(at), list(part.shape), f"rank:{by}/cpu"), by) for part, at, by in parts]
-    shards = [sharded_tensor.Shard(part.clone(), metadata) for part, metadata, by in told if by == rank]
+    described = [(part, ShardMetadata(list(at), list(part.shape), f"rank:{by}/cpu"), by) for part, at, by in parts]
+    shards = [sharded_tensor.Shard(part.clone(), metadata) for part, metadata, by in described if by == rank]
     return sharded_tensor.init_from_local_shards(shards, *value.shape)
 
 

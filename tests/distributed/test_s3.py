@@ -25,7 +25,7 @@ from tests.harness.s3 import reached, s3_server
 pytestmark = pytest.mark.filterwarnings("ignore:Sending a large body directly with raw bytes:ResourceWarning")
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-IMPATIENT = retry.Patience(attempts=4, pause_seconds=0.01, request_seconds=20.0)
+IMPATIENT = retry.RetryPolicy(attempts=4, pause_seconds=0.01, request_seconds=20.0)
 DEADLINE_SECONDS = 5.0
 ROWS = 4099  # no multiple of the ranks
 
@@ -39,7 +39,7 @@ def s3():
 @pytest.fixture
 def here(s3, monkeypatch):
     """The server, reached from this process, with small parts and little patience."""
-    monkeypatch.setattr(retry, "PATIENCE", IMPATIENT)
+    monkeypatch.setattr(retry, "RETRY_POLICY", IMPATIENT)
     monkeypatch.setattr(remote, "PART_BYTES", 1 << 20)
     s3.plan()
     with reached(s3.options()):
@@ -114,7 +114,7 @@ def test_every_request_fails_once(here, kind):
     ],
 )
 def test_a_request_that_hangs_is_abandoned_and_made_again(here, monkeypatch, match):
-    monkeypatch.setattr(retry, "PATIENCE", retry.Patience(attempts=3, pause_seconds=0.01, request_seconds=1.5))
+    monkeypatch.setattr(retry, "RETRY_POLICY", retry.RetryPolicy(attempts=3, pause_seconds=0.01, request_seconds=1.5))
     root = here.new_root() + "/c"
     here.plan({"kind": "hang", "seconds": 30, "match": match, "all": True})
     begin = time.monotonic()
@@ -155,17 +155,17 @@ def test_what_does_not_pass_is_told_and_commits_nothing(here, match, doing, left
 def test_what_others_write_is_seen_at_once(here):
     """Though s3fs keeps listings."""
     root = here.new_root()
-    mine = storage_of(root)
+    storage = storage_of(root)
     other = RemoteStorage(fsspec.filesystem("s3", skip_instance_cache=True, use_listings_cache=True), root[5:])
-    mine.write("a", [memoryview(b"1")])
-    assert mine.names() == ["a"]
+    storage.write("a", [memoryview(b"1")])
+    assert storage.names() == ["a"]
     other.write("b", [memoryview(b"12")])
-    assert mine.names() == ["a", "b"]
-    assert mine.names() == ["a", "b"]
+    assert storage.names() == ["a", "b"]
+    assert storage.names() == ["a", "b"]
     other.write("b", [memoryview(b"123")])
-    assert mine.size("b") == 3
+    assert storage.size("b") == 3
     other.remove("a")
-    assert not mine.exists("a")
+    assert not storage.exists("a")
 
 
 def test_an_interrupted_save_leaves_no_upload(here, monkeypatch):
@@ -258,13 +258,13 @@ def zeros():
 
 
 def save_on_ranks(options, root, step):
-    retry.PATIENCE, remote.PART_BYTES = IMPATIENT, 1 << 19
+    retry.RETRY_POLICY, remote.PART_BYTES = IMPATIENT, 1 << 19
     with reached(options):
         return checkpoint.Manager(root, deadline_seconds=DEADLINE_SECONDS).save(step, state(step), force=True)
 
 
 def restore_on_ranks(options, root, step):
-    retry.PATIENCE = IMPATIENT
+    retry.RETRY_POLICY = IMPATIENT
     with reached(options):
         app = zeros()
         places = [app[key].to_local().data_ptr() for key in ("rows", "columns", "both")]

@@ -321,15 +321,15 @@ def save_stages_that_drift(folder, kind):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "copies"))["copies"]
         shared = torch.distributed.tensor.DTensor.from_local(shared, mesh, [Replicate()])
     app = {f"of{rank // 2}": shared, f"own{rank}": torch.ones(3)}
-    told = []
+    refused = []
     for number in range(3):
         if number == 2 and rank == 3:
             (shared if kind == "plain" else shared.to_local()).add_(1)
         try:
             checkpoint.save(f"{folder}/{number}", app)
         except StateError as error:
-            told.append((number, error.problems[0].key))
-    return told
+            refused.append((number, error.problems[0].key))
+    return refused
 
 
 @pytest.mark.parametrize("kind", ["plain", "cut mesh"])
@@ -448,19 +448,19 @@ def save_again(path):
     model = {f"w{i}": distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None) for i in range(300)}
     channel = ranks_of()._channel
     counter = channel.store = CountingStore(channel.store)
-    told = []
+    received_bytes = []
     for step in range(3):
         before = counter.nbytes
         checkpoint.save(f"{path}/{step}", {"model": model, "step": step})
-        told.append(counter.nbytes - before)
-    return told
+        received_bytes.append(counter.nbytes - before)
+    return received_bytes
 
 
 def test_a_second_save_of_the_same_layouts_says_little(tmp_path):
-    told = run_ranks(4, save_again, str(tmp_path))
-    assert all(second <= 1024 for _, *later in told[1:] for second in later)
-    assert all(second <= 4 * 1024 for second in told[0][1:])  # hears from all
-    assert all(second > 0 for _, *later in told for second in later)
+    received_bytes = run_ranks(4, save_again, str(tmp_path))
+    assert all(second <= 1024 for _, *later in received_bytes[1:] for second in later)
+    assert all(second <= 4 * 1024 for second in received_bytes[0][1:])  # hears from all
+    assert all(second > 0 for _, *later in received_bytes for second in later)
 
 
 def test_memory_filesystem_takes_the_same_line():

@@ -118,8 +118,8 @@ def test_a_host_that_is_cut_off_in_a_save_is_left_behind(tmp_path):
         wanted_keys = other.keys()
         assert one.keys() == wanted_keys
         for key in wanted_keys:
-            found, wanted = one.read(key), other.read(key)
-            if isinstance(found, torch.Tensor):
-                torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+            value, wanted = one.read(key), other.read(key)
+            if isinstance(value, torch.Tensor):
+                torch.testing.assert_close(value, wanted, rtol=1e-4, atol=1e-6)
             else:
-                assert found == wanted
+                assert value == wanted

@@ -64,11 +64,11 @@ def check_flips(path, count):
     for file, offset, flip in places(path, count):
         whole = file.read_bytes()
         file.write_bytes(whole[:offset] + bytes([whole[offset] ^ flip]) + whole[offset + 1 :])
-        told = found_by_verify(path), found_by_load(path)
-        assert all(file.name in text for text in told), (file.name, offset)
+        texts = found_by_verify(path), found_by_load(path)
+        assert all(file.name in text for text in texts), (file.name, offset)
         here = [each for each in entries.get(file.name, ()) if each.begin <= offset < each.end]
         if here and not here[0].key.startswith("__"):
-            assert all(repr(here[0].key) in text for text in told), (file.name, offset, here[0].key)
+            assert all(repr(here[0].key) in text for text in texts), (file.name, offset, here[0].key)
             named += 1
         file.write_bytes(whole)
     assert checkpoint.verify(path).ok

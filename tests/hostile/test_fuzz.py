@@ -42,14 +42,14 @@ def seal(text):
     return text + b',"xxh3":"' + xxhash.xxh3_64_hexdigest(text).encode() + b'"}'
 
 
-def nodes(tree, found=None):
+def nodes(tree, places=None):
     """Every (container, key) in a JSON tree."""
-    found = [] if found is None else found
+    places = [] if places is None else places
     if isinstance(tree, dict | list):
         for key, child in list(tree.items() if isinstance(tree, dict) else enumerate(tree)):
-            found.append((tree, key))
-            nodes(child, found)
-    return found
+            places.append((tree, key))
+            nodes(child, places)
+    return places
 
 
 def mutate_json(text, numbers):

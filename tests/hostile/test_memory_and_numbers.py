@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from shardopt import checkpoint
-from shardopt.checkpoint.commit import read_manifest
 from shardopt.checkpoint.format.constants import DTYPES
 from shardopt.checkpoint.format.data_file import parse_header
 from shardopt.checkpoint.reading.data_file_reader import OpenFile
 from shardopt.checkpoint.reading.fetch import fetch
+from shardopt.checkpoint.reading.read_manifest import read_manifest
 from shardopt.checkpoint.reading.read_plan import ReadRequest
 from shardopt.checkpoint.storage import storage_of
 from shardopt.errors import CorruptionError, MismatchError

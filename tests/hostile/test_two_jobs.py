@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from shardopt import checkpoint
-from shardopt.checkpoint.commit import read_manifest
-from shardopt.checkpoint.run.retention import remove_checkpoint
+from shardopt.checkpoint.commit import remove_checkpoint
+from shardopt.checkpoint.reading.read_manifest import read_manifest
 from shardopt.checkpoint.storage import storage_of
 from shardopt.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError
 from tests.harness import Fault
@@ -22,7 +22,7 @@ from tests.harness.schedules import orders
 
 LOCAL, REMOTE = "shardopt.checkpoint.storage:LocalStorage.", "shardopt.checkpoint.storage:RemoteStorage."
 SYSTEM = ["os:mkdir", "os:open", "os:link", "os:listdir", "os:unlink", "os:rmdir", "os:stat", "os:preadv", "os:writev"]
-SYSTEM += [LOCAL + "read", LOCAL + "_write_aside"]
+SYSTEM += [LOCAL + "read", LOCAL + "_write_temporary"]
 REQUESTS = ["shardopt.checkpoint.storage.retry:Requests.once"]
 METHODS = ["make", "names", "size", "read", "write", "publish_new", "remove", "remove_if_empty"]
 
@@ -52,7 +52,7 @@ class Place:
         return storage_of(self.path, durable=False)
 
     def leave_remains(self):
-        """What a save that died has left."""
+        """The remains of a save that died."""
         self.storage.make()
         self.storage.write("dead0-r00000.safetensors", [memoryview(b"remains")])
 
@@ -80,7 +80,7 @@ class Place:
 
     @property
     def operations(self):
-        """What the methods are made of."""
+        """The operations that the methods are made of."""
         return REQUESTS if self.remote else SYSTEM
 
 

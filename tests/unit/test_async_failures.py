@@ -14,7 +14,9 @@ import torch
 import shardopt
 from shardopt import checkpoint
 from shardopt.checkpoint.async_save import AsyncSaver
-from shardopt.checkpoint.writing import staging, tracking
+from shardopt.checkpoint.save import SaveOptions
+from shardopt.checkpoint.writing import pending as pending_saves
+from shardopt.checkpoint.writing import staging
 from shardopt.errors import StateError
 from shardopt.staging_fence import wait_for_copies
 
@@ -26,7 +28,7 @@ STAGES = ("now", "lazy")
 
 
 class Injected(Exception):
-    """What is raised on purpose."""
+    """The error that is raised on purpose."""
 
 
 @contextmanager
@@ -74,7 +76,7 @@ def calls_of_sound_save(stage, url):
             calls.append((frame.f_code.co_qualname, frame.f_back.f_code.co_qualname, frame.f_back.f_lineno))
 
         with each_call(note):
-            pending = saver.save(f"{url}-{number}", app, stage=stage, durable=False)
+            pending = saver.save(f"{url}-{number}", app, SaveOptions(durable=False), stage=stage)
         pending.result(30)
         saver.close()
     return calls
@@ -96,19 +98,19 @@ def fail_at(n, stage, error, url):
     failed = False
     try:
         with each_call(visit):
-            pending = saver.save(f"{url}-first", app, stage=stage, durable=False)
+            pending = saver.save(f"{url}-first", app, SaveOptions(durable=False), stage=stage)
         assert pending.done.wait(30)
         pending.result(0)
     except error:
         failed = True
     wait_for_copies()
     step(app)
-    again = saver.save(f"{url}-second", app, stage=stage, durable=False)
+    again = saver.save(f"{url}-second", app, SaveOptions(durable=False), stage=stage)
     again.result(30)
     saver.close()
     assert not app["optimizer"]._optimizer_step_pre_hooks
     step(app)
-    assert not tracking._tracked
+    assert not pending_saves._tracked
     assert checkpoint.verify(f"{url}-second").ok
     return failed
 
@@ -130,7 +132,7 @@ def test_an_optimizer_that_takes_no_hooks_fails_the_save_each_time(stage, tmp_pa
     step(app)
     saver.save(tmp_path / "three", app, stage=stage).result(30)
     saver.close()
-    assert not tracking._tracked
+    assert not pending_saves._tracked
 
 
 @pytest.mark.parametrize("metrics", [{"loss": "n/a"}, {"loss": 1.0, "more": torch.ones(2)}, 0.5], ids=str)
@@ -152,8 +154,8 @@ def test_a_forked_child_has_nothing_of_a_save_that_goes_on(tmp_path, monkeypatch
         try:
             gate.set()
             step(app)
-            saver.save(tmp_path / "child", app, durable=False).result(30)
-            os._exit(0 if not tracking._tracked else 1)
+            saver.save(tmp_path / "child", app, SaveOptions(durable=False)).result(30)
+            os._exit(0 if not pending_saves._tracked else 1)
         finally:
             os._exit(2)
     until = time.monotonic() + 60

@@ -16,6 +16,7 @@ from torch import nn
 import shardopt
 from shardopt import checkpoint
 from shardopt.checkpoint.async_save import AsyncSaver
+from shardopt.checkpoint.save import SaveOptions
 from shardopt.checkpoint.writing import staging
 from shardopt.checkpoint.writing.staging import changed_by_steps_alone
 from shardopt.errors import CheckpointError, CheckpointExistsError, StateError
@@ -88,11 +89,11 @@ def snapshot(app):
 def assert_stored(url, expected):
     with checkpoint.open(url) as reader:
         for key, value in expected.items():
-            found = reader.read(key)
+            value_stored = reader.read(key)
             if isinstance(value, torch.Tensor):
-                assert found.dtype == value.dtype and torch.equal(found, value), key
+                assert value_stored.dtype == value.dtype and torch.equal(value_stored, value), key
             else:
-                assert found == value, key
+                assert value_stored == value, key
 
 
 def adam(model, **options):
@@ -257,7 +258,7 @@ def test_changing_a_lazy_tensor_by_hand_fails_the_save_by_its_name(gate, saver, 
 
 def load_state(app):
     saved = app["optimizer"].state_dict()
-    moved = {name: {key: value + 1 for key, value in its.items()} for name, its in saved["state"].items()}
+    moved = {name: {key: value + 1 for key, value in state.items()} for name, state in saved["state"].items()}
     app["optimizer"].load_state_dict({**saved, "state": moved})
 
 
@@ -360,7 +361,8 @@ def test_nothing_of_a_save_is_kept_but_host_memory(saver, tmp_path):
     model = Net()
     optimizer = adam(model)
     for number in range(5):
-        saver.save(tmp_path / str(number), {"model": model, "optimizer": optimizer}, stage="lazy", durable=False)
+        app = {"model": model, "optimizer": optimizer}
+        saver.save(tmp_path / str(number), app, SaveOptions(durable=False), stage="lazy")
     saver.wait()
     assert len(optimizer._optimizer_step_pre_hooks) == 0
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("shardopt")]

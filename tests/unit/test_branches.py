@@ -286,7 +286,7 @@ def test_what_is_saved_after_a_load_that_was_refused_is_part_of_the_run(tmp_path
     assert manager.steps() == [100, 200, 400] and restored(checkpoint.Manager(tmp_path)) == (400, -4)
 
 
-OPERATIONS = ("make", "write", "publish", "remove", "retract", "remove_if_empty", "names", "read", "size")
+OPERATIONS = ("make", "write", "publish", "remove", "remove_durably", "remove_if_empty", "names", "read", "size")
 
 
 class Stop(BaseException):

@@ -60,8 +60,8 @@ def file(tmp_path_factory):
     checkpoint.save(
         path, {"big": big, "b": torch.tensor([True]), "c": torch.zeros(0, 3), "z": torch.ones(2, dtype=torch.cfloat)}
     )
-    (found,) = path.glob("*.safetensors")
-    return found.read_bytes()
+    (data_file,) = path.glob("*.safetensors")
+    return data_file.read_bytes()
 
 
 def parse(data):

@@ -1,4 +1,4 @@
-"""What tells two states apart: fingerprints of their geometry and values, and what ranks are told where they differ."""
+"""Descriptions: fingerprints of geometry and values that distinguish states, and the errors where ranks differ."""
 
 import copy
 import json

@@ -53,18 +53,18 @@ def test_it_is_allocated_once_and_grows_only_for_more():
 
 
 def mapping_of(tensor):
-    """What the system says of the memory of a tensor, by name; None where there is none."""
-    found, address = None, tensor.data_ptr()
+    """The fields of the mapping of a tensor's memory in /proc/self/smaps, by name; None where there is none."""
+    fields, address = None, tensor.data_ptr()
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, _, rest = line.partition(" ")
         if "-" in name and not name.endswith(":"):
             begin, end = (int(each, 16) for each in name.split("-"))
-            if found is not None:
-                return found
-            found = {} if begin <= address < end else None
-        elif found is not None:
-            found[name.rstrip(":")] = rest.split()
-    return found
+            if fields is not None:
+                return fields
+            fields = {} if begin <= address < end else None
+        elif fields is not None:
+            fields[name.rstrip(":")] = rest.split()
+    return fields
 
 
 def test_pages_are_made_at_once_and_before_they_are_touched():
@@ -116,7 +116,7 @@ def test_a_forked_child_has_none_of_it_and_can_make_its_own():
 
 
 class FakeRuntime:
-    """What pins host memory."""
+    """The functions of the CUDA runtime that pin host memory."""
 
     def __init__(self):
         self.pinned, self.code = {}, 0
@@ -137,7 +137,7 @@ def runtime(monkeypatch):
 
 
 def like(shape, is_cuda):
-    """What is asked of a tensor that may be on a GPU."""
+    """A stand-in for a tensor that may be on a GPU."""
     tensor = torch.empty(shape)
     return SimpleNamespace(
         dtype=tensor.dtype, shape=tensor.shape, is_cuda=is_cuda, numel=tensor.numel, element_size=tensor.element_size
@@ -185,7 +185,7 @@ class FakeStream:
 
 
 class FakeAccelerator:
-    """What torch asks of an accelerator's module; notes what each thread does, and on which device and stream."""
+    """A stand-in for the module of an accelerator; notes what each thread does, and on which device and stream."""
 
     def __init__(self):
         self.local, self.noted = threading.local(), []

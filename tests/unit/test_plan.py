@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shardopt.checkpoint.format.constants import DTYPES
 from shardopt.checkpoint.planning.assign import Member, assign, check_covers
 from shardopt.checkpoint.planning.describe import Geometry
-from shardopt.checkpoint.writing.write import OwnParts, SavePlan
+from shardopt.checkpoint.planning.save_plan import RankWrites, SavePlan
 from shardopt.errors import LayoutError
 from shardopt.sharding.box import Box, cover_faults, whole
 from shardopt.sharding.layout import Layout
@@ -65,7 +65,7 @@ def loads(ranks, members, assigned):
 
 
 def least_possible(ranks, members):
-    """What the fullest rank must write at least, if boxes could be cut anywhere: for each set of ranks, what only they
+    """The least that the fullest rank must write, if boxes could be cut anywhere: for each set of ranks, what only they
     hold, shared out evenly."""
     held_by = defaultdict(int)
     for member in members.values():
@@ -92,7 +92,7 @@ def test_everything_is_written_once_by_a_rank_that_holds_it(seed, cut_plain):
         slots = defaultdict(list)
         for rank, slot in writers:
             slots[rank].append(slot)
-        assert all(sorted(found) == list(range(len(found))) for found in slots.values())  # no file is left out
+        assert all(sorted(numbers) == list(range(len(numbers))) for numbers in slots.values())  # no file is left out
 
 
 @settings(max_examples=150)
@@ -216,7 +216,7 @@ def test_a_rank_writes_what_it_was_assigned():
     plan = SavePlan(Geometry(members, {"rng": ("rng",)}), ranks)
     written = Counter()
     for rank in range(ranks):
-        own = OwnParts(plan, rank)
+        own = RankWrites(plan, rank)
         for slot, parts in own.slots.items():
             assert len({part.key for part in parts}) == len(parts)
             assert [part.dtype.itemsize for part in parts] == sorted(
@@ -235,7 +235,7 @@ def test_a_rank_writes_what_it_was_assigned():
 
 def test_headers_are_kept_for_the_last_length_only():
     """Values per rank change their length with every save; what was made for them must not pile up."""
-    own = OwnParts(SavePlan(Geometry({}, {"rng": ("rng",)}), 1), 0)
+    own = RankWrites(SavePlan(Geometry({}, {"rng": ("rng",)}), 1), 0)
     assert own.header(0, 10) is own.header(0, 10)
     for nbytes in range(1, 50):
         own.header(0, nbytes)
@@ -255,7 +255,7 @@ def test_a_large_mesh_takes_little_time():
     members |= {f"n.{i}": Member(("x",), DTYPES["float32"], Layout.replicated((64,)), everyone) for i in range(600)}
     begin = time.process_time()
     plan = SavePlan(Geometry(members, {}), 512)
-    OwnParts(plan, 77)
+    RankWrites(plan, 77)
     assert time.process_time() - begin < 3
     load = loads(512, members, plan.assigned)
     assert max(load) <= 1.1 * sum(load) / 512 + MIB

@@ -17,12 +17,13 @@ from shardopt.checkpoint.commit import commit
 from shardopt.checkpoint.format.constants import DTYPES, SEGMENT_BYTES
 from shardopt.checkpoint.planning.assign import Member
 from shardopt.checkpoint.planning.describe import Geometry
+from shardopt.checkpoint.planning.save_plan import RankWrites, SavePlan
 from shardopt.checkpoint.reading import fetch as read_module
 from shardopt.checkpoint.reading import read_plan as batches_module
 from shardopt.checkpoint.reading import reader as reader_module
 from shardopt.checkpoint.reading.fetch import fetch, pieces_in_order
 from shardopt.checkpoint.storage import LocalStorage, storage_of
-from shardopt.checkpoint.writing.write import OwnParts, SavePlan, from_memory, write_files
+from shardopt.checkpoint.writing.write import from_memory, write_files
 from shardopt.errors import CheckpointError, CorruptionError
 from shardopt.sharding.box import Box, whole
 from shardopt.sharding.layout import Layout
@@ -78,7 +79,7 @@ def store(path, tensors, boxes, ranks=1):
             )
             for key, t in tensors.items()
         }
-        files = write_files(storage, "0a", OwnParts(plan, rank, views), from_memory(views), None)
+        files = write_files(storage, "0a", RankWrites(plan, rank, views), from_memory(views), None)
         reports.append([[file.name, file.nbytes, file.digest] for file in files])
     commit(storage, "0a", plan, {}, reports)
     return path
@@ -360,7 +361,7 @@ def test_what_a_rank_has_for_itself_may_be_hostile(tmp_path):
         storage = storage_of(path)
         storage.make()
         plan = SavePlan(Geometry({}, {"mine": ("mine",)}), 1)
-        files = write_files(storage, "0a", OwnParts(plan, 0), iter, text)
+        files = write_files(storage, "0a", RankWrites(plan, 0), iter, text)
         commit(storage, "0a", plan, {}, [[[file.name, file.nbytes, file.digest] for file in files]])
         with checkpoint.open(path) as reader, pytest.raises(CorruptionError):
             reader.per_rank(0)

@@ -1,4 +1,4 @@
-"""What is hashed of replicas: the same bytes whatever their strides, at places that follow from the size alone."""
+"""The hashes of replicas: of the same bytes whatever their strides, at places that follow from the size alone."""
 
 import math
 
@@ -17,8 +17,8 @@ KIB = 1024
 
 
 def hashed(tensor, which="sampled"):
-    ((found,),) = [boxes.values() for boxes in contents_of({"x": view_of(tensor)}, which).values()]
-    return found
+    ((digest,),) = [boxes.values() for boxes in contents_of({"x": view_of(tensor)}, which).values()]
+    return digest
 
 
 def raw(tensor):
@@ -26,7 +26,7 @@ def raw(tensor):
 
 
 def sample(data, itemsize):
-    """What the documentation says is hashed of these bytes."""
+    """The hash of these bytes according to the documentation."""
     if len(data) <= 64 * KIB:
         return data
     elements, block = len(data) // itemsize, KIB // itemsize
@@ -73,7 +73,7 @@ def test_what_is_gathered_is_copied_in_batches(monkeypatch):
     views = {key: view_of(tensor) for key, tensor in tensors.items()}
     wanted = {which: contents_of(views, which) for which in ("sampled", "all")}
     monkeypatch.setattr(replicas, "_COPIED_BYTES", 100 * KIB)
-    monkeypatch.setattr(replicas, "_PART_BYTES", 30 * KIB)
+    monkeypatch.setattr(replicas, "_PIECE_BYTES", 30 * KIB)
     assert {which: contents_of(views, which) for which in wanted} == wanted
 
 

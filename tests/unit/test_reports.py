@@ -1,4 +1,4 @@
-"""What is told of saves, loads, verifications, reshardings and uploads, and of how far they have come."""
+"""Reports of saves, loads, verifications, reshardings and uploads, and their progress."""
 
 import logging
 import sys
@@ -16,14 +16,14 @@ def app():
 
 
 @pytest.fixture
-def told():
+def events():
     reports = []
     remove = checkpoint.add_listener(lambda event, report: reports.append((event, report)))
     yield reports
     remove()
 
 
-def test_everything_that_is_done_is_told(tmp_path, told, caplog):
+def test_everything_that_is_done_is_told(tmp_path, events, caplog):
     caplog.set_level(logging.INFO, "shardopt")
     a, b = str(tmp_path / "a"), str(tmp_path / "b")
     saved = checkpoint.save(a, app())
@@ -34,9 +34,9 @@ def test_everything_that_is_done_is_told(tmp_path, told, caplog):
     beside = pending.result()
     with checkpoint.Mirror(tmp_path, "memory://shardopt-told") as mirror:
         mirror.upload("c")
-    assert [event for event, _ in told] == ["save", "load", "verify", "reshard", "save", "upload"]
-    assert [report for _, report in told][:4] == [saved, loaded, verified, resharded]
-    assert told[4][1].save_id == beside.save_id
+    assert [event for event, _ in events] == ["save", "load", "verify", "reshard", "save", "upload"]
+    assert [report for _, report in events][:4] == [saved, loaded, verified, resharded]
+    assert events[4][1].save_id == beside.save_id
     lines = [record.getMessage() for record in caplog.records if record.name == "shardopt"]
     assert len(lines) == 6
     words = dict(word.split("=", 1) for word in lines[0].split()[1:])
@@ -55,7 +55,7 @@ def test_figures_are_numbers():
     assert checkpoint.figures(checkpoint.SaveReport("u", "id", 0, 0, 0, 0.0))["gb_per_second"] == 0.0
 
 
-def test_a_listener_that_fails_does_no_harm(tmp_path, told, caplog):
+def test_a_listener_that_fails_does_no_harm(tmp_path, events, caplog):
     def fails(event, report):
         raise ZeroDivisionError
 
@@ -66,7 +66,7 @@ def test_a_listener_that_fails_does_no_harm(tmp_path, told, caplog):
     remove()
     caplog.clear()
     checkpoint.save(tmp_path / "b", {"n": 1})
-    assert caplog.text == "" and len(told) == 2
+    assert caplog.text == "" and len(events) == 2
 
 
 @pytest.mark.parametrize("to", ["local", "memory"])

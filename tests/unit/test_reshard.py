@@ -56,9 +56,9 @@ def test_what_ranks_of_that_number_would_have_written(saved_by_two, tmp_path):
     """Whoever loads on as many ranks reads each box as it is stored."""
     checkpoint.reshard(saved_by_two, tmp_path / "three", world_size=3)
     run_ranks(3, save_state, str(tmp_path / "by-three"))
-    with checkpoint.open(tmp_path / "three") as ours, checkpoint.open(tmp_path / "by-three") as theirs:
+    with checkpoint.open(tmp_path / "three") as ours, checkpoint.open(tmp_path / "by-three") as by_three:
         for name in set(SHAPES) - {"table"}:  # its uneven boxes follow no rule
-            assert ours.info(f"state.{name}") == theirs.info(f"state.{name}"), name
+            assert ours.info(f"state.{name}") == by_three.info(f"state.{name}"), name
     assert [step for step, _ in run_ranks(3, load_state, str(tmp_path / "three"))] == [7, 7, 7]
 
 

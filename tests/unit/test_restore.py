@@ -100,7 +100,7 @@ def test_what_says_nothing_of_the_bytes_is_no_damage(tmp_path, monkeypatch, numb
 
 
 def test_a_store_that_is_down_is_no_damage(monkeypatch):
-    monkeypatch.setattr(retry, "PATIENCE", retry.Patience(2, 0.001, 0.001, 5.0))
+    monkeypatch.setattr(retry, "RETRY_POLICY", retry.RetryPolicy(2, 0.001, 0.001, 5.0))
     root = "memory://shardopt-down"
     manager = saved(root, 1, 2)
     fs = fsspec.filesystem("memory")

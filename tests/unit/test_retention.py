@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardopt import checkpoint
-from shardopt.checkpoint.run.retention import Best, Rules, remove_checkpoint, steps_to_keep
+from shardopt.checkpoint.commit import remove_checkpoint
+from shardopt.checkpoint.run.retention import Best, Rules, steps_to_keep
 from shardopt.checkpoint.storage import LocalStorage
 
 STEPS_AND_RESUMED = st.sets(st.integers(0, 60), min_size=1, max_size=15).flatmap(
@@ -80,7 +81,7 @@ def test_a_removal_that_ends_early_leaves_no_checkpoint_or_a_whole_one(tmp_path,
 
         return call
 
-    for name in ("retract", "names", "remove", "remove_if_empty"):
+    for name in ("remove_durably", "names", "remove", "remove_if_empty"):
         monkeypatch.setattr(LocalStorage, name, count(getattr(LocalStorage, name)))
     if at <= 5:
         with pytest.raises(KeyboardInterrupt):

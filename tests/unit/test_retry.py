@@ -7,11 +7,11 @@ import time
 import pytest
 
 from shardopt.checkpoint.storage import retry
-from shardopt.checkpoint.storage.retry import Patience, Requests, in_thread, may_pass
+from shardopt.checkpoint.storage.retry import Requests, RetryPolicy, is_transient, run_in_thread
 from shardopt.errors import CheckpointError, CorruptionError
 from tests.harness.planned_fs import PlannedFileSystem
 
-QUICK = Patience(attempts=3, pause_seconds=0.01, request_seconds=0.2)
+QUICK = RetryPolicy(attempts=3, pause_seconds=0.01, request_seconds=0.2)
 
 
 class HTTPError(Exception):
@@ -58,7 +58,7 @@ def test_what_may_pass_is_tried_until_it_has(error):
             raise errors.pop()
         return 7
 
-    assert may_pass(error)
+    assert is_transient(error)
     assert Requests(PlannedFileSystem(), QUICK).repeat("do", sometimes) == 7
 
 
@@ -96,9 +96,9 @@ def test_pauses_double_up_to_the_longest(monkeypatch):
     pauses = []
     monkeypatch.setattr(retry.time, "sleep", pauses.append)
     monkeypatch.setattr(retry.random, "uniform", lambda low, high: high)
-    patience = Patience(attempts=6, pause_seconds=1.0, longest_pause_seconds=5.0)
+    policy = RetryPolicy(attempts=6, pause_seconds=1.0, longest_pause_seconds=5.0)
     with pytest.raises(CheckpointError):
-        Requests(PlannedFileSystem(TimeoutError(), times=99), patience).call("x", "info", "/a")
+        Requests(PlannedFileSystem(TimeoutError(), times=99), policy).call("x", "info", "/a")
     assert pauses == [1.0, 2.0, 4.0, 5.0, 5.0]
 
 
@@ -112,6 +112,6 @@ def test_a_request_without_an_answer_is_abandoned_and_made_again():
 
 
 def test_a_thread_gives_what_its_function_returns_or_raises():
-    assert in_thread(lambda: threading.current_thread().name).result() == "shardopt-request"
+    assert run_in_thread(lambda: threading.current_thread().name).result() == "shardopt-request"
     with pytest.raises(ZeroDivisionError):
-        in_thread(lambda: 1 // 0).result()
+        run_in_thread(lambda: 1 // 0).result()

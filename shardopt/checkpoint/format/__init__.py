@@ -1,1 +1,1 @@
-"""What lies on disk: constants, the manifest, data files, and the bytes of tensors."""
+"""The format on disk: constants, the manifest, data files, metrics, and the bytes of tensors."""

@@ -1,4 +1,4 @@
-"""What a checkpoint is on disk: names, limits, dtypes, and how untrusted JSON is read. No I/O, no torch.
+"""Constants of the format on disk: names, limits, dtypes; and the reading of untrusted JSON. No I/O, no torch.
 
 A checkpoint is a directory:
 
@@ -6,7 +6,7 @@ A checkpoint is a directory:
     <save_id>-r00000-1.safetensors     the second box of tensors of which a rank writes two, and so on
     manifest.json                      written last: its existence is the commit
 
-docs/format.md tells it all to a reader who has only the bytes.
+docs/format.md is the specification of the format.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardopt.errors import CorruptionError, Problem
 
 FORMAT_NAME = "shardopt"
 FORMAT_VERSION = 2
-"""What is written, and the newest that is read."""
+"""The version that is written, and the newest that is read."""
 
 MANIFEST_NAME = "manifest.json"
 METRICS_NAME = "metrics.json"
@@ -44,7 +44,7 @@ PER_RANK_PREFIX = "__per_rank__."
 
 @dataclass(frozen=True, slots=True)
 class Dtype:
-    """How a dtype is stored. `safetensors` is None where that format has no name: then as bytes, one more dimension."""
+    """A stored dtype. `safetensors` is None where that format has no name: then it is bytes, in one more dimension."""
 
     name: str  # torch's name, and the manifest's
     itemsize: int
@@ -70,43 +70,43 @@ DTYPES: Mapping[str, Dtype] = {dtype.name: dtype for dtype in _DTYPE_TABLE}
 
 
 FILE_NAME = re.compile(r"[0-9A-Za-z]{1,64}-r\d{5,9}(-[1-9]\d{0,8})?" + re.escape(DATA_SUFFIX), re.ASCII)
-"""What `file_name` gives. Nothing else is ever opened or removed because a manifest or a listing names it."""
+"""Matches the names that `file_name` returns. No other file that a manifest or listing names is opened or removed."""
 
 
 def file_name(save_id: str, rank: int, slot: int) -> str:
-    """The name of a data file: the save, the rank that wrote it, and which of the rank's files it is."""
+    """Returns the name of a data file: the save, the rank that wrote it, and which of the rank's files it is."""
     return f"{save_id}-{file_stem(rank, slot)}{DATA_SUFFIX}"
 
 
 def file_stem(rank: int, slot: int) -> str:
-    """The part of a data file's name that is its own within a save."""
+    """Returns the section of a data file's name that tells it from the other files of a save, such as "r00003-1"."""
     return f"r{rank:05d}" + (f"-{slot}" if slot else "")
 
 
 def segment_count(nbytes: int) -> int:
-    """How many checksums so many bytes of a tensor have."""
+    """Returns the number of segments, and so of checksums, that so many bytes of a tensor have."""
     return -(-nbytes // SEGMENT_BYTES)
 
 
 def stored_shape(dtype: Dtype, shape: Sequence[int]) -> list[int]:
-    """The shape that a box has in a data file."""
+    """Returns the shape that a box has in a data file."""
     return [*shape] if dtype.safetensors else [*shape, dtype.itemsize]
 
 
 def read_sizes(wire: Iterable[Any]) -> tuple[int, ...]:
-    """Sizes from untrusted JSON. Raises ValueError for anything else."""
+    """Returns sizes from untrusted JSON. Raises ValueError for anything else."""
     return tuple(map(read_size, wire))
 
 
 def read_size(wire: Any) -> int:
-    """A size from untrusted JSON. Raises ValueError for anything else."""
+    """Returns a size from untrusted JSON. Raises ValueError for anything else."""
     if type(wire) is not int or not 0 <= wire < 2**63:
         raise ValueError(f"{str(wire)[:40]!r} where a size is wanted")
     return wire
 
 
 def all_sizes(numbers: Collection[Any]) -> bool:
-    """Whether all of these are sizes; as `read_size`, in bulk."""
+    """Whether all numbers are sizes; as `read_size`, in bulk."""
     return not numbers or (set(map(type, numbers)) == {int} and min(numbers) >= 0 and max(numbers) < 2**63)
 
 
@@ -114,10 +114,14 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def load_json(data: bytes, where: str, members: Callable[[list[tuple[str, Any]]], Any] = dict) -> dict[str, Any]:
-    """Parses bytes that nobody vouches for; `members` makes each object of its members."""
+    """Parses a JSON object from untrusted bytes; `members` makes each object from its pairs.
+
+    Raises:
+        CorruptionError: the bytes are no JSON object.
+    """
     try:
         text = data.decode()  # json would take UTF-16 and worse
-        # json has a much faster way where it need not ask.
+        # json is much faster without a hook.
         loaded = json.loads(text) if members is dict else json.loads(text, object_pairs_hook=members)
         if _SURROGATE.search(text):  # json takes half of a pair, which nothing can print or store
             json.dumps(loaded, ensure_ascii=False).encode()
@@ -129,7 +133,7 @@ def load_json(data: bytes, where: str, members: Callable[[list[tuple[str, Any]]]
 
 
 def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The members of a JSON object, for `load_json`; ValueError if one stands twice."""
+    """Returns the members of a JSON object, for `load_json`. Raises ValueError if one stands twice."""
     members = dict(pairs)
     if len(members) != len(pairs):
         raise ValueError("a member that stands twice")
@@ -137,16 +141,16 @@ def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def seal(text: bytes) -> bytes:
-    """A JSON object without its closing brace, closed by a member "xxh3": the hash of all bytes before it."""
+    """Closes a JSON object that lacks its closing brace by a member "xxh3", the hash of all bytes before it."""
     return text + b',"xxh3":"' + xxhash.xxh3_64_hexdigest(text).encode() + b'"}'
 
 
 def is_sealed(data: bytes) -> bool:
-    """Whether these are bytes that `seal` gave."""
+    """Whether the bytes end in a valid seal, as `seal` writes it."""
     return data[-SEAL_BYTES:] == seal(data[:-SEAL_BYTES])[-SEAL_BYTES:]
 
 
-def damaged(where: str, found: str) -> CorruptionError:
-    """The error for stored bytes that are not what was written."""
+def damaged(where: str, fault: str) -> CorruptionError:
+    """Returns the error for stored bytes that are not what was written: `fault` says what is there instead."""
     remedy = "restore from another checkpoint"
-    return CorruptionError("a checkpoint is damaged", [Problem(where, found, "what was written", remedy)])
+    return CorruptionError("a checkpoint is damaged", [Problem(where, fault, "what was written", remedy)])

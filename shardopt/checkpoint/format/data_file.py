@@ -35,11 +35,14 @@ class Entry(NamedTuple):
 
 
 def build_header(stem: str, members: Sequence[tuple[str, Dtype, Box]]) -> bytes:
-    """The header of a data file; the checksum tensor comes last.
+    """Builds the header of a data file; the checksum tensor comes last.
 
     Args:
-        stem: the file's own part of its name, such as "r00003"; makes the checksum tensor's key unique.
+        stem: of the file's name (`file_stem`), such as "r00003"; makes the checksum tensor's key unique.
         members: key, dtype and global box of each tensor, in the order of their bytes.
+
+    Raises:
+        StateError: the header would be larger than readers take.
     """
     tensors: dict[str, Any] = {"__metadata__": {}}
     sharding: dict[str, Any] = {}
@@ -55,19 +58,23 @@ def build_header(stem: str, members: Sequence[tuple[str, Dtype, Box]]) -> bytes:
     tensors[checksums] = {"dtype": "U8", "shape": [8 * segments], "data_offsets": [offset, offset + 8 * segments]}
     sharding[checksums] = {"saved_offsets": [0]}
     # The notes in __metadata__ are what torch's HuggingFaceStorageReader goes by.
-    told = json.dumps(sharding, separators=(",", ":"))
-    tensors["__metadata__"] = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": told}
+    sharding_json = json.dumps(sharding, separators=(",", ":"))
+    tensors["__metadata__"] = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": sharding_json}
     text = json.dumps(tensors, separators=(",", ":"), ensure_ascii=False).encode()
     padded = -(-(8 + len(text)) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     if padded > HEADER_LIMIT_BYTES:
-        found, required = f"a header of {padded} bytes", f"at most {HEADER_LIMIT_BYTES}"
-        problem = Problem(stem, found, required, "have fewer tensors, shorter keys, or more ranks")
+        remedy = "have fewer tensors, shorter keys, or more ranks"
+        problem = Problem(stem, f"a header of {padded} bytes", f"at most {HEADER_LIMIT_BYTES}", remedy)
         raise StateError("a data file would be unreadable", [problem])
     return struct.pack("<Q", padded - 8) + text.ljust(padded - 8)
 
 
 def header_length(first_bytes: bytes, file_bytes: int, where: str) -> int:
-    """The length of the whole header, of which `first_bytes` are the first eight."""
+    """Returns the length in bytes of the whole header, of which `first_bytes` are the first eight.
+
+    Raises:
+        CorruptionError: the file cannot have a header of that length.
+    """
     if len(first_bytes) < 8:
         raise damaged(where, "a file of less than 8 bytes")
     length = 8 + int(struct.unpack("<Q", first_bytes[:8])[0])
@@ -77,9 +84,12 @@ def header_length(first_bytes: bytes, file_bytes: int, where: str) -> int:
 
 
 def parse_header(header: bytes, file_bytes: int, where: str) -> dict[str, Entry]:
-    """The entries of a data file by key; checks that they follow one another without a gap up to the file's end.
+    """Parses a header into the entries of the file by key.
 
     A key that stands twice leaves a gap where its first entry was.
+
+    Raises:
+        CorruptionError: entries are malformed, or do not follow one another without a gap up to the end of the file.
     """
     table = load_json(header[8:], where)
     table.pop("__metadata__", None)
@@ -105,5 +115,5 @@ def parse_header(header: bytes, file_bytes: int, where: str) -> dict[str, Entry]
     if last is None or not last.key.startswith(CHECKSUMS_PREFIX) or last.end - last.begin != 8 * last.segment:
         raise damaged(where, "no checksums for its tensors")
     if offset != file_bytes:
-        raise damaged(where, f"{file_bytes} bytes, while its header tells of {offset}")
+        raise damaged(where, f"{file_bytes} bytes, while its header describes {offset}")
     return entries

@@ -1,4 +1,4 @@
-"""The manifest: what a checkpoint holds and where, as sealed JSON. No I/O, no torch."""
+"""The manifest: the contents of a checkpoint and their places, as sealed JSON. No I/O, no torch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from shardopt.values import decode_value, encode_value
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredLayout:
-    """Where the boxes of a tensor lie. `files[i]`, an index into the manifest's files, holds `boxes[i]`."""
+    """The boxes of a tensor and their files. `files[i]`, an index into the manifest's files, holds `boxes[i]`."""
 
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
@@ -62,7 +62,7 @@ class StoredTensors(dict[str, StoredTensor]):
 
     @cached_property
     def min_reader_version(self) -> int:
-        """The least version of the format in which all of this can be told."""
+        """The least version of the format that can express these tensors."""
         return 2 if any(tensor.tied_to is not None for tensor in self.values()) else 1
 
     @cached_property
@@ -80,9 +80,9 @@ class StoredTensors(dict[str, StoredTensor]):
             if number == len(distinct):
                 distinct.append(layout)
             tensors[key] = (dtype.name, number, encode_path(key, path))
-        found = _too_many([(len(layout.boxes), len(layout.shape)) for layout in distinct])
-        if found:
-            problem = Problem("manifest", found, "layouts within the limit", "have fewer dimensions, ranks or layouts")
+        excess = _limit_exceeded([(len(layout.boxes), len(layout.shape)) for layout in distinct])
+        if excess:
+            problem = Problem("manifest", excess, "layouts within the limit", "have fewer dimensions, ranks or layouts")
             raise StateError("the manifest would be unreadable", [problem])
         members = f'"layouts":{_dump([_encode_layout(layout) for layout in distinct])},"tensors":{_dump(tensors)}'
         return members + (f',"tied":{_dump(tied)}' if tied else "")
@@ -99,7 +99,8 @@ class DataFile:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a checkpoint holds. `values` are decoded; `per_rank` gives the paths of what each rank has for itself.
+    """The contents of a checkpoint. `values` are decoded; `per_rank` gives the paths of the values that each
+    rank has for itself.
 
     `saved_at` is the time of the commit, in seconds since 1970 began (UTC); `metrics` are numbers by name that were
     measured beside. Both are None where an older version wrote the manifest.
@@ -116,7 +117,7 @@ class Manifest:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The bytes of a manifest, sealed. Raises StateError where no reader would take it."""
+    """Encodes a manifest as sealed JSON. Raises StateError where it is too large for readers."""
     head = {
         "format": FORMAT_NAME,
         "version": FORMAT_VERSION,
@@ -135,8 +136,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
         head["metrics"] = {name: encode_value(number, name) for name, number in manifest.metrics.items()}
     text = f"{_dump(head)[:-1]},{manifest.tensors.members}".encode()
     if len(text) + SEAL_BYTES > MANIFEST_LIMIT_BYTES:
-        found, required = f"{len(text)} bytes of plain values and layouts", f"at most {MANIFEST_LIMIT_BYTES}"
-        problem = Problem("manifest", found, required, "store large values as tensors or NumPy arrays")
+        size, limit = f"{len(text)} bytes of plain values and layouts", f"at most {MANIFEST_LIMIT_BYTES}"
+        problem = Problem("manifest", size, limit, "store large values as tensors or NumPy arrays")
         raise StateError("the manifest would be unreadable", [problem])
     return seal(text)
 
@@ -146,11 +147,11 @@ def _dump(body: Any) -> str:
 
 
 def decode_manifest(data: bytes, where: str) -> Manifest:
-    """Reads a manifest.
+    """Decodes a manifest from untrusted bytes.
 
     Raises:
-        CorruptionError: it is torn, fails its seal, or says what cannot be.
-        FormatError: it is not ours or needs a newer reader.
+        CorruptionError: it is torn, fails its seal, or contradicts itself.
+        FormatError: it is none of shardopt, or needs a newer reader.
     """
     with gc_paused():  # objects by the hundred thousand, none of them garbage
         return _decode(data, where)
@@ -170,7 +171,7 @@ def _decode(data: bytes, where: str) -> Manifest:
         raise FormatError("the checkpoint needs a newer reader", [problem])
     try:
         files = tuple(_decode_file(*file) for file in body["files"])
-        _refuse_too_many([(len(layout["files"]), len(layout["shape"])) for layout in body["layouts"]], where)
+        _check_limits([(len(layout["files"]), len(layout["shape"])) for layout in body["layouts"]], where)
         layouts = [_decode_layout(layout, len(files)) for layout in body["layouts"]]
         if len({file.name for file in files}) < len(files) or type(body["save_id"]) is not str:
             raise ValueError("a file that stands twice, or a save_id that is no string")
@@ -195,14 +196,14 @@ def _decode(data: bytes, where: str) -> Manifest:
 
 
 def encode_path(key: str, path: Path) -> Any:
-    """null where the path is the key split at its dots; else its parts, a list's index as [index]."""
+    """Encodes a path as JSON: null where it is the key split at its dots; else its parts, a list's index as [index]."""
     if list(path) == key.split("."):
         return None
     return [[int(part)] if isinstance(part, Index) else part for part in path]
 
 
 def decode_path(key: str, wire: Any) -> Path:
-    """The path that `encode_path` wrote. Raises ValueError if it is not one of this key."""
+    """Decodes a path that `encode_path` wrote. Raises ValueError if it is not one of this key."""
     if wire is None:
         return tuple(key.split("."))
     path = tuple(Index(read_size(*part)) if isinstance(part, list) else part for part in wire)
@@ -241,15 +242,15 @@ def _decode_layout(wire: Mapping[str, Any], file_count: int) -> StoredLayout:
     return StoredLayout(shape, boxes, files)
 
 
-def _refuse_too_many(sizes: Sequence[tuple[int, int]], where: str) -> None:
-    """Raises CorruptionError where layouts of so many boxes and dimensions would take more memory than one has."""
-    found = _too_many(sizes)
-    if found:
-        raise damaged(where, found)
+def _check_limits(sizes: Sequence[tuple[int, int]], where: str) -> None:
+    """Raises CorruptionError where layouts of so many boxes and dimensions would exhaust memory."""
+    excess = _limit_exceeded(sizes)
+    if excess:
+        raise damaged(where, excess)
 
 
-def _too_many(sizes: Sequence[tuple[int, int]]) -> str:
-    """What is beyond the limits in layouts of so many boxes and dimensions; "" if nothing is."""
+def _limit_exceeded(sizes: Sequence[tuple[int, int]]) -> str:
+    """Returns a text that names the limit that layouts of so many boxes and dimensions exceed; "" if none."""
     dimensions = max((dimensions for _, dimensions in sizes), default=0)
     if dimensions > MOST_DIMENSIONS:
         return f"a layout of {dimensions} dimensions, more than the limit of {MOST_DIMENSIONS}"
@@ -262,8 +263,8 @@ def _too_many(sizes: Sequence[tuple[int, int]]) -> str:
 def _decode_tensors(wire: Mapping[str, Any], layouts: Sequence[StoredLayout]) -> StoredTensors:
     tensors = StoredTensors()
     for key, (dtype, layout, path) in wire.items():  # the body of a loop over all that a large model has
-        parts = tuple(key.split(".")) if path is None else decode_path(key, path)
-        tensors[key] = StoredTensor(parts, DTYPES[dtype], layouts[layout])
+        decoded = tuple(key.split(".")) if path is None else decode_path(key, path)
+        tensors[key] = StoredTensor(decoded, DTYPES[dtype], layouts[layout])
     if not all_sizes([layout for _, layout, _ in wire.values()]):
         raise ValueError("a number of a layout that is none")
     return tensors

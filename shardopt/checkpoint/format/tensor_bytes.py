@@ -15,7 +15,7 @@ _TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in 
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """torch's name of a dtype, without the prefix."""
+    """Returns torch's name of a dtype, without the prefix "torch."."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -23,7 +23,7 @@ _STORED_DTYPES: dict[torch.dtype, Dtype] = {_TORCH_DTYPES[name]: dtype for name,
 
 
 def stored_dtype(dtype: torch.dtype, key: str) -> Dtype:
-    """How a dtype is stored. Raises StateError for one that has no form, such as a quantized one."""
+    """Returns the stored form of a dtype. Raises StateError for one that has no form, such as a quantized one."""
     known = _STORED_DTYPES.get(dtype)
     if known is None:
         problem = Problem(key, f"dtype {dtype}", f"one of {', '.join(DTYPES)}", "convert it before saving")
@@ -32,7 +32,7 @@ def stored_dtype(dtype: torch.dtype, key: str) -> Dtype:
 
 
 def torch_dtype(dtype: Dtype) -> torch.dtype:
-    """torch's dtype of a stored one."""
+    """Returns torch's dtype of a stored one."""
     return _TORCH_DTYPES[dtype.name]
 
 
@@ -41,7 +41,7 @@ GIVEN_BACK = "a tensor whose memory was given back"
 
 
 def has_no_memory(tensor: Tensor) -> bool:
-    """Whether there is nothing where the elements of a tensor should be: to touch them would end the process."""
+    """Whether the elements of a tensor have no memory, so that touching them would end the process."""
     return not tensor.data_ptr() and tensor.numel() > 0
 
 
@@ -51,7 +51,7 @@ def is_plain_memory(tensor: Tensor) -> bool:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a tensor for which `is_plain_memory` holds, as writable bytes; keeps the tensor alive.
+    """Returns the memory of a tensor for which `is_plain_memory` holds as writable bytes, which keep the tensor alive.
 
     Through ctypes, because NumPy has no bfloat16 and no float8, and because for 10,000 small tensors the way through
     `Tensor.view` costs several times more.
@@ -65,16 +65,16 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def address_of(buffer: bytearray) -> int:
-    """Where the bytes of a buffer begin; as long as it lives."""
+    """Returns the address of the first byte of a buffer, valid as long as the buffer lives."""
     return ctypes.addressof(ctypes.c_ubyte.from_buffer(buffer))
 
 
-# Not `ctypes.memmove`, which lets go of the interpreter's lock: threads that copy crumbs would wait for one another.
+# Not `ctypes.memmove`, which releases the interpreter's lock: threads that copy a few bytes would wait for one another.
 move_bytes = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(("memmove", ctypes.pythonapi))
-"""Copies bytes: address to copy to, address to copy from, how many. The caller answers for both."""
+"""Copies bytes: destination address, source address, number of bytes. The caller answers for both addresses."""
 
 
 def tensor_over(buffer: memoryview, begin: int, dtype: Dtype, shape: tuple[int, ...]) -> Tensor:
-    """A tensor whose memory is `buffer` from `begin` on."""
+    """Returns a tensor whose memory is `buffer` from byte `begin` on."""
     flat = torch.frombuffer(buffer, dtype=torch.uint8, offset=begin, count=prod(shape) * dtype.itemsize)
     return flat.view(torch_dtype(dtype)).reshape(shape)

@@ -14,9 +14,9 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from shardopt.checkpoint.commit import read_manifest
 from shardopt.checkpoint.format.manifest import Manifest
 from shardopt.checkpoint.matching.strictness import under_names_of
+from shardopt.checkpoint.reading.read_manifest import read_manifest
 from shardopt.checkpoint.storage import storage_of
 from shardopt.ranks import Ranks
 from shardopt.state import FlatState, Handback, UnsteppedStateful, flatten, join

@@ -1,1 +1,1 @@
-"""The job's state and who writes which part of it: no I/O."""
+"""Planning of saves: the state of the job, and which rank writes which boxes of it. No I/O."""

@@ -1,8 +1,8 @@
-"""Who writes what: pure arithmetic on layouts, the same on every rank. No I/O, no torch, no talking.
+"""Assigns boxes to the ranks that write them: arithmetic on layouts, the same on every rank. No I/O, no communication.
 
     R ranks, H holders of a box, L bytes that a rank is to write
 
-Every rank knows all layouts, so every rank works out the whole assignment alone and takes its own part of it.
+Every rank knows all layouts, so every rank works out the whole assignment alone and takes its own share of it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from shardopt.state import Path
 BytesByRank = npt.NDArray[np.float64]
 """Bytes to write, by rank."""
 
-Parts = tuple[tuple[float, int], ...]
-"""Up to which fraction of a box's rows it goes to the holder at which position."""
+Cuts = tuple[tuple[float, int], ...]
+"""Where a box is cut: up to which fraction of the rows it goes to the holder at which position, ascending."""
 
 _CUT_BYTES = 512 << 10  # a share is not cut to win less than this: a cut makes one more layout for the manifest
 
@@ -42,12 +42,13 @@ class Member:
 
     @property
     def nbytes(self) -> int:
+        """The bytes of the whole tensor."""
         return prod(self.layout.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Assignment:
-    """Which rank writes each box of a tensor, and into which of its files: one file has one box of a key.
+    """The rank that writes each box of a tensor, and into which of its files: one file has one box of a key.
 
     Tensors that are written alike share one object, which is compared by identity.
     """
@@ -73,12 +74,12 @@ def check_covers(members: Mapping[str, Member]) -> None:
 
 
 def assign(members: Mapping[str, Member], cut_plain: bool = True) -> dict[str, Assignment]:
-    """Shares the writing out: each box is written by one of the ranks that hold it, and all write about as much.
+    """Assigns each box to one of the ranks that hold it, so that all write about the same number of bytes.
 
     Args:
-        cut_plain: whether plain tensors, which every rank that has the key holds, are known to be the same on all of
+        cut_plain: whether plain tensors, which every rank that has the key holds, are known to be equal on all of
             these. Otherwise each goes to one of them whole, the largest first and always to the one with least to
-            write: should they differ after all, what is stored is at least what some rank had.
+            write: should they differ after all, the stored one is at least that of some rank.
 
     Tensors whose boxes have the same holders form a group. A group's tensors are laid end to end, and that line of
     bytes is cut into one piece for each of the H positions among a box's holders, so long that the ranks come out
@@ -86,18 +87,18 @@ def assign(members: Mapping[str, Member], cut_plain: bool = True) -> dict[str, A
     if that moves at least 512 KiB at both sides, which bounds the load of a rank to its fair share and 1 MiB.
     """
     groups: defaultdict[Holders, list[str]] = defaultdict(list)
-    holders_of = _Holders()
+    holders_of = _HoldersCache()
     for key in sorted(members):
         groups[holders_of(members[key])].append(key)
     load = np.zeros(1 + max((ranks[-1] for holders in groups for ranks in holders.ranks), default=0))
-    splits: dict[tuple[Layout, Holders, tuple[Parts, ...]], _Split] = {}
+    splits: dict[tuple[Layout, Holders, tuple[Cuts, ...]], _Split] = {}
     assigned: dict[str, Assignment] = {}
-    # Those that have least choice come first, and the others fill up what they leave.
+    # Groups with the fewest positions come first, since they have the least choice; the others even out the loads.
     for holders in sorted(groups, key=lambda holders: (holders.positions, holders.ranks)):
 
-        def give(key: str, *parts: Parts, holders: Holders = holders) -> None:
+        def assign_key(key: str, *cuts: Cuts, holders: Holders = holders) -> None:
             member = members[key]
-            choice = member.layout, holders, parts
+            choice = member.layout, holders, cuts
             split = splits.get(choice) or splits.setdefault(choice, _split(*choice))
             assigned[key] = split.assignment
             load[split.ranks] += split.numels * member.dtype.itemsize
@@ -105,28 +106,28 @@ def assign(members: Mapping[str, Member], cut_plain: bool = True) -> dict[str, A
         whole = [] if cut_plain else [key for key in groups[holders] if _would_be_cut(members[key])]
         ranks = np.array(holders.ranks[0])
         for key in sorted(whole, key=lambda key: -members[key].nbytes):
-            give(key, ((1.0, int(load[ranks].argmin())),))
+            assign_key(key, ((1.0, int(load[ranks].argmin())),))
         keys = [key for key in groups[holders] if key not in assigned]
         lines = _lines(holders, load, [members[key] for key in keys])
         for key in keys:
-            give(key, *[line.take(members[key]) for line in lines])
+            assign_key(key, *[line.take(members[key]) for line in lines])
     return {key: assigned[key] for key in members}
 
 
 def _would_be_cut(member: Member) -> bool:
-    """Whether it is a plain tensor of a size at which a line may end within it."""
+    """Whether a tensor is plain and so large that a line may be cut within it."""
     return member.layout.holders is None and member.nbytes > 2 * _CUT_BYTES
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Holders:
-    """For each box of a layout the ranks that hold it; H, the number of positions, is what all boxes have at least."""
+    """The ranks that hold each box of a layout; H, the number of positions, is the least number of holders of a box."""
 
     ranks: tuple[tuple[int, ...], ...]
     positions: int
 
 
-class _Holders:
+class _HoldersCache:
     """One `Holders` object for equal holders, so that thousands of tensors are grouped without comparing ranks."""
 
     def __init__(self) -> None:
@@ -135,12 +136,12 @@ class _Holders:
 
     def __call__(self, member: Member) -> Holders:
         # Members of one layout mostly share the very tuple of ranks; if not, the same Holders is found by value.
-        found = self._of_layout.get((member.layout, id(member.ranks)))
-        if found is None:
+        holders = self._of_layout.get((member.layout, id(member.ranks)))
+        if holders is None:
             ranks = (member.ranks,) if member.layout.holders is None else member.layout.holders
-            found = self._by_ranks.setdefault(ranks, Holders(ranks, min(map(len, ranks))))
-            self._of_layout[member.layout, id(member.ranks)] = found
-        return found
+            holders = self._by_ranks.setdefault(ranks, Holders(ranks, min(map(len, ranks))))
+            self._of_layout[member.layout, id(member.ranks)] = holders
+        return holders
 
 
 class _Line:
@@ -149,7 +150,7 @@ class _Line:
     Args:
         boxes: of each layout the boxes that this line is of; all of them, or one.
         ranks: their holders.
-        load: what ranks have to write already; the pieces are such that the fullest rank stays as low as can be.
+        load: bytes that ranks have to write already; the pieces are such that the fullest rank stays as low as can be.
         members: the tensors.
     """
 
@@ -167,15 +168,15 @@ class _Line:
             shares = [max(level - height, 0.0) * len(ranks) for height in before]
             self._ends[:-1] = [round(end) for end in accumulate(shares[:-1])]
 
-    def take(self, member: Member) -> Parts:
-        """How the next tensor is cut."""
-        nbytes, begin, parts = self._nbytes(member), self._done, []
+    def take(self, member: Member) -> Cuts:
+        """Takes the next tensor of the line; returns its cuts."""
+        nbytes, begin, cuts = self._nbytes(member), self._done, []
         self._done += nbytes
         while self._position + 1 < len(self._ends) and self._ends[self._position] < self._done - _CUT_BYTES:
             if self._ends[self._position] > begin + _CUT_BYTES:
-                parts.append(((self._ends[self._position] - begin) / nbytes, self._position))
+                cuts.append(((self._ends[self._position] - begin) / nbytes, self._position))
             self._position += 1
-        return *parts, (1.0, self._position)
+        return *cuts, (1.0, self._position)
 
     def _nbytes(self, member: Member) -> int:
         if self._boxes == _ALL:
@@ -187,8 +188,11 @@ _ALL = slice(None)
 
 
 def _lines(holders: Holders, load: BytesByRank, members: Sequence[Member]) -> list[_Line]:
-    """One line for all boxes, so that they are cut alike and a grid stays one; but where ranks at one position have
-    unlike loads, which uneven shards of other tensors leave behind, one for each box."""
+    """Makes one line for all boxes, so that they are cut alike and a grid stays one.
+
+    Where ranks at one position have unlike loads, which uneven shards of other tensors leave behind, it is one line for
+    each box.
+    """
     at_position = np.array([[load[rank] for rank in ranks[: holders.positions]] for ranks in holders.ranks])
     if np.ptp(at_position, axis=0).max() <= _CUT_BYTES or holders.positions == 1:
         return [_Line(_ALL, holders.ranks, load, members)]
@@ -196,7 +200,7 @@ def _lines(holders: Holders, load: BytesByRank, members: Sequence[Member]) -> li
 
 
 def _level(before: list[float], amount: float) -> float:
-    """How high `amount` stands when it is poured over steps of these heights."""
+    """Returns the level that `amount` reaches when it is poured over steps of these heights (water filling)."""
     steps = sorted(before)
     poured = 0.0
     for i, step in enumerate(steps):
@@ -209,26 +213,26 @@ def _level(before: list[float], amount: float) -> float:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Split:
-    """An assignment, and how many elements it gives to which rank."""
+    """An assignment, and the number of elements that it gives to each rank."""
 
     assignment: Assignment
     ranks: npt.NDArray[np.int64]  # distinct
     numels: npt.NDArray[np.float64]
 
 
-def _split(layout: Layout, holders: Holders, parts: tuple[Parts, ...]) -> _Split:
-    """Gives each box to its holder at the position of its parts, cut at fractions of its rows where there are several.
+def _split(layout: Layout, holders: Holders, cuts: tuple[Cuts, ...]) -> _Split:
+    """Cuts each box at fractions of its rows, and assigns each piece to the holder at the position of its cut.
 
     Args:
-        parts: of each box, or what holds for all of them.
+        cuts: of each box, or one for all of them.
     """
     boxes: list[Box] = []
     writers: list[tuple[int, int]] = []
     slots: defaultdict[int, int] = defaultdict(int)
     numels: defaultdict[int, int] = defaultdict(int)
-    of_each = parts * len(layout.boxes) if len(parts) == 1 else parts
-    for box, ranks, cuts in zip(layout.boxes, holders.ranks, of_each, strict=True):
-        for piece, position in _cut(box, cuts):
+    of_each = cuts * len(layout.boxes) if len(cuts) == 1 else cuts
+    for box, ranks, box_cuts in zip(layout.boxes, holders.ranks, of_each, strict=True):
+        for piece, position in _cut(box, box_cuts):
             rank = ranks[position]
             boxes.append(piece)
             writers.append((rank, slots[rank]))
@@ -238,12 +242,12 @@ def _split(layout: Layout, holders: Holders, parts: tuple[Parts, ...]) -> _Split
     return _Split(assignment, np.array(list(numels)), np.array(list(numels.values()), dtype=np.float64))
 
 
-def _cut(box: Box, parts: Parts) -> Iterator[tuple[Box, int]]:
-    if len(parts) == 1 or not box.sizes:
-        yield box, parts[-1][1]
+def _cut(box: Box, cuts: Cuts) -> Iterator[tuple[Box, int]]:
+    if len(cuts) == 1 or not box.sizes:
+        yield box, cuts[-1][1]
         return
     rows, begin = box.sizes[0], 0
-    for fraction, position in parts:
+    for fraction, position in cuts:
         end = round(rows * fraction)
         if end > begin:
             offsets = (box.offsets[0] + begin, *box.offsets[1:])

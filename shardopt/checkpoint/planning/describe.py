@@ -1,4 +1,4 @@
-"""What the job's state is, as all ranks see it: described by each, compared, and merged where they differ."""
+"""Descriptions of the job's state: made by each rank, compared, and merged where they differ."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Description:
     tensors: Mapping[str, tuple[Path, Dtype, Layout]]
     values: Mapping[str, tuple[Path, Any]]
     per_rank: Mapping[str, Path]
-    contents: Contents  # hashes of what other ranks hold too
+    contents: Contents  # hashes of the boxes that other ranks hold too
     own_values: Mapping[str, Any]  # those that are per rank
     check_replicas: CheckReplicas  # of which replicas `contents` has hashes
     tied: Mapping[str, str]  # key → the first key with the same memory on this rank
@@ -47,7 +47,7 @@ class Description:
         return any(layout.local for _, _, layout in self.tensors.values())
 
     def geometry_fingerprint(self) -> str:
-        """Equal on two ranks, and in two saves, if they describe the same tensors in the same places."""
+        """Returns a hash, equal on two ranks, and in two saves, that describe the same tensors in the same places."""
         words = [str(len(self.tied))]
         for key, first in sorted(self.tied.items()):
             words += (key, first)
@@ -60,14 +60,15 @@ class Description:
         return xxhash.xxh3_128_hexdigest("\0".join(words).encode())
 
     def values_fingerprint(self) -> str:
-        """Equal on two ranks if they have the same plain values."""
+        """Returns a hash that is equal on two ranks if they have the same plain values."""
         return xxhash.xxh3_128_hexdigest(json.dumps(self.values_json(), sort_keys=True).encode())
 
     def contents_summary(self, members: Mapping[str, Member]) -> dict[str, str]:
-        """A few hashes that are equal on ranks whose replicas are; `members` as for `summary_of`."""
+        """Returns a few hashes that are equal on ranks whose replicas are; `members` as for `summary_of`."""
         return summary_of(self.contents, self.views, members)
 
     def geometry_json(self) -> dict[str, Any]:
+        """Encodes tensors, ties and the keys of values per rank, for `merge_geometry`."""
         layouts: dict[Layout, int] = {}
         holding = {key for key, view in self.views.items() if view.pieces}
         tensors = {
@@ -82,6 +83,7 @@ class Description:
         }
 
     def values_json(self) -> dict[str, Any]:
+        """Encodes the plain values, for `merge_values`."""
         return {key: [encode_path(key, path), value] for key, (path, value) in self.values.items()}
 
 
@@ -105,10 +107,10 @@ def describe(flat: FlatState, check_replicas: CheckReplicas) -> Description:
     """Describes this rank's state.
 
     Args:
-        check_replicas: of which tensors that other ranks hold too the bytes are looked at.
+        check_replicas: which bytes of replicas are hashed.
 
     Raises:
-        StateError, LayoutError: something in it cannot be stored; all that cannot is named.
+        StateError, LayoutError: something in it cannot be stored; names all of it.
     """
     refuse_strange_parameters(flat)
     views: dict[str, View] = {}
@@ -148,7 +150,7 @@ def describe(flat: FlatState, check_replicas: CheckReplicas) -> Description:
 
 
 def geometry_of(description: Description, world_size: int) -> Geometry:
-    """The job's geometry where every rank has described the same."""
+    """Returns the job's geometry where every rank has described the same."""
     ranks = tuple(range(world_size))
     tied = {key: (first, description.tensors[key][0]) for key, first in description.tied.items()}
     members = {
@@ -160,10 +162,10 @@ def geometry_of(description: Description, world_size: int) -> Geometry:
 
 
 def merge_geometry(descriptions: Sequence[Mapping[str, Any]]) -> Geometry:
-    """The job's geometry from what each rank has described (`Description.geometry_json`), by rank.
+    """Merges the descriptions of all ranks (`Description.geometry_json`, by rank) into the job's geometry.
 
     Raises:
-        StateError: ranks have different things under one key; each such key is named with what which rank has.
+        StateError: ranks have different things under one key; names each such key, and what two of the ranks have.
     """
     tensors: defaultdict[str, dict[int, tuple[Any, ...]]] = defaultdict(dict)
     paths: defaultdict[str, dict[int, Path]] = defaultdict(dict)
@@ -191,7 +193,7 @@ def merge_geometry(descriptions: Sequence[Mapping[str, Any]]) -> Geometry:
 
 
 def merge_values(descriptions: Sequence[Mapping[str, Any]], geometry: Geometry) -> Values:
-    """The job's plain values from what each rank has (`Description.values_json`), by rank.
+    """Merges the plain values of all ranks (`Description.values_json`, by rank) into the job's.
 
     Raises:
         StateError: as for `merge_geometry`.
@@ -209,8 +211,8 @@ def merge_values(descriptions: Sequence[Mapping[str, Any]], geometry: Geometry) 
         if key in geometry.members or key in geometry.per_rank:
             problems.append(_differs(key, "tensors on some ranks, plain values on others"))
         elif other is not None:
-            found = f"{_short(first)} on rank {first_rank}, {_short(by_rank[other][1])} on rank {other}"
-            problems.append(_differs(key, found))
+            difference = f"{_short(first)} on rank {first_rank}, {_short(by_rank[other][1])} on rank {other}"
+            problems.append(_differs(key, difference))
         wires = [value for _, value in by_rank.values()]
         merged[key] = (path, first if other is not None or all(wire == first for wire in wires) else united(wires))
     if problems:
@@ -229,14 +231,14 @@ def _merge_tensor(key: str, by_rank: Mapping[int, tuple[Any, ...]], ranks: tuple
         if other_dtype != dtype:
             raise StateError("", [_differs(key, f"{dtype} on rank {first_rank}, {other_dtype} on rank {rank}")])
         if other.shape != layout.shape or (other != layout and not (other.local and layout.local)):
-            found = f"{_place(layout)} on rank {first_rank}, {_place(other)} on rank {rank}"
-            raise StateError("", [_differs(key, found)])
+            difference = f"{_place(layout)} on rank {first_rank}, {_place(other)} on rank {rank}"
+            raise StateError("", [_differs(key, difference)])
     whole_layout = Layout.merge({rank: each[2] for rank, each in knowing.items()}, key) if layout.local else layout
     return Member(path, DTYPES[dtype], _held_by(whole_layout, by_rank), ranks)
 
 
 def _tied_on_all(descriptions: Sequence[Mapping[str, Any]], members: Mapping[str, Member]) -> dict[str, str]:
-    """Key → the key that it is one memory with, where that is so on all ranks that hold some of either of them."""
+    """Returns key → the key whose memory it shares, where that is so on all ranks that hold some of either of them."""
     tied: dict[str, str] = {}
     for key, first in dict(pair for wire in descriptions for pair in wire["tied"].items()).items():
         one, other = members[key], members[first]
@@ -253,7 +255,7 @@ def _tied_on_all(descriptions: Sequence[Mapping[str, Any]], members: Mapping[str
 
 
 def _held_by(layout: Layout, ranks: Collection[int]) -> Layout:
-    """The layout without the holders that have not passed the tensor, and without the boxes that only they hold."""
+    """Returns the layout without holders that have not passed the tensor, and without boxes that only these hold."""
     if layout.holders is None or all(rank in ranks for by in layout.holders for rank in by):
         return layout
     holders = {
@@ -269,7 +271,7 @@ def _place(layout: Layout) -> str:
 
 
 def _other_kinds(key: str, paths: Mapping[int, Path]) -> list[Problem]:
-    """What is wrong where a key stands in a list on one rank and in a dict on another."""
+    """Returns a problem where a key stands in a list on one rank and in a dict on another."""
     first_rank, first = next(iter(paths.items()))
     for rank, path in paths.items():
         if kinds_differ(first, path):
@@ -278,17 +280,19 @@ def _other_kinds(key: str, paths: Mapping[int, Path]) -> list[Problem]:
 
 
 def _path_words(key: str, path: Path) -> tuple[str, str]:
-    """Two texts that together with the key tell a path from every other: where its parts end, and of what kind they are
-    (a position in a list is no key of a dict, and the key 0 is not "0")."""
+    """Returns two texts that, with the key, identify a path: where its parts end, and of what kind they are.
+
+    A position in a list is no key of a dict, and the key 0 is not "0".
+    """
     try:
         return "\1".join(path), ""  # type: ignore[arg-type]  # of what is no str the lines below make another form
     except TypeError:
         return "", json.dumps(encode_path(key, path))
 
 
-def _differs(key: str, found: str) -> Problem:
+def _differs(key: str, difference: str) -> Problem:
     remedy = "make it the same, give it another key on each rank, or wrap what is meant to differ in PerRank"
-    return Problem(key, found, "the same on every rank that has the key", remedy)
+    return Problem(key, difference, "the same on every rank that has the key", remedy)
 
 
 def _short(wire: Any) -> str:

@@ -1,4 +1,4 @@
-"""Does an optimizer step the parameters of the model beside it? One that was made too early steps what nobody uses."""
+"""The check that optimizers step the parameters of the models beside them: one made too early steps unused tensors."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _REMEDY = (
 def refuse_strange_parameters(flat: FlatState) -> None:
     """Refuses an optimizer of parameters that no module of the app has, where a module has others in their place.
 
-    So it is after `keyed(...)` before `fully_shard(model)`, or where the model was made anew: steps run, and the model
-    never changes. In their place is what has the same name, shape, dtype and kind of device. Optimizers that know no
-    names are compared as a whole. An optimizer whose model is not in the app is nobody's affair.
+    That happens where `keyed(...)` comes before `fully_shard(model)`, or where the model was made anew: steps run, and
+    the model never changes. A parameter is in the place of another that has the same name, shape, dtype and kind of
+    device. Optimizers that know no names are compared as a whole. An optimizer whose model is not in the app passes.
 
     Raises:
         StateError: names each such optimizer, and a parameter.
@@ -37,7 +37,7 @@ def refuse_strange_parameters(flat: FlatState) -> None:
     owned = {id(tensor) for parameters in modules.values() for tensor in parameters.values()}
     problems = []
     for handback in optimizers:
-        for optimizer in _parts_of(handback.target):
+        for optimizer in _children_of(handback.target):
             problem = _strange(join(handback.path), optimizer, modules, owned)
             if problem is not None:
                 problems.append(problem)
@@ -57,8 +57,9 @@ def _strange(
         module = next((each for each, own in modules.items() if Counter(map(_kind, set(own.values()))) == kinds), None)
         if module is None:
             return None
-        found = f"{len(tensors)} parameters that no module of the app has, while {module!r} has as many of their shapes"
-        return Problem(key, found, "the model's own parameters", _REMEDY)
+        count = len(tensors)
+        foreign = f"{count} parameters that no module of the app has, while {module!r} has as many of their shapes"
+        return Problem(key, foreign, "the model's own parameters", _REMEDY)
     strange = {
         name: module
         for name, tensor in named.items()
@@ -69,14 +70,14 @@ def _strange(
     if not strange:
         return None
     name, module = next(iter(strange.items()))
-    found = (
+    foreign = (
         f"{len(strange)} parameters that no module of the app has, such as {name!r}, while {module!r} has another one"
     )
-    return Problem(key, found, "the model's own parameters", _REMEDY)
+    return Problem(key, foreign, "the model's own parameters", _REMEDY)
 
 
 def _parameters_of(handback: Handback) -> dict[str, Tensor]:
-    """Plain name → parameter."""
+    """Returns plain name → parameter of a module."""
     assert isinstance(handback.target, Module)
     parameters: dict[str, Tensor] = {name: each for name, each in handback.state.items() if isinstance(each, Parameter)}
     if not parameters:  # its state is of tensors over their memory
@@ -85,18 +86,18 @@ def _parameters_of(handback: Handback) -> dict[str, Tensor]:
     return {plain.get(name, plain_name(name)): parameter for name, parameter in parameters.items()}
 
 
-def _parts_of(optimizer: Any) -> Iterator[Optimizer]:
-    """An optimizer, or those that it is combined of, each of which has the names that its model has."""
-    parts = getattr(optimizer, "optimizers", None)
-    if isinstance(parts, list) and parts and all(isinstance(each, tuple) and len(each) == 2 for each in parts):
-        for _, part in parts:
-            yield from _parts_of(part)
+def _children_of(optimizer: Any) -> Iterator[Optimizer]:
+    """Yields an optimizer, or those that it combines, each of which has the names that its model has."""
+    children = getattr(optimizer, "optimizers", None)
+    if isinstance(children, list) and children and all(isinstance(each, tuple) and len(each) == 2 for each in children):
+        for _, child in children:
+            yield from _children_of(child)
     else:
         yield optimizer
 
 
 def _names_of(optimizer: Any) -> Mapping[str, Tensor] | None:
-    """The parameters of an optimizer by name, if it knows any: of a keyed one, or of torch's over named parameters."""
+    """Returns parameters by name, of a keyed optimizer or of torch's over named parameters; None of others."""
     params = getattr(optimizer, "params", None)
     if isinstance(params, Mapping):
         return params

@@ -1,9 +1,9 @@
-"""Do ranks that hold the same box hold the same bytes? A "replica" that has drifted is found and named, not saved.
+"""The check that ranks that hold the same box hold the same bytes: replicas that have drifted are named, not saved.
 
-What is compared are hashes. By default those of at most 64 KiB of each tensor: of all of it up to that size, and of
+Hashes are compared. By default they are of at most 64 KiB of each tensor: of all of it up to that size, and of
 64 blocks of 1 KiB beyond, the first and the last among them and the others at equal distances (the n-th begins at
-element n · ⌊(elements - elements of a block) / 63⌋). Where they lie follows from the size alone, so that all ranks look
-at the same places in every save.
+element n · ⌊(elements - elements of a block) / 63⌋). Their places follow from the size alone, so that all ranks hash
+the same elements in every save.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from shardopt.sharding.pieces import View, narrowed
 
 CheckReplicas = Literal["sampled", "all", "none"]
 
-SAMPLED_BYTES = 64 << 10  # of a tensor, all of which are hashed where it has no more
+SAMPLED_BYTES = 64 << 10  # of a tensor are hashed; all of a smaller one
 _BLOCK_BYTES = 1 << 10
 _BLOCKS = SAMPLED_BYTES // _BLOCK_BYTES
-_COPIED_BYTES = 64 << 20  # that are copied from a device together, which bounds what is taken there for it
-_PART_BYTES = 2 << 20  # of what has to be made contiguous first
+_COPIED_BYTES = 64 << 20  # are copied from a device together, which bounds the memory that it takes there
+_PIECE_BYTES = 2 << 20  # of a tensor that has to be made contiguous first
 
 Contents = Mapping[str, Mapping[str, str]]
-"""Key → box → hash of the bytes, of what this rank holds and others hold too."""
+"""Key → box → hash of the bytes, for boxes that this rank holds and others hold too."""
 
 
 def refuse_unknown_choice(which: str) -> None:
-    """Raises ValueError for what is no value of `check_replicas`."""
+    """Raises ValueError unless this is a value of `check_replicas`."""
     choices = get_args(CheckReplicas)
     if which not in choices:
         raise ValueError(f"check_replicas: found {which!r}; required one of {choices}; pass one of them")
 
 
 def contents_of(views: Mapping[str, View], which: CheckReplicas) -> dict[str, dict[str, str]]:
-    """The hashes of this rank's replicas, of "all" their bytes or of those that are "sampled".
+    """Hashes this rank's replicas: "all" their bytes, or those that are "sampled".
 
-    What lies on an accelerator is copied to the host in one piece (of at most 64 MiB, else in several).
+    Bytes on an accelerator are copied to the host in one piece (of at most 64 MiB, else in several).
     """
     if which == "none":
         return {}
@@ -58,17 +58,17 @@ def contents_of(views: Mapping[str, View], which: CheckReplicas) -> dict[str, di
                 places.append((key, str(piece.box)))
                 tensors.append(piece.tensor)
     contents: dict[str, dict[str, str]] = {}
-    for (key, box), found in zip(places, _hashes(tensors, which), strict=True):
-        contents.setdefault(key, {})[box] = found
+    for (key, box), digest in zip(places, _hashes(tensors, which), strict=True):
+        contents.setdefault(key, {})[box] = digest
     return contents
 
 
 def summary_of(contents: Contents, views: Mapping[str, View], members: Mapping[str, Member]) -> dict[str, str]:
-    """A few hashes that stand for all: of the replicas that the same ranks hold under the same keys, by these.
+    """Sums hashes up: one hash for all replicas that the same ranks hold, by a hash of their keys, boxes and ranks.
 
     Args:
-        members: of the job, where they are known: who has a key at all, and who holds which box, is otherwise taken
-            from what this rank knows alone. Summaries can be compared that were made with the same.
+        members: of the job, where they are known; they say which ranks have a key, and which hold a box, which is
+            otherwise taken from this rank's views. Only summaries that were made with the same members compare.
     """
     groups: defaultdict[Any, list[tuple[str, str, str]]] = defaultdict(list)
     everywhere: dict[int, str] = {}  # by identity: thousands of tensors share one tuple of thousands of ranks
@@ -79,45 +79,45 @@ def summary_of(contents: Contents, views: Mapping[str, View], members: Mapping[s
             holders: Any = everywhere.get(id(member.ranks)) or everywhere.setdefault(
                 id(member.ranks), str(member.ranks)
             )
-            for box, found in boxes.items():
-                groups[holders].append((key, box, found))
+            for box, digest in boxes.items():
+                groups[holders].append((key, box, digest))
             continue
-        for box, found in boxes.items():
-            groups[_shared_by_name(layout).get(box)].append((key, box, found))
+        for box, digest in boxes.items():
+            groups[_shared_by_name(layout).get(box)].append((key, box, digest))
     summary = {}
     for holders, group in groups.items():
         group.sort()
         where = "\0".join([str(holders), *(f"{key}\0{box}" for key, box, _ in group)])
-        bytes_found = "".join(found for _, _, found in group)
-        summary[xxhash.xxh3_64_hexdigest(where.encode())] = xxhash.xxh3_64_hexdigest(bytes_found.encode())
+        digests = "".join(digest for _, _, digest in group)
+        summary[xxhash.xxh3_64_hexdigest(where.encode())] = xxhash.xxh3_64_hexdigest(digests.encode())
     return summary
 
 
 def summaries_agree(summaries: Iterable[Mapping[str, str]]) -> bool:
-    """Whether all ranks that have summed the same replicas have the same sum."""
+    """Whether all ranks have the same hash for the same group of replicas."""
     first: dict[str, str] = {}
-    return all(first.setdefault(where, found) == found for each in summaries for where, found in each.items())
+    return all(first.setdefault(where, digest) == digest for each in summaries for where, digest in each.items())
 
 
 def refuse_drifted(contents: Sequence[Contents]) -> None:
     """Raises StateError, naming each key and box that two ranks hold with different bytes.
 
     Args:
-        contents: by rank.
+        contents: the hashes of each rank, by rank.
     """
     first: dict[tuple[str, str], tuple[int, str]] = {}
     problems: dict[tuple[str, str], Problem] = {}
-    for rank, mine in enumerate(contents):
-        for key, boxes in mine.items():
-            for box, found in boxes.items():
-                other, expected = first.setdefault((key, box), (rank, found))
-                if found != expected and (key, box) not in problems:
-                    told = f"other bytes of {box or 'it'} on rank {rank} than on rank {other}"
+    for rank, hashes in enumerate(contents):
+        for key, boxes in hashes.items():
+            for box, digest in boxes.items():
+                other, expected = first.setdefault((key, box), (rank, digest))
+                if digest != expected and (key, box) not in problems:
+                    difference = f"other bytes of {box or 'it'} on rank {rank} than on rank {other}"
                     remedy = (
                         "make them the same, or say that they are not: wrap the value in PerRank, make the tensor a "
                         'DTensor of its shards, or give each rank a key of its own; check_replicas="none" does not ask'
                     )
-                    problems[key, box] = Problem(key, told, "the same on every rank that holds it", remedy)
+                    problems[key, box] = Problem(key, difference, "the same on every rank that holds it", remedy)
     if problems:
         raise StateError("replicas have drifted apart", problems.values())
 
@@ -132,69 +132,69 @@ def _shared_by_name(layout: Layout) -> Mapping[str, tuple[int, ...]]:
 
 
 def _hashes(tensors: Sequence[Tensor], which: CheckReplicas) -> list[str]:
-    """The hash of each tensor: of the bytes of its elements in C order, wherever they lie."""
-    found = [""] * len(tensors)
+    """Returns the hash of each tensor: of the bytes of its elements in C order, on whichever device."""
+    digests = [""] * len(tensors)
     elsewhere: defaultdict[torch.device, list[int]] = defaultdict(list)
     for i, tensor in enumerate(tensors):
         if not is_plain_memory(tensor):
             elsewhere[tensor.device].append(i)
         elif which == "all" or tensor.nbytes <= SAMPLED_BYTES:
-            found[i] = xxhash.xxh3_64_hexdigest(bytes_of(tensor))
+            digests[i] = xxhash.xxh3_64_hexdigest(bytes_of(tensor))
         else:
             memory, running = bytes_of(tensor), xxhash.xxh3_64()
             for begin in _block_starts(tensor.numel(), tensor.element_size()):
                 running.update(memory[begin * tensor.element_size() :][:_BLOCK_BYTES])
-            found[i] = running.hexdigest()
-    parts_of = _all_parts if which == "all" else _sampled_parts
+            digests[i] = running.hexdigest()
+    pieces_of = _all_pieces if which == "all" else _sampled_pieces
     for numbers in elsewhere.values():
-        for i, found_there in _hashes_from_device(tensors, numbers, parts_of):
-            found[i] = found_there
-    return found
+        for i, digest in _hashes_from_device(tensors, numbers, pieces_of):
+            digests[i] = digest
+    return digests
 
 
 def _hashes_from_device(
-    tensors: Sequence[Tensor], numbers: Sequence[int], parts_of: Callable[[Tensor], Iterator[Tensor]]
+    tensors: Sequence[Tensor], numbers: Sequence[int], pieces_of: Callable[[Tensor], Iterator[Tensor]]
 ) -> Iterator[tuple[int, str]]:
-    """The hashes of those tensors, which lie on one device; what is hashed of them comes over together."""
+    """Yields index and hash of those tensors, which lie on one device; the hashed bytes are copied in few batches."""
     running = {i: xxhash.xxh3_64() for i in numbers}
     with torch.no_grad():
-        for batch in _batches((i, part) for i in numbers for part in parts_of(_as_integers(tensors[i]))):
-            flat = [part.reshape(-1).view(torch.uint8) for _, part in batch]
+        for batch in _batches((i, piece) for i in numbers for piece in pieces_of(_as_integers(tensors[i]))):
+            flat = [piece.reshape(-1).view(torch.uint8) for _, piece in batch]
             together = bytes_of(torch.cat(flat).cpu())
-            for (i, _), part in zip(batch, flat, strict=True):
-                running[i].update(together[: part.numel()])
-                together = together[part.numel() :]
+            for (i, _), piece in zip(batch, flat, strict=True):
+                running[i].update(together[: piece.numel()])
+                together = together[piece.numel() :]
     yield from ((i, each.hexdigest()) for i, each in running.items())
 
 
-def _batches(parts: Iterable[tuple[int, Tensor]]) -> Iterator[list[tuple[int, Tensor]]]:
+def _batches(pieces: Iterable[tuple[int, Tensor]]) -> Iterator[list[tuple[int, Tensor]]]:
     batch: list[tuple[int, Tensor]] = []
     nbytes = 0
-    for number, part in parts:
-        if batch and nbytes + part.nbytes > _COPIED_BYTES:
+    for number, piece in pieces:
+        if batch and nbytes + piece.nbytes > _COPIED_BYTES:
             yield batch
             batch, nbytes = [], 0
-        batch.append((number, part))
-        nbytes += part.nbytes
+        batch.append((number, piece))
+        nbytes += piece.nbytes
     if batch:
         yield batch
 
 
 def _as_integers(tensor: Tensor) -> Tensor:
-    """The same memory under a dtype that torch gathers and joins anywhere, which is not so of every float."""
+    """Returns the same memory as integers, which torch can gather and concatenate anywhere, unlike some floats."""
     return tensor.detach().view(_OF_SIZE[tensor.element_size()])
 
 
 _OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
-def _all_parts(tensor: Tensor) -> Iterator[Tensor]:
-    for box in cut_in_order(whole(tensor.shape), _PART_BYTES // tensor.element_size()):
+def _all_pieces(tensor: Tensor) -> Iterator[Tensor]:
+    for box in cut_in_order(whole(tensor.shape), _PIECE_BYTES // tensor.element_size()):
         yield narrowed(tensor, box).contiguous()
 
 
-def _sampled_parts(tensor: Tensor) -> Iterator[Tensor]:
-    """All of a small tensor, or the blocks of a large one."""
+def _sampled_pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """Yields all of a small tensor, or the blocks of a large one."""
     numel, itemsize = tensor.numel(), tensor.element_size()
     block = _BLOCK_BYTES // itemsize
     if tensor.nbytes <= SAMPLED_BYTES:
@@ -212,11 +212,11 @@ def _sampled_parts(tensor: Tensor) -> Iterator[Tensor]:
 
 @lru_cache(maxsize=1024)
 def _block_starts(numel: int, itemsize: int) -> tuple[int, ...]:
-    """The first element of each block of a tensor that has more than the blocks hold."""
+    """Returns the first element of each block of a tensor that has more elements than the blocks."""
     distance = _distance(numel, itemsize)
     return *range(0, distance * (_BLOCKS - 1), distance), numel - _BLOCK_BYTES // itemsize
 
 
 def _distance(numel: int, itemsize: int) -> int:
-    """From one block's first element to the next one's; to the last block's it may be a little more."""
+    """Returns the elements from the start of one block to that of the next; to the last block it may be a few more."""
     return (numel - _BLOCK_BYTES // itemsize) // (_BLOCKS - 1)

@@ -1,4 +1,4 @@
-"""Keys of one state that are one and the same memory, such as tied weights: the memory is stored once."""
+"""Tied tensors: keys of one state that share one memory, such as tied weights. The memory is stored once."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from shardopt.sharding.pieces import Piece, View
 
 
 def tied_in(views: Mapping[str, View], addresses: Mapping[str, int] | None = None) -> dict[str, str]:
-    """Key → the first key with the very same boxes in the very same memory, for each key that is not the first.
+    """Returns key → the first key with the same boxes in the same memory, for each key that is not the first.
 
     Args:
-        addresses: of the first piece of each, 0 for none or an empty one, where they are known.
+        addresses: of the first piece of each view, 0 for none or an empty one; None where they are not known.
     """
     if addresses is None:
         addresses = {key: view.pieces[0].tensor.data_ptr() if view.pieces else 0 for key, view in views.items()}

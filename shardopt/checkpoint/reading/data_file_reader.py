@@ -11,7 +11,7 @@ import xxhash
 from shardopt.checkpoint.format.constants import Dtype, damaged, segment_count, stored_shape
 from shardopt.checkpoint.format.data_file import Entry, header_length, parse_header
 from shardopt.checkpoint.format.manifest import DataFile
-from shardopt.checkpoint.storage import ReadInto, Span, Storage, telling
+from shardopt.checkpoint.storage import ReadInto, Span, Storage, wrap_os_errors
 from shardopt.errors import CorruptionError
 from shardopt.sharding.box import Box
 
@@ -52,7 +52,7 @@ class OpenFile:
     @contextmanager
     def reading(self) -> Iterator[None]:
         """Tells what goes wrong while this file is read."""
-        with telling(f"read {self.where}"):
+        with wrap_os_errors(f"read {self.where}"):
             try:
                 yield
             except FileNotFoundError:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 
-from shardopt.checkpoint.commit import read_manifest
 from shardopt.checkpoint.format.constants import (
     DTYPES,
     PER_RANK_PREFIX,
@@ -25,6 +24,7 @@ from shardopt.checkpoint.format.manifest import Manifest, StoredLayout
 from shardopt.checkpoint.format.tensor_bytes import torch_dtype
 from shardopt.checkpoint.reading.data_file_reader import Form, OpenFile, form_of
 from shardopt.checkpoint.reading.fetch import fetch
+from shardopt.checkpoint.reading.read_manifest import read_manifest
 from shardopt.checkpoint.reading.read_plan import ReadRequest
 from shardopt.checkpoint.storage import Storage, storage_of
 from shardopt.errors import MismatchError, Problem, StateError

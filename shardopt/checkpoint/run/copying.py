@@ -10,12 +10,12 @@ from collections.abc import Iterator
 
 import xxhash
 
-from shardopt.checkpoint.commit import publish_checkpoint, read_manifest
+from shardopt.checkpoint.commit import publish_checkpoint, remove_checkpoint
 from shardopt.checkpoint.format.constants import FILE_NAME, MANIFEST_NAME, SEGMENT_BYTES, damaged
 from shardopt.checkpoint.format.manifest import Manifest
 from shardopt.checkpoint.reading.data_file_reader import OpenFile
-from shardopt.checkpoint.run.retention import remove_checkpoint
-from shardopt.checkpoint.storage import Span, Storage, telling
+from shardopt.checkpoint.reading.read_manifest import read_manifest
+from shardopt.checkpoint.storage import Span, Storage, wrap_os_errors
 from shardopt.errors import CheckpointError, CheckpointExistsError, CorruptionError, Problem
 from shardopt.ranks import Ranks
 
@@ -25,14 +25,14 @@ _log = logging.getLogger("shardopt.checkpoint")
 
 def is_copied(source: Storage, target: Storage) -> bool:
     """On rank 0: whether the copy is committed already; refuses to put it in the place of another checkpoint."""
-    with telling(f"look into {target.url}"):
+    with wrap_os_errors(f"look into {target.url}"):
         if not target.exists(MANIFEST_NAME):
             return False
     try:
         copied, _ = read_manifest(target)
     except CorruptionError as error:
         _log.warning("%s: it is copied anew", error)
-        with telling(f"remove {target.url}"):
+        with wrap_os_errors(f"remove {target.url}"):
             remove_checkpoint(target)
         return False
     wanted, _ = read_manifest(source)
@@ -48,7 +48,7 @@ def prepare_copy(source: Storage, target: Storage, manifest: Manifest, digests: 
     if len(set(digests)) > 1:
         problem = Problem(source.url, "not the same checkpoint on every rank", "one", "give all ranks the same path")
         raise CheckpointError("ranks do not see the same checkpoint", [problem])
-    with telling(f"make {target.url}"):
+    with wrap_os_errors(f"make {target.url}"):
         target.make()
         for file in manifest.files:  # of a copy of it that was not finished
             target.remove(file.name)
@@ -56,7 +56,7 @@ def prepare_copy(source: Storage, target: Storage, manifest: Manifest, digests: 
 
 def upload_files(source: Storage, target: Storage, manifest: Manifest, ranks: Ranks) -> int:
     """Uploads what this rank wrote; where other ranks did, they are dealt in turn."""
-    with telling(f"copy {source.url} to {target.url}"):
+    with wrap_os_errors(f"copy {source.url} to {target.url}"):
         own = [file for file in manifest.files if _writer_of(file.name) % ranks.size == ranks.rank]
         return sum(target.write(file.name, _Verified(OpenFile(source, file))) for file in own)
 
@@ -67,7 +67,7 @@ def _writer_of(name: str) -> int:
 
 def commit_copy(source: Storage, target: Storage, manifest: Manifest, data: bytes) -> None:
     """On rank 0: what stands beside the data files, and then the manifest."""
-    with telling(f"commit {target.url}"):
+    with wrap_os_errors(f"commit {target.url}"):
         for name in source.names():
             if name != MANIFEST_NAME and not FILE_NAME.fullmatch(name) and not name.startswith("."):
                 _copy_beside(source, target, name)

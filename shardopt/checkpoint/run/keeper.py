@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping
 
+from shardopt.checkpoint.commit import remove_checkpoint
 from shardopt.checkpoint.reading.in_use import urls_read
 from shardopt.checkpoint.run.branches import Branches
 from shardopt.checkpoint.run.metrics import metrics_of
 from shardopt.checkpoint.run.mirror import Mirror
-from shardopt.checkpoint.run.retention import Rules, remove_checkpoint, steps_to_keep
+from shardopt.checkpoint.run.retention import Rules, steps_to_keep
 from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.run.steps import Place
 from shardopt.checkpoint.storage import storage_of
-from shardopt.checkpoint.writing.tracking import tracked_urls
+from shardopt.checkpoint.writing.pending import tracked_urls
 from shardopt.errors import CheckpointError, CorruptionError
 from shardopt.ranks import ranks_of
 

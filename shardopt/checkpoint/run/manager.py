@@ -12,15 +12,16 @@ from typing import Any, NoReturn
 
 from shardopt.checkpoint.async_save import AsyncSaver, Stage
 from shardopt.checkpoint.format.constants import MANIFEST_NAME
-from shardopt.checkpoint.load import LoadReport, load
+from shardopt.checkpoint.format.metrics import numbers_of
+from shardopt.checkpoint.load import load
 from shardopt.checkpoint.matching.strictness import Strictness
 from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.reading.broadcast import Replicas
-from shardopt.checkpoint.reports import announce
+from shardopt.checkpoint.reports import LoadReport, SaveReport, announce
 from shardopt.checkpoint.run.branches import Beyond, Branches
 from shardopt.checkpoint.run.history import History
 from shardopt.checkpoint.run.keeper import Keeper
-from shardopt.checkpoint.run.metrics import metrics_of, numbers_of
+from shardopt.checkpoint.run.metrics import metrics_of
 from shardopt.checkpoint.run.mirror import Mirror
 from shardopt.checkpoint.run.options import (
     check_restore_options,
@@ -34,10 +35,9 @@ from shardopt.checkpoint.run.restoring import in_words, restore_newest
 from shardopt.checkpoint.run.retention import Mode
 from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.run.steps import Place
-from shardopt.checkpoint.save import SaveReport, save_now
+from shardopt.checkpoint.save import SaveOptions, save_now
 from shardopt.checkpoint.storage import storage_of
-from shardopt.checkpoint.writing.pending import PendingSave
-from shardopt.checkpoint.writing.tracking import take_failures
+from shardopt.checkpoint.writing.pending import PendingSave, take_failures
 from shardopt.errors import ShardoptError, StateError
 from shardopt.ranks import DEADLINE_SECONDS, ranks_of
 from shardopt.stopping import Stop
@@ -379,8 +379,8 @@ class Manager:
             pending = self._saver.save(
                 url,
                 app,
+                SaveOptions(deadline_seconds=self._deadline_seconds),
                 stage=self._stage,
-                deadline_seconds=self._deadline_seconds,
                 metrics=metrics,
                 afterwards=lambda: self._after_commit(place, url, numbers),
             )
@@ -389,7 +389,8 @@ class Manager:
         if self._saver is not None and stop is None:
             self._saver.wait()
         deadline_seconds = min(self._deadline_seconds, stop.deadline_seconds if stop else math.inf)
-        report = save_now(url, app, True, "sampled", deadline_seconds, metrics, raise_earlier=stop is None)
+        options = SaveOptions(deadline_seconds=deadline_seconds)
+        report = save_now(url, app, options, metrics, raise_earlier=stop is None)
         self._after_commit(place, url, numbers)
         self._last = place, report
         return report

@@ -16,12 +16,13 @@ from dataclasses import dataclass
 
 import xxhash
 
-from shardopt.checkpoint.commit import discard, read_manifest
+from shardopt.checkpoint.commit import discard
 from shardopt.checkpoint.format.constants import MANIFEST_NAME
-from shardopt.checkpoint.reports import tell
+from shardopt.checkpoint.reading.read_manifest import read_manifest
+from shardopt.checkpoint.reports import emit_report
 from shardopt.checkpoint.run.copying import commit_copy, is_copied, prepare_copy, upload_files
 from shardopt.checkpoint.run.steps import in_order
-from shardopt.checkpoint.storage import Storage, storage_of, telling
+from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
 from shardopt.ranks import DEADLINE_SECONDS, Ranks, SideRanks, ranks_of
 
 _log = logging.getLogger("shardopt.checkpoint")
@@ -202,7 +203,7 @@ class Mirror:
             raise
         total = sum(file.nbytes for file in manifest.files)
         report = UploadReport(target.url, manifest.save_id, nbytes, total, time.monotonic() - begin)
-        tell("upload", report)
+        emit_report("upload", report)
         return report
 
     def _is_newest_waiting(self, name: str) -> bool:
@@ -211,5 +212,5 @@ class Mirror:
 
 
 def _committed(root: Storage) -> list[str]:
-    with telling(f"look into {root.url}"):
+    with wrap_os_errors(f"look into {root.url}"):
         return [name for name in root.names() if root.child(name).exists(MANIFEST_NAME)]

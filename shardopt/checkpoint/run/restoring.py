@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from shardopt.checkpoint.load import LoadReport
+from shardopt.checkpoint.reports import LoadReport
 from shardopt.checkpoint.run.steps import Place
 from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError, UnreadableError
 

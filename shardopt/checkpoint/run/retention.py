@@ -1,13 +1,10 @@
-"""Which checkpoints of a run stay, as a function of what there is; and how one is taken away."""
+"""Retention: which checkpoints of a run stay, as a pure function of those there are."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
 from typing import Literal, NamedTuple
-
-from shardopt.checkpoint.format.constants import FILE_NAME, MANIFEST_NAME
-from shardopt.checkpoint.storage import Storage, is_temporary
 
 Mode = Literal["min", "max"]
 
@@ -63,16 +60,3 @@ def _best(committed: Collection[int], best: Best, metrics: Mapping[int, Mapping[
     measured = {step: metrics.get(step, {}).get(best.metric, math.nan) for step in committed}
     ranked = sorted((sign * value, step) for step, value in measured.items() if not math.isnan(value))
     return [step for _, step in ranked[len(ranked) - min(best.n, len(ranked)) :]]
-
-
-def remove_checkpoint(storage: Storage) -> None:
-    """Takes away a checkpoint, or what is left of one. Killed at any point, it leaves none, or one that is whole.
-
-    Only what a save writes is removed; the directory too, unless somebody else has put something there.
-    """
-    storage.retract(MANIFEST_NAME)  # durably first: without it nobody takes the rest for a checkpoint
-    for name in storage.names():
-        if FILE_NAME.fullmatch(name) or is_temporary(name):
-            storage.remove(name)
-    storage.retract(MANIFEST_NAME)  # of a save that was taken for dead, and committed meanwhile what is gone now
-    storage.remove_if_empty()

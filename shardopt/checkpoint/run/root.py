@@ -9,7 +9,7 @@ from typing import NamedTuple
 from shardopt.checkpoint.format.constants import MANIFEST_NAME
 from shardopt.checkpoint.run.branches import Branch, read_records
 from shardopt.checkpoint.run.steps import Place, place_of
-from shardopt.checkpoint.storage import LocalStorage, Storage, telling
+from shardopt.checkpoint.storage import LocalStorage, Storage, wrap_os_errors
 from shardopt.errors import CorruptionError
 
 
@@ -49,7 +49,7 @@ class Root:
             CheckpointError: it cannot be read.
             CorruptionError: the record of a branch is damaged.
         """
-        with telling(f"look into {self.url}"):
+        with wrap_os_errors(f"look into {self.url}"):
             names = self.storage.names()
             self._records = read_records(self.storage, names, self._records)
         return Contents(sorted(place for place in map(place_of, names) if place is not None), self._records)
@@ -61,7 +61,7 @@ class Root:
     def is_committed(self, place: Place) -> bool:
         """Whether there is a manifest. Where that cannot be read there is: who loads it finds that it is damaged."""
         try:
-            with telling(f"look into {self.url}"):
+            with wrap_os_errors(f"look into {self.url}"):
                 return self.checkpoint(place).exists(MANIFEST_NAME)
         except CorruptionError:
             return True
@@ -72,6 +72,6 @@ class Root:
 
     def add(self, record: Branch) -> None:
         """Writes the record of a branch, which may be there already. Raises CheckpointError if another one is."""
-        with telling(f"write {self.url}/{record.file_name}"):
+        with wrap_os_errors(f"write {self.url}/{record.file_name}"):
             self.storage.make()
             self.storage.publish_new(record.file_name, record.pack())

@@ -1,8 +1,17 @@
-"""Where checkpoints lie: local directories, and all else that fsspec opens. Nothing above tells them apart."""
+"""Storage of checkpoints: local directories, and all else that fsspec opens. No other room tells them apart."""
 
 from shardopt.checkpoint.storage.base import ReadInto, Span, Storage
 from shardopt.checkpoint.storage.local import LocalStorage, is_temporary
-from shardopt.checkpoint.storage.open import storage_of, telling
+from shardopt.checkpoint.storage.open import storage_of, wrap_os_errors
 from shardopt.checkpoint.storage.remote import RemoteStorage
 
-__all__ = ["LocalStorage", "ReadInto", "RemoteStorage", "Span", "Storage", "is_temporary", "storage_of", "telling"]
+__all__ = [
+    "LocalStorage",
+    "ReadInto",
+    "RemoteStorage",
+    "Span",
+    "Storage",
+    "is_temporary",
+    "storage_of",
+    "wrap_os_errors",
+]

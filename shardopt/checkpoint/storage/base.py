@@ -1,4 +1,4 @@
-"""What a checkpoint needs of the directory that it lies in, wherever that is: immutable files, written as wholes.
+"""The interface of storage: a directory, wherever it is, of immutable files that are written as wholes.
 
 Names are relative to the directory (a prefix, on an object store).
 """
@@ -17,7 +17,7 @@ BUFFERS_PER_CALL = min(os.sysconf("SC_IOV_MAX"), 1024)
 
 
 class Span(NamedTuple):
-    """Bytes of a file, from `offset` on, and the writable memory that they are wanted in."""
+    """Bytes of a file, from `offset` on, and the writable memory that they are to be read into."""
 
     offset: int
     memory: memoryview
@@ -40,19 +40,19 @@ class Storage(ABC):
 
     @abstractmethod
     def names(self) -> list[str]:
-        """What is in the directory, sorted; empty where there is none."""
+        """Returns the names of all that is in the directory, sorted; empty where there is none."""
 
     @abstractmethod
     def size(self, name: str) -> int:
-        """A file's bytes. Raises FileNotFoundError."""
+        """Returns the size of a file in bytes. Raises FileNotFoundError."""
 
     @abstractmethod
     def read(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
-        """A file's bytes from `begin` up to `end`; fewer where it ends before. Raises FileNotFoundError."""
+        """Returns a file's bytes from `begin` up to `end`; fewer where it ends before. Raises FileNotFoundError."""
 
     @abstractmethod
     def opened(self, name: str) -> AbstractContextManager[ReadInto]:
-        """A file to read from, again and again, by any thread. Raises FileNotFoundError, here or when it is read."""
+        """Opens a file to read from repeatedly, by any thread. Raises FileNotFoundError, here or when it is read."""
 
     def read_into(self, name: str, spans: Sequence[Span]) -> None:
         """Fills the memory of spans, which are in ascending order. Raises CorruptionError if the file ends before."""
@@ -61,16 +61,16 @@ class Storage(ABC):
 
     @abstractmethod
     def write(self, name: str, buffers: Iterable[memoryview]) -> int:
-        """Writes a file as a whole; what it holds is durable on return. Returns its bytes.
+        """Writes a file as a whole, durable on return. Returns its size in bytes.
 
         Args:
-            buffers: each must stay as it is; only some MiB of them are held on to. If they can be iterated again, a
-                remote store that has lost a file gets it once more.
+            buffers: the bytes; each must stay as it is, and only some MiB of them are held at a time. If they can be
+                iterated again, a remote store that has lost a file gets it once more.
         """
 
     @abstractmethod
     def publish(self, name: str, data: bytes) -> None:
-        """Writes a small file in one atomic step: at no time does a part of it exist under its name."""
+        """Writes a small file in one atomic step: at no time does half of it exist under its name."""
 
     @abstractmethod
     def publish_new(self, name: str, data: bytes) -> bool:
@@ -96,8 +96,8 @@ class Storage(ABC):
     def remove(self, name: str) -> None:
         """Removes a file, if it is there."""
 
-    def retract(self, name: str) -> None:
-        """Removes a file, if it is there; that it is gone is durable on return."""
+    def remove_durably(self, name: str) -> None:
+        """Removes a file, if it is there; the removal is durable on return."""
         self.remove(name)
 
     @abstractmethod
@@ -106,17 +106,18 @@ class Storage(ABC):
 
     @abstractmethod
     def child(self, name: str) -> Storage:
-        """The directory of that name within this one."""
+        """Returns the storage of the directory of that name within this one."""
 
     def as_file(self) -> tuple[Storage, str] | None:
-        """The directory and the name of what is here, where that is a file."""
+        """Returns the directory and the name of the file at this path; None where it is no file."""
         return None
 
     def free_bytes(self) -> int | None:
-        """How many bytes may be written here at most; None where that cannot be known."""
+        """Returns the number of bytes that may be written here at most; None where that cannot be known."""
         return None
 
     def exists(self, name: str) -> bool:
+        """Whether there is a file of that name."""
         try:
             self.size(name)
         except FileNotFoundError:
@@ -124,8 +125,8 @@ class Storage(ABC):
         return True
 
 
-def runs(spans: Sequence[Span]) -> Iterator[tuple[int, list[memoryview]]]:
-    """Spans that follow one another without a gap, put together: offset, and memory for the bytes from there on."""
+def contiguous_runs(spans: Sequence[Span]) -> Iterator[tuple[int, list[memoryview]]]:
+    """Joins spans that follow one another without a gap: offset, and memory for the bytes from there on."""
     start = 0
     while start < len(spans):
         stop, end = start, spans[start].offset
@@ -137,12 +138,12 @@ def runs(spans: Sequence[Span]) -> Iterator[tuple[int, list[memoryview]]]:
 
 
 def unreadable(path: str, error: OSError) -> UnreadableError:
-    """What to raise of a file that its disk does not give back."""
+    """Returns the error for a file that its disk cannot read."""
     problem = Problem(path, str(error.strerror or error), "its bytes", "restore from another checkpoint")
     return UnreadableError("a file cannot be read from its disk", [problem])
 
 
 def too_short(path: str, offset: int) -> CorruptionError:
-    """What to raise of a file that ends at `offset`, before all that is wanted of it."""
+    """Returns the error for a file that ends at `offset`, before the end of the bytes that are read."""
     problem = Problem(path, f"its end before byte {offset}", "all of the file", "restore from another checkpoint")
     return CorruptionError("a file is shorter than it was", [problem])

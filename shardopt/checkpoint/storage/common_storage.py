@@ -1,7 +1,7 @@
-"""Whether all ranks see the directory that they save to: rank 0 leaves a mark there, for which the others look.
+"""The check that all ranks see the directory that they save to: rank 0 writes a marker file, which the others look for.
 
-Only on local paths, which may be disks that each host has for itself; an object store is one for all. The mark has a
-name like that of a data file, so that what clears away a dead save clears it away too.
+Only on local paths, which may be disks that each host has for itself; an object store is one for all. The marker has a
+name like that of a data file, so that whatever clears away a dead save clears it away too.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _PAUSE_SECONDS = 0.1
 _NO_SLOT = 999_999_999  # of no data file: a file of this save, as `discard` sees it, and not one of tensors
 
 
-def leave_mark(storage: Storage, save_id: str) -> None:
-    """On rank 0, once it has made the directory, and before others may write."""
+def write_marker(storage: Storage, save_id: str) -> None:
+    """Writes the marker; on rank 0, once it has made the directory, and before others may write."""
     if not storage.is_remote:
-        storage_of(storage.url, durable=False).write(_mark(save_id), [])
+        storage_of(storage.url, durable=False).write(_marker_name(save_id), [])
 
 
-def look_for_mark(storage: Storage, save_id: str) -> None:
-    """On the other ranks, before they write.
+def wait_for_marker(storage: Storage, save_id: str) -> None:
+    """Waits until the marker is seen; on the other ranks, before they write.
 
     Raises:
         CheckpointError: this rank sees another directory than rank 0.
@@ -32,20 +32,25 @@ def look_for_mark(storage: Storage, save_id: str) -> None:
     if storage.is_remote:
         return
     end = time.monotonic() + _LOOK_SECONDS
-    while not storage.exists(_mark(save_id)):
+    while not storage.exists(_marker_name(save_id)):
         if time.monotonic() >= end:
-            found, required = "not what rank 0 has made there", "a directory that all ranks see"
-            problem = Problem(storage.url, found, required, "save to storage that all ranks share, by one path")
+            required = "a directory that all ranks see"
+            problem = Problem(
+                storage.url,
+                "not what rank 0 has made there",
+                required,
+                "save to storage that all ranks share, by one path",
+            )
             raise CheckpointError("ranks do not share the storage", [problem])
-        storage.names()  # which has a client of NFS ask again
+        storage.names()  # makes a client of NFS ask the server again
         time.sleep(_PAUSE_SECONDS)
 
 
-def remove_mark(storage: Storage, save_id: str) -> None:
-    """On rank 0, once all have looked."""
+def remove_marker(storage: Storage, save_id: str) -> None:
+    """Removes the marker; on rank 0, once all have seen it."""
     if not storage.is_remote:
-        storage.remove(_mark(save_id))
+        storage.remove(_marker_name(save_id))
 
 
-def _mark(save_id: str) -> str:
+def _marker_name(save_id: str) -> str:
     return file_name(save_id, 0, _NO_SLOT)

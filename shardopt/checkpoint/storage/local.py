@@ -1,4 +1,4 @@
-"""Checkpoints on local disks, and on whatever is mounted as one."""
+"""Storage on local disks, and on whatever is mounted as one."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from shardopt.checkpoint.storage.base import (
     ReadInto,
     Span,
     Storage,
-    runs,
+    contiguous_runs,
     too_short,
     unreadable,
 )
 
 _BATCH_BYTES = 16 << 20  # written in one call; more would hold on to memory that was made only to be written
 
-# What a disk, or the file system on it, says of bytes that it has lost; not what one says that is out of reach.
+# Errors of a disk, or the file system on it, that has lost bytes; not of one that is out of reach.
 _LOST = {errno.EIO, errno.EBADMSG, errno.EUCLEAN}
-_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}\.tmp")  # as `_write_aside` names them
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}\.tmp")  # as `_write_temporary` names them
 
 _SYNC_FILE_RANGE_WRITE = 2
 _RENAME_NOREPLACE = 1
@@ -69,12 +69,12 @@ class LocalStorage(Storage):
     def size(self, name: str) -> int:
         try:
             with _reading(self._path(name)):
-                found = os.stat(self._path(name))
+                status = os.stat(self._path(name))
         except NotADirectoryError:
             raise FileNotFoundError(self._path(name)) from None
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             raise FileNotFoundError(f"{self._path(name)} is no file")
-        return found.st_size
+        return status.st_size
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
         with _reading(self._path(name)), open(self._path(name), "rb") as file:
@@ -92,7 +92,7 @@ class LocalStorage(Storage):
 
     def _read_into(self, fd: int, name: str, spans: Sequence[Span]) -> None:
         with _reading(self._path(name)):
-            for offset, buffers in runs(spans):
+            for offset, buffers in contiguous_runs(spans):
                 self._read_run(fd, name, offset, buffers)
 
     def _read_run(self, fd: int, name: str, offset: int, buffers: list[memoryview]) -> None:
@@ -126,19 +126,19 @@ class LocalStorage(Storage):
         nbytes = _write_all(fd, buffers)
         if self._durable and _sync_file_range is not None and nbytes:
             # Has the disk work while the next bytes are made. A hint: the fsync at the end is what makes them durable,
-            # and tells of what went wrong.
+            # and reports errors.
             _sync_file_range(fd, offset, nbytes, _SYNC_FILE_RANGE_WRITE)
         return nbytes
 
     def publish(self, name: str, data: bytes) -> None:
-        temporary = self._write_aside(name, data)
+        temporary = self._write_temporary(name, data)
         os.replace(temporary, self._path(name))
         self._sync_directory(self.url)
 
     def publish_new(self, name: str, data: bytes) -> bool:
-        temporary = self._write_aside(name, data)
+        temporary = self._write_temporary(name, data)
         try:
-            exclusive = _give_name(temporary, self._path(name))
+            exclusive = _link_exclusively(temporary, self._path(name))
         except FileExistsError:
             # The answer to a link over a network may be lost, and the link there.
             if self.read(name) != data:
@@ -150,8 +150,8 @@ class LocalStorage(Storage):
         self._sync_directory(self.url)
         return exclusive
 
-    def _write_aside(self, name: str, data: bytes) -> str:
-        """Writes a file under a name that nobody else has, durably; removes it if that fails."""
+    def _write_temporary(self, name: str, data: bytes) -> str:
+        """Writes a file under a temporary name that nobody else has, durably; removes it if that fails."""
         temporary = self._path(f".{name}.{secrets.token_hex(6)}.tmp")
         try:
             with open(temporary, "xb") as file:
@@ -168,7 +168,7 @@ class LocalStorage(Storage):
         with suppress(FileNotFoundError):
             os.unlink(self._path(name))
 
-    def retract(self, name: str) -> None:
+    def remove_durably(self, name: str) -> None:
         with suppress(FileNotFoundError):
             os.unlink(self._path(name))
             self._sync_directory(self.url)
@@ -190,10 +190,10 @@ class LocalStorage(Storage):
 
     def free_bytes(self) -> int | None:
         try:
-            found = os.statvfs(self.url)
+            status = os.statvfs(self.url)
         except OSError:
             return None
-        return found.f_bavail * found.f_frsize
+        return status.f_bavail * status.f_frsize
 
     def _sync(self, fd: int) -> None:
         if self._durable:
@@ -210,7 +210,7 @@ class LocalStorage(Storage):
 
 @contextmanager
 def _reading(path: str) -> Iterator[None]:
-    """Tells bytes that are lost from a disk that is out of reach."""
+    """Turns an error of a disk that has lost bytes into UnreadableError; not those of a disk that is out of reach."""
     try:
         yield
     except OSError as error:
@@ -220,12 +220,12 @@ def _reading(path: str) -> Iterator[None]:
 
 
 def is_temporary(name: str) -> bool:
-    """Whether a file is one that was being published when its process died."""
+    """Whether a name is that of a temporary file, left by a process that died while it published one."""
     return _TEMPORARY.fullmatch(name) is not None
 
 
-def _give_name(temporary: str, path: str) -> bool:
-    """Gives a file a second, or another, name if nothing has that name; as for `publish_new`."""
+def _link_exclusively(temporary: str, path: str) -> bool:
+    """Gives a file another name if nothing has that name; returns whether exclusively, as `publish_new`."""
     try:
         os.link(temporary, path)
         return True
@@ -253,7 +253,7 @@ def _write_all(fd: int, buffers: list[memoryview]) -> int:
 
 
 def _skip(buffers: list[memoryview], nbytes: int) -> list[memoryview]:
-    """What is left of buffers after so many bytes of them are done."""
+    """Returns buffers without their first `nbytes` bytes."""
     for i, buffer in enumerate(buffers):
         if nbytes < buffer.nbytes:
             return [buffer[nbytes:], *buffers[i + 1 :]]

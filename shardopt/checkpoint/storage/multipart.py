@@ -1,4 +1,4 @@
-"""A large file to S3 as a multipart upload, several parts at a time.
+"""Multipart uploads of large files to S3, several parts at a time.
 
 s3fs's own file objects send one part after the other, and its `put` and `pipe` want the whole file on a disk or in
 memory; so the parts are sent here, with s3fs's `call_s3`. Nothing exists under the file's name until its upload is
@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from shardopt.checkpoint.storage.retry import Requests, in_thread
+from shardopt.checkpoint.storage.retry import Requests, run_in_thread
 
 PART_BYTES = 8 << 20  # S3 takes none below 5 MiB but the last
 PARTS_AT_ONCE = 8  # no more are in memory, but for the one that is being made
@@ -26,7 +26,7 @@ def has_multipart(fs: Any) -> bool:
 
 
 def upload(fs: Any, requests: Requests, path: str, parts: Iterable[bytearray]) -> int:
-    """Uploads the parts of a file; it exists once this returns. Returns its bytes.
+    """Uploads the parts of a file, which exists once this returns. Returns its size in bytes.
 
     Raises:
         ConnectionError: the store has lost parts that it had taken; the file may be sent again.
@@ -35,48 +35,49 @@ def upload(fs: Any, requests: Requests, path: str, parts: Iterable[bytearray]) -
     bucket, key, _ = fs.split_path(path)
     doing = f"write {fs.unstrip_protocol(path)}"
     names = {"Bucket": bucket, "Key": key}
-    begun = requests.call(doing, "call_s3", "create_multipart_upload", **names)
-    names["UploadId"] = begun["UploadId"]
+    created = requests.call(doing, "call_s3", "create_multipart_upload", **names)
+    names["UploadId"] = created["UploadId"]
     running: set[Future[dict[str, Any]]] = set()
-    sent: list[dict[str, Any]] = []
+    completed: list[dict[str, Any]] = []
     total = 0
 
     def send(number: int, part: bytearray) -> dict[str, Any]:
-        what = f"{doing} (part {number})"
-        answer = requests.call(what, "call_s3", "upload_part", **names, PartNumber=number, Body=part)
+        answer = requests.call(
+            f"{doing} (part {number})", "call_s3", "upload_part", **names, PartNumber=number, Body=part
+        )
         checksums = {name: value for name, value in answer.items() if name.startswith("Checksum") and value}
         checksums.pop("ChecksumType", None)
         return {"PartNumber": number, "ETag": answer["ETag"], **checksums}
 
-    def settle() -> None:
+    def collect_finished() -> None:
         done, _ = wait(running, return_when=FIRST_COMPLETED)
         running.difference_update(done)
-        sent.extend(future.result() for future in done)
+        completed.extend(future.result() for future in done)
 
     try:
         for number, part in enumerate(parts, 1):
             total += len(part)
-            running.add(in_thread(partial(send, number, part)))
+            running.add(run_in_thread(partial(send, number, part)))
             if len(running) == PARTS_AT_ONCE:
-                settle()
+                collect_finished()
         while running:
-            settle()
-        sent.sort(key=lambda part: int(part["PartNumber"]))
-        _complete(requests, doing, names, sent)
+            collect_finished()
+        completed.sort(key=lambda part: int(part["PartNumber"]))
+        _complete(requests, doing, names, completed)
     except BaseException:
         # Not before the parts have come to an end: one that arrives after the upload is aborted stays, and is paid for.
         wait(running)
-        with suppress(Exception):  # the error that brought us here must not be hidden by another
+        with suppress(Exception):  # the error that is being raised must not be hidden by another
             requests.once("call_s3", "abort_multipart_upload", **names)
         raise
     return total
 
 
-def _complete(requests: Requests, doing: str, names: dict[str, str], sent: list[dict[str, Any]]) -> None:
+def _complete(requests: Requests, doing: str, names: dict[str, str], completed: list[dict[str, Any]]) -> None:
     def complete() -> bool:
-        """Whether the store has all the parts that it said it had."""
+        """Completes the upload; returns whether the store has all the parts that it had acknowledged."""
         try:
-            requests.once("call_s3", "complete_multipart_upload", **names, MultipartUpload={"Parts": sent})
+            requests.once("call_s3", "complete_multipart_upload", **names, MultipartUpload={"Parts": completed})
         except FileNotFoundError:
             pass  # no such upload: an attempt before this one has completed it, or the size of the file will tell
         except OSError as error:

@@ -1,4 +1,4 @@
-"""What to say where a disk is full: how many bytes there had to be, and how many there are."""
+"""Errors for full disks: how many bytes were needed, and how many were free."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from shardopt.errors import CheckpointError, Problem
 
 
 @contextmanager
-def telling_of_space(
-    storage: Storage, what: str, needed: Callable[[], int], written: Callable[[], int]
+def explain_no_space(
+    storage: Storage, content: str, needed: Callable[[], int], written: Callable[[], int]
 ) -> Iterator[None]:
-    """Turns an error for want of space into one that has the numbers.
+    """Turns an operating system's error for want of space into a CheckpointError with the numbers of bytes.
 
     Args:
-        what: is written, for the message.
+        content: of the file, in words, for the message.
         needed: bytes of all of it.
         written: bytes of it that are there already.
     """
@@ -32,7 +32,7 @@ def telling_of_space(
         problem = Problem(
             key=storage.url,
             found=f"{there}{written():,} of the bytes written{quota}",
-            required=f"{needed():,} bytes for {what}",
+            required=f"{needed():,} bytes for {content}",
             remedy="make room, keep fewer checkpoints (keep_last), or save to another disk",
         )
         raise CheckpointError(f"cannot write to {storage.url}: {error.strerror}", [problem]) from error

@@ -1,4 +1,4 @@
-"""Where checkpoints lie: the one place that decides between a local directory and all else that fsspec opens."""
+"""Opens storage by URL: the one place that decides between local directories and all else that fsspec opens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardopt.errors import CheckpointError, Problem, ShardoptError
 
 
 def storage_of(url: str | os.PathLike[str], durable: bool = True) -> Storage:
-    """The storage at a path or at any URL that fsspec knows, with fsspec's own configuration and credentials.
+    """Returns the storage at a path or at any URL that fsspec knows, with fsspec's own configuration and credentials.
 
     Args:
         durable: whether local files and directories are flushed to the disk before a write returns.
@@ -42,7 +42,7 @@ _EXTRAS = {"s3": "s3", "s3a": "s3"}
 
 
 def _unopened(url: str, error: Exception) -> Problem | None:
-    """Why there is no file system for a URL; None where its protocol is not to blame."""
+    """Returns why there is no file system for a URL; None where its protocol is not to blame."""
     protocol = fsspec.core.split_protocol(url)[0]
     known = known_implementations.get(protocol)
     if protocol is None:
@@ -60,8 +60,12 @@ def _unopened(url: str, error: Exception) -> Problem | None:
 
 
 @contextmanager
-def telling(doing: str) -> Iterator[None]:
-    """Turns an error of the operating system, or of a file system of fsspec, into a CheckpointError that says more."""
+def wrap_os_errors(doing: str) -> Iterator[None]:
+    """Turns an error of the operating system, or of a file system of fsspec, into a CheckpointError.
+
+    Args:
+        doing: the operation and the URL, for the message ("read s3://bucket/a").
+    """
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Checkpoints on object stores, and on any other file system of fsspec.
+"""Storage on object stores, and on any other file system of fsspec.
 
 A PUT is atomic and durable there, so the one of the manifest is the commit: nothing is renamed. Every request has a
 deadline and is repeated (`retry.py`); large files go in parts, several at a time (`multipart.py`, for S3), or through
@@ -19,7 +19,7 @@ from typing import Any
 from fsspec import AbstractFileSystem  # type: ignore[import-untyped]  # has no type hints
 from fsspec.asyn import AsyncFileSystem  # type: ignore[import-untyped]  # as above
 
-from shardopt.checkpoint.storage.base import ReadInto, Span, Storage, runs, too_short
+from shardopt.checkpoint.storage.base import ReadInto, Span, Storage, contiguous_runs, too_short
 from shardopt.checkpoint.storage.multipart import PART_BYTES, has_multipart, upload
 from shardopt.checkpoint.storage.retry import Requests
 from shardopt.errors import CheckpointError
@@ -33,13 +33,13 @@ class RemoteStorage(Storage):
     def __init__(self, fs: Any, path: str) -> None:
         self._fs, self._root = fs, path.rstrip("/")
         self._requests = Requests(fs)
-        self._given_up: set[str] = set()  # names of files whose publication failed, as far as one can tell
+        self._unconfirmed: set[str] = set()  # names of files whose publication may have failed or not
         self.url = fs.unstrip_protocol(path)
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
 
-    def _ask(self, doing: str, method: str, name: str, *args: Any, **kwargs: Any) -> Any:
+    def _request(self, doing: str, method: str, name: str, *args: Any, **kwargs: Any) -> Any:
         return self._requests.call(f"{doing} {self.url}/{name}", method, self._path(name), *args, **kwargs)
 
     def make(self) -> None:
@@ -55,7 +55,7 @@ class RemoteStorage(Storage):
 
     def size(self, name: str) -> int:
         self._fs.invalidate_cache()
-        info = self._ask("look at", "info", name)
+        info = self._request("look at", "info", name)
         if info["type"] != "file":
             raise FileNotFoundError(self._path(name))
         return int(info["size"])
@@ -66,17 +66,17 @@ class RemoteStorage(Storage):
 
         def read_once() -> bytes:
             try:
-                found = bytes(self._requests.once("cat_file", self._path(name), start=begin, end=end))
+                data = bytes(self._requests.once("cat_file", self._path(name), start=begin, end=end))
             except OSError as error:
                 if _is_refusal(error) and self.size(name) <= begin:
                     return b""
                 raise
-            if end is None or len(found) < end - begin:
+            if end is None or len(data) < end - begin:
                 size = self.size(name)
                 wanted = max((size if end is None else min(end, size)) - begin, 0)
-                if len(found) != wanted:
-                    raise ConnectionError(f"{len(found)} bytes where {wanted} were asked for")
-            return found
+                if len(data) != wanted:
+                    raise ConnectionError(f"{len(data)} bytes where {wanted} were requested")
+            return data
 
         return self._requests.repeat(f"read {self.url}/{name}", read_once)
 
@@ -85,41 +85,43 @@ class RemoteStorage(Storage):
         yield partial(self._read_into, name)
 
     def _read_into(self, name: str, spans: Sequence[Span]) -> None:
-        left = [(offset, buffers) for offset, buffers in runs(spans) if any(buffer.nbytes for buffer in buffers)]
+        joined = contiguous_runs(spans)
+        remaining = [(offset, buffers) for offset, buffers in joined if any(buffer.nbytes for buffer in buffers)]
 
-        def read_what_is_left() -> None:
-            """All ranges at once; those that came are not asked for again when others have failed."""
-            begins = [offset for offset, _ in left]
-            ends = [offset + sum(buffer.nbytes for buffer in buffers) for offset, buffers in left]
-            paths = [self._path(name)] * len(left)
-            parts = self._requests.once("cat_ranges", paths, begins, ends, on_error="return")
+        def read_remaining() -> None:
+            """Reads all ranges at once; those that came are not requested again when others have failed."""
+            begins = [offset for offset, _ in remaining]
+            ends = [offset + sum(buffer.nbytes for buffer in buffers) for offset, buffers in remaining]
+            paths = [self._path(name)] * len(remaining)
+            answers = self._requests.once("cat_ranges", paths, begins, ends, on_error="return")
             failed, errors = [], []
-            for (offset, buffers), end, part in zip(left, ends, parts, strict=True):
-                error = part if isinstance(part, BaseException) else self._short(name, offset, end, part)
+            for (offset, buffers), end, answer in zip(remaining, ends, answers, strict=True):
+                is_error = isinstance(answer, BaseException)
+                error = answer if is_error else self._length_error(name, offset, end, answer)
                 if error is not None:
                     failed.append((offset, buffers))
                     errors.append(error)
                     continue
-                rest = memoryview(part)
+                rest = memoryview(answer)
                 for buffer in buffers:
                     buffer[:], rest = rest[: buffer.nbytes], rest[buffer.nbytes :]
-            left[:] = failed
+            remaining[:] = failed
             if errors:
-                raise self._past_the_end(name, ends[-1]) if _is_refusal(errors[0]) else errors[0]
+                raise self._range_error(name, ends[-1]) if _is_refusal(errors[0]) else errors[0]
 
-        if left:
-            self._requests.repeat(f"read {self.url}/{name}", read_what_is_left)
+        if remaining:
+            self._requests.repeat(f"read {self.url}/{name}", read_remaining)
 
-    def _short(self, name: str, begin: int, end: int, part: bytes) -> Exception | None:
-        """What is wrong with an answer that has not the length that was asked for."""
-        if len(part) == end - begin:
+    def _length_error(self, name: str, begin: int, end: int, answer: bytes) -> Exception | None:
+        """Returns the error for an answer that has not the length of the range, if it has not."""
+        if len(answer) == end - begin:
             return None
         if self.size(name) < end:
-            return too_short(self._path(name), begin + len(part))
-        return ConnectionError(f"{len(part)} bytes where {end - begin} were asked for")
+            return too_short(self._path(name), begin + len(answer))
+        return ConnectionError(f"{len(answer)} bytes where {end - begin} were requested")
 
-    def _past_the_end(self, name: str, end: int) -> Exception:
-        """What to say of a range that the store refuses; it does so where the file ends before the range begins."""
+    def _range_error(self, name: str, end: int) -> Exception:
+        """Returns the error for a range that the store refuses, as it does where the file ends before it."""
         size = self.size(name)
         return too_short(self._path(name), size) if size < end else OSError(errno.EIO, "the store refused a range")
 
@@ -135,18 +137,18 @@ class RemoteStorage(Storage):
         head = list(islice(parts, 2))
         if len(head) < 2:
             whole = bytes(head[0]) if head else b""
-            self._ask("write", "pipe_file", name, whole)
+            self._request("write", "pipe_file", name, whole)
             return len(whole)
         if has_multipart(self._fs):
-            total = upload(self._fs, self._requests, path, _after(head, parts))
+            total = upload(self._fs, self._requests, path, _chain_releasing(head, parts))
         else:
-            total = self._stream(path, _after(head, parts))
+            total = self._stream(path, _chain_releasing(head, parts))
         try:
-            found = self.size(name)
+            stored_bytes = self.size(name)
         except FileNotFoundError:
-            found = 0
-        if found != total:
-            raise ConnectionError(f"the store has {found} bytes where {total} were sent")
+            stored_bytes = 0
+        if stored_bytes != total:
+            raise ConnectionError(f"the store has {stored_bytes} bytes where {total} were sent")
         return total
 
     def _stream(self, path: str, parts: Iterable[bytearray]) -> int:
@@ -159,7 +161,7 @@ class RemoteStorage(Storage):
                 total += len(part)
             self._requests.within_deadline(file.close)
         except BaseException:
-            # Closing would make a file of what has come so far; so would the object's end.
+            # Closing would make a file of the bytes so far; so would the destruction of the object.
             with suppress(Exception):
                 discard = getattr(file, "discard", None)
                 if discard is not None:
@@ -170,20 +172,20 @@ class RemoteStorage(Storage):
         return total
 
     def publish(self, name: str, data: bytes) -> None:
-        self._ask("write", "pipe_file", name, data)
+        self._request("write", "pipe_file", name, data)
 
     def publish_new(self, name: str, data: bytes) -> bool:
         condition = _condition_of(self._fs)
         if condition:
             try:
-                self._ask("write", "pipe_file", name, data, **condition)
+                self._request("write", "pipe_file", name, data, **condition)
                 return True
             except FileExistsError:
                 self._require_own(name, data)
                 return True
             except CheckpointError as error:
                 if not _is_unmet_or_unknown(error):
-                    self._given_up.add(name)
+                    self._unconfirmed.add(name)
                     raise
         if self.exists(name):
             self._require_own(name, data)
@@ -191,12 +193,12 @@ class RemoteStorage(Storage):
         try:
             self.publish(name, data)
         except BaseException:
-            self._given_up.add(name)
+            self._unconfirmed.add(name)
             raise
         return False
 
     def may_appear(self, name: str) -> bool:
-        return name in self._given_up
+        return name in self._unconfirmed
 
     def _require_own(self, name: str, data: bytes) -> None:
         """Raises FileExistsError unless an attempt was carried out after all, and only its answer lost."""
@@ -209,7 +211,7 @@ class RemoteStorage(Storage):
 
     def remove(self, name: str) -> None:
         with suppress(FileNotFoundError):
-            self._ask("remove", "rm_file", name)
+            self._request("remove", "rm_file", name)
 
     def remove_if_empty(self) -> None:
         if not self.names():
@@ -226,7 +228,7 @@ class RemoteStorage(Storage):
 
 
 def _condition_of(fs: Any) -> dict[str, Any]:
-    """What to ask of `pipe_file` so that it writes only where nothing is; empty where the store cannot tell.
+    """Returns the arguments with which `pipe_file` writes only where no file is; empty where the store has none.
 
     fsspec's own way to do it (`mode="create"`, of its base classes) looks first and then writes.
     """
@@ -255,13 +257,13 @@ def _is_refusal(error: BaseException) -> bool:
 
 
 def _parts(buffers: Iterator[memoryview]) -> Iterator[bytearray]:
-    """The bytes of buffers in parts of `PART_BYTES`, which double every 2,500: S3 takes no more than 10,000."""
+    """Joins buffers into parts of `PART_BYTES`, a size that doubles every 2,500: S3 takes no more than 10,000."""
     part, number, limit = bytearray(), 0, PART_BYTES
     for buffer in buffers:
         while buffer.nbytes:
-            took = buffer[: limit - len(part)]
-            part += took
-            buffer = buffer[took.nbytes :]
+            head = buffer[: limit - len(part)]
+            part += head
+            buffer = buffer[head.nbytes :]
             if len(part) == limit:
                 yield part
                 number += 1
@@ -270,8 +272,8 @@ def _parts(buffers: Iterator[memoryview]) -> Iterator[bytearray]:
         yield part
 
 
-def _after(head: list[bytearray], rest: Iterable[bytearray]) -> Iterator[bytearray]:
-    """First what is in `head`, which nobody holds on to then."""
+def _chain_releasing(head: list[bytearray], rest: Iterable[bytearray]) -> Iterator[bytearray]:
+    """Yields the parts of `head`, each of which it lets go of, and then the rest."""
     while head:
         yield head.pop(0)
     yield from rest

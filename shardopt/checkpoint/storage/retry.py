@@ -1,9 +1,9 @@
-"""Requests to a store that may be slow, lose them, or fail for a while: each under a deadline, and repeated.
+"""Retries of requests to a store that may be slow, lose them, or fail for a while; each under a deadline.
 
-What may pass (a request that timed out, a connection that broke, a server in trouble) is tried again after a pause that
-doubles; what will not (no such file, no permission, no space) is raised at once. When patience is at an end the error
-names the URL, the operation and what to do. Stores have retries of their own below these, which know more of what the
-server said; these here are for what gets through, and for requests that are never answered.
+A transient error (a request that timed out, a connection that broke, a server in trouble) leads to another attempt,
+after a pause that doubles; a permanent one (no such file, no permission, no space) is raised at once. When the attempts
+are used up the error names the URL, the operation and a remedy. Stores have retries of their own below these, which
+know more of the server's answer; these here are for errors that get through, and for requests never answered.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardopt.errors import CheckpointError, Problem, ShardoptError
 T = TypeVar("T")
 
 _PERMANENT = (FileNotFoundError, FileExistsError, PermissionError, NotADirectoryError, IsADirectoryError)
-_PERMANENT_NUMBERS = {
+_PERMANENT_ERRNOS = {
     errno.EDQUOT,
     errno.EINVAL,  # what s3fs makes of "400 Bad Request"
     errno.EMSGSIZE,
@@ -35,9 +35,9 @@ _PERMANENT_NUMBERS = {
     errno.ENOSYS,
     errno.EROFS,
 }
-_PASSING_STATUS = {408, 425, 429, 500, 502, 503, 504}
+_TRANSIENT_STATUS = {408, 425, 429, 500, 502, 503, 504}
 # Of clients that are not all installed, and whose errors are no OSErrors.
-_PASSING_NAMES = {
+_TRANSIENT_NAMES = {
     "ClientConnectionError",  # aiohttp
     "ClientPayloadError",
     "HTTPClientError",  # botocore
@@ -50,8 +50,8 @@ _PASSING_NAMES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
-    """How long to go on asking.
+class RetryPolicy:
+    """The number of attempts of a request, their pauses, and their deadlines.
 
     Args:
         attempts: of a request, before it is given up.
@@ -65,30 +65,30 @@ class Patience:
     request_seconds: float = 60.0
 
 
-PATIENCE = Patience()
+RETRY_POLICY = RetryPolicy()
 
 
-def may_pass(error: Exception) -> bool:
-    """Whether what failed so may succeed when it is tried again."""
+def is_transient(error: Exception) -> bool:
+    """Whether a request that failed with this error may succeed when it is tried again."""
     status = getattr(error, "status", None) or getattr(error, "code", None)
     if isinstance(error, ShardoptError | NotImplementedError):
         return False
     if isinstance(status, int) and status >= 400:
-        return status in _PASSING_STATUS
+        return status in _TRANSIENT_STATUS
     if isinstance(error, OSError):
-        return not isinstance(error, _PERMANENT) and error.errno not in _PERMANENT_NUMBERS
-    return not _PASSING_NAMES.isdisjoint(kind.__name__ for kind in type(error).__mro__)
+        return not isinstance(error, _PERMANENT) and error.errno not in _PERMANENT_ERRNOS
+    return not _TRANSIENT_NAMES.isdisjoint(kind.__name__ for kind in type(error).__mro__)
 
 
-def in_thread(function: Callable[[], T]) -> Future[T]:
-    """Runs a function in a thread of its own, which nobody has to wait for."""
+def run_in_thread(function: Callable[[], T]) -> Future[T]:
+    """Runs a function in a daemon thread of its own, which nobody has to wait for."""
     future: Future[T] = Future()
 
     def run() -> None:
         try:
             future.set_result(function())
         except BaseException as error:
-            future.set_exception(error)  # of a thread nobody joins; who asks for the result gets it
+            future.set_exception(error)  # nobody joins the thread; whoever asks for the result gets it
 
     threading.Thread(target=run, name="shardopt-request", daemon=True).start()
     return future
@@ -97,24 +97,24 @@ def in_thread(function: Callable[[], T]) -> Future[T]:
 class Requests:
     """Requests to one file system of fsspec. May be used by several threads at once."""
 
-    def __init__(self, fs: Any, patience: Patience | None = None) -> None:
-        self._fs, self._patience = fs, patience or PATIENCE
+    def __init__(self, fs: Any, policy: RetryPolicy | None = None) -> None:
+        self._fs, self._policy = fs, policy or RETRY_POLICY
 
     def call(self, doing: str, method: str, *args: Any, **kwargs: Any) -> Any:
-        """What a method of the file system answers, however often it has to be asked.
+        """Calls a method of the file system, again while its errors are transient; returns its result.
 
         Args:
             doing: for error messages, with the URL ("read s3://bucket/a").
 
         Raises:
-            OSError: one that will not pass, as the file system raised it.
-            CheckpointError: patience is at an end, or the file system raised something else.
+            OSError: a permanent one, as the file system raised it.
+            CheckpointError: the attempts are used up, or the file system raised something else.
         """
         return self.repeat(doing, lambda: self.once(method, *args, **kwargs))
 
     def once(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """One request under its deadline. Raises TimeoutError, or whatever the file system does."""
-        seconds = self._patience.request_seconds
+        """Makes one request under its deadline. Raises TimeoutError, or whatever the file system does."""
+        seconds = self._policy.request_seconds
         coroutine = getattr(self._fs, f"_{method}", None) if _is_async(self._fs) else None
         if inspect.iscoroutinefunction(coroutine):
             try:
@@ -125,53 +125,57 @@ class Requests:
         return self.within_deadline(lambda: getattr(self._fs, method)(*args, **kwargs))
 
     def within_deadline(self, function: Callable[[], T]) -> T:
-        """What a blocking call returns; if it takes too long it is left to itself in its thread."""
-        seconds = self._patience.request_seconds
+        """Returns the result of a blocking call; one that takes too long is left to itself in its thread.
+
+        Raises:
+            TimeoutError: it took too long.
+        """
+        seconds = self._policy.request_seconds
         try:
-            return in_thread(function).result(seconds)
+            return run_in_thread(function).result(seconds)
         except TimeoutError as error:
             raise TimeoutError(str(error) or f"no answer within {seconds:g} s") from error
 
     def repeat(self, doing: str, function: Callable[[], T]) -> T:
-        """What `function` returns, tried again while its errors may pass."""
-        begin, pause = time.monotonic(), self._patience.pause_seconds
-        for attempt in range(1, self._patience.attempts + 1):
+        """Returns the result of `function`, called again while its errors are transient."""
+        begin, pause = time.monotonic(), self._policy.pause_seconds
+        for attempt in range(1, self._policy.attempts + 1):
             try:
                 return function()
             except Exception as error:
-                if not may_pass(error):
-                    raise _permanent(doing, error) from error
-                if attempt == self._patience.attempts or not threading.main_thread().is_alive():
+                if not is_transient(error):
+                    raise _permanent_error(doing, error) from error
+                if attempt == self._policy.attempts or not threading.main_thread().is_alive():
                     seconds = time.monotonic() - begin
-                    raise _given_up(doing, error, attempt, seconds) from error
+                    raise _exhausted_error(doing, error, attempt, seconds) from error
             time.sleep(pause * random.uniform(0.5, 1.0))  # so that many ranks do not come back at one time
-            pause = min(2 * pause, self._patience.longest_pause_seconds)
+            pause = min(2 * pause, self._policy.longest_pause_seconds)
         raise AssertionError("no attempt was made")
 
 
 def _is_async(fs: Any) -> bool:
-    """Whether there are coroutines, which can be ended; a file system that wraps another has them if that has."""
+    """Whether a file system has coroutines, which can be cancelled; one that wraps another has them if that has."""
     wrapped = getattr(fs, "fs", None)
     return bool(fs.async_impl) and (not isinstance(wrapped, AbstractFileSystem) or _is_async(wrapped))
 
 
-def _permanent(doing: str, error: Exception) -> Exception:
+def _permanent_error(doing: str, error: Exception) -> Exception:
     if isinstance(error, ShardoptError | FileNotFoundError | FileExistsError):
         return error
     remedy = "look at the store's answer; see docs/remote.md for what is expected of a store"
     if isinstance(error, PermissionError) or "Credentials" in type(error).__name__:
         remedy = "give fsspec credentials that may list, read, write and delete there (docs/remote.md)"
-    problem = Problem(doing, _told(error), "a request that the store grants", remedy)
+    problem = Problem(doing, _describe(error), "a request that the store grants", remedy)
     return CheckpointError(f"cannot {doing}", [problem])
 
 
-def _given_up(doing: str, error: Exception, attempts: int, seconds: float) -> CheckpointError:
-    found = f"{attempts} attempts within {seconds:.1f} s, the last of which failed with {_told(error)}"
+def _exhausted_error(doing: str, error: Exception, attempts: int, seconds: float) -> CheckpointError:
+    failures = f"{attempts} attempts within {seconds:.1f} s, the last of which failed with {_describe(error)}"
     remedy = "see whether the store can be reached from this host and is well, then try again"
     if not threading.main_thread().is_alive():  # clients have pools of threads, which take no more work by then
         remedy = "wait for what goes on in the background before the program ends: it cannot be finished after that"
-    return CheckpointError(f"cannot {doing}", [Problem(doing, found, "an answer", remedy)])
+    return CheckpointError(f"cannot {doing}", [Problem(doing, failures, "an answer", remedy)])
 
 
-def _told(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".rstrip(": ")

@@ -1,1 +1,1 @@
-"""From memory to data files, and saves that go on in the background."""
+"""Writing: copies to host memory, data files, and saves that go on in the background."""

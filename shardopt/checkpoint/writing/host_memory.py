@@ -1,12 +1,12 @@
-"""Host memory for copies of a rank's state: allocated once, made at once, and not handed to children.
+"""Host memory for copies of a rank's state: allocated once, populated at once, and not inherited by children.
 
-The first touch of a page costs ten times what the copy into it costs, and more where others fault too; that is what the
-first save would wait for. So the pages are large ones where the system has them, and are made by one call, beside which
-other threads run.
+The first touch of a page costs ten times as much as the copy into it, and more where other threads fault too; the first
+save would wait for that. So the pages are large ones where the system has them, and are populated by one call, beside
+which other threads run.
 
 A child that is forked would have the pages too. Then the parent would copy each page that it writes to while the child
-lives, and a GPU, which knows pinned pages by their place, might write to one that the parent has no longer. So children
-do not get them.
+lives, and a GPU, which addresses pinned pages by their physical place, might write to one that the parent has no
+longer. So children do not get them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shardopt.errors import CheckpointError
 _ALIGNMENT_BYTES = 64
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14
-_madvise = getattr(ctypes.CDLL(None), "madvise", None)  # Python's own keeps its lock meanwhile
+_madvise = getattr(ctypes.CDLL(None), "madvise", None)  # mmap.madvise of Python holds the interpreter's lock
 if _madvise is not None:
     _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
@@ -36,69 +36,69 @@ class HostMemory:
     """Host memory for the tensors of one save at a time: allocated at the first, reused by those that follow.
 
     It is one block for what comes from the CPU, and a pinned one for what comes from GPUs; both grow if a later state
-    is larger. They are not one, since pinned memory is scarce, and nothing is won by it where the CPU copies.
+    is larger. They are separate, since pinned memory is scarce and of no use where the CPU copies.
     """
 
     def __init__(self) -> None:
         self._plain, self._pinned = Block(0), Block(0)
-        self._made_for: list[tuple[torch.dtype, torch.Size, bool]] = []
+        self._shapes: list[tuple[torch.dtype, torch.Size, bool]] = []
         self._tensors: list[Tensor] = []
         self._streams: dict[torch.device, Any] = {}
         _memories.add(self)
 
     def tensors_like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """A contiguous tensor on the host for each of `tensors`, with no values; the same ones as long as these are."""
+        """Returns an uninitialized contiguous host tensor for each of `tensors`; the same ones for the same shapes."""
         wanted = [(tensor.dtype, tensor.shape, tensor.is_cuda) for tensor in tensors]
-        if wanted != self._made_for:
+        if wanted != self._shapes:
             places: list[tuple[int, int]] = []
             totals = {False: 0, True: 0}
             for tensor in tensors:
                 nbytes, begin = tensor.numel() * tensor.element_size(), totals[tensor.is_cuda]
                 places.append((begin, begin + nbytes))
                 totals[tensor.is_cuda] += -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-            self._made_for, self._tensors = [], []
+            self._shapes, self._tensors = [], []
             self._plain = self._plain.at_least(totals[False], pinned=False)
             self._pinned = self._pinned.at_least(totals[True], pinned=True)
             self._tensors = [
                 (self._pinned if is_cuda else self._plain).memory[begin:end].view(dtype).view(shape)
                 for (dtype, shape, is_cuda), (begin, end) in zip(wanted, places, strict=True)
             ]
-            self._made_for = wanted
+            self._shapes = wanted
         return self._tensors
 
     def populate(self) -> None:
-        """Makes all pages, if they are not made yet; other threads run meanwhile."""
+        """Populates all pages, if they are not yet; other threads run meanwhile."""
         self._plain.populate()
 
     def stream(self, device: torch.device) -> Any:
-        """The stream on which an accelerator's tensors are copied."""
+        """Returns the stream on which an accelerator's tensors are copied."""
         if device not in self._streams:
             self._streams[device] = torch.get_device_module(device).Stream(device)
         return self._streams[device]
 
     def free(self) -> None:
-        """Gives the memory back; nobody may still use it."""
-        self._made_for, self._tensors = [], []
+        """Frees the memory; nobody may still use it."""
+        self._shapes, self._tensors = [], []
         for block in (self._plain, self._pinned):
             block.free()
 
     def forget_in_child(self) -> None:
-        """In a process that was forked: nothing of it is there."""
+        """Drops the memory in a forked child, which has not inherited it."""
         for block in (self._plain, self._pinned):
             block.forget_in_child()
         self.__init__()  # type: ignore[misc]  # as new
 
 
 class Block:
-    """A run of host memory, whose pages are made when they are touched, or by `populate`.
+    """A block of host memory, whose pages are populated when they are touched, or by `populate`.
 
     Raises:
-        CheckpointError: it cannot be had, or not be pinned.
+        CheckpointError: it cannot be allocated, or not be pinned.
     """
 
     def __init__(self, nbytes: int, pinned: bool = False) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._fresh = False
+        self._unpopulated = False
         self._unpin: weakref.finalize[[Tensor], Block] | None = None
         if nbytes:
             try:
@@ -110,7 +110,7 @@ class Block:
                     mapped.madvise(getattr(mmap, advice))
             _mapped.add(mapped)
             self.memory = torch.frombuffer(mapped, dtype=torch.uint8)  # which holds on to it
-            self._fresh = True
+            self._unpopulated = True
         if pinned and nbytes:
             self.populate()
             # Not by torch's own allocator of pinned memory, which takes the next power of two.
@@ -118,30 +118,30 @@ class Block:
             if code != 0:
                 raise CheckpointError(f"cannot pin {nbytes} bytes of host memory: CUDA error {code}")
             self._unpin = weakref.finalize(self, _unpin, self.memory)
-            self._unpin.atexit = False  # the driver may be gone by then, and the process gives all back
+            self._unpin.atexit = False  # the driver may be gone by then, and the process frees all anyway
 
     def at_least(self, nbytes: int, pinned: bool) -> Block:
-        """This block if it is large enough, and otherwise a new one in its place."""
+        """Returns this block if it is large enough; otherwise frees it and returns a new one."""
         if nbytes <= self.memory.numel():
             return self
         self.free()  # before the new one: never both
         return Block(nbytes, pinned)
 
     def populate(self) -> None:
-        """Makes all pages, where the system can; otherwise each is made when it is touched."""
-        if self._fresh and _madvise is not None:
-            self._fresh = False
+        """Populates all pages, where the system can; otherwise each is populated when it is touched."""
+        if self._unpopulated and _madvise is not None:
+            self._unpopulated = False
             _madvise(self.memory.data_ptr(), self.memory.numel(), _POPULATE_WRITE)
 
     def free(self) -> None:
-        """Gives the memory back, once its last tensor is gone."""
+        """Frees the memory, once its last tensor is gone."""
         if self._unpin is not None:
             self._unpin()
             self._unpin = None
         self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def forget_in_child(self) -> None:
-        """In a process that was forked: nothing of it is there."""
+        """Drops the memory in a forked child, which has not inherited it."""
         if self._unpin is not None:
             self._unpin.detach()
             self._unpin = None
@@ -153,7 +153,7 @@ _mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 
 def _forget_in_child() -> None:
     for mapped in tuple(_mapped):
-        # Never to be given back here, not even at the end: by then something else may be at its place.
+        # Never unmapped here, not even at the end: by then something else may be at its address.
         ctypes.pythonapi.Py_IncRef(ctypes.c_void_p(id(mapped)))
     for memory in tuple(_memories):
         memory.forget_in_child()

@@ -1,7 +1,11 @@
-"""A save that goes on in the background, as the program sees it."""
+"""Pending saves: saves in the background as the program sees them, and the registry of those not yet reported."""
 
 from __future__ import annotations
 
+import atexit
+import logging
+import os
+import sys
 import threading
 import time
 from collections.abc import Iterable
@@ -11,20 +15,19 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from shardopt.checkpoint.save import SaveReport
-from shardopt.checkpoint.writing.tracking import track, untrack
+from shardopt.checkpoint.reports import SaveReport
 from shardopt.errors import RankError
 from shardopt.staging_fence import Event
 
 
 class PendingSave:
-    """What `async_save` returns.
+    """A save in the background, as returned by `async_save`.
 
     Attributes:
         url: where the checkpoint will be.
-        staged: happens when this rank's state was copied to host memory, and may be changed in any way. (Where it was
+        staged: is set when this rank's state was copied to host memory, and may be changed in any way. (Where it was
             to be copied lazily; otherwise it may be changed as soon as the call has returned.)
-        done: happens when the checkpoint is committed, or has failed.
+        done: is set when the checkpoint is committed, or has failed.
     """
 
     def __init__(self, url: str) -> None:
@@ -35,15 +38,15 @@ class PendingSave:
         self._waited_seconds = 0.0  # by optimizers before their steps
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
-        self._told = False
+        self._reported = False
         self._outlived = False  # whether the program ended before the save did
         track(self)
 
     def result(self, timeout: float | None = None) -> SaveReport:
-        """Waits until the checkpoint is committed, and tells what was done. Local.
+        """Waits until the checkpoint is committed, and returns the report of the save. Local.
 
-        A failure that it raises is heard of on this rank. Where others have not heard of it, the next collective call
-        (`save`, `async_save`, or of a `Manager`) raises it once more, on all ranks.
+        A failure that it raises counts as reported on this rank. Where it was not reported on others, the next
+        collective call (`save`, `async_save`, or of a `Manager`) raises it once more, on all ranks.
 
         Args:
             timeout: in seconds; None waits for as long as it takes.
@@ -55,44 +58,44 @@ class PendingSave:
         if not self.done.wait(timeout):
             raise TimeoutError(f"saving {self.url} is still under way after {timeout:g} s")
         if self._error is not None:
-            self._tell()
+            self._set_reported()
             raise self._error
         assert self._report is not None
         return replace(self._report, stall_seconds=self.call_seconds + self._waited_seconds)
 
     @property
     def failure(self) -> BaseException | None:
-        """What the save has failed with, the same on all ranks, whether this rank has heard of it or not."""
+        """The error that the save has failed with, the same on all ranks, whether it was reported or not."""
         return self._error if self.done else None
 
     @property
-    def is_heard(self) -> bool:
-        """Whether this rank was told what the save has failed with."""
-        return self._told
+    def is_reported(self) -> bool:
+        """Whether the failure of the save was reported on this rank."""
+        return self._reported
 
-    def hear(self) -> BaseException | None:
-        """What the save has failed with, if it has and this rank was not told yet; does not wait."""
-        if self.failure is None or self._told:
+    def take_failure(self) -> BaseException | None:
+        """Returns the failure of the save, if it was not reported on this rank; now it is. Does not wait."""
+        if self.failure is None or self._reported:
             return None
-        self._tell()
+        self._set_reported()
         return self.failure
 
-    def hear_beforehand(self) -> None:
-        """For whoever raises in the call itself what the save will fail with."""
-        self._told = True
+    def mark_reported(self) -> None:
+        """Marks the failure as reported beforehand, for a call that itself raises the error the save will fail with."""
+        self._reported = True
         if self.done:
             untrack(self)
 
     def raise_failure(self) -> None:
-        """Raises what `hear` gives. Local."""
-        failure = self.hear()
+        """Raises the failure of the save, if there is one and it was not reported on this rank. Local."""
+        failure = self.take_failure()
         if failure is not None:
             raise failure
 
-    def complaint(self) -> str:
-        """What to say of it where the program has ended."""
+    def exit_message(self) -> str:
+        """Returns the line for stderr where the program ends without the report of this save."""
         if self._error is not None:
-            return f"the program ended without being told that saving {self.url} failed: {self._error}"
+            return f"the program ended before it was reported that saving {self.url} failed: {self._error}"
         end = "was committed all the same" if self._report is not None else "was given up"
         return (
             f"the program ended while saving {self.url} was under way, which {end}; "
@@ -100,18 +103,18 @@ class PendingSave:
         )
 
     def succeed(self, report: SaveReport) -> None:
-        """For the thread that saves: the checkpoint is committed."""
+        """Ends the save, whose checkpoint is committed. Called by the thread that saves."""
         self._report = report
         self._end()
 
     def fail(self, error: BaseException) -> None:
-        """For the thread that saves: there will be no checkpoint."""
+        """Ends the save, which has no checkpoint. Called by the thread that saves."""
         self._error = error
         self._end()
 
     def abandon_in_child(self) -> None:
-        """In a process that was forked: nobody goes on with it here."""
-        self._error, self._told = (
+        """Ends the save in a forked child, which has no thread that goes on with it."""
+        self._error, self._reported = (
             RankError(f"saving {self.url} goes on in the process that this one was forked from"),
             True,
         )
@@ -123,17 +126,17 @@ class PendingSave:
             untrack(self)
         self.staged.set()
         self.done.set()
-        if self._told:  # asked once this is done, as `hear_beforehand` asks whether it is once it was told
+        if self._reported:  # read after `done` is set, as `mark_reported` reads `done` after it has set this
             untrack(self)
 
-    def _tell(self) -> None:
-        self._told = True
+    def _set_reported(self) -> None:
+        self._reported = True
         untrack(self)
 
     def before_step(self, *unused: Any) -> None:
-        """The hook of an optimizer whose state is saved: waits for the copy; tells that the save has failed.
+        """Waits for the copy, and raises a failure of the save: the step-pre-hook of an optimizer whose state is saved.
 
-        Local: where threads end at other times, ranks hear of it before different steps.
+        Local: where threads end at different times, ranks raise before different steps.
         """
         if not self.staged:
             begin = time.monotonic()
@@ -146,7 +149,70 @@ def hold_steps(optimizers: Iterable[Optimizer], pending: PendingSave, hooks: lis
     """Makes optimizers wait with their steps until what they change is copied.
 
     Args:
-        hooks: gets the handles, of those that could be made to wait even if one could not. Removing them ends it.
+        hooks: the handles are appended to it, even where a later optimizer refuses the hook. Removing them ends it.
     """
     for optimizer in optimizers:
         hooks.append(optimizer.register_step_pre_hook(pending.before_step))
+
+
+_tracked: list[PendingSave] = []
+
+
+def track(save: PendingSave) -> None:
+    """Adds a save to those of which nothing was reported to the program yet."""
+    _tracked.append(save)
+
+
+def untrack(save: PendingSave) -> None:
+    """Removes a save whose end was reported to the program, or need not be."""
+    if save in _tracked:
+        _tracked.remove(save)
+
+
+def tracked_urls() -> list[str]:
+    """Returns the URLs at which saves of this process may still be writing."""
+    return [save.url for save in tuple(_tracked)]
+
+
+def take_failures() -> list[BaseException]:
+    """Returns the failures of saves in the background that were not reported on this rank; now they are. Local."""
+    failures = [save.take_failure() for save in tuple(_tracked)]
+    return [failure for failure in failures if failure is not None]
+
+
+def raise_failures() -> None:
+    """Raises the first failure that was not reported, and leaves the others for the next call.
+
+    Local: called within a round, so that all ranks raise.
+    """
+    for save in tuple(_tracked):
+        failure = save.take_failure()
+        if failure is not None:
+            raise failure
+
+
+def _fail_at_exit() -> None:
+    """Ends the process with code 1 where a save was left to itself.
+
+    An exception in an exit handler does not change the code, so that there is no other way than `os._exit`. It keeps
+    handlers that were registered before from running: therefore this one is registered when the module is imported, and
+    so runs after those of the program itself.
+    """
+    if _tracked:
+        for save in _tracked:
+            print(f"shardopt: {save.exit_message()}", file=sys.stderr)
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _abandon_in_child() -> None:
+    # A forked child has none of the threads that save.
+    for save in _tracked:
+        save.abandon_in_child()
+    _tracked.clear()
+
+
+atexit.register(_fail_at_exit)
+os.register_at_fork(after_in_child=_abandon_in_child)

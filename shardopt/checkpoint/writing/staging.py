@@ -1,4 +1,4 @@
-"""Local state → host memory: what may change before the next step at once, the rest beside training if so wished."""
+"""Staging: copies of a rank's state to host memory, at once or, of state that only steps change, beside training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SMALL_BYTES = 64 * 1024  # up to here a copy takes less time than to get Python
 
 
 class Copy(NamedTuple):
-    """A tensor and the host memory that it is copied to; its version when the save was asked for."""
+    """A tensor, the host memory that it is copied to, and its version counter at the call."""
 
     key: str
     source: Tensor
@@ -35,15 +35,16 @@ class Copy(NamedTuple):
 
 
 class Staging:
-    """One rank's state on its way to the host.
+    """The copy of one rank's state to the host.
 
-    Made where the save is asked for: then everything that may change before the next step is copied; on accelerators
-    it is before what is asked of the current stream afterwards. The rest is copied by `finish`, in any thread.
+    The constructor runs in the call that saves, and copies everything that may change before the next step; on
+    accelerators the copies are ordered before later work of the current stream. The rest is copied by `finish`, in any
+    thread.
 
     Args:
         app: as for `save`.
-        memory: where to; nobody uses it until this staging and what it gave are done with.
-        lazily: whether what only a step changes is left to `finish`.
+        memory: for the copies; nobody else uses it while this staging and its descriptions are in use.
+        lazily: whether state that only a step changes is left to `finish`.
 
     Attributes:
         optimizers: those in `app`, which have to wait with their steps for `finish`.
@@ -57,7 +58,7 @@ class Staging:
         live = describe(flat, "none")
         later = changed_by_steps_alone(flat) if lazily else frozenset()
         later -= {first for key, first in live.tied.items() if key not in later}
-        own = {key: view for key, view in live.views.items() if key not in live.tied}  # of one memory one copy
+        own = {key: view for key, view in live.views.items() if key not in live.tied}  # tied tensors are copied once
         pieces = [piece for view in own.values() for piece in view.pieces]
         hosts = iter(memory.tensors_like([piece.tensor for piece in pieces]))
         self._memory = memory
@@ -86,14 +87,14 @@ class Staging:
 
     @property
     def is_lazy(self) -> bool:
-        """Whether there is anything left for `finish`."""
+        """Whether some copies are left for `finish`."""
         return bool(self._later)
 
     def finish(self) -> None:
-        """Copies what was left, and waits until everything is on the host.
+        """Makes the copies that were left, and waits until everything is on the host.
 
         Raises:
-            StateError: some of it was changed meanwhile, and not by a step.
+            StateError: some of these tensors were changed meanwhile, and not by a step.
         """
         later, self._later = self._later, []
         self._memory.populate()
@@ -114,16 +115,17 @@ class Staging:
             raise StateError("state was changed while it was being copied", problems)
 
     def describe(self, check_replicas: CheckReplicas) -> Description:
-        """The state as it was, in host memory. To be called after `finish`."""
+        """Describes the state at the call, in host memory. To be called after `finish`."""
         contents = contents_of(self._description.views, check_replicas)
         return replace(self._description, contents=contents, check_replicas=check_replicas)
 
 
 def changed_by_steps_alone(flat: FlatState) -> frozenset[str]:
-    """The keys of tensors that nothing changes before an optimizer in the state steps: what it owns.
+    """Returns the keys of tensors that nothing changes before an optimizer in the state steps.
 
-    These are its parameters, wherever they stand in the state, and its own state. Not what an optimizer owns that
-    updates parameters within backward; not options, which schedules change; not numbers, which cost nothing to copy.
+    These are parameters of optimizers, wherever they stand in the state, and the optimizers' own state; but not of an
+    optimizer that updates parameters within backward. Options, which schedules change, and numbers, which cost nothing
+    to copy, are not among them.
     """
     optimizers = _optimizers_of(flat)
     within_backward = [each for each in optimizers if getattr(each, "updates_in_backward", False)]
@@ -149,7 +151,7 @@ def _memory_of(optimizers: Iterable[Optimizer]) -> set[tuple[Any, ...]]:
 
 
 def _place(local: Tensor) -> tuple[Any, ...]:
-    # By memory and not by object: what a state_dict gives may be another tensor over it.
+    # By memory and not by object: a state_dict may give another tensor over the same memory.
     return (local.device, local.data_ptr(), local.dtype, local.shape, local.stride())
 
 
@@ -173,7 +175,7 @@ def _copy_all(copies: Sequence[Copy], memory: HostMemory) -> None:
 
 
 def copy_on_host(host: Tensor, source: Tensor) -> None:
-    """Copies a tensor of the host. In one thread, without Python's lock, so that training goes on beside it.
+    """Copies a tensor of the host, in one thread and without the interpreter's lock, so that training goes on.
 
     torch's own copy takes as many threads as training does, which on a busy machine wait for each other.
     """

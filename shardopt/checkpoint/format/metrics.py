@@ -1,0 +1,38 @@
+"""The metrics of a checkpoint, numbers by name, on their way into the manifest. No I/O."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from shardopt.errors import Problem, StateError
+
+
+def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Returns metrics as numbers.
+
+    Raises:
+        StateError: some are no numbers; names each of them.
+    """
+    if not isinstance(metrics, Mapping):
+        problem = Problem("metrics", repr(metrics)[:80], "numbers by name", 'give a dict, such as {"loss": 0.5}')
+        raise StateError("metrics cannot be kept", [problem])
+    numbers: dict[str, float] = {}
+    problems = []
+    for name, value in metrics.items():
+        try:
+            if not isinstance(name, str) or isinstance(value, str | bytes):
+                raise TypeError
+            numbers[name] = float(value)
+        except (TypeError, ValueError, RuntimeError):  # the last of a tensor of several elements
+            text = repr(value)[:80] if isinstance(name, str) else f"{value!r} under {name!r}"[:80]
+            problems.append(Problem(f"metrics.{name}", text, "a number under a name", "give one, or leave it out"))
+    if problems:
+        raise StateError("metrics cannot be kept", problems)
+    return numbers
+
+
+def pack_metrics(metrics: Mapping[str, Any]) -> bytes:
+    """Encodes metrics as JSON. Raises StateError, as `numbers_of`."""
+    return json.dumps(numbers_of(metrics)).encode()

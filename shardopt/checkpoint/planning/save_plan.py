@@ -1,0 +1,101 @@
+"""The plan of a save: which rank writes which boxes, into which data files. Pure data; no I/O."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from shardopt.checkpoint.format.constants import DTYPES, PER_RANK_PREFIX, Dtype, file_stem, segment_count
+from shardopt.checkpoint.format.data_file import build_header
+from shardopt.checkpoint.format.manifest import StoredTensors
+from shardopt.checkpoint.planning.assign import assign, check_covers
+from shardopt.checkpoint.planning.describe import Geometry
+from shardopt.sharding.box import Box, whole
+from shardopt.sharding.pieces import View
+
+
+class WriteRequest(NamedTuple):
+    """One box of a tensor that this rank writes: `piece` of its view, narrowed to `inner` if that is not all of it."""
+
+    key: str
+    dtype: Dtype
+    box: Box
+    piece: int
+    inner: Box | None
+
+
+class SavePlan:
+    """The writers of all boxes of a job's state; the same on every rank. Holds no tensor.
+
+    Args:
+        cut_plain: as for `assign`.
+
+    Raises:
+        LayoutError: the boxes of a tensor do not make up the tensor.
+    """
+
+    def __init__(self, geometry: Geometry, world_size: int, cut_plain: bool = True) -> None:
+        check_covers(geometry.members)
+        self.geometry = geometry
+        self.assigned = assign(geometry.members, cut_plain)
+        writers = {writer for assignment in set(self.assigned.values()) for writer in assignment.writers}
+        if geometry.per_rank:
+            writers |= {(rank, 0) for rank in range(world_size)}
+        self.files = sorted(writers)  # rank and slot of every data file
+        self.stored: StoredTensors | None = None  # made at the first commit, and kept
+
+    def boxes_of(self, rank: int, key: str) -> Iterator[tuple[Box, int]]:
+        """Yields the boxes of a tensor that a rank writes, and the slot (number) of the file that each goes to."""
+        assignment = self.assigned[key]
+        for box, (writer, slot) in zip(assignment.boxes, assignment.writers, strict=True):
+            if writer == rank:
+                yield box, slot
+
+
+class RankWrites:
+    """The writes of one rank, by the slot of the data file and in the order of the bytes there.
+
+    Args:
+        views: of the rank's tensors, of which only the boxes count; None where the bytes come from elsewhere.
+    """
+
+    def __init__(self, plan: SavePlan, rank: int, views: Mapping[str, View] | None = None) -> None:
+        self.rank = rank
+        self.slots: defaultdict[int, list[WriteRequest]] = defaultdict(list)
+        for key in plan.assigned if views is None else filter(plan.assigned.__contains__, views):
+            for box, slot in plan.boxes_of(rank, key):
+                piece, inner = (0, None) if views is None else _place_in(views[key], box)
+                self.slots[slot].append(WriteRequest(key, plan.geometry.members[key].dtype, box, piece, inner))
+        for requests in self.slots.values():
+            requests.sort(key=lambda request: (-request.dtype.itemsize, request.key))
+        self._headers: dict[int, tuple[int, bytes]] = {}  # by slot: `per_rank_bytes`, and the header for it
+
+    def header(self, slot: int, per_rank_bytes: int) -> bytes:
+        """Returns the header of one of this rank's data files, whose values per rank take so many bytes."""
+        made_for, header = self._headers.get(slot, (-1, b""))
+        if made_for != per_rank_bytes:
+            stem = file_stem(self.rank, slot)
+            members = [(request.key, request.dtype, request.box) for request in self.slots.get(slot, ())]
+            if per_rank_bytes:
+                members.append((PER_RANK_PREFIX + stem, DTYPES["uint8"], whole((per_rank_bytes,))))
+            header = build_header(stem, members)
+            self._headers[slot] = per_rank_bytes, header
+        return header
+
+    def file_bytes(self, slot: int, per_rank_bytes: int) -> int:
+        """Returns the size of one of this rank's data files in bytes."""
+        bodies = [request.box.numel * request.dtype.itemsize for request in self.slots.get(slot, ())] + [per_rank_bytes]
+        checksums = 8 * sum(map(segment_count, bodies))
+        return len(self.header(slot, per_rank_bytes)) + sum(bodies) + checksums
+
+
+def _place_in(view: View, box: Box) -> tuple[int, Box | None]:
+    """Returns the number of the piece of the view that holds the box, and where in it; None for all of it."""
+    for i, piece in enumerate(view.pieces):
+        if piece.box is box or piece.box == box:
+            return i, None
+    for i, piece in enumerate(view.pieces):
+        if piece.box.contains(box):
+            return i, box.within(piece.box)
+    raise AssertionError(f"no piece of this rank contains {box}")
