@@ -15,7 +15,6 @@ from functools import cached_property
 from typing import Any
 
 import xxhash
-from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from shardopt.checkpoint.matching.compare import Match, compare, in_order, judge_unexpected
@@ -27,10 +26,11 @@ from shardopt.checkpoint.planning.tied import tied_in
 from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.reading.broadcast import BroadcastReads, Replicas, fingerprint, shared_among
 from shardopt.checkpoint.reading.data_file_reader import OpenFile
-from shardopt.checkpoint.reading.fetch import casts_to_check, check_all, check_casts, fetch
+from shardopt.checkpoint.reading.fetch import casts_to_check, check_all, check_casts
 from shardopt.checkpoint.reading.in_use import reading
 from shardopt.checkpoint.reading.read_plan import ReadRequest
 from shardopt.checkpoint.reading.reader import CheckpointReader, open_checkpoint
+from shardopt.checkpoint.reading.target import fill
 from shardopt.checkpoint.reports import tell
 from shardopt.errors import CheckpointError, MismatchError, Problem, ShardoptError
 from shardopt.gc_pause import gc_paused
@@ -38,7 +38,6 @@ from shardopt.ranks import DEADLINE_SECONDS, Ranks, ranks_of
 from shardopt.ranks.failures import names_of
 from shardopt.sharding.pieces import View
 from shardopt.sharding.view import view_of
-from shardopt.staging_fence import wait_for_copies
 from shardopt.state import FlatState, Handback, PartialStateful, PerRank, flatten
 
 
@@ -255,11 +254,11 @@ def _load_into(
     loaded = [each for each in plan.flat.handbacks if plan.match.loads_into(each.path, plan.flat)]
     optimizers = [each.target for each in loaded if isinstance(each.target, Optimizer)]
 
-    def fill() -> int:
+    def fill_marked() -> int:
         mark_partial_load(optimizers, what)  # in the round, as an optimizer may refuse
-        return _fill(reads.requests, progress)
+        return fill(reads.requests, progress)
 
-    bytes_read, _ = ranks.agree(what, work=fill, deadline_seconds=deadline_seconds)
+    bytes_read, _ = ranks.agree(what, work=fill_marked, deadline_seconds=deadline_seconds)
     lenient = strictness.lets_objects_differ
     # A round of its own: nobody is to wait for what its reader failed to read, or to hand back what others lack.
     ranks.agree(what, work=lambda: _hand_back(plan, reads.shared, loaded, lenient), deadline_seconds=deadline_seconds)
@@ -402,13 +401,6 @@ def _settle_differences(
 def _on(those: list[int], size: int, problem: Problem) -> Problem:
     """A problem, with the ranks that have met it where those are not all."""
     return problem if len(those) == size else replace(problem, found=f"{problem.found} (on {names_of(those)})")
-
-
-def _fill(requests: list[tuple[OpenFile, ReadRequest]], progress: Progress | None) -> int:
-    wait_for_copies()  # a save in the background may still be taking what this changes
-    # Autograd is to refuse a backward through values that are gone: what is read past torch counts as no change.
-    increment_version([request.target for _, request in requests])
-    return fetch(requests, progress)
 
 
 def _hand_back(plan: _Plan, shared: BroadcastReads, loaded: list[Handback], lenient: bool) -> None:

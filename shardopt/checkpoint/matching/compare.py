@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from shardopt.checkpoint.format.manifest import Manifest, StoredTensor
-from shardopt.checkpoint.format.tensor_bytes import GIVEN_BACK, dtype_name, has_no_memory, torch_dtype
+from shardopt.checkpoint.format.tensor_bytes import torch_dtype
 from shardopt.checkpoint.matching.strictness import Choice, Names, Strictness
+from shardopt.checkpoint.reading.target import describe_tensor, memory_problem
 from shardopt.errors import Problem, ShardoptError
-from shardopt.sharding.pieces import View, elements_overlap
+from shardopt.sharding.pieces import View
 from shardopt.state import (
     CheckedStateful,
     FlatState,
@@ -137,10 +138,11 @@ def _match_tensors(key: str, view: View, tensor: StoredTensor, match: Match, str
             remedy = "load it into a tensor of the shape and dtype that were saved"
             if castable:
                 remedy += ', or with Strictness(dtype="cast")'
-            return Problem(key, _described(tensor.layout.shape, dtype), _described(view.shape, view.dtype), remedy)
+            found, required = describe_tensor(tensor.layout.shape, dtype), describe_tensor(view.shape, view.dtype)
+            return Problem(key, found, required, remedy)
         match.cast.append(key)
     match.tensors[key] = (view, tensor)
-    return _unfit_memory(key, view)
+    return memory_problem(key, view)
 
 
 def _match_values(
@@ -175,21 +177,6 @@ def _can_cast(stored: torch.dtype, wanted: torch.dtype) -> bool:
 
 def _is_inexact(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
-
-
-def _unfit_memory(key: str, view: View) -> Problem | None:
-    """What speaks against reading into the memory of a tensor."""
-    for piece in view.pieces:
-        if has_no_memory(piece.tensor):
-            if piece.tensor.is_meta:
-                found, remedy = "a tensor on the meta device", "call to_empty(device=...) first"
-            else:
-                found, remedy = GIVEN_BACK, "load while its parameter is there"
-            return Problem(key, found, "memory to load into", remedy)
-        if elements_overlap(piece.tensor):
-            found = f"elements that share memory (strides {piece.tensor.stride()})"
-            return Problem(key, found, "a place for each element", "call contiguous() first")
-    return None
 
 
 def _one_sided_state(handback: Handback, flat: FlatState, stored: Mapping[str, Path], names: Names) -> Problem | None:
@@ -272,7 +259,7 @@ def _description(key: str, flat: FlatState, manifest: Manifest, strictness: Stri
 def _kind_of_stored(manifest: Manifest, key: str) -> str:
     if key in manifest.tensors:
         tensor = manifest.tensors[key]
-        return _described(tensor.layout.shape, torch_dtype(tensor.dtype))
+        return describe_tensor(tensor.layout.shape, torch_dtype(tensor.dtype))
     if key in manifest.values:
         return f"a plain value ({type(manifest.values[key][1]).__name__})"
     return "a value per rank"
@@ -280,13 +267,9 @@ def _kind_of_stored(manifest: Manifest, key: str) -> str:
 
 def _kind_of_leaf(flat: FlatState, views: Mapping[str, View], key: str) -> str:
     if key in views:
-        return _described(views[key].shape, views[key].dtype)
+        return describe_tensor(views[key].shape, views[key].dtype)
     value = flat.leaves[key].value
     return "a value per rank" if isinstance(value, PerRank) else f"a plain value ({type(value).__name__})"
-
-
-def _described(shape: tuple[int, ...], dtype: torch.dtype) -> str:
-    return f"a tensor of {dtype_name(dtype)} {list(shape)}"
 
 
 def _below(path: Path, roots: Iterable[Path]) -> bool:

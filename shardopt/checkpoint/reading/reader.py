@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import add
 from typing import Any, NamedTuple
 
 import torch
 import xxhash
+from torch import Tensor
 
 from shardopt.checkpoint.commit import read_manifest
 from shardopt.checkpoint.format.constants import (
@@ -26,10 +28,12 @@ from shardopt.checkpoint.format.tensor_bytes import torch_dtype
 from shardopt.checkpoint.reading.data_file_reader import Form, OpenFile, form_of
 from shardopt.checkpoint.reading.fetch import fetch
 from shardopt.checkpoint.reading.read_plan import ReadRequest
+from shardopt.checkpoint.reading.target import describe_tensor, fill, memory_problem
 from shardopt.checkpoint.storage import Storage, storage_of
 from shardopt.errors import MismatchError, Problem, StateError
 from shardopt.sharding.box import Box, cover_faults, whole
 from shardopt.sharding.pieces import Piece, narrowed
+from shardopt.sharding.view import view_of
 from shardopt.values import decode_value
 
 _MOST_OVERLAPS = 1 << 16  # that are kept, some 20 MB
@@ -113,17 +117,59 @@ class CheckpointReader:
             return self._manifest.values[key][1]
         if key not in self._manifest.tensors:
             raise self._unknown(key, self.keys(), "a key")
-        info = self.info(key)
-        box = whole(info.shape) if box is None else box
-        if len(box.sizes) != len(info.shape) or not whole(info.shape).contains(box) or min(box.sizes, default=0) < 0:
-            problem = Problem(key, f"the box {box}", f"a box within {list(info.shape)}", "ask for a part of the tensor")
-            raise MismatchError("the tensor has no such part", [problem])
+        box, dtype = self._box_of(key, box), self.info(key).dtype
         # Without memory at first: the files must bear out the size that the manifest tells before any is taken for it.
-        for _ in self.requests(key, [Piece(box, torch.empty(box.sizes, dtype=info.dtype, device="meta"))]):
+        for _ in self.requests(key, [Piece(box, torch.empty(box.sizes, dtype=dtype, device="meta"))]):
             pass
-        target = torch.empty(box.sizes, dtype=info.dtype, device="cpu")
+        target = torch.empty(box.sizes, dtype=dtype, device="cpu")
         fetch(list(self.requests(key, [Piece(box, target)])))
         return target
+
+    def read_into(self, key: str, tensor: Tensor, box: Box | None = None) -> None:
+        """Reads a stored tensor, or a box of it, into the memory of `tensor`, in place. Local.
+
+        `tensor` stands for the whole of the box: its global shape is the box's sizes. It may be plain, of any strides
+        and on any device, or sharded (DTensor, ShardedTensor, LocalShardsWrapper): then this rank's own shards are
+        filled, and each rank calls for itself. Stored bytes are verified by their checksums before they are copied, or,
+        where they are read straight into contiguous memory, afterwards. Autograd counts it as a change in place.
+
+        Args:
+            key: of a stored tensor.
+            tensor: of the stored dtype; nothing is cast. Only its elements are changed.
+            box: offsets and sizes in the stored tensor; None for all of it.
+
+        Raises:
+            MismatchError: there is no such tensor or box; `tensor` is of another shape or dtype, has no memory, or
+                elements that share it. Nothing was changed.
+            LayoutError: a kind of tensor that the library does not know, or a placement such as `Partial`.
+            CorruptionError: stored bytes are not what was written; `tensor` may have changed by then.
+        """
+        box, dtype = self._box_of(key, box), self.info(key).dtype
+        view = view_of(tensor, key)
+        # A rank without a shard of a LocalShardsWrapper cannot know its dtype.
+        known_dtype = view.dtype if view.pieces or not view.layout.local else dtype
+        if view.shape != box.sizes or known_dtype != dtype:
+            found, required = describe_tensor(view.shape, view.dtype), describe_tensor(box.sizes, dtype)
+            remedy = "pass a tensor of the shape and dtype that are stored, or name the box that is to go into this one"
+            raise MismatchError("the tensor does not fit", [Problem(key, found, required, remedy)])
+        problem = memory_problem(key, view)
+        if problem is not None:
+            raise MismatchError("the tensor cannot be read into", [problem])
+        fill(list(self.requests(key, [Piece(_shifted(local, box.offsets), memory) for local, memory in view.pieces])))
+
+    def _box_of(self, key: str, box: Box | None) -> Box:
+        """A box of a tensor; None stands for the whole. Raises MismatchError where the tensor has no such box."""
+        everything = whole(self.info(key).shape)
+        if box is None:
+            return everything
+        offsets, sizes = box
+        box = Box(tuple(offsets), tuple(sizes))
+        fits = len(box.offsets) == len(box.sizes) == len(everything.sizes)
+        if not fits or not everything.contains(box) or min(box.sizes, default=0) < 0:
+            found = f"the offsets {list(box.offsets)} and sizes {list(box.sizes)}"
+            required = f"a box within {list(everything.sizes)}"
+            raise MismatchError("the tensor has no such part", [Problem(key, found, required, "give one within it")])
+        return box
 
     def requests(self, key: str, pieces: Sequence[Piece]) -> Iterator[tuple[OpenFile, ReadRequest]]:
         """What must be read to fill these pieces of a tensor.
@@ -207,6 +253,10 @@ class CheckpointReader:
         listed = ", ".join(names[:20]) + (f", ... ({len(names)} in all)" if len(names) > 20 else "")
         problem = Problem(key, "nothing", f"{kind} of the checkpoint", f"there are: {listed}")
         return MismatchError("no such key", [problem])
+
+
+def _shifted(box: Box, offsets: tuple[int, ...]) -> Box:
+    return Box(tuple(map(add, box.offsets, offsets)), box.sizes)
 
 
 def open_checkpoint(url: str | os.PathLike[str]) -> CheckpointReader:
