@@ -115,7 +115,7 @@ def test_any_part_into_any_memory(tmp_path_factory, data, segment, batch):
     patch = pytest.MonkeyPatch()
     for name in (
         "format.constants",
-        "reading.fetch",
+        "reading.data_file_reader",
         "reading.read_plan",
         "writing.write",
     ):  # all that take the length of segments

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from shardopt.checkpoint.format.constants import Dtype, damaged, segment_count, stored_shape
+from shardopt.checkpoint.format.constants import SEGMENT_BYTES, Dtype, damaged, segment_count, stored_shape
 from shardopt.checkpoint.format.data_file import Entry, header_length, parse_header
 from shardopt.checkpoint.format.manifest import DataFile
 from shardopt.checkpoint.storage import ReadInto, Span, Storage, telling
@@ -74,6 +74,31 @@ class OpenFile:
     def read_into(self, spans: Sequence[Span]) -> None:
         with self.opened() as read:
             read(spans)
+
+    def is_intact(self, segment: int, memory: memoryview, *following: memoryview) -> bool:
+        """Whether a segment's bytes, which lie in one piece of memory or several, have the checksum that was written.
+
+        Args:
+            segment: number in the file.
+        """
+        if following:
+            running = xxhash.xxh3_64(memory)
+            for each in following:
+                running.update(each)
+            digest = running.digest()
+        else:
+            digest = xxhash.xxh3_64_digest(memory)
+        return digest == self.sums[8 * segment : 8 * segment + 8]
+
+    def damaged_segments(self, segment: int, memory: memoryview) -> Iterator[int]:
+        """The numbers of the segments that fail their checksums, of those in `memory`, of which `segment` is the first.
+
+        Args:
+            memory: whole segments, one after the other; the last one may be the end of an entry.
+        """
+        for i, begin in enumerate(range(0, memory.nbytes, SEGMENT_BYTES), segment):
+            if not self.is_intact(i, memory[begin : begin + SEGMENT_BYTES]):
+                yield i
 
     def checksums(self, entry: Entry) -> bytes:
         """Of all segments of an entry, one after the other."""

@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-import xxhash
 from torch import Tensor
 
 from shardopt.casts import has_fewer_exponents, lost_in_cast
-from shardopt.checkpoint.format.constants import SEGMENT_BYTES
+from shardopt.checkpoint.format.constants import segment_count
 from shardopt.checkpoint.format.data_file import Entry
 from shardopt.checkpoint.format.tensor_bytes import torch_dtype
 from shardopt.checkpoint.progress import Counter, Progress
@@ -180,10 +179,9 @@ def damaged_segments(
             chunk = buffer[: min(step, entry.end - begin)]
             read([Span(begin, chunk)])
             progress(chunk.nbytes)
-            for i in range(0, chunk.nbytes, SEGMENT_BYTES):
-                if xxhash.xxh3_64_digest(chunk[i : i + SEGMENT_BYTES]) != file.sums[8 * segment : 8 * segment + 8]:
-                    yield from file.failed(entry, segment).problems
-                segment += 1
+            for damaged in file.damaged_segments(segment, chunk):
+                yield from file.failed(entry, damaged).problems
+            segment += segment_count(chunk.nbytes)
 
 
 def pieces_in_order(box: Box, itemsize: int) -> Iterator[Box]:

@@ -14,7 +14,6 @@ from math import prod
 from typing import NamedTuple
 
 import torch
-import xxhash
 from torch import Tensor
 
 from shardopt.casts import lost_in_cast
@@ -138,7 +137,7 @@ class Batch:
         """Fills, verifies and copies; the batch is done with then."""
         read(self._spans)
         for entry, segment, parts in self._checks:
-            if _sum(parts) != file.sums[8 * segment : 8 * segment + 8]:
+            if not file.is_intact(segment, *parts):
                 raise file.failed(entry, segment)
         with torch.no_grad():  # a thread has a grad mode of its own
             for entry, target, source in self._parts:
@@ -184,12 +183,12 @@ class SmallReads:
     def read(self, file: OpenFile, read: ReadInto) -> None:
         """Fills, verifies and copies; the batch is done with then."""
         buffer = acquire_buffer(self._scratch, self._limit)
-        memory, address, sums = memoryview(buffer), address_of(buffer), file.sums
+        memory, address = memoryview(buffer), address_of(buffer)
         read(self._spans(memory))
         at = 0
         for entry, target in self._members:
             nbytes = entry.end - entry.begin
-            if xxhash.xxh3_64_digest(memory[at : at + nbytes]) != sums[8 * entry.segment : 8 * entry.segment + 8]:
+            if not file.is_intact(entry.segment, memory[at : at + nbytes]):
                 raise file.failed(entry, entry.segment)
             move_bytes(target.data_ptr(), address + at, nbytes)
             at += nbytes
@@ -320,15 +319,6 @@ def _segments(
                 segment, open_parts, room = segment + 1, [], SEGMENT_BYTES
     if open_parts:
         yield entry, segment, open_parts
-
-
-def _sum(parts: Sequence[memoryview]) -> bytes:
-    if len(parts) == 1:
-        return xxhash.xxh3_64_digest(parts[0])
-    running = xxhash.xxh3_64()
-    for part in parts:
-        running.update(part)
-    return running.digest()
 
 
 def _offset(index: tuple[int, ...], sizes: tuple[int, ...]) -> int:

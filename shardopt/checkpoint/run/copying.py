@@ -8,10 +8,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 
-import xxhash
-
 from shardopt.checkpoint.commit import publish_checkpoint, read_manifest
-from shardopt.checkpoint.format.constants import FILE_NAME, MANIFEST_NAME, SEGMENT_BYTES, damaged
+from shardopt.checkpoint.format.constants import FILE_NAME, MANIFEST_NAME, SEGMENT_BYTES, segment_count
 from shardopt.checkpoint.format.manifest import Manifest
 from shardopt.checkpoint.reading.data_file_reader import OpenFile
 from shardopt.checkpoint.run.retention import remove_checkpoint
@@ -112,10 +110,8 @@ class _Verified:
             for begin in range(entry.begin, entry.end, _CHUNK_BYTES):
                 chunk = memoryview(bytearray(min(_CHUNK_BYTES, entry.end - begin)))
                 file.read_into([Span(begin, chunk)])
-                for i in range(0, chunk.nbytes, SEGMENT_BYTES):
-                    found = xxhash.xxh3_64_digest(chunk[i : i + SEGMENT_BYTES])
-                    if found != file.sums[8 * segment : 8 * segment + 8]:
-                        raise damaged(file.where, f"{entry.key!r} with bytes that fail their checksum")
-                    segment += 1
+                for number in file.damaged_segments(segment, chunk):
+                    raise file.failed(entry, number)
+                segment += segment_count(chunk.nbytes)
                 yield chunk
         yield memoryview(file.sums)
