@@ -11,7 +11,9 @@ import torch
 
 from shardopt.checkpoint.format.manifest import Manifest, StoredTensor
 from shardopt.checkpoint.format.tensor_bytes import torch_dtype
-from shardopt.checkpoint.matching.strictness import Choice, Names, Strictness
+from shardopt.checkpoint.matching.optimizer_state import keys_of_state, state_key
+from shardopt.checkpoint.matching.renaming import Names
+from shardopt.checkpoint.matching.strictness import Choice, Strictness
 from shardopt.checkpoint.reading.target import describe_tensor, memory_problem
 from shardopt.errors import Problem, ShardoptError
 from shardopt.sharding.pieces import View
@@ -22,6 +24,7 @@ from shardopt.state import (
     PartialStateful,
     Path,
     PerRank,
+    is_below,
     join,
     kinds_differ,
     nest,
@@ -50,7 +53,7 @@ class Match:
     def loads_into(self, path: Path, flat: FlatState) -> bool:
         """Whether anything is loaded at or below a path."""
         keys = (*self.tensors, *self.values, *self.per_rank)
-        return any(flat.leaves[key].path[: len(path)] == path for key in keys)
+        return any(is_below(flat.leaves[key].path, path) for key in keys)
 
 
 def compare(flat: FlatState, views: Mapping[str, View], names: Names, strictness: Strictness, world_size: int) -> Match:
@@ -78,7 +81,7 @@ def compare(flat: FlatState, views: Mapping[str, View], names: Names, strictness
             problems += found
             settled.append(handback.path)
     for key, leaf in flat.leaves.items():
-        if key in stored and key in names.chosen and not (settled and _below(leaf.path, settled)):
+        if key in stored and key in names.chosen and not is_below(leaf.path, *settled):
             view, tensor = views.get(key), manifest.tensors.get(key)
             problem: Problem | None
             if kinds_differ(stored[key], leaf.path):
@@ -91,10 +94,10 @@ def compare(flat: FlatState, views: Mapping[str, View], names: Names, strictness
             if problem is not None:
                 problems.append(problem)
     for key in match.missing:
-        if not _below(flat.leaves[key].path, settled):
+        if not is_below(flat.leaves[key].path, *settled):
             problem = Problem(key, "nothing in the checkpoint", _kind_of_leaf(flat, views, key), _MISSING)
             _note(problem, strictness.missing, problems, match)
-    match.unexpected = [key for key in stored if key not in flat.leaves and not _below(stored[key], settled)]
+    match.unexpected = [key for key in stored if key not in flat.leaves and not is_below(stored[key], *settled)]
     return match
 
 
@@ -183,24 +186,22 @@ def _one_sided_state(handback: Handback, flat: FlatState, stored: Mapping[str, P
     """An optimizer that has state in the checkpoint and none in the app, or the reverse."""
     if not isinstance(handback.target, torch.optim.Optimizer):
         return None
-    path = handback.path
-    state = (*path, "state")
-    of_both = [key for key, leaf in flat.leaves.items() if _below(leaf.path, [path]) and key in names.chosen]
-    of_stored = [key for key, at in stored.items() if _below(at, [path])]
-    if not of_stored or not of_both:
+    chosen = [key for key in flat.leaves if key in names.chosen]
+    in_app = any(is_below(flat.leaves[key].path, handback.path) for key in chosen)
+    in_checkpoint = any(is_below(path, handback.path) for path in stored.values())
+    if not in_app or not in_checkpoint:
         return None  # the whole object is on one side only, which is another matter
-    in_state = [key for key in of_stored if key in names.manifest.tensors and _below(stored[key], [state])]
-    there = any(
-        isinstance(flat.leaves[key].value, torch.Tensor) and _below(flat.leaves[key].path, [state]) for key in of_both
-    )
-    saved = bool(in_state if there else _belonging(handback, stored, in_state))
-    if saved == there:
+    live = keys_of_state(handback, (key for key in chosen if isinstance(flat.leaves[key].value, torch.Tensor)))
+    saved = keys_of_state(handback, names.manifest.tensors)
+    if not live:
+        saved = _belonging(handback, stored, saved)
+    if bool(saved) == bool(live):
         return None
     found = f"{'state' if saved else 'no state'} in the checkpoint"
     required = f"{'none: it was never initialized' if saved else 'state'} in the app"
     before = "loading" if saved else "saving"
     remedy = f"load with init_state=True, or call init_state() before {before} (where there is none, take a step)"
-    return Problem(join(state), found, required, remedy)
+    return Problem(state_key(handback), found, required, remedy)
 
 
 def _object_problems(
@@ -210,8 +211,8 @@ def _object_problems(
     target, path = handback.target, handback.path
     if not isinstance(target, CheckedStateful):
         return
-    own = {key: leaf for key, leaf in flat.leaves.items() if leaf.path[: len(path)] == path}
-    of_stored = [key for key, at in stored.items() if at[: len(path)] == path]
+    own = {key: leaf for key, leaf in flat.leaves.items() if is_below(leaf.path, path)}
+    of_stored = [key for key, at in stored.items() if is_below(at, path)]
     if own.keys().isdisjoint(of_stored):
         return  # nothing of it is loaded; its keys are told one by one
     without_place = [key for key in of_stored if key not in own]
@@ -270,7 +271,3 @@ def _kind_of_leaf(flat: FlatState, views: Mapping[str, View], key: str) -> str:
         return describe_tensor(views[key].shape, views[key].dtype)
     value = flat.leaves[key].value
     return "a value per rank" if isinstance(value, PerRank) else f"a plain value ({type(value).__name__})"
-
-
-def _below(path: Path, roots: Iterable[Path]) -> bool:
-    return any(path[: len(root)] == root for root in roots)

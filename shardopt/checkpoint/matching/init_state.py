@@ -16,10 +16,11 @@ from torch.optim import Optimizer
 
 from shardopt.checkpoint.commit import read_manifest
 from shardopt.checkpoint.format.manifest import Manifest
-from shardopt.checkpoint.matching.strictness import under_names_of
+from shardopt.checkpoint.matching.optimizer_state import keys_of_state
+from shardopt.checkpoint.matching.renaming import under_names_of
 from shardopt.checkpoint.storage import storage_of
 from shardopt.ranks import Ranks
-from shardopt.state import FlatState, Handback, UnsteppedStateful, flatten, join
+from shardopt.state import FlatState, Handback, UnsteppedStateful, flatten, is_below, join
 
 
 @dataclass(slots=True)
@@ -128,12 +129,8 @@ def _changes(flat: FlatState, manifest: Manifest, chosen: Collection[str]) -> It
             surplus = live - there
             unstepped = set(target.unstepped_state(surplus)) if surplus else set()
             yield key, _Change(target, sorted(there - live), sorted(unstepped), sorted(surplus - unstepped))
-        elif _has_tensors(f"{key}.state", manifest.tensors) and not _has_tensors(f"{key}.state", flat.tensors()):
+        elif keys_of_state(each, manifest.tensors) and not keys_of_state(each, flat.tensors()):
             yield key, _Change(target, None)
-
-
-def _has_tensors(key: str, tensors: Iterable[str]) -> bool:
-    return any(name.startswith(f"{key}.") for name in tensors)
 
 
 def _saved_names(key: str, stored: Iterable[str], manifest: Manifest, known: Collection[str]) -> Iterator[str]:
@@ -155,7 +152,7 @@ def _live_names(handback: Handback, flat: FlatState, chosen: Collection[str]) ->
     """The names under "state" that an optimizer has something for, and that are to be loaded."""
     root = handback.path
     for key, leaf in flat.leaves.items():
-        if key in chosen and leaf.path[: len(root)] == root:
+        if key in chosen and is_below(leaf.path, root):
             within = leaf.path[len(root) :]
             if len(within) > 1 and within[0] == "state":
                 yield str(within[1])
