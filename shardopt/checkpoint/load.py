@@ -17,7 +17,7 @@ from typing import Any
 import xxhash
 from torch.optim import Optimizer
 
-from shardopt.checkpoint.matching.compare import Match, compare, in_order, judge_unexpected
+from shardopt.checkpoint.matching.compare import Match, compare, judge_unexpected, weights_first
 from shardopt.checkpoint.matching.init_state import init_unstepped
 from shardopt.checkpoint.matching.partial_load import mark_partial_load, unmark_partial_load
 from shardopt.checkpoint.matching.renaming import Names, under_names_of
@@ -139,7 +139,9 @@ class _Reads:
         plan = self._plan
         if not (self._alike and plan.shared):
             return plan.requests
-        pieces = {key: view.pieces for key, view in plan.into.items() if key not in plan.shared} | self.shared.own()
+        pieces = {
+            key: view.pieces for key, view in plan.into.items() if key not in plan.shared
+        } | self.shared.own_pieces()
         return [request for key, own in pieces.items() for request in plan.reader.requests(plan.key_of(key), own)]
 
 
@@ -340,8 +342,8 @@ def _compare_ranks(url: str, reports: list[list[Any]]) -> dict[str, Any]:
     digests, fingerprints, differences, casts = zip(*reports, strict=True)
     other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if other is not None:
-        found = f"another checkpoint on rank {other} than on rank 0"
-        problem = Problem(url, found, "the same on every rank", "check what is mounted there")
+        seen = f"another checkpoint on rank {other} than on rank 0"
+        problem = Problem(url, seen, "the same on every rank", "check what is mounted there")
         raise CheckpointError("ranks do not see the same checkpoint", [problem])
     ranks_with: dict[str, list[int]] = {}
     for rank, difference in enumerate(differences):
@@ -390,7 +392,7 @@ def _settle_differences(
         local = [_on(having, ranks.size, Problem(**problem)) for problem, having in merged]
         where = f"{what} failed on {names_of(sorted(failed))}: " if len(failed) < ranks.size else ""
         raise MismatchError(
-            f"{where}the checkpoint does not fit the app; nothing was changed", in_order([*local, *problems])
+            f"{where}the checkpoint does not fit the app; nothing was changed", weights_first([*local, *problems])
         )
 
 

@@ -18,8 +18,8 @@ from shardopt.checkpoint.commit import commit
 from shardopt.checkpoint.format.constants import DTYPES, SEGMENT_BYTES
 from shardopt.checkpoint.planning.assign import Member
 from shardopt.checkpoint.planning.describe import Geometry
-from shardopt.checkpoint.reading import fetch as read_module
-from shardopt.checkpoint.reading import read_plan as batches_module
+from shardopt.checkpoint.reading import fetch as fetch_module
+from shardopt.checkpoint.reading import read_plan as plan_module
 from shardopt.checkpoint.reading import reader as reader_module
 from shardopt.checkpoint.reading.fetch import fetch, pieces_in_order
 from shardopt.checkpoint.storage import LocalStorage, storage_of
@@ -120,8 +120,8 @@ def test_any_part_into_any_memory(tmp_path_factory, data, segment, batch):
         "writing.write",
     ):  # all that take the length of segments
         patch.setattr(importlib.import_module(f"shardopt.checkpoint.{name}"), "SEGMENT_BYTES", segment)
-    patch.setattr(batches_module, "_CRUMB_BYTES", min(segment, batches_module._CRUMB_BYTES))
-    patch.setattr(read_module, "_BATCH_BYTES", segment * batch)
+    patch.setattr(plan_module, "_SMALL_READ_BYTES", min(segment, plan_module._SMALL_READ_BYTES))
+    patch.setattr(fetch_module, "_BATCH_BYTES", segment * batch)
     try:
         tensors, boxes = {}, {}
         for key in data.draw(st.lists(st.sampled_from("abcd"), min_size=1, max_size=3, unique=True)):
@@ -149,7 +149,7 @@ def test_any_part_into_any_memory(tmp_path_factory, data, segment, batch):
 
 
 def test_pieces_follow_one_another():
-    """What reshard and the comparison of twins walk through a box in."""
+    """Pieces in which reshard and the comparison of tied tensors walk through a box."""
     sizes = (3, 5, 1 << 19)
     for box in (Box((1, 2, 3), sizes), Box((0, 0, 0), (0, 5, 3)), Box((), ()), whole((1 << 22,))):
         parts = list(pieces_in_order(box, 8))
@@ -225,7 +225,7 @@ def test_columns_of_many_tensors_take_bounded_memory(tmp_path, monkeypatch):
 
 
 def test_rows_wider_than_the_scratch_are_read_in_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr(read_module, "_BATCH_BYTES", 2 * SEGMENT_BYTES)
+    monkeypatch.setattr(fetch_module, "_BATCH_BYTES", 2 * SEGMENT_BYTES)
     value = numbers((3, 4, SEGMENT_BYTES), "float32")
     path = store(tmp_path / "c", {"x": value}, {"x": [whole((3, 4, SEGMENT_BYTES))]})
     target = torch.zeros(2, 2, 100)

@@ -107,8 +107,8 @@ def bits(app):
 
 def state_of(optimizer):
     return {
-        name: {entry: value.clone() if isinstance(value, torch.Tensor) else value for entry, value in its.items()}
-        for name, its in optimizer.state_dict()["state"].items()
+        name: {entry: value.clone() if isinstance(value, torch.Tensor) else value for entry, value in entries.items()}
+        for name, entries in optimizer.state_dict()["state"].items()
     }
 
 
@@ -168,8 +168,8 @@ def test_optimizers_in_optimizers_averages_and_schedules(tmp_path):
     assert bits(renamed) == bits(app)
     assert renamed["schedule"].state_dict() == app["schedule"].state_dict()
     averages = [each["average"].state_dict()["state"] for each in (app, renamed)]
-    for name, its in averages[0].items():
-        (value,), (other,) = its.values(), averages[1][name.replace("layers", "blocks")].values()
+    for name, entries in averages[0].items():
+        (value,), (other,) = entries.values(), averages[1][name.replace("layers", "blocks")].values()
         assert torch.equal(value, other)
 
 
@@ -301,11 +301,11 @@ def test_state_of_plain_values_alone_is_renamed(tmp_path):
         return {"optimizer": optimizer}, state
 
     saved, state = app("layers")
-    for number, its in enumerate(state.values()):
-        its["count"] = number + 1
+    for number, entries in enumerate(state.values()):
+        entries["count"] = number + 1
     saved["optimizer"].param_groups[0]["lr"] = 0.5
     checkpoint.save(tmp_path / "c", saved)
     renamed, counts = app("blocks")
     checkpoint.load(tmp_path / "c", renamed, rename={r"\.layers\.": ".blocks."})
-    assert [its["count"] for its in counts.values()] == [1, 2]
+    assert [entries["count"] for entries in counts.values()] == [1, 2]
     assert renamed["optimizer"].param_groups[0]["lr"] == 0.5

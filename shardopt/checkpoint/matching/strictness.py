@@ -36,7 +36,7 @@ class Strictness:
 
     @property
     def lets_objects_differ(self) -> bool:
-        """Whether what an object and its stored state have on one side only passes, also within plain values."""
+        """Whether differences between an object and its stored state pass, also within plain values."""
         return self.missing != "raise" and self.unexpected != "raise"
 
 

@@ -27,13 +27,13 @@ def memory_problem(key: str, view: View) -> Problem | None:
     for piece in view.pieces:
         if has_no_memory(piece.tensor):
             if piece.tensor.is_meta:
-                found, remedy = "a tensor on the meta device", "call to_empty(device=...) first"
+                state, remedy = "a tensor on the meta device", "call to_empty(device=...) first"
             else:
-                found, remedy = GIVEN_BACK, "load while its parameter is there"
-            return Problem(key, found, "memory to load into", remedy)
+                state, remedy = GIVEN_BACK, "load while its parameter is there"
+            return Problem(key, state, "memory to load into", remedy)
         if elements_overlap(piece.tensor):
-            found = f"elements that share memory (strides {piece.tensor.stride()})"
-            return Problem(key, found, "a place for each element", "call contiguous() first")
+            shared = f"elements that share memory (strides {piece.tensor.stride()})"
+            return Problem(key, shared, "a place for each element", "call contiguous() first")
     return None
 
 
