@@ -153,17 +153,17 @@ def test_a_rank_that_fails_before_it_reads_is_named_to_all_at_once(tmp_path, tra
 
 def load_in_rounds(path):
     """Returns the bytes that this rank sends in each exchange."""
-    sent_bytes, exchange = [], Ranks.exchange
+    sent_bytes, all_to_all = [], Ranks.all_to_all
 
     def counting(self, sent, *counts):
         sent_bytes.append(sent.nbytes)
-        return exchange(self, sent, *counts)
+        return all_to_all(self, sent, *counts)
 
-    Ranks.exchange = counting
+    Ranks.all_to_all = counting
     try:
         load_big(path, "exchange")
     finally:
-        Ranks.exchange = exchange
+        Ranks.all_to_all = all_to_all
     return sent_bytes
 
 
