@@ -99,7 +99,7 @@ class Stop:
         text = f"told to stop by {self.signum.name}, and not done with it after {self.deadline_seconds:g} s"
         # In a thread, as either may wait for a reader, or for a lock that the main thread holds.
         message = threading.Thread(
-            target=_write_message, args=(f"shardopt: {text}: what was not saved by now is lost\n",), daemon=True
+            target=_write_message, args=(f"{text}: what was not saved by now is lost",), daemon=True
         )
         message.start()
         message.join(_MESSAGE_SECONDS)
