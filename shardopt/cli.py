@@ -20,9 +20,9 @@ from shardopt.errors import ShardoptError
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
-    told = _parser().parse_args(arguments)
+    args = _parser().parse_args(arguments)
     try:
-        status: int = told.run(told)
+        status: int = args.run(args)
     except ShardoptError as error:
         print(f"shardopt: {error}", file=sys.stderr)
         return 1
@@ -51,12 +51,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _show(told: argparse.Namespace) -> int:
-    if told.key is None and _show_run(told.url):
+def _show(args: argparse.Namespace) -> int:
+    if args.key is None and _show_run(args.url):
         return 0
-    with checkpoint.open(told.url) as reader:
-        if told.key is not None:
-            print(reader.read(told.key))
+    with checkpoint.open(args.url) as reader:
+        if args.key is not None:
+            print(reader.read(args.key))
             return 0
         stored = reader.manifest
         print(f"{reader.url}: saved by {stored.world_size} ranks as {stored.save_id}, {len(stored.files)} files")
@@ -64,9 +64,9 @@ def _show(told: argparse.Namespace) -> int:
         for key in keys:
             if key in stored.tensors:
                 info = reader.info(key)
-                parts = f"  in {len(info.boxes)} parts" if len(info.boxes) > 1 else ""
+                boxes = f"  in {len(info.boxes)} parts" if len(info.boxes) > 1 else ""
                 tied = f"  tied to {info.tied_to}" if info.tied_to is not None else ""
-                print(f"{key}  {str(info.dtype).removeprefix('torch.')} {list(info.shape)}{parts}{tied}")
+                print(f"{key}  {str(info.dtype).removeprefix('torch.')} {list(info.shape)}{boxes}{tied}")
             else:
                 print(f"{key}  = {reader.read(key)!r}")
         for key in stored.per_rank:
@@ -75,7 +75,7 @@ def _show(told: argparse.Namespace) -> int:
 
 
 def _show_run(url: str) -> bool:
-    """Lists the checkpoints of a run; whether there is one here."""
+    """Lists the checkpoints of a run; returns whether there is one at `url`."""
     manager = checkpoint.Manager(url) if not os.path.isfile(url) else None
     steps, aside = (manager.steps(), manager.set_aside()) if manager is not None else ([], {})
     if manager is None or not (steps or aside):
@@ -85,14 +85,14 @@ def _show_run(url: str) -> bool:
     for step in steps:
         newest = f"  the newest, in {os.path.basename(manager.path(step))}" if step == steps[-1] else ""
         print(f"step {step}{newest}")
-    for branch, its in sorted(aside.items()):
-        print(f"set aside, of branch {branch}: step {', '.join(map(str, its))}")
+    for branch, aside_steps in sorted(aside.items()):
+        print(f"set aside, of branch {branch}: step {', '.join(map(str, aside_steps))}")
     return True
 
 
-def _verify(told: argparse.Namespace) -> int:
+def _verify(args: argparse.Namespace) -> int:
     with checkpoint.progress_bar("verifying") as progress:
-        report = checkpoint.verify(told.url, progress=progress)
+        report = checkpoint.verify(args.url, progress=progress)
     for problem in report.problems:
         print(problem, file=sys.stderr)
     for name in report.remains:
@@ -102,13 +102,17 @@ def _verify(told: argparse.Namespace) -> int:
     return 0 if report.ok else 1
 
 
-def _reshard(told: argparse.Namespace) -> int:
+def _reshard(args: argparse.Namespace) -> int:
     with checkpoint.progress_bar("resharding") as progress:
         report = checkpoint.reshard(
-            told.src, told.dst, world_size=told.world_size, drop_per_rank=told.drop_per_rank, progress=progress
+            args.src,
+            args.dst,
+            world_size=args.world_size,
+            drop_per_rank=args.drop_per_rank,
+            progress=progress,
         )
     print(
-        f"{report.url}: {report.tensors} tensors, {report.bytes_total:,} bytes, as {told.world_size} ranks write them"
+        f"{report.url}: {report.tensors} tensors, {report.bytes_total:,} bytes, as {args.world_size} ranks write them"
     )
     return 0
 

@@ -1,4 +1,4 @@
-"""The states of random number generators, and of other things that each rank has for itself, as parts of an `app`."""
+"""Random states, and other state that each rank has for itself, as entries of an `app`."""
 
 from __future__ import annotations
 

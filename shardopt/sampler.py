@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class ResumableSampler:
-    """Gives each rank its part of every global batch of a map-style data set, and goes on on any number of ranks.
+    """Gives each rank its share of every global batch of a map-style data set, and goes on on any number of ranks.
 
         sampler = shardopt.ResumableSampler(len(dataset), batch_size=64, seed=0)
         loader = DataLoader(dataset, batch_sampler=sampler, num_workers=2)
@@ -69,12 +69,12 @@ class ResumableSampler:
         self.position = 0
 
     def __len__(self) -> int:
-        """How many batches are left in this epoch."""
+        """The number of batches that are left in this epoch."""
         left = self.size - self.position
         return left // self.batch_size if self.drop_last else -(-left // self.batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """This rank's samples of each batch that is left in this epoch. Counts nothing, as workers run ahead."""
+        """Yields this rank's samples of each batch that is left in this epoch. Counts nothing, as workers run ahead."""
         order, begin = self._order(), self.position
         for number in range(len(self)):
             batch = order[begin + number * self.batch_size :][: self.batch_size]
@@ -82,18 +82,18 @@ class ResumableSampler:
             yield filled[self.rank :: self.ranks].tolist()
 
     def through(self, loader: Iterable[T]) -> Iterator[T]:
-        """The rest of this epoch from a loader that has this sampler, each batch counted as it is handed out."""
+        """Yields the rest of this epoch from a loader that has this sampler; counts each batch as it is handed out."""
         for batch in loader:
             self.position = min(self.position + self.batch_size, self.size)
             yield batch
         self.epoch, self.position = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The same on every rank."""
+        """Returns size, seed, epoch and position; the same on every rank."""
         return {"size": self.size, "seed": self.seed, "epoch": self.epoch, "position": self.position}
 
     def check_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises MismatchError where the state is of another data set."""
+        """Raises MismatchError where the state is of a data set of another size."""
         if state_dict["size"] != self.size:
             problem = Problem(
                 "size", f"{state_dict['size']} samples in the checkpoint", f"{self.size}", "pass the same data set"

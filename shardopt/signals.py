@@ -1,6 +1,6 @@
-"""Signals of this process, for as many listeners as there are, made and closed in any order.
+"""Listeners for signals of this process: any number, made and closed in any order.
 
-Python's own handlers wait for the main thread to come back from whatever it is in. So a thread hears of signals too,
+Python's own handlers wait for the main thread to come back from whatever it is in. So a thread gets signals too,
 from a pipe into which C writes their numbers (`signal.set_wakeup_fd`).
 """
 
@@ -19,18 +19,20 @@ _Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
 class Listener:
-    """Hears a signal until it is closed, instead of what the process did on it before. To be made in the main thread.
+    """Handles a signal until it is closed, instead of what the process did on it before. To be made in the main thread.
 
-    All listeners of a signal hear it. Once they are closed, the process does again what it did before the first; a
+    All listeners of a signal get it. Once they are closed, the process does again what it did before the first; a
     handler that the program has put in place since stays, and may put back that of a listener, which then hands on.
 
     Args:
-        note: called in the main thread between any two of its instructions; so it must not lock.
-        hear: called in a thread.
+        in_main_thread: called there between any two of its instructions; so it must not lock.
+        in_thread: called in a thread of its own, whatever the main thread is in.
     """
 
-    def __init__(self, signum: signal.Signals, note: Callable[[], None], hear: Callable[[], None]) -> None:
-        self.signum, self.note, self.hear = signum, note, hear
+    def __init__(
+        self, signum: signal.Signals, in_main_thread: Callable[[], None], in_thread: Callable[[], None]
+    ) -> None:
+        self.signum, self.in_main_thread, self.in_thread = signum, in_main_thread, in_thread
         self.number = next(_numbers)  # in the order in which they were made
         self._previous: _Handler = signal.signal(signum, self._handle)
         _open.append(self)
@@ -41,7 +43,7 @@ class Listener:
             raise
 
     def close(self) -> None:
-        """Hears no longer. In another thread than the main one the handler stays, and hands on."""
+        """Stops listening. In another thread than the main one the handler stays, and hands on."""
         if self not in _open:
             return
         _open.remove(self)
@@ -58,17 +60,17 @@ class Listener:
             _pipe.close()
 
     def _before(self) -> _Handler:
-        """What the process did before, without listeners that are closed by now."""
+        """Returns the handler from before this one, without those of listeners that are closed by now."""
         handler = self._previous
         while (owner := _owner_of(handler)) is not None and owner not in _open:
             handler = owner._previous
         return handler
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
-        heard = [each for each in tuple(_open) if each.signum == signum]
-        for listener in heard:
-            listener.note()
-        if heard:
+        listeners = [each for each in tuple(_open) if each.signum == signum]
+        for listener in listeners:
+            listener.in_main_thread()
+        if listeners:
             return
         before = self._before()
         if callable(before):
@@ -84,7 +86,7 @@ def _owner_of(handler: _Handler) -> Listener | None:
 
 
 class _Pipe:
-    """Has listeners hear of signals in a thread, while there are listeners."""
+    """A pipe into which C writes the numbers of signals, and the thread that calls listeners, while there are some."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -129,7 +131,7 @@ class _Pipe:
                     return
                 for listener in tuple(_open):
                     if listener.signum == number:
-                        listener.hear()
+                        listener.in_thread()
             if self._next != -1:
                 with suppress(OSError):
                     os.write(self._next, numbers)
@@ -142,7 +144,7 @@ _masks = threading.local()
 
 
 def _before_fork() -> None:
-    # A child that is told while it still has this process's handler would tell this process, by the pipe they share.
+    # A signal to a child that still has this process's handler would reach this process, by the pipe they share.
     _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, {listener.signum for listener in tuple(_open)})
 
 

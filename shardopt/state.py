@@ -181,6 +181,14 @@ def join(path: Path) -> str:
     return ".".join(map(str, path))
 
 
+def is_below(path: Path, *roots: Path) -> bool:
+    """Whether a path is one of the roots, or within it."""
+    for root in roots:  # noqa: SIM110  # asked of every key, and `any` of a generator takes three times as long
+        if path[: len(root)] == root:
+            return True
+    return False
+
+
 def kinds_differ(one: Path, other: Path) -> bool:
     """Whether two paths of the same parts disagree on what a part is: a position in a list, a dict's key 0, or "0".
 

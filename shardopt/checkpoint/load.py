@@ -15,22 +15,23 @@ from functools import cached_property
 from typing import Any
 
 import xxhash
-from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from shardopt.checkpoint.matching.compare import Match, compare, in_order, judge_unexpected
+from shardopt.checkpoint.matching.compare import Match, compare, judge_unexpected, weights_first
 from shardopt.checkpoint.matching.init_state import init_unstepped
 from shardopt.checkpoint.matching.partial_load import mark_partial_load, unmark_partial_load
-from shardopt.checkpoint.matching.strictness import Names, Strictness, strictness_of, under_names_of
+from shardopt.checkpoint.matching.renaming import Names, under_names_of
+from shardopt.checkpoint.matching.strictness import Strictness, strictness_of
 from shardopt.checkpoint.matching.tied import refuse_unequal
 from shardopt.checkpoint.planning.tied import tied_in
 from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.reading.broadcast import BroadcastReads, Replicas, fingerprint, shared_among
 from shardopt.checkpoint.reading.data_file_reader import OpenFile
-from shardopt.checkpoint.reading.fetch import casts_to_check, check_all, check_casts, fetch
+from shardopt.checkpoint.reading.fetch import casts_to_check, check_all, check_casts
 from shardopt.checkpoint.reading.in_use import reading
 from shardopt.checkpoint.reading.read_plan import ReadRequest
 from shardopt.checkpoint.reading.reader import CheckpointReader, open_checkpoint
+from shardopt.checkpoint.reading.target import fill
 from shardopt.checkpoint.reports import LoadReport, emit_report
 from shardopt.errors import CheckpointError, MismatchError, Problem, ShardoptError
 from shardopt.gc_pause import gc_paused
@@ -38,12 +39,34 @@ from shardopt.ranks import DEADLINE_SECONDS, Ranks, ranks_of
 from shardopt.ranks.failures import names_of
 from shardopt.sharding.pieces import View
 from shardopt.sharding.view import view_of
-from shardopt.staging_fence import wait_for_copies
 from shardopt.state import FlatState, Handback, PartialStateful, PerRank, flatten
 
 
 @dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """The options of one load; those of `load`, with `strict` as a `Strictness`."""
+
+    strictness: Strictness
+    select: str | None
+    rename: Mapping[str, str] | None
+    transactional: bool
+    replicas: Replicas
+    init_state: bool
+    progress: Progress | None
+    deadline_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class _Plan:
+    """One rank's plan of a load.
+
+    Args:
+        into: the tensors to be filled by the app's keys, of tied ones the first.
+        requests: all reads that fill `into` without the other ranks.
+        shared: those of `into` of which each box is read by one of the ranks that have it.
+        per_rank: the stored values of this rank, by stored key.
+    """
+
     reader: CheckpointReader
     flat: FlatState
     names: Names
@@ -55,16 +78,16 @@ class _Plan:
 
     @property
     def has_casts_to_check(self) -> bool:
-        """Whether anything goes to a dtype that cannot hold all that may be there."""
+        """Whether any tensor is cast to a dtype that cannot hold all numbers of the stored one."""
         return bool(self.match.cast and casts_to_check(self.requests))
 
     def key_of(self, key: str) -> str:
-        """The key in the data files."""
+        """Returns the key under which the checkpoint has a tensor or value of the app."""
         return self.names.renamed.get(key, key)
 
 
 class _Reads:
-    """What this rank reads and sends, worked out when it is first asked for: in a round, so that all hear of a failure.
+    """A rank's reads and sends, worked out at first use: within a round, so that a failure reaches all ranks.
 
     Args:
         alike: whether all ranks hold the same shared tensors; otherwise nothing is sent.
@@ -79,11 +102,13 @@ class _Reads:
 
     @cached_property
     def requests(self) -> list[tuple[OpenFile, ReadRequest]]:
-        """Where ranks share: what only this one holds, and its part of the rest."""
+        """All reads of this rank; where ranks share, of what only this one holds and of its share of the rest."""
         plan = self._plan
         if not (self._alike and plan.shared):
             return plan.requests
-        pieces = {key: view.pieces for key, view in plan.into.items() if key not in plan.shared} | self.shared.own()
+        pieces = {
+            key: view.pieces for key, view in plan.into.items() if key not in plan.shared
+        } | self.shared.own_pieces()
         return [request for key, own in pieces.items() for request in plan.reader.requests(plan.key_of(key), own)]
 
 
@@ -138,20 +163,19 @@ def load(
             `app` refuse to step until a load is whole.
         RankError: a rank failed in another way, died, or did not make the call.
     """
+    options = LoadOptions(
+        strictness=strictness_of(strict),
+        select=select,
+        rename=rename,
+        transactional=transactional,
+        replicas=replicas,
+        init_state=init_state,
+        progress=progress,
+        deadline_seconds=deadline_seconds,
+    )
     # Around a call, so that the collector finds the plan gone when it wakes.
     with reading(url), ranks_of().beating(deadline_seconds), gc_paused():
-        report, differences = _load(
-            url,
-            app,
-            strictness_of(strict),
-            select,
-            rename,
-            transactional,
-            replicas,
-            init_state,
-            progress,
-            deadline_seconds,
-        )
+        report, differences = _load(url, app, options)
     emit_report("load", report)
     for difference in differences:
         warnings.warn(f"loading {report.url}: {difference}", stacklevel=2)
@@ -159,49 +183,30 @@ def load(
 
 
 def _load(
-    url: str | os.PathLike[str],
-    app: Mapping[str, Any],
-    strictness: Strictness,
-    select: str | None,
-    rename: Mapping[str, str] | None,
-    transactional: bool,
-    replicas: Replicas,
-    init_state: bool,
-    progress: Progress | None,
-    deadline_seconds: float,
+    url: str | os.PathLike[str], app: Mapping[str, Any], options: LoadOptions
 ) -> tuple[LoadReport, list[Problem]]:
-    """The line itself, with optimizers that have room for what is loaded; returns what to warn of as well."""
+    """Loads, with state made for optimizers where `init_state` asks for it; returns what to warn of as well."""
     ranks = ranks_of()
     what = f"loading {os.fspath(url)}"
-    options = strictness, select, rename, transactional, replicas, progress, deadline_seconds
-    if not init_state:
-        return _load_into(ranks, what, url, app, *options)
-    undo = init_unstepped(ranks, what, url, app, select, rename, deadline_seconds)
+    if not options.init_state:
+        return _load_into(ranks, what, url, app, options)
+    undo = init_unstepped(ranks, what, url, app, options.select, options.rename, options.deadline_seconds)
     try:
-        return _load_into(ranks, what, url, app, *options)
+        return _load_into(ranks, what, url, app, options)
     except ShardoptError:
         undo()
         raise
 
 
 def _load_into(
-    ranks: Ranks,
-    what: str,
-    url: str | os.PathLike[str],
-    app: Mapping[str, Any],
-    strictness: Strictness,
-    select: str | None,
-    rename: Mapping[str, str] | None,
-    transactional: bool,
-    replicas: Replicas,
-    progress: Progress | None,
-    deadline_seconds: float,
+    ranks: Ranks, what: str, url: str | os.PathLike[str], app: Mapping[str, Any], options: LoadOptions
 ) -> tuple[LoadReport, list[Problem]]:
-    """The line itself; returns what to warn of as well."""
+    """Loads into the state that `app` has, step by step; returns what to warn of as well."""
+    deadline_seconds = options.deadline_seconds
     begin = time.monotonic()
     plan, opened = ranks.agree(
         what,
-        work=lambda: _plan(url, app, strictness, select, rename, replicas, ranks),
+        work=lambda: _plan(url, app, options, ranks),
         report=lambda plan: [
             plan.reader.digest,
             fingerprint(plan.shared),
@@ -212,22 +217,22 @@ def _load_into(
         deadline_seconds=deadline_seconds,
     )
     if opened["with_differences"]:
-        _settle_differences(ranks, what, plan, strictness, opened["with_differences"], deadline_seconds)
+        _settle_differences(ranks, what, plan, options, opened["with_differences"])
     reads = _Reads(plan, opened["alike"], ranks)
     if opened["with_casts"]:
         ranks.agree(what, work=lambda: _check_casts(plan, reads), deadline_seconds=deadline_seconds)
-    if transactional:
+    if options.transactional:
         doing = f"{what} (transactional)"  # by which ranks notice that some of them do not verify
         ranks.agree(doing, work=lambda: check_all(reads.requests), deadline_seconds=deadline_seconds)
     loaded = [each for each in plan.flat.handbacks if plan.match.loads_into(each.path, plan.flat)]
     optimizers = [each.target for each in loaded if isinstance(each.target, Optimizer)]
 
-    def fill() -> int:
+    def fill_marked() -> int:
         mark_partial_load(optimizers, what)  # in the round, as an optimizer may refuse
-        return _fill(reads.requests, progress)
+        return fill(reads.requests, options.progress)
 
-    bytes_read, _ = ranks.agree(what, work=fill, deadline_seconds=deadline_seconds)
-    lenient = strictness.lets_objects_differ
+    bytes_read, _ = ranks.agree(what, work=fill_marked, deadline_seconds=deadline_seconds)
+    lenient = options.strictness.lets_objects_differ
     # A round of its own: nobody is to wait for what its reader failed to read, or to hand back what others lack.
     ranks.agree(what, work=lambda: _hand_back(plan, reads.shared, loaded, lenient), deadline_seconds=deadline_seconds)
     unmark_partial_load(optimizers)
@@ -251,21 +256,13 @@ def _load_into(
     return report, plan.match.warnings
 
 
-def _plan(
-    url: str | os.PathLike[str],
-    app: Mapping[str, Any],
-    strictness: Strictness,
-    select: str | None,
-    rename: Mapping[str, str] | None,
-    replicas: Replicas,
-    ranks: Ranks,
-) -> _Plan:
-    """Everything that can be refused is refused here, or found, to be settled with the other ranks."""
+def _plan(url: str | os.PathLike[str], app: Mapping[str, Any], options: LoadOptions, ranks: Ranks) -> _Plan:
+    """Plans this rank's reads; refuses what does not fit, or notes it, to be settled with the other ranks."""
     reader = open_checkpoint(url)
     flat = flatten(app)
-    names = under_names_of(reader.manifest, flat, select, rename)
+    names = under_names_of(reader.manifest, flat, options.select, options.rename)
     views = {key: view_of(tensor, key) for key, tensor in flat.tensors().items()}
-    match = compare(flat, views, names, strictness, ranks.size)
+    match = compare(flat, views, names, options.strictness, ranks.size)
     if match.problems:
         return _Plan(reader, flat, names, match, {}, [], {}, {})
     old = names.renamed
@@ -276,7 +273,7 @@ def _plan(
     refuse_unequal(reader, into, tied, old)
     into = {key: view for key, view in into.items() if key not in tied}
     requests = [request for key, view in into.items() for request in reader.requests(old.get(key, key), view.pieces)]
-    share = replicas == "exchange" or (replicas == "auto" and reader.is_remote)
+    share = options.replicas == "exchange" or (options.replicas == "auto" and reader.is_remote)
     return _Plan(reader, flat, names, match, into, requests, shared_among(into, ranks.size) if share else {}, per_rank)
 
 
@@ -312,8 +309,8 @@ def _compare_ranks(url: str, reports: list[list[Any]]) -> dict[str, Any]:
     digests, fingerprints, differences, casts = zip(*reports, strict=True)
     other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if other is not None:
-        found = f"another checkpoint on rank {other} than on rank 0"
-        problem = Problem(url, found, "the same on every rank", "check what is mounted there")
+        seen = f"another checkpoint on rank {other} than on rank 0"
+        problem = Problem(url, seen, "the same on every rank", "check what is mounted there")
         raise CheckpointError("ranks do not see the same checkpoint", [problem])
     ranks_with: dict[str, list[int]] = {}
     for rank, difference in enumerate(differences):
@@ -327,55 +324,48 @@ def _compare_ranks(url: str, reports: list[list[Any]]) -> dict[str, Any]:
 
 
 def _settle_differences(
-    ranks: Ranks, what: str, plan: _Plan, strictness: Strictness, alike: list[list[int]], deadline_seconds: float
+    ranks: Ranks, what: str, plan: _Plan, options: LoadOptions, ranks_alike: list[list[int]]
 ) -> None:
     """Refuses what does not fit on some rank, and stored keys that no rank has a place for. Collective.
 
     Args:
-        alike: the ranks that differ alike from the checkpoint, of which the first tells what all have found.
+        ranks_alike: groups of ranks that differ alike from the checkpoint, of which the first rank reports.
 
     Raises:
         MismatchError: lists each difference once, with the ranks that have it.
     """
-    speakers = [those[0] for those in alike]
+    reporters = [group[0] for group in ranks_alike]
 
     def merge(reports: list[Any]) -> list[Any]:
-        heard = [reports[rank] for rank in speakers]
-        nobodys = set.intersection(*(set(unexpected) for _, unexpected in heard))
+        differences = [reports[rank] for rank in reporters]
+        without_place = set.intersection(*(set(unexpected) for _, unexpected in differences))
         ranks_with: dict[Problem, list[int]] = {}
-        for (problems, _), those in zip(heard, alike, strict=True):
+        for (problems, _), group in zip(differences, ranks_alike, strict=True):
             for problem in problems:
-                ranks_with.setdefault(Problem(**problem), []).extend(those)
-        merged = [[asdict(problem), sorted(those)] for problem, those in ranks_with.items()]
-        return [merged, [key for key in plan.match.unexpected if key in nobodys]]
+                ranks_with.setdefault(Problem(**problem), []).extend(group)
+        merged = [[asdict(problem), sorted(having)] for problem, having in ranks_with.items()]
+        return [merged, [key for key in plan.match.unexpected if key in without_place]]
 
     _, (merged, unexpected) = ranks.agree(
         what,
-        work=lambda: _differences(plan.match) if ranks.rank in speakers else None,
-        report=lambda found: found,
+        work=lambda: _differences(plan.match) if ranks.rank in reporters else None,
+        report=lambda differences: differences,
         decide=merge,
-        deadline_seconds=deadline_seconds,
+        deadline_seconds=options.deadline_seconds,
     )
-    problems = judge_unexpected(plan.match, plan.names, strictness, unexpected)
-    failed = set(range(ranks.size)) if problems else {rank for _, those in merged for rank in those}
+    problems = judge_unexpected(plan.match, plan.names, options.strictness, unexpected)
+    failed = set(range(ranks.size)) if problems else {rank for _, having in merged for rank in having}
     if failed:
-        local = [_on(those, ranks.size, Problem(**problem)) for problem, those in merged]
+        local = [_on(having, ranks.size, Problem(**problem)) for problem, having in merged]
         where = f"{what} failed on {names_of(sorted(failed))}: " if len(failed) < ranks.size else ""
         raise MismatchError(
-            f"{where}the checkpoint does not fit the app; nothing was changed", in_order([*local, *problems])
+            f"{where}the checkpoint does not fit the app; nothing was changed", weights_first([*local, *problems])
         )
 
 
-def _on(those: list[int], size: int, problem: Problem) -> Problem:
-    """A problem, with the ranks that have met it where those are not all."""
-    return problem if len(those) == size else replace(problem, found=f"{problem.found} (on {names_of(those)})")
-
-
-def _fill(requests: list[tuple[OpenFile, ReadRequest]], progress: Progress | None) -> int:
-    wait_for_copies()  # a save in the background may still be taking what this changes
-    # Autograd is to refuse a backward through values that are gone: what is read past torch counts as no change.
-    increment_version([request.target for _, request in requests])
-    return fetch(requests, progress)
+def _on(having: list[int], size: int, problem: Problem) -> Problem:
+    """Adds to a problem the ranks that have it, where they are not all."""
+    return problem if len(having) == size else replace(problem, found=f"{problem.found} (on {names_of(having)})")
 
 
 def _hand_back(plan: _Plan, shared: BroadcastReads, loaded: list[Handback], lenient: bool) -> None:

@@ -1,4 +1,4 @@
-"""What a load takes beyond the memory that is there: bounded, whatever the size of the tensors."""
+"""Memory that a load takes beyond that which is there: bounded, whatever the size of the tensors."""
 
 import os
 from pathlib import Path

@@ -109,24 +109,24 @@ def test_the_last_save_is_made_although_one_before_has_failed(tmp_path, kind):
 
 def save_again(root, stage):
     """Saves a step twice, by force, and what the second gives; then in another Manager that was restored from it."""
-    told = []
+    outcomes = []
     with checkpoint.Manager(root, every=10, stage=stage) as manager:
         app = app_of(10)
         first = manager.save(10, app)
         again = manager.save(10, app, force=True)
-        told.append(again is first)
+        outcomes.append(again is first)
         manager.save(11, app, force=True)
-        told += [manager.save(10, app), manager.save(11, app, force=True) is not None, manager.steps()]
+        outcomes += [manager.save(10, app), manager.save(11, app, force=True) is not None, manager.steps()]
     with checkpoint.Manager(root, every=10, stage=stage) as manager:
         app = app_of(0)
         manager.restore(app)
-        told += [manager.save(11, app, force=True), manager.steps()]
+        outcomes += [manager.save(11, app, force=True), manager.steps()]
         try:
-            told.append(manager.save(10, app))
-            told.append(told.pop().result())  # in the background it is found there
+            outcomes.append(manager.save(10, app))
+            outcomes.append(outcomes.pop().result())  # in the background it is found there
         except CheckpointExistsError:
-            told.append("exists")
-    return told
+            outcomes.append("exists")
+    return outcomes
 
 
 def save_again_in_stages(root):

@@ -1,4 +1,4 @@
-"""What several ranks want is read by one of them and sent to the others: the same bytes, fewer of them read."""
+"""Boxes that several ranks load are read by one of them and sent to the others: the same bytes, fewer of them read."""
 
 import pytest
 import torch
@@ -58,8 +58,8 @@ def load_big(path, replicas):
     state = big(filled=False)
     report = checkpoint.load(path, state, replicas=replicas)
     for name, tensor in big(filled=True).items():
-        mine = state[name]
-        assert torch.equal(*(each.to_local() if name != "plain" else each for each in (mine, tensor)))
+        loaded = state[name]
+        assert torch.equal(*(each.to_local() if name != "plain" else each for each in (loaded, tensor)))
     return report.bytes_read, report.bytes_wanted
 
 
@@ -114,7 +114,7 @@ def test_damage_that_one_rank_reads_is_raised_by_all(tmp_path):
 
 
 def load_and_break_on_rank_1(path, transactional):
-    """What is raised where one rank cannot work out what it reads, and whether the optimizer may step."""
+    """Returns the error where one rank cannot work out its reads, and whether the optimizer may step."""
     weight = torch.nn.Parameter(torch.zeros(3))
     optimizer = shardopt.keyed("adam", {"w": weight}, lr=0.5)
     optimizer.init_state()
@@ -123,7 +123,7 @@ def load_and_break_on_rank_1(path, transactional):
         def broken(self):
             raise LookupError("no part")
 
-        BroadcastReads.own = broken
+        BroadcastReads.own_pieces = broken
     weight.grad = torch.ones(3)
     with pytest.raises(RankError) as caught:
         checkpoint.load(path, {"w": weight, "optimizer": optimizer}, replicas="exchange", transactional=transactional)
@@ -152,18 +152,18 @@ def test_a_rank_that_fails_before_it_reads_is_named_to_all_at_once(tmp_path, tra
 
 
 def load_in_rounds(path):
-    """What this rank sends in each exchange."""
-    sent_bytes, exchange = [], Ranks.exchange
+    """Returns the bytes that this rank sends in each exchange."""
+    sent_bytes, all_to_all = [], Ranks.all_to_all
 
     def counting(self, sent, *counts):
         sent_bytes.append(sent.nbytes)
-        return exchange(self, sent, *counts)
+        return all_to_all(self, sent, *counts)
 
-    Ranks.exchange = counting
+    Ranks.all_to_all = counting
     try:
         load_big(path, "exchange")
     finally:
-        Ranks.exchange = exchange
+        Ranks.all_to_all = all_to_all
     return sent_bytes
 
 

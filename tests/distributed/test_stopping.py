@@ -34,18 +34,18 @@ def tell(*unused):
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def train(root, moment, stage, told=(TOLD,), at=7):
-    """Trains until told to stop; SIGTERM comes at the moment of step `at`, on the ranks `told`."""
+def train(root, moment, stage, signaled=(TOLD,), at=7):
+    """Trains until told to stop; SIGTERM comes at the moment of step `at`, on the ranks `signaled`."""
     app = sharded_job()
     manager = checkpoint.Manager(
         root, every=EVERY, stage=stage, stop_on=signal.SIGTERM, exit_code=EXIT_CODE, stop_seconds=STOP_SECONDS
     )
     manager.restore(app)
-    hear = dist.get_rank() in told
+    gets_signal = dist.get_rank() in signaled
     with manager:
         while app["step"] < STEPS:
             app["step"] += 1
-            now = hear and app["step"] == at
+            now = gets_signal and app["step"] == at
             loss = app["model"](torch.ones(4, 6)).square().sum()
             if now and moment == "forward":
                 tell()
@@ -56,7 +56,7 @@ def train(root, moment, stage, told=(TOLD,), at=7):
             app["optimizer"].zero_grad()
             if now and moment == "between steps":
                 tell()
-            if hear and moment == "in a save" and app["step"] == EVERY:
+            if gets_signal and moment == "in a save" and app["step"] == EVERY:
                 threading.Timer(0.0, tell).start()
                 app["slow"] = Slow()
             manager.save(app["step"], app | {"slow": Slow()} if moment == "in a save" else app)
@@ -108,10 +108,10 @@ def drifting_ranks(root, seed):
     rank = dist.get_rank()
     generator = torch.Generator().manual_seed(100 * seed + rank)
     manager = checkpoint.Manager(root, every=1000, stop_on=signal.SIGUSR2, exit_code=3)
-    told = seed % dist.get_world_size()
+    signaled = seed % dist.get_world_size()
     for step in range(10, 2000, 10):  # not every step is a step at which ranks ask
         time.sleep(float(torch.rand((), generator=generator)) * 0.002)
-        if rank == told and step == 300:
+        if rank == signaled and step == 300:
             os.kill(os.getpid(), signal.SIGUSR2)
         if manager.should_save(step):
             with pytest.raises(SystemExit) as left:
@@ -129,22 +129,22 @@ def test_ranks_that_drift_apart_stop_at_one_step_that_none_has_passed(tmp_path, 
     assert checkpoint.Manager(tmp_path).steps() == [first[0]]
 
 
-def busy_elsewhere(root, told):
-    """Rank 1 never comes to ask again; the one that is told cannot wait for it."""
+def busy_elsewhere(root, signaled):
+    """Rank 1 never comes to ask again; the one that got the signal cannot wait for it."""
     manager = checkpoint.Manager(root, every=1, stop_on=signal.SIGTERM, exit_code=EXIT_CODE, stop_seconds=2.0)
     manager.save(1, {"step": 1})
     rank = dist.get_rank()
-    if rank == told:
+    if rank == signaled:
         threading.Timer(0.2, tell).start()
     if rank == 1:
         threading.Event().wait(4.0)
         return "done"
-    if told == 1:
+    if signaled == 1:
         return "not told"
     if rank == 0:
         dist.all_reduce(torch.ones(1))  # which rank 1 does not join
     for step in range(2, 9):
-        manager.save(step, {"step": step}, force=rank == told)
+        manager.save(step, {"step": step}, force=rank == signaled)
     return "unreachable"
 
 
@@ -176,18 +176,18 @@ def test_a_save_on_the_way_out_waits_no_longer_than_the_deadline(tmp_path):
 
 
 def words():
-    notice = ranks_of().shared_cell("testing", "first")
+    cell = ranks_of().shared_cell("testing", "first")
     other = ranks_of().shared_cell("testing", "another")
     dist.barrier()
-    mine = notice.replace("first", f"of {dist.get_rank()}")
+    own = cell.replace("first", f"of {dist.get_rank()}")
     dist.barrier()
-    return mine, notice.replace("no such", "never"), other.replace("no such", "never")
+    return own, cell.replace("no such", "never"), other.replace("no such", "never")
 
 
 def test_a_notice_is_replaced_by_one_rank():
-    found = run_ranks(3, words)
-    assert len({mine for mine, _, _ in found}) == 1
-    assert {(now, other) for _, now, other in found} == {(found[0][0], "another")}
+    replies = run_ranks(3, words)
+    assert len({own for own, _, _ in replies}) == 1
+    assert {(now, other) for _, now, other in replies} == {(replies[0][0], "another")}
 
 
 def lose_the_other(root, stage):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from shardopt import checkpoint
 from shardopt.checkpoint.format.constants import seal
 from shardopt.checkpoint.run.branches import Branch, Branches, branches_of, read_records
-from shardopt.checkpoint.run.steps import Place, in_order, place_of
+from shardopt.checkpoint.run.steps import Place, by_numbers, place_of
 from shardopt.checkpoint.storage import LocalStorage
 from shardopt.errors import (
     CheckpointError,
@@ -74,7 +74,7 @@ def test_names_of_directories():
     for other in ("step-5", "step-00000500-b0", "step-00000500-b01", "step-000000500", "step-00000500-b", "x"):
         assert place_of(other) is None
     names = ["step-99999999", "step-100000000", "step-00000009-b1", "a2", "a10", "b", "2", "10"]
-    assert sorted(names, key=in_order) == [
+    assert sorted(names, key=by_numbers) == [
         "2",
         "10",
         "a2",
@@ -418,7 +418,7 @@ def test_a_format_that_a_stranger_can_write(tmp_path):
 
 
 class Reference:
-    """What a run has: for each branch a list of (step, value), as one would keep it by hand."""
+    """A model of a run: for each branch a list of (step, value), as one would keep it by hand."""
 
     def __init__(self):
         self.lists, self.current = {0: []}, 0

@@ -59,8 +59,8 @@ def test_verify_tells_of_damage_by_its_status(saved, capsys):
         file.seek(4096 + 5)
         file.write(bytes([byte[0] ^ 1]))
     assert main(["verify", str(saved)]) == 1
-    told = capsys.readouterr()
-    assert "model.w" in told.err and "damaged in 1 places" in told.out
+    output = capsys.readouterr()
+    assert "model.w" in output.err and "damaged in 1 places" in output.out
 
 
 def test_reshard_writes_what_loads(saved, tmp_path, capsys):
@@ -83,11 +83,11 @@ def test_what_is_not_there_is_an_error_without_a_traceback(tmp_path, capsys):
 
 def test_a_terminal_gets_a_progress_bar(saved):
     pytest.importorskip("rich")
-    ours, theirs = pty.openpty()
+    controller, terminal = pty.openpty()
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "100"}
     command = [sys.executable, "-m", "shardopt.cli", "verify", str(saved)]
-    done = subprocess.run(command, stderr=theirs, stdout=subprocess.PIPE, env=environment, timeout=120)
-    os.close(theirs)
+    done = subprocess.run(command, stderr=terminal, stdout=subprocess.PIPE, env=environment, timeout=120)
+    os.close(terminal)
     assert done.returncode == 0 and b"every byte" in done.stdout
-    assert b"verifying" in os.read(ours, 65536)
-    os.close(ours)
+    assert b"verifying" in os.read(controller, 65536)
+    os.close(controller)

@@ -1,4 +1,4 @@
-"""What a load refuses, all of it at once and before anything has changed."""
+"""A load refuses what does not fit, all of it at once and before anything has changed."""
 
 from itertools import pairwise
 

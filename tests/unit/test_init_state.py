@@ -48,7 +48,9 @@ def bits(optimizer):
 
 def shapes(optimizer):
     state = optimizer.state_dict()["state"]
-    return {key: {name: (value.shape, value.dtype) for name, value in its.items()} for key, its in state.items()}
+    return {
+        key: {name: (value.shape, value.dtype) for name, value in entries.items()} for key, entries in state.items()
+    }
 
 
 def equal(one, other):

@@ -1,4 +1,4 @@
-"""What a load makes of differences: strictness by kind, selection, renaming, conversion, verification first."""
+"""Choices of a load: strictness by kind, selection, renaming, conversion, verification first."""
 
 import pytest
 import torch

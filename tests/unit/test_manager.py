@@ -65,8 +65,8 @@ def test_all_stay_where_there_are_no_rules(tmp_path):
 def test_metrics_that_are_no_numbers(tmp_path):
     manager = checkpoint.Manager(tmp_path)
     manager.save(1, app_of(1), metrics={"a": math.nan, "b": -math.inf, "c": 3})
-    found = manager.metrics(1)
-    assert math.isnan(found.pop("a")) and found == {"b": -math.inf, "c": 3.0}
+    actual = manager.metrics(1)
+    assert math.isnan(actual.pop("a")) and actual == {"b": -math.inf, "c": 3.0}
     assert manager.metrics(2) == {}
     with pytest.raises(ValueError):
         manager.save(2, app_of(2), metrics={"a": "high"})
@@ -135,7 +135,7 @@ def test_what_is_being_read_is_cleared_with_a_later_save(tmp_path, monkeypatch):
     run(manager, [1])
     reads, may_go_on = threading.Event(), threading.Event()
     load_module = sys.modules["shardopt.checkpoint.load"]
-    monkeypatch.setattr(load_module, "fetch", held_back(load_module.fetch, reads, may_go_on))
+    monkeypatch.setattr(load_module, "fill", held_back(load_module.fill, reads, may_go_on))
     app = app_of()
     reader = threading.Thread(target=lambda: checkpoint.load(manager.path(1), app))
     reader.start()
@@ -343,18 +343,18 @@ def test_all_wrong_options_are_told_at_once(tmp_path):
 
 
 def test_a_signal_can_be_listened_for_in_the_main_thread_alone(tmp_path):
-    found = []
+    actual = []
 
     def make():
         try:
             checkpoint.Manager(tmp_path, stop_on=signal.SIGTERM)
         except OptionError as error:
-            found.append(str(error))
+            actual.append(str(error))
 
     thread = threading.Thread(target=make, name="mine")
     thread.start()
     thread.join()
-    assert "stop_on: found a Manager that is made in the thread 'mine'; required the main thread" in found[0]
+    assert "stop_on: found a Manager that is made in the thread 'mine'; required the main thread" in actual[0]
 
 
 def test_numbers_of_other_kinds_and_lists_are_taken(tmp_path):

@@ -263,7 +263,7 @@ def test_a_manager_restores_from_whichever_is_whole(roots):
 
 
 def fail_to_copy(local, remote):
-    """What a save after a failed copy raises; the one after that goes well."""
+    """Returns the steps of saves that raised after a copy had failed; the one after that goes well."""
     manager = checkpoint.Manager(local, mirror=remote)
     copy = Mirror._copy
     Mirror._copy = lambda self, ranks, name: (_ for _ in ()).throw(CheckpointError("the store is full"))
@@ -272,20 +272,20 @@ def fail_to_copy(local, remote):
         manager._mirror._last.join()
     finally:
         Mirror._copy = copy
-    told = []
+    raised = []
     for step in (2, 3, 4):
         try:
             manager.save(step, {"x": value(step)})
             manager._mirror._last.join()
         except CheckpointError as error:
-            told.append((step, "the store is full" in str(error)))
+            raised.append((step, "the store is full" in str(error)))
     manager.close()
-    return told, checkpoint.Manager(remote).steps()
+    return raised, checkpoint.Manager(remote).steps()
 
 
-def test_a_copy_that_failed_is_told_by_the_manager_on_all_ranks_and_training_may_go_on(roots):
-    for told, there in run_ranks(2, fail_to_copy, *two_local_roots(roots)):
-        assert told == [(3, True)] or told == [(2, True)]
+def test_a_copy_that_failed_is_raised_by_the_manager_on_all_ranks_and_training_may_go_on(roots):
+    for raised, there in run_ranks(2, fail_to_copy, *two_local_roots(roots)):
+        assert raised == [(3, True)] or raised == [(2, True)]
         assert 4 in there
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from shardopt import checkpoint
 from shardopt.checkpoint.commit import commit
@@ -18,16 +19,17 @@ from shardopt.checkpoint.format.constants import DTYPES, SEGMENT_BYTES
 from shardopt.checkpoint.planning.assign import Member
 from shardopt.checkpoint.planning.describe import Geometry
 from shardopt.checkpoint.planning.save_plan import RankWrites, SavePlan
-from shardopt.checkpoint.reading import fetch as read_module
-from shardopt.checkpoint.reading import read_plan as batches_module
+from shardopt.checkpoint.reading import fetch as fetch_module
+from shardopt.checkpoint.reading import read_plan as plan_module
 from shardopt.checkpoint.reading import reader as reader_module
 from shardopt.checkpoint.reading.fetch import fetch, pieces_in_order
 from shardopt.checkpoint.storage import LocalStorage, storage_of
 from shardopt.checkpoint.writing.write import from_memory, write_files
-from shardopt.errors import CheckpointError, CorruptionError
+from shardopt.errors import CheckpointError, CorruptionError, LayoutError, MismatchError
 from shardopt.sharding.box import Box, whole
 from shardopt.sharding.layout import Layout
 from shardopt.sharding.pieces import Piece, View
+from tests.fake_rank import fake_rank, shard, sharded_tensor
 from tests.unit.boxes import partitions
 
 TYPES = ["float32", "bfloat16", "int64", "bool", "complex128", "float8_e5m2", "float8_e8m0fnu", "uint16", "complex64"]
@@ -114,13 +116,13 @@ def test_any_part_into_any_memory(tmp_path_factory, data, segment, batch):
     patch = pytest.MonkeyPatch()
     for name in (
         "format.constants",
-        "reading.fetch",
+        "reading.data_file_reader",
         "reading.read_plan",
         "writing.write",
     ):  # all that take the length of segments
         patch.setattr(importlib.import_module(f"shardopt.checkpoint.{name}"), "SEGMENT_BYTES", segment)
-    patch.setattr(batches_module, "_CRUMB_BYTES", min(segment, batches_module._CRUMB_BYTES))
-    patch.setattr(read_module, "_BATCH_BYTES", segment * batch)
+    patch.setattr(plan_module, "_SMALL_READ_BYTES", min(segment, plan_module._SMALL_READ_BYTES))
+    patch.setattr(fetch_module, "_BATCH_BYTES", segment * batch)
     try:
         tensors, boxes = {}, {}
         for key in data.draw(st.lists(st.sampled_from("abcd"), min_size=1, max_size=3, unique=True)):
@@ -148,7 +150,7 @@ def test_any_part_into_any_memory(tmp_path_factory, data, segment, batch):
 
 
 def test_pieces_follow_one_another():
-    """What reshard and the comparison of twins walk through a box in."""
+    """Pieces in which reshard and the comparison of tied tensors walk through a box."""
     sizes = (3, 5, 1 << 19)
     for box in (Box((1, 2, 3), sizes), Box((0, 0, 0), (0, 5, 3)), Box((), ()), whole((1 << 22,))):
         parts = list(pieces_in_order(box, 8))
@@ -224,7 +226,7 @@ def test_columns_of_many_tensors_take_bounded_memory(tmp_path, monkeypatch):
 
 
 def test_rows_wider_than_the_scratch_are_read_in_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr(read_module, "_BATCH_BYTES", 2 * SEGMENT_BYTES)
+    monkeypatch.setattr(fetch_module, "_BATCH_BYTES", 2 * SEGMENT_BYTES)
     value = numbers((3, 4, SEGMENT_BYTES), "float32")
     path = store(tmp_path / "c", {"x": value}, {"x": [whole((3, 4, SEGMENT_BYTES))]})
     target = torch.zeros(2, 2, 100)
@@ -404,3 +406,134 @@ def test_what_is_kept_of_boxes_that_were_read_does_not_grow(tmp_path, monkeypatc
             most = max(most, len(reader._overlaps), sum(map(len, reader._overlaps.values())))
             assert reader._overlaps_kept == len(reader._overlaps) + sum(map(len, reader._overlaps.values()))
     assert 30 < most <= 100
+
+
+# Into given memory.
+
+
+@pytest.fixture(scope="module")
+def stored_matrix(tmp_path_factory):
+    """A matrix of 7 × 6, a number, and a tensor without elements, in two boxes where there are rows to cut."""
+    tensors = {
+        "x": numbers((7, 6), "float32"),
+        "number": numbers((), "int64"),
+        "empty": numbers((0, 3), "bfloat16"),
+    }
+    boxes = {"x": [Box((0, 0), (3, 6)), Box((3, 0), (4, 6))], "number": [whole(())], "empty": [whole((0, 3))]}
+    return store(tmp_path_factory.mktemp("into") / "c", tensors, boxes, 2), tensors
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("key", ["x", "number", "empty"])
+def test_a_tensor_is_read_into_memory_of_any_strides(stored_matrix, key, memory):
+    path, tensors = stored_matrix
+    target, base = destination(tuple(tensors[key].shape), tensors[key].dtype, memory)
+    expected, expected_base = destination(tuple(tensors[key].shape), tensors[key].dtype, memory)
+    expected.copy_(tensors[key])
+    with checkpoint.open(path) as reader:
+        reader.read_into(key, target)
+    assert same(base, expected_base)  # and nothing beside it changed
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_a_box_is_read_into_memory_of_any_strides(stored_matrix, memory):
+    path, tensors = stored_matrix
+    with checkpoint.open(path) as reader:
+        for box in (Box((2, 1), (3, 4)), ((6, 0), (1, 6)), ([0, 5], [7, 1]), Box((3, 3), (0, 2))):
+            target, base = destination(tuple(box[1]), torch.float32, memory)
+            expected, expected_base = destination(tuple(box[1]), torch.float32, memory)
+            expected.copy_(tensors["x"][at(Box(tuple(box[0]), tuple(box[1])))])
+            reader.read_into("x", target, box)
+            assert same(base, expected_base), box
+
+
+PLACEMENTS = [[Shard(0)], [Shard(1)], [Replicate()]]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5, 9])
+@pytest.mark.parametrize("placements", PLACEMENTS, ids=str)
+def test_a_dtensor_gets_its_own_boxes(stored_matrix, ranks, placements):
+    """Uneven ones, and on more ranks than there are rows; of the whole, and of a box of it."""
+    path, tensors = stored_matrix
+    with checkpoint.open(path) as reader:
+        for rank in range(ranks):
+            with fake_rank(rank, ranks) as mesh:
+                for box in (whole((7, 6)), Box((2, 1), (4, 5))):
+                    expected = shard(tensors["x"][at(box)].contiguous(), mesh, *placements)
+                    target = shard(torch.zeros(box.sizes), mesh, *placements)
+                    reader.read_into("x", target, None if box == whole((7, 6)) else box)
+                    assert same(target.to_local(), expected.to_local()), (rank, box)
+
+
+def test_a_sharded_tensor_gets_its_own_shards(stored_matrix):
+    path, tensors = stored_matrix
+    rows = [(2, 0), (4, 1), (1, 0)]
+    with checkpoint.open(path) as reader:
+        for rank in range(3):
+            with fake_rank(rank, 3):
+                target = sharded_tensor(torch.zeros(7, 6), rows, rank)
+                reader.read_into("x", target)
+                expected = sharded_tensor(tensors["x"], rows, rank)
+                read, wanted = ([each.tensor for each in one.local_shards()] for one in (target, expected))
+                assert len(read) == len(wanted) and all(map(same, read, wanted))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "box", "said"),
+    [
+        (torch.zeros(7, 5), None, r"found a tensor of float32 \[7, 5\]; required a tensor of float32 \[7, 6\]"),
+        (torch.zeros(42), None, r"found a tensor of float32 \[42\]"),
+        (torch.zeros(7, 6), Box((0, 0), (6, 6)), r"required a tensor of float32 \[6, 6\]"),
+        (torch.zeros(7, 6, dtype=torch.float64), None, "found a tensor of float64"),
+        (torch.zeros(7, 6, device="meta"), None, "found a tensor on the meta device"),
+        (torch.zeros(1, 6).expand(7, 6), None, "found elements that share memory"),
+        (torch.zeros(3, 6), Box((5, 0), (3, 6)), r"found the offsets \[5, 0\] and sizes \[3, 6\]"),
+        (torch.zeros(3), Box((5,), (3,)), "required a box within"),
+        (torch.zeros(3, 6), Box((5, 0), (-1, 6)), "required a box within"),
+        (torch.zeros(3, 6), ((0, 0), (3,)), "required a box within"),
+    ],
+    ids=["shape", "rank", "box's shape", "dtype", "meta", "expanded", "beyond", "dimensions", "negative", "uneven box"],
+)
+def test_memory_that_does_not_fit_is_refused(stored_matrix, tensor, box, said):
+    with checkpoint.open(stored_matrix[0]) as reader, pytest.raises(MismatchError, match=said) as caught:
+        reader.read_into("x", tensor, box)
+    (problem,) = caught.value.problems
+    assert problem.key == "x" and problem.remedy
+    assert tensor.is_meta or not tensor.any()
+
+
+def test_what_is_no_stored_tensor_is_refused(stored_matrix, tmp_path):
+    checkpoint.save(tmp_path / "c", {"step": 3, "x": torch.ones(2)})
+    with checkpoint.open(tmp_path / "c") as reader:
+        for key in ("step", "y"):
+            with pytest.raises(MismatchError, match="a tensor of the checkpoint"):
+                reader.read_into(key, torch.zeros(2))
+        with fake_rank(0, 2) as mesh, pytest.raises(LayoutError):
+            reader.read_into("x", DTensor.from_local(torch.zeros(2), mesh, [Partial()]))
+
+
+def test_damage_is_found_while_reading_into_memory(stored_matrix, tmp_path):
+    value = numbers((40, 30), "float32")
+    path = store(tmp_path / "c", {"x": value}, {"x": [whole((40, 30))]})
+    (file,) = path.glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    with checkpoint.open(path) as reader:
+        data[reader._open(0).entries["x"].begin] ^= 1
+    file.write_bytes(data)
+    with checkpoint.open(path) as reader, pytest.raises(CorruptionError, match="segment 0 of 'x'"):
+        reader.read_into("x", torch.zeros(40, 30))
+
+
+def test_autograd_sees_that_memory_was_read_into(stored_matrix):
+    """A backward through values that are gone must not pass; parameters can be read into without a `no_grad`."""
+    path, tensors = stored_matrix
+    weight = torch.nn.Parameter(torch.ones(7, 6))
+    loss = (weight * weight).sum()
+    with checkpoint.open(path) as reader:
+        reader.read_into("x", weight)
+        with torch.inference_mode():
+            frozen = torch.zeros(7, 6)
+        reader.read_into("x", frozen)
+    assert same(weight.detach(), tensors["x"]) and same(frozen, tensors["x"])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

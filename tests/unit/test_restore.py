@@ -1,4 +1,4 @@
-"""What `Manager.restore` takes, what it goes around, and what it tells, in one process."""
+"""`Manager.restore` in one process: the checkpoint it takes, those it passes over, and the messages."""
 
 import errno
 import logging
@@ -70,9 +70,9 @@ def test_what_a_disk_does_not_give_back_is_damaged(tmp_path, monkeypatch, caplog
     with monkeypatch.context() as patch:
         BadDisk(patch, number, "step-00000003", part)
         assert restored(manager) == 2
-    told = [record.getMessage() for record in caplog.records]
-    assert os.strerror(number) in told[0] and "trying once more" in told[0]
-    assert "the checkpoint of step 3 is damaged" in told[1] and os.strerror(number) in told[1]
+    messages = [record.getMessage() for record in caplog.records]
+    assert os.strerror(number) in messages[0] and "trying once more" in messages[0]
+    assert "the checkpoint of step 3 is damaged" in messages[1] and os.strerror(number) in messages[1]
     manager.save(3, app_of(30))  # which is not in the way
     assert checkpoint.verify(manager.path(3)).ok
 
@@ -133,13 +133,13 @@ def test_one_that_another_process_removes_meanwhile_is_gone_around(tmp_path, mon
 
 
 def test_nothing_to_restore_may_be_an_error(tmp_path):
-    for root, found in (
+    for root, contents in (
         (tmp_path, "no committed checkpoint"),
         (tmp_path / "unmounted", "nothing, not even the directory"),
     ):
         manager = checkpoint.Manager(root)
         assert manager.restore(app_of(7)) == 0
-        with pytest.raises(CheckpointNotFoundError, match=f"found {found}; required one; mount what is missing"):
+        with pytest.raises(CheckpointNotFoundError, match=f"found {contents}; required one; mount what is missing"):
             manager.restore(app_of(7), required=True)
     assert not (tmp_path / "unmounted").exists()
     assert restored(saved(tmp_path, 4), required=True) == 4
@@ -172,13 +172,13 @@ def manager_of(root):
     return checkpoint.Manager(root)
 
 
-# What it tells.
+# Messages.
 
 # In a process that is not pytest's, which configures logging; each configuration in a child of it.
 
 
-def told_under(root, configurations):
-    """What goes to stderr, by configuration of logging."""
+def stderr_under(root, configurations):
+    """Returns the lines that go to stderr, by configuration of logging."""
     assert not logging.root.handlers
     for number, configured in enumerate(configurations):
         child = os.fork()
@@ -211,10 +211,10 @@ CONFIGURATIONS = {
 
 def test_a_program_sees_what_was_restored_unless_it_has_configured_logging_otherwise(tmp_path):
     saved(tmp_path, 3)
-    (told,) = run_ranks(1, told_under, str(tmp_path), list(CONFIGURATIONS), backend=None)
-    assert {configured: len(lines) for configured, lines in told.items()} == CONFIGURATIONS
-    assert all(sum("restored step 3" in line for line in lines) == (2 if lines else 0) for lines in told.values())
-    first, second, none = told[""]
+    (messages,) = run_ranks(1, stderr_under, str(tmp_path), list(CONFIGURATIONS), backend=None)
+    assert {configured: len(lines) for configured, lines in messages.items()} == CONFIGURATIONS
+    assert all(sum("restored step 3" in line for line in lines) == (2 if lines else 0) for lines in messages.values())
+    first, second, none = messages[""]
     assert first.startswith(f"shardopt: restored step 3 from {tmp_path}/step-00000003, saved by 1 rank, ")
     assert first.endswith(" s ago") and second.startswith(first.rsplit(",", 1)[0])
     assert none == f"shardopt: restored nothing: there is no checkpoint in {tmp_path}/none, which is not there"

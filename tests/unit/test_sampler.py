@@ -19,7 +19,7 @@ def samplers(size, ranks, **options):
 
 
 def take(each, count):
-    """What every rank gets of the next `count` batches of this epoch, by batch and rank."""
+    """Returns the samples that every rank gets in the next `count` batches of this epoch, by batch and rank."""
     streams = [sampler.through(sampler) for sampler in each]
     return [[next(stream) for stream in streams] for _ in range(count)]
 
@@ -43,19 +43,19 @@ def test_any_change_of_ranks_goes_on_with_what_was_not_seen(data):
         each = samplers(size, data.draw(st.integers(1, batch)), **options | {"seed": 0})
         for sampler in each:
             sampler.load_state_dict(dict(state))
-    found = seen(batches)
+    drawn = seen(batches)
     assert all(part for each_batch in batches for part in each_batch)
     whole = size // batch * batch
-    assert len(found) == (whole if drop_last else size)
+    assert len(drawn) == (whole if drop_last else size)
     assert all(sum(map(len, each_batch)) == batch for each_batch in batches[: size // batch])
-    assert sum(found.values()) - len(found) < 12  # those that fill up the last batch, if any
+    assert sum(drawn.values()) - len(drawn) < 12  # those that fill up the last batch, if any
 
 
 def test_the_batches_do_not_depend_on_the_number_of_ranks():
     wanted = [sorted(batch[0]) for batch in take(samplers(50, 1, batch_size=6, seed=1), 8)]
     for ranks in (2, 3, 6):
-        found = take(samplers(50, ranks, batch_size=6, seed=1), 8)
-        assert [sorted(itertools.chain(*batch)) for batch in found] == wanted
+        drawn = take(samplers(50, ranks, batch_size=6, seed=1), 8)
+        assert [sorted(itertools.chain(*batch)) for batch in drawn] == wanted
 
 
 def test_every_epoch_has_its_own_order():
@@ -78,18 +78,18 @@ def test_what_workers_fetch_ahead_does_not_count(tmp_path, workers):
         context = "fork" if workers else None
         return DataLoader(dataset, batch_sampler=sampler, num_workers=workers, multiprocessing_context=context)
 
-    found = []
+    drawn = []
     for sampler in samplers(60, 2, batch_size=10):
         stream = sampler.through(loader_of(sampler))
-        found += [next(stream)[0].tolist() for _ in range(2)]
+        drawn += [next(stream)[0].tolist() for _ in range(2)]
         del stream
     checkpoint.save(tmp_path / "it", {"data": sampler})
     for sampler in samplers(60, 3, batch_size=10, seed=9):
         checkpoint.load(tmp_path / "it", {"data": sampler})
         assert sampler.position == 20
-        found += [batch[0].tolist() for batch in sampler.through(loader_of(sampler))]
+        drawn += [batch[0].tolist() for batch in sampler.through(loader_of(sampler))]
         assert (sampler.epoch, sampler.position) == (1, 0)
-    assert sorted(itertools.chain(*found)) == list(range(60))
+    assert sorted(itertools.chain(*drawn)) == list(range(60))
 
 
 def test_a_position_at_the_end_of_an_epoch_goes_on_with_the_next():

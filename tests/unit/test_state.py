@@ -28,7 +28,7 @@ from torch.optim.lr_scheduler import (
 
 from shardopt import checkpoint
 from shardopt.errors import StateError
-from shardopt.state import Index, PerRank, Stateful, flatten, join, nest
+from shardopt.state import Index, PerRank, Stateful, flatten, is_below, join, nest
 
 Pair = namedtuple("Pair", "left right")
 
@@ -542,3 +542,10 @@ def test_protocols_are_met_by_what_torch_has():
     for thing in (nn.Linear(1, 1), torch.optim.SGD([torch.zeros(1)]), torch.amp.GradScaler("cpu", enabled=False)):
         assert isinstance(thing, Stateful)
     assert not isinstance(torch.zeros(1), Stateful)
+
+
+def test_a_path_is_below_itself_and_what_it_begins_with():
+    path = ("optimizer", "state", "w")
+    assert all(is_below(path, path[:length]) for length in range(4))
+    assert is_below(path, ("model",), ("optimizer", "state"))
+    assert not is_below(path) and not is_below(path, ("optimizer", "state", "w", "exp_avg"), ("opt",))

@@ -1,1 +1,1 @@
-"""Whether a checkpoint fits an app, before a byte has changed."""
+"""Matching a checkpoint with an app, before a byte has changed: names, strictness, comparison."""

@@ -1,4 +1,4 @@
-"""Does a checkpoint fit an app? Every difference is found here, before a byte of the app has changed."""
+"""Compares a checkpoint with an app by key: every difference, before a byte of the app has changed."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from typing import Any
 import torch
 
 from shardopt.checkpoint.format.manifest import Manifest, StoredTensor
-from shardopt.checkpoint.format.tensor_bytes import GIVEN_BACK, dtype_name, has_no_memory, torch_dtype
-from shardopt.checkpoint.matching.strictness import Choice, Names, Strictness
+from shardopt.checkpoint.format.tensor_bytes import torch_dtype
+from shardopt.checkpoint.matching.optimizer_state import keys_of_state, state_key
+from shardopt.checkpoint.matching.renaming import Names
+from shardopt.checkpoint.matching.strictness import Choice, Strictness
+from shardopt.checkpoint.reading.target import describe_tensor, memory_problem
 from shardopt.errors import Problem, ShardoptError
-from shardopt.sharding.pieces import View, elements_overlap
+from shardopt.sharding.pieces import View
 from shardopt.state import (
     CheckedStateful,
     FlatState,
@@ -21,6 +24,7 @@ from shardopt.state import (
     PartialStateful,
     Path,
     PerRank,
+    is_below,
     join,
     kinds_differ,
     nest,
@@ -35,7 +39,7 @@ _OF_OPTIMIZERS = re.compile(r"(^|\.)(state|param_groups)(\.|$)")
 
 @dataclass(slots=True)
 class Match:
-    """What is to be loaded: the keys that both sides have, and what only one side has."""
+    """The outcome of a comparison: the keys to be loaded, those of one side only, and the differences."""
 
     tensors: dict[str, tuple[View, StoredTensor]] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
@@ -44,12 +48,12 @@ class Match:
     missing: list[str] = field(default_factory=list)  # in the app only
     unexpected: list[str] = field(default_factory=list)  # in the checkpoint only, as far as this rank knows
     problems: list[Problem] = field(default_factory=list)  # differences that do not pass
-    warnings: list[Problem] = field(default_factory=list)  # differences that are to be told, not refused
+    warnings: list[Problem] = field(default_factory=list)  # differences that are to be reported, not refused
 
     def loads_into(self, path: Path, flat: FlatState) -> bool:
         """Whether anything is loaded at or below a path."""
         keys = (*self.tensors, *self.values, *self.per_rank)
-        return any(flat.leaves[key].path[: len(path)] == path for key in keys)
+        return any(is_below(flat.leaves[key].path, path) for key in keys)
 
 
 def compare(flat: FlatState, views: Mapping[str, View], names: Names, strictness: Strictness, world_size: int) -> Match:
@@ -65,19 +69,19 @@ def compare(flat: FlatState, views: Mapping[str, View], names: Names, strictness
     stored = dict(_stored_paths(manifest))
     match = Match(missing=[key for key in flat.leaves if key in names.chosen and key not in stored])
     problems = match.problems
-    settled: list[Path] = []  # what is said of an object as a whole stands for its single keys
+    reported: list[Path] = []  # objects with a problem as a whole, which stands for those of their single keys
     for handback in flat.handbacks:
         one_sided = _one_sided_state(handback, flat, stored, names)
         if one_sided is not None:
-            _note(one_sided, strictness.uninitialized, problems, match)
-            settled.append(handback.path)
+            _apply_choice(one_sided, strictness.uninitialized, problems, match)
+            reported.append(handback.path)
             continue
-        found = list(_object_problems(handback, flat, stored, names, strictness))
-        if found:
-            problems += found
-            settled.append(handback.path)
+        own_problems = list(_object_problems(handback, flat, stored, names, strictness))
+        if own_problems:
+            problems += own_problems
+            reported.append(handback.path)
     for key, leaf in flat.leaves.items():
-        if key in stored and key in names.chosen and not (settled and _below(leaf.path, settled)):
+        if key in stored and key in names.chosen and not is_below(leaf.path, *reported):
             view, tensor = views.get(key), manifest.tensors.get(key)
             problem: Problem | None
             if kinds_differ(stored[key], leaf.path):
@@ -90,30 +94,31 @@ def compare(flat: FlatState, views: Mapping[str, View], names: Names, strictness
             if problem is not None:
                 problems.append(problem)
     for key in match.missing:
-        if not _below(flat.leaves[key].path, settled):
+        if not is_below(flat.leaves[key].path, *reported):
             problem = Problem(key, "nothing in the checkpoint", _kind_of_leaf(flat, views, key), _MISSING)
-            _note(problem, strictness.missing, problems, match)
-    match.unexpected = [key for key in stored if key not in flat.leaves and not _below(stored[key], settled)]
+            _apply_choice(problem, strictness.missing, problems, match)
+    match.unexpected = [key for key in stored if key not in flat.leaves and not is_below(stored[key], *reported)]
     return match
 
 
-def in_order(problems: Iterable[Problem]) -> list[Problem]:
-    """Weights first, then what optimizers have of them; each in the order that it had."""
+def weights_first(problems: Iterable[Problem]) -> list[Problem]:
+    """Sorts problems: those of weights first, then those of optimizer state; stable."""
     return sorted(problems, key=lambda problem: _OF_OPTIMIZERS.search(problem.key) is not None)
 
 
 def judge_unexpected(match: Match, names: Names, strictness: Strictness, keys: Iterable[str]) -> list[Problem]:
-    """Takes it that no rank of the job has a place for these stored keys; returns those that `strictness` refuses."""
+    """Notes the stored keys that no rank of the job has a place for; returns a problem for each that is refused."""
     match.unexpected = list(keys)
     refused: list[Problem] = []
     for key in match.unexpected:
-        found = f"{_kind_of_stored(names.manifest, key)} in the checkpoint"
-        problem = Problem(key, found, "nothing under this key", _UNEXPECTED)
-        _note(problem, strictness.unexpected, refused, match)
+        stored = f"{_kind_of_stored(names.manifest, key)} in the checkpoint"
+        problem = Problem(key, stored, "nothing under this key", _UNEXPECTED)
+        _apply_choice(problem, strictness.unexpected, refused, match)
     return refused
 
 
-def _note(problem: Problem, choice: Choice, problems: list[Problem], match: Match) -> None:
+def _apply_choice(problem: Problem, choice: Choice, problems: list[Problem], match: Match) -> None:
+    """Adds a difference to the problems or to the warnings, or to neither."""
     if choice == "raise":
         problems.append(problem)
     elif choice == "warn":
@@ -127,7 +132,7 @@ def _stored_paths(manifest: Manifest) -> Iterator[tuple[str, Path]]:
 
 
 def _match_tensors(key: str, view: View, tensor: StoredTensor, match: Match, strictness: Strictness) -> Problem | None:
-    """Puts a tensor of both sides into `match`, or tells what is wrong with it."""
+    """Adds a tensor of both sides to `match`; returns the problem with it, if there is one."""
     dtype = torch_dtype(tensor.dtype)
     # A rank without a shard of a LocalShardsWrapper cannot know its dtype.
     known = view.dtype if view.pieces or not view.layout.local else dtype
@@ -137,29 +142,30 @@ def _match_tensors(key: str, view: View, tensor: StoredTensor, match: Match, str
             remedy = "load it into a tensor of the shape and dtype that were saved"
             if castable:
                 remedy += ', or with Strictness(dtype="cast")'
-            return Problem(key, _described(tensor.layout.shape, dtype), _described(view.shape, view.dtype), remedy)
+            stored = describe_tensor(tensor.layout.shape, dtype)
+            return Problem(key, stored, describe_tensor(view.shape, view.dtype), remedy)
         match.cast.append(key)
     match.tensors[key] = (view, tensor)
-    return _unfit_memory(key, view)
+    return memory_problem(key, view)
 
 
 def _match_values(
     key: str, flat: FlatState, views: Mapping[str, View], names: Names, match: Match, world_size: int
 ) -> Problem | None:
-    """The same of what is not a tensor on both sides."""
+    """Adds a value or value per rank of both sides to `match`; returns the problem with it, if there is one."""
     manifest, value = names.manifest, flat.leaves[key].value
     if key in manifest.per_rank and isinstance(value, PerRank):
         if world_size == manifest.world_size:
             match.per_rank.append(key)
         elif value.on_resize == "raise":
-            found, required = f"values of {manifest.world_size} ranks", f"{world_size} ranks"
+            stored, required = f"values of {manifest.world_size} ranks", f"{world_size} ranks"
             remedy = 'use as many ranks, or PerRank(..., on_resize="keep") to keep the values that are there'
-            return Problem(key, found, required, remedy)
+            return Problem(key, stored, required, remedy)
         return None
     if key in manifest.values and key not in views and not isinstance(value, PerRank):
-        found = manifest.values[key][1]
-        match.values[key] = found
-        if not isinstance(found, dict) and any(each.path == flat.leaves[key].path for each in flat.handbacks):
+        stored_value = manifest.values[key][1]
+        match.values[key] = stored_value
+        if not isinstance(stored_value, dict) and any(each.path == flat.leaves[key].path for each in flat.handbacks):
             return Problem(key, _kind_of_stored(manifest, key), "the state of an object", "give the key what was saved")
         return None
     remedy = "give the key the kind that it was saved with"
@@ -177,56 +183,39 @@ def _is_inexact(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-def _unfit_memory(key: str, view: View) -> Problem | None:
-    """What speaks against reading into the memory of a tensor."""
-    for piece in view.pieces:
-        if has_no_memory(piece.tensor):
-            if piece.tensor.is_meta:
-                found, remedy = "a tensor on the meta device", "call to_empty(device=...) first"
-            else:
-                found, remedy = GIVEN_BACK, "load while its parameter is there"
-            return Problem(key, found, "memory to load into", remedy)
-        if elements_overlap(piece.tensor):
-            found = f"elements that share memory (strides {piece.tensor.stride()})"
-            return Problem(key, found, "a place for each element", "call contiguous() first")
-    return None
-
-
 def _one_sided_state(handback: Handback, flat: FlatState, stored: Mapping[str, Path], names: Names) -> Problem | None:
-    """An optimizer that has state in the checkpoint and none in the app, or the reverse."""
+    """Returns the problem of an optimizer that has state in the checkpoint and none in the app, or the reverse."""
     if not isinstance(handback.target, torch.optim.Optimizer):
         return None
-    path = handback.path
-    state = (*path, "state")
-    of_both = [key for key, leaf in flat.leaves.items() if _below(leaf.path, [path]) and key in names.chosen]
-    of_stored = [key for key, at in stored.items() if _below(at, [path])]
-    if not of_stored or not of_both:
+    chosen = [key for key in flat.leaves if key in names.chosen]
+    in_app = any(is_below(flat.leaves[key].path, handback.path) for key in chosen)
+    in_checkpoint = any(is_below(path, handback.path) for path in stored.values())
+    if not in_app or not in_checkpoint:
         return None  # the whole object is on one side only, which is another matter
-    in_state = [key for key in of_stored if key in names.manifest.tensors and _below(stored[key], [state])]
-    there = any(
-        isinstance(flat.leaves[key].value, torch.Tensor) and _below(flat.leaves[key].path, [state]) for key in of_both
-    )
-    saved = bool(in_state if there else _belonging(handback, stored, in_state))
-    if saved == there:
+    live = keys_of_state(handback, (key for key in chosen if isinstance(flat.leaves[key].value, torch.Tensor)))
+    saved = keys_of_state(handback, names.manifest.tensors)
+    if not live:
+        saved = _belonging(handback, stored, saved)
+    if bool(saved) == bool(live):
         return None
-    found = f"{'state' if saved else 'no state'} in the checkpoint"
+    stored_state = f"{'state' if saved else 'no state'} in the checkpoint"
     required = f"{'none: it was never initialized' if saved else 'state'} in the app"
     before = "loading" if saved else "saving"
     remedy = f"load with init_state=True, or call init_state() before {before} (where there is none, take a step)"
-    return Problem(join(state), found, required, remedy)
+    return Problem(state_key(handback), stored_state, required, remedy)
 
 
 def _object_problems(
     handback: Handback, flat: FlatState, stored: Mapping[str, Path], names: Names, strictness: Strictness
 ) -> Iterator[Problem]:
-    """What an object of the app has to say of the state that it would get, before any of it is read."""
+    """Yields the problems that an object's `check_state_dict` has with its stored state, before that is read."""
     target, path = handback.target, handback.path
     if not isinstance(target, CheckedStateful):
         return
-    own = {key: leaf for key, leaf in flat.leaves.items() if leaf.path[: len(path)] == path}
-    of_stored = [key for key, at in stored.items() if at[: len(path)] == path]
+    own = {key: leaf for key, leaf in flat.leaves.items() if is_below(leaf.path, path)}
+    of_stored = [key for key, at in stored.items() if is_below(at, path)]
     if own.keys().isdisjoint(of_stored):
-        return  # nothing of it is loaded; its keys are told one by one
+        return  # nothing of it is loaded; its keys are reported one by one
     without_place = [key for key in of_stored if key not in own]
     belonging = _belonging(handback, stored, without_place) if strictness.unexpected == "raise" else []
     keys = [*(key for key in of_stored if key in own), *belonging]
@@ -248,7 +237,7 @@ def _object_problems(
 
 
 def _belonging(handback: Handback, stored: Mapping[str, Path], keys: Iterable[str]) -> list[str]:
-    """Those of the stored keys of an object that belong on this rank, whether it has a place for them or not."""
+    """Returns those of an object's stored keys that belong on this rank, whether it has a place for them or not."""
     target, root = handback.target, len(handback.path)
     if isinstance(target, PartialStateful):
         names = target.held_state_names()
@@ -258,7 +247,7 @@ def _belonging(handback: Handback, stored: Mapping[str, Path], keys: Iterable[st
 
 
 def _description(key: str, flat: FlatState, manifest: Manifest, strictness: Strictness) -> Any:
-    """A stored value as `check_state_dict` gets it."""
+    """Returns a stored entry as `check_state_dict` gets it: tensors on the meta device, plain values as they are."""
     if key in manifest.tensors:
         tensor = manifest.tensors[key]
         dtype = torch_dtype(tensor.dtype)
@@ -272,7 +261,7 @@ def _description(key: str, flat: FlatState, manifest: Manifest, strictness: Stri
 def _kind_of_stored(manifest: Manifest, key: str) -> str:
     if key in manifest.tensors:
         tensor = manifest.tensors[key]
-        return _described(tensor.layout.shape, torch_dtype(tensor.dtype))
+        return describe_tensor(tensor.layout.shape, torch_dtype(tensor.dtype))
     if key in manifest.values:
         return f"a plain value ({type(manifest.values[key][1]).__name__})"
     return "a value per rank"
@@ -280,14 +269,6 @@ def _kind_of_stored(manifest: Manifest, key: str) -> str:
 
 def _kind_of_leaf(flat: FlatState, views: Mapping[str, View], key: str) -> str:
     if key in views:
-        return _described(views[key].shape, views[key].dtype)
+        return describe_tensor(views[key].shape, views[key].dtype)
     value = flat.leaves[key].value
     return "a value per rank" if isinstance(value, PerRank) else f"a plain value ({type(value).__name__})"
-
-
-def _described(shape: tuple[int, ...], dtype: torch.dtype) -> str:
-    return f"a tensor of {dtype_name(dtype)} {list(shape)}"
-
-
-def _below(path: Path, roots: Iterable[Path]) -> bool:
-    return any(path[: len(root)] == root for root in roots)

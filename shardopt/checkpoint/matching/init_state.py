@@ -1,7 +1,7 @@
-"""Optimizers get state for just those parameters that a checkpoint has state for, so that it has a place to go.
+"""Initializes optimizers: state for just those parameters that a checkpoint has state for, for it to be loaded into.
 
-State that was made before the first step and never stepped means the same as none. So what was made for a parameter
-that the checkpoint has none for is dropped again, and what was stepped is left for the comparison to refuse.
+State that was made before the first step and never stepped means the same as none. So state that was made for a
+parameter that the checkpoint has none for is dropped, and what was stepped is left for the comparison to refuse.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from typing import Any
 from torch.optim import Optimizer
 
 from shardopt.checkpoint.format.manifest import Manifest
-from shardopt.checkpoint.matching.strictness import under_names_of
+from shardopt.checkpoint.matching.optimizer_state import keys_of_state
+from shardopt.checkpoint.matching.renaming import under_names_of
 from shardopt.checkpoint.reading.read_manifest import read_manifest
 from shardopt.checkpoint.storage import storage_of
 from shardopt.ranks import Ranks
-from shardopt.state import FlatState, Handback, UnsteppedStateful, flatten, join
+from shardopt.state import FlatState, Handback, UnsteppedStateful, flatten, is_below, join
 
 
 @dataclass(slots=True)
 class _Change:
-    """What an optimizer lacks of what the checkpoint has, and what it has and the checkpoint lacks.
+    """The names for which an optimizer lacks state that the checkpoint has, or has state that it lacks.
 
     Args:
         optimizer: an `UnsteppedStateful`, or another one that has `init_state`.
@@ -51,12 +52,12 @@ def init_unstepped(
     """Makes state where the checkpoint has some, and drops what was never stepped where it has none. Collective.
 
     Args:
-        what: is being done, for errors.
+        what: names the load in errors.
         url, app, select, rename: as for `load`.
 
     Returns:
-        What leaves without state again what got some here, and makes what was dropped as it was: to be called where the
-        load has failed.
+        A function that drops the state which was made here, and makes what was dropped as it was; to be called where
+        the load has failed.
 
     Raises:
         CheckpointNotFoundError, CorruptionError, FormatError: there is no manifest to be read.
@@ -110,7 +111,7 @@ def _carry_out(changes: Mapping[str, _Change], stepped: Mapping[str, Collection[
         if change.make is None:
             change.optimizer.init_state()
             continue
-        # What one rank has stepped is in no rank's power to drop.
+        # State that one rank has stepped stays on all ranks.
         change.drop = [name for name in change.drop if name not in stepped.get(key, ())]
         change.optimizer.drop_state(change.drop)
         if change.make:
@@ -118,7 +119,7 @@ def _carry_out(changes: Mapping[str, _Change], stepped: Mapping[str, Collection[
 
 
 def _changes(flat: FlatState, manifest: Manifest, chosen: Collection[str]) -> Iterator[tuple[str, _Change]]:
-    """For each optimizer of which something is stored: its key in the app, and what is to be done."""
+    """Yields the key of each optimizer of which something is stored, and the change that it needs."""
     stored = [*manifest.tensors, *manifest.values, *manifest.per_rank]
     for each in flat.handbacks:
         key, target = join(each.path), each.target
@@ -127,28 +128,24 @@ def _changes(flat: FlatState, manifest: Manifest, chosen: Collection[str]) -> It
             continue
         if isinstance(target, UnsteppedStateful) and "names" in inspect.signature(target.init_state).parameters:
             known = target.held_state_names()
-            there = set(_saved_names(key, own, manifest, known))
+            saved = set(_saved_names(key, own, manifest, known))
             live = set(_live_names(each, flat, chosen)).intersection(known)
-            surplus = live - there
+            surplus = live - saved
             unstepped = set(target.unstepped_state(surplus)) if surplus else set()
-            yield key, _Change(target, sorted(there - live), sorted(unstepped), sorted(surplus - unstepped))
-        elif _has_tensors(f"{key}.state", manifest.tensors) and not _has_tensors(f"{key}.state", flat.tensors()):
+            yield key, _Change(target, sorted(saved - live), sorted(unstepped), sorted(surplus - unstepped))
+        elif keys_of_state(each, manifest.tensors) and not keys_of_state(each, flat.tensors()):
             yield key, _Change(target, None)
 
 
-def _has_tensors(key: str, tensors: Iterable[str]) -> bool:
-    return any(name.startswith(f"{key}.") for name in tensors)
-
-
 def _saved_names(key: str, stored: Iterable[str], manifest: Manifest, known: Collection[str]) -> Iterator[str]:
-    """The names under "state" that a checkpoint has something for; of those that the optimizer knows."""
-    before = f"{key}.state."
+    """Yields those of the names known to an optimizer for which a checkpoint has state."""
+    prefix = f"{key}.state."
     for name in stored:
-        if name.startswith(before):
-            found = name.removeprefix(before)  # "layers.0.weight.exp_avg"; entries may have dots in them, too
-            while found and found not in known:
-                found = found.rpartition(".")[0]
-            yield from [found] if found else []
+        if name.startswith(prefix):
+            owner = name.removeprefix(prefix)  # "layers.0.weight.exp_avg"; entries may have dots in them, too
+            while owner and owner not in known:
+                owner = owner.rpartition(".")[0]
+            yield from [owner] if owner else []
         elif name in (key, f"{key}.state") and name in manifest.values:  # state without a tensor is one plain value
             value = manifest.values[name][1]
             state = value.get("state") if name == key and isinstance(value, Mapping) else value
@@ -156,10 +153,10 @@ def _saved_names(key: str, stored: Iterable[str], manifest: Manifest, known: Col
 
 
 def _live_names(handback: Handback, flat: FlatState, chosen: Collection[str]) -> Iterator[str]:
-    """The names under "state" that an optimizer has something for, and that are to be loaded."""
+    """Yields the names for which an optimizer has state that is to be loaded."""
     root = handback.path
     for key, leaf in flat.leaves.items():
-        if key in chosen and leaf.path[: len(root)] == root:
+        if key in chosen and is_below(leaf.path, root):
             within = leaf.path[len(root) :]
             if len(within) > 1 and within[0] == "state":
                 yield str(within[1])

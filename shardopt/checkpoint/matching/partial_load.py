@@ -1,4 +1,4 @@
-"""Optimizers that are being loaded refuse to step until they are loaded whole."""
+"""Partial loads: an optimizer that is being loaded refuses to step until it is loaded whole."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from torch.utils.hooks import RemovableHandle
 
 from shardopt.errors import PartialLoadError
 
-_marks: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
+_hooks: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
 
 
 def mark_partial_load(optimizers: Iterable[Optimizer], what: str) -> None:
-    """From now on, `step` of these optimizers raises PartialLoadError."""
+    """Makes `step` of these optimizers raise PartialLoadError, until they are unmarked."""
 
     def refuse(*unused: Any) -> None:
         raise PartialLoadError(f"{what} did not end well, and left this optimizer partly loaded: load it again, whole")
 
     for optimizer in optimizers:
-        if optimizer not in _marks:
-            _marks[optimizer] = optimizer.register_step_pre_hook(refuse)
+        if optimizer not in _hooks:
+            _hooks[optimizer] = optimizer.register_step_pre_hook(refuse)
 
 
 def unmark_partial_load(optimizers: Iterable[Optimizer]) -> None:
     """Lets them step again."""
     for optimizer in optimizers:
-        mark = _marks.pop(optimizer, None)
-        if mark is not None:
-            mark.remove()
+        hook = _hooks.pop(optimizer, None)
+        if hook is not None:
+            hook.remove()

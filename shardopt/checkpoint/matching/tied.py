@@ -1,4 +1,4 @@
-"""Tensors of an app that are one and the same memory, such as tied parameters.
+"""Compares stored tensors that are one and the same memory in the app, such as tied parameters.
 
 Where each is stored by itself, only one of them can be read into the memory; the others must be equal to it, or the one
 that comes last would silently win.
@@ -22,44 +22,46 @@ from shardopt.sharding.pieces import Piece, View
 def refuse_unequal(
     reader: CheckpointReader, views: Mapping[str, View], tied: Mapping[str, str], stored_key: Mapping[str, str]
 ) -> None:
-    """Raises MismatchError unless what is stored under the keys of twins is equal, as far as this rank holds it.
+    """Raises MismatchError unless stored tensors that are tied in the app are equal, as far as this rank has them.
 
     Args:
+        tied: key of a tensor → key of the first one with which it is one memory.
         stored_key: key of the app → key of the checkpoint, where they differ.
     """
     problems = []
-    for key, twin in tied.items():
-        keys = stored_key.get(key, key), stored_key.get(twin, twin)
+    for key, tied_to in tied.items():
+        keys = stored_key.get(key, key), stored_key.get(tied_to, tied_to)
         if not all(_is_equal(reader, *keys, piece.box) for piece in views[key].pieces):
-            found, required = f"other values than {twin} in the checkpoint", "the same: both are one tensor in the app"
-            problems.append(Problem(key, found, required, "untie them in the app, or load one of them alone"))
+            stored = f"other values than {tied_to} in the checkpoint"
+            required = "the same: both are one tensor in the app"
+            problems.append(Problem(key, stored, required, "untie them in the app, or load one of them alone"))
     if problems:
         raise MismatchError("the checkpoint does not fit the app; nothing was changed", problems)
 
 
-def _is_equal(reader: CheckpointReader, key: str, twin: str, box: Box) -> bool:
-    if reader.key_in_files(key) == reader.key_in_files(twin):
+def _is_equal(reader: CheckpointReader, key: str, other: str, box: Box) -> bool:
+    if reader.key_in_files(key) == reader.key_in_files(other):
         return True
     dtype = reader.info(key).dtype
-    if dtype != reader.info(twin).dtype:
+    if dtype != reader.info(other).dtype:
         return False
-    here, there = _stored(reader, key, box, dtype), _stored(reader, twin, box, dtype)
-    cut_alike = [request.sizes for _, request in here] == [request.sizes for _, request in there]
-    if cut_alike and list(_checksums(here)) == list(_checksums(there)):
+    reads, other_reads = _reads(reader, key, box, dtype), _reads(reader, other, box, dtype)
+    cut_alike = [request.sizes for _, request in reads] == [request.sizes for _, request in other_reads]
+    if cut_alike and list(_checksums(reads)) == list(_checksums(other_reads)):
         return True
     return all(
-        torch.equal(_raw(reader.read(key, part)), _raw(reader.read(twin, part)))
-        for part in pieces_in_order(box, dtype.itemsize)
+        torch.equal(_raw(reader.read(key, piece)), _raw(reader.read(other, piece)))
+        for piece in pieces_in_order(box, dtype.itemsize)
     )
 
 
-def _stored(reader: CheckpointReader, key: str, box: Box, dtype: torch.dtype) -> list[tuple[OpenFile, ReadRequest]]:
+def _reads(reader: CheckpointReader, key: str, box: Box, dtype: torch.dtype) -> list[tuple[OpenFile, ReadRequest]]:
     return list(reader.requests(key, [Piece(box, torch.empty(box.sizes, dtype=dtype, device="meta"))]))
 
 
-def _checksums(stored: list[tuple[OpenFile, ReadRequest]]) -> Iterator[bytes]:
-    """Of all segments of the stored boxes. Equal ones tell of equal boxes; others may be of bytes not asked for."""
-    return (file.checksums(request.entry) for file, request in stored)
+def _checksums(reads: list[tuple[OpenFile, ReadRequest]]) -> Iterator[bytes]:
+    """Yields the checksums of the stored boxes. Equal ones mean equal boxes; others may be of bytes not asked for."""
+    return (file.checksums(request.entry) for file, request in reads)
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,12 +1,13 @@
-"""Loading what many ranks want: each box is read by one of its holders, which sends it to the others.
+"""Broadcast reads: a box that several ranks load is read by one of its holders, which sends it to the others.
 
     R ranks, H holders of a box
 
-Where storage is slow beside the network, H reads of the same bytes cost more than one read and H - 1 sends. Who reads
-what is who would write it in a save of the same layouts, so every rank works it out alone, and all read about as much.
+Where storage is slow beside the network, H reads of the same bytes cost more than one read and H - 1 sends. A box is
+read by the rank that would write it in a save of the same layouts, so every rank works it out alone, and all read about
+as much.
 
 They are sent in rounds. In each of them a rank sends at most so many different bytes that they are no more than the
-bound when they are counted once for each rank that they go to; nor are those that a rank gets from all others.
+bound when they are counted once for each rank that they go to; nor are those more that a rank gets from all others.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ _ROUND_BYTES = 16 << 20  # that one rank sends to all others in one round, and g
 _LEAST_BYTES = 4 << 10  # that a rank sends to another in a round, however many there are
 
 
-class _Part(NamedTuple):
-    """A box that one rank reads, and all ranks that hold it, to the others of which it is sent."""
+class _SharedBox(NamedTuple):
+    """A box, the rank that reads it, and all ranks that hold it, to the others of which it is sent."""
 
     key: str
     box: Box
@@ -47,7 +48,7 @@ class _Part(NamedTuple):
 
 
 def shared_among(views: Mapping[str, View], size: int) -> dict[str, View]:
-    """Those tensors of which several ranks are known to hold the same box."""
+    """Returns the tensors of which several ranks are known to hold the same box, by key."""
     if size == 1:
         return {}
     return {key: view for key, view in views.items() if not view.layout.local and _is_shared(view.layout)}
@@ -58,13 +59,13 @@ def _is_shared(layout: Layout) -> bool:
 
 
 def fingerprint(views: Mapping[str, View]) -> str:
-    """Equal on two ranks that hold the same tensors in the same layouts."""
+    """Returns a hash that is equal on two ranks which hold the same tensors in the same layouts."""
     words = [f"{key}\0{dtype_name(view.dtype)}\0{view.layout.fingerprint}" for key, view in sorted(views.items())]
     return xxhash.xxh3_64_hexdigest("\0".join(words).encode())
 
 
 class BroadcastReads:
-    """Who reads which boxes of tensors that several ranks hold, and the sending afterwards.
+    """Assigns boxes that several ranks hold to one reader each, and sends them to the other holders afterwards.
 
     Args:
         views: the tensors (`shared_among`), the same on all ranks but for the pieces.
@@ -73,104 +74,106 @@ class BroadcastReads:
 
     def __init__(self, views: Mapping[str, View], ranks: Ranks) -> None:
         self._views, self._ranks = views, ranks
-        self._parts = list(_parts_of(views, ranks.size))
+        self._boxes = list(_shared_boxes(views, ranks.size))
 
-    def own(self) -> dict[str, list[Piece]]:
-        """What this rank reads, by key: parts of its own memory."""
+    def own_pieces(self) -> dict[str, list[Piece]]:
+        """Returns the pieces of this rank's memory that it reads into itself, by key."""
         own: defaultdict[str, list[Piece]] = defaultdict(list)
-        for part in self._parts:
-            if part.reader == self._ranks.rank:
-                own[part.key].append(Piece(part.box, self._memory(part.key, part.box)))
+        for shared in self._boxes:
+            if shared.reader == self._ranks.rank:
+                own[shared.key].append(Piece(shared.box, self._memory(shared.key, shared.box)))
         return own
 
     def exchange(self) -> None:
-        """Sends what this rank has read, and fills the rest of its memory. Collective; in rounds of bounded size."""
-        for parts in self._rounds():
-            self._exchange(parts)
+        """Sends the boxes that this rank has read, and receives the others. Collective; in rounds of bounded size."""
+        for boxes in self._rounds():
+            self._exchange(boxes)
 
-    def _exchange(self, parts: list[_Part]) -> None:
+    def _exchange(self, boxes: list[_SharedBox]) -> None:
         rank, size, device = self._ranks.rank, self._ranks.size, self._ranks.device
-        sent_counts, got_counts = [0] * size, [0] * size
+        sent_counts, received_counts = [0] * size, [0] * size
         sent: list[list[Tensor]] = [[] for _ in range(size)]
-        got: list[list[Tensor]] = [[] for _ in range(size)]
-        for part in parts:
-            if part.reader == rank:
-                raw = _raw(self._memory(part.key, part.box))
-                for other in part.others:
+        received: list[list[Tensor]] = [[] for _ in range(size)]
+        for shared in boxes:
+            if shared.reader == rank:
+                raw = _raw(self._memory(shared.key, shared.box))
+                for other in shared.others:
                     sent[other].append(raw)
                     sent_counts[other] += raw.numel()
-            elif rank in part.holders:
-                target = self._memory(part.key, part.box)
-                got[part.reader].append(target)
-                got_counts[part.reader] += target.nbytes
+            elif rank in shared.holders:
+                target = self._memory(shared.key, shared.box)
+                received[shared.reader].append(target)
+                received_counts[shared.reader] += target.nbytes
         outgoing = torch.empty(sum(sent_counts), dtype=torch.uint8, device=device)
         begin = 0
         for raw in (raw for tensors in sent for raw in tensors):
             outgoing[begin : begin + raw.numel()].copy_(raw)
             begin += raw.numel()
-        incoming = self._ranks.all_to_all(outgoing, sent_counts, got_counts).wait()
+        incoming = self._ranks.all_to_all(outgoing, sent_counts, received_counts).wait()
         begin = 0
-        for target in (tensor for tensors in got for tensor in tensors):
+        for target in (tensor for tensors in received for tensor in tensors):
             raw = incoming[begin : begin + target.nbytes]
             # Cloned, as a tensor of another dtype must begin where such a one may.
             target.copy_(raw.clone().view(target.dtype).view(target.shape))
             begin += target.nbytes
 
-    def _rounds(self) -> Iterator[list[_Part]]:
-        """All that is sent, a round at a time; the same on every rank."""
+    def _rounds(self) -> Iterator[list[_SharedBox]]:
+        """Yields the boxes that are sent in each round; the same on every rank."""
         limit = max(_ROUND_BYTES // max(self._most_partners(), 1), _LEAST_BYTES)
-        by_reader: defaultdict[int, list[_Part]] = defaultdict(list)
-        for part in self._parts:
-            if len(part.holders) > 1:
-                by_reader[part.reader].append(part)
-        queues = [self._in_rounds(parts, limit) for parts in by_reader.values()]
+        by_reader: defaultdict[int, list[_SharedBox]] = defaultdict(list)
+        for shared in self._boxes:
+            if len(shared.holders) > 1:
+                by_reader[shared.reader].append(shared)
+        queues = [self._in_rounds(boxes, limit) for boxes in by_reader.values()]
         while queues:
-            of_readers = [(queue, next(queue, None)) for queue in queues]
-            queues = [queue for queue, parts in of_readers if parts]
+            next_boxes = [(queue, next(queue, None)) for queue in queues]
+            queues = [queue for queue, boxes in next_boxes if boxes]
             if queues:
-                yield [part for _, parts in of_readers for part in parts or ()]
+                yield [shared for _, boxes in next_boxes for shared in boxes or ()]
 
-    def _in_rounds(self, parts: Iterable[_Part], limit: int) -> Iterator[list[_Part]]:
-        """What one rank sends, cut so that in each round it is no more than the limit. Cut as it goes: thousands of
-        ranks send many small pieces."""
-        together: list[_Part] = []
+    def _in_rounds(self, boxes: Iterable[_SharedBox], limit: int) -> Iterator[list[_SharedBox]]:
+        """Cuts the boxes that one rank sends into rounds of at most `limit` bytes.
+
+        A generator: thousands of ranks send many small pieces.
+        """
+        together: list[_SharedBox] = []
         nbytes = 0
-        for part in parts:
-            itemsize = self._views[part.key].dtype.itemsize
-            for box in cut_in_order(part.box, limit // itemsize):
+        for shared in boxes:
+            itemsize = self._views[shared.key].dtype.itemsize
+            for box in cut_in_order(shared.box, limit // itemsize):
                 if together and nbytes + box.numel * itemsize > limit:
                     yield together
                     together, nbytes = [], 0
-                together.append(part._replace(box=box))
+                together.append(shared._replace(box=box))
                 nbytes += box.numel * itemsize
         if together:
             yield together
 
     def _most_partners(self) -> int:
-        """To how many ranks one sends at most, or from how many one gets."""
-        known: dict[int, tuple[int, ...]] = {}  # by identity: thousands of parts share a tuple of thousands of ranks
+        """Returns the most ranks that any rank sends to, or receives from."""
+        known: dict[int, tuple[int, ...]] = {}  # by identity: thousands of boxes share a tuple of thousands of ranks
         distinct: dict[tuple[int, ...], tuple[int, ...]] = {}
         readers: defaultdict[int, set[int]] = defaultdict(set)
-        for part in self._parts:
-            holders = known.get(id(part.holders))
+        for shared in self._boxes:
+            holders = known.get(id(shared.holders))
             if holders is None:
-                holders = known[id(part.holders)] = distinct.setdefault(part.holders, part.holders)
-            readers[id(holders)].add(part.reader)
+                holders = known[id(shared.holders)] = distinct.setdefault(shared.holders, shared.holders)
+            readers[id(holders)].add(shared.reader)
         sends_to = 0
-        gets_from = np.zeros(self._ranks.size, dtype=np.int64)
+        receives_from = np.zeros(self._ranks.size, dtype=np.int64)
         for holders in distinct:
             each = list(readers[id(holders)])
-            gets_from[list(holders)] += len(each)
-            gets_from[each] -= 1  # not from itself
+            receives_from[list(holders)] += len(each)
+            receives_from[each] -= 1  # not from itself
             sends_to = max(sends_to, len(holders) - 1)
-        return max(sends_to, min(int(gets_from.max(initial=0)), self._ranks.size - 1))
+        return max(sends_to, min(int(receives_from.max(initial=0)), self._ranks.size - 1))
 
     def _memory(self, key: str, box: Box) -> Tensor:
         piece = next(piece for piece in self._views[key].pieces if piece.box.contains(box))
         return narrowed(piece.tensor, box.within(piece.box))
 
 
-def _parts_of(views: Mapping[str, View], size: int) -> Iterator[_Part]:
+def _shared_boxes(views: Mapping[str, View], size: int) -> Iterator[_SharedBox]:
     everyone = tuple(range(size))
     members = {
         key: Member((key,), stored_dtype(view.dtype, key), view.layout, everyone) for key, view in sorted(views.items())
@@ -181,7 +184,7 @@ def _parts_of(views: Mapping[str, View], size: int) -> Iterator[_Part]:
         for box, (reader, _) in zip(assignment.boxes, assignment.writers, strict=True):
             while not layout.boxes[position].contains(box):
                 position += 1
-            yield _Part(key, box, reader, everyone if layout.holders is None else layout.holders[position])
+            yield _SharedBox(key, box, reader, everyone if layout.holders is None else layout.holders[position])
 
 
 def _raw(tensor: Tensor) -> Tensor:

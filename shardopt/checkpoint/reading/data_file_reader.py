@@ -1,4 +1,4 @@
-"""A data file that is open for reading: what is in it, and where; its header and checksums are verified."""
+"""A data file that is open for reading: its entries, and their bytes; header and checksums are verified."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from shardopt.checkpoint.format.constants import Dtype, damaged, segment_count, stored_shape
+from shardopt.checkpoint.format.constants import SEGMENT_BYTES, Dtype, damaged, segment_count, stored_shape
 from shardopt.checkpoint.format.data_file import Entry, header_length, parse_header
 from shardopt.checkpoint.format.manifest import DataFile
 from shardopt.checkpoint.storage import ReadInto, Span, Storage, wrap_os_errors
@@ -17,7 +17,7 @@ from shardopt.sharding.box import Box
 
 
 class Form(NamedTuple):
-    """What the header of a data file has to say of a box."""
+    """Dtype, shape and bytes of a box as the header of its data file has to have them."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -25,7 +25,7 @@ class Form(NamedTuple):
 
 
 def form_of(dtype: Dtype, box: Box) -> Form:
-    """The form in which a box is stored."""
+    """Returns the form in which a box is stored."""
     return Form(dtype.safetensors or "U8", tuple(stored_shape(dtype, box.sizes)), box.numel * dtype.itemsize)
 
 
@@ -36,9 +36,9 @@ class OpenFile:
         self.storage, self.file = storage, file
         self.where = f"{storage.url}/{file.name}"
         with self.reading():
-            found = storage.size(file.name)
-            if found != file.nbytes:
-                raise damaged(self.where, f"{found} bytes where {file.nbytes} were written")
+            nbytes = storage.size(file.name)
+            if nbytes != file.nbytes:
+                raise damaged(self.where, f"{nbytes} bytes where {file.nbytes} were written")
             length = header_length(storage.read(file.name, 0, 8), file.nbytes, self.where)
             header = storage.read(file.name, 0, length)
             self.entries = parse_header(header, file.nbytes, self.where)
@@ -51,7 +51,7 @@ class OpenFile:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Tells what goes wrong while this file is read."""
+        """Names this file in what goes wrong while it is read."""
         with wrap_os_errors(f"read {self.where}"):
             try:
                 yield
@@ -60,36 +60,62 @@ class OpenFile:
 
     @contextmanager
     def opened(self) -> Iterator[ReadInto]:
-        """What fills spans from this file, for as long as this is open."""
+        """Yields a function that fills spans from this file, for as long as this is open."""
         with ExitStack() as stack:
             with self.reading():
                 read = stack.enter_context(self.storage.opened(self.file.name))
 
             def read_named(spans: Sequence[Span]) -> None:
-                with self.reading():  # and nothing else: what the caller does beside it may fail in other ways
+                with self.reading():  # and nothing else: the caller's own work may fail in other ways
                     read(spans)
 
             yield read_named
 
     def read_into(self, spans: Sequence[Span]) -> None:
+        """Fills spans of memory, each from its offset in the file. Nothing is verified."""
         with self.opened() as read:
             read(spans)
 
+    def is_intact(self, segment: int, memory: memoryview, *following: memoryview) -> bool:
+        """Whether a segment's bytes, which lie in one piece of memory or several, have the checksum that was written.
+
+        Args:
+            segment: number in the file.
+        """
+        if following:
+            running = xxhash.xxh3_64(memory)
+            for each in following:
+                running.update(each)
+            digest = running.digest()
+        else:
+            digest = xxhash.xxh3_64_digest(memory)
+        return digest == self.sums[8 * segment : 8 * segment + 8]
+
+    def failed_segments(self, segment: int, memory: memoryview) -> Iterator[int]:
+        """Yields the numbers of the segments that fail their checksums, of those that `memory` has from `segment` on.
+
+        Args:
+            memory: whole segments, one after the other; the last one may be the end of an entry.
+        """
+        for i, begin in enumerate(range(0, memory.nbytes, SEGMENT_BYTES), segment):
+            if not self.is_intact(i, memory[begin : begin + SEGMENT_BYTES]):
+                yield i
+
     def checksums(self, entry: Entry) -> bytes:
-        """Of all segments of an entry, one after the other."""
+        """Returns the checksums of all segments of an entry, one after the other, 8 bytes each."""
         return self.sums[8 * entry.segment : 8 * (entry.segment + segment_count(entry.end - entry.begin))]
 
     def entry(self, key: str, form: Form) -> Entry:
-        """Where a box is in this file; the header must agree with what the manifest says of it."""
+        """Returns the entry of a box. Raises CorruptionError where the header has it in another form, or not at all."""
         entry = self.entries.get(key)
         if entry is None or entry.shape != form.shape or entry.dtype != form.dtype:
-            found = f"{entry.dtype} {entry.shape}" if entry else "nothing"
-            raise damaged(self.where, f"{found} under {key!r} where the manifest has {form.dtype} {form.shape}")
+            stored = f"{entry.dtype} {entry.shape}" if entry else "nothing"
+            raise damaged(self.where, f"{stored} under {key!r} where the manifest has {form.dtype} {form.shape}")
         if entry.end - entry.begin != form.nbytes:
             raise damaged(self.where, f"{entry.end - entry.begin} bytes for {key!r}")
         return entry
 
-    def failed(self, entry: Entry, segment: int) -> CorruptionError:
-        """What to raise of a segment, by its number in the file."""
-        found = f"segment {segment - entry.segment} of {entry.key!r} with bytes that fail their checksum"
-        return damaged(self.where, found)
+    def segment_error(self, entry: Entry, segment: int) -> CorruptionError:
+        """Returns the error of a segment that fails its checksum, by its number in the file."""
+        number = segment - entry.segment
+        return damaged(self.where, f"segment {number} of {entry.key!r} with bytes that fail their checksum")

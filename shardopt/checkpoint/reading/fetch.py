@@ -1,4 +1,4 @@
-"""From data files into memory that is already there: every byte is summed, and read once."""
+"""Fetches boxes from data files into memory that is already there: every byte is summed, and read once."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-import xxhash
 from torch import Tensor
 
 from shardopt.casts import has_fewer_exponents, lost_in_cast
-from shardopt.checkpoint.format.constants import SEGMENT_BYTES
+from shardopt.checkpoint.format.constants import segment_count
 from shardopt.checkpoint.format.data_file import Entry
 from shardopt.checkpoint.format.tensor_bytes import torch_dtype
 from shardopt.checkpoint.progress import Counter, Progress
@@ -40,11 +39,11 @@ _FAR_THREADS = 8
 def fetch(
     requests: Sequence[tuple[OpenFile, ReadRequest]], progress: Progress | None = None, use: Use = copy_into
 ) -> int:
-    """Reads all that is wanted into its targets; returns the bytes read.
+    """Reads all requests into their targets, in several threads; returns the bytes read.
 
     Args:
-        progress: of the bytes that are wanted.
-        use: what is done with what cannot be read into its target's own memory.
+        progress: called with the bytes that are done and those of all requests.
+        use: called for each piece that cannot be read straight into its target's memory; copies it there by default.
 
     Raises:
         CorruptionError: bytes that fail their checksum; targets may have changed by then.
@@ -66,24 +65,24 @@ def fetch(
 
 
 class _Batches:
-    """Batches of all files, for threads that take one after the other."""
+    """An iterator over the batches of all files that several threads share."""
 
     def __init__(self, by_file: Mapping[OpenFile, list[ReadRequest]], use: Use) -> None:
         self.nbytes = 0
         self._use = use
         self._lock = threading.Lock()
-        self._made = self._make(by_file)
+        self._batches = self._make(by_file)
         self._stopped = False
 
     def take(self) -> tuple[OpenFile, Batch | SmallReads] | None:
-        """The next one; None where there is none any more."""
+        """Returns the next batch and the file that it is of; None after the last."""
         with self._lock, torch.no_grad():  # a thread has a grad mode of its own
-            taken = None if self._stopped else next(self._made, None)
+            taken = None if self._stopped else next(self._batches, None)
             self.nbytes += taken[1].nbytes if taken else 0
             return taken
 
     def stop(self) -> None:
-        """Gives no more."""
+        """Ends the iteration for all threads."""
         self._stopped = True
 
     def _make(self, by_file: Mapping[OpenFile, list[ReadRequest]]) -> Iterator[tuple[OpenFile, Batch | SmallReads]]:
@@ -97,7 +96,7 @@ class _Batches:
 
 
 def _read_batches(batches: _Batches, done: Counter, streams: CallersStreams) -> None:
-    """What a thread does; whatever goes wrong ends all of them."""
+    """Reads batches until there are none; the loop of one thread. An error ends all threads."""
     try:
         with streams.entered():
             taken = batches.take()
@@ -114,7 +113,7 @@ def _read_batches(batches: _Batches, done: Counter, streams: CallersStreams) -> 
 
 
 def threads_for(storage: Storage) -> int:
-    """How many threads should read from it at a time."""
+    """Returns the number of threads that should read from a storage at a time."""
     return _FAR_THREADS if storage.is_remote else _THREADS
 
 
@@ -123,10 +122,10 @@ def _batch_bytes(file: OpenFile) -> int:
 
 
 def check_all(requests: Sequence[tuple[OpenFile, ReadRequest]]) -> None:
-    """Verifies every segment of the stored boxes that something is wanted of; changes nothing.
+    """Verifies every segment of the stored boxes that the requests read from; changes nothing.
 
     Raises:
-        CorruptionError: with all that is damaged.
+        CorruptionError: with all damaged segments.
     """
     boxes = {(id(file), request.entry.begin): (file, request.entry) for file, request in requests}
     problems = [problem for file, entry in boxes.values() for problem in damaged_segments(file, entry)]
@@ -135,13 +134,13 @@ def check_all(requests: Sequence[tuple[OpenFile, ReadRequest]]) -> None:
 
 
 def casts_to_check(requests: Sequence[tuple[OpenFile, ReadRequest]]) -> list[tuple[OpenFile, ReadRequest]]:
-    """What is wanted in a dtype that cannot hold all that may be there."""
-    both = ((each, torch_dtype(each[1].dtype), each[1].target.dtype) for each in requests)
-    return [each for each, stored, wanted in both if stored != wanted and has_fewer_exponents(stored, wanted)]
+    """Returns the requests whose target has a dtype that cannot hold all numbers of the stored one."""
+    dtypes = ((each, torch_dtype(each[1].dtype), each[1].target.dtype) for each in requests)
+    return [each for each, stored, wanted in dtypes if stored != wanted and has_fewer_exponents(stored, wanted)]
 
 
 def check_casts(requests: Sequence[tuple[OpenFile, ReadRequest]], names: Mapping[str, str]) -> None:
-    """Reads what `casts_to_check` gave, and changes nothing.
+    """Reads the requests of `casts_to_check`, and changes nothing.
 
     Args:
         names: stored key → the app's, where they differ.
@@ -152,13 +151,13 @@ def check_casts(requests: Sequence[tuple[OpenFile, ReadRequest]], names: Mapping
     """
     problems: dict[str, Problem] = {}
 
-    def look(entry: Entry, target: Tensor, source: Tensor) -> None:
+    def check(entry: Entry, target: Tensor, source: Tensor) -> None:
         lost = lost_in_cast(source, target.dtype)
         if lost is not None:
             key = names.get(entry.key, entry.key)
             problems.setdefault(key, lost_problem(key, lost, source.dtype, target.dtype))
 
-    fetch(requests, use=look)
+    fetch(requests, use=check)
     if problems:
         message = "the checkpoint has numbers that the app's dtypes cannot hold; nothing was changed"
         raise MismatchError(message, [problems[key] for key in sorted(problems)])
@@ -167,10 +166,10 @@ def check_casts(requests: Sequence[tuple[OpenFile, ReadRequest]], names: Mapping
 def damaged_segments(
     file: OpenFile, entry: Entry, progress: Callable[[int], object] = lambda nbytes: None
 ) -> Iterator[Problem]:
-    """The segments of one stored box that fail their checksums; reads all of it.
+    """Yields a problem for each segment of one stored box that fails its checksum; reads all of it.
 
     Args:
-        progress: gets the bytes of each piece that was read.
+        progress: called with the bytes of each piece that was read.
     """
     step = _batch_bytes(file)
     buffer = memoryview(bytearray(min(step, entry.end - entry.begin)))
@@ -180,12 +179,11 @@ def damaged_segments(
             chunk = buffer[: min(step, entry.end - begin)]
             read([Span(begin, chunk)])
             progress(chunk.nbytes)
-            for i in range(0, chunk.nbytes, SEGMENT_BYTES):
-                if xxhash.xxh3_64_digest(chunk[i : i + SEGMENT_BYTES]) != file.sums[8 * segment : 8 * segment + 8]:
-                    yield from file.failed(entry, segment).problems
-                segment += 1
+            for failed in file.failed_segments(segment, chunk):
+                yield from file.segment_error(entry, failed).problems
+            segment += segment_count(chunk.nbytes)
 
 
 def pieces_in_order(box: Box, itemsize: int) -> Iterator[Box]:
-    """Boxes of bounded size that hold a box's elements one after the other in C order."""
+    """Yields boxes of at most 2 MiB that hold a box's elements one after the other in C order."""
     return cut_in_order(box, _BATCH_BYTES // itemsize)

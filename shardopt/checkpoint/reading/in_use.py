@@ -1,4 +1,4 @@
-"""Checkpoints that this process is reading, which it must not clear away."""
+"""Checkpoints that this process is reading now, which it must not clear away."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from contextlib import contextmanager
 from shardopt.checkpoint.storage import storage_of
 
 _lock = threading.Lock()
-_read: Counter[str] = Counter()
+_readers: Counter[str] = Counter()
 
 
 @contextmanager
 def reading(url: str | os.PathLike[str]) -> Iterator[None]:
-    """While this is open, the process reads the checkpoint at `url`."""
+    """Counts the checkpoint at `url` as being read, while this is open."""
     try:
         key = storage_of(url).url
-    except Exception:  # of a URL that nothing can be read from, which is found in a round, where all ranks hear of it
+    except Exception:  # of a URL that nothing can be read from: it is refused in a round, on all ranks
         key = str(url)
     with _lock:
-        _read[key] += 1
+        _readers[key] += 1
     try:
         yield
     finally:
         with _lock:
-            _read[key] -= 1
-            if not _read[key]:
-                del _read[key]
+            _readers[key] -= 1
+            if not _readers[key]:
+                del _readers[key]
 
 
-def urls_read() -> set[str]:
-    """Where the process reads now, as storages spell it."""
+def urls_being_read() -> set[str]:
+    """Returns the URLs of the checkpoints that are being read, as storages spell them."""
     with _lock:
-        return set(_read)
+        return set(_readers)

@@ -1,4 +1,4 @@
-"""What lies at a path that is no checkpoint of ours, and what to give, or to call, in its place."""
+"""Recognizes other things at the path of a checkpoint: those of other libraries, roots of runs; with a remedy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HUGGING_FACE = re.compile(r"(model|pytorch_model|adapter_model)([.-].*)?\.(safe
 
 
 def what_is_at(storage: Storage) -> tuple[str, str]:
-    """What was found where a checkpoint was to be, and the remedy, for an error message."""
+    """Describes what lies where a checkpoint was expected, and the remedy, for an error message."""
     try:
         return _what_is_at(storage)
     except (OSError, CheckpointError) as error:  # that there is no checkpoint is known already
@@ -43,10 +43,10 @@ def _what_is_at(storage: Storage) -> tuple[str, str]:
     if any(_HUGGING_FACE.fullmatch(name) for name in names):
         remedy = "load it by from_pretrained(...), or by safetensors.torch.load_file and load_state_dict"
         return "a checkpoint of Hugging Face", remedy
-    ours = [name for name in names if FILE_NAME.fullmatch(name) or is_temporary(name)]
-    if ours:
+    unfinished = [name for name in names if FILE_NAME.fullmatch(name) or is_temporary(name)]
+    if unfinished:
         remedy = "give another path: a save that was not finished is none"
-        return f"{len(ours)} files of a save that was not finished", remedy
+        return f"{len(unfinished)} files of a save that was not finished", remedy
     files = [name for name in names if name.endswith(_TORCH_SUFFIXES)]
     if files:
         return f"files of torch.save, such as {files[0]}", _load_by_torch(files[0])
@@ -69,7 +69,7 @@ def _load_by_torch(name: str) -> str:
 
 
 def _checkpoints_within(storage: Storage, names: Sequence[str]) -> list[str]:
-    """The directories of checkpoints in one, the greatest number first."""
+    """Returns the names of checkpoints within a directory, the greatest number first."""
 
     def by_number(name: str) -> tuple[int, str]:
         digits = re.search(r"(\d+)\D*$", name)

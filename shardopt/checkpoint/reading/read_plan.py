@@ -1,6 +1,6 @@
-"""What is wanted of a data file, cut into batches that one thread reads, verifies and copies in one go.
+"""Plans the reads of a data file: requests are cut into batches that one thread reads, verifies and copies in one go.
 
-Where the bytes of a wanted part lie in one run in the file and in memory, they are read straight into that memory;
+Where the bytes of a wanted box lie in one run in the file and in memory, they are read straight into that memory;
 otherwise whole rows are read into a bounded scratch buffer and copied from there, and so are small boxes, of which many
 are read at once. Checksums stand for segments, so that at both ends of a run up to one segment more is read, into
 scratch.
@@ -14,7 +14,6 @@ from math import prod
 from typing import NamedTuple
 
 import torch
-import xxhash
 from torch import Tensor
 
 from shardopt.casts import lost_in_cast
@@ -36,11 +35,11 @@ from shardopt.sharding.box import Box
 from shardopt.sharding.pieces import narrowed
 
 _ALIGNMENT = 64  # of what is taken from scratch, so that there can be tensors of any dtype over it
-_CRUMB_BYTES = 64 * 1024  # up to here a copy costs less than one more place to read to; no more than a segment
+_SMALL_READ_BYTES = 64 * 1024  # up to here a copy costs less than one more place to read to; no more than a segment
 
 
 class ReadRequest(NamedTuple):
-    """A part of a stored box, and the memory for it.
+    """A box within a stored box, and the memory to read it into.
 
     `wanted` is in coordinates of the stored box, whose sizes are `sizes`; `target` has just its shape.
     """
@@ -75,15 +74,14 @@ class _Run(NamedTuple):
 
 
 Use = Callable[[Entry, Tensor, Tensor], None]
-"""What is done with a part of an entry that was read into scratch and verified: the entry, where it is wanted, and the
-part, of the same shape."""
+"""Called with an entry, a target, and its elements, of the same shape, which were read into scratch and verified."""
 
 
 def copy_into(entry: Entry, target: Tensor, source: Tensor) -> None:
-    """Copies what was read to where it is wanted.
+    """Copies elements that were read to their target.
 
     Raises:
-        CheckpointError: the target's dtype cannot hold a number of it. Others may have been copied by then.
+        CheckpointError: the target's dtype cannot hold one of the numbers. Others may have been copied by then.
     """
     lost = None if source.dtype == target.dtype else lost_in_cast(source, target.dtype)
     if lost is not None:
@@ -93,19 +91,19 @@ def copy_into(entry: Entry, target: Tensor, source: Tensor) -> None:
 
 
 def lost_problem(key: str, lost: float, source: torch.dtype, target: torch.dtype) -> Problem:
-    """The problem of a number that would become another one in a cast."""
-    found = f"{lost} in {dtype_name(source)}"
+    """Returns the problem of a number that would become another one in a cast."""
+    number = f"{lost} in {dtype_name(source)}"
     required = f"numbers that {dtype_name(target)} can hold, of at most {torch.finfo(target).max}"
-    return Problem(key, found, required, "load it into a wider dtype")
+    return Problem(key, number, required, "load it into a wider dtype")
 
 
 class Batch:
-    """Spans to read in one go, the segments that are complete with them, and what to do once they are verified.
+    """Spans to read in one go, the segments to verify then, and the copies to make from scratch.
 
     Args:
         limit: of its bytes.
-        scratch: buffers for what is not read in place; the batch takes one when it needs it, and gives it back.
-        use: what is done with the parts that lie in scratch.
+        scratch: buffers for bytes that are not read in place; the batch takes one when it needs it, and gives it back.
+        use: called for each piece that lies in scratch.
     """
 
     def __init__(self, limit: int, scratch: list[bytearray], use: Use = copy_into) -> None:
@@ -113,7 +111,7 @@ class Batch:
         self.nbytes = 0
         self._spans: list[Span] = []
         self._checks: list[tuple[Entry, int, Sequence[memoryview]]] = []
-        self._parts: list[tuple[Entry, Tensor, Tensor]] = []
+        self._copies: list[tuple[Entry, Tensor, Tensor]] = []
         self._scratch, self._use = scratch, use
         self._buffer: bytearray | None = None
         self._used = 0
@@ -123,38 +121,39 @@ class Batch:
         return not self._spans or self.nbytes + nbytes <= self._limit
 
     def add(self, entry: Entry, run: _Run) -> None:
-        parts = [self._take(run.head), run.memory, self._take(run.tail)] if run.memory else [self._take(run.tail)]
-        parts = [part for part in parts if part]
+        """Adds a run of an entry's bytes."""
+        sections = [self._allocate(run.head), run.memory] if run.memory else []
+        memories = [memory for memory in (*sections, self._allocate(run.tail)) if memory]
         if run.copy is not None:
-            self._parts.append((entry, *run.copy(parts[0])))
+            self._copies.append((entry, *run.copy(memories[0])))
         offset = run.offset
-        self._checks += _segments(entry, offset, parts)
-        for memory in parts:
+        self._checks += _segments(entry, offset, memories)
+        for memory in memories:
             self._spans.append(Span(offset, memory))
             offset += memory.nbytes
         self.nbytes += run.nbytes
 
     def read(self, file: OpenFile, read: ReadInto) -> None:
-        """Fills, verifies and copies; the batch is done with then."""
+        """Reads, verifies and copies; to be called once."""
         read(self._spans)
-        for entry, segment, parts in self._checks:
-            if _sum(parts) != file.sums[8 * segment : 8 * segment + 8]:
-                raise file.failed(entry, segment)
+        for entry, segment, memories in self._checks:
+            if not file.is_intact(segment, *memories):
+                raise file.segment_error(entry, segment)
         with torch.no_grad():  # a thread has a grad mode of its own
-            for entry, target, source in self._parts:
+            for entry, target, source in self._copies:
                 self._use(entry, target, source)
         if self._buffer is not None:
             self._scratch.append(self._buffer)
 
-    def _take(self, nbytes: int) -> memoryview:
-        """Scratch memory."""
+    def _allocate(self, nbytes: int) -> memoryview:
+        """Returns so many bytes of scratch memory."""
         if not nbytes:
             return memoryview(b"")
         if self._buffer is None:
             self._buffer = acquire_buffer(self._scratch, self._limit)
         begin = self._used
         self._used += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        if self._used > len(self._buffer):  # thousands of small parts, which alignment has made larger
+        if self._used > len(self._buffer):  # thousands of small pieces, which alignment has made larger
             return memoryview(bytearray(nbytes))
         return memoryview(self._buffer)[begin : begin + nbytes]
 
@@ -178,25 +177,26 @@ class SmallReads:
         return self.nbytes + nbytes <= self._limit
 
     def add(self, entry: Entry, target: Tensor) -> None:
+        """Adds a whole box, to be copied to contiguous memory of its dtype."""
         self._members.append((entry, target))
         self.nbytes += entry.end - entry.begin
 
     def read(self, file: OpenFile, read: ReadInto) -> None:
-        """Fills, verifies and copies; the batch is done with then."""
+        """Reads, verifies and copies; to be called once."""
         buffer = acquire_buffer(self._scratch, self._limit)
-        memory, address, sums = memoryview(buffer), address_of(buffer), file.sums
+        memory, address = memoryview(buffer), address_of(buffer)
         read(self._spans(memory))
         at = 0
         for entry, target in self._members:
             nbytes = entry.end - entry.begin
-            if xxhash.xxh3_64_digest(memory[at : at + nbytes]) != sums[8 * entry.segment : 8 * entry.segment + 8]:
-                raise file.failed(entry, entry.segment)
+            if not file.is_intact(entry.segment, memory[at : at + nbytes]):
+                raise file.segment_error(entry, entry.segment)
             move_bytes(target.data_ptr(), address + at, nbytes)
             at += nbytes
         self._scratch.append(buffer)
 
     def _spans(self, memory: memoryview) -> list[Span]:
-        """One for all that follows one another in the file."""
+        """Returns the spans to read: one for all boxes that follow one another in the file."""
         spans = []
         at = begin = offset = end = 0
         for entry, _ in self._members:
@@ -208,7 +208,7 @@ class SmallReads:
 
 
 def acquire_buffer(scratch: list[bytearray], limit: int) -> bytearray:
-    """A buffer for a batch of so many bytes, which puts it back. Fresh memory costs more than what is read into it."""
+    """Takes a buffer for a batch of so many bytes, which puts it back: fresh memory costs more than to read into it."""
     try:
         return scratch.pop()
     except IndexError:
@@ -218,29 +218,29 @@ def acquire_buffer(scratch: list[bytearray], limit: int) -> bytearray:
 def batches_of(
     requests: Sequence[ReadRequest], limit: int, scratch: list[bytearray], use: Use = copy_into
 ) -> Iterator[Batch | SmallReads]:
-    """Batches of at most `limit` bytes, or of one run."""
-    batch, crumbs = Batch(limit, scratch, use), SmallReads(limit, scratch)
+    """Cuts requests into batches of at most `limit` bytes, or of one run."""
+    batch, small = Batch(limit, scratch, use), SmallReads(limit, scratch)
     for request in requests:
         entry, dtype, sizes, wanted, target = request
         nbytes = entry.end - entry.begin
         if not nbytes:
             continue  # and no checksum
-        if nbytes <= _CRUMB_BYTES and wanted.sizes == sizes and _takes_bytes(target, dtype):
-            if not crumbs.has_room(nbytes):
-                yield crumbs
-                crumbs = SmallReads(limit, scratch)
-            crumbs.add(entry, target)
+        if nbytes <= _SMALL_READ_BYTES and wanted.sizes == sizes and _takes_bytes(target, dtype):
+            if not small.has_room(nbytes):
+                yield small
+                small = SmallReads(limit, scratch)
+            small.add(entry, target)
             continue
         for run in _direct(request, limit) if _is_one_run(request) else _through_scratch(request, limit):
             if not batch.has_room(run.nbytes):
                 yield batch
                 batch = Batch(limit, scratch, use)
             batch.add(entry, run)
-    yield from (each for each in (crumbs, batch) if each.nbytes)
+    yield from (each for each in (small, batch) if each.nbytes)
 
 
 def _is_one_run(request: ReadRequest) -> bool:
-    """Whether the wanted part is contiguous in the stored box, and the target's memory is plain."""
+    """Whether the wanted box is contiguous within the stored one, and the target's memory is plain."""
     partial = [d for d, (size, of) in enumerate(zip(request.wanted.sizes, request.sizes, strict=True)) if size != of]
     last = partial[-1] if partial else 0
     return all(size == 1 for size in request.wanted.sizes[:last]) and _takes_bytes(request.target, request.dtype)
@@ -252,6 +252,7 @@ def _takes_bytes(target: Tensor, dtype: Dtype) -> bool:
 
 
 def _direct(request: ReadRequest, limit: int) -> Iterator[_Run]:
+    """Cuts a request into runs that are read straight into the target's memory."""
     begin = _offset(request.wanted.offsets, request.sizes) * request.dtype.itemsize
     memory = bytes_of(request.target)
     end = begin + memory.nbytes
@@ -266,13 +267,14 @@ def _direct(request: ReadRequest, limit: int) -> Iterator[_Run]:
 
 
 def _through_scratch(request: ReadRequest, limit: int) -> Iterator[_Run]:
+    """Cuts a request into runs that are read into scratch, and copied to the target from there."""
     return _scratch_rows(request, limit, 0, request.sizes, request.wanted, request.target)
 
 
 def _scratch_rows(
     request: ReadRequest, limit: int, base: int, sizes: tuple[int, ...], wanted: Box, target: Tensor
 ) -> Iterator[_Run]:
-    """Reads blocks of whole rows, of the outermost dimension whose rows fit the scratch buffer."""
+    """Yields runs of whole rows, of the outermost dimension whose rows fit the scratch buffer."""
     row_bytes = prod(sizes[1:]) * request.dtype.itemsize
     first, count = (wanted.offsets[0], wanted.sizes[0]) if sizes else (0, 1)
     if row_bytes > limit:
@@ -288,50 +290,42 @@ def _scratch_rows(
         stop = begin + rows * row_bytes
         aligned = begin - begin % SEGMENT_BYTES
         nbytes = min(-(-stop // SEGMENT_BYTES) * SEGMENT_BYTES, total) - aligned
-        part = target.narrow(0, i, rows) if sizes else target
+        block = target.narrow(0, i, rows) if sizes else target
         box = Box((0, *wanted.offsets[1:]), (rows, *wanted.sizes[1:])) if sizes else None
         shape = (rows, *sizes[1:]) if sizes else ()
-        copy = partial(_copy_of, part, begin - aligned, request.dtype, shape, box)
+        copy = partial(_copy_of, block, begin - aligned, request.dtype, shape, box)
         yield _Run(request.entry.begin + aligned, 0, None, nbytes, copy)
 
 
 def _copy_of(
     target: Tensor, begin: int, dtype: Dtype, shape: tuple[int, ...], box: Box | None, memory: memoryview
 ) -> tuple[Tensor, Tensor]:
-    """A target, and the tensor to fill it with: the part `box` of one of that shape, which begins in `memory`."""
+    """Returns a target and its source: the box of a tensor of that shape whose bytes begin at `begin` of `memory`."""
     source = tensor_over(memory, begin, dtype, shape)
     return target, source if box is None else narrowed(source, box)
 
 
 def _segments(
-    entry: Entry, offset: int, parts: Sequence[memoryview]
+    entry: Entry, offset: int, memories: Sequence[memoryview]
 ) -> Iterator[tuple[Entry, int, Sequence[memoryview]]]:
-    """The segments that the bytes of `parts`, from file offset `offset` on, consist of: number in the file, memory."""
+    """Splits bytes that begin at file offset `offset` into segments: entry, number in the file, memory."""
     segment = entry.segment + (offset - entry.begin) // SEGMENT_BYTES
-    open_parts: list[memoryview] = []
+    pieces: list[memoryview] = []  # of the segment that is not complete yet
     room = SEGMENT_BYTES
-    for part in parts:
-        while part.nbytes:
-            piece, part = part[:room], part[room:]
-            open_parts.append(piece)
+    for memory in memories:
+        while memory.nbytes:
+            piece, memory = memory[:room], memory[room:]
+            pieces.append(piece)
             room -= piece.nbytes
             if room == 0:
-                yield entry, segment, open_parts
-                segment, open_parts, room = segment + 1, [], SEGMENT_BYTES
-    if open_parts:
-        yield entry, segment, open_parts
-
-
-def _sum(parts: Sequence[memoryview]) -> bytes:
-    if len(parts) == 1:
-        return xxhash.xxh3_64_digest(parts[0])
-    running = xxhash.xxh3_64()
-    for part in parts:
-        running.update(part)
-    return running.digest()
+                yield entry, segment, pieces
+                segment, pieces, room = segment + 1, [], SEGMENT_BYTES
+    if pieces:
+        yield entry, segment, pieces
 
 
 def _offset(index: tuple[int, ...], sizes: tuple[int, ...]) -> int:
+    """Returns the position of an index in C order."""
     offset = 0
     for i, size in zip(index, sizes, strict=True):
         offset = offset * size + i

@@ -1,14 +1,16 @@
-"""An open checkpoint: what is in it, and any part of any tensor. Needs no process group and no optimizer."""
+"""An open checkpoint: its keys, and any box of any tensor. Needs no process group and no optimizer."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import add
 from typing import Any, NamedTuple
 
 import torch
 import xxhash
+from torch import Tensor
 
 from shardopt.checkpoint.format.constants import (
     DTYPES,
@@ -26,10 +28,12 @@ from shardopt.checkpoint.reading.data_file_reader import Form, OpenFile, form_of
 from shardopt.checkpoint.reading.fetch import fetch
 from shardopt.checkpoint.reading.read_manifest import read_manifest
 from shardopt.checkpoint.reading.read_plan import ReadRequest
+from shardopt.checkpoint.reading.target import describe_tensor, fill, memory_problem
 from shardopt.checkpoint.storage import Storage, storage_of
 from shardopt.errors import MismatchError, Problem, StateError
 from shardopt.sharding.box import Box, cover_faults, whole
 from shardopt.sharding.pieces import Piece, narrowed
+from shardopt.sharding.view import view_of
 from shardopt.values import decode_value
 
 _MOST_OVERLAPS = 1 << 16  # that are kept, some 20 MB
@@ -37,7 +41,7 @@ _MOST_OVERLAPS = 1 << 16  # that are kept, some 20 MB
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What a checkpoint knows of a tensor. `boxes` are the parts that it is stored in.
+    """Shape and dtype of a stored tensor, and the boxes that it is stored in.
 
     `tied_to` is the key with which it was one memory when it was saved, and under which it is stored, if there is one.
     """
@@ -48,8 +52,8 @@ class TensorInfo:
     tied_to: str | None = None
 
 
-class _Shared(NamedTuple):
-    """What a stored box and a wanted one share: where in the stored box, and where in the wanted one (None: all)."""
+class _Overlap(NamedTuple):
+    """The elements that a stored box shares with a wanted one: where in the stored, and in the wanted (None: all)."""
 
     file: OpenFile
     form: Form
@@ -70,7 +74,7 @@ class CheckpointReader:
         self._manifest, data = read_manifest(storage)
         self.digest = xxhash.xxh3_64_hexdigest(data)
         self._files: dict[int, OpenFile] = {}
-        self._overlaps: dict[tuple[StoredLayout, str, Box], list[_Shared]] = {}
+        self._overlaps: dict[tuple[StoredLayout, str, Box], list[_Overlap]] = {}
         self._overlaps_kept = 0
         self._check_covers()
 
@@ -87,23 +91,23 @@ class CheckpointReader:
         return self._manifest
 
     def keys(self) -> list[str]:
-        """The keys of all tensors and plain values, sorted."""
+        """Returns the keys of all tensors and plain values, sorted."""
         return sorted([*self._manifest.tensors, *self._manifest.values])
 
     def info(self, key: str) -> TensorInfo:
-        """Shape, dtype and stored boxes of a tensor. Raises MismatchError for a key that is not a tensor's."""
+        """Returns shape, dtype and stored boxes of a tensor. Raises MismatchError for a key that is not a tensor's."""
         tensor = self._manifest.tensors.get(key)
         if tensor is None:
             raise self._unknown(key, self._manifest.tensors, "a tensor")
         return TensorInfo(tensor.layout.shape, torch_dtype(tensor.dtype), tensor.layout.boxes, tensor.tied_to)
 
     def key_in_files(self, key: str) -> str:
-        """The key under which the data files have a tensor: its own, or that of the one that it is tied to."""
+        """Returns the key under which the data files have a tensor: its own, or that of the one that it is tied to."""
         tied_to = self._manifest.tensors[key].tied_to
         return key if tied_to is None else tied_to
 
     def read(self, key: str, box: Box | None = None) -> Any:
-        """A plain value, or a tensor (on the CPU, its own memory): the whole of it, or the part that `box` names.
+        """Returns a plain value, or a tensor in memory of its own, on the CPU: the whole of it, or a box.
 
         Raises:
             MismatchError: there is no such key, or the tensor has no such box.
@@ -113,20 +117,62 @@ class CheckpointReader:
             return self._manifest.values[key][1]
         if key not in self._manifest.tensors:
             raise self._unknown(key, self.keys(), "a key")
-        info = self.info(key)
-        box = whole(info.shape) if box is None else box
-        if len(box.sizes) != len(info.shape) or not whole(info.shape).contains(box) or min(box.sizes, default=0) < 0:
-            problem = Problem(key, f"the box {box}", f"a box within {list(info.shape)}", "ask for a part of the tensor")
-            raise MismatchError("the tensor has no such part", [problem])
-        # Without memory at first: the files must bear out the size that the manifest tells before any is taken for it.
-        for _ in self.requests(key, [Piece(box, torch.empty(box.sizes, dtype=info.dtype, device="meta"))]):
+        box, dtype = self._box_of(key, box), self.info(key).dtype
+        # Without memory at first: the files must have the size that the manifest gives before any is allocated for it.
+        for _ in self.requests(key, [Piece(box, torch.empty(box.sizes, dtype=dtype, device="meta"))]):
             pass
-        target = torch.empty(box.sizes, dtype=info.dtype, device="cpu")
+        target = torch.empty(box.sizes, dtype=dtype, device="cpu")
         fetch(list(self.requests(key, [Piece(box, target)])))
         return target
 
+    def read_into(self, key: str, tensor: Tensor, box: Box | None = None) -> None:
+        """Reads a stored tensor, or a box of it, into the memory of `tensor`, in place. Local.
+
+        `tensor` stands for the whole of the box: its global shape is the box's sizes. It may be plain, of any strides
+        and on any device, or sharded (DTensor, ShardedTensor, LocalShardsWrapper): then this rank's own shards are
+        filled, and each rank calls for itself. Stored bytes are verified by their checksums before they are copied, or,
+        where they are read straight into contiguous memory, afterwards. Autograd counts it as a change in place.
+
+        Args:
+            key: of a stored tensor.
+            tensor: of the stored dtype; nothing is cast. Only its elements are changed.
+            box: offsets and sizes in the stored tensor; None for all of it.
+
+        Raises:
+            MismatchError: there is no such tensor or box; `tensor` is of another shape or dtype, has no memory, or
+                elements that share it. Nothing was changed.
+            LayoutError: a kind of tensor that the library does not know, or a placement such as `Partial`.
+            CorruptionError: stored bytes are not what was written; `tensor` may have changed by then.
+        """
+        box, dtype = self._box_of(key, box), self.info(key).dtype
+        view = view_of(tensor, key)
+        # A rank without a shard of a LocalShardsWrapper cannot know its dtype.
+        known_dtype = view.dtype if view.pieces or not view.layout.local else dtype
+        if view.shape != box.sizes or known_dtype != dtype:
+            given, required = describe_tensor(view.shape, view.dtype), describe_tensor(box.sizes, dtype)
+            remedy = "pass a tensor of the shape and dtype that are stored, or name the box that is to go into this one"
+            raise MismatchError("the tensor does not fit", [Problem(key, given, required, remedy)])
+        problem = memory_problem(key, view)
+        if problem is not None:
+            raise MismatchError("the tensor cannot be read into", [problem])
+        fill(list(self.requests(key, [Piece(_shifted(local, box.offsets), memory) for local, memory in view.pieces])))
+
+    def _box_of(self, key: str, box: Box | None) -> Box:
+        """Returns a box of a tensor; None stands for the whole. Raises MismatchError where there is no such box."""
+        everything = whole(self.info(key).shape)
+        if box is None:
+            return everything
+        offsets, sizes = box
+        box = Box(tuple(offsets), tuple(sizes))
+        fits = len(box.offsets) == len(box.sizes) == len(everything.sizes)
+        if not fits or not everything.contains(box) or min(box.sizes, default=0) < 0:
+            given = f"the offsets {list(box.offsets)} and sizes {list(box.sizes)}"
+            required = f"a box within {list(everything.sizes)}"
+            raise MismatchError("the tensor has no such box", [Problem(key, given, required, "give one within it")])
+        return box
+
     def requests(self, key: str, pieces: Sequence[Piece]) -> Iterator[tuple[OpenFile, ReadRequest]]:
-        """What must be read to fill these pieces of a tensor.
+        """Yields the reads that fill these pieces of a tensor, each with its data file.
 
         Raises:
             CorruptionError: a file is missing, damaged, or not what the manifest says of it.
@@ -134,12 +180,12 @@ class CheckpointReader:
         _, dtype, layout, tied_to = self._manifest.tensors[key]
         key = key if tied_to is None else tied_to
         for box, tensor in pieces:
-            for file, form, sizes, stored, wanted in self._shared(layout, dtype, box):
+            for file, form, sizes, stored, wanted in self._overlaps_with(layout, dtype, box):
                 target = tensor if wanted is None else narrowed(tensor, wanted)
                 yield file, ReadRequest(file.entry(key, form), dtype, sizes, stored, target)
 
     def per_rank(self, rank: int) -> Mapping[str, Any]:
-        """What rank `rank` has stored for itself under `PerRank`, decoded, by key."""
+        """Returns the values that a rank has stored for itself as `PerRank`, decoded, by key."""
         name = file_name(self._manifest.save_id, rank, 0)
         number = next((i for i, file in enumerate(self._manifest.files) if file.name == name), None)
         if number is None:
@@ -153,8 +199,8 @@ class CheckpointReader:
         fetch([(file, ReadRequest(entry, DTYPES["uint8"], box.sizes, box, target))])
         where = f"{file.where}: {key}"
         try:
-            found = load_json(target.numpy().tobytes(), where, without_duplicates)
-            return {name: decode_value(value) for name, value in found.items()}
+            values = load_json(target.numpy().tobytes(), where, without_duplicates)
+            return {name: decode_value(value) for name, value in values.items()}
         except (StateError, RecursionError) as error:
             raise damaged(where, "a malformed value") from error
 
@@ -175,23 +221,23 @@ class CheckpointReader:
             self._files[number] = OpenFile(self._storage, self._manifest.files[number])
         return self._files[number]
 
-    def _shared(self, layout: StoredLayout, dtype: Dtype, box: Box) -> list[_Shared]:
-        """The stored boxes that share elements with `box`, and what they share; kept, for layouts are few."""
-        found = self._overlaps.get((layout, dtype.name, box))
-        if found is None:
-            found = []
+    def _overlaps_with(self, layout: StoredLayout, dtype: Dtype, box: Box) -> list[_Overlap]:
+        """Returns the overlaps of the stored boxes with `box`; kept, for layouts are few."""
+        overlaps = self._overlaps.get((layout, dtype.name, box))
+        if overlaps is None:
+            overlaps = []
             for stored, file in zip(layout.boxes, layout.files, strict=True):
                 common = stored.intersect(box)
                 if common is not None:
                     wanted = None if common == box else common.within(box)
                     form = form_of(dtype, stored)
-                    found.append(_Shared(self._open(file), form, stored.sizes, common.within(stored), wanted))
-            self._overlaps_kept += 1 + len(found)
+                    overlaps.append(_Overlap(self._open(file), form, stored.sizes, common.within(stored), wanted))
+            self._overlaps_kept += 1 + len(overlaps)
             if self._overlaps_kept > _MOST_OVERLAPS:  # of one who reads through a checkpoint box by box
                 self._overlaps.clear()
-                self._overlaps_kept = 1 + len(found)
-            self._overlaps[layout, dtype.name, box] = found
-        return found
+                self._overlaps_kept = 1 + len(overlaps)
+            self._overlaps[layout, dtype.name, box] = overlaps
+        return overlaps
 
     def _check_covers(self) -> None:
         checked: set[int] = set()
@@ -207,6 +253,10 @@ class CheckpointReader:
         listed = ", ".join(names[:20]) + (f", ... ({len(names)} in all)" if len(names) > 20 else "")
         problem = Problem(key, "nothing", f"{kind} of the checkpoint", f"there are: {listed}")
         return MismatchError("no such key", [problem])
+
+
+def _shifted(box: Box, offsets: tuple[int, ...]) -> Box:
+    return Box(tuple(map(add, box.offsets, offsets)), box.sizes)
 
 
 def open_checkpoint(url: str | os.PathLike[str]) -> CheckpointReader:

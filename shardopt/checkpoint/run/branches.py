@@ -30,13 +30,13 @@ _RECORD = re.compile(r"branch-(\d{5,})\.json", re.ASCII)
 
 
 class Branch(NamedTuple):
-    """Where a branch of a run begins.
+    """The record of a branch of a run: where it begins.
 
     Args:
         number: of the branch, from 1 on.
         of: the branch from which the run was taken back.
         from_step: up to which step it has what that one has.
-        beyond: what is to become of what was saved there after it.
+        beyond: "set_aside" or "remove": the fate of checkpoints that were saved there after it.
     """
 
     number: int
@@ -49,7 +49,7 @@ class Branch(NamedTuple):
         return f"branch-{self.number:05d}.json"
 
     def pack(self) -> bytes:
-        """The record's bytes."""
+        """Returns the record's bytes."""
         members = {"branch": self.number, "of": self.of, "from_step": self.from_step, "beyond": self.beyond}
         return seal(json.dumps({"format": _FORMAT, **members})[:-1].encode())
 
@@ -63,7 +63,7 @@ class Branches(dict[int, Branch]):
         return max(self, default=0)
 
     def place(self, step: int, seen_from: int | None = None) -> Place:
-        """Where the checkpoint of a step is, or would be.
+        """Returns the place of the checkpoint of a step, whether there is one or not.
 
         Args:
             seen_from: the branch to look from; None for the one that the run is on.
@@ -74,39 +74,39 @@ class Branches(dict[int, Branch]):
         return Place(step, branch)
 
     def has(self, place: Place, seen_from: int | None = None) -> bool:
-        """Whether what was saved there is part of a branch."""
+        """Whether a checkpoint at this place is part of a branch."""
         return self.place(place.step, seen_from) == place
 
     def is_removed(self, place: Place) -> bool:
-        """Whether it is no part of the run, and was to be removed when the run was taken back."""
+        """Whether a place is no part of the run, and was to be removed when the run was taken back."""
         return not self.has(place) and any(
             each.beyond == "remove" and place.step > each.from_step and self.has(place, each.of)
             for each in self.values()
         )
 
     def taken_back(self, step: int, seen_from: int, beyond: Beyond) -> Branch:
-        """The record by which the run goes on from a step of a branch."""
+        """Returns the record by which the run goes on from a step of a branch."""
         return Branch(self.current + 1, seen_from, step, beyond)
 
 
 def branches_of(records: Iterable[Branch]) -> Branches:
-    """Branches from their records, in any order; each has to begin on an earlier one.
+    """Returns branches by their records, given in any order; each has to begin on an earlier one.
 
     Raises:
         CorruptionError: a record is missing.
     """
-    found = Branches({record.number: record for record in records})
-    for number in range(1, found.current + 1):
-        if number not in found:
-            raise damaged("the run", f"no record of branch {number} of {found.current}")
-    return found
+    branches = Branches({record.number: record for record in records})
+    for number in range(1, branches.current + 1):
+        if number not in branches:
+            raise damaged("the run", f"no record of branch {number} of {branches.current}")
+    return branches
 
 
 def read_records(root: Storage, names: Iterable[str], known: Mapping[str, Branch]) -> dict[str, Branch]:
-    """The records under a root by file name.
+    """Reads the records under a root; returns them by file name.
 
     Args:
-        names: of all that lies under the root.
+        names: of all files and directories under the root.
         known: those that have been read before; they never change.
 
     Raises:
@@ -119,14 +119,14 @@ def _read(root: Storage, name: str) -> Branch:
     where, data = f"{root.url}/{name}", root.read(name)
     if not is_sealed(data):
         raise damaged(where, "bytes that fail the seal at their end")
-    record = record_of(load_json(data, where, without_duplicates), where)
+    record = decode_record(load_json(data, where, without_duplicates), where)
     if record.file_name != name:
         raise damaged(where, f"the record of branch {record.number}")
     return record
 
 
-def record_of(wire: Mapping[str, Any], where: str) -> Branch:
-    """A record from untrusted JSON. Raises CorruptionError."""
+def decode_record(wire: Mapping[str, Any], where: str) -> Branch:
+    """Decodes a record from untrusted JSON. Raises CorruptionError."""
     try:
         record = Branch(read_size(wire["branch"]), read_size(wire["of"]), read_size(wire["from_step"]), wire["beyond"])
     except (KeyError, ValueError) as error:
@@ -136,11 +136,16 @@ def record_of(wire: Mapping[str, Any], where: str) -> Branch:
     return record
 
 
-def united(local: Mapping[str, Branch], copies: Mapping[str, Branch], where: str) -> Branches:
-    """The records of a run of two roots, of which either may lack some. Raises CheckpointError if they contradict."""
+def merge_records(local: Mapping[str, Branch], copies: Mapping[str, Branch], where: str) -> Branches:
+    """Merges the records in the two roots of a run, of which either may lack some.
+
+    Raises:
+        CheckpointError: they contradict each other.
+        CorruptionError: a record is missing in both.
+    """
     for name in local.keys() & copies.keys():
         if local[name] != copies[name]:
-            found = f"{local[name]} and {copies[name]}"
-            problem = Problem(name, found, "one run in both roots", "give each run roots of its own")
+            contradiction = f"{local[name]} and {copies[name]}"
+            problem = Problem(name, contradiction, "one run in both roots", "give each run roots of its own")
             raise CheckpointError(f"the records of branches contradict each other in {where}", [problem])
     return branches_of({**local, **copies}.values())

@@ -1,4 +1,4 @@
-"""One checkpoint copied from one root to another, piece by piece: what each rank does, and what rank 0 does.
+"""Copies one checkpoint from one root to another, piece by piece: the steps of each rank, and those of rank 0.
 
 A copy is verified while it is read, and its manifest goes last: so it is as whole as any checkpoint.
 """
@@ -8,10 +8,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 
-import xxhash
-
 from shardopt.checkpoint.commit import publish_checkpoint, remove_checkpoint
-from shardopt.checkpoint.format.constants import FILE_NAME, MANIFEST_NAME, SEGMENT_BYTES, damaged
+from shardopt.checkpoint.format.constants import FILE_NAME, MANIFEST_NAME, SEGMENT_BYTES, segment_count
 from shardopt.checkpoint.format.manifest import Manifest
 from shardopt.checkpoint.reading.data_file_reader import OpenFile
 from shardopt.checkpoint.reading.read_manifest import read_manifest
@@ -38,13 +36,13 @@ def is_copied(source: Storage, target: Storage) -> bool:
     wanted, _ = read_manifest(source)
     if copied.save_id == wanted.save_id:
         return True
-    found = f"another checkpoint, of save {copied.save_id}, where save {wanted.save_id} is to be copied"
+    other = f"another checkpoint, of save {copied.save_id}, where save {wanted.save_id} is to be copied"
     remedy = "remove it, or give each run a root of its own for its copies"
-    raise CheckpointExistsError("a copy was not made", [Problem(target.url, found, "no checkpoint", remedy)])
+    raise CheckpointExistsError("a copy was not made", [Problem(target.url, other, "no checkpoint", remedy)])
 
 
 def prepare_copy(source: Storage, target: Storage, manifest: Manifest, digests: list[str]) -> None:
-    """On rank 0: makes room for the copy, whose manifest has these digests as the ranks see it."""
+    """On rank 0: makes the directory, without remains of an earlier copy; refuses ranks that see other manifests."""
     if len(set(digests)) > 1:
         problem = Problem(source.url, "not the same checkpoint on every rank", "one", "give all ranks the same path")
         raise CheckpointError("ranks do not see the same checkpoint", [problem])
@@ -55,10 +53,10 @@ def prepare_copy(source: Storage, target: Storage, manifest: Manifest, digests: 
 
 
 def upload_files(source: Storage, target: Storage, manifest: Manifest, ranks: Ranks) -> int:
-    """Uploads what this rank wrote; where other ranks did, they are dealt in turn."""
+    """Uploads the files that this rank wrote, and its share of those of former ranks; returns the bytes."""
     with wrap_os_errors(f"copy {source.url} to {target.url}"):
         own = [file for file in manifest.files if _writer_of(file.name) % ranks.size == ranks.rank]
-        return sum(target.write(file.name, _Verified(OpenFile(source, file))) for file in own)
+        return sum(target.write(file.name, _VerifiedChunks(OpenFile(source, file))) for file in own)
 
 
 def _writer_of(name: str) -> int:
@@ -66,26 +64,26 @@ def _writer_of(name: str) -> int:
 
 
 def commit_copy(source: Storage, target: Storage, manifest: Manifest, data: bytes) -> None:
-    """On rank 0: what stands beside the data files, and then the manifest."""
+    """On rank 0: copies files that are not the checkpoint's own, and then the manifest."""
     with wrap_os_errors(f"commit {target.url}"):
         for name in source.names():
             if name != MANIFEST_NAME and not FILE_NAME.fullmatch(name) and not name.startswith("."):
-                _copy_beside(source, target, name)
+                _copy_other_file(source, target, name)
         publish_checkpoint(target, manifest, data)
 
 
-def _copy_beside(source: Storage, target: Storage, name: str) -> None:
-    """Copies a file that is not the checkpoint's own. No directory, nor what is gone by now."""
+def _copy_other_file(source: Storage, target: Storage, name: str) -> None:
+    """Copies a file that is not the checkpoint's own; passes over a directory, or a file that is gone by now."""
     try:
         nbytes = source.size(name)
     except FileNotFoundError:
         return
     target.remove(name)
-    target.write(name, _Pieces(source, name, nbytes))
+    target.write(name, _FileChunks(source, name, nbytes))
 
 
-class _Pieces:
-    """The bytes of a file, a few at a time. May be gone through again."""
+class _FileChunks:
+    """The bytes of a file, a few at a time. Iterable again."""
 
     def __init__(self, storage: Storage, name: str, nbytes: int) -> None:
         self._storage, self._name, self._nbytes = storage, name, nbytes
@@ -95,8 +93,8 @@ class _Pieces:
             yield memoryview(self._storage.read(self._name, begin, min(begin + _CHUNK_BYTES, self._nbytes)))
 
 
-class _Verified:
-    """The bytes of a data file, none of which is handed on before its checksum is right. May be gone through again."""
+class _VerifiedChunks:
+    """The bytes of a data file, none of which is handed on before its checksum is right. Iterable again."""
 
     def __init__(self, file: OpenFile) -> None:
         self._file = file
@@ -112,10 +110,8 @@ class _Verified:
             for begin in range(entry.begin, entry.end, _CHUNK_BYTES):
                 chunk = memoryview(bytearray(min(_CHUNK_BYTES, entry.end - begin)))
                 file.read_into([Span(begin, chunk)])
-                for i in range(0, chunk.nbytes, SEGMENT_BYTES):
-                    found = xxhash.xxh3_64_digest(chunk[i : i + SEGMENT_BYTES])
-                    if found != file.sums[8 * segment : 8 * segment + 8]:
-                        raise damaged(file.where, f"{entry.key!r} with bytes that fail their checksum")
-                    segment += 1
+                for number in file.failed_segments(segment, chunk):
+                    raise file.segment_error(entry, number)
+                segment += segment_count(chunk.nbytes)
                 yield chunk
         yield memoryview(file.sums)

@@ -1,11 +1,11 @@
-"""Which checkpoints a run has, in its root and where they are copied to, as all ranks of the job know it."""
+"""The checkpoints that a run has, in its root and where they are copied to, as all ranks of the job know them."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
 
-from shardopt.checkpoint.run.branches import Beyond, Branch, Branches, branches_of, united
+from shardopt.checkpoint.run.branches import Beyond, Branch, Branches, branches_of, merge_records
 from shardopt.checkpoint.run.mirror import Mirror
 from shardopt.checkpoint.run.restoring import Candidate
 from shardopt.checkpoint.run.root import Root
@@ -19,8 +19,8 @@ _log = logging.getLogger("shardopt.checkpoint")
 class History:
     """The checkpoints of a run, by step and branch.
 
-    Ranks have to save to the same directories, so they know of branches what rank 0 has read and told. A Manager that
-    only looks reads for itself.
+    Ranks have to save to the same directories, so all know the branches that rank 0 has read. A Manager that only
+    lists them reads for itself.
 
     Args:
         root: of the run.
@@ -33,23 +33,24 @@ class History:
         self._deadline_seconds = deadline_seconds
         self.branches: Branches | None = None  # as all ranks know them
 
-    def look_here(self) -> tuple[list[Place], list[Place]]:
-        """Where this rank sees committed checkpoints: those of the run, and the others, ascending. Local."""
-        contents = self._root.look()
+    def committed_here(self) -> tuple[list[Place], list[Place]]:
+        """Lists the committed checkpoints that this rank sees: those of the run, and the others, ascending. Local."""
+        contents = self._root.contents()
         branches = self._branches_with(contents.records)
-        there = [place for place in contents.places if self._root.is_committed(place)]
-        return [each for each in there if branches.has(each)], [each for each in there if not branches.has(each)]
+        committed = [place for place in contents.places if self._root.is_committed(place)]
+        run = [place for place in committed if branches.has(place)]
+        return run, [place for place in committed if not branches.has(place)]
 
-    def place_here(self, step: int) -> Place:
-        """Where the checkpoint of a step is, or would be. Local."""
+    def place_of_step(self, step: int) -> Place:
+        """Returns the place of the checkpoint of a step, whether there is one or not. Local."""
         return self._branches_here().place(step)
 
-    def current_here(self) -> int:
-        """The branch that the run is on. Local."""
+    def current_branch(self) -> int:
+        """Returns the branch that the run is on. Local."""
         return self._branches_here().current
 
     def _branches_here(self) -> Branches:
-        return self._branches_with(self._root.look().records) if self.branches is None else self.branches
+        return self._branches_with(self._root.contents().records) if self.branches is None else self.branches
 
     def _branches_with(self, records: Mapping[str, Branch]) -> Branches:
         known = {each.file_name: each for each in (self.branches or {}).values()}
@@ -75,24 +76,26 @@ class History:
         return self.branches
 
     def _read_branches(self, needs_copies: bool) -> Branches:
-        here = self._root.look().records
-        there = self._records_of_copies(needs_copies)
-        if there is None:
-            return branches_of(here.values())
-        branches = united(here, there, f"{self._root.url} and {self._copies.url}" if self._copies else self._root.url)
+        own = self._root.contents().records
+        copied = self._records_of_copies(needs_copies)
+        if copied is None:
+            return branches_of(own.values())
+        branches = merge_records(
+            own, copied, f"{self._root.url} and {self._copies.url}" if self._copies else self._root.url
+        )
         for record in branches.values():
-            if record.file_name not in here:
+            if record.file_name not in own:
                 self._root.add(record)
-            if self._copies is not None and record.file_name not in there:
+            if self._copies is not None and record.file_name not in copied:
                 self._copies.add(record)
         return branches
 
     def _records_of_copies(self, needed: bool) -> dict[str, Branch] | None:
-        """None where they cannot be read."""
+        """Reads the records in the root of the copies; None where they cannot be read."""
         if self._copies is None:
             return {}
         try:
-            return dict(self._copies.look().records)
+            return dict(self._copies.contents().records)
         except CorruptionError:
             raise
         except CheckpointError as error:
@@ -102,7 +105,7 @@ class History:
             return None
 
     def candidates(self, seen_from: int, step: int | None = None, required: bool = False) -> list[Candidate]:
-        """What may be restored, the newest first, of one step the run's own before its copy. Collective.
+        """Lists the checkpoints to restore, the newest first; of one step the run's own before its copy. Collective.
 
         Args:
             seen_from: the branch.
@@ -114,11 +117,11 @@ class History:
             CheckpointError: a root cannot be read, or not all ranks see the same.
         """
         branches = self.branches or Branches()
-        found = [each for each in self._committed() if branches.has(each.place, seen_from)]
-        found.sort(key=lambda each: -each.place.step)  # of equal ones the order stays
-        wanted = [each for each in found if step is None or each.place.step == step]
+        candidates = [each for each in self._committed() if branches.has(each.place, seen_from)]
+        candidates.sort(key=lambda each: -each.place.step)  # of equal ones the order stays
+        wanted = [each for each in candidates if step is None or each.place.step == step]
         if required and not wanted:
-            steps = sorted({each.place.step for each in found})
+            steps = sorted({each.place.step for each in candidates})
             there = f"steps {', '.join(map(str, steps))}" if steps else "no committed checkpoint"
             if not steps and not self._root.is_there():
                 there = "nothing, not even the directory"
@@ -131,14 +134,14 @@ class History:
         return wanted
 
     def _committed(self) -> list[Candidate]:
-        """All that are committed, on any branch. Collective."""
+        """Lists all committed checkpoints, on any branch. Collective."""
         if self._mirror is not None:
             named = [(place_of(name), url) for name, url in self._mirror.committed()]
             return [Candidate(place, url) for place, url in named if place is not None]
         _, places = ranks_of().agree(
             f"restoring from {self._root.url}",
             # One listing on each rank, where that is cheap: a disk may be mounted on some hosts only.
-            work=lambda: not self._root.storage.is_remote and bool(self._root.look().places),
+            work=lambda: not self._root.storage.is_remote and bool(self._root.contents().places),
             report=bool,
             decide=self._committed_here,
             deadline_seconds=self._deadline_seconds,
@@ -149,16 +152,16 @@ class History:
         committed = self._root.committed()
         others = [rank for rank, sees in enumerate(ranks_see_any) if sees]
         if others and not ranks_see_any[0]:
-            found = f"checkpoints on rank {others[0]}, and none on rank 0"
-            problem = Problem(self._root.url, found, "the same on every rank", "check what is mounted there")
+            seen = f"checkpoints on rank {others[0]}, and none on rank 0"
+            problem = Problem(self._root.url, seen, "the same on every rank", "check what is mounted there")
             raise CheckpointError("ranks do not see the same root", [problem])
         return [list(place) for place in committed]
 
     def take_back(self, step: int, seen_from: int, beyond: Beyond) -> None:
-        """Makes the run go on from a step of a branch; nothing is done where it does already. Collective.
+        """Makes the run go on from a step of a branch, if it does not already. Collective.
 
         Args:
-            beyond: what becomes of what was saved after it.
+            beyond: "set_aside" or "remove": the fate of checkpoints that were saved after it.
         """
         branches = self.branches or Branches()
         later = [each for each in self.candidates(seen_from) if each.place.step > step]
@@ -178,8 +181,8 @@ class History:
         if self._copies is not None:
             self._copies.add(record)
 
-    def newest_here(self, damaged: Collection[str]) -> Place | None:
-        """The newest checkpoint of the run under its root that is not known to be damaged. Collective."""
+    def newest_under_root(self, damaged: Collection[str]) -> Place | None:
+        """Returns the newest checkpoint of the run under its root that is not known to be damaged. Collective."""
         branches = self.branches or Branches()
 
         def newest() -> list[int] | None:

@@ -1,4 +1,4 @@
-"""Takes away the checkpoints of a run that are no longer wanted, and what dead saves have left."""
+"""Removes the checkpoints of a run that are no longer wanted, and the remains of dead saves."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 
 from shardopt.checkpoint.commit import remove_checkpoint
-from shardopt.checkpoint.reading.in_use import urls_read
+from shardopt.checkpoint.reading.in_use import urls_being_read
 from shardopt.checkpoint.run.branches import Branches
 from shardopt.checkpoint.run.metrics import metrics_of
 from shardopt.checkpoint.run.mirror import Mirror
@@ -22,14 +22,14 @@ _log = logging.getLogger("shardopt.checkpoint")
 
 
 class Keeper:
-    """Keeps what the rules say, under the root of a run and where it is copied to.
+    """Keeps the checkpoints that the rules name, under the root of a run and where it is copied to, and no others.
 
-    All ranks may call; rank 0 does it. What cannot be removed is logged: that is no reason to end a training.
+    All ranks may call; rank 0 removes. A failure to remove is logged: it is no reason to end a training.
 
     Args:
         root: of the run.
         copies: the root of the mirror, if there is one.
-        rules: what to keep.
+        rules: which checkpoints stay.
         mirror: whose copies are under way, if there is one.
     """
 
@@ -45,7 +45,7 @@ class Keeper:
         self._warned = False
 
     def restored(self, place: Place, damaged: Collection[str]) -> None:
-        """Takes it that the run was restored from a checkpoint, which stays.
+        """Notes that the run was restored from a checkpoint, which stays.
 
         Args:
             damaged: the URLs of checkpoints of later steps that are damaged, and so count for nothing.
@@ -53,8 +53,8 @@ class Keeper:
         self._resumed, self._damaged = place, frozenset(damaged)
         self._saved, self._warned = None, False
 
-    def make_way(self, place: Place) -> None:
-        """Removes a checkpoint that is to be saved again, where it is one of the damaged."""
+    def remove_damaged(self, place: Place) -> None:
+        """Removes a checkpoint that is to be saved again, if it is one of the damaged."""
         for root in filter(None, (self._root, self._copies)):
             url = root.checkpoint(place).url
             if url in self._damaged:
@@ -62,7 +62,7 @@ class Keeper:
                 self._damaged -= {url}
 
     def tidy(self, place: Place, metrics: Mapping[str, float]) -> None:
-        """Removes what is no longer wanted under the run's root, where a checkpoint was just committed.
+        """Removes checkpoints that are no longer wanted under the run's root, where one was just committed.
 
         No save to it may be under way.
 
@@ -74,17 +74,17 @@ class Keeper:
         self._on_rank_0(self._root, self._remove_unwanted)
 
     def tidy_copies(self) -> None:
-        """The same under the root of the mirror, once a checkpoint was copied."""
+        """Does the same as `tidy` under the root of the mirror, once a checkpoint was copied."""
         if self._copies is not None:
             self._on_rank_0(self._copies, self._remove_unwanted)
 
     def remove_beyond(self) -> None:
-        """Removes what was to be removed when the run was taken back; what is in use now goes with a later save."""
+        """Removes checkpoints that were to go when the run was taken back; those in use now go with a later save."""
         for root in filter(None, (self._root, self._copies)):
-            self._on_rank_0(root, lambda root: self._remove_removed(root, root.look().places))
+            self._on_rank_0(root, lambda root: self._remove_removed(root, root.contents().places))
 
     def _remove_unwanted(self, root: Root) -> None:
-        places = root.look().places
+        places = root.contents().places
         self._remove_removed(root, places)
         own = [place for place in places if self.branches.has(place)]
         whole = [each for each in own if root.is_committed(each) and root.checkpoint(each).url not in self._damaged]
@@ -107,7 +107,7 @@ class Keeper:
     def _remove(self, root: Root, places: Collection[Place]) -> None:
         # A checkpoint that a background save of this process writes may lie anywhere; a copy is read until it is done,
         # and what is loaded until all ranks have it.
-        busy = {storage_of(url).url for url in tracked_urls()} | urls_read()
+        busy = {storage_of(url).url for url in tracked_urls()} | urls_being_read()
         names = self._mirror.uploading() if self._mirror is not None else ()
         for place in places:
             storage = root.checkpoint(place)

@@ -1,4 +1,4 @@
-"""The checkpoints of one training run, by step: saved, restored, and taken away when they are no longer wanted."""
+"""The checkpoints of one training run, by step: saved, restored, and removed when they are no longer wanted."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from shardopt.checkpoint.run.options import (
     rules_of,
     signal_of,
 )
-from shardopt.checkpoint.run.restoring import in_words, restore_newest
+from shardopt.checkpoint.run.restoring import restore_newest, summary_of
 from shardopt.checkpoint.run.retention import Mode
 from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.run.steps import Place
@@ -66,11 +66,11 @@ class Manager:
             `async_save` does, of whose cares these are.
         stop_on: a signal, such as `signal.SIGTERM`. Sent to any one rank it makes all ranks save after the same step,
             the next that none of them has passed, and leave with SystemExit. This needs `save` or `should_save` to be
-            called at every step, and the Manager to be made in the main thread. What an earlier save or copy has failed
-            with is logged then, once this one is saved.
+            called at every step, and the Manager to be made in the main thread. Failures of an earlier save or copy are
+            logged then, once this one is saved.
         exit_code: of processes that have left so; None is 128 and the signal's number, as shells have it. Where
             torchrun is to start the job again it must not be 0.
-        stop_seconds: within which a process that was told to stop ends, saved or not.
+        stop_seconds: within which a process that got the signal ends, saved or not.
         deadline_seconds: how long a rank may show no sign of life before the others give up and name it.
 
     Raises:
@@ -109,38 +109,38 @@ class Manager:
         self._known: dict[Place, str] = {}  # what this Manager has committed or was restored from, and where
         self._last: tuple[Place, SaveReport | PendingSave] | None = None
         self._stop: Stop | None = None
-        told_by = signal_of(stop_on)
-        if told_by is not None:
-            self._stop = Stop(told_by, 128 + told_by if exit_code is None else exit_code, stop_seconds)
+        stop_signal = signal_of(stop_on)
+        if stop_signal is not None:
+            self._stop = Stop(stop_signal, 128 + stop_signal if exit_code is None else exit_code, stop_seconds)
 
     def path(self, step: int) -> str:
-        """Where the checkpoint of a step is, or would be. Local."""
-        return self._root.checkpoint(self._history.place_here(step)).url
+        """Returns the URL of the checkpoint of a step, whether there is one or not. Local."""
+        return self._root.checkpoint(self._history.place_of_step(step)).url
 
     @property
     def branch(self) -> int:
         """The branch that the run is on: 0, until it is taken back to an earlier step. Local."""
-        return self._history.current_here()
+        return self._history.current_branch()
 
     def steps(self) -> list[int]:
-        """The steps of all committed checkpoints of the run, ascending. Local."""
-        run, _ = self._history.look_here()
+        """Returns the steps of all committed checkpoints of the run, ascending. Local."""
+        run, _ = self._history.committed_here()
         return [place.step for place in run]
 
     def set_aside(self) -> dict[int, list[int]]:
-        """By branch, the steps that were saved on it and are no part of the run since that was taken back. Local.
+        """Returns by branch the steps that were saved on it and are no part of the run since it was taken back. Local.
 
         `restore(app, step=..., branch=...)` takes the run back to one of them.
         """
-        _, others = self._history.look_here()
+        _, others = self._history.committed_here()
         return {branch: [each.step for each in others if each.branch == branch] for _, branch in others}
 
     def metrics(self, step: int) -> dict[str, float]:
-        """What was given to `save` as the metrics of a step; empty where nothing was. Local."""
-        return metrics_of(self._root.checkpoint(self._history.place_here(step)))
+        """Returns the metrics that `save` got for a step; empty where it got none. Local."""
+        return metrics_of(self._root.checkpoint(self._history.place_of_step(step)))
 
     def should_save(self, step: int) -> bool:
-        """Whether `save` would write at this step: it is due, or the job was told to stop."""
+        """Whether `save` would write at this step: it is due, or the job is to stop."""
         return self._stops_after(step) or step % self._every == 0
 
     def save(
@@ -160,7 +160,7 @@ class Manager:
         Raises:
             ShardoptError: as `checkpoint.save`, or the save before, in the background, has failed.
             CheckpointExistsError: somebody else has committed this step.
-            SystemExit: the job was told to stop, and the checkpoint of this step is committed.
+            SystemExit: the job is to stop, and the checkpoint of this step is committed.
         """
         self._require_open()
         check_step(step)
@@ -191,8 +191,8 @@ class Manager:
 
         Collective, as `checkpoint.load`, and with its errors; all ranks take the same step. One that turns out to be
         damaged, or cannot be read from its disk, is logged, and the one before it is taken. Keyed optimizers get state
-        for the parameters that the checkpoint has state for, as by `load(..., init_state=True)`. Rank 0 tells what was
-        restored: in the log at INFO, and on stderr in a program that has configured no logging.
+        for the parameters that the checkpoint has state for, as by `load(..., init_state=True)`. Rank 0 reports
+        what was restored: in the log at INFO, and on stderr in a program that has configured no logging.
 
         Args:
             step: takes the run back to this step, which must be whole: what was saved beyond it is no longer part of
@@ -200,7 +200,7 @@ class Manager:
                 save the same steps once more. Only to look at an earlier step, `checkpoint.load(manager.path(step),
                 app, init_state=True)`. None for the newest.
             branch: the branch to look for checkpoints on, a key of `set_aside`; None for the one that the run is on.
-            beyond: what becomes of the checkpoints beyond `step`: "set_aside" leaves them where they are, out of the
+            beyond: the fate of the checkpoints beyond `step`: "set_aside" leaves them where they are, out of the
                 run's way and of its rules'; "remove" removes them, once this one is loaded.
             required: whether it is an error that there is no checkpoint. A disk that is not mounted looks as a run that
                 has not begun: give True wherever one must have been saved.
@@ -265,14 +265,14 @@ class Manager:
         self._known = {place: restored.candidate.url}
         self._last = None
         self._keeper.restored(place, restored.damaged)
-        self._catch_up(restored.damaged)
-        self._announce(in_words(restored))
+        self._upload_newest(restored.damaged)
+        self._announce(summary_of(restored))
         return place.step
 
     def close(self) -> None:
-        """Waits for what goes on in the background, and ends the use of this manager. Raises what failed there.
+        """Waits for saves and copies in the background, and ends the use of this manager. Raises their failures.
 
-        Collective where a save in the background has failed: then all ranks raise if one of them was not told yet.
+        Collective where a save in the background has failed: then all ranks raise if one of them has not raised it yet.
         """
         # Within an except or a finally it may be this rank alone that is on its way out, and the others anywhere.
         self._close(alone=sys.exception() is not None)
@@ -302,17 +302,17 @@ class Manager:
         except Exception as failure:
             if error is None:
                 raise
-            # What ended the program is what is to be seen; very likely the save failed for the same reason.
+            # The error that ended the program is the one to raise; very likely the save failed for the same reason.
             _log.error("the save in the background has failed too: %s", failure)
 
     def _stops_after(self, step: int) -> bool:
         return self._stop is not None and self._stop.after(step, ranks_of())
 
     def _branches(self) -> Branches:
-        """As all ranks know them. Collective the first time."""
+        """Returns the branches as all ranks know them. Collective the first time."""
         if self._history.branches is None:
             self._keeper.branches = self._history.agree_on_branches(needs_copies=False)
-            self._catch_up()
+            self._upload_newest()
         return self._keeper.branches
 
     def _take_back(self, step: int, seen_from: int, beyond: Beyond) -> None:
@@ -326,10 +326,10 @@ class Manager:
                 deadline_seconds=self._deadline_seconds,
             )
 
-    def _catch_up(self, damaged: Collection[str] = ()) -> None:
-        """Begins to copy the newest checkpoint, where it may be that an earlier process of the job was not done."""
+    def _upload_newest(self, damaged: Collection[str] = ()) -> None:
+        """Begins to copy the newest checkpoint, as an earlier process of the job may not have been done with it."""
         if self._mirror is not None:
-            newest = self._history.newest_here(damaged)
+            newest = self._history.newest_under_root(damaged)
             if newest is not None:
                 self._upload(newest)
 
@@ -351,7 +351,7 @@ class Manager:
         return bool(is_there)
 
     def _save_and_leave(self, step: int, app: Mapping[str, Any], metrics: Mapping[str, float] | None) -> NoReturn:
-        """The last save of a job that was told to stop. What has failed before is told when this is done."""
+        """Makes the last save of a job that is to stop; then logs earlier failures, and ends the process."""
         assert self._stop is not None
         earlier = self._earlier_failures()
         try:
@@ -371,7 +371,7 @@ class Manager:
             return self._last[1] if self._last is not None and self._last[0] == place else None
         if self._mirror is not None:
             self._mirror.prepare()
-        self._keeper.make_way(place)
+        self._keeper.remove_damaged(place)
         url = self._root.checkpoint(place).url
         numbers = _numbers_or_none(metrics)
         if self._stage is not None and stop is None:
@@ -396,7 +396,7 @@ class Manager:
         return report
 
     def _after_commit(self, place: Place, url: str, metrics: Mapping[str, float]) -> None:
-        """Begins to copy the new checkpoint, and removes what is no longer wanted. No save is under way then."""
+        """Begins to copy the new checkpoint, and removes those no longer wanted. No save is under way then."""
         self._known[place] = url
         if self._mirror is not None:
             self._upload(place)
@@ -415,13 +415,13 @@ class Manager:
             raise failed
 
     def _raise_failed_copy_everywhere(self) -> None:
-        """Collective: the threads of some ranks may have heard of it, and those of others not yet."""
+        """Raises the failure of a copy on all ranks: threads of some may not have met it yet. Collective."""
         if self._mirror is not None:
             doing = f"copying checkpoints of {self._root.url}"
             ranks_of().agree(doing, work=self._raise_failed_copy, deadline_seconds=self._deadline_seconds)
 
     def _earlier_failures(self) -> list[BaseException]:
-        """What this rank's saves and copies have failed with and nobody was told; waits for the save in flight."""
+        """Takes the failures of this rank's saves and copies that were not raised yet; waits for the save in flight."""
         failures = [self._saver.take_failure()] if self._saver is not None else []
         failures += [*take_failures(), self._failed_copy]
         self._failed_copy = None
@@ -439,7 +439,7 @@ class Manager:
 
 
 def _numbers_or_none(metrics: Mapping[str, float] | None) -> Mapping[str, float]:
-    """Metrics as they are now; none where something is no number, which the save refuses, on all ranks."""
+    """Returns metrics as they are now; none where something is no number, which the save refuses, on all ranks."""
     try:
         return {} if metrics is None else numbers_of(metrics)
     except StateError:

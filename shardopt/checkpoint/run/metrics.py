@@ -1,4 +1,4 @@
-"""What was measured of a checkpoint: numbers by name, in its manifest."""
+"""Metrics of a checkpoint: numbers by name, in its manifest."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shardopt.errors import CheckpointNotFoundError
 
 
 def metrics_of(checkpoint: Storage) -> dict[str, float]:
-    """Those of a checkpoint; empty where it has none, or where there is no checkpoint.
+    """Returns the metrics of a checkpoint; empty where it has none, or where there is no checkpoint.
 
     Raises:
         CorruptionError: what should have them is damaged.
@@ -20,11 +20,11 @@ def metrics_of(checkpoint: Storage) -> dict[str, float]:
         return {}
     if manifest.metrics is not None:
         return dict(manifest.metrics)
-    return _beside(checkpoint)
+    return _metrics_of_file(checkpoint)
 
 
-def _beside(checkpoint: Storage) -> dict[str, float]:
-    """The metrics of a checkpoint of before they were in manifests: then a file had them."""
+def _metrics_of_file(checkpoint: Storage) -> dict[str, float]:
+    """Reads the metrics of a checkpoint from before they were in manifests, when a file had them."""
     try:
         data = checkpoint.read(METRICS_NAME)
     except FileNotFoundError:

@@ -21,7 +21,7 @@ from shardopt.checkpoint.format.constants import MANIFEST_NAME
 from shardopt.checkpoint.reading.read_manifest import read_manifest
 from shardopt.checkpoint.reports import emit_report
 from shardopt.checkpoint.run.copying import commit_copy, is_copied, prepare_copy, upload_files
-from shardopt.checkpoint.run.steps import in_order
+from shardopt.checkpoint.run.steps import by_numbers
 from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
 from shardopt.ranks import DEADLINE_SECONDS, Ranks, SideRanks, ranks_of
 
@@ -30,7 +30,7 @@ _log = logging.getLogger("shardopt.checkpoint")
 
 @dataclass(frozen=True, slots=True)
 class UploadReport:
-    """What an upload did.
+    """The outcome of an upload.
 
     Args:
         url: of the copy.
@@ -73,7 +73,7 @@ class Mirror:
         self.report: UploadReport | None = None  # of the last upload that was made
 
     def prepare(self) -> None:
-        """Lets ranks agree on how they talk while they copy, as `upload` does where they have not. Collective then."""
+        """Opens the ranks' side channel for copies, as `upload` does where there is none yet. Collective then."""
         self._side.of(ranks_of(), self._deadline_seconds)
 
     def upload(self, name: str, afterwards: Callable[[Storage], None] = lambda copies: None) -> None:
@@ -88,35 +88,35 @@ class Mirror:
         Args:
             name: of its directory in the local root, such as "step-00000500". It must stay until it is copied
                 (`uploading`).
-            afterwards: what the thread does once the copy is committed; gets the remote root.
+            afterwards: called by the thread with the remote root, once the copy is committed.
 
         Raises:
-            ShardoptError: what an earlier upload has failed with, if nobody was told. This one was begun all the same.
+            ShardoptError: an earlier upload has failed, and that was not raised yet. This one was begun all the same.
         """
-        beside = self._side.of(ranks_of(), self._deadline_seconds)
+        side_ranks = self._side.of(ranks_of(), self._deadline_seconds)
         earlier = self.take_failure()
         with self._lock:
             self._waiting.append(name)
             # Not a daemon: a program that ends waits for it.
-            thread = threading.Thread(target=self._in_turn, args=(beside, name, self._last, afterwards))
+            thread = threading.Thread(target=self._in_turn, args=(side_ranks, name, self._last, afterwards))
             self._last = thread
         thread.start()
         if earlier is not None:
             raise earlier
 
     def uploading(self) -> frozenset[str]:
-        """The checkpoints that are being copied or wait for it, which must not be removed. Local."""
+        """Returns the names of checkpoints that are being copied or wait for it, which must not be removed. Local."""
         with self._lock:
             return frozenset(self._waiting)
 
     def committed(self) -> list[tuple[str, str]]:
-        """The name and URL of every committed checkpoint of both roots, newest first. Collective.
+        """Returns the name and URL of every committed checkpoint of both roots, newest first. Collective.
 
         Newest are those with the greatest numbers in their names. Of one name the local copy comes first; it counts
         only if every rank sees it.
 
         Raises:
-            CheckpointError: one of the roots cannot be read. What is newest cannot be known then.
+            CheckpointError: one of the roots cannot be read. The newest cannot be known then.
         """
         _, (local, remote) = ranks_of().agree(
             f"looking for checkpoints in {self._local.url} and {self._remote.url}",
@@ -125,12 +125,12 @@ class Mirror:
             decide=lambda names: [sorted(set.intersection(*map(set, names))), _committed(self._remote)],
             deadline_seconds=self._deadline_seconds,
         )
-        both = sorted({*local, *remote}, key=in_order, reverse=True)
+        both = sorted({*local, *remote}, key=by_numbers, reverse=True)
         places = ((self._local, local), (self._remote, remote))
         return [(name, root.child(name).url) for name in both for root, names in places if name in names]
 
     def wait(self) -> None:
-        """Waits until nothing is being copied, and raises what an upload has failed with, if nobody was told."""
+        """Waits until nothing is being copied. Raises the failure of an upload, if it was not raised yet."""
         if self._last is not None:
             self._last.join()
         failure = self.take_failure()
@@ -148,14 +148,14 @@ class Mirror:
         self.close()
 
     def take_failure(self) -> BaseException | None:
-        """What an upload has failed with, if nobody was told; does not wait. Local."""
+        """Returns the failure of an upload once, if it was not raised yet; does not wait. Local."""
         failure, self._failure = self._failure, None
         return failure
 
     def _in_turn(
         self, ranks: Ranks, name: str, before: threading.Thread | None, afterwards: Callable[[Storage], None]
     ) -> None:
-        """What the thread of an upload does."""
+        """Copies one checkpoint once the upload before it is done; the thread of an upload."""
         try:
             with ranks.beating(self._deadline_seconds):
                 if before is not None:
@@ -164,7 +164,7 @@ class Mirror:
                 if report is not None:
                     self.report = report
                     afterwards(self._remote)
-        except BaseException as error:  # told by the next call; the training goes on meanwhile
+        except BaseException as error:  # raised by the next call; the training goes on meanwhile
             _log.error("copying %s to %s failed: %s", self._local.child(name).url, self._remote.url, error)
             self._failure = error
         finally:

@@ -1,4 +1,4 @@
-"""What a `Manager` can be made with, checked when it is made: each argument by name, all of them at once."""
+"""Checks the arguments of a `Manager`: each by name, all of them at once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check_run_options(
     stop_seconds: Any,
     deadline_seconds: Any,
 ) -> None:
-    """What a Manager is made with. Raises OptionError."""
+    """Checks the arguments of the constructor. Raises OptionError."""
     _refuse(
         [
             *_root_problems(root, mirror),
@@ -45,12 +45,12 @@ def check_run_options(
 
 
 def check_step(step: Any) -> None:
-    """What is saved at. Raises OptionError."""
+    """Checks the step of a save. Raises OptionError."""
     _refuse(_count_problem("step", step, 0))
 
 
 def check_restore_options(step: Any, branch: Any, beyond: Any) -> None:
-    """What a run is taken back to. Raises OptionError."""
+    """Checks the arguments by which a restore takes a run back. Raises OptionError."""
     _refuse(
         [
             *_optional_count_problem("step", step, 0),
@@ -61,20 +61,20 @@ def check_restore_options(step: Any, branch: Any, beyond: Any) -> None:
 
 
 def refuse_unknown_branch(branch: int, current: int) -> None:
-    """Refuses a branch that a run has not. Raises OptionError."""
+    """Raises OptionError for a branch that a run does not have."""
     if branch > current:
         remedy = "see set_aside() for those that there are"
         _refuse([Problem("branch", f"branch {branch}", f"one from 0 to {current}", remedy)])
 
 
 def rules_of(keep_last: int | None, keep_every: int | None, best: Sequence[Any] | None) -> Rules:
-    """What is to be kept, once there is nothing wrong with it."""
+    """Returns the rules of retention that checked arguments stand for."""
     last, multiples = (None if number is None else int(number) for number in (keep_last, keep_every))
     return Rules(last, multiples, None if best is None else Best(best[0], cast(Mode, best[1]), int(best[2])))
 
 
 def signal_of(stop_on: Any) -> signal.Signals | None:
-    """What `stop_on=` means. Raises ValueError if it is no signal."""
+    """Returns the signal that `stop_on=` names. Raises ValueError if it is none."""
     if stop_on is None:
         return None
     if isinstance(stop_on, bool) or not isinstance(stop_on, int):
@@ -83,7 +83,7 @@ def signal_of(stop_on: Any) -> signal.Signals | None:
 
 
 def _is_count(value: Any, least: int) -> bool:
-    """Whether it is a whole number of at least so much; True and False are none."""
+    """Whether a value is a whole number of at least so much; True and False are none."""
     try:
         return not isinstance(value, bool) and operator.index(value) >= least
     except TypeError:
@@ -98,19 +98,19 @@ def _refuse(problems: Iterable[Problem]) -> None:
 
 
 def _count_problem(name: str, value: Any, least: int) -> list[Problem]:
-    """What is wrong with a number of steps or checkpoints."""
+    """Returns the problem of a number of steps or checkpoints, if there is one."""
     if _is_count(value, least):
         return []
     return [Problem(name, repr(value), f"at least {least}, as an int", "give a number of steps or checkpoints")]
 
 
 def _optional_count_problem(name: str, value: Any, least: int) -> list[Problem]:
-    """The same of one that need not be given."""
+    """Returns the same of a number that may be None."""
     return [] if value is None else _count_problem(name, value, least)
 
 
 def _seconds_problem(name: str, value: Any) -> list[Problem]:
-    """What is wrong with a length of time."""
+    """Returns the problem of a length of time, if there is one."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if is_number and value > 0 and not math.isnan(value):
         return []
@@ -118,14 +118,14 @@ def _seconds_problem(name: str, value: Any) -> list[Problem]:
 
 
 def _choice_problem(name: str, value: Any, choices: Sequence[Any]) -> list[Problem]:
-    """What is wrong with one of a few words."""
+    """Returns the problem of a choice between a few values, if there is one."""
     if any(value is choice or (isinstance(choice, str) and value == choice) for choice in choices):
         return []
     return [Problem(name, repr(value), f"one of {', '.join(map(repr, choices))}", "pass one of them")]
 
 
 def _best_problem(best: Any) -> list[Problem]:
-    """What is wrong with `best=`."""
+    """Returns the problem of `best=`, if there is one."""
     if best is None:
         return []
     if isinstance(best, Sequence) and not isinstance(best, str) and len(best) == 3:
@@ -137,22 +137,22 @@ def _best_problem(best: Any) -> list[Problem]:
 
 
 def _stop_problems(stop_on: Any, exit_code: Any, stop_seconds: Any) -> list[Problem]:
-    """What is wrong with what is to be done at a signal."""
+    """Returns the problems of the arguments about a signal."""
     problems = _seconds_problem("stop_seconds", stop_seconds)
     if exit_code is not None and not (_is_count(exit_code, 0) and exit_code <= 255):
         problems.append(Problem("exit_code", repr(exit_code), "0 to 255, or None", "give what the launcher looks for"))
     try:
-        told_by = signal_of(stop_on)
+        stop_signal = signal_of(stop_on)
     except ValueError:
         problems.append(Problem("stop_on", repr(stop_on), "a signal", "pass it as in stop_on=signal.SIGTERM"))
         return problems
-    if told_by in (signal.SIGKILL, signal.SIGSTOP):
-        found, required = repr(stop_on), "a signal that a process can hear"
-        problems.append(Problem("stop_on", found, required, "pass it as in stop_on=signal.SIGTERM"))
-    elif told_by is not None and threading.current_thread() is not threading.main_thread():
-        found = f"a Manager that is made in the thread {threading.current_thread().name!r}"
+    if stop_signal in (signal.SIGKILL, signal.SIGSTOP):
+        required = "a signal that a process can handle"
+        problems.append(Problem("stop_on", repr(stop_on), required, "pass it as in stop_on=signal.SIGTERM"))
+    elif stop_signal is not None and threading.current_thread() is not threading.main_thread():
+        thread = f"a Manager that is made in the thread {threading.current_thread().name!r}"
         required = "the main thread, which alone can listen for signals"
-        problems.append(Problem("stop_on", found, required, "make it there"))
+        problems.append(Problem("stop_on", thread, required, "make it there"))
     return problems
 
 
@@ -167,7 +167,7 @@ def _is_no_directory(path: str) -> bool:
 
 
 def _root_problems(root: Any, mirror: Any) -> list[Problem]:
-    """What is wrong with where checkpoints are to be."""
+    """Returns the problems of the two roots."""
     problems = []
     urls = {}
     for name, path in (("root", root), ("mirror", mirror)):

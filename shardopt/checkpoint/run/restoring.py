@@ -1,4 +1,4 @@
-"""Which checkpoint of a run is restored: the newest that is whole, the same on all ranks."""
+"""Restores the newest checkpoint of a run that is whole, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Candidate(NamedTuple):
 
 
 class Restored(NamedTuple):
-    """What a run was restored from.
+    """The checkpoint that a run was restored from.
 
     Args:
         candidate: the checkpoint.
@@ -39,19 +39,19 @@ def restore_newest(look: Callable[[], list[Candidate]], load: Callable[[str], Lo
     """Loads the first of the candidates that is whole; None where there are none. Collective.
 
     Args:
-        look: the candidates, the best first, the same on every rank. Asked again after each that did not load, since
-            another process of the job, which is not dead yet, may have removed that one for a newer one.
+        look: returns the candidates, the best first, the same on every rank. Called again after each that did not
+            load, since another process of the job, which is not dead yet, may have removed that one for a newer one.
         load: loads from a URL.
 
     Raises:
-        CorruptionError, CheckpointNotFoundError: there were some, and none is whole; what the last one was found to be.
-        What `load` does, if it is not about damage.
+        CorruptionError, CheckpointNotFoundError: there were some, and none is whole: the error of the last one.
+        The errors of `load` that are not about damage.
     """
     failures: dict[str, CheckpointError] = {}
     tried_twice: set[str] = set()
     while True:
-        there = look()
-        candidate = next((each for each in there if each.url not in failures), None)
+        candidates = look()
+        candidate = next((each for each in candidates if each.url not in failures), None)
         if candidate is None:
             for failure in reversed(failures.values()):
                 raise failure
@@ -68,11 +68,11 @@ def restore_newest(look: Callable[[], list[Candidate]], load: Callable[[str], Lo
             step = candidate.place.step
             _log.warning("the checkpoint of step %d is %s, taking the one before it: %s", step, what, error)
         else:
-            return Restored(candidate, report, frozenset(failures) & {each.url for each in there})
+            return Restored(candidate, report, frozenset(failures) & {each.url for each in candidates})
 
 
-def in_words(restored: Restored) -> str:
-    """What to tell of it, in a line."""
+def summary_of(restored: Restored) -> str:
+    """Returns a line for the log about a restore."""
     step, report = restored.candidate.place.step, restored.report
     ranks = "1 rank" if report.world_size == 1 else f"{report.world_size} ranks"
     ago = "" if report.saved_at is None else f", {_duration(time.time() - report.saved_at)} ago"

@@ -18,7 +18,7 @@ class Best(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """What to keep, each besides what the others keep; the newest stays in any case.
+    """Rules of retention, each of which keeps some besides those of the others; the newest stays in any case.
 
     Args:
         keep_last: so many of the newest; None keeps all there are.
@@ -41,7 +41,7 @@ def steps_to_keep(
 
     Args:
         committed: of checkpoints that are committed, and not known to be damaged; in any order.
-        metrics: what was measured, by step. A checkpoint without the metric, or where it is no number, is never one of
+        metrics: numbers by name, by step. A checkpoint without the metric, or where it is no number, is never one of
             the best; of equal ones the newer is better.
         pinned: steps that stay in any case: that which the run was resumed from, and that which it has just saved.
     """

@@ -14,7 +14,7 @@ from shardopt.errors import CorruptionError
 
 
 class Contents(NamedTuple):
-    """What a listing of a root has shown.
+    """The contents of a root, as one listing has shown them.
 
     Args:
         places: that have a directory, whatever is in it; ascending.
@@ -42,8 +42,8 @@ class Root:
             return os.path.isdir(self.url)
         return bool(self.storage.names())
 
-    def look(self) -> Contents:
-        """What is there now; nothing where there is no directory.
+    def contents(self) -> Contents:
+        """Lists the root; nothing where there is no directory.
 
         Raises:
             CheckpointError: it cannot be read.
@@ -55,11 +55,11 @@ class Root:
         return Contents(sorted(place for place in map(place_of, names) if place is not None), self._records)
 
     def checkpoint(self, place: Place) -> Storage:
-        """The directory of a checkpoint."""
+        """Returns the storage of a checkpoint's directory."""
         return self.storage.child(place.name)
 
     def is_committed(self, place: Place) -> bool:
-        """Whether there is a manifest. Where that cannot be read there is: who loads it finds that it is damaged."""
+        """Whether there is a manifest. One that cannot be read counts: a load finds the damage."""
         try:
             with wrap_os_errors(f"look into {self.url}"):
                 return self.checkpoint(place).exists(MANIFEST_NAME)
@@ -67,8 +67,8 @@ class Root:
             return True
 
     def committed(self) -> list[Place]:
-        """Where there are committed checkpoints, of whatever branch; ascending."""
-        return [place for place in self.look().places if self.is_committed(place)]
+        """Lists the places of committed checkpoints, of any branch; ascending."""
+        return [place for place in self.contents().places if self.is_committed(place)]
 
     def add(self, record: Branch) -> None:
         """Writes the record of a branch, which may be there already. Raises CheckpointError if another one is."""

@@ -19,7 +19,7 @@ from shardopt.checkpoint.writing.host_memory import HostMemory
 from shardopt.errors import Problem, StateError
 from shardopt.sharding.pieces import Piece, View
 from shardopt.sharding.view import local_tensors
-from shardopt.state import FlatState, flatten
+from shardopt.state import FlatState, flatten, is_below
 from shardopt.streams import on_stream
 
 _SMALL_BYTES = 64 * 1024  # up to here a copy takes less time than to get Python's lock back
@@ -135,7 +135,7 @@ def changed_by_steps_alone(flat: FlatState) -> frozenset[str]:
     keys = []
     for key, leaf in flat.leaves.items():
         if isinstance(leaf.value, Tensor) and leaf.value.ndim:
-            within = any(leaf.path[: len(state)] == state for state in states)
+            within = is_below(leaf.path, *states)
             if within or all(_place(local) in owned for local in local_tensors(leaf.value)):
                 keys.append(key)
     return frozenset(keys)
