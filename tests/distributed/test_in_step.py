@@ -423,7 +423,7 @@ BETWEEN_ROUNDS = [
     ("async_save", "shardopt.checkpoint.async_save:Staging"),
     pytest.param("save", "shardopt.checkpoint.load:mark_partial_load", marks=pytest.mark.exhaustive),
     pytest.param("async_save", PLANNING, marks=pytest.mark.exhaustive),
-    pytest.param("Manager", "shardopt.checkpoint.run.manager:Manager._candidates", marks=pytest.mark.exhaustive),
+    pytest.param("Manager", "shardopt.checkpoint.run.history:History.candidates", marks=pytest.mark.exhaustive),
 ]
 
 
