@@ -90,7 +90,7 @@ def place(request, tmp_path):
 
 
 @contextmanager
-def told(run):
+def order_noted(run):
     """Where a check fails, the order that it failed in."""
     try:
         yield
@@ -106,7 +106,7 @@ def check_saves(place, run, saves, removed=False):
         saves: which tasks they are.
         removed: whether a task takes away what it finds.
     """
-    with told(run):
+    with order_noted(run):
         committed = place.committed()
         reports = [run.ended[i].result for i in saves if run.ended[i].error is None]
         if not removed or committed is not None:
@@ -215,7 +215,7 @@ def a_save_a_load_and_a_removal(place, committed):
 
 def check_removal(place, run):
     check_saves(place, run, [0], removed=True)
-    with told(run):
+    with order_noted(run):
         _, load, removal = run.ended
         assert removal.error is None or removal.killed
         assert load.killed or load.result in (1, 2) or isinstance(load.error, CheckpointError), load
