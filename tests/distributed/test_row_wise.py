@@ -11,9 +11,9 @@ from shardopt import RowWiseAdagrad, RowWiseAdam, checkpoint
 from shardopt.algorithms import Kind, spec_of
 from shardopt.errors import GradientError
 from shardopt.sharding.view import is_held, local_tensors, view_of
-from tests.distributed.tables import COLUMNS, ROWS, give_gradient, gradient, parts_of, place, start
-from tests.fake_rank import shard
 from tests.harness import run_ranks, run_ranks_outcomes
+from tests.support.fake_rank import shard
+from tests.support.tables import COLUMNS, ROWS, give_gradient, gradient, parts_of, place, start
 
 STEPS = 9
 EVERY = {**ROWS, **COLUMNS}

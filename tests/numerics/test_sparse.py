@@ -8,8 +8,8 @@ import shardopt
 from shardopt import RowWiseAdagrad, RowWiseAdam
 from shardopt.algorithms import Kind, spec_of
 from shardopt.sharding.view import is_held
-from tests.distributed.tables import ROWS, give_gradient, gradient, parts_of, place, start
-from tests.fake_rank import fake_rank
+from tests.support.fake_rank import fake_rank
+from tests.support.tables import ROWS, give_gradient, gradient, parts_of, place, start
 
 STEPS = 10
 CASES = {

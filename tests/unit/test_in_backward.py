@@ -29,8 +29,8 @@ from shardopt import (
 )
 from shardopt.checkpoint.matching.partial_load import mark_partial_load, unmark_partial_load
 from shardopt.errors import AlgorithmError, GradientError, PartialLoadError, StateError
-from tests.contract.optimizers import same
-from tests.fake_rank import fake_rank, sharded_tensor
+from tests.support.fake_rank import fake_rank, sharded_tensor
+from tests.support.optimizers import same
 
 GROUPS = [{"match": "bias", "weight_decay": 0.0, "lr": 0.02}]
 ALGORITHMS = [

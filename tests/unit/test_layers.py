@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.unit.source import PACKAGE, ROOT, Source, sources
+from tests.support.source import PACKAGE, ROOT, Source, sources
 
 LAYERS = {
     "errors": 0,

@@ -27,7 +27,7 @@ from shardopt.errors import CheckpointError, CorruptionError
 from shardopt.sharding.box import Box, whole
 from shardopt.sharding.layout import Layout
 from shardopt.sharding.pieces import Piece, View
-from tests.unit.boxes import partitions
+from tests.support.boxes import partitions
 
 TYPES = ["float32", "bfloat16", "int64", "bool", "complex128", "float8_e5m2", "float8_e8m0fnu", "uint16", "complex64"]
 

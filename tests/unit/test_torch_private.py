@@ -26,7 +26,7 @@ from shardopt.torch_private import (
     step_with_lists,
     step_without_hooks,
 )
-from tests.fake_rank import fake_rank
+from tests.support.fake_rank import fake_rank
 
 WITH_INIT_GROUP = [
     spec for spec in algorithms() if spec.steps_on is StepsOn.LEAVES and spec.name not in ("LBFGS", "SparseAdam")

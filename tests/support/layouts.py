@@ -10,7 +10,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardopt.sharding.gradients import takes_gradient
 from shardopt.sharding.view import view_of
-from tests.fake_rank import shard
+from tests.support.fake_rank import shard
 
 SHAPES = {
     "even": (8, 6),

@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 import shardopt
 from shardopt.sharding.view import local_tensors, view_of
-from tests.fake_rank import shard
+from tests.support.fake_rank import shard
 
 STEPS = 8
 RANKS = (1, 2, 4)

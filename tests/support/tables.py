@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardopt.sharding.gradients import takes_gradient
 from shardopt.sharding.view import assemble, local_tensors, view_of
-from tests.fake_rank import shard
+from tests.support.fake_rank import shard
 
 ROWS = {
     "even": (24, 8),

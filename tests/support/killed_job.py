@@ -31,7 +31,7 @@ EXIT_CODE = 143
 STORAGE = "shardopt.checkpoint.storage:"
 # The calls before which a rank can die, by what it is at then; the last two are rank 0's alone.
 PHASES = {
-    "training": ("tests.distributed.killed_job:train_step", "shardopt.optim.local.local_step:LocalOptimizer.step"),
+    "training": ("tests.support.killed_job:train_step", "shardopt.optim.local.local_step:LocalOptimizer.step"),
     "staging": ("shardopt.checkpoint.writing.staging:copy_on_host", "shardopt.checkpoint.async_save:Staging"),
     "writing": (STORAGE + "LocalStorage.make", STORAGE + "LocalStorage.write", "os:writev"),
     "commit": ("shardopt.checkpoint.save:commit", STORAGE + "LocalStorage.publish_new", "os:link"),
@@ -106,4 +106,4 @@ def main():
 
 if __name__ == "__main__":
     # The one that the operations name, of which this would be another copy.
-    importlib.import_module("tests.distributed.killed_job").main()
+    importlib.import_module("tests.support.killed_job").main()
