@@ -16,7 +16,7 @@ from shardopt.sharding.view import local_tensors, view_of
 from tests.contract.test_view_dtensor import cases
 from tests.contract.test_view_shards import enumerable, sharded
 from tests.support.boxes import partitions
-from tests.support.fake_rank import as_rank, at, check_views, counting, shard
+from tests.support.fake_rank import as_rank, at, check_views, counting, redistributed
 
 COUNT = 3
 
@@ -67,7 +67,7 @@ def test_sums_of_dtensors(case):
     shape, mesh_shape, placements = case
     assume(shape and prod(shape))
     world = counting(shape)
-    check(lambda rank: shard(world, init_device_mesh("cpu", mesh_shape), *placements), world, prod(mesh_shape))
+    check(lambda rank: redistributed(world, init_device_mesh("cpu", mesh_shape), *placements), world, prod(mesh_shape))
 
 
 @settings(max_examples=40)
@@ -110,7 +110,9 @@ def test_stacks_of_dtensors(case):
     shape, mesh_shape, placements = case
     assume(prod(shape))
     world = counting(shape)
-    stacked(lambda rank: shard(world, init_device_mesh("cpu", mesh_shape), *placements), world, prod(mesh_shape))
+    stacked(
+        lambda rank: redistributed(world, init_device_mesh("cpu", mesh_shape), *placements), world, prod(mesh_shape)
+    )
 
 
 @settings(max_examples=40)

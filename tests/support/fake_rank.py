@@ -44,15 +44,22 @@ def fake_rank(rank: int, ranks: int, shape: Sequence[int] | None = None) -> Iter
         yield init_device_mesh("cpu", tuple(shape or (ranks,)))
 
 
-def shard(full: Tensor, mesh: DeviceMesh, *placements: Placement) -> DTensor:
-    """This rank's shard of a tensor that every rank has, copied: as `distribute_tensor`, without collectives."""
-    # torch itself cuts the index of the elements, and so says what lies here.
-    index = torch.arange(full.numel()).view(full.shape)
-    replicated = DTensor.from_local(index, mesh, [Replicate()] * mesh.ndim, run_check=False)
+def redistributed(full: Tensor, mesh: DeviceMesh, *placements: Placement) -> DTensor:
+    """A tensor that every rank has as torch's own redistribution of replicas lays it; local, with every placement."""
+    replicated = distribute_tensor(full, mesh, [Replicate()] * mesh.ndim, src_data_rank=None)
     try:
-        here = replicated.redistribute(placements=placements).to_local()
+        return replicated.redistribute(placements=placements)
     except ValueError:  # torch 2.11 has no way from replicas to a _StridedShard that stands for no order of splits
-        here = distribute_tensor(index, mesh, placements, src_data_rank=None).to_local()
+        return distribute_tensor(full, mesh, placements, src_data_rank=None)
+
+
+def shard(full: Tensor, mesh: DeviceMesh, *placements: Placement) -> DTensor:
+    """This rank's shard of a tensor that every rank has, copied: as `distribute_tensor`, without collectives.
+
+    The mesh has this rank in it; the memory order of the whole tensor stays.
+    """
+    # torch itself cuts the index of the elements, and so says what lies here.
+    here = redistributed(torch.arange(full.numel()).view(full.shape), mesh, *placements).to_local()
     local = full.flatten()[here].clone()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
 
