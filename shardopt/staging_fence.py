@@ -6,14 +6,15 @@ Whoever is to change state in place, other than an optimizer by its step, calls 
 from __future__ import annotations
 
 import os
-import threading
+
+from shardopt.world import world
 
 
 class Event:
     """Something that happens once: asked with `is_set` (or by its truth), waited for with `wait`."""
 
     def __init__(self) -> None:
-        self._event = threading.Event()
+        self._event = world().event()
 
     def is_set(self) -> bool:
         """Whether it has happened."""
@@ -33,7 +34,7 @@ class Event:
 
     def set_in_child(self) -> None:
         """As `set`, in a process that was forked, where a lock may be held by a thread that is not there."""
-        self._event = threading.Event()
+        self._event = world().event()
         self._event.set()
 
 

@@ -14,11 +14,12 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
+from functools import partial
 from typing import NoReturn
 
 from shardopt.ranks import Ranks, SharedCell
 from shardopt.signals import Listener
+from shardopt.world import world
 
 _QUESTION = "whether to stop"
 _WORDS_SECONDS = 1.0  # for what a process that is late has to say
@@ -35,12 +36,12 @@ class Stop:
 
     def __init__(self, signum: signal.Signals, exit_code: int, deadline_seconds: float) -> None:
         self.signum, self.exit_code, self.deadline_seconds = signum, exit_code, deadline_seconds
-        self._told = threading.Event()
+        self._told = world().event()
         self._notice: SharedCell | None = None
         self._asked = 0  # questions so far
         self._asked_for: int | None = None  # the step of the last one
         self._stops_at: int | None = None
-        self._counting = threading.Lock()  # taken for good once the deadline runs
+        self._counting = world().lock()  # taken for good once the deadline runs
         self._listener = Listener(signum, self._told.set, self._hear)
 
     def after(self, step: int, ranks: Ranks) -> bool:
@@ -91,16 +92,12 @@ class Stop:
     def _count_down(self) -> None:
         """From now on the deadline runs."""
         if self._counting.acquire(blocking=False):
-            timer = threading.Timer(self.deadline_seconds, self._give_up)
-            timer.name, timer.daemon = "shardopt-stop", True
-            timer.start()
+            world().timer(self.deadline_seconds, self._give_up, "shardopt-stop").start()
 
     def _give_up(self) -> None:
         text = f"told to stop by {self.signum.name}, and not done with it after {self.deadline_seconds:g} s"
         # In a thread, as either may wait for a reader, or for a lock that the main thread holds.
-        words = threading.Thread(
-            target=_say, args=(f"shardopt: {text}: what was not saved by now is lost\n",), daemon=True
-        )
+        words = world().thread(partial(_say, f"shardopt: {text}: what was not saved by now is lost\n"), daemon=True)
         words.start()
         words.join(_WORDS_SECONDS)
         os._exit(self.exit_code or 1)

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -37,6 +35,7 @@ from shardopt.gc_pause import gc_paused
 from shardopt.ranks import DEADLINE_SECONDS, Call, Ranks, SideRanks, as_call, call_on, ranks_of, refuse_lone_processes
 from shardopt.staging_fence import copying_until
 from shardopt.state import is_constructed
+from shardopt.world import Thread, world
 
 Stage = Literal["now", "lazy"]
 InFlight = Literal["wait", "refuse"]
@@ -58,7 +57,7 @@ class AsyncSaver:
         self._pending: PendingSave | None = None
         self._deadline_seconds = DEADLINE_SECONDS
         self._asked = False  # whether all ranks were asked who was told that the last save has failed
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
         self._hooks: list[RemovableHandle] = []
 
     @property
@@ -86,7 +85,7 @@ class AsyncSaver:
             metrics: numbers by name, kept with the checkpoint; rank 0's count.
             afterwards: what the thread does once the checkpoint is committed; `wait` waits for that too.
         """
-        begin = time.monotonic()
+        begin = world().monotonic()
         _require_choice("stage", stage, ("now", "lazy"))
         _require_choice("in_flight", in_flight, ("wait", "refuse"))
         refuse_unknown_choice(check_replicas)
@@ -106,7 +105,7 @@ class AsyncSaver:
             self._pending, self._asked, self._thread = pending, False, None
             # Begun before the state is copied, as it shows meanwhile that this rank is alive. Not a daemon: a program
             # that ends waits for it, and then says what it should have waited for itself.
-            self._thread = threading.Thread(target=work.run, name="shardopt-save")
+            self._thread = world().thread(work.run, "shardopt-save")
             self._thread.start()
             staged = self._stage(app, stage, metrics, pending)
             work.hand_over(staged)
@@ -117,7 +116,7 @@ class AsyncSaver:
             if self._thread is None or self._thread.ident is None:
                 work.run()
             raise
-        pending.call_seconds = time.monotonic() - begin
+        pending.call_seconds = world().monotonic() - begin
         if isinstance(staged, BaseException) and not isinstance(staged, Exception):
             pending.hear_beforehand()
             raise staged
@@ -242,8 +241,8 @@ class _Work:
 
     def __init__(self, ranks: Ranks, url: str, kept: Kept, begin: float, options: _Options) -> None:
         self._ranks, self._kept, self._begin, self._options = ranks, kept, begin, options
-        self._running = threading.Lock()  # taken for good by who runs it
-        self._handed_over = threading.Event()
+        self._running = world().lock()  # taken for good by who runs it
+        self._handed_over = world().event()
         self._staged: _Staged | BaseException | None = None
         self._staging_seconds = 0.0
         self.pending = PendingSave(url)  # last: from now on it has to end
@@ -270,7 +269,7 @@ class _Work:
                     options.deadline_seconds,
                     options.progress,
                 )
-                seconds = time.monotonic() - self._begin
+                seconds = world().monotonic() - self._begin
                 self.pending.succeed(replace(report, seconds=seconds, staging_seconds=self._staging_seconds))
                 tell("save", self.pending.result())
                 options.afterwards()
@@ -287,7 +286,7 @@ class _Work:
             raise staged
         staged.state.finish()
         self.pending.staged.set()
-        self._staging_seconds = time.monotonic() - self._begin
+        self._staging_seconds = world().monotonic() - self._begin
         check_replicas = replicas_to_check(self._options.check_replicas, self._ranks)
         return Described(staged.state.describe(check_replicas), staged.metrics)
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -45,6 +43,7 @@ from shardopt.errors import Problem, ShardoptError, StateError
 from shardopt.gc_pause import gc_paused
 from shardopt.ranks import DEADLINE_SECONDS, Call, Ranks, call_on, ranks_of, refuse_lone_processes
 from shardopt.state import flatten
+from shardopt.world import world
 
 _MOST_KEPT = 2
 
@@ -147,7 +146,7 @@ def save_now(
         raise_earlier: whether a failure of a save in the background of which some rank was not told is raised, on all
             ranks, in the place of this save. Otherwise it stays to be told (`take_failures`).
     """
-    begin = time.monotonic()
+    begin = world().monotonic()
     refuse_lone_processes(f"saving {os.fspath(url)}")
     ranks = ranks_of()
 
@@ -160,7 +159,7 @@ def save_now(
     # Around a call, so that the collector finds nothing left of it when it wakes.
     with ranks.beating(deadline_seconds), gc_paused():
         report = save_described(ranks, url, described, _kept, durable, deadline_seconds, progress)
-    seconds = time.monotonic() - begin
+    seconds = world().monotonic() - begin
     report = replace(report, seconds=seconds, stall_seconds=seconds)
     tell("save", report)
     return report
@@ -197,7 +196,7 @@ def save_described(
     Raises:
         What `save` does.
     """
-    begin = time.monotonic()
+    begin = world().monotonic()
     call = call_on("saving", url)
 
     def begin_here() -> tuple[Description, str, Storage, bytes | None]:
@@ -215,7 +214,7 @@ def save_described(
     save_id = opened["save_id"]
     try:
         planned = _planned(ranks, call, description, geometry, opened, kept, deadline_seconds)
-        begin_writing = time.monotonic()
+        begin_writing = world().monotonic()
         files, bytes_total = ranks.agree(
             call,
             work=lambda: _write(storage, save_id, planned, description, progress, ranks.rank),
@@ -229,7 +228,7 @@ def save_described(
         if ranks.rank == 0:
             discard(storage, save_id)
         raise
-    end = time.monotonic()
+    end = world().monotonic()
     assert isinstance(planned, _Planned)
     return SaveReport(
         url=storage.url,
@@ -276,7 +275,7 @@ def _begin(storage: Storage, reports: list[Any]) -> dict[str, Any]:
     """On rank 0: refuses a path that is taken, names the save, and tells what ranks must exchange."""
     told = [_Report(*report) for report in reports]
     _refuse_other_choices([each.check_replicas for each in told])
-    save_id = secrets.token_hex(6)
+    save_id = world().random_name(6)
     with telling(f"make {storage.url}"):
         refuse_committed(storage)
         storage.make()

@@ -10,13 +10,9 @@ taken for an answer, so every job talks under a random session name, which its r
 
 from __future__ import annotations
 
-import secrets
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
-
-from torch.distributed import DistError, Store  # type: ignore[attr-defined]  # from a compiled module
 
 from shardopt.errors import RankError
 from shardopt.ranks.calls import Call
@@ -24,6 +20,7 @@ from shardopt.ranks.failures import describe, different_calls, merge, names_of
 from shardopt.ranks.heartbeat import Heartbeat, PeerHeartbeats
 from shardopt.ranks.parts import are_put, get, pack, put, set_bytes
 from shardopt.ranks.process import Processes, this_process
+from shardopt.world import Store, StoreError, world
 
 _POLL_SECONDS = (0.0005, 0.01)  # first pause between two looks at the store, and the longest
 
@@ -49,7 +46,7 @@ class Channel:
         self.store, self.rank, self.size = store, rank, size
         self.told = False  # whether the others have all that they need of this rank in this round
         self._joined = bool(session)
-        self._session = session or (secrets.token_hex(8) if rank == 0 else "")
+        self._session = session or (world().random_name(8) if rank == 0 else "")
         self._round = 0
         self._spent: list[str] = []  # keys that all have read once all have reported in the next round
         self._heartbeat = Heartbeat(store, f"beat/{rank}")
@@ -71,7 +68,7 @@ class Channel:
         try:
             answer = self._decided(mine, decide)
             data = pack(self._introduced(answer))
-        except DistError:
+        except StoreError:
             raise
         except BaseException as error:
             interrupt = None if isinstance(error, Exception) else error
@@ -87,7 +84,7 @@ class Channel:
         """Any other rank: reports, and waits for the answer."""
         beside = {"call": self.call.same}
         if not self._joined:
-            beside["token"] = secrets.token_hex(8)
+            beside["token"] = world().random_name(8)
         try:
             data = pack(self._introduced({**mine, **beside}))
         except Exception as error:  # a report that is not JSON
@@ -206,7 +203,7 @@ class Channel:
                 if not missing.isdisjoint([*silent, *ended]):
                     read(rank for rank in ranks if rank not in missing)
                     return _words(missing.intersection(ended), missing.intersection(silent), self.deadline_seconds)
-            time.sleep(pause)
+            world().sleep(pause)
             pause = min(2 * pause, longest)
         read(ranks)
         return ""

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from torch.distributed import Store  # type: ignore[attr-defined]  # from a compiled module
+from shardopt.world import Store
 
 _PART_BYTES = 4 << 20  # a TCPStore refuses values of more than 8 MiB
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -12,7 +11,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import DistError, HashStore, PrefixStore  # type: ignore[attr-defined]  # from a compiled module
 
 from shardopt.errors import Problem, RankError, ShardoptError
 from shardopt.ranks.calls import Call, as_call
@@ -21,6 +19,7 @@ from shardopt.ranks.collectives import Exchange, accelerator_of, begin_exchange
 from shardopt.ranks.failures import describe, names_of
 from shardopt.ranks.heartbeat import DEADLINE_SECONDS
 from shardopt.ranks.shared_cell import SharedCell
+from shardopt.world import StoreError, world
 
 T = TypeVar("T")
 
@@ -47,7 +46,7 @@ class Ranks:
         self._accelerator = None if group is None else accelerator_of(group)
         self._channel: Channel | None = None
         if group is not None and self.size > 1:
-            self._channel = Channel(PrefixStore("shardopt", group.get_group_store()), self.rank, self.size)
+            self._channel = Channel(world().store_of(group, "shardopt"), self.rank, self.size)
         self._broken: str | None = None
 
     @classmethod
@@ -61,7 +60,7 @@ class Ranks:
         ranks.rank, ranks.size, ranks.members = members.index(job.rank()), len(members), members
         ranks._group = _no_group  # what needs one raises, and is not done by each rank alone
         place = blake2b(repr(members).encode(), digest_size=16).hexdigest()
-        store = PrefixStore(f"shardopt-{place}", job.get_group_store())
+        store = world().store_of(job, f"shardopt-{place}")
         ranks._channel = Channel(store, ranks.rank, ranks.size)
         return ranks
 
@@ -74,15 +73,13 @@ class Ranks:
             what: what they will do, as for `agree`.
         """
         _, session = self.agree(
-            what, work=lambda: None, decide=lambda _: secrets.token_hex(8), deadline_seconds=deadline_seconds
+            what, work=lambda: None, decide=lambda _: world().random_name(8), deadline_seconds=deadline_seconds
         )
         group = self._process_group()
         ranks = Ranks(group)
         if group is not None and self._channel is not None:
-            # A client answers one question at a time, so those who talk beside others need one of their own.
-            store = group.get_group_store().clone()  # type: ignore[attr-defined]  # torch's stubs do not have it
-            known = self._channel.processes
-            ranks._channel = Channel(PrefixStore(f"shardopt-{session}", store), self.rank, self.size, session, known)
+            store = world().store_of(group, f"shardopt-{session}", own_connection=True)
+            ranks._channel = Channel(store, self.rank, self.size, session, self._channel.processes)
         return ranks
 
     def beating(self, deadline_seconds: float = DEADLINE_SECONDS) -> AbstractContextManager[None]:
@@ -104,10 +101,10 @@ class Ranks:
         """
         channel = self._channel
         if channel is None:
-            return SharedCell(HashStore(), "notice", first)
+            return SharedCell(world().local_store(), "notice", first)
 
         def post(_: list[Any]) -> str:
-            key = f"notice/{secrets.token_hex(8)}"
+            key = f"notice/{world().random_name(8)}"
             SharedCell(channel.store, key, first)
             return key
 
@@ -192,7 +189,7 @@ class Ranks:
                 cause, mine = error, {"error": describe(error)}
             try:
                 answer = channel.decide(mine, decide) if self.rank == 0 else channel.follow(mine)
-            except (Silent, DistError) as silent:
+            except (Silent, StoreError) as silent:
                 self._broken = str(silent) if isinstance(silent, Silent) else f"the job's store is lost: {silent}"
                 raise RankError(f"{what}: {self._broken}") from cause
             except BaseException as interrupt:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from torch.distributed import DistError, Store  # type: ignore[attr-defined]  # from a compiled module
-
 from shardopt.errors import RankError
+from shardopt.world import Store, StoreError
 
 
 class SharedCell:
@@ -23,5 +22,5 @@ class SharedCell:
         """
         try:
             return self._store.compare_set(self._key, expected, wanted).decode()
-        except DistError as error:
+        except StoreError as error:
             raise RankError(f"the job's store is lost: {error}") from error

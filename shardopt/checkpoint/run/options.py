@@ -6,13 +6,13 @@ import math
 import operator
 import os
 import signal
-import threading
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 from shardopt.checkpoint.run.retention import Best, Mode, Rules
 from shardopt.checkpoint.storage import storage_of
 from shardopt.errors import OptionError, Problem
+from shardopt.world import world
 
 
 def check_run_options(
@@ -148,8 +148,8 @@ def _stop_problems(stop_on: Any, exit_code: Any, stop_seconds: Any) -> list[Prob
     if told_by in (signal.SIGKILL, signal.SIGSTOP):
         found, required = repr(stop_on), "a signal that a process can hear"
         problems.append(Problem("stop_on", found, required, "pass it as in stop_on=signal.SIGTERM"))
-    elif told_by is not None and threading.current_thread() is not threading.main_thread():
-        found = f"a Manager that is made in the thread {threading.current_thread().name!r}"
+    elif told_by is not None and not world().in_main_thread():
+        found = f"a Manager that is made in the thread {world().current_thread().name!r}"
         required = "the main thread, which alone can listen for signals"
         problems.append(Problem("stop_on", found, required, "make it there"))
     return problems

@@ -6,11 +6,10 @@ name like that of a data file, so that what clears away a dead save clears it aw
 
 from __future__ import annotations
 
-import time
-
 from shardopt.checkpoint.format.constants import file_name
 from shardopt.checkpoint.storage import Storage, storage_of
 from shardopt.errors import CheckpointError, Problem
+from shardopt.world import world
 
 _LOOK_SECONDS = 10.0  # for which clients of NFS may not see what is new
 _PAUSE_SECONDS = 0.1
@@ -31,14 +30,14 @@ def look_for_mark(storage: Storage, save_id: str) -> None:
     """
     if storage.is_remote:
         return
-    end = time.monotonic() + _LOOK_SECONDS
+    end = world().monotonic() + _LOOK_SECONDS
     while not storage.exists(_mark(save_id)):
-        if time.monotonic() >= end:
+        if world().monotonic() >= end:
             found, required = "not what rank 0 has made there", "a directory that all ranks see"
             problem = Problem(storage.url, found, required, "save to storage that all ranks share, by one path")
             raise CheckpointError("ranks do not share the storage", [problem])
         storage.names()  # which has a client of NFS ask again
-        time.sleep(_PAUSE_SECONDS)
+        world().sleep(_PAUSE_SECONDS)
 
 
 def remove_mark(storage: Storage, save_id: str) -> None:

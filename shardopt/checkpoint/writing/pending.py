@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -15,6 +13,7 @@ from shardopt.checkpoint.save import SaveReport
 from shardopt.checkpoint.writing.tracking import track, untrack
 from shardopt.errors import RankError
 from shardopt.staging_fence import Event
+from shardopt.world import world
 
 
 class PendingSave:
@@ -119,7 +118,7 @@ class PendingSave:
         self.done.set_in_child()
 
     def _end(self) -> None:
-        if self._error is None and threading.main_thread().is_alive():
+        if self._error is None and world().main_thread_lives():
             untrack(self)
         self.staged.set()
         self.done.set()
@@ -136,9 +135,9 @@ class PendingSave:
         Local: where threads end at other times, ranks hear of it before different steps.
         """
         if not self.staged:
-            begin = time.monotonic()
+            begin = world().monotonic()
             self.staged.wait()
-            self._waited_seconds += time.monotonic() - begin
+            self._waited_seconds += world().monotonic() - begin
         self.raise_failure()
 
 
