@@ -1,6 +1,6 @@
 """How long a save in the background keeps training from its work, against a memcpy and against DCP in the same run.
 
-python benchmarks/async.py [--ranks 2] [--megabytes 512] [--repetitions 5] [--folder /tmp]
+python -m benchmarks.async_save [--ranks 2] [--megabytes 512] [--repetitions 5] [--folder /tmp]
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from peers import on_ranks, write_table
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -27,6 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import shardopt
+from benchmarks.peers import on_ranks, write_table
 from shardopt.checkpoint.async_save import AsyncSaver
 from shardopt.state import flatten
 
@@ -201,7 +201,9 @@ def main() -> None:
         "rank each."
     )
     header = ("", "stall, ms", "/ memcpy", "/ ours now", "/ ours lazy", "the next step, ms", "/ a step without")
-    print(write_table("async", "Saving in the background, against torch.distributed.checkpoint", header, rows, notes))
+    print(
+        write_table("async_save", "Saving in the background, against torch.distributed.checkpoint", header, rows, notes)
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Muon's step on sharded matrices: ours against torch's on DTensors, in the same run; collectives counted.
 
-python benchmarks/muon.py [--ranks 2 4] [--repetitions 7]
+python -m benchmarks.muon [--ranks 2 4] [--repetitions 7]
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from peers import interleaved, on_ranks, write_table
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import shardopt
+from benchmarks.peers import interleaved, on_ranks, write_table
 
 CASES = {
     "48 of 64 × 64": [(64, 64)] * 48,

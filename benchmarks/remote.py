@@ -1,6 +1,6 @@
 """How large and how many the requests of a load from afar should be: against a store that answers after a while.
 
-    python benchmarks/remote.py [--megabytes 128]
+    python -m benchmarks.remote [--megabytes 128]
 
 The store is in memory; each request takes `latency` and then its bytes at the rate of one connection, which is about
 what object stores give: many connections at once are how they are fast. Nothing else is measured, so the numbers say

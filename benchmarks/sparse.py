@@ -1,7 +1,7 @@
 """What a step costs that touches a few rows of a large table, against torch's own on a plain table.
 
-    python benchmarks/sparse.py [--repetitions 10] [--rounds 18]
-    python benchmarks/sparse.py --cuda      # on a GPU: the row-wise kernel against the card's memory bandwidth
+    python -m benchmarks.sparse [--repetitions 10] [--rounds 18]
+    python -m benchmarks.sparse --cuda      # on a GPU: the row-wise kernel against the card's memory bandwidth
 
 4,096 touched rows of 64 fp32 elements, of 1,000,000 and of 4,000,000 rows. Ours are keyed optimizers over a DTensor
 whose gradient is sparse. All peers of one algorithm work on the same memory, parameter and state, and take turns; times
@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from peers import interleaved, write_table
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.profiler import ProfilerActivity, profile
 
 import shardopt
+from benchmarks.peers import interleaved, write_table
 from shardopt.algorithms.row_wise import row_rules
 
 SIZES, DIMENSION, TOUCHED, BATCHES = (1_000_000, 4_000_000), 64, 4096, 8

@@ -1,6 +1,6 @@
 """An optimizer step on sharded parameters: ours, torch's on the same DTensors, and torch's on plain tensors.
 
-    python benchmarks/step.py [--ranks 1] [--rounds 6] [--repetitions 20] [--only AdamW ...] [--no-plot]
+    python -m benchmarks.step [--ranks 1] [--rounds 6] [--repetitions 20] [--only AdamW ...] [--no-plot]
 
 400 parameters of 4,096 fp32 elements on each rank, and 20 of 4,194,304; one thread a rank. Peers take turns on the same
 memory (parameters, gradients and state), since where it lies makes more of a difference than what is measured; a second
@@ -20,13 +20,13 @@ import matplotlib
 import torch
 import torch.distributed as dist
 from matplotlib import pyplot
-from peers import RESULTS, in_turns, on_ranks, write_table
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 import shardopt
+from benchmarks.peers import RESULTS, in_turns, on_ranks, write_table
 
 matplotlib.use("Agg")  # draws into a file and needs no display
 
