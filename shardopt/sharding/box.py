@@ -6,7 +6,7 @@ Everything here is arithmetic on integers; a box knows nothing of tensors, ranks
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import pairwise, product
 from math import prod
 from typing import NamedTuple
@@ -73,6 +73,11 @@ def whole(shape: Iterable[int]) -> Box:
     """The box that holds every element of a tensor of this shape."""
     sizes = tuple(shape)
     return Box((0,) * len(sizes), sizes)
+
+
+def with_ones(shape: Sequence[int], dims: Collection[int]) -> tuple[int, ...]:
+    """The shape of a sum over some dimensions, which are kept with size 1."""
+    return tuple(1 if dim in dims else size for dim, size in enumerate(shape))
 
 
 def cut_in_order(box: Box, most: int) -> Iterator[Box]:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import TensorMeta
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from shardopt.sharding.box import Box, whole
+from shardopt.sharding.box import Box, whole, with_ones
 from shardopt.sharding.layout import Layout
 from shardopt.sharding.mesh import Mesh, Split, boxes_of, differ_unseen, in_order, mesh_layout, runs_of
 from shardopt.sharding.pieces import Piece, View, awaited, empty_piece, memory_of, narrowed, refusal
@@ -164,3 +165,53 @@ def dtensor_like(like: DTensor, local: Tensor) -> DTensor:
     spec = copy.copy(like._spec)
     spec.tensor_meta = TensorMeta(like.shape, like.stride(), local.dtype)
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+
+def dtensor_sum_like(tensor: DTensor, dims: Collection[int], local: Tensor) -> DTensor:
+    """A DTensor placed as the sum of another over some dimensions, which are kept with size 1, around `local`."""
+    spec: Any = tensor._spec
+    placements = tuple(Replicate() if _splits(each, tensor.ndim, dims) else each for each in spec.placements)
+    order = spec.shard_order and tuple(entry for entry in spec.shard_order if entry.tensor_dim not in dims)
+    return _dtensor_around(local, spec, placements, order, with_ones(tensor.shape, dims))
+
+
+def dtensor_stack_like(tensor: DTensor, count: int, local: Tensor) -> DTensor:
+    """A DTensor of `count` tensors like another, stacked along a new first dimension, around `local`."""
+    if tensor.device_mesh.get_coordinate() is None:
+        local = local.flatten()  # as torch's own for ranks outside of the mesh
+    spec: Any = tensor._spec
+    placements = tuple(_behind_new_dim(placement, tensor.ndim) for placement in spec.placements)
+    order = spec.shard_order and tuple(entry._replace(tensor_dim=entry.tensor_dim + 1) for entry in spec.shard_order)
+    return _dtensor_around(local, spec, placements, order, (count, *tensor.shape))
+
+
+def _splits(placement: Placement, dimensions: int, dims: Collection[int]) -> bool:
+    return isinstance(placement, Shard | _StridedShard) and placement.dim % dimensions in dims
+
+
+def _behind_new_dim(placement: Placement, dimensions: int) -> Placement:
+    if not isinstance(placement, Shard | _StridedShard):
+        return placement
+    dim = placement.dim % dimensions + 1
+    return (
+        _StridedShard(dim, split_factor=placement.split_factor) if isinstance(placement, _StridedShard) else Shard(dim)
+    )
+
+
+def _dtensor_around(
+    local: Tensor, spec: Any, placements: tuple[Placement, ...], order: Any, shape: Sequence[int]
+) -> DTensor:
+    """A DTensor of a global shape around a local tensor, on the mesh of another's spec, whose splits are read as there.
+
+    Splits of one dimension stay or go together, so what stays of placements or of their order means what it did.
+    """
+    strided = any(isinstance(placement, _StridedShard) for placement in placements)
+    whole_tensor = torch.empty(tuple(shape), dtype=local.dtype, device="meta")
+    changed = DTensorSpec(
+        spec.mesh,
+        placements,
+        TensorMeta(whole_tensor.shape, whole_tensor.stride(), local.dtype),
+        shard_order=None if strided else order,  # type: ignore[arg-type]  # None is its default
+        use_strided_shard_as_shard_order=spec.use_strided_shard_as_shard_order if strided else None,
+    )
+    return DTensor(local, changed, requires_grad=False)  # type: ignore[no-untyped-call]  # torch leaves it untyped

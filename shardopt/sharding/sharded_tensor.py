@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 from math import prod
 
@@ -14,9 +15,10 @@ from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata
 from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
-from torch.distributed._shard.sharding_spec.api import ShardingSpec
+from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec, ShardingSpec
+from torch.distributed._shard.sharding_spec.chunk_sharding_spec import ChunkShardingSpec
 
-from shardopt.sharding.box import Box, cover_faults, whole
+from shardopt.sharding.box import Box, cover_faults, whole, with_ones
 from shardopt.sharding.layout import Layout
 from shardopt.sharding.pieces import View, refusal, shard_pieces
 
@@ -118,3 +120,65 @@ def sharded_tensor_of(
     made._prepare_init(process_group=like._process_group, init_rrefs=False)  # type: ignore[no-untyped-call]
     made._local_shards = [LocalShard(leaf, told) for leaf, told in zip(leaves, here, strict=True)]
     return made
+
+
+def sharded_sum_like(
+    tensor: ShardedTensor, dims: Collection[int], memory: Sequence[Tensor], dtype: torch.dtype
+) -> ShardedTensor:
+    def summed(shard: ShardMetadata) -> ShardMetadata:
+        return dataclasses.replace(shard, shard_sizes=list(with_ones(shard.shard_sizes, dims)))
+
+    return _resharded(tensor, summed, with_ones(tensor.metadata().size, dims), memory, added_dims=0, dtype=dtype)
+
+
+def sharded_stack_like(tensor: ShardedTensor, count: int, memory: Sequence[Tensor]) -> ShardedTensor:
+    def stacked(shard: ShardMetadata) -> ShardMetadata:
+        offsets, sizes = [0, *shard.shard_offsets], [count, *shard.shard_sizes]
+        return dataclasses.replace(shard, shard_offsets=offsets, shard_sizes=sizes)
+
+    dtype = tensor.metadata().tensor_properties.dtype
+    return _resharded(tensor, stacked, (count, *tensor.metadata().size), memory, added_dims=1, dtype=dtype)
+
+
+def _resharded(
+    tensor: ShardedTensor,
+    change: Callable[[ShardMetadata], ShardMetadata],
+    shape: tuple[int, ...],
+    memory: Sequence[Tensor],
+    added_dims: int,
+    dtype: torch.dtype,
+) -> ShardedTensor:
+    """A ShardedTensor whose shards are those of another, changed.
+
+    Args:
+        change: gives the metadata of a shard from that of the other's.
+        added_dims: by how much the number of a dimension has grown.
+        dtype: of the memory; a rank without any has to be told.
+    """
+    metadata = tensor.metadata()
+    shards = [change(shard) for shard in metadata.shards_metadata]
+    properties = dataclasses.replace(metadata.tensor_properties, requires_grad=False, pin_memory=False)
+    properties.dtype = dtype
+    spec = tensor.sharding_spec()
+    if isinstance(spec, EnumerableShardingSpec):
+        spec = EnumerableShardingSpec(shards)
+    elif isinstance(spec, ChunkShardingSpec) and isinstance(spec.dim, int) and spec.dim >= 0:
+        spec = ChunkShardingSpec(spec.dim + added_dims, spec.placements)
+    told = ShardedTensorMetadata(shards, torch.Size(shape), properties)
+    here = [change(shard.metadata) for shard in tensor.local_shards()]
+    return sharded_tensor_of(tensor, spec, told, here, memory)
+
+
+def cut_dims(metadata: ShardedTensorMetadata) -> frozenset[int]:
+    """The dimensions along which a ShardedTensor is cut."""
+    return frozenset(
+        dim
+        for dim, size in enumerate(metadata.size)
+        if any(shard.shard_sizes[dim] != size for shard in metadata.shards_metadata)
+    )
+
+
+def window_of(shard: ShardMetadata, dims: Collection[int]) -> tuple[slice, ...]:
+    """The index that takes a shard's part out of a whole sum over some dimensions."""
+    spans = zip(shard.shard_offsets, shard.shard_sizes, strict=True)
+    return tuple(slice(None) if dim in dims else slice(at, at + size) for dim, (at, size) in enumerate(spans))
