@@ -1,4 +1,4 @@
-"""How long a save in the background keeps training from its work, against a memcpy and against DCP in the same run.
+"""The stall of training by a save in the background, against a memcpy and against DCP in the same run.
 
 python -m benchmarks.async_save [--ranks 2] [--megabytes 512] [--repetitions 5] [--folder /tmp]
 """
@@ -84,7 +84,7 @@ def peers_of(job: Job) -> dict[str, Callable[[str], Wait]]:
     """Name → begins a save to a path."""
     block = torch.zeros(sum(tensor.nbytes for tensor in job.local_tensors()), dtype=torch.uint8)
     savers = {"now": AsyncSaver(), "lazy": AsyncSaver()}
-    beside = dist.new_group(backend="gloo")
+    group = dist.new_group(backend="gloo")
     kept = DefaultStager(StagingOptions(torch.cuda.is_available(), False, False, torch.cuda.is_available()))
 
     def memcpy(path: str) -> Wait:
@@ -105,7 +105,7 @@ def peers_of(job: Job) -> dict[str, Callable[[str], Wait]]:
         def begin(path: str) -> Wait:
             state = {"model": job.model.state_dict(), "optimizer": job.optimizer.state_dict(), "step": job.app["step"]}
             writer = FileSystemWriter(path, single_file_per_rank=True, sync_files=False, thread_count=1)
-            future: Any = dcp.async_save(state, storage_writer=writer, process_group=beside, async_stager=stager)
+            future: Any = dcp.async_save(state, storage_writer=writer, process_group=group, async_stager=stager)
 
             def wait() -> float:
                 future.result()
@@ -179,9 +179,9 @@ def main() -> None:
     parser.add_argument("--folder", default=tempfile.gettempdir())
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        found = on_ranks(arguments.ranks, measure, arguments.megabytes, arguments.repetitions, folder)
-    memcpy, quiet = found["stall"]["memcpy of the local state"], found["quiet"]
-    now, lazy = found["stall"]['async_save, stage="now"'], found["stall"]['async_save, stage="lazy"']
+        results = on_ranks(arguments.ranks, measure, arguments.megabytes, arguments.repetitions, folder)
+    memcpy, quiet = results["stall"]["memcpy of the local state"], results["quiet"]
+    now, lazy = results["stall"]['async_save, stage="now"'], results["stall"]['async_save, stage="lazy"']
     rows = [
         (
             name,
@@ -189,13 +189,13 @@ def main() -> None:
             f"{stall / memcpy:.3f}",
             f"{stall / now:.2f}",
             f"{stall / lazy:.1f}",
-            f"{1000 * found['step'][name]:.0f}",
-            f"{found['step'][name] / quiet:.2f}",
+            f"{1000 * results['step'][name]:.0f}",
+            f"{results['step'][name] / quiet:.2f}",
         )
-        for name, stall in found["stall"].items()
+        for name, stall in results["stall"].items()
     ]
     notes = (
-        f"{found['bytes'] / 2**20:.0f} MiB of state on each of {arguments.ranks} ranks (gloo, one thread each), "
+        f"{results['bytes'] / 2**20:.0f} MiB of state on each of {arguments.ranks} ranks (gloo, one thread each), "
         f"written without fsync; a step without a save takes {1000 * quiet:.0f} ms. The stall is the call and what "
         "steps waited for; DCP saves with a process group of its own. Medians of interleaved saves, of the slowest "
         "rank each."

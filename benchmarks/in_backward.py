@@ -45,7 +45,7 @@ def count(net: nn.Module) -> Callable[[], int]:
 
     for name, parameter in net.named_parameters():
         parameter.register_hook(lambda gradient, name=name: computed(name, gradient))
-        parameter.register_post_accumulate_grad_hook(lambda its, name=name: complete(name, its))
+        parameter.register_post_accumulate_grad_hook(lambda parameter, name=name: complete(name, parameter))
     return lambda: most[0]
 
 

@@ -67,9 +67,9 @@ def main() -> None:
     rows = []
     for label, shapes in CASES.items():
         for ranks in arguments.ranks:
-            told = on_ranks(ranks, measure, shapes, arguments.repetitions)
-            ours, theirs = told["ours"], told["torch"]
-            counts = f"{told['ours collectives']} / {told['torch collectives']}"
+            results = on_ranks(ranks, measure, shapes, arguments.repetitions)
+            ours, theirs = results["ours"], results["torch"]
+            counts = f"{results['ours collectives']} / {results['torch collectives']}"
             rows.append((label, str(ranks), f"{ours * 1e3:.1f}", f"{theirs * 1e3:.1f}", f"{theirs / ours:.1f}", counts))
             print(*rows[-1], sep="  ", flush=True)
     header = ("matrices", "ranks", "ours, ms", "torch on DTensor, ms", "torch / ours", "collectives a step")

@@ -1,4 +1,4 @@
-"""What the keyed optimizers cost over torch's own: steps in the same implementation, `state_dict()`, and clipping.
+"""The overhead of keyed optimizers over torch's own: steps in the same implementation, `state_dict()`, and clipping.
 
     python -m benchmarks.optimizer_overhead [--repetitions 60] [--rounds 8]
 

@@ -1,4 +1,4 @@
-"""How large and how many the requests of a load from afar should be: against a store that answers after a while.
+"""The size and number of the requests of a load from afar, against a store that answers after a while.
 
     python -m benchmarks.remote [--megabytes 128]
 
@@ -30,9 +30,9 @@ class Far(MemoryFileSystem):
     cachable = False
 
     def cat_file(self, path, start=None, end=None, **options):
-        found = super().cat_file(path, start=start, end=end, **options)
-        time.sleep(LATENCY_SECONDS + len(found) / BYTES_PER_SECOND)
-        return found
+        data = super().cat_file(path, start=start, end=end, **options)
+        time.sleep(LATENCY_SECONDS + len(data) / BYTES_PER_SECOND)
+        return data
 
 
 def main():

@@ -57,7 +57,7 @@ _kept: dict[str, tuple[SavePlan, OwnParts]] = {}
 
 
 def plan(mesh: Mesh) -> SavePlan:
-    """What a rank does before it writes; the plan is kept as `save` keeps it."""
+    """Plans a save on one rank, up to the first write; the plan is kept as `save` keeps it."""
     description = describe(mesh)
     fingerprint = description.geometry_fingerprint()
     if fingerprint not in _kept:

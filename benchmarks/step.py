@@ -129,8 +129,8 @@ def table(arguments: argparse.Namespace) -> list[list[str]]:
             for how in IMPLEMENTATIONS:
                 if how == "fused" and algorithm in WITHOUT_FUSED:
                     continue
-                told = on_ranks(arguments.ranks, measure, algorithm, how, size, arguments.rounds, repetitions)
-                rows.append(row(label, algorithm, how, told))
+                seconds = on_ranks(arguments.ranks, measure, algorithm, how, size, arguments.rounds, repetitions)
+                rows.append(row(label, algorithm, how, seconds))
                 print(*rows[-1], sep=" | ", flush=True)
     return rows
 
@@ -157,7 +157,7 @@ def plot(arguments: argparse.Namespace) -> None:
     lines: dict[str, list[float]] = {name: [] for name in (THEIRS, PLAIN, OURS, "torch plain, fused")}
     for count in COUNTS:
         size = (count, SIZES["400 × 4k"][1])
-        told = on_ranks(
+        seconds = on_ranks(
             arguments.ranks,
             measure,
             "AdamW",
@@ -171,7 +171,7 @@ def plot(arguments: argparse.Namespace) -> None:
             arguments.ranks, measure, "AdamW", "fused", size, arguments.rounds, arguments.repetitions, (PLAIN,)
         )
         for name in (THEIRS, PLAIN, OURS):
-            lines[name].append(told[name])
+            lines[name].append(seconds[name])
         lines["torch plain, fused"].append(fused[PLAIN])
         print(count, {name: f"{values[-1] * 1e3:.2f} ms" for name, values in lines.items()}, flush=True)
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained", dpi=110)

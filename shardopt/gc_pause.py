@@ -1,4 +1,4 @@
-"""No garbage collection while a plan is made."""
+"""Pauses garbage collection while a plan is made."""
 
 from __future__ import annotations
 

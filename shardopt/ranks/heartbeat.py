@@ -1,4 +1,4 @@
-"""Heartbeats: how ranks show life, and who shows none.
+"""Heartbeats: ranks show life in the store, and those that show none are named.
 
 A rank counts up a key of the store for as long as it is in a call; one that has neither answered nor beaten for a
 deadline is given up, and named. Clocks of different hosts are never compared.
@@ -82,10 +82,11 @@ class PeerHeartbeats:
         self._seen: dict[int, tuple[int, float]] = {}  # rank -> its last count, and for how many seconds it has stood
 
     def due(self) -> bool:
+        """Whether it is time to look again."""
         return world().monotonic() - self._looked >= self._interval_seconds
 
     def silent(self, ranks: Sequence[int]) -> list[int]:
-        """Those of `ranks` whose count has not changed for the deadline."""
+        """Returns those of `ranks` whose count has not changed for the deadline."""
         now = world().monotonic()
         # A look that comes late may be late because this process, or the whole machine, was stopped for a while; the
         # others had no chance to be heard then.

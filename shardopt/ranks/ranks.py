@@ -1,4 +1,4 @@
-"""The ranks of a process group, and all that they do together."""
+"""The ranks of a process group: rounds of agreement, all-reduce, all-to-all, shared cells and side channels."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Ranks:
 
     @classmethod
     def meeting(cls, job: dist.ProcessGroup, members: tuple[int, ...]) -> Ranks:
-        """Some ranks of a job, which have no process group yet: they can `agree`, and nothing else.
+        """Makes ranks of a job which have no process group yet: they can `agree`, and nothing else.
 
         Args:
             members: their numbers in the job, ascending; this rank's is among them.
@@ -65,7 +65,7 @@ class Ranks:
         return ranks
 
     def side_channel(self, what: str, deadline_seconds: float = DEADLINE_SECONDS) -> Ranks:
-        """The same ranks, to `agree` in another thread while these do in theirs: in rounds of their own. Collective.
+        """Makes the same ranks once more, to `agree` in another thread: in rounds of their own. Collective.
 
         They have their own connection to the store, which closes when they are let go.
 
@@ -83,7 +83,7 @@ class Ranks:
         return ranks
 
     def beating(self, deadline_seconds: float = DEADLINE_SECONDS) -> AbstractContextManager[None]:
-        """While this is open, this rank shows life. For calls of several rounds, between which there is work too.
+        """Shows life of this rank while this is open. For calls of several rounds, between which there is work too.
 
         May be opened within itself, and closed by another thread.
 
@@ -93,7 +93,7 @@ class Ranks:
         return nullcontext() if self._channel is None else self._channel.beating(deadline_seconds)
 
     def shared_cell(self, what: str | Call, first: str, deadline_seconds: float = DEADLINE_SECONDS) -> SharedCell:
-        """A word that all of these ranks can read and replace at any time, each for itself. Collective.
+        """Makes a text that all of these ranks can read and replace at any time, each for itself. Collective.
 
         Args:
             what: what it is for, as for `agree`.
@@ -124,7 +124,7 @@ class Ranks:
         return torch.device(self._accelerator, torch.get_device_module(self._accelerator).current_device())
 
     def all_reduce_sum(self, numbers: Tensor) -> Tensor:
-        """Each number summed over the ranks, in place; every rank gets the same bits. Collective: one all-reduce.
+        """Sums each number over the ranks, in place; every rank gets the same bits. Collective: one all-reduce.
 
         Args:
             numbers: on `device`, of the same shape and dtype on every rank.
@@ -135,13 +135,13 @@ class Ranks:
         return numbers
 
     def all_to_all(self, sent: Tensor, sent_counts: Sequence[int], got_counts: Sequence[int]) -> Exchange:
-        """Sends a part of a vector to each of the ranks, and gets theirs. Collective: one all-to-all.
+        """Sends a section of a vector to each of the ranks, and receives theirs. Collective: one all-to-all.
 
         It is only begun here: `wait` of what this returns gives the vector that was got.
 
         Args:
-            sent: contiguous, on a device that the group communicates on; not to be changed before `wait`. The parts
-                stand in it in the order of the ranks.
+            sent: contiguous, on a device that the group communicates on; not to be changed before `wait`. The
+                sections stand in it in the order of the ranks.
             sent_counts, got_counts: how many elements go to and come from each of them.
         """
         return begin_exchange(self._process_group(), sent, sent_counts, got_counts)
@@ -159,7 +159,7 @@ class Ranks:
         Args:
             what: what is being done, for error messages ("saving step-7"); all ranks must do the same. What of words
                 has a slash in it is not compared, as hosts may have a disk under other paths: `call_on`.
-            work: this rank's own part; what it returns stays here.
+            work: this rank's own work; what it returns stays here.
             report: what rank 0 must know of it, as JSON.
             decide: runs on rank 0 only; gets the reports by rank and returns JSON that every rank gets.
             deadline_seconds: for how long a rank may show no sign of life before it is given up.
@@ -184,20 +184,20 @@ class Ranks:
             channel.begin_round(as_call(what), deadline_seconds)
             try:
                 outcome.append(work())
-                mine = {"report": report(outcome[0])}
+                message = {"report": report(outcome[0])}
             except BaseException as error:
-                cause, mine = error, {"error": describe(error)}
+                cause, message = error, {"error": describe(error)}
             try:
-                answer = channel.decide(mine, decide) if self.rank == 0 else channel.follow(mine)
+                answer = channel.decide(message, decide) if self.rank == 0 else channel.follow(message)
             except (Silent, StoreError) as silent:
                 self._broken = str(silent) if isinstance(silent, Silent) else f"the job's store is lost: {silent}"
                 raise RankError(f"{what}: {self._broken}") from cause
             except BaseException as interrupt:
-                if not channel.told:
-                    self._broken = f"{type(interrupt).__name__} before the other ranks were told"
+                if not channel.reported:
+                    self._broken = f"{type(interrupt).__name__} before the other ranks had a report"
                 raise
         if cause is not None and not isinstance(cause, Exception):
-            raise cause  # an interrupt stays an interrupt here; the other ranks have been told
+            raise cause  # an interrupt stays an interrupt here; the other ranks have the report
         if "error" in answer:
             if answer.get("broken"):
                 self._broken = answer["error"]["message"]
@@ -205,7 +205,7 @@ class Ranks:
         return outcome[0], answer["decision"]
 
     def _process_group(self) -> dist.ProcessGroup | None:
-        """The group; None for this process alone.
+        """Returns the group; None for this process alone.
 
         Raises:
             RankError: it was destroyed.

@@ -1,4 +1,4 @@
-"""A word that all ranks see, and that any of them may replace."""
+"""A cell in the job's store: a text that all ranks read and replace, by compare-and-set."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from shardopt.world import Store, StoreError
 
 
 class SharedCell:
-    """A word in the job's store, which is replaced in one step. See `Ranks.shared_cell`."""
+    """A text in the job's store, replaced by compare-and-set. See `Ranks.shared_cell`."""
 
     def __init__(self, store: Store, key: str, first: str | None = None) -> None:
         self._store, self._key = store, key
@@ -15,7 +15,7 @@ class SharedCell:
             store.set(key, first)
 
     def replace(self, expected: str, wanted: str) -> str:
-        """Makes the word `wanted` if it is `expected`; returns what it is then. Local: one question to the store.
+        """Sets the text to `wanted` if it is `expected`; returns what it is then. Local: one request to the store.
 
         Raises:
             RankError: the store is lost.

@@ -25,8 +25,7 @@ _MOST_PLACES = 4096
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """What placements come to for one rank: the layout, and where the rank's boxes lie in its local tensor (None: all
-    of it)."""
+    """The layout that placements give, and where one rank's boxes lie in its local tensor (None: all of it)."""
 
     layout: Layout
     local_shape: tuple[int, ...]
@@ -35,7 +34,7 @@ class _Place:
 
 @dataclass(slots=True)
 class _OnMesh:
-    """What is known of one rank of a mesh: where it is, and what placements came to on it so far."""
+    """One rank of a mesh: its coordinate (None outside), and the layouts of placements that were seen so far."""
 
     mesh: Mesh
     coordinate: tuple[int, ...] | None
@@ -48,7 +47,7 @@ that no mesh, and with it no process group, is kept beyond `destroy_process_grou
 
 
 def on_mesh(mesh: DeviceMesh) -> _OnMesh:
-    """What is known of this rank of a mesh; kept as long as the mesh is."""
+    """Returns the cached record of this rank of a mesh; kept as long as the mesh is."""
     by_rank = _meshes.get(mesh)
     if by_rank is None:
         by_rank = _meshes[mesh] = {}
@@ -65,15 +64,15 @@ def on_mesh(mesh: DeviceMesh) -> _OnMesh:
 
 
 def view_of_dtensor(tensor: DTensor, local: Tensor, key: str) -> View:
-    """The view of a DTensor around a plain local tensor; raises LayoutError as `view_of`."""
+    """Returns the view of a DTensor around a plain local tensor; raises LayoutError as `view_of`."""
     spec = tensor._spec
     shape = spec.shape
     memory = memory_of(awaited(local), key)
     here = on_mesh(spec.mesh)
     strided_is_order = spec.use_strided_shard_as_shard_order
-    told = (shape, spec.placements, spec.shard_order, strided_is_order)
+    key_of_place = (shape, spec.placements, spec.shard_order, strided_is_order)
     # A subclass of Shard equals it, and may mean something else; others refuse even to be looked up.
-    place = here.places.get(told) if _KNOWN_PLACEMENTS.issuperset(map(type, spec.placements)) else None
+    place = here.places.get(key_of_place) if _KNOWN_PLACEMENTS.issuperset(map(type, spec.placements)) else None
     if place is None:
         refuse_placements(tensor, key)
         place = _place(tuple(shape), here, spec.placements, spec.shard_order, strided_is_order)
@@ -87,7 +86,7 @@ def view_of_dtensor(tensor: DTensor, local: Tensor, key: str) -> View:
             )
         while len(here.places) >= _MOST_PLACES:
             del here.places[next(iter(here.places))]
-        here.places[told] = place
+        here.places[key_of_place] = place
     if here.coordinate is None:  # torch gives such ranks a 1-dimensional empty tensor, whatever the shape
         return View(place.layout.shape, memory.dtype, (), place.layout)
     if 0 in place.local_shape and not memory.numel() and 0 not in shape:  # fully_shard gives these another empty shape
@@ -110,7 +109,7 @@ _KNOWN_PLACEMENTS = frozenset({Replicate, Shard, _StridedShard})
 
 
 def refuse_placements(tensor: DTensor, key: str) -> None:
-    """Refuses placements that do not say which elements a rank holds."""
+    """Raises LayoutError for placements that do not say which elements a rank holds."""
     for placement in tensor._spec.placements:
         # A subclass may mean something else by the same name, so it is as unknown as any other class.
         if type(placement) not in _KNOWN_PLACEMENTS:
@@ -129,7 +128,7 @@ def _place(
     shard_order: Sequence[Any] | None,
     strided_is_order: bool | None,
 ) -> _Place | None:
-    """What placements of these kinds come to.
+    """Computes the layout and this rank's boxes of placements of the known kinds; None where they are ambiguous.
 
     torch has two readings of `[_StridedShard(0, split_factor=2), Shard(0)]`: from left to right, as `distribute_tensor`
     makes it, and "first over the second mesh dimension, then over the first", as `fully_shard` and `redistribute` make
@@ -160,7 +159,7 @@ def _place(
 
 
 def dtensor_like(like: DTensor, local: Tensor) -> DTensor:
-    """A DTensor placed as another, around that very local tensor."""
+    """Wraps a local tensor, without a view of it, in a DTensor placed as another."""
     # DTensor.from_local would record autograd and wrap a fresh view, so that local_tensors gave another object back.
     spec = copy.copy(like._spec)
     spec.tensor_meta = TensorMeta(like.shape, like.stride(), local.dtype)
@@ -168,7 +167,7 @@ def dtensor_like(like: DTensor, local: Tensor) -> DTensor:
 
 
 def dtensor_sum_like(tensor: DTensor, dims: Collection[int], local: Tensor) -> DTensor:
-    """A DTensor placed as the sum of another over some dimensions, which are kept with size 1, around `local`."""
+    """Wraps a local tensor in a DTensor placed as the sum of another over `dims`, which are kept with size 1."""
     spec: Any = tensor._spec
     placements = tuple(Replicate() if _splits(each, tensor.ndim, dims) else each for each in spec.placements)
     order = spec.shard_order and tuple(entry for entry in spec.shard_order if entry.tensor_dim not in dims)
@@ -176,7 +175,7 @@ def dtensor_sum_like(tensor: DTensor, dims: Collection[int], local: Tensor) -> D
 
 
 def dtensor_stack_like(tensor: DTensor, count: int, local: Tensor) -> DTensor:
-    """A DTensor of `count` tensors like another, stacked along a new first dimension, around `local`."""
+    """Wraps a local tensor in a DTensor placed as `count` tensors like another, stacked along a new first dimension."""
     if tensor.device_mesh.get_coordinate() is None:
         local = local.flatten()  # as torch's own for ranks outside of the mesh
     spec: Any = tensor._spec
@@ -201,7 +200,7 @@ def _behind_new_dim(placement: Placement, dimensions: int) -> Placement:
 def _dtensor_around(
     local: Tensor, spec: Any, placements: tuple[Placement, ...], order: Any, shape: Sequence[int]
 ) -> DTensor:
-    """A DTensor of a global shape around a local tensor, on the mesh of another's spec, whose splits are read as there.
+    """Wraps a local tensor in a DTensor of a global shape, on the mesh of `spec`, whose splits are read as there.
 
     Splits of one dimension stay or go together, so what stays of placements or of their order means what it did.
     """

@@ -1,6 +1,6 @@
-"""Tensors with a dimension less or more than a sharded tensor that they belong to.
+"""Reduced and stacked tensors: placed as a sharded tensor that they belong to, with a dimension less or more.
 
-Less: what sums over some dimensions look like, and which ranks share them. More: several tensors like it in a stack.
+Less: sums over some dimensions, and the ranks that share them. More: several tensors like it in a stack.
 
 A sum over dimension d is complete on a rank unless the tensor is cut along d. Where it is, each rank of a process group
 has a summand, and all of them need the sum. So the sum lies like the tensor along its other dimensions, and is the same
@@ -50,10 +50,10 @@ class ShardGroup:
 
 
 def shard_groups_of(tensor: Tensor) -> tuple[ShardGroup, ...]:
-    """The cuts through a tensor that this rank is part of, in the same order on each of its ranks.
+    """Returns the groups of ranks, this one among them, that a tensor is cut over; in the same order on each of them.
 
-    Replicas are in none of the groups, so local sums that are added up over the group of each cut in turn make up the
-    sum of the whole. A plain tensor has no cut. Local, no collective.
+    Replicas are in none of the groups, so local sums that are added up over each group in turn make up the sum of the
+    whole. A plain tensor has none. Local, no collective.
     """
     if isinstance(tensor, DTensor):
         mesh = tensor.device_mesh
@@ -70,15 +70,15 @@ def shard_groups_of(tensor: Tensor) -> tuple[ShardGroup, ...]:
     return ()
 
 
-def is_first_of(tensor: Tensor, cut: ShardGroup) -> bool:
-    """Whether this rank is the first with a part of a tensor among the ranks of one of its cuts."""
+def is_first_of(tensor: Tensor, group: ShardGroup) -> bool:
+    """Whether this rank is the first that has elements of a tensor among the ranks of one of its shard groups."""
     if isinstance(tensor, ShardedTensor):
         return dist.get_rank() == min(holders_of(tensor), default=-1)
-    return cut.group.rank() == 0
+    return group.group.rank() == 0
 
 
 def sum_memory(tensor: Tensor, dims: Collection[int], dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Zeros to take up a tensor's sum over some dimensions, which are kept with size 1, for what this rank holds.
+    """Makes zeros for a tensor's sum over some dimensions, which are kept with size 1, for the elements of this rank.
 
     Args:
         tensor: what is to be summed.
@@ -90,13 +90,13 @@ def sum_memory(tensor: Tensor, dims: Collection[int], dtype: torch.dtype) -> tup
     elif isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None:
         return (torch.zeros(0, dtype=dtype, device=tensor.device),)  # as torch's own for such ranks
     else:
-        shapes = [tuple(leaf.shape) for leaf in local_tensors(tensor)]
-    device = next((leaf.device for leaf in local_tensors(tensor)), None) or empty_local_tensor(tensor).device
+        shapes = [tuple(local.shape) for local in local_tensors(tensor)]
+    device = next((local.device for local in local_tensors(tensor)), None) or empty_local_tensor(tensor).device
     return tuple(torch.zeros(with_ones(shape, dims), dtype=dtype, device=device) for shape in shapes)
 
 
 def local_views(tensor: Tensor, dims: Collection[int], memory: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """For each of `local_tensors(tensor)` the part of the sum over some dimensions that its elements belong to.
+    """Returns, for each of `local_tensors(tensor)`, the view of the sum over `dims` that its elements add to.
 
     Args:
         tensor: what is summed.
@@ -104,7 +104,7 @@ def local_views(tensor: Tensor, dims: Collection[int], memory: Sequence[Tensor])
         memory: what `sum_memory(tensor, dims, …)` made, or tensors like it.
 
     Returns:
-        Views with the shapes of the leaves, but for ones in the place of `dims`.
+        Views with the shapes of the local tensors, but for ones in the place of `dims`.
     """
     if isinstance(tensor, ShardedTensor) and _is_plain(tensor.metadata(), dims):
         (whole,) = memory
@@ -113,7 +113,7 @@ def local_views(tensor: Tensor, dims: Collection[int], memory: Sequence[Tensor])
 
 
 def sum_like(tensor: Tensor, *dims: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Zeros placed as the sum of a tensor over some dimensions is, which are kept with size 1.
+    """Makes zeros placed as the sum of a tensor over some dimensions is, which are kept with size 1.
 
     Local, no collective. Its memory is what `sum_memory` would make.
 
@@ -132,12 +132,12 @@ def sum_like(tensor: Tensor, *dims: int, dtype: torch.dtype | None = None) -> Te
 
 
 def stack_like(tensor: Tensor, count: int) -> Tensor:
-    """Zeros for `count` tensors of a tensor's dtype, stacked along a new first dimension and placed as it is.
+    """Makes zeros for `count` tensors of a tensor's dtype, stacked along a new first dimension and placed as it is.
 
-    Local, no collective. Its leaves are contiguous, [count, *shape of the tensor's leaf].
+    Local, no collective. The local tensors are contiguous, [count, *shape of the tensor's local tensor].
     """
-    leaves = local_tensors(tensor)
-    made = [torch.zeros((count, *leaf.shape), dtype=leaf.dtype, device=leaf.device) for leaf in leaves]
+    tensors = local_tensors(tensor)
+    made = [torch.zeros((count, *local.shape), dtype=local.dtype, device=local.device) for local in tensors]
     if isinstance(tensor, ShardedTensor):
         return sharded_stack_like(tensor, count, made)
     if not isinstance(tensor, DTensor):
@@ -146,5 +146,5 @@ def stack_like(tensor: Tensor, count: int) -> Tensor:
 
 
 def _is_plain(metadata: ShardedTensorMetadata, dims: Collection[int]) -> bool:
-    """Whether a ShardedTensor's sum over these dimensions is a plain tensor on every rank."""
+    """Whether a ShardedTensor's sum over these dimensions is a plain tensor, whole on every rank."""
     return not cut_dims(metadata).isdisjoint(dims)

@@ -91,8 +91,8 @@ def table(full, meshes):
 def wrapper(full, meshes):
     """Columns on the inner dimension, every second one on the same rank, alike on both outer ranks."""
     inner = meshes.grid["inner"]
-    mine = range(inner.get_local_rank(), full.shape[1], inner.size())
-    local = LocalShardsWrapper([full[:, i : i + 1].clone() for i in mine], [(0, i) for i in mine])
+    columns = range(inner.get_local_rank(), full.shape[1], inner.size())
+    local = LocalShardsWrapper([full[:, i : i + 1].clone() for i in columns], [(0, i) for i in columns])
     return DTensor.from_local(local, inner, [Shard(1)], shape=full.shape, stride=full.stride())
 
 

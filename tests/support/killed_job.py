@@ -2,8 +2,8 @@
 
     torchrun ... killed_job.py <root> <a plan, as JSON>
 
-The plan has what befalls each life of the job: [rank, operation, at]; where the operation is "SIGTERM", the rank is
-told to stop after so many seconds.
+The plan has a fault for each life of the job: [rank, operation, at]; where the operation is "SIGTERM", the rank gets
+that signal after so many seconds.
 """
 
 import importlib
@@ -95,8 +95,8 @@ def main():
     rank, operation, at = plan[life] if life < len(plan) else (-1, "", 0)
     faults = [Fault(rank, operation, at)] if rank == int(os.environ["RANK"]) and operation != "SIGTERM" else []
     dist.init_process_group("gloo")
-    told = rank == dist.get_rank() and operation == "SIGTERM"
-    if told:
+    gets_signal = rank == dist.get_rank() and operation == "SIGTERM"
+    if gets_signal:
         threading.Timer(at, os.kill, (os.getpid(), signal.SIGTERM)).start()
     with watched(faults, ()):
         train(root, "lazy", 1, stop_on=signal.SIGTERM, stop_seconds=10.0)

@@ -28,7 +28,7 @@ LaysOut = Callable[[Tensor, str], Tensor]
 
 @dataclass(frozen=True)
 class LaidOut:
-    """How a parameter lies; without placements it is plain."""
+    """The layout of a parameter; without placements it is plain."""
 
     shape: tuple[int, ...]
     placements: tuple[Placement, ...] = ()
@@ -125,7 +125,7 @@ class Run:
         start, *gradients = values(dtype)
         self.names = tuple(names)
         self.parameters = {name: Parameter(laid_out(start[name], name)) for name in self.names}
-        self._gradients = [{name: laid_out(its[name], name) for name in self.names} for its in gradients]
+        self._gradients = [{name: laid_out(gradient[name], name) for name in self.names} for gradient in gradients]
         self._without_gradient = without_gradient
         self.optimizer = make(self.parameters)
 
@@ -140,7 +140,7 @@ class Run:
         return self
 
     def state(self, name: str) -> dict[str, Any]:
-        """What the optimizer keeps for a parameter."""
+        """Returns the optimizer's state of a parameter."""
         return dict(self.optimizer.state.get(self.parameters[name], {}))
 
 
@@ -160,9 +160,9 @@ def whole(full: Tensor, name: str) -> Tensor:
     return full.clone()
 
 
-def same(found: Any, wanted: Any) -> bool:
+def same(actual: Any, expected: Any) -> bool:
     """Every bit, dtype and shape."""
-    return found.dtype == wanted.dtype and found.shape == wanted.shape and torch.equal(found, wanted)
+    return actual.dtype == expected.dtype and actual.shape == expected.shape and torch.equal(actual, expected)
 
 
 def whole_vectors(parameter: Tensor) -> bool:

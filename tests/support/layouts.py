@@ -93,7 +93,7 @@ def table(full, last_dim):
             (holder, full.narrow(dim, begin, end - begin).clone(), ShardMetadata(offsets, sizes, f"rank:{holder}/cpu"))
         )
         begin = end
-    shards = [sharded_tensor.Shard(tensor, told) for holder, tensor, told in pieces if holder == rank]
+    shards = [sharded_tensor.Shard(tensor, metadata) for holder, tensor, metadata in pieces if holder == rank]
     return sharded_tensor.init_from_local_shards(shards, *full.shape)
 
 
@@ -113,8 +113,8 @@ def give_gradient(parameter, gradient):
         parameter.grad = gradient
         return
     given = gradient.local_shards() if gradient is not None else [None] * len(parameter.local_shards())
-    for mine, theirs in zip(parameter.local_shards(), given, strict=True):
-        mine.tensor.grad = None if theirs is None else theirs.tensor
+    for own, gradient_shard in zip(parameter.local_shards(), given, strict=True):
+        own.tensor.grad = None if gradient_shard is None else gradient_shard.tensor
 
 
 def pieces_of(full, like):

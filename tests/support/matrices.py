@@ -84,12 +84,10 @@ def give_gradient(parameter, full):
         for holder in holders:
             holder.grad = None
         return
-    gradient = assemble(parameter, [torch.zeros_like(leaf).detach() for leaf in local_tensors(parameter)])
+    gradient = assemble(parameter, [torch.zeros_like(local).detach() for local in local_tensors(parameter)])
     fill(gradient, full)
-    for holder, part in zip(
-        holders, (gradient,) if takes_gradient(parameter) else local_tensors(gradient), strict=True
-    ):
-        holder.grad = part
+    for holder, own in zip(holders, (gradient,) if takes_gradient(parameter) else local_tensors(gradient), strict=True):
+        holder.grad = own
 
 
 def _table(dtype):

@@ -119,33 +119,33 @@ def _sharded_tensor(full, name):
 
 
 def give_gradient(parameter, full):
-    """Sets this rank's part of a whole gradient, sparse or dense; None takes it away."""
-    leaves = local_tensors(parameter)
-    holders = (parameter,) if takes_gradient(parameter) else leaves
+    """Sets this rank's shards of a whole gradient, sparse or dense; None takes it away."""
+    local = local_tensors(parameter)
+    holders = (parameter,) if takes_gradient(parameter) else local
     if full is None:
         for holder in holders:
             holder.grad = None
         return
-    parts = [_part(full, leaf, where) for leaf, where in zip(leaves, _boxes(parameter), strict=True)]
-    given = [assemble(parameter, parts)] if takes_gradient(parameter) else parts
-    for holder, part in zip(holders, given, strict=True):
-        holder.grad = part
+    gradients = [_local_gradient(full, each, where) for each, where in zip(local, _boxes(parameter), strict=True)]
+    given = [assemble(parameter, gradients)] if takes_gradient(parameter) else gradients
+    for holder, gradient in zip(holders, given, strict=True):
+        holder.grad = gradient
 
 
 def _boxes(parameter):
-    """The box of each leaf; None where it is empty, and a list where it has several."""
+    """The box of each local tensor; None where it is empty, and a list where it has several."""
     pieces = view_of(parameter).pieces
     if not takes_gradient(parameter):
         return [piece.box for piece in pieces]
     return [[piece.box for piece in pieces]]
 
 
-def _part(full, leaf, boxes):
-    """What of a gradient lies in the boxes of a leaf, one behind the other along the rows."""
+def _local_gradient(full, each, boxes):
+    """Returns the gradient of a local tensor: that of its boxes, one behind the other along the rows."""
     boxes = boxes if isinstance(boxes, list) else [boxes]
     if not full.is_sparse:
         made = [full[tuple(map(slice, box.offsets, box.ends))] for box in boxes]
-        return torch.cat(made).clone().view(leaf.shape) if made else torch.zeros_like(leaf).detach()
+        return torch.cat(made).clone().view(each.shape) if made else torch.zeros_like(each).detach()
     rows, values, at = [], [], 0
     indices = full._indices()[0]
     for box in boxes:
@@ -154,8 +154,8 @@ def _part(full, leaf, boxes):
         values.append(full._values()[here][(slice(None), *map(slice, box.offsets[1:], box.ends[1:]))])
         at += box.sizes[0]
     index = torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
-    held = torch.cat(values) if values else leaf.detach().new_empty((0, *leaf.shape[1:]))
-    return torch.sparse_coo_tensor(index[None], held, leaf.shape, check_invariants=True)
+    chosen = torch.cat(values) if values else each.detach().new_empty((0, *each.shape[1:]))
+    return torch.sparse_coo_tensor(index[None], chosen, each.shape, check_invariants=True)
 
 
 def parts_of(full, like):

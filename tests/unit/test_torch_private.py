@@ -206,7 +206,7 @@ def test_a_scaler_is_known_in_its_step_and_tells_what_it_has_unscaled():
     assert stages.stage(optimizer) is OptState.READY and inverse_scale(scaler).item() == 0.125
     scaler.unscale_(optimizer)
     assert stages.stage(optimizer) is OptState.UNSCALED
-    assert {device.type: found.item() for device, found in stages.found(optimizer).items()} == {"cpu": 0.0}
+    assert {device.type: found.item() for device, found in stages.found_inf(optimizer).items()} == {"cpu": 0.0}
     scaler.step(optimizer)
     assert seen[1:] == [scaler] and stages.stage(optimizer) is OptState.STEPPED
     other = torch.optim.SGD([weight])
