@@ -101,7 +101,7 @@ def peers_of(job: Job) -> dict[str, Callable[[str], Wait]]:
 
         return begin
 
-    def theirs(stager: DefaultStager | None) -> Callable[[str], Wait]:
+    def by_dcp(stager: DefaultStager | None) -> Callable[[str], Wait]:
         def begin(path: str) -> Wait:
             state = {"model": job.model.state_dict(), "optimizer": job.optimizer.state_dict(), "step": job.app["step"]}
             writer = FileSystemWriter(path, single_file_per_rank=True, sync_files=False, thread_count=1)
@@ -119,8 +119,8 @@ def peers_of(job: Job) -> dict[str, Callable[[str], Wait]]:
         "memcpy of the local state": memcpy,
         'async_save, stage="now"': ours("now"),
         'async_save, stage="lazy"': ours("lazy"),
-        "DCP, default": theirs(None),
-        "DCP, kept stager": theirs(kept),
+        "DCP, default": by_dcp(None),
+        "DCP, kept stager": by_dcp(kept),
     }
 
 

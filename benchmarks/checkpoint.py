@@ -73,10 +73,10 @@ def save_peers(
     def ours(repetition: int) -> None:
         checkpoint.save(fresh("ours", repetition), state, durable=durable)
 
-    def theirs(repetition: int) -> None:
+    def by_dcp(repetition: int) -> None:
         dcp.save(state, storage_writer=dcp_writer(fresh("dcp", repetition), durable), planner=planner)
 
-    return {"ours": ours, "dcp": theirs}
+    return {"ours": ours, "dcp": by_dcp}
 
 
 def load_peers(state: dict[str, Any], ours_at: str, dcp_at: str) -> dict[str, Callable[[int], Any]]:

@@ -68,9 +68,9 @@ def main() -> None:
     for label, shapes in CASES.items():
         for ranks in arguments.ranks:
             results = on_ranks(ranks, measure, shapes, arguments.repetitions)
-            ours, theirs = results["ours"], results["torch"]
+            ours, torchs = results["ours"], results["torch"]
             counts = f"{results['ours collectives']} / {results['torch collectives']}"
-            rows.append((label, str(ranks), f"{ours * 1e3:.1f}", f"{theirs * 1e3:.1f}", f"{theirs / ours:.1f}", counts))
+            rows.append((label, str(ranks), f"{ours * 1e3:.1f}", f"{torchs * 1e3:.1f}", f"{torchs / ours:.1f}", counts))
             print(*rows[-1], sep="  ", flush=True)
     header = ("matrices", "ranks", "ours, ms", "torch on DTensor, ms", "torch / ours", "collectives a step")
     notes = "A step over matrices sharded by rows, gloo, one thread a rank; medians of interleaved steps."

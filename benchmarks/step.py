@@ -136,19 +136,19 @@ def table(arguments: argparse.Namespace) -> list[list[str]]:
 
 
 def row(label: str, algorithm: str, how: str, seconds: dict[str, float]) -> list[str]:
-    theirs = seconds.get(THEIRS)
+    torchs = seconds.get(THEIRS)
     return [
         label,
         algorithm,
         how,
         f"{seconds[PLAIN] * 1e3:.2f}",
         f"{seconds[AGAIN] / seconds[PLAIN]:.2f}",
-        "fails" if theirs is None else f"{theirs * 1e3:.2f}",
+        "fails" if torchs is None else f"{torchs * 1e3:.2f}",
         f"{seconds[OURS] * 1e3:.2f}",
         f"{seconds[OURS_PLAIN] * 1e3:.2f}",
         f"{seconds[OURS] / seconds[PLAIN]:.2f}",
         f"{seconds[OURS_PLAIN] / seconds[PLAIN]:.2f}",
-        "" if theirs is None else f"{theirs / seconds[OURS]:.1f}",
+        "" if torchs is None else f"{torchs / seconds[OURS]:.1f}",
     ]
 
 

@@ -16,7 +16,8 @@ from shardopt.sharding.view import local_tensors, view_of
 from tests.contract.test_view_dtensor import cases
 from tests.contract.test_view_shards import enumerable, sharded
 from tests.support.boxes import partitions
-from tests.support.fake_rank import as_rank, at, check_views, counting, redistributed
+from tests.support.fake_rank import as_rank, check_views, counting, redistributed
+from tests.support.placement import at
 
 COUNT = 3
 

@@ -26,7 +26,8 @@ from shardopt.errors import LayoutError
 from shardopt.sharding.box import Box
 from shardopt.sharding.mesh import Split, differ_unseen, in_order, runs_of
 from shardopt.sharding.view import view_of
-from tests.support.fake_rank import as_rank, at, check_views, counting, redistributed
+from tests.support.fake_rank import as_rank, check_views, counting, redistributed
+from tests.support.placement import at
 
 
 @st.composite

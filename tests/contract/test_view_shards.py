@@ -17,7 +17,8 @@ from shardopt.errors import LayoutError
 from shardopt.sharding.box import Box
 from shardopt.sharding.view import view_of
 from tests.support.boxes import partitions
-from tests.support.fake_rank import as_rank, at, check_views, counting
+from tests.support.fake_rank import as_rank, check_views, counting
+from tests.support.placement import at
 
 RANKS = 4
 

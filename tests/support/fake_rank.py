@@ -10,10 +10,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
-from torch.distributed._shard.sharding_spec import ShardMetadata
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -22,6 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from shardopt.sharding.box import cover_faults
 from shardopt.sharding.layout import Layout
 from shardopt.sharding.view import view_of
+from tests.support.placement import at, ends_of, runs, sharded_tensor_of
 
 
 @contextmanager
@@ -67,29 +65,14 @@ def shard(full: Tensor, mesh: DeviceMesh, *placements: Placement) -> DTensor:
 def sharded_tensor(
     full: Tensor, rows: Sequence[tuple[int, int]], rank: int, requires_grad: bool = False
 ) -> ShardedTensor:
-    """A ShardedTensor cut into runs of rows.
+    """Makes a ShardedTensor cut into runs of rows.
 
     Args:
         full: what every rank has.
         rows: for each shard, in order, the number of rows and the rank that holds it.
     """
-    shards, local, start = [], [], 0
-    for count, holder in rows:
-        metadata = ShardMetadata([start, 0], [count, full.shape[1]], f"rank:{holder}/cpu")
-        shards.append(metadata)
-        if holder == rank:
-            part = full[start : start + count].clone().requires_grad_(requires_grad)
-            local.append(LocalShard(part, metadata))
-        start += count
-    properties = TensorProperties(dtype=full.dtype, requires_grad=requires_grad)
-    return ShardedTensor._init_from_local_shards_and_global_metadata(
-        local, ShardedTensorMetadata(shards, full.shape, properties)
-    )
-
-
-def at(box) -> tuple[slice, ...]:
-    """The index that takes a box out of a tensor."""
-    return tuple(map(slice, box.offsets, box.ends))
+    boxes = runs(full.shape, 0, ends_of([count for count, _ in rows]))
+    return sharded_tensor_of(full, boxes, [holder for _, holder in rows], rank, requires_grad)
 
 
 def boxes_of(full: Tensor, like: Tensor) -> list[Tensor]:
