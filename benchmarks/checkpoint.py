@@ -1,6 +1,6 @@
 """Checkpoints against torch.distributed.checkpoint (DCP) in the same run; ratios are DCP time / our time.
 
-python benchmarks/checkpoint.py [--only NAME …] [--repetitions 5] [--folder /tmp]
+python -m benchmarks.checkpoint [--only NAME …] [--repetitions 5] [--folder /tmp]
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import matplotlib.pyplot as plt
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from peers import RESULTS, interleaved, on_ranks, write_table
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from benchmarks.peers import RESULTS, interleaved, on_ranks, write_table
 from shardopt import checkpoint
 
 GIB = 1 << 30
@@ -73,10 +73,10 @@ def save_peers(
     def ours(repetition: int) -> None:
         checkpoint.save(fresh("ours", repetition), state, durable=durable)
 
-    def theirs(repetition: int) -> None:
+    def by_dcp(repetition: int) -> None:
         dcp.save(state, storage_writer=dcp_writer(fresh("dcp", repetition), durable), planner=planner)
 
-    return {"ours": ours, "dcp": theirs}
+    return {"ours": ours, "dcp": by_dcp}
 
 
 def load_peers(state: dict[str, Any], ours_at: str, dcp_at: str) -> dict[str, Callable[[int], Any]]:

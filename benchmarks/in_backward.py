@@ -1,6 +1,6 @@
 """The peak memory of training steps with an optimizer in backward, and with one that steps after it.
 
-    python benchmarks/in_backward.py [--repetitions 15]
+    python -m benchmarks.in_backward [--repetitions 15]
 
 Four blocks of two fp32 matrices of 3,072 × 3,072: 288 MiB of gradients, of which the largest layer (a block) has 72.
 Each kind runs in processes of its own, one with hooks that count the bytes of gradients that are alive at once, and one
@@ -18,10 +18,10 @@ import sys
 from collections.abc import Callable
 
 import torch
-from peers import interleaved, write_table
 from torch import Tensor, nn
 
 import shardopt
+from benchmarks.peers import RESULTS, interleaved, write_table
 from shardopt import KeyedOptimizer
 
 BLOCKS, MATRICES, WIDTH = 4, 2, 3072
@@ -45,7 +45,7 @@ def count(net: nn.Module) -> Callable[[], int]:
 
     for name, parameter in net.named_parameters():
         parameter.register_hook(lambda gradient, name=name: computed(name, gradient))
-        parameter.register_post_accumulate_grad_hook(lambda its, name=name: complete(name, its))
+        parameter.register_post_accumulate_grad_hook(lambda parameter, name=name: complete(name, parameter))
     return lambda: most[0]
 
 
@@ -78,7 +78,8 @@ def measure(kind: str, algorithm: str, counts: bool) -> dict[str, int]:
 
 
 def in_a_child(*args: str) -> dict[str, int]:
-    run = subprocess.run([sys.executable, __file__, "--child", *args], check=True, capture_output=True, text=True)
+    command = [sys.executable, "-m", "benchmarks.in_backward", "--child", *args]
+    run = subprocess.run(command, check=True, capture_output=True, text=True, cwd=RESULTS.parents[1])
     numbers: dict[str, int] = json.loads(run.stdout)
     return numbers
 

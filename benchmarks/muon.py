@@ -1,6 +1,6 @@
 """Muon's step on sharded matrices: ours against torch's on DTensors, in the same run; collectives counted.
 
-python benchmarks/muon.py [--ranks 2 4] [--repetitions 7]
+python -m benchmarks.muon [--ranks 2 4] [--repetitions 7]
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from peers import interleaved, on_ranks, write_table
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import shardopt
+from benchmarks.peers import interleaved, on_ranks, write_table
 
 CASES = {
     "48 of 64 × 64": [(64, 64)] * 48,
@@ -67,10 +67,10 @@ def main() -> None:
     rows = []
     for label, shapes in CASES.items():
         for ranks in arguments.ranks:
-            told = on_ranks(ranks, measure, shapes, arguments.repetitions)
-            ours, theirs = told["ours"], told["torch"]
-            counts = f"{told['ours collectives']} / {told['torch collectives']}"
-            rows.append((label, str(ranks), f"{ours * 1e3:.1f}", f"{theirs * 1e3:.1f}", f"{theirs / ours:.1f}", counts))
+            results = on_ranks(ranks, measure, shapes, arguments.repetitions)
+            ours, torchs = results["ours"], results["torch"]
+            counts = f"{results['ours collectives']} / {results['torch collectives']}"
+            rows.append((label, str(ranks), f"{ours * 1e3:.1f}", f"{torchs * 1e3:.1f}", f"{torchs / ours:.1f}", counts))
             print(*rows[-1], sep="  ", flush=True)
     header = ("matrices", "ranks", "ours, ms", "torch on DTensor, ms", "torch / ours", "collectives a step")
     notes = "A step over matrices sharded by rows, gloo, one thread a rank; medians of interleaved steps."

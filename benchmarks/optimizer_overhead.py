@@ -1,6 +1,6 @@
-"""What the keyed optimizers cost over torch's own: steps in the same implementation, `state_dict()`, and clipping.
+"""The overhead of keyed optimizers over torch's own: steps in the same implementation, `state_dict()`, and clipping.
 
-    python benchmarks/optimizer_overhead.py [--repetitions 60] [--rounds 8]
+    python -m benchmarks.optimizer_overhead [--repetitions 60] [--rounds 8]
 
 400 parameters of 4,096 fp32 elements, on one thread each rank: plain ones under AdamW, and DTensors over 2 ranks whose
 gradients are clipped. All peers step on the same parameters, gradients and state tensors, since where memory lies
@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from peers import in_turns, on_ranks, write_table
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import AdamW, Optimizer
 
 import shardopt
+from benchmarks.peers import in_turns, on_ranks, write_table
 from shardopt import GradientClipping, GradientClippingOptimizer, WarmupOptimizer, WarmupPolicy, WarmupStage
 
 PARAMETERS, ELEMENTS, RANKS = 400, 4096, 2

@@ -1,4 +1,4 @@
-"""What every benchmark needs: ranks, interleaved repetitions, medians, and a table with date and hardware.
+"""Shared by all benchmarks: ranks, interleaved repetitions, medians, and a table with date and hardware.
 
 Machines are shared and noisy, so that an absolute time proves nothing: peers take turns in one run, after memory and
 files are warm, and what is reported is the ratio of their medians.

@@ -1,6 +1,6 @@
-"""How large and how many the requests of a load from afar should be: against a store that answers after a while.
+"""The size and number of the requests of a load from afar, against a store that answers after a while.
 
-    python benchmarks/remote.py [--megabytes 128]
+    python -m benchmarks.remote [--megabytes 128]
 
 The store is in memory; each request takes `latency` and then its bytes at the rate of one connection, which is about
 what object stores give: many connections at once are how they are fast. Nothing else is measured, so the numbers say
@@ -30,9 +30,9 @@ class Far(MemoryFileSystem):
     cachable = False
 
     def cat_file(self, path, start=None, end=None, **options):
-        found = super().cat_file(path, start=start, end=end, **options)
-        time.sleep(LATENCY_SECONDS + len(found) / BYTES_PER_SECOND)
-        return found
+        data = super().cat_file(path, start=start, end=end, **options)
+        time.sleep(LATENCY_SECONDS + len(data) / BYTES_PER_SECOND)
+        return data
 
 
 def main():

@@ -1,6 +1,6 @@
 """Plans for one rank of a large job without the others: FSDP over 512 ranks × 32 replicas, AdamW.
 
-    python benchmarks/simulate_scale.py
+    python -m benchmarks.simulate_scale
 
 Times what one rank works out alone (layouts, fingerprint, assignment, its own part), the first time and again, the
 size of the manifest and the time to read it.
@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import time
 
-from peers import write_table
-
+from benchmarks.peers import write_table
 from shardopt.checkpoint.commit import manifest_of
 from shardopt.checkpoint.format.constants import DTYPES, file_name
 from shardopt.checkpoint.format.manifest import decode_manifest, encode_manifest
@@ -58,7 +57,7 @@ _kept: dict[str, tuple[SavePlan, RankWrites]] = {}
 
 
 def plan(mesh: Mesh) -> SavePlan:
-    """What a rank does before it writes; the plan is kept as `save` keeps it."""
+    """Plans a save on one rank, up to the first write; the plan is kept as `save` keeps it."""
     description = describe(mesh)
     fingerprint = description.geometry_fingerprint()
     if fingerprint not in _kept:

@@ -1,7 +1,7 @@
-"""What a step costs that touches a few rows of a large table, against torch's own on a plain table.
+"""The cost of a step that touches a few rows of a large table, against torch's own on a plain table.
 
-    python benchmarks/sparse.py [--repetitions 10] [--rounds 18]
-    python benchmarks/sparse.py --cuda      # on a GPU: the row-wise kernel against the card's memory bandwidth
+    python -m benchmarks.sparse [--repetitions 10] [--rounds 18]
+    python -m benchmarks.sparse --cuda      # on a GPU: the row-wise kernel against the card's memory bandwidth
 
 4,096 touched rows of 64 fp32 elements, of 1,000,000 and of 4,000,000 rows. Ours are keyed optimizers over a DTensor
 whose gradient is sparse. All peers of one algorithm work on the same memory, parameter and state, and take turns; times
@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from peers import interleaved, write_table
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.profiler import ProfilerActivity, profile
 
 import shardopt
+from benchmarks.peers import interleaved, write_table
 from shardopt.algorithms.row_wise import row_rules
 
 SIZES, DIMENSION, TOUCHED, BATCHES = (1_000_000, 4_000_000), 64, 4096, 8
@@ -114,7 +114,7 @@ class Cost:
 
 
 def measured(rows: int, repetitions: int, rounds: int) -> dict[str, Cost]:
-    """What a step of each peer costs: medians over rounds of what the medians of a round come to.
+    """Times a step of each peer: medians over rounds of the medians of a round.
 
     In a round all work under the same load.
     """
@@ -127,14 +127,14 @@ def measured(rows: int, repetitions: int, rounds: int) -> dict[str, Cost]:
         taken = interleaved({name: peers[name] for name in order}, repetitions, warm_up=3, clock=time.thread_time)
         for name, each in taken.items():
             seconds[name].append(each)
-    found = {}
+    costs = {}
     for name, each_round in seconds.items():
-        ratios = [mine / torchs for mine, torchs in zip(each_round, seconds[TORCHS], strict=True)]
-        found[name] = Cost(statistics.median(each_round), statistics.median(ratios), allocated(peers[name]))
+        ratios = [own / torchs for own, torchs in zip(each_round, seconds[TORCHS], strict=True)]
+        costs[name] = Cost(statistics.median(each_round), statistics.median(ratios), allocated(peers[name]))
     peers.clear()
     dense = table.dense()
     taken_dense = interleaved({DENSE: dense}, 3, warm_up=1, clock=time.thread_time)[DENSE]
-    return {**found, DENSE: Cost(taken_dense, taken_dense / found[TORCHS].seconds, allocated(dense))}
+    return {**costs, DENSE: Cost(taken_dense, taken_dense / costs[TORCHS].seconds, allocated(dense))}
 
 
 def on_cpu(repetitions: int, rounds: int) -> str:

@@ -1,6 +1,6 @@
 """An optimizer step on sharded parameters: ours, torch's on the same DTensors, and torch's on plain tensors.
 
-    python benchmarks/step.py [--ranks 1] [--rounds 6] [--repetitions 20] [--only AdamW ...] [--no-plot]
+    python -m benchmarks.step [--ranks 1] [--rounds 6] [--repetitions 20] [--only AdamW ...] [--no-plot]
 
 400 parameters of 4,096 fp32 elements on each rank, and 20 of 4,194,304; one thread a rank. Peers take turns on the same
 memory (parameters, gradients and state), since where it lies makes more of a difference than what is measured; a second
@@ -20,13 +20,13 @@ import matplotlib
 import torch
 import torch.distributed as dist
 from matplotlib import pyplot
-from peers import RESULTS, in_turns, on_ranks, write_table
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 import shardopt
+from benchmarks.peers import RESULTS, in_turns, on_ranks, write_table
 
 matplotlib.use("Agg")  # draws into a file and needs no display
 
@@ -129,26 +129,26 @@ def table(arguments: argparse.Namespace) -> list[list[str]]:
             for how in IMPLEMENTATIONS:
                 if how == "fused" and algorithm in WITHOUT_FUSED:
                     continue
-                told = on_ranks(arguments.ranks, measure, algorithm, how, size, arguments.rounds, repetitions)
-                rows.append(row(label, algorithm, how, told))
+                seconds = on_ranks(arguments.ranks, measure, algorithm, how, size, arguments.rounds, repetitions)
+                rows.append(row(label, algorithm, how, seconds))
                 print(*rows[-1], sep=" | ", flush=True)
     return rows
 
 
 def row(label: str, algorithm: str, how: str, seconds: dict[str, float]) -> list[str]:
-    theirs = seconds.get(THEIRS)
+    torchs = seconds.get(THEIRS)
     return [
         label,
         algorithm,
         how,
         f"{seconds[PLAIN] * 1e3:.2f}",
         f"{seconds[AGAIN] / seconds[PLAIN]:.2f}",
-        "fails" if theirs is None else f"{theirs * 1e3:.2f}",
+        "fails" if torchs is None else f"{torchs * 1e3:.2f}",
         f"{seconds[OURS] * 1e3:.2f}",
         f"{seconds[OURS_PLAIN] * 1e3:.2f}",
         f"{seconds[OURS] / seconds[PLAIN]:.2f}",
         f"{seconds[OURS_PLAIN] / seconds[PLAIN]:.2f}",
-        "" if theirs is None else f"{theirs / seconds[OURS]:.1f}",
+        "" if torchs is None else f"{torchs / seconds[OURS]:.1f}",
     ]
 
 
@@ -157,7 +157,7 @@ def plot(arguments: argparse.Namespace) -> None:
     lines: dict[str, list[float]] = {name: [] for name in (THEIRS, PLAIN, OURS, "torch plain, fused")}
     for count in COUNTS:
         size = (count, SIZES["400 × 4k"][1])
-        told = on_ranks(
+        seconds = on_ranks(
             arguments.ranks,
             measure,
             "AdamW",
@@ -171,7 +171,7 @@ def plot(arguments: argparse.Namespace) -> None:
             arguments.ranks, measure, "AdamW", "fused", size, arguments.rounds, arguments.repetitions, (PLAIN,)
         )
         for name in (THEIRS, PLAIN, OURS):
-            lines[name].append(told[name])
+            lines[name].append(seconds[name])
         lines["torch plain, fused"].append(fused[PLAIN])
         print(count, {name: f"{values[-1] * 1e3:.2f} ms" for name, values in lines.items()}, flush=True)
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained", dpi=110)

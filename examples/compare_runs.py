@@ -35,11 +35,11 @@ class Difference:
     step: int
     ranks: int
     expected: float
-    found: float
+    loss: float
 
     @property
     def relative(self) -> float:
-        return abs(self.found - self.expected) / abs(self.expected)
+        return abs(self.loss - self.expected) / abs(self.expected)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +68,14 @@ def read_losses(run: Path) -> list[Record]:
 
 def compare_losses(reference: Path, run: Path) -> Comparison:
     expected = {record.step: record.loss for record in read_losses(reference)}
-    found = read_losses(run)
+    records = read_losses(run)
     return Comparison(
         differences=tuple(
             Difference(record.step, record.ranks, expected[record.step], record.loss)
-            for record in found
+            for record in records
             if record.step in expected
         ),
-        missing=tuple(sorted(expected.keys() ^ {record.step for record in found})),
+        missing=tuple(sorted(expected.keys() ^ {record.step for record in records})),
     )
 
 
@@ -101,7 +101,7 @@ def table(comparison: Comparison, chosen: Callable[[Difference], bool]) -> str:
     """The chosen lines of a comparison, one per row."""
     rows = [f"{'step':>6} {'ranks':>6} {'uninterrupted':>15} {'interrupted':>15} {'relative':>10}"]
     rows += [
-        f"{line.step:6d} {line.ranks:6d} {line.expected:15.9f} {line.found:15.9f} {line.relative:10.1e}"
+        f"{line.step:6d} {line.ranks:6d} {line.expected:15.9f} {line.loss:15.9f} {line.relative:10.1e}"
         for line in comparison.differences
         if chosen(line)
     ]

@@ -1,4 +1,4 @@
-"""Whether numbers survive a conversion to another floating-point dtype, but for their last digits."""
+"""Overflow of conversions to another floating-point dtype: where numbers are lost, and not just rounded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def may_lose(source: torch.dtype, target: torch.dtype) -> bool:
 
 @cache
 def has_fewer_exponents(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether that can happen to numbers of any size that is not the very largest, as of bf16 from fp32."""
+    """Whether numbers far below the largest one can be lost, as from fp32 to fp16; not so from fp32 to bf16."""
     source, target = _real(source), _real(target)
     return may_lose(source, target) and (
         2 * torch.finfo(target).max < torch.finfo(source).max or not _has_infinity(target)
@@ -29,7 +29,7 @@ def has_fewer_exponents(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 def lost_in_cast(source: Tensor, target: torch.dtype) -> float | None:
-    """A number of a tensor that is beyond what a dtype can hold; None where there is none.
+    """Finds a number of a tensor that is beyond what a dtype can hold; None where there is none.
 
     What is rounded to the largest number is not lost, and neither is an infinity or NaN that stays one. Waits for the
     device that the tensor is on.
@@ -55,7 +55,7 @@ def lost_in_cast(source: Tensor, target: torch.dtype) -> float | None:
 
 
 def _limit(dtype: torch.dtype) -> float:
-    """Up to here numbers are rounded to the largest one."""
+    """Returns the number up to which others are rounded to the largest one."""
     largest, eps = torch.finfo(dtype).max, torch.finfo(dtype).eps
     return float(largest + 2.0 ** floor(log2(largest)) * eps / 2)
 

@@ -3,12 +3,12 @@
     ShardoptError
     ├── StateError            (ValueError)         state that cannot be keyed, described or stored
     ├── LayoutError           (ValueError)         a placement without a layout; boxes that do not cover a tensor
-    ├── MismatchError         (ValueError)         what is loaded does not fit what it is loaded into
+    ├── MismatchError         (ValueError)         state does not fit what it is loaded into
     ├── OptionError           (ValueError, TypeError)  an argument of the wrong type, or out of its range
     ├── AlgorithmError        (TypeError)          an optimizer that may not run on these parameters
     ├── GradientError         (RuntimeError)       a gradient that does not fit its parameter
     ├── InputError            (ValueError)         ids, offsets or weights that a table cannot look up
-    ├── PartialLoadError        (RuntimeError)       a step of an optimizer whose load is not whole
+    ├── PartialLoadError      (RuntimeError)       a step of an optimizer whose load is not whole
     ├── RankError             (RuntimeError)       a rank failed, died or did not arrive
     └── CheckpointError       (RuntimeError)
         ├── CheckpointNotFoundError  (FileNotFoundError)   no committed checkpoint at this path
@@ -29,7 +29,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong, told so that it can be mended without a debugger."""
+    """One fault: where, what was found, what is required, and the remedy, so that no debugger is needed."""
 
     key: str
     found: str
@@ -70,7 +70,7 @@ class ShardoptError(Exception):
 
     @staticmethod
     def from_json(wire: Mapping[str, Any]) -> ShardoptError:
-        """The error that `to_json` described; a type that this version does not know becomes a `RankError`."""
+        """Makes the error that `to_json` described; a type that this version does not know becomes a `RankError`."""
         kind = _BY_NAME.get(str(wire["type"]), RankError)
         return kind(str(wire["message"]), [Problem(**problem) for problem in wire["problems"]])
 
@@ -84,7 +84,7 @@ class LayoutError(ShardoptError, ValueError):
 
 
 class MismatchError(ShardoptError, ValueError):
-    """What is to be loaded does not fit what it is to be loaded into. Nothing was changed."""
+    """State to be loaded does not fit the objects it is for. Nothing was changed."""
 
     most_problems_in_message = 20  # of thousands of names: enough to see what has become of them
 

@@ -1,13 +1,14 @@
-"""No garbage collection while a plan is made."""
+"""Pauses garbage collection while a plan is made."""
 
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_lock = threading.Lock()
+from shardopt.world import world
+
+_lock = world().lock()
 _pauses: list[tuple[int, int, int]] = []
 """The thresholds of the program, once for each pause that is under way."""
 

@@ -19,12 +19,12 @@ _MOST_SPARE = 4  # "module" in one name that may be DistributedDataParallel's
 
 
 def plain_name(name: str) -> str:
-    """A name without what activation checkpointing, torch.compile and FullyShardedDataParallel put into it."""
+    """Strips a name of what activation checkpointing, torch.compile and FullyShardedDataParallel put into it."""
     return _WRAPPERS.sub("", name)
 
 
 def before_all(names: Collection[str]) -> str:
-    """What DistributedDataParallel may have put before all names: as many "module." as each of them has.
+    """Returns the prefix that DistributedDataParallel may have put before all names: as many "module." as each has.
 
     Names do not tell whether it did, or a module of a model is called so; so a model has the same names in both cases.
     """
@@ -35,13 +35,13 @@ def before_all(names: Collection[str]) -> str:
 
 
 def may_have_wrappers(names: Collection[str]) -> bool:
-    """Whether to look at names one by one; a quick answer for thousands of them."""
+    """Whether names may hold those of wrappers; a quick answer for thousands of them."""
     together = "\n".join(names)
     return _DDP in together or "_orig_mod." in together  # all but the latter end with the former
 
 
 def plain_names_in(module: Module, names: Collection[str]) -> Mapping[str, str]:
-    """Name in the state of a module → plain name, for those that have another: without DistributedDataParallel's
+    """Maps names in the state of a module to plain names, where they differ: without DistributedDataParallel's
     "module." as well, which only the types of modules can tell from a module's own name."""
     if not may_have_wrappers(names):
         return {}
@@ -64,9 +64,9 @@ def plain_names_in(module: Module, names: Collection[str]) -> Mapping[str, str]:
 
 
 def names_under_wrappers(stored: Collection[str], own: Collection[str]) -> dict[str, str]:
-    """Name that was stored with those of wrappers in it → the name that a module has now, where both sides fit.
+    """Maps names that were stored with those of wrappers in them to the names that a module has now, where they fit.
 
-    What a "module." in a stored name is from nobody can tell any more: it is left out if all names that go on where it
+    Where a "module." in a stored name is from cannot be seen any more: it is left out if all names that go on where it
     stands do so with it, as those of DistributedDataParallel do. A name that is stored too, or that two would get, is
     given to none.
 
@@ -79,21 +79,21 @@ def names_under_wrappers(stored: Collection[str], own: Collection[str]) -> dict[
         return {}
     following: dict[str, set[str]] = {}
     for name in map(plain_name, stored):
-        parts = name.split(".")
-        for i, part in enumerate(parts):
-            following.setdefault(".".join(parts[:i]), set()).add(part)
-    found: dict[str, list[str]] = {}
+        segments = name.split(".")
+        for i, segment in enumerate(segments):
+            following.setdefault(".".join(segments[:i]), set()).add(segment)
+    matches: dict[str, list[str]] = {}
     for name in strange:
         fitting = (each for each in _shorter(plain_name(name).split("."), following) if each in own)
         candidate = next(fitting, None)
         if candidate is not None and candidate not in stored:
-            found.setdefault(candidate, []).append(name)
-    return {names[0]: candidate for candidate, names in found.items() if len(names) == 1}
+            matches.setdefault(candidate, []).append(name)
+    return {names[0]: candidate for candidate, names in matches.items() if len(names) == 1}
 
 
-def _shorter(parts: Sequence[str], following: Mapping[str, set[str]]) -> Iterator[str]:
-    """A name, and what it is without some of the "module" that nothing else stands beside; as few as can be first."""
-    spare = [i for i in range(len(parts) - 1) if following[".".join(parts[:i])] == {"module"}][:_MOST_SPARE]
+def _shorter(segments: Sequence[str], following: Mapping[str, set[str]]) -> Iterator[str]:
+    """Yields a name, and it without some of the "module" that have no sibling; as few left out as can be first."""
+    spare = [i for i in range(len(segments) - 1) if following[".".join(segments[:i])] == {"module"}][:_MOST_SPARE]
     for count in range(len(spare) + 1):
         for dropped in combinations(spare, count):
-            yield ".".join(part for i, part in enumerate(parts) if i not in dropped)
+            yield ".".join(segment for i, segment in enumerate(segments) if i not in dropped)

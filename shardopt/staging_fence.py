@@ -1,4 +1,4 @@
-"""Copies of live state that are under way beside training.
+"""The fence between copies of live state in the background and code that changes it in place.
 
 Whoever is to change state in place, other than an optimizer by its step, calls `wait_for_copies` first.
 """
@@ -6,34 +6,35 @@ Whoever is to change state in place, other than an optimizer by its step, calls 
 from __future__ import annotations
 
 import os
-import threading
+
+from shardopt.world import world
 
 
 class Event:
-    """Something that happens once: asked with `is_set` (or by its truth), waited for with `wait`."""
+    """An event that happens once: read with `is_set` (or by its truth), waited for with `wait`."""
 
     def __init__(self) -> None:
-        self._event = threading.Event()
+        self._event = world().event()
 
     def is_set(self) -> bool:
         """Whether it has happened."""
         return self._event.is_set()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits until it has happened, at most `timeout` seconds; tells whether it has."""
+        """Waits until it has happened, at most `timeout` seconds; returns whether it has."""
         return self._event.wait(timeout)
 
     def __bool__(self) -> bool:
         return self.is_set()
 
     def set(self) -> None:
-        """For whoever makes it happen."""
+        """Marks it as happened, and wakes those who wait."""
         self._event.set()
         _awaited.discard(self)
 
     def set_in_child(self) -> None:
         """As `set`, in a process that was forked, where a lock may be held by a thread that is not there."""
-        self._event = threading.Event()
+        self._event = world().event()
         self._event.set()
 
 
@@ -44,7 +45,7 @@ os.register_at_fork(after_in_child=_awaited.clear)  # a forked child has none of
 
 
 def copying_until(end: Event) -> None:
-    """From now on until `end` has happened, `wait_for_copies` waits."""
+    """Makes `wait_for_copies` wait from now on until `end` has happened."""
     _awaited.add(end)
     if end:  # it happened in between
         _awaited.discard(end)

@@ -1,13 +1,13 @@
-"""State, nested as users have it and flat as it is stored.
+"""Flattens the nested state of an app into keyed leaves, as it is stored, and nests it again.
 
     app        {"model": model, "optimizer": opt, "progress": {"step": 7}}
     leaves     {"model.layers.0.weight": tensor, "optimizer.state.layers.0.weight.exp_avg": tensor, "progress.step": 7}
 
-Keys are the path's parts joined by dots. The path is kept beside the key, so that the way back is exact although
+Keys are the path's parts joined by dots. The path is kept with the key, so that the way back is exact although
 parts hold dots themselves. Names in a module's state are without what wrappers (torch.compile, DistributedDataParallel,
 checkpointed activations) put into them; the module itself gets its own names back. Dictionaries of `app` are descended
 to the last value. Within what an object's
-`state_dict()` gave, a part without tensors is one value: what is in it is that object's own affair, and a fresh
+`state_dict()` gave, a container without tensors is one value: what is in it is that object's own affair, and a fresh
 object may well have fewer entries than the one that was saved.
 """
 
@@ -42,7 +42,7 @@ Path = tuple[str | int, ...]
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What torch's modules, optimizers, schedulers and scalers are."""
+    """An object with `state_dict` and `load_state_dict`, as torch's modules, optimizers, schedulers and scalers."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
@@ -50,7 +50,7 @@ class Stateful(Protocol):
 
 @runtime_checkable
 class CheckedStateful(Stateful, Protocol):
-    """A Stateful that can tell whether a state would fit before any of it is there.
+    """A Stateful that can check whether a state would fit before any of it is there.
 
     `check_state_dict` gets tensors that have a shape and a dtype but no memory (device `meta`), and real plain
     values, of all that it has a place for and of what belongs on this rank (`PartialStateful`). It raises
@@ -66,8 +66,9 @@ class PartialStateful(Stateful, Protocol):
 
     `held_state_names` gives the names that belong on this rank. What is stored under others is left to the ranks that
     hold them; what is stored under these and has no place is an error. Its keys do not depend on whether this rank has
-    any: the outermost parts of its state are always apart, and an empty "state" has no key. Its `check_state_dict` and
-    `load_state_dict` take `strict=False`, to pass over what is on one side only within plain values, too.
+    any: the outermost entries of its state always have keys of their own, and an empty "state" has no key. Its
+    `check_state_dict` and `load_state_dict` take `strict=False`, to pass over what is on one side only within plain
+    values, too.
     """
 
     def held_state_names(self) -> Collection[str]: ...
@@ -90,9 +91,9 @@ class UnsteppedStateful(PartialStateful, Protocol):
 class RenamedStateful(Stateful, Protocol):
     """A Stateful that has names in its state which are no keys, such as those of the parameters in a group.
 
-    `rename_state_dict` gets a stored state, with `PerRank` in the place of each tensor, and gives it with these names
-    made anew; what it leaves where it was is renamed by its key. `new_key` tells what the rules of a load make of a key
-    of the state ("state.layers.0.weight" → "state.blocks.0.weight"): None if they make it a key of something else.
+    `rename_state_dict` gets a stored state, with `PerRank` in the place of each tensor, and returns it with these names
+    made anew; what it leaves where it was is renamed by its key. `new_key` maps a key of the state by the rules of a
+    load ("state.layers.0.weight" → "state.blocks.0.weight"): None if they make it a key of something else.
     It raises MismatchError where the rules are ambiguous, and changes nothing.
     """
 
@@ -157,7 +158,7 @@ class FlatState:
 
 
 def flatten(app: Mapping[str, Any]) -> FlatState:
-    """The flat state of `app`; calls `state_dict()` once on every object in it. Copies no tensor.
+    """Flattens the state of `app`; calls `state_dict()` once on every object in it. Copies no tensor.
 
     Raises:
         StateError: two paths give one key, a dict key is neither str nor int, a key is reserved, a value that has a
@@ -177,7 +178,7 @@ def flatten(app: Mapping[str, Any]) -> FlatState:
 
 
 def join(path: Path) -> str:
-    """The key of a path: its parts joined by dots."""
+    """Joins the parts of a path by dots: its key."""
     return ".".join(map(str, path))
 
 
@@ -202,13 +203,13 @@ def kinds_differ(one: Path, other: Path) -> bool:
 
 
 def tell_path(path: Path) -> str:
-    """A path for error messages, with what each part is: "app['x'][0] (a dict's key)", "app['x'][0] (of a list)"."""
+    """Formats a path for errors with the kind of its end: "app['x'][0] (a dict's key)", "app['x'][0] (of a list)"."""
     kind = "of a list" if path and isinstance(path[-1], Index) else "a dict's key"
     return f"app{''.join(f'[{part!r}]' for part in path)} ({kind})"
 
 
 def nest(leaves: Mapping[Path, Any]) -> Any:
-    """The nested state of leaves by path: dicts, and lists where a path has an `Index`."""
+    """Nests leaves by path: dicts, and lists where a path has an `Index`."""
     if () in leaves:
         return leaves[()]
     branches: dict[str | int, dict[Path, Any]] = {}
@@ -228,7 +229,7 @@ def _no_replace(value: Any) -> None:
 
 
 def _descend(node: Any, path: Path, replace: Callable[[Any], None], within: bool, flat: FlatState) -> None:
-    """`within`: inside what a `state_dict()` gave, where a part without tensors is one value."""
+    """Adds the leaves of a node; `within` what a `state_dict()` gave, a container without tensors is one leaf."""
     if isinstance(node, _TENSORS):
         _add(flat, path, node, replace)
     elif isinstance(node, np.ndarray):
@@ -277,11 +278,11 @@ def _descend_stateful(node: Stateful, path: Path, flat: FlatState) -> None:
             _descend(child, (*path, plain.get(part, part)), _set_item(handback.state, part), True, flat)
     else:
         _add(flat, path, {plain.get(part, part): child for part, child in handback.state.items()}, replace_state)
-    flat.handbacks.append(handback)  # after those within: an object gets its parts back whole
+    flat.handbacks.append(handback)  # after those within: an object gets its state back whole
 
 
 def unwrapped(node: Stateful, path: Path = ()) -> Stateful:
-    """The optimizer itself where a trainer of another library has put one of its own class around it.
+    """Returns the optimizer itself where a trainer of another library has put one of its own class around it.
 
     Such a wrapper (of Accelerate, Lightning, Fabric) is an Optimizer to isinstance, but none of its constructors has
     run: so it has no place for hooks, by which a load keeps an optimizer that is half loaded from stepping.
@@ -292,10 +293,10 @@ def unwrapped(node: Stateful, path: Path = ()) -> Stateful:
     while isinstance(node, Optimizer) and not is_constructed(node):
         inner = list({id(each): each for each in vars(node).values() if isinstance(each, Optimizer)}.values())
         if len(inner) != 1:
-            found = f"a {type(node).__module__}.{type(node).__qualname__}, whose constructor has not run torch's"
+            actual = f"a {type(node).__module__}.{type(node).__qualname__}, whose constructor has not run torch's"
             required = f"an optimizer of torch's classes, or what wraps one (found {len(inner)} in it)"
             problem = Problem(
-                join(path) or "app", found, required, "pass the optimizer itself, or save it by its library"
+                join(path) or "app", actual, required, "pass the optimizer itself, or save it by its library"
             )
             raise StateError("what stands for an optimizer cannot be saved and loaded", [problem])
         node = inner[0]
@@ -309,7 +310,7 @@ def is_constructed(optimizer: Optimizer) -> bool:
 
 @cache
 def _hooks_of_optimizers() -> frozenset[str]:
-    """The attributes in which torch's optimizers have their hooks."""
+    """Returns the names of the attributes in which torch's optimizers have their hooks."""
     some = torch.optim.SGD([torch.empty(0, device="cpu")])
     return frozenset(name for name in vars(some) if name.endswith("hooks"))
 
@@ -325,9 +326,9 @@ def _refuse_one_name(plain: Mapping[str, str], state: Mapping[str, Any], path: P
     for part, name in plain.items():
         other = taken.setdefault(name, name if name in state and name not in plain else part)
         if other != part:
-            found = f"{other} and {part} in the state of {path[-1]!r}"
+            actual = f"{other} and {part} in the state of {path[-1]!r}"
             remedy = "call a module otherwise that has the name of a wrapper"
-            problems.append(Problem(join((*path, name)), found, "one tensor under a name without wrappers", remedy))
+            problems.append(Problem(join((*path, name)), actual, "one tensor under a name without wrappers", remedy))
     if problems:
         raise StateError("two names are one without what wrappers put into them", problems)
 
@@ -356,7 +357,7 @@ def _is_branch(node: Mapping[Any, Any], within: bool) -> bool:
 
 
 def _shallow(node: Any, seen: set[int]) -> Any:
-    """A copy of the containers alone, so that what a load puts in does not reach into the object that gave them.
+    """Copies the containers alone, so that what a load puts in does not reach into the object that gave them.
 
     A number that stands in two places (schedules share the tensors of rates) is copied where it is met again: what is
     loaded may differ in these places, and one memory cannot take both.
@@ -396,23 +397,23 @@ def holds_tensors(node: Any) -> bool:
 
 
 def _is_stateful(node: Any) -> TypeGuard[Stateful]:
-    """What isinstance says, which for a plain value takes many microseconds. A class is none, though it has both."""
+    """Whether it is a Stateful and no class: isinstance would take many microseconds for a plain value."""
     return hasattr(node, "state_dict") and hasattr(node, "load_state_dict") and not isinstance(node, type)
 
 
 def _as_tensor(array: np.ndarray[Any, Any], path: Path) -> torch.Tensor:
-    """A tensor that shares the array's memory, so that loading in place reaches the array."""
+    """Makes a tensor that shares the array's memory, so that loading in place reaches the array."""
     if isinstance(array, np.ma.MaskedArray):
-        found, required = "a masked array", "a plain one"
+        actual, required = "a masked array", "a plain one"
     elif not array.flags.writeable:
-        found, required = "a read-only NumPy array", "one that a load can write to"
+        actual, required = "a read-only NumPy array", "one that a load can write to"
     else:
         try:
             return torch.from_numpy(array)
         except (TypeError, ValueError):
-            found = f"a NumPy array of {array.dtype} with strides {array.strides}"
+            actual = f"a NumPy array of {array.dtype} with strides {array.strides}"
             required = "a dtype that torch has, in this machine's byte order, and no negative strides"
-    raise StateError("an array cannot be stored", [Problem(join(path), found, required, "convert or copy it")])
+    raise StateError("an array cannot be stored", [Problem(join(path), actual, required, "convert or copy it")])
 
 
 def _set_item(container: Any, part: Any) -> Callable[[Any], None]:
@@ -440,8 +441,8 @@ def _check_part(part: Any, path: Path) -> None:
 def _add(flat: FlatState, path: Path, value: Any, replace: Callable[[Any], None]) -> None:
     key = join(path)
     if key in flat.leaves:
-        found = f"the paths {list(flat.leaves[key].path)} and {list(path)}"
-        raise StateError("two paths give one key", [Problem(key, found, "one path for a key", "rename one of them")])
+        actual = f"the paths {list(flat.leaves[key].path)} and {list(path)}"
+        raise StateError("two paths give one key", [Problem(key, actual, "one path for a key", "rename one of them")])
     if (key.startswith("__") and (key in RESERVED_KEYS or key.startswith(RESERVED_PREFIXES))) or not _is_text(key):
         problem = Problem(repr(key), "a reserved or unencodable key", "another key", "rename it")
         raise StateError("a key cannot be stored", [problem])

@@ -14,11 +14,12 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
+from functools import partial
 from typing import NoReturn
 
 from shardopt.ranks import Ranks, SharedCell
 from shardopt.signals import Listener
+from shardopt.world import world
 
 _QUESTION = "whether to stop"
 _MESSAGE_SECONDS = 1.0  # to write the message of a process that is late
@@ -35,12 +36,12 @@ class Stop:
 
     def __init__(self, signum: signal.Signals, exit_code: int, deadline_seconds: float) -> None:
         self.signum, self.exit_code, self.deadline_seconds = signum, exit_code, deadline_seconds
-        self._signaled = threading.Event()
+        self._signaled = world().event()
         self._cell: SharedCell | None = None
         self._asked = 0  # questions so far
         self._asked_for: int | None = None  # the step of the last one
         self._stops_at: int | None = None
-        self._deadline_runs = threading.Lock()  # acquired for good once it does
+        self._deadline_runs = world().lock()  # acquired for good once it does
         self._listener = Listener(signum, self._signaled.set, self._on_signal)
 
     def after(self, step: int, ranks: Ranks) -> bool:
@@ -91,16 +92,13 @@ class Stop:
     def _start_deadline(self) -> None:
         """Starts the deadline, once."""
         if self._deadline_runs.acquire(blocking=False):
-            timer = threading.Timer(self.deadline_seconds, self._give_up)
-            timer.name, timer.daemon = "shardopt-stop", True
-            timer.start()
+            world().timer(self.deadline_seconds, self._give_up, "shardopt-stop").start()
 
     def _give_up(self) -> None:
         text = f"told to stop by {self.signum.name}, and not done with it after {self.deadline_seconds:g} s"
         # In a thread, as either may wait for a reader, or for a lock that the main thread holds.
-        message = threading.Thread(
-            target=_write_message, args=(f"{text}: what was not saved by now is lost",), daemon=True
-        )
+        lost = f"{text}: what was not saved by now is lost"
+        message = world().thread(partial(_write_message, lost), daemon=True)
         message.start()
         message.join(_MESSAGE_SECONDS)
         os._exit(self.exit_code or 1)

@@ -1,4 +1,4 @@
-"""Streams of accelerators that threads work on: a new one has device 0 and default streams, whatever the caller has."""
+"""Streams of accelerators for threads: a new thread has device 0 and default streams, whatever its caller has."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @contextmanager
 def on_stream(stream: Any) -> Iterator[None]:
-    """This thread on a stream, and on its device.
+    """Puts this thread on a stream, and on its device.
 
     The device goes first, and is left last. A stream that is entered from another device makes that one the current one
     again when it is left, for which the driver makes a context: some hundred MiB on device 0 for each process.
@@ -23,9 +23,9 @@ def on_stream(stream: Any) -> Iterator[None]:
 
 
 class CallersStreams:
-    """The streams that the calling thread works on, for threads that do some of its work.
+    """The current streams of the calling thread, for threads that do some of its work.
 
-    What they do on them is ordered after what was asked of these streams before, and before what is asked afterwards.
+    Their work is ordered after all that was queued on these streams before, and before what is queued afterwards.
 
     Args:
         tensors: that are worked on; streams of their devices.
@@ -39,7 +39,7 @@ class CallersStreams:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """The thread that enters on these streams."""
+        """Puts the thread that enters on these streams."""
         with ExitStack() as stack:
             for stream in self._streams:
                 stack.enter_context(on_stream(stream))

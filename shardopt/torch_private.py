@@ -1,4 +1,4 @@
-"""The private parts of torch.optim, torch.amp, torch.nn and torch.autograd that shardopt leans on, all of them here.
+"""The private API of torch.optim, torch.amp, torch.nn and torch.autograd that shardopt uses, all of it here.
 
 Each is present and behaves alike in torch 2.11 to 2.13; a test of each fails by name where a later torch differs.
 """
@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 
 
 def not_compiled(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """The function as torch.compile is to leave it: called as it is, with all that it calls.
+    """Marks a function that torch.compile leaves as it is, with all that it calls.
 
     Unlike `torch.compiler.disable` it does not load the compiler, which takes seconds, before the first call.
     """
@@ -35,7 +35,7 @@ def not_compiled(function: Callable[Arguments, Result]) -> Callable[Arguments, R
 
 
 def step_without_hooks(optimizer: type[Optimizer]) -> Callable[..., Any]:
-    """The class's `step` under the wrapper that fires step hooks and the profiler's.
+    """Returns the class's `step` under the wrapper that fires step hooks and the profiler's.
 
     An optimizer that is driven by another must be stepped with this one: the outer optimizer has run the hooks that
     its user sees, and torch's global hooks would run a second time with an optimizer that nobody knows.
@@ -45,7 +45,7 @@ def step_without_hooks(optimizer: type[Optimizer]) -> Callable[..., Any]:
 
 
 def step_nested(optimizer: Optimizer) -> Any:
-    """A step of `optimizer` as a part of another optimizer's step, which gives it None for a closure.
+    """Steps an optimizer within another optimizer's step, without a closure.
 
     The hooks that were registered on it run; torch's global ones do not, as they run once for what the user stepped.
 
@@ -53,12 +53,12 @@ def step_nested(optimizer: Optimizer) -> Any:
         RuntimeError: a hook returns neither None nor (args, kwargs); whatever a hook or the step raises.
     """
     args, kwargs = before_step(optimizer)
-    told = step_without_hooks(type(optimizer))(*args, **kwargs)
+    result = step_without_hooks(type(optimizer))(*args, **kwargs)
     for after in optimizer._optimizer_step_post_hooks.values():
         after(optimizer, args, kwargs)
     # A schedule that is attached to this optimizer watches `optimizer.step`, and warns where it finds this unset.
     optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedules set it
-    return told
+    return result
 
 
 def before_step(optimizer: Optimizer) -> tuple[Any, Any]:
@@ -82,7 +82,7 @@ def before_step(optimizer: Optimizer) -> tuple[Any, Any]:
 
 
 def backward_under_way() -> int:
-    """A number that no other backward of the process has; -1 outside of backwards.
+    """Returns a number that no other backward of the process has; -1 outside of backwards.
 
     `fully_shard` finishes some gradients in a callback at the end of backward, which has the number of that backward.
     """
@@ -90,7 +90,7 @@ def backward_under_way() -> int:
 
 
 def gradient_hooks(parameter: Tensor) -> list[Callable[[Tensor], None]]:
-    """The hooks of `register_post_accumulate_grad_hook`, which torch's autograd and `fully_shard` call."""
+    """Returns the hooks of `register_post_accumulate_grad_hook`, which torch's autograd and `fully_shard` call."""
     hooks: Mapping[int, Callable[[Tensor], None]] | None = parameter._post_accumulate_grad_hooks
     return list((hooks or {}).values())
 
@@ -109,12 +109,12 @@ def in_forward_of_ddp() -> bool:
 def reduced_by_ddp(parameters: Iterable[Tensor]) -> bool:
     """Whether a DistributedDataParallel of this process averages the gradients of any of these parameters.
 
-    Parameters do not tell, and DistributedDataParallel keeps no list of its own: all objects that the garbage collector
+    Parameters do not know, and DistributedDataParallel keeps no list of its own: all objects that the garbage collector
     knows are looked at, which takes a tenth of a second where there are a million.
     """
     wanted = set(map(id, parameters))
 
-    def found() -> bool:
+    def is_reduced() -> bool:
         every = gc.get_objects()
         kinds = {kind for kind in set(map(type, every)) if issubclass(kind, DistributedDataParallel)}
         reducing = (each for each in every if type(each) in kinds) if kinds else ()
@@ -122,10 +122,10 @@ def reduced_by_ddp(parameters: Iterable[Tensor]) -> bool:
             id(parameter) in wanted for each in reducing for parameter in vars(each).get("_module_parameters", ())
         )
 
-    if not found():
+    if not is_reduced():
         return False
     gc.collect()  # one that nobody has any more
-    return found()
+    return is_reduced()
 
 
 def is_torchs(attribute: str) -> bool:
@@ -141,27 +141,27 @@ def is_torchs(attribute: str) -> bool:
     )
 
 
-def lazy_state(optimizer: Optimizer, group: Mapping[str, Any], leaf: Tensor) -> dict[str, Any]:
-    """The state that `optimizer` would make for `leaf` at its first gradient, without a step.
+def lazy_state(optimizer: Optimizer, group: Mapping[str, Any], local: Tensor) -> dict[str, Any]:
+    """Makes the state that `optimizer` has for `local` after its first gradient, without a step.
 
-    `optimizer.state` and `leaf.grad` are as before when this returns; while it runs there is one gradient of zeros
-    of the size of `leaf`.
+    `optimizer.state` and `local.grad` are as before when this returns; while it runs there is one gradient of zeros
+    of the size of `local`.
 
     Args:
         optimizer: of a class that has torch's `_init_group`.
-        group: the options that `leaf` has; its "params" are ignored.
-        leaf: a tensor that it steps on, with state or without.
+        group: the options that `local` has; its "params" are ignored.
+        local: a tensor that it steps on, with state or without.
     """
-    gradient, state = leaf.grad, optimizer.state.pop(leaf, None)
-    leaf.grad = torch.zeros_like(leaf)
+    gradient, state = local.grad, optimizer.state.pop(local, None)
+    local.grad = torch.zeros_like(local)
     try:
         with torch.no_grad():
-            gather_lists(optimizer, {**group, "params": [leaf]})  # the lists are thrown away
-        return dict(optimizer.state.pop(leaf, {}))
+            gather_lists(optimizer, {**group, "params": [local]})  # the lists are thrown away
+        return dict(optimizer.state.pop(local, {}))
     finally:
-        leaf.grad = gradient
+        local.grad = gradient
         if state is not None:
-            optimizer.state[leaf] = state
+            optimizer.state[local] = state
 
 
 def can_make_lazy_state(optimizer: Optimizer) -> bool:
@@ -172,7 +172,7 @@ def can_make_lazy_state(optimizer: Optimizer) -> bool:
 def gathers_as_torch(optimizer: Optimizer) -> bool:
     """Whether its class's step is torch's own, and asks an `_init_group` of torch's for all that it steps with.
 
-    That fills lists: first of the leaves that have a gradient, then of their gradients, then of their state, which the
+    That fills lists: first of the tensors that have a gradient, then of their gradients, then of their state, which the
     step changes in place, but for entries that are None.
     """
     init_group = getattr(optimizer, "_init_group", None)
@@ -194,7 +194,9 @@ def _is_of_torch_optim(function: Any) -> bool:
 
 
 def gather_lists(optimizer: Optimizer, group: Mapping[str, Any]) -> tuple[list[list[Any]], Any]:
-    """What a step of torch's hands to its kernels for a group, and what its `_init_group` returns with that.
+    """Gathers the lists that a step of torch's hands to its kernels for a group.
+
+    Returns them, and what `_init_group` returns.
 
     Makes the state of those who have a gradient for the first time. To be called as a step is, without autograd.
 
@@ -219,7 +221,7 @@ def _arguments_of(function: Callable[..., Any]) -> int:
 def step_with_lists(
     optimizer: Optimizer, hand_over: Callable[[dict[str, Any], tuple[list[Any], ...]], Any] | None
 ) -> None:
-    """A step without hooks, of an optimizer that has gathered ahead.
+    """Steps without hooks an optimizer whose lists were gathered ahead.
 
     Args:
         optimizer: of a class that `gathers_as_torch`, if it has.
@@ -244,7 +246,7 @@ def before_state_dict(optimizer: Optimizer) -> None:
 
 
 def after_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Fires the hooks of `register_state_dict_post_hook`, and gives what they made of the state."""
+    """Fires the hooks of `register_state_dict_post_hook`, and returns what they made of the state."""
     for hook in optimizer._optimizer_state_dict_post_hooks.values():
         changed = hook(optimizer, state_dict)
         state_dict = state_dict if changed is None else changed
@@ -257,7 +259,7 @@ def changes_what_is_loaded(optimizer: Optimizer) -> bool:
 
 
 def before_load_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Fires the hooks of `register_load_state_dict_pre_hook` on a shallow copy, and gives what they made of it."""
+    """Fires the hooks of `register_load_state_dict_pre_hook` on a shallow copy, and returns what they made of it."""
     offered = dict(state_dict)
     for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         changed = hook(optimizer, offered)
@@ -272,7 +274,7 @@ def after_load_state_dict(optimizer: Optimizer) -> None:
 
 
 class ScalerStages:
-    """What a torch.amp.GradScaler knows since its last update of optimizers: whether it has unscaled or stepped them.
+    """The stages of optimizers in a torch.amp.GradScaler since its last update: ready, unscaled, stepped.
 
     Args:
         scaler: torch's, or a subclass.
@@ -282,32 +284,32 @@ class ScalerStages:
         self._states = scaler._per_optimizer_states
 
     def stage(self, optimizer: object) -> OptState:
-        """Of one of which it knows nothing: READY."""
+        """Returns the stage of an optimizer; READY of one of which it knows nothing."""
         state = self._states.get(id(optimizer))  # which does not make one, as looking up would
         return OptState.READY if state is None else state["stage"]
 
-    def found(self, optimizer: object) -> dict[torch.device, Tensor]:
-        """By device, whether something was not finite: above 0."""
-        found: dict[torch.device, Tensor] = self._states[id(optimizer)]["found_inf_per_device"]
-        return found
+    def found_inf(self, optimizer: object) -> dict[torch.device, Tensor]:
+        """Returns, by device, whether something was not finite: above 0."""
+        found_inf: dict[torch.device, Tensor] = self._states[id(optimizer)]["found_inf_per_device"]
+        return found_inf
 
-    def set(self, optimizer: object, stage: OptState, found: Mapping[torch.device, Tensor] | None = None) -> None:
-        """Tells the scaler what became of an optimizer."""
+    def set(self, optimizer: object, stage: OptState, found_inf: Mapping[torch.device, Tensor] | None = None) -> None:
+        """Records in the scaler that an optimizer was unscaled or stepped."""
         state = self._states[id(optimizer)]
         state["stage"] = stage
-        if found is not None:
-            state["found_inf_per_device"] = dict(found)
+        if found_inf is not None:
+            state["found_inf_per_device"] = dict(found_inf)
 
 
 def inverse_scale(scaler: torch.amp.GradScaler) -> Tensor:
-    """What gradients are to be multiplied by: fp32, one element, on the device of the scale, which must be made."""
+    """Returns the factor that unscales gradients: fp32, one element, on the device of the scale, which must be made."""
     scale = scaler._scale
     assert scale is not None
     return scale.double().reciprocal().float()
 
 
 def scaler_that_steps() -> torch.amp.GradScaler | None:
-    """The GradScaler within whose `step` an attribute of an optimizer is looked up. To be asked in that property.
+    """Returns the GradScaler within whose `step` an attribute of an optimizer is looked up; for that property alone.
 
     torch hands an optimizer no scaler, so that it has to be taken from the caller's caller.
     """
@@ -333,7 +335,7 @@ def scale_and_look(tensors: list[Tensor], factor: Tensor, found_inf: Tensor) -> 
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Has `call` run when the backward that is under way has done all else; what it raises, that backward raises.
+    """Runs `call` when the backward that is under way has done all else; what it raises, that backward raises.
 
     It is not run if that backward fails before.
     """

@@ -48,13 +48,14 @@ _REMEDY = (
 
 
 class UnionOfRanks(list[str]):
-    """A list of names of which a rank knows some: as a part of a plain value, it stands for what all ranks together
-    have. It is stored as a plain list, sorted.
+    """A list of names of which a rank knows some: within a plain value, it stands for those of all ranks together.
+
+    It is stored as a plain list, sorted.
     """
 
 
 def encode_value(value: Any, key: str = "value") -> Any:
-    """The typed JSON form of `value`.
+    """Encodes a value as typed JSON.
 
     Raises:
         StateError: a value within `value` has a type that has no form; `key` and the place within it are named.
@@ -122,12 +123,12 @@ def _text(value: str, key: str) -> str:
     return value
 
 
-def _refused(key: str, found: str) -> StateError:
-    return StateError("a value cannot be stored", [Problem(key, found, "a plain value", _REMEDY)])
+def _refused(key: str, actual: str) -> StateError:
+    return StateError("a value cannot be stored", [Problem(key, actual, "a plain value", _REMEDY)])
 
 
 def united(wires: Sequence[Any]) -> Any:
-    """One form for the forms that ranks have of one value, equal but for what each has of a `UnionOfRanks`."""
+    """Merges the forms that ranks have of one value, equal but for what each has of a `UnionOfRanks`."""
     first = wires[0]
     if isinstance(first, list):
         return [united(items) for items in zip(*wires, strict=True)]
@@ -144,7 +145,7 @@ def united(wires: Sequence[Any]) -> Any:
 
 
 def canonical(wire: Any) -> str:
-    """A text that is equal for the forms of equal values: the order of a dict's entries does not count in it, nor what
+    """Returns a text that is equal for the forms of equal values, whatever the order of a dict's entries, and whatever
     a rank has of a `UnionOfRanks`.
     """
     return json.dumps(_ordered(wire), sort_keys=True)
@@ -161,7 +162,7 @@ def _ordered(wire: Any) -> Any:
 
 
 def decode_value(wire: Any) -> Any:
-    """The value that `encode_value` gave the form of.
+    """Decodes a value from the form that `encode_value` gave.
 
     Raises:
         StateError: `wire` is not such a form.
@@ -230,6 +231,6 @@ def _dict_key(key: Any) -> str | int:
     return key
 
 
-def _malformed(found: str) -> StateError:
-    problem = Problem("value", found, "typed JSON", "the checkpoint is damaged")
+def _malformed(actual: str) -> StateError:
+    problem = Problem("value", actual, "typed JSON", "the checkpoint is damaged")
     return StateError("a stored value is malformed", [problem])

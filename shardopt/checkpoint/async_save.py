@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -37,6 +35,7 @@ from shardopt.gc_pause import gc_paused
 from shardopt.ranks import DEADLINE_SECONDS, Call, Ranks, SideRanks, as_call, call_on, ranks_of, refuse_lone_processes
 from shardopt.staging_fence import copying_until
 from shardopt.state import is_constructed
+from shardopt.world import Thread, world
 
 Stage = Literal["now", "lazy"]
 InFlight = Literal["wait", "refuse"]
@@ -58,7 +57,7 @@ class AsyncSaver:
         self._pending: PendingSave | None = None
         self._deadline_seconds = DEADLINE_SECONDS
         self._agreed_on_failure = False  # whether ranks have agreed on raising the failure of the last save
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
         self._hooks: list[RemovableHandle] = []
 
     @property
@@ -85,7 +84,7 @@ class AsyncSaver:
             metrics: numbers by name, kept with the checkpoint; rank 0's count.
             afterwards: called by the thread once the checkpoint is committed; `wait` waits for that too.
         """
-        begin = time.monotonic()
+        begin = world().monotonic()
         _require_choice("stage", stage, ("now", "lazy"))
         _require_choice("in_flight", in_flight, ("wait", "refuse"))
         call = call_on("saving", url)
@@ -103,7 +102,7 @@ class AsyncSaver:
             self._pending, self._agreed_on_failure, self._thread = pending, False, None
             # Started before the state is copied, as it sends heartbeats meanwhile. Not a daemon: a program that ends
             # waits for it, and then reports that it should have waited itself.
-            self._thread = threading.Thread(target=background.run, name="shardopt-save")
+            self._thread = world().thread(background.run, "shardopt-save")
             self._thread.start()
             staged = self._stage(app, stage, metrics, pending)
             background.hand_over(staged)
@@ -114,7 +113,7 @@ class AsyncSaver:
             if self._thread is None or self._thread.ident is None:
                 background.run()
             raise
-        pending.call_seconds = time.monotonic() - begin
+        pending.call_seconds = world().monotonic() - begin
         if isinstance(staged, BaseException) and not isinstance(staged, Exception):
             pending.mark_reported()
             raise staged
@@ -241,8 +240,8 @@ class _BackgroundSave:
     ) -> None:
         self._ranks, self._kept, self._begin = ranks, kept, begin
         self._options, self._afterwards = options, afterwards
-        self._running = threading.Lock()  # acquired for good by the thread that runs it
-        self._handed_over = threading.Event()
+        self._running = world().lock()  # acquired for good by the thread that runs it
+        self._handed_over = world().event()
         self._staged: _Staged | BaseException | None = None
         self._staging_seconds = 0.0
         self.pending = PendingSave(url)  # last: from now on it has to end
@@ -261,7 +260,7 @@ class _BackgroundSave:
         try:
             with self._ranks.beating(options.deadline_seconds):
                 report = save_described(self._ranks, self.pending.url, self._described, self._kept, options)
-                seconds = time.monotonic() - self._begin
+                seconds = world().monotonic() - self._begin
                 self.pending.succeed(replace(report, seconds=seconds, staging_seconds=self._staging_seconds))
                 emit_report("save", self.pending.result())
                 self._afterwards()
@@ -278,7 +277,7 @@ class _BackgroundSave:
             raise staged
         staged.state.finish()
         self.pending.staged.set()
-        self._staging_seconds = time.monotonic() - self._begin
+        self._staging_seconds = world().monotonic() - self._begin
         check_replicas = replicas_to_check(self._options.check_replicas, self._ranks)
         return Described(staged.state.describe(check_replicas), staged.metrics)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -30,6 +29,7 @@ from shardopt.checkpoint.storage import Storage, is_temporary
 from shardopt.checkpoint.storage.no_space import explain_no_space
 from shardopt.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, Problem
 from shardopt.values import decode_value
+from shardopt.world import world
 
 _log = logging.getLogger("shardopt.checkpoint")
 
@@ -68,7 +68,7 @@ def commit(
     """
     manifest = replace(
         manifest_of(save_id, plan, values, reports),
-        saved_at=time.time() if saved_at is None else saved_at,
+        saved_at=world().wall_clock() if saved_at is None else saved_at,
         metrics={} if metrics is None else json.loads(metrics),
     )
     data = encode_manifest(manifest)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -40,6 +39,7 @@ from shardopt.ranks.failures import names_of
 from shardopt.sharding.pieces import View
 from shardopt.sharding.view import view_of
 from shardopt.state import FlatState, Handback, PartialStateful, PerRank, flatten
+from shardopt.world import world
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +203,7 @@ def _load_into(
 ) -> tuple[LoadReport, list[Problem]]:
     """Loads into the state that `app` has, step by step; returns what to warn of as well."""
     deadline_seconds = options.deadline_seconds
-    begin = time.monotonic()
+    begin = world().monotonic()
     plan, opened = ranks.agree(
         what,
         work=lambda: _plan(url, app, options, ranks),
@@ -249,7 +249,7 @@ def _load_into(
         },
         bytes_wanted=sum(request.wanted.numel * request.dtype.itemsize for _, request in plan.requests),
         bytes_read=bytes_read,
-        seconds=time.monotonic() - begin,
+        seconds=world().monotonic() - begin,
         world_size=plan.reader.manifest.world_size,
         saved_at=plan.reader.manifest.saved_at,
     )

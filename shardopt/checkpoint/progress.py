@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+from shardopt.world import world
 
 Progress = Callable[[int, int], object]
 """Called with the bytes done and the bytes there are, on this rank; now and then, from any thread, one at a time."""
@@ -21,7 +22,7 @@ class Counter:
     """
 
     def __init__(self, total: int, progress: Progress | None) -> None:
-        self.nbytes, self._total, self._progress, self._lock = 0, total, progress, threading.Lock()
+        self.nbytes, self._total, self._progress, self._lock = 0, total, progress, world().lock()
 
     def add(self, nbytes: int) -> None:
         with self._lock:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
-import time
 from collections.abc import Callable, Iterator
 
 from shardopt.checkpoint.commit import commit, discard, refuse_committed
@@ -26,6 +24,7 @@ from shardopt.errors import MismatchError, Problem
 from shardopt.sharding.layout import Layout
 from shardopt.sharding.mesh import Mesh, Split, mesh_layout
 from shardopt.values import encode_value
+from shardopt.world import world
 
 ChooseLayout = Callable[[str, StoredLayout], Layout]
 """Maps a key and its stored layout to a layout, whose holders are ranks of the job to be."""
@@ -62,7 +61,7 @@ def reshard(
     """
     if (world_size is None) == (layout is None):
         raise ValueError("world_size and layout: found both or neither; required one of them; give one")
-    begin = time.monotonic()
+    begin = world().monotonic()
     target = storage_of(dst)
     refuse_committed(target)
     with open_checkpoint(src) as reader:
@@ -79,7 +78,7 @@ def reshard(
         plan = SavePlan(Geometry(members, reader.manifest.per_rank if keep_per_rank else {}, tied), size)
 
         target.make()
-        save_id = secrets.token_hex(6)
+        save_id = world().random_name(6)
         source = _Source(reader, sum(member.nbytes for member in members.values()), progress)
         try:
             reports = []
@@ -93,7 +92,7 @@ def reshard(
         except BaseException:
             discard(target, save_id)
             raise
-    report = SaveReport(target.url, save_id, len(stored), total, total, time.monotonic() - begin)
+    report = SaveReport(target.url, save_id, len(stored), total, total, world().monotonic() - begin)
     emit_report("reshard", report)
     return report
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -46,6 +44,7 @@ from shardopt.errors import Problem, ShardoptError, StateError
 from shardopt.gc_pause import gc_paused
 from shardopt.ranks import DEADLINE_SECONDS, Call, Ranks, call_on, ranks_of, refuse_lone_processes
 from shardopt.state import flatten
+from shardopt.world import world
 
 _MOST_KEPT = 2
 
@@ -136,7 +135,7 @@ def save_now(
         raise_earlier: whether a failure of a save in the background that was not reported on some rank is raised, on
             all ranks, in the place of this save. Otherwise it remains to be reported (`take_failures`).
     """
-    begin = time.monotonic()
+    begin = world().monotonic()
     refuse_lone_processes(f"saving {os.fspath(url)}")
     ranks = ranks_of()
 
@@ -149,7 +148,7 @@ def save_now(
     # Around a call, so that its locals are gone when the collector is switched on again.
     with ranks.beating(options.deadline_seconds), gc_paused():
         report = save_described(ranks, url, described, _kept, options)
-    seconds = time.monotonic() - begin
+    seconds = world().monotonic() - begin
     report = replace(report, seconds=seconds, stall_seconds=seconds)
     emit_report("save", report)
     return report
@@ -184,7 +183,7 @@ def save_described(
     Raises:
         ShardoptError: as `save`.
     """
-    begin = time.monotonic()
+    begin = world().monotonic()
     call = call_on("saving", url)
 
     def describe_here() -> tuple[Description, str, Storage, bytes | None]:
@@ -202,7 +201,7 @@ def save_described(
     save_id = decision["save_id"]
     try:
         planned = _plan_or_error(ranks, call, description, geometry, decision, kept, options.deadline_seconds)
-        begin_writing = time.monotonic()
+        begin_writing = world().monotonic()
         files, bytes_total = ranks.agree(
             call,
             work=lambda: _write(storage, save_id, planned, description, options.progress, ranks.rank),
@@ -216,7 +215,7 @@ def save_described(
         if ranks.rank == 0:
             discard(storage, save_id)
         raise
-    end = time.monotonic()
+    end = world().monotonic()
     assert isinstance(planned, _Planned)
     return SaveReport(
         url=storage.url,
@@ -263,7 +262,7 @@ def _begin(storage: Storage, reports: list[Any]) -> dict[str, Any]:
     """Begins a save, on rank 0: refuses a taken path, names the save, and decides what ranks must exchange."""
     parsed = [_Report(*report) for report in reports]
     _refuse_different_choices([each.check_replicas for each in parsed])
-    save_id = secrets.token_hex(6)
+    save_id = world().random_name(6)
     with wrap_os_errors(f"make {storage.url}"):
         refuse_committed(storage)
         storage.make()

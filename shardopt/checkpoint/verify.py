@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import time
 from collections import defaultdict
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from shardopt.checkpoint.format.constants import CHECKSUMS_PREFIX, DATA_SUFFIX, PER_RANK_PREFIX
@@ -19,6 +17,7 @@ from shardopt.checkpoint.reports import emit_report
 from shardopt.checkpoint.storage import Storage, storage_of
 from shardopt.errors import CorruptionError, Problem
 from shardopt.sharding.box import Box, cover_faults
+from shardopt.world import world
 
 _REMEDY = "restore from another checkpoint"
 
@@ -75,15 +74,15 @@ def verify(url: str | os.PathLike[str], *, progress: Progress | None = None) -> 
 
 
 def _verify(storage: Storage, progress: Progress | None) -> VerifyReport:
-    begin = time.monotonic()
+    begin = world().monotonic()
     try:
         manifest, _ = read_manifest(storage)
     except CorruptionError as error:
-        return VerifyReport(storage.url, 0, 0, 0, error.problems, time.monotonic() - begin)
+        return VerifyReport(storage.url, 0, 0, 0, error.problems, world().monotonic() - begin)
     problems = [*_cover_problems(storage, manifest)]
     members = _members_by_file(manifest)
     done = Counter(sum(file.nbytes for file in manifest.files), progress)
-    with ThreadPoolExecutor(threads_for(storage), "shardopt-verify") as pool:
+    with world().thread_pool(threads_for(storage), "shardopt-verify") as pool:
         checks = [
             pool.submit(_check_file, storage, file, members[number], done) for number, file in enumerate(manifest.files)
         ]
@@ -95,7 +94,7 @@ def _verify(storage: Storage, progress: Progress | None) -> VerifyReport:
         files=len(manifest.files),
         bytes_read=done.nbytes,
         problems=tuple(problems),
-        seconds=time.monotonic() - begin,
+        seconds=world().monotonic() - begin,
         remains=tuple(_remains(storage, manifest)),
     )
 

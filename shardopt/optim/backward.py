@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from threading import Lock
 from typing import Any, cast
 
 import torch
@@ -24,6 +23,7 @@ from shardopt.optim.state_dict.groups import NamedTensors
 from shardopt.sharding.gradients import takes_gradient, zero_gradients
 from shardopt.sharding.view import local_tensors
 from shardopt.torch_private import backward_under_way, gradient_hooks, in_forward_of_ddp, reduced_by_ddp
+from shardopt.world import Lock, world
 
 
 def in_backward(
@@ -223,7 +223,7 @@ class InBackwardOptimizer(KeyedOptimizerWrapper, FusedOptimizer):
         self._handles, self._waiting, self._accumulating = [], {}, False
         self._backward, self._updated = _NONE, set()
         self._looked_for_gradients = False
-        self._lock = Lock()
+        self._lock = world().lock()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         started = state.pop("_started")

@@ -93,7 +93,7 @@ class GradScaler(torch.amp.GradScaler):
             refuse_stepped(stages, atoms, "step()")
             if any(stages.stage(atom) is OptState.READY for atom in atoms):
                 self.unscale_(optimizer)
-            stages.set(optimizer, OptState.UNSCALED, _merged(stages.found(atom) for atom in atoms))
+            stages.set(optimizer, OptState.UNSCALED, _merged(stages.found_inf(atom) for atom in atoms))
         before = _stepping.set(True)
         try:
             result = super().step(optimizer, *args, **kwargs)
@@ -273,7 +273,7 @@ def share_unscaled(scaler: torch.amp.GradScaler, optimizer: Composed) -> None:
     left = [atom for number, atom in atoms.items() if not times[number]]
     for atom in left:
         scaler.unscale_(atom)
-    stages.set(optimizer, OptState.UNSCALED, _merged(stages.found(each) for each in (*done, *left)))
+    stages.set(optimizer, OptState.UNSCALED, _merged(stages.found_inf(each) for each in (*done, *left)))
 
 
 def _merged(verdicts: Iterable[Mapping[torch.device, Tensor]]) -> dict[torch.device, Tensor]:

@@ -1,7 +1,7 @@
-"""How ranks talk, and how they fail: all of them, with one error.
+"""Communication between ranks beside training: rounds of agreement, heartbeats, and one error for all ranks.
 
-What ranks must do together is one call of `Ranks.agree`: each does its own work, rank 0 looks at what all have
-reported and decides, and either every rank gets the decision or every rank raises the same error. The exceptions are
+What ranks must do together is one call of `Ranks.agree`: each does its own work, rank 0 looks at the reports of all
+and decides, and either every rank gets the decision or every rank raises the same error. The exceptions are
 `Ranks.all_reduce_sum`, for the few numbers that every step needs, and `Ranks.all_to_all`, for algorithms that need
 whole parameters and for rows of tables: the only collectives of shardopt itself.
 

@@ -2,7 +2,7 @@
 
 Reports and decisions travel as JSON through the job's store (the one that `init_process_group` made), not through a
 collective: when a peer is dead a collective fails without a name or hangs, while the store, which lives outside the
-ranks, still tells who has not answered.
+ranks, still shows who has not answered.
 
 A store may outlive the job that filled it: torchrun restarts ranks on the same one. What is left there must not be
 taken for an answer, so every job talks under a random session name, which its ranks agree on in their first round.
@@ -10,13 +10,9 @@ taken for an answer, so every job talks under a random session name, which its r
 
 from __future__ import annotations
 
-import secrets
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
-
-from torch.distributed import DistError, Store  # type: ignore[attr-defined]  # from a compiled module
 
 from shardopt.errors import RankError
 from shardopt.ranks.calls import Call
@@ -24,19 +20,20 @@ from shardopt.ranks.failures import describe, different_calls, merge, names_of
 from shardopt.ranks.heartbeat import Heartbeat, PeerHeartbeats
 from shardopt.ranks.parts import are_put, get, pack, put, set_bytes
 from shardopt.ranks.process import Processes, this_process
+from shardopt.world import Store, StoreError, world
 
 _POLL_SECONDS = (0.0005, 0.01)  # first pause between two looks at the store, and the longest
 
 
 class Silent(Exception):
-    """Some rank shows no sign of life."""
+    """A rank shows no sign of life."""
 
 
 class Channel:
     """Rounds of `agree` in the store.
 
-    Keys: `session`, `<session>/welcome/<rank>`, `beat/<rank>`; and in parts, as values may be large, the reports
-    `<session>/<round>/r<rank>/…` and the answers `<session>/<round>/answer/…`.
+    Keys: `session`, `<session>/welcome/<rank>`, `beat/<rank>`; and in parts, as values may be large, reports
+    `<session>/<round>/r<rank>/…` and answers `<session>/<round>/answer/…`.
 
     Args:
         session: the name of a session that all ranks know already; "" where they have to agree on one.
@@ -47,9 +44,9 @@ class Channel:
         self, store: Store, rank: int, size: int, session: str = "", processes: Processes | None = None
     ) -> None:
         self.store, self.rank, self.size = store, rank, size
-        self.told = False  # whether the others have all that they need of this rank in this round
+        self.reported = False  # whether the others have all that they need of this rank in this round
         self._joined = bool(session)
-        self._session = session or (secrets.token_hex(8) if rank == 0 else "")
+        self._session = session or (world().random_name(8) if rank == 0 else "")
         self._round = 0
         self._spent: list[str] = []  # keys that all have read once all have reported in the next round
         self._heartbeat = Heartbeat(store, f"beat/{rank}")
@@ -57,69 +54,69 @@ class Channel:
         self.processes = Processes() if processes is None else processes
 
     def beating(self, deadline_seconds: float) -> AbstractContextManager[None]:
-        """While this is open, the rank shows life, in rounds and between them."""
+        """Shows life while this is open, in rounds and between them."""
         return self._heartbeat.beating(deadline_seconds)
 
     def begin_round(self, call: Call, deadline_seconds: float) -> None:
         self._round += 1
-        self.told = False
+        self.reported = False
         self.call, self.deadline_seconds = call, deadline_seconds
 
-    def decide(self, mine: dict[str, Any], decide: Callable[[list[Any]], Any]) -> dict[str, Any]:
-        """Rank 0: gathers, decides, answers. What interrupts it is raised when the others have been told."""
+    def decide(self, message: dict[str, Any], decide: Callable[[list[Any]], Any]) -> dict[str, Any]:
+        """Rank 0: gathers, decides, answers. An interrupt is raised once the others have the answer."""
         interrupt: BaseException | None = None
         try:
-            answer = self._decided(mine, decide)
+            answer = self._decided(message, decide)
             data = pack(self._introduced(answer))
-        except DistError:
+        except StoreError:
             raise
         except BaseException as error:
             interrupt = None if isinstance(error, Exception) else error
             answer = {"error": merge(str(self.call), [(0, describe(error))], self.size)}
             data = pack(self._introduced(answer))
         self._spent += put(self.store, self._key("answer"), data)
-        self.told = True
+        self.reported = True
         if interrupt is not None:
             raise interrupt
         return answer
 
-    def follow(self, mine: dict[str, Any]) -> dict[str, Any]:
+    def follow(self, message: dict[str, Any]) -> dict[str, Any]:
         """Any other rank: reports, and waits for the answer."""
-        beside = {"call": self.call.same}
+        extra = {"call": self.call.same}
         if not self._joined:
-            beside["token"] = secrets.token_hex(8)
+            extra["token"] = world().random_name(8)
         try:
-            data = pack(self._introduced({**mine, **beside}))
+            data = pack(self._introduced({**message, **extra}))
         except Exception as error:  # a report that is not JSON
-            data = pack(self._introduced({"error": describe(error), **beside}))
+            data = pack(self._introduced({"error": describe(error), **extra}))
         if self._joined:
             put(self.store, self._key(f"r{self.rank}"), data)
         else:
-            self._join(data, beside["token"].encode())
-        self.told = True
+            self._join(data, extra["token"].encode())
+        self.reported = True
         # Rank 0 waits up to a deadline for the others, and beats all the while.
         self._wait_for_rank_0(lambda: are_put(self.store, [self._key("answer")]))
         answer: dict[str, Any] = get(self.store, self._key("answer"))[0]
         self._meet(0, answer)
         return answer
 
-    def _decided(self, mine: dict[str, Any], decide: Callable[[list[Any]], Any]) -> dict[str, Any]:
-        heard, lost = self._gather()
-        heard[0] = {**mine, "call": self.call.same}
-        ranks = sorted(heard)
-        others = [(rank, heard[rank]["call"]) for rank in ranks]
+    def _decided(self, message: dict[str, Any], decide: Callable[[list[Any]], Any]) -> dict[str, Any]:
+        reports, lost = self._gather()
+        reports[0] = {**message, "call": self.call.same}
+        ranks = sorted(reports)
+        others = [(rank, reports[rank]["call"]) for rank in ranks]
         if any(call != self.call.same for _, call in others):
             return {"error": different_calls(others).to_json()}
-        failures = [(rank, heard[rank]["error"]) for rank in ranks if "error" in heard[rank]]
+        failures = [(rank, reports[rank]["error"]) for rank in ranks if "error" in reports[rank]]
         if lost:
             also = "".join(f" (on rank {rank}: {error['message']})" for rank, error in failures)
             return {"error": RankError(f"{self.call}: {lost}{also}").to_json(), "broken": True}
         if failures:
             return {"error": merge(str(self.call), failures, self.size)}
-        return {"decision": decide([heard[rank]["report"] for rank in ranks])}
+        return {"decision": decide([reports[rank]["report"] for rank in ranks])}
 
     def _gather(self) -> tuple[dict[int, dict[str, Any]], str]:
-        """What the other ranks report, by rank; and what is to be said of those that were lost, if any were.
+        """Gathers the reports of the other ranks, by rank; and an error text for those that were lost, "" for none.
 
         Reports are missing where ranks were lost, or where one is in another call, for which nobody has to wait.
         """
@@ -131,7 +128,7 @@ class Channel:
             return are_put(self.store, [self._key(f"r{rank}") for rank in ranks])
 
         def read(ranks: Iterable[int]) -> bool:
-            """Reads reports that are there; tells whether there is no need to wait for the others."""
+            """Reads reports that are there; returns whether there is no need to wait for the others."""
             new = {rank: get(self.store, self._key(f"r{rank}")) for rank in ranks if rank not in got}
             got.update(new)
             # Not in the first round, in which each rank waits to be welcomed.
@@ -155,7 +152,7 @@ class Channel:
         return {rank: report for rank, (report, _) in got.items()}, lost
 
     def _join(self, data: bytes, token: bytes) -> None:
-        """Reports in the session whose rank 0 welcomes this rank; at first it may see one of ranks that are gone."""
+        """Reports in the session whose rank 0 welcomes this rank; the first one may be of a job that is gone."""
 
         def is_welcome() -> bool:
             welcome = f"{self._session}/welcome/{self.rank}"
@@ -184,35 +181,35 @@ class Channel:
         are_there: Callable[[Sequence[int]], bool],
         read: Callable[[Iterable[int]], bool],
     ) -> str:
-        """Waits until what is wanted of `ranks` is there, and has it read; gives up once some will not come.
+        """Waits for messages of `ranks`, and has them read; gives up once some will not come.
 
         Args:
             are_there: whether what is wanted of some ranks is there.
             read: gets ranks of which it is, again and again; where it is true, the others are waited for no longer.
 
         Returns:
-            What is to be said of those that will not come; "" where all have come, or need not be waited for.
+            The error text for those that will not come; "" where all have come, or need not be waited for.
         """
-        life = PeerHeartbeats(self.store, self.deadline_seconds)
+        heartbeats = PeerHeartbeats(self.store, self.deadline_seconds)
         pause, longest = _POLL_SECONDS
         while not are_there(ranks):
-            if life.due():
+            if heartbeats.due():
                 missing = _missing(ranks, are_there)
                 if read(rank for rank in ranks if rank not in missing):
                     return ""
-                silent, ended = life.silent(sorted(missing)), self.processes.ended(missing)
+                silent, ended = heartbeats.silent(sorted(missing)), self.processes.ended(missing)
                 # Looked at once more: what a rank has put may be there although nothing more will ever come of it.
                 missing = _missing(ranks, are_there) if silent or ended else set()
                 if not missing.isdisjoint([*silent, *ended]):
                     read(rank for rank in ranks if rank not in missing)
-                    return _words(missing.intersection(ended), missing.intersection(silent), self.deadline_seconds)
-            time.sleep(pause)
+                    return _lost_text(missing.intersection(ended), missing.intersection(silent), self.deadline_seconds)
+            world().sleep(pause)
             pause = min(2 * pause, longest)
         read(ranks)
         return ""
 
     def _introduced(self, message: dict[str, Any]) -> dict[str, Any]:
-        """In the first round with what the others need to know the process of this rank."""
+        """Adds what the others need to know the process of this rank, in the first round."""
         return {**message, "process": this_process()} if self._round == 1 and self._introduces else message
 
     def _meet(self, rank: int, message: dict[str, Any]) -> None:
@@ -224,7 +221,7 @@ class Channel:
 
 
 def _missing(ranks: Sequence[int], are_there: Callable[[Sequence[int]], bool]) -> set[int]:
-    """Those of whom something is not there, by halves: of many ranks a few are late."""
+    """Finds the ranks of which something is not there, by halves: of many ranks a few are late."""
     if are_there(ranks):
         return set()
     if len(ranks) == 1:
@@ -233,14 +230,14 @@ def _missing(ranks: Sequence[int], are_there: Callable[[Sequence[int]], bool]) -
     return _missing(ranks[:middle], are_there) | _missing(ranks[middle:], are_there)
 
 
-def _words(ended: set[int], silent: set[int], deadline_seconds: float) -> str:
-    """What is to be said of ranks that will not come."""
-    words = []
+def _lost_text(ended: set[int], silent: set[int], deadline_seconds: float) -> str:
+    """Returns the error text for ranks that will not come."""
+    texts = []
     if ended:
-        words.append(f"{names_of(sorted(ended))} died, or ended before this call")
+        texts.append(f"{names_of(sorted(ended))} died, or ended before this call")
     if silent - ended:
-        words.append(
+        texts.append(
             f"{names_of(sorted(silent - ended))} gave no sign of life for {deadline_seconds:g} s: dead, cut off, "
             "or not in this call (every rank of the group must make it)"
         )
-    return "; ".join(words)
+    return "; ".join(texts)

@@ -1,4 +1,4 @@
-"""What goes through the process group's own backend, and on which devices."""
+"""Collectives through the process group's own backend, and the device that they work on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Exchange:
-    """An exchange under way; it keeps what was sent until it is done."""
+    """An all-to-all under way; it keeps what was sent until it is done."""
 
     def __init__(self, got: Tensor, sent: Tensor, work: dist.Work | None) -> None:
         self._got = got
@@ -18,7 +18,7 @@ class Exchange:
         self._work = work
 
     def wait(self) -> Tensor:
-        """What was got, once it is there; on an accelerator only the current stream waits, not this process."""
+        """Waits for the vector that was received; on an accelerator only the current stream waits, not this process."""
         if self._work is not None:
             self._work.wait()
         self._sent = None
@@ -28,7 +28,7 @@ class Exchange:
 def begin_exchange(
     group: dist.ProcessGroup | None, sent: Tensor, sent_counts: Sequence[int], got_counts: Sequence[int]
 ) -> Exchange:
-    """See `Ranks.all_to_all`; without a group, what is sent is what is got."""
+    """Begins `Ranks.all_to_all`; without a group, what is sent is received."""
     if group is None or group.size() == 1:
         return Exchange(sent, sent, None)
     got = sent.new_empty(sum(got_counts))
@@ -40,7 +40,7 @@ def begin_exchange(
 
 
 def accelerator_of(group: dist.ProcessGroup) -> str | None:
-    """The kind of device that the group's own backend for accelerators (NCCL, not gloo) works on, if it has one."""
+    """Returns the type of device that the group's backend for accelerators (NCCL, not gloo) works on, if it has one."""
     for pair in dist.get_backend_config(group).split(","):
         kind, _, backend = pair.partition(":")
         if backend not in ("gloo", "mpi", "fake"):

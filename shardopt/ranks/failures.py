@@ -1,4 +1,4 @@
-"""Errors on their way between ranks: each as JSON, and those of several ranks as one."""
+"""Errors between ranks: each as JSON, and those of several ranks merged into one."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _MOST_NAMES = 16
 
 
 def describe(error: BaseException) -> dict[str, Any]:
-    """An error of one rank as JSON, from which `ShardoptError.from_json` makes one again."""
+    """Converts an error of one rank to JSON, from which `ShardoptError.from_json` makes one again."""
     if isinstance(error, ShardoptError):
         return error.to_json()
     return RankError(f"{type(error).__name__}: {error}").to_json()
 
 
 def merge(what: str, failures: list[tuple[int, dict[str, Any]]], size: int) -> dict[str, Any]:
-    """One error for all ranks: the first failure's type and text, the ranks it came from, and what others met."""
+    """Merges failures into one error for all ranks: the type and text of the first, its ranks, and those of others."""
     ranks_with: dict[tuple[str, str], list[int]] = {}
     for rank, error in failures:
         ranks_with.setdefault((error["type"], error["message"]), []).append(rank)
@@ -32,7 +32,7 @@ def merge(what: str, failures: list[tuple[int, dict[str, Any]]], size: int) -> d
 
 
 def different_calls(calls: Sequence[tuple[int, str]]) -> RankError:
-    """What to raise on all ranks where some are in another call than rank 0.
+    """Makes the error for all ranks where some are in another call than rank 0.
 
     Args:
         calls: of rank 0 and others, ascending: the rank, and what it calls.
@@ -40,11 +40,11 @@ def different_calls(calls: Sequence[tuple[int, str]]) -> RankError:
     ranks_in: dict[str, list[int]] = {}
     for rank, call in calls:
         ranks_in.setdefault(call, []).append(rank)
-    found = "; ".join([f"{call} on {names_of(ranks)}" for call, ranks in ranks_in.items()][:_MOST_NAMES])
-    return RankError(f"ranks are in different calls: {found}; all must make the same ones, in the same order")
+    calls_text = "; ".join([f"{call} on {names_of(ranks)}" for call, ranks in ranks_in.items()][:_MOST_NAMES])
+    return RankError(f"ranks are in different calls: {calls_text}; all must make the same ones, in the same order")
 
 
 def names_of(ranks: Sequence[int]) -> str:
-    """ "rank 1", or "ranks 1, 3", or the first of very many."""
+    """Returns "rank 1", or "ranks 1, 3", or the first of very many."""
     more = f" and {len(ranks) - _MOST_NAMES} more" if len(ranks) > _MOST_NAMES else ""
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks[:_MOST_NAMES])) + more

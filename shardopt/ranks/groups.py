@@ -1,4 +1,4 @@
-"""Which ranks there are: each process group's once, and new groups where there is none of just these members."""
+"""Ranks by process group, made once for each; and new groups where there is none of just these members."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, Ranks] = weakref.WeakKey
 
 
 def ranks_of(group: dist.ProcessGroup | None = None) -> Ranks:
-    """The ranks of `group` (default: of the job); this process alone where torch.distributed is not initialized."""
+    """Returns the ranks of `group` (default: of the job); this process alone without torch.distributed."""
     if group is None:
         if not (dist.is_available() and dist.is_initialized()):
             return Ranks(None)
@@ -29,7 +29,7 @@ def ranks_of(group: dist.ProcessGroup | None = None) -> Ranks:
 
 
 def refuse_lone_processes(doing: str) -> None:
-    """Refuses what a process would do alone because nobody has told it of the others.
+    """Refuses what a process would do alone because it has no process group with the others.
 
     Raises:
         RankError: the launcher has started several processes, and there is no process group.
@@ -48,7 +48,7 @@ _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.P
 
 
 def ranks_among(members: tuple[int, ...], known: Iterable[dist.ProcessGroup] = ()) -> Ranks:
-    """The ranks with these numbers, through the job's own group or one of `known` where it is made of just them.
+    """Returns the ranks with these numbers, through the job's group or one of `known` where it is made of just them.
 
     Otherwise through a new group, for which all members must call; those who call for several do it in the same order.
 
@@ -70,7 +70,7 @@ def ranks_among(members: tuple[int, ...], known: Iterable[dist.ProcessGroup] = (
 
 
 def _new_group(members: tuple[int, ...], job: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A process group, for which these ranks alone must call.
+    """Makes a process group, for which these ranks alone must call.
 
     torch names it by how many groups a process has, and waits without an end where members have made different ones.
     """

@@ -1,4 +1,4 @@
-"""Heartbeats: how ranks show life, and who shows none.
+"""Heartbeats: ranks show life in the store, and those that show none are named.
 
 A rank counts up a key of the store for as long as it is in a call; one that has neither answered nor beaten for a
 deadline is given up, and named. Clocks of different hosts are never compared.
@@ -6,12 +6,10 @@ deadline is given up, and named. Clocks of different hosts are never compared.
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from torch.distributed import Store  # type: ignore[attr-defined]  # from a compiled module
+from shardopt.world import Store, Thread, world
 
 DEADLINE_SECONDS = 300.0
 _LONGEST_INTERVAL_SECONDS = 5.0
@@ -22,10 +20,10 @@ class Heartbeat:
 
     def __init__(self, store: Store, key: str) -> None:
         self._store, self._key = store, key
-        self._changed = threading.Condition()
+        self._changed = world().condition()
         self._intervals: list[float] = []  # of all that are in `beating`
         self._last = 0.0
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
 
     @contextmanager
     def beating(self, deadline_seconds: float) -> Iterator[None]:
@@ -37,8 +35,8 @@ class Heartbeat:
         interval = min(deadline_seconds / 5, _LONGEST_INTERVAL_SECONDS)
         with self._changed:
             if self._thread is None:
-                self._last = time.monotonic()
-                thread = threading.Thread(target=self._run, name="shardopt-heartbeat", daemon=True)
+                self._last = world().monotonic()
+                thread = world().thread(self._run, "shardopt-heartbeat", daemon=True)
                 with suppress(RuntimeError):  # no more threads: this rank has to be quick then
                     thread.start()
                     self._thread = thread
@@ -60,8 +58,8 @@ class Heartbeat:
     def _run(self) -> None:
         while True:
             with self._changed:
-                while self._thread is threading.current_thread():
-                    left = self._last + min(self._intervals) - time.monotonic()
+                while self._thread is world().current_thread():
+                    left = self._last + min(self._intervals) - world().monotonic()
                     if left <= 0:
                         break
                     self._changed.wait(left)
@@ -71,7 +69,7 @@ class Heartbeat:
                 self._store.add(self._key, 1)
             except RuntimeError:  # the store is gone: whoever waits finds out, and says so
                 return
-            self._last = time.monotonic()
+            self._last = world().monotonic()
 
 
 class PeerHeartbeats:
@@ -80,15 +78,16 @@ class PeerHeartbeats:
     def __init__(self, store: Store, deadline_seconds: float) -> None:
         self._store, self._deadline_seconds = store, deadline_seconds
         self._interval_seconds = min(deadline_seconds / 5, 1.0)
-        self._looked = time.monotonic()
+        self._looked = world().monotonic()
         self._seen: dict[int, tuple[int, float]] = {}  # rank -> its last count, and for how many seconds it has stood
 
     def due(self) -> bool:
-        return time.monotonic() - self._looked >= self._interval_seconds
+        """Whether it is time to look again."""
+        return world().monotonic() - self._looked >= self._interval_seconds
 
     def silent(self, ranks: Sequence[int]) -> list[int]:
-        """Those of `ranks` whose count has not changed for the deadline."""
-        now = time.monotonic()
+        """Returns those of `ranks` whose count has not changed for the deadline."""
+        now = world().monotonic()
         # A look that comes late may be late because this process, or the whole machine, was stopped for a while; the
         # others had no chance to be heard then.
         passed, self._looked = min(now - self._looked, 2 * self._interval_seconds), now

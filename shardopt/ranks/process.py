@@ -1,4 +1,4 @@
-"""Whether the process of another rank has ended: on one machine that is seen at once, and not waited out.
+"""Processes of other ranks on this machine: that one has ended is seen at once, and not waited out.
 
 Linux only, and only for ranks that see each other's processes; nothing is known of the others.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def this_process() -> str:
-    """What `Processes.meet` needs of this process, on other ranks; "" where the system does not tell."""
+    """Identifies this process for `Processes.meet` on other ranks; "" where the system does not show it."""
     try:
         return f"{_place()} {os.getpid()} {_started(os.getpid())}"
     except OSError:
@@ -40,7 +40,7 @@ class Processes:
             pass
 
     def ended(self, ranks: Collection[int]) -> list[int]:
-        """Those of `ranks` whose processes were here, and are not any more."""
+        """Returns those of `ranks` whose processes were here, and are not any more."""
         return [rank for rank, (pid, started) in self._here.items() if rank in ranks and not _runs(pid, started)]
 
 
@@ -55,12 +55,12 @@ def _runs(pid: int, started: str) -> bool:
 
 
 def _place() -> str:
-    """Of this boot of this machine, the part in which this process sees others."""
+    """Returns an id of the boot of this machine and of the namespace in which this process sees others."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
 def _started(pid: int) -> str:
-    """When a process was started, in ticks since the boot; "" of one that has ended and is still listed."""
+    """Returns when a process was started, in ticks since the boot; "" of one that has ended and is still listed."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # what is before it may hold anything
     return "" if fields[0] in "ZX" else fields[19]

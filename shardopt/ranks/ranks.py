@@ -1,8 +1,7 @@
-"""The ranks of a process group, and all that they do together."""
+"""The ranks of a process group: rounds of agreement, all-reduce, all-to-all, shared cells and side channels."""
 
 from __future__ import annotations
 
-import secrets
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -12,7 +11,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import DistError, HashStore, PrefixStore  # type: ignore[attr-defined]  # from a compiled module
 
 from shardopt.errors import Problem, RankError, ShardoptError
 from shardopt.ranks.calls import Call, as_call
@@ -21,6 +19,7 @@ from shardopt.ranks.collectives import Exchange, accelerator_of, begin_exchange
 from shardopt.ranks.failures import describe, names_of
 from shardopt.ranks.heartbeat import DEADLINE_SECONDS
 from shardopt.ranks.shared_cell import SharedCell
+from shardopt.world import StoreError, world
 
 T = TypeVar("T")
 
@@ -47,12 +46,12 @@ class Ranks:
         self._accelerator = None if group is None else accelerator_of(group)
         self._channel: Channel | None = None
         if group is not None and self.size > 1:
-            self._channel = Channel(PrefixStore("shardopt", group.get_group_store()), self.rank, self.size)
+            self._channel = Channel(world().store_of(group, "shardopt"), self.rank, self.size)
         self._broken: str | None = None
 
     @classmethod
     def meeting(cls, job: dist.ProcessGroup, members: tuple[int, ...]) -> Ranks:
-        """Some ranks of a job, which have no process group yet: they can `agree`, and nothing else.
+        """Makes ranks of a job which have no process group yet: they can `agree`, and nothing else.
 
         Args:
             members: their numbers in the job, ascending; this rank's is among them.
@@ -61,12 +60,12 @@ class Ranks:
         ranks.rank, ranks.size, ranks.members = members.index(job.rank()), len(members), members
         ranks._group = _no_group  # what needs one raises, and is not done by each rank alone
         place = blake2b(repr(members).encode(), digest_size=16).hexdigest()
-        store = PrefixStore(f"shardopt-{place}", job.get_group_store())
+        store = world().store_of(job, f"shardopt-{place}")
         ranks._channel = Channel(store, ranks.rank, ranks.size)
         return ranks
 
     def side_channel(self, what: str, deadline_seconds: float = DEADLINE_SECONDS) -> Ranks:
-        """The same ranks, to `agree` in another thread while these do in theirs: in rounds of their own. Collective.
+        """Makes the same ranks once more, to `agree` in another thread: in rounds of their own. Collective.
 
         They have their own connection to the store, which closes when they are let go.
 
@@ -74,19 +73,17 @@ class Ranks:
             what: what they will do, as for `agree`.
         """
         _, session = self.agree(
-            what, work=lambda: None, decide=lambda _: secrets.token_hex(8), deadline_seconds=deadline_seconds
+            what, work=lambda: None, decide=lambda _: world().random_name(8), deadline_seconds=deadline_seconds
         )
         group = self._process_group()
         ranks = Ranks(group)
         if group is not None and self._channel is not None:
-            # A client answers one question at a time, so those who talk beside others need one of their own.
-            store = group.get_group_store().clone()  # type: ignore[attr-defined]  # torch's stubs do not have it
-            known = self._channel.processes
-            ranks._channel = Channel(PrefixStore(f"shardopt-{session}", store), self.rank, self.size, session, known)
+            store = world().store_of(group, f"shardopt-{session}", own_connection=True)
+            ranks._channel = Channel(store, self.rank, self.size, session, self._channel.processes)
         return ranks
 
     def beating(self, deadline_seconds: float = DEADLINE_SECONDS) -> AbstractContextManager[None]:
-        """While this is open, this rank shows life. For calls of several rounds, between which there is work too.
+        """Shows life of this rank while this is open. For calls of several rounds, between which there is work too.
 
         May be opened within itself, and closed by another thread.
 
@@ -96,7 +93,7 @@ class Ranks:
         return nullcontext() if self._channel is None else self._channel.beating(deadline_seconds)
 
     def shared_cell(self, what: str | Call, first: str, deadline_seconds: float = DEADLINE_SECONDS) -> SharedCell:
-        """A word that all of these ranks can read and replace at any time, each for itself. Collective.
+        """Makes a text that all of these ranks can read and replace at any time, each for itself. Collective.
 
         Args:
             what: what it is for, as for `agree`.
@@ -104,10 +101,10 @@ class Ranks:
         """
         channel = self._channel
         if channel is None:
-            return SharedCell(HashStore(), "notice", first)
+            return SharedCell(world().local_store(), "notice", first)
 
         def post(_: list[Any]) -> str:
-            key = f"notice/{secrets.token_hex(8)}"
+            key = f"notice/{world().random_name(8)}"
             SharedCell(channel.store, key, first)
             return key
 
@@ -127,7 +124,7 @@ class Ranks:
         return torch.device(self._accelerator, torch.get_device_module(self._accelerator).current_device())
 
     def all_reduce_sum(self, numbers: Tensor) -> Tensor:
-        """Each number summed over the ranks, in place; every rank gets the same bits. Collective: one all-reduce.
+        """Sums each number over the ranks, in place; every rank gets the same bits. Collective: one all-reduce.
 
         Args:
             numbers: on `device`, of the same shape and dtype on every rank.
@@ -138,13 +135,13 @@ class Ranks:
         return numbers
 
     def all_to_all(self, sent: Tensor, sent_counts: Sequence[int], got_counts: Sequence[int]) -> Exchange:
-        """Sends a part of a vector to each of the ranks, and gets theirs. Collective: one all-to-all.
+        """Sends a section of a vector to each of the ranks, and receives theirs. Collective: one all-to-all.
 
         It is only begun here: `wait` of what this returns gives the vector that was got.
 
         Args:
-            sent: contiguous, on a device that the group communicates on; not to be changed before `wait`. The parts
-                stand in it in the order of the ranks.
+            sent: contiguous, on a device that the group communicates on; not to be changed before `wait`. The
+                sections stand in it in the order of the ranks.
             sent_counts, got_counts: how many elements go to and come from each of them.
         """
         return begin_exchange(self._process_group(), sent, sent_counts, got_counts)
@@ -162,7 +159,7 @@ class Ranks:
         Args:
             what: what is being done, for error messages ("saving step-7"); all ranks must do the same. What of words
                 has a slash in it is not compared, as hosts may have a disk under other paths: `call_on`.
-            work: this rank's own part; what it returns stays here.
+            work: this rank's own work; what it returns stays here.
             report: what rank 0 must know of it, as JSON.
             decide: runs on rank 0 only; gets the reports by rank and returns JSON that every rank gets.
             deadline_seconds: for how long a rank may show no sign of life before it is given up.
@@ -187,20 +184,20 @@ class Ranks:
             channel.begin_round(as_call(what), deadline_seconds)
             try:
                 outcome.append(work())
-                mine = {"report": report(outcome[0])}
+                message = {"report": report(outcome[0])}
             except BaseException as error:
-                cause, mine = error, {"error": describe(error)}
+                cause, message = error, {"error": describe(error)}
             try:
-                answer = channel.decide(mine, decide) if self.rank == 0 else channel.follow(mine)
-            except (Silent, DistError) as silent:
+                answer = channel.decide(message, decide) if self.rank == 0 else channel.follow(message)
+            except (Silent, StoreError) as silent:
                 self._broken = str(silent) if isinstance(silent, Silent) else f"the job's store is lost: {silent}"
                 raise RankError(f"{what}: {self._broken}") from cause
             except BaseException as interrupt:
-                if not channel.told:
-                    self._broken = f"{type(interrupt).__name__} before the other ranks were told"
+                if not channel.reported:
+                    self._broken = f"{type(interrupt).__name__} before the other ranks had a report"
                 raise
         if cause is not None and not isinstance(cause, Exception):
-            raise cause  # an interrupt stays an interrupt here; the other ranks have been told
+            raise cause  # an interrupt stays an interrupt here; the other ranks have the report
         if "error" in answer:
             if answer.get("broken"):
                 self._broken = answer["error"]["message"]
@@ -208,7 +205,7 @@ class Ranks:
         return outcome[0], answer["decision"]
 
     def _process_group(self) -> dist.ProcessGroup | None:
-        """The group; None for this process alone.
+        """Returns the group; None for this process alone.
 
         Raises:
             RankError: it was destroyed.

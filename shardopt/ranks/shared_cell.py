@@ -1,14 +1,13 @@
-"""A word that all ranks see, and that any of them may replace."""
+"""A cell in the job's store: a text that all ranks read and replace, by compare-and-set."""
 
 from __future__ import annotations
 
-from torch.distributed import DistError, Store  # type: ignore[attr-defined]  # from a compiled module
-
 from shardopt.errors import RankError
+from shardopt.world import Store, StoreError
 
 
 class SharedCell:
-    """A word in the job's store, which is replaced in one step. See `Ranks.shared_cell`."""
+    """A text in the job's store, replaced by compare-and-set. See `Ranks.shared_cell`."""
 
     def __init__(self, store: Store, key: str, first: str | None = None) -> None:
         self._store, self._key = store, key
@@ -16,12 +15,12 @@ class SharedCell:
             store.set(key, first)
 
     def replace(self, expected: str, wanted: str) -> str:
-        """Makes the word `wanted` if it is `expected`; returns what it is then. Local: one question to the store.
+        """Sets the text to `wanted` if it is `expected`; returns what it is then. Local: one request to the store.
 
         Raises:
             RankError: the store is lost.
         """
         try:
             return self._store.compare_set(self._key, expected, wanted).decode()
-        except DistError as error:
+        except StoreError as error:
             raise RankError(f"the job's store is lost: {error}") from error

@@ -1,4 +1,4 @@
-"""The job's ranks for a thread in the background."""
+"""Side channels: the job's ranks for a thread in the background."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class SideRanks:
         self._made: tuple[Ranks, Ranks] | None = None  # those of the program, and those beside them
 
     def of(self, ranks: Ranks, deadline_seconds: float = DEADLINE_SECONDS) -> Ranks:
-        """Those beside `ranks`. Collective where they are not made yet, and local afterwards."""
+        """Returns the side channel of `ranks`. Collective where it is not made yet, and local afterwards."""
         if self._made is None or self._made[0] is not ranks:
             self._made = ranks, ranks.side_channel(f"preparing for {self._what}", deadline_seconds)
         return self._made[1]
 
     def are_beside(self, ranks: Ranks) -> bool:
-        """Whether they are made, and beside `ranks`. Local."""
+        """Whether it is made, and for `ranks`. Local."""
         return self._made is not None and self._made[0] is ranks
 
     def forget(self) -> None:
-        """Lets them go, with their connection."""
+        """Drops them, with their connection."""
         self._made = None

@@ -1,9 +1,14 @@
 """Tensors as boxes: integer geometry (`box`, `mesh`), layouts, and the view of any tensor.
 
-What is asked of each kind of tensor: its pieces and layout (`view.view_of`), its local tensors and a tensor like it
-made of others (`local_tensors`, `assemble`), its gradients (`gradients`), and what is left of it when a dimension is
-summed over (`reduced`). DTensors, ShardedTensors and LocalShardsWrappers have a file each; kinds that others bring
-answer through a `TensorKind` (`kinds`), and are never summed over.
+To add a kind of tensor: a framework's own class is registered with a `TensorKind` (`kinds.register_kind`), and nothing
+here changes. One that torch brings gets a file of its own, as `dtensor`, `sharded_tensor`, `pieces_tensor` and
+`wrapper` (LocalShardsWrapper) are, and a branch in each of the functions that ask for the kind of a tensor:
+
+    view.py        view_of, local_tensors, assemble, local_like, empty_local_tensor     boxes, memory, the way back
+                   is_held, is_on_all_ranks, tells_of_others, members_of, groups_of     on which ranks it is
+    gradients.py   local_gradients, GradientReader, takes_gradient, zero_gradients, requires_gradient
+    reduced.py     shard_groups_of, is_first_of, sum_memory, local_views, sum_like, stack_like
+                   a dimension less or more: asked only by algorithms that reduce, never of registered kinds
 """
 
 from shardopt.sharding.box import Box, cover_faults, whole

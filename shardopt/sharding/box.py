@@ -6,7 +6,7 @@ Everything here is arithmetic on integers; a box knows nothing of tensors, ranks
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import pairwise, product
 from math import prod
 from typing import NamedTuple
@@ -41,42 +41,48 @@ class Box(NamedTuple):
         return tuple(offset + size for offset, size in zip(self.offsets, self.sizes, strict=True))
 
     def intersect(self, other: Box) -> Box | None:
-        """The elements that both boxes hold, or None if they share none. Both must have the same dimensions."""
+        """Returns the box of elements that both hold, or None if they share none. Both have the same dimensions."""
         offsets, sizes = [], []
-        for mine, my_size, theirs, their_size in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
-            start = max(mine, theirs)
-            size = min(mine + my_size, theirs + their_size) - start
+        for start, end, other_start, other_end in zip(self.offsets, self.ends, other.offsets, other.ends, strict=True):
+            shared_start = max(start, other_start)
+            size = min(end, other_end) - shared_start
             if size <= 0:
                 return None
-            offsets.append(start)
+            offsets.append(shared_start)
             sizes.append(size)
         return Box(tuple(offsets), tuple(sizes))
 
     def contains(self, other: Box) -> bool:
         """Whether `other` lies inside this box. An empty box lies inside where its offsets and ends do."""
         return all(
-            mine <= theirs and theirs + their_size <= mine + my_size
-            for mine, my_size, theirs, their_size in zip(
+            offset <= other_offset and other_offset + other_size <= offset + size
+            for offset, size, other_offset, other_size in zip(
                 self.offsets, self.sizes, other.offsets, other.sizes, strict=True
             )
         )
 
     def within(self, other: Box) -> Box:
-        """This box in coordinates that start at the offsets of `other`, which should contain it."""
-        return Box(tuple(mine - theirs for mine, theirs in zip(self.offsets, other.offsets, strict=True)), self.sizes)
+        """Returns this box in coordinates that start at the offsets of `other`, which should contain it."""
+        offsets = (offset - origin for offset, origin in zip(self.offsets, other.offsets, strict=True))
+        return Box(tuple(offsets), self.sizes)
 
     def __str__(self) -> str:
         return f"[{', '.join(f'{start}:{end}' for start, end in zip(self.offsets, self.ends, strict=True))}]"
 
 
 def whole(shape: Iterable[int]) -> Box:
-    """The box that holds every element of a tensor of this shape."""
+    """Returns the box that holds every element of a tensor of this shape."""
     sizes = tuple(shape)
     return Box((0,) * len(sizes), sizes)
 
 
+def with_ones(shape: Sequence[int], dims: Collection[int]) -> tuple[int, ...]:
+    """Returns the shape of a sum over some dimensions, which are kept with size 1."""
+    return tuple(1 if dim in dims else size for dim, size in enumerate(shape))
+
+
 def cut_in_order(box: Box, most: int) -> Iterator[Box]:
-    """Boxes of at most `most` elements (at least one) that hold a box's elements one after the other in C order."""
+    """Cuts a box into boxes of at most `most` elements (at least one), which follow one another in C order."""
     if not box.sizes or box.numel <= most:
         if box.numel:
             yield box
@@ -92,7 +98,7 @@ def cut_in_order(box: Box, most: int) -> Iterator[Box]:
 
 
 def grid_cuts(shape: Sequence[int], boxes: Sequence[Box]) -> tuple[tuple[int, ...], ...] | None:
-    """The cut points of each dimension, if the boxes are exactly the cells of a grid over `shape`.
+    """Returns the cut points of each dimension, if the boxes are exactly the cells of a grid over `shape`.
 
     Args:
         shape: the tensor's global shape.
@@ -121,14 +127,14 @@ def grid_cuts(shape: Sequence[int], boxes: Sequence[Box]) -> tuple[tuple[int, ..
 
 
 def grid_boxes(cuts: Sequence[Sequence[int]]) -> tuple[Box, ...]:
-    """The cells of the grid with these cut points (the reverse of `grid_cuts`), in ascending order of offsets."""
+    """Returns the cells of the grid with these cut points (the reverse of `grid_cuts`), ascending by offsets."""
     starts = product(*(points[:-1] for points in cuts))
     sizes = product(*([end - start for start, end in pairwise(points)] for points in cuts))
     return tuple(map(Box, starts, sizes))
 
 
 def cover_faults(shape: Sequence[int], boxes: Iterable[Box]) -> list[str]:
-    """What keeps the boxes from holding every element of a tensor exactly once.
+    """Finds the holes and overlaps that keep boxes from holding every element of a tensor exactly once.
 
     Boxes that hold nothing are passed over. Grids take linear time, and so (but for sorting) do boxes that come from
     cutting the tensor through and through. Others take at worst a time quadratic in the number of boxes, whatever the
@@ -153,13 +159,13 @@ def cover_faults(shape: Sequence[int], boxes: Iterable[Box]) -> list[str]:
 
 
 def overlap_faults(shape: Sequence[int], boxes: Iterable[Box]) -> list[str]:
-    """What keeps the boxes from holding elements of a tensor at most once: `cover_faults` without the holes."""
+    """Finds the overlaps of boxes of a tensor: `cover_faults` without the holes."""
     inside, misfits = _sound(shape, boxes)
     return _listed(misfits or _overlaps(inside, MOST_FAULTS))
 
 
 def _sound(shape: Sequence[int], boxes: Iterable[Box]) -> tuple[list[Box], list[str]]:
-    """The boxes that hold elements of a tensor of this shape, and what is wrong with others that are not empty."""
+    """Splits boxes into those inside a tensor of this shape and the faults of others that are not empty."""
     space = whole(shape)
     ndim = len(space.sizes)
     inside: list[Box] = []
@@ -191,24 +197,23 @@ def _name(box: Box) -> str:
 
 
 def _overlaps(boxes: Sequence[Box], most: int) -> list[str]:
-    """Up to `most` pairs of boxes that share elements. The boxes are not empty."""
-    found: list[str] = []
+    """Finds up to `most` pairs of boxes that share elements. The boxes are not empty."""
+    overlaps: list[str] = []
     groups = [list(boxes)]
-    while groups and len(found) < most:
+    while groups and len(overlaps) < most:
         group = groups.pop()
         bands = (
             next((b for dim in range(len(group[0].sizes)) if len(b := _bands(group, dim)) > 1), None) if group else []
         )
         if bands is None:
-            found += _overlaps_of_neighbours(group, most - len(found))
+            overlaps += _overlaps_of_neighbours(group, most - len(overlaps))
         else:
             groups.extend(bands)
-    return found
+    return overlaps
 
 
 def _bands(boxes: Sequence[Box], dim: int) -> list[list[Box]]:
-    """The boxes in groups that lie one behind the other along one dimension, so that only those of one group can
-    share elements."""
+    """Groups boxes by disjoint intervals of one dimension, so that only those of one group can share elements."""
     bands: list[list[Box]] = []
     reached = 0
     for box in sorted(boxes, key=lambda b: b.offsets[dim]):
@@ -220,8 +225,8 @@ def _bands(boxes: Sequence[Box], dim: int) -> list[list[Box]]:
 
 
 def _overlaps_of_neighbours(boxes: Sequence[Box], most: int) -> list[str]:
-    """Up to `most` overlaps, found by comparing each box with those that have not ended along one dimension."""
-    found: list[str] = []
+    """Finds up to `most` overlaps by a sweep: compares each box with those that have not ended along one dimension."""
+    overlaps: list[str] = []
     ndim = len(boxes[0].sizes)
     # Without dimensions every box is the same element, and any order of them will do.
     dim = min(range(ndim), key=lambda d: _pairs_side_by_side(boxes, d), default=None)
@@ -233,49 +238,49 @@ def _overlaps_of_neighbours(boxes: Sequence[Box], most: int) -> list[str]:
         for other in standing:
             shared = box.intersect(other)
             if shared is not None:
-                found.append(f"boxes with {_name(other)} and {_name(box)} both hold {_name(shared)}")
-                if len(found) >= most:
-                    return found
+                overlaps.append(f"boxes with {_name(other)} and {_name(box)} both hold {_name(shared)}")
+                if len(overlaps) >= most:
+                    return overlaps
         standing.append(box)
-    return found
+    return overlaps
 
 
 def _pairs_side_by_side(boxes: Sequence[Box], dim: int) -> int:
-    """How many pairs of boxes share an index along one dimension: what a sweep along it has to compare."""
+    """Counts the pairs of boxes that share an index along one dimension, which a sweep along it has to compare."""
     starts = sorted(box.offsets[dim] for box in boxes)
     ends = sorted(box.offsets[dim] + box.sizes[dim] for box in boxes)
     return sum(position - bisect_right(ends, start) for position, start in enumerate(starts))
 
 
 def _holes(space: Box, boxes: Sequence[Box], most: int, disjoint: bool) -> list[Box]:
-    """Up to `most` boxes of elements that none of `boxes` holds, each as large as its neighbours let it be.
+    """Finds up to `most` boxes of elements that none of `boxes` holds, each as large as its neighbours let it be.
 
-    Halves the space at the boundaries of boxes. Where the boxes are disjoint a part whose volume is filled has no
+    Halves the space at the boundaries of boxes. Where the boxes are disjoint a region whose volume is filled has no
     hole and is left at once, so only the way down to each hole is walked; where they overlap volumes say nothing,
     and the number of visits is bounded instead.
     """
     holes: list[Box] = []
     visits = 0
-    parts = [(space, list(boxes))]
-    while parts and len(holes) < most:
-        region, inside = parts.pop()
+    regions = [(space, list(boxes))]
+    while regions and len(holes) < most:
+        region, inside = regions.pop()
         visits += len(inside) + 1
         if visits > _MOST_HOLE_VISITS and not disjoint:
             break
         if not inside:
             hole = _grown(region, space, [*boxes, *holes])
             holes.append(hole)
-            for part, filled in parts:
-                share = part.intersect(hole)
+            for other, filled in regions:
+                share = other.intersect(hole)
                 if share is not None:
                     filled.append(share)
         elif sum(box.numel for box in inside) < region.numel if disjoint else region not in inside:
-            parts.extend(_halves(region, inside))
+            regions.extend(_halves(region, inside))
     return holes
 
 
 def _grown(hole: Box, space: Box, boxes: Sequence[Box]) -> Box:
-    """A hole made as large as it can be without touching a box, one dimension after the other."""
+    """Grows a hole as far as it goes without touching a box, one dimension after the other."""
     for dim in range(len(hole.sizes)):
         column = _along(hole, dim, space.offsets[dim], space.sizes[dim])
         low, high = space.offsets[dim], space.ends[dim]
@@ -290,7 +295,7 @@ def _grown(hole: Box, space: Box, boxes: Sequence[Box]) -> Box:
 
 
 def _along(box: Box, dim: int, start: int, size: int) -> Box:
-    """The box with another extent along one dimension."""
+    """Returns the box with another extent along one dimension."""
     return Box(
         (*box.offsets[:dim], start, *box.offsets[dim + 1 :]),
         (*box.sizes[:dim], size, *box.sizes[dim + 1 :]),
@@ -298,7 +303,7 @@ def _along(box: Box, dim: int, start: int, size: int) -> Box:
 
 
 def _halves(region: Box, inside: Sequence[Box]) -> list[tuple[Box, list[Box]]]:
-    """The region cut in two at the middle one of the boundaries along the dimension that has most of them."""
+    """Cuts a region in two at the middle boundary along the dimension that has most of them."""
     best: list[int] = []
     best_dim = 0
     for dim, (start, size) in enumerate(zip(region.offsets, region.sizes, strict=True)):

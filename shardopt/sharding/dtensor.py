@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import TensorMeta
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from shardopt.sharding.box import Box, whole
+from shardopt.sharding.box import Box, whole, with_ones
 from shardopt.sharding.layout import Layout
 from shardopt.sharding.mesh import Mesh, Split, boxes_of, differ_unseen, in_order, mesh_layout, runs_of
 from shardopt.sharding.pieces import Piece, View, awaited, empty_piece, memory_of, narrowed, refusal
@@ -24,8 +25,7 @@ _MOST_PLACES = 4096
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """What placements come to for one rank: the layout, and where the rank's boxes lie in its local tensor (None: all
-    of it)."""
+    """The layout that placements give, and where one rank's boxes lie in its local tensor (None: all of it)."""
 
     layout: Layout
     local_shape: tuple[int, ...]
@@ -34,7 +34,7 @@ class _Place:
 
 @dataclass(slots=True)
 class _OnMesh:
-    """What is known of one rank of a mesh: where it is, and what placements came to on it so far."""
+    """One rank of a mesh: its coordinate (None outside), and the layouts of placements that were seen so far."""
 
     mesh: Mesh
     coordinate: tuple[int, ...] | None
@@ -47,7 +47,7 @@ that no mesh, and with it no process group, is kept beyond `destroy_process_grou
 
 
 def on_mesh(mesh: DeviceMesh) -> _OnMesh:
-    """What is known of this rank of a mesh; kept as long as the mesh is."""
+    """Returns the cached record of this rank of a mesh; kept as long as the mesh is."""
     by_rank = _meshes.get(mesh)
     if by_rank is None:
         by_rank = _meshes[mesh] = {}
@@ -64,15 +64,15 @@ def on_mesh(mesh: DeviceMesh) -> _OnMesh:
 
 
 def view_of_dtensor(tensor: DTensor, local: Tensor, key: str) -> View:
-    """The view of a DTensor around a plain local tensor; raises LayoutError as `view_of`."""
+    """Returns the view of a DTensor around a plain local tensor; raises LayoutError as `view_of`."""
     spec = tensor._spec
     shape = spec.shape
     memory = memory_of(awaited(local), key)
     here = on_mesh(spec.mesh)
     strided_is_order = spec.use_strided_shard_as_shard_order
-    told = (shape, spec.placements, spec.shard_order, strided_is_order)
+    key_of_place = (shape, spec.placements, spec.shard_order, strided_is_order)
     # A subclass of Shard equals it, and may mean something else; others refuse even to be looked up.
-    place = here.places.get(told) if _KNOWN_PLACEMENTS.issuperset(map(type, spec.placements)) else None
+    place = here.places.get(key_of_place) if _KNOWN_PLACEMENTS.issuperset(map(type, spec.placements)) else None
     if place is None:
         refuse_placements(tensor, key)
         place = _place(tuple(shape), here, spec.placements, spec.shard_order, strided_is_order)
@@ -86,7 +86,7 @@ def view_of_dtensor(tensor: DTensor, local: Tensor, key: str) -> View:
             )
         while len(here.places) >= _MOST_PLACES:
             del here.places[next(iter(here.places))]
-        here.places[told] = place
+        here.places[key_of_place] = place
     if here.coordinate is None:  # torch gives such ranks a 1-dimensional empty tensor, whatever the shape
         return View(place.layout.shape, memory.dtype, (), place.layout)
     if 0 in place.local_shape and not memory.numel() and 0 not in shape:  # fully_shard gives these another empty shape
@@ -109,7 +109,7 @@ _KNOWN_PLACEMENTS = frozenset({Replicate, Shard, _StridedShard})
 
 
 def refuse_placements(tensor: DTensor, key: str) -> None:
-    """Refuses placements that do not say which elements a rank holds."""
+    """Raises LayoutError for placements that do not say which elements a rank holds."""
     for placement in tensor._spec.placements:
         # A subclass may mean something else by the same name, so it is as unknown as any other class.
         if type(placement) not in _KNOWN_PLACEMENTS:
@@ -128,7 +128,7 @@ def _place(
     shard_order: Sequence[Any] | None,
     strided_is_order: bool | None,
 ) -> _Place | None:
-    """What placements of these kinds come to.
+    """Computes the layout and this rank's boxes of placements of the known kinds; None where they are ambiguous.
 
     torch has two readings of `[_StridedShard(0, split_factor=2), Shard(0)]`: from left to right, as `distribute_tensor`
     makes it, and "first over the second mesh dimension, then over the first", as `fully_shard` and `redistribute` make
@@ -159,8 +159,58 @@ def _place(
 
 
 def dtensor_like(like: DTensor, local: Tensor) -> DTensor:
-    """A DTensor placed as another, around that very local tensor."""
+    """Wraps a local tensor, without a view of it, in a DTensor placed as another."""
     # DTensor.from_local would record autograd and wrap a fresh view, so that local_tensors gave another object back.
     spec = copy.copy(like._spec)
     spec.tensor_meta = TensorMeta(like.shape, like.stride(), local.dtype)
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+
+def dtensor_sum_like(tensor: DTensor, dims: Collection[int], local: Tensor) -> DTensor:
+    """Wraps a local tensor in a DTensor placed as the sum of another over `dims`, which are kept with size 1."""
+    spec: Any = tensor._spec
+    placements = tuple(Replicate() if _splits(each, tensor.ndim, dims) else each for each in spec.placements)
+    order = spec.shard_order and tuple(entry for entry in spec.shard_order if entry.tensor_dim not in dims)
+    return _dtensor_around(local, spec, placements, order, with_ones(tensor.shape, dims))
+
+
+def dtensor_stack_like(tensor: DTensor, count: int, local: Tensor) -> DTensor:
+    """Wraps a local tensor in a DTensor placed as `count` tensors like another, stacked along a new first dimension."""
+    if tensor.device_mesh.get_coordinate() is None:
+        local = local.flatten()  # as torch's own for ranks outside of the mesh
+    spec: Any = tensor._spec
+    placements = tuple(_behind_new_dim(placement, tensor.ndim) for placement in spec.placements)
+    order = spec.shard_order and tuple(entry._replace(tensor_dim=entry.tensor_dim + 1) for entry in spec.shard_order)
+    return _dtensor_around(local, spec, placements, order, (count, *tensor.shape))
+
+
+def _splits(placement: Placement, dimensions: int, dims: Collection[int]) -> bool:
+    return isinstance(placement, Shard | _StridedShard) and placement.dim % dimensions in dims
+
+
+def _behind_new_dim(placement: Placement, dimensions: int) -> Placement:
+    if not isinstance(placement, Shard | _StridedShard):
+        return placement
+    dim = placement.dim % dimensions + 1
+    return (
+        _StridedShard(dim, split_factor=placement.split_factor) if isinstance(placement, _StridedShard) else Shard(dim)
+    )
+
+
+def _dtensor_around(
+    local: Tensor, spec: Any, placements: tuple[Placement, ...], order: Any, shape: Sequence[int]
+) -> DTensor:
+    """Wraps a local tensor in a DTensor of a global shape, on the mesh of `spec`, whose splits are read as there.
+
+    Splits of one dimension stay or go together, so what stays of placements or of their order means what it did.
+    """
+    strided = any(isinstance(placement, _StridedShard) for placement in placements)
+    whole_tensor = torch.empty(tuple(shape), dtype=local.dtype, device="meta")
+    changed = DTensorSpec(
+        spec.mesh,
+        placements,
+        TensorMeta(whole_tensor.shape, whole_tensor.stride(), local.dtype),
+        shard_order=None if strided else order,  # type: ignore[arg-type]  # None is its default
+        use_strided_shard_as_shard_order=spec.use_strided_shard_as_shard_order if strided else None,
+    )
+    return DTensor(local, changed, requires_grad=False)  # type: ignore[no-untyped-call]  # torch leaves it untyped

@@ -1,4 +1,4 @@
-"""The gradients of parameters of any kind, as the local tensors that an optimizer steps with.
+"""Gradients of parameters of any kind, as the local tensors that an optimizer steps with.
 
 Nothing is copied, and nothing communicates but `local_gradients` where a gradient has another placement than its
 parameter.
@@ -24,7 +24,7 @@ from shardopt.sharding.wrapper import is_wrapper
 
 
 def local_gradients(param: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradient of each of `local_tensors(param)`, None where there is none.
+    """Returns the gradient of each of `local_tensors(param)`, None where there is none.
 
     Local, unless the gradient of a DTensor has another placement than the parameter: then it is redistributed, and all
     ranks of the mesh must call. Sparse gradients are handed through. Shards of ShardedTensor and LocalShardsWrapper
@@ -34,13 +34,13 @@ def local_gradients(param: Tensor) -> tuple[Tensor | None, ...]:
         GradientError: the gradient is no DTensor where the parameter is one (or the reverse), is on another mesh, has
             another shape, global or local, or is sparse where it would have to be redistributed.
     """
-    leaves = local_tensors(param)
+    tensors = local_tensors(param)
     if not isinstance(param, DTensor):
         kind = kind_of(param)
         if kind is not None:
             return tuple(kind.gradients(param))
         if isinstance(param, ShardedTensor) or is_wrapper(param):
-            return tuple(leaf.grad for leaf in leaves)
+            return tuple(local.grad for local in tensors)
         grad = param.grad
         if grad is None or (grad.shape == param.shape and not isinstance(grad, DTensor)):
             return (grad,)
@@ -48,7 +48,7 @@ def local_gradients(param: Tensor) -> tuple[Tensor | None, ...]:
     grad = param.grad
     if grad is None:
         wrapped = is_wrapper(param._local_tensor)
-        return tuple(leaf.grad if wrapped else None for leaf in leaves)
+        return tuple(local.grad if wrapped else None for local in tensors)
     if not isinstance(grad, DTensor):
         raise _bad_gradient(param, grad, "wrap it with DTensor.from_local on the parameter's mesh and placements")
     have, want = grad._spec, param._spec
@@ -64,28 +64,29 @@ def local_gradients(param: Tensor) -> tuple[Tensor | None, ...]:
                 grad = grad.redistribute(placements=want.placements)
         except ValueError as error:  # torch knows no way, as to some _StridedShards
             raise _bad_gradient(param, grad, "make the gradient with the parameter's placements") from error
-    gradients = tuple(awaited(leaf) for leaf in local_tensors(grad))
-    if [leaf.shape for leaf in gradients] != [leaf.shape for leaf in leaves]:
+    gradients = tuple(awaited(local) for local in local_tensors(grad))
+    if [local.shape for local in gradients] != [local.shape for local in tensors]:
         raise _bad_gradient(param, grad, "pass the parameter's shape and stride where the gradient is made")
     return gradients
 
 
 class GradientReader:
-    """Reads the gradient of a parameter with one leaf, where it is plainly there: dense, placed as the parameter, and
-    with a place in memory for each element, so that it can be scaled there.
+    """Reads the gradient of a parameter with one local tensor where it is plainly there.
+
+    That is: dense, placed as the parameter, and with a place in memory for each element, so that it can be scaled.
 
     `local_gradients` for those who ask in every step: in a fraction of its time, as it remembers which placement it has
     found good. Calling it gives None where there is no gradient, and where only `local_gradients` can tell.
     """
 
-    __slots__ = ("_have", "_leaf", "_param", "_want")
+    __slots__ = ("_have", "_local", "_param", "_want")
 
     def __init__(self, param: Tensor) -> None:
         self._param: Any = param
         # A placement of the gradient and one of the parameter that were found equal.
         self._have: DTensorSpec | None = None
         self._want: DTensorSpec | None = None
-        self._leaf: Tensor | None = None  # the local tensor of a DTensor that `attach_gradients` may go by
+        self._local: Tensor | None = None  # the local tensor of a DTensor that `attach_gradients` may go by
 
     def __reduce__(self) -> tuple[Any, ...]:
         return GradientReader, (self._param,)  # a copy is to look for itself
@@ -115,17 +116,17 @@ class GradientReader:
         return None if grad.layout is not torch.strided or elements_overlap(grad) else grad
 
     def accepted(self) -> None:
-        """Tells that `local_gradients` has looked at the parameter and its gradient, and refused neither."""
+        """Notes that `local_gradients` has looked at the parameter and its gradient, and refused neither."""
         param = self._param
         if isinstance(param, DTensor) and type(param._local_tensor) is Tensor:
             if param._spec is not self._want:
                 self._have, self._want = None, param._spec
-            self._leaf = param._local_tensor
+            self._local = param._local_tensor
             self()
 
 
 def attach_gradients(
-    readers: Iterable[GradientReader], lent: list[Tensor]
+    readers: Iterable[GradientReader], attached: list[Tensor]
 ) -> tuple[list[Tensor | None], list[GradientReader], bool]:
     """Sets `grad` of the local tensors of DTensors to their local gradients, where all lies as when it was accepted.
 
@@ -134,7 +135,7 @@ def attach_gradients(
 
     Args:
         readers: of different parameters.
-        lent: gets the local tensors that were given a gradient; before, they had none of their own.
+        attached: gets the local tensors that were given a gradient; before, they had none of their own.
 
     Returns:
         For each reader the dense gradient that was set, None where there is none. The readers that must be looked at:
@@ -148,24 +149,24 @@ def attach_gradients(
     # Asking a DTensor for its gradient takes three times as long where torch looks for overrides, of which it has none.
     with torch._C.DisableTorchFunctionSubclass():
         for reader in readers:
-            param, leaf = reader._param, reader._leaf
-            if leaf is not None and param._local_tensor is leaf and param._spec is reader._want and leaf.grad is None:
+            param, own = reader._param, reader._local
+            if own is not None and param._local_tensor is own and param._spec is reader._want and own.grad is None:
                 grad = param.grad
                 if grad is None:
                     gradients.append(None)
                     continue
                 if type(grad) is DTensor and grad._spec is reader._have:
-                    local = grad._local_tensor
-                    if type(local) is Tensor:
-                        in_order = in_order and local.is_contiguous()
-                        if in_order or local.layout is strided:
+                    dense = grad._local_tensor
+                    if type(dense) is Tensor:
+                        in_order = in_order and dense.is_contiguous()
+                        if in_order or dense.layout is strided:
                             try:
-                                leaf.grad = local
-                            except (RuntimeError, TypeError):  # of another size or dtype, which `local_gradients` tells
+                                own.grad = dense
+                            except (RuntimeError, TypeError):  # of another size or dtype, which `local_gradients` names
                                 pass
                             else:
-                                gradients.append(local)
-                                lent.append(leaf)
+                                gradients.append(dense)
+                                attached.append(own)
                                 continue
             gradients.append(None)
             others.append(reader)
@@ -178,13 +179,13 @@ def takes_gradient(param: Tensor) -> bool:
 
 
 def zero_gradients(param: Tensor, set_to_none: bool) -> None:
-    """`zero_grad` for one parameter of any kind, wherever its gradients are."""
+    """Drops or zeroes the gradients of one parameter of any kind, wherever they are."""
     kind = kind_of(param)
     if kind is not None:
         kind.zero_gradients(param, set_to_none)
         return
-    leaves = local_tensors(param)
-    for holder in (*leaves, param) if takes_gradient(param) else leaves:
+    tensors = local_tensors(param)
+    for holder in (*tensors, param) if takes_gradient(param) else tensors:
         if set_to_none:
             holder.grad = None
         elif holder.grad is not None:
@@ -206,6 +207,6 @@ def _bad_gradient(param: Tensor, grad: Tensor, remedy: str) -> GradientError:
 def _described(tensor: Tensor) -> str:
     if isinstance(tensor, DTensor):
         spec = tensor._spec
-        local = [tuple(leaf.shape) for leaf in local_tensors(tensor)]
-        return f"DTensor of shape {tuple(tensor.shape)} placed {spec.placements} on {spec.mesh}, local shapes {local}"
+        shapes = [tuple(local.shape) for local in local_tensors(tensor)]
+        return f"DTensor of shape {tuple(tensor.shape)} placed {spec.placements} on {spec.mesh}, local shapes {shapes}"
     return f"{type(tensor).__name__} of shape {tuple(tensor.shape)}"

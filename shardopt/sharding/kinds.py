@@ -1,4 +1,4 @@
-"""Kinds of sharded tensors that others bring: what a framework tells of its own, and the registry of them.
+"""The registry of sharded tensors that frameworks bring: class → `TensorKind`.
 
 Of a class that is registered here the rest of the package knows just what its `TensorKind` says. State of optimizers
 that lies like such a tensor is a `PiecesTensor`: boxes, and local memory for each of them.
@@ -20,7 +20,7 @@ _kinds: dict[type, TensorKind] = {PiecesTensor: PiecesKind()}
 
 
 def register_kind(cls: type[Tensor], kind: TensorKind) -> None:
-    """Teaches this package a class of sharded tensors, and its subclasses; a later call replaces an earlier one.
+    """Registers a class of sharded tensors, and its subclasses; a later call replaces an earlier one.
 
     Args:
         cls: a subclass of `torch.Tensor`.
@@ -38,19 +38,19 @@ def register_kind(cls: type[Tensor], kind: TensorKind) -> None:
 
 
 def kind_of(tensor: Tensor) -> TensorKind | None:
-    """What is registered for the class of a tensor or for the nearest of its bases; None for all that torch has."""
+    """Looks up the kind registered for a tensor's class or the nearest of its bases; None for all that torch has."""
     if type(tensor) is Tensor or type(tensor) is Parameter or not _kinds:
         return None
     return next((_kinds[base] for base in type(tensor).__mro__ if base in _kinds), None)
 
 
 def local_tensors_of_kind(kind: TensorKind, tensor: Tensor) -> tuple[Tensor, ...]:
-    """The tensors of all pieces of this rank."""
+    """Returns the tensors of all pieces of this rank."""
     return tuple(local for _, local in kind.pieces(tensor))
 
 
 def cut_range(flat: Tensor, shape: Sequence[int], start: int) -> list[tuple[Box, Tensor]]:
-    """Cuts a run of the elements of a tensor, in C order, into boxes: the pieces of a part of a flat buffer.
+    """Cuts a run of the elements of a tensor, in C order, into boxes: the pieces of a section of a flat buffer.
 
     At most 2·d - 1 boxes for d dimensions: a run ends and begins within a row, within a row of rows, and so on.
 
@@ -60,14 +60,14 @@ def cut_range(flat: Tensor, shape: Sequence[int], start: int) -> list[tuple[Box,
         start: position of the first element in the flattened tensor.
 
     Returns:
-        Boxes in the order of their elements, each with the part of `flat` that it is, as a view of the box's sizes.
+        Boxes in the order of their elements, each with its section of `flat`, as a view of the box's sizes.
     """
-    found: list[tuple[Box, Tensor]] = []
+    pieces: list[tuple[Box, Tensor]] = []
     at = 0
     for box in _boxes_of_range(tuple(shape), start, start + flat.numel()):
-        found.append((box, flat[at : at + box.numel].view(box.sizes)))
+        pieces.append((box, flat[at : at + box.numel].view(box.sizes)))
         at += box.numel
-    return found
+    return pieces
 
 
 def _boxes_of_range(shape: tuple[int, ...], start: int, end: int) -> list[Box]:

@@ -1,7 +1,6 @@
 """Layouts: which boxes a tensor lies in, and which ranks hold each of them. No tensors here.
 
-A layout is plain data that ranks can compare (`fingerprint`), send (`to_json`, `from_json`) and join
-(`joined`).
+A layout is plain data that ranks can compare (`fingerprint`), send (`to_json`, `from_json`) and merge (`merge`).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from shardopt.sharding.box import Box, grid_boxes, grid_cuts, whole
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the elements of one tensor are.
+    """The boxes of one tensor, and the ranks that hold each of them.
 
     Args:
         shape: the global shape.
@@ -28,7 +27,7 @@ class Layout:
         holders: for each box the global ranks that hold it, ascending; None where every rank that has the tensor
             holds all of it, as with a plain tensor.
         local: whether other ranks may know of more boxes, or of more holders, so that the layout of the tensor is known
-            only after the ranks exchanged theirs (`joined`). So it is for LocalShardsWrapper, which tells of the rank's
+            only after the ranks exchanged theirs (`merge`). So it is for LocalShardsWrapper, which tells of the rank's
             own shards only, and for a mesh that is a cut through a larger one.
     """
 
@@ -39,14 +38,14 @@ class Layout:
 
     @cached_property
     def grid(self) -> tuple[tuple[int, ...], ...] | None:
-        """The cut points of each dimension, where the boxes are all cells of a grid; else None."""
+        """The cut points of each dimension where the boxes are all cells of a grid; else None."""
         return grid_cuts(self.shape, self.boxes)
 
     @cached_property
     def shared(self) -> Mapping[Box, tuple[int, ...]]:
         """The boxes that several ranks are known to hold, and which."""
-        together = () if self.holders is None else zip(self.boxes, self.holders, strict=True)
-        return {box: holders for box, holders in together if len(holders) > 1}
+        pairs = () if self.holders is None else zip(self.boxes, self.holders, strict=True)
+        return {box: holders for box, holders in pairs if len(holders) > 1}
 
     @cached_property
     def fingerprint(self) -> str:
@@ -59,7 +58,7 @@ class Layout:
         return hash(self.fingerprint)
 
     def to_json(self) -> dict[str, Any]:
-        """The layout in JSON's own types; equal layouts give equal documents.
+        """Returns the layout in JSON's own types; equal layouts give equal documents.
 
         A grid is written as its cut points, `{"grid": [[0, 4, 8], [0, 16]]}`, so that its size is that of its edges.
         """
@@ -73,7 +72,7 @@ class Layout:
 
     @staticmethod
     def from_json(wire: Mapping[str, Any]) -> Layout:
-        """The layout that `to_json` wrote. The document must come from a rank of this job: it is not checked."""
+        """Reads the layout that `to_json` wrote. The document must come from a rank of this job: it is not checked."""
         if "grid" in wire:
             boxes = grid_boxes([tuple(points) for points in wire["grid"]])
         else:
@@ -84,18 +83,18 @@ class Layout:
     @staticmethod
     @lru_cache(maxsize=4096)
     def replicated(shape: tuple[int, ...]) -> Layout:
-        """The layout of a plain tensor: one box, which every rank that has the tensor holds."""
+        """Returns the layout of a plain tensor: one box, which every rank that has the tensor holds."""
         return Layout(shape, (whole(shape),))
 
     @staticmethod
     def from_holders(shape: tuple[int, ...], holders: Mapping[Box, Iterable[int]], local: bool = False) -> Layout:
-        """The layout in which each box is held by the ranks that it is mapped to, given in any order."""
+        """Makes a layout from box → the ranks that hold it, given in any order."""
         boxes = tuple(sorted(holders, key=lambda box: (box.offsets, box.sizes)))
         return Layout(shape, boxes, tuple(tuple(sorted(set(holders[box]))) for box in boxes), local)
 
     @staticmethod
     def merge(layouts: Mapping[int, Layout], key: str = "tensor") -> Layout:
-        """The one layout of a tensor of which ranks know different parts, or which ranks place differently.
+        """Merges the layouts that ranks have of one tensor, of which each may know its own boxes only, into one.
 
         Args:
             layouts: the layout that each rank (global number) has for the tensor; ranks without the tensor are absent.
@@ -121,13 +120,13 @@ class Layout:
         if len(distinct) == 1 and not first.local:
             return first
         holders: dict[Box, set[int]] = {}
-        told: set[Layout] = set()
+        merged: set[Layout] = set()
         for rank, layout in layouts.items():
             if layout.holders is None:
                 for box in layout.boxes:
                     holders.setdefault(box, set()).add(rank)
-            elif layout not in told:
-                told.add(layout)
+            elif layout not in merged:
+                merged.add(layout)
                 for box, ranks in zip(layout.boxes, layout.holders, strict=True):
                     holders.setdefault(box, set()).update(ranks)
         return Layout.from_holders(first.shape, holders)

@@ -1,8 +1,8 @@
-"""What each rank of a mesh holds of a tensor that was split over it, as torch.chunk splits. No tensors here.
+"""Boxes of a tensor on the ranks of a mesh over which it was split, as torch.chunk splits. No tensors here.
 
 A dimension of size N that is split into n chunks gives ceil(N / n) indices to each chunk until none are left, so the
 last chunks may be short or empty. Splits of one dimension follow one another, each applied to what the ones before
-left. A split with factor f > 1 first chunks what it is given into f parts and gives each rank its chunk of every part:
+left. A split with factor f > 1 first chunks what it is given into f sections and gives each rank its chunk of each:
 what a rank holds are then several runs of indices, in ascending order, that lie one behind the other in its memory.
 """
 
@@ -28,7 +28,7 @@ class Split:
     Args:
         mesh_dim: the mesh dimension whose ranks share.
         tensor_dim: the tensor dimension that is shared out, not negative.
-        factor: number of parts that are each shared out on their own; 1 is plain chunking.
+        factor: number of sections that are each shared out on their own; 1 is plain chunking.
     """
 
     mesh_dim: int
@@ -54,8 +54,8 @@ class Mesh:
 
 @lru_cache(maxsize=4096)
 def mesh_layout(shape: tuple[int, ...], mesh: Mesh, splits: tuple[Split, ...]) -> Layout:
-    """The layout of a tensor of this global shape after `splits`, in that order; mesh dimensions without a split
-    replicate.
+    """Computes the layout of a tensor of this global shape after `splits`, in that order; mesh dimensions without a
+    split replicate.
 
     The boxes are always the cells of a grid, since every dimension is split on its own.
     """
@@ -90,12 +90,12 @@ def mesh_layout(shape: tuple[int, ...], mesh: Mesh, splits: tuple[Split, ...]) -
 def runs_of(
     shape: tuple[int, ...], mesh_shape: tuple[int, ...], splits: tuple[Split, ...], coordinate: tuple[int, ...]
 ) -> tuple[Runs, ...]:
-    """The runs of indices along each dimension that the rank at `coordinate` of the mesh holds."""
+    """Computes the runs of indices along each dimension that the rank at `coordinate` of the mesh holds."""
     return tuple(_runs_along(size, mesh_shape, _of_dim(splits, dim), coordinate) for dim, size in enumerate(shape))
 
 
 def boxes_of(runs: Sequence[Runs]) -> tuple[tuple[Box, Box], ...]:
-    """The boxes that a rank with these runs holds, each with the box that it fills in the rank's local tensor."""
+    """Returns the boxes that a rank with these runs holds, each with the box that it fills in its local tensor."""
     dims = []
     for dim_runs in runs:
         local = 0
@@ -104,17 +104,17 @@ def boxes_of(runs: Sequence[Runs]) -> tuple[tuple[Box, Box], ...]:
             spans.append((start, local, end - start))
             local += end - start
         dims.append(spans)
-    found = []
+    boxes = []
     for cell in product(*dims):
         sizes = tuple(size for _, _, size in cell)
-        found.append((Box(tuple(s for s, _, _ in cell), sizes), Box(tuple(at for _, at, _ in cell), sizes)))
-    return tuple(found)
+        boxes.append((Box(tuple(s for s, _, _ in cell), sizes), Box(tuple(at for _, at, _ in cell), sizes)))
+    return tuple(boxes)
 
 
 def in_order(splits: Sequence[Split], mesh_shape: Sequence[int]) -> tuple[Split, ...] | None:
-    """The plain splits, in the order of their making, that factors stand for; None if they stand for no order.
+    """Converts factors into plain splits, in the order of their making; None if they stand for no order.
 
-    Read so, a factor is the number of parts that splits over later mesh dimensions made before. From the last mesh
+    Read so, a factor is the number of sections that splits over later mesh dimensions made before. From the last mesh
     dimension to the first, each takes its place behind as many of the later ones as multiply to its factor. Where the
     sizes divide evenly this gives every rank what the splits as they stand give it.
 
@@ -125,10 +125,10 @@ def in_order(splits: Sequence[Split], mesh_shape: Sequence[int]) -> tuple[Split,
     order: dict[int, list[int]] = {}
     for split in reversed(splits):
         later = order.setdefault(split.tensor_dim, [])
-        parts = [prod(mesh_shape[mesh_dim] for mesh_dim in later[:count]) for count in range(len(later) + 1)]
-        if split.factor not in parts:
+        counts = [prod(mesh_shape[mesh_dim] for mesh_dim in later[:count]) for count in range(len(later) + 1)]
+        if split.factor not in counts:
             return None
-        later.insert(parts.index(split.factor), split.mesh_dim)
+        later.insert(counts.index(split.factor), split.mesh_dim)
     return tuple(Split(mesh_dim, dim) for dim, mesh_dims in order.items() for mesh_dim in mesh_dims)
 
 
@@ -157,7 +157,7 @@ def differ_unseen(
 
 
 def _runs_along(size: int, mesh_shape: Sequence[int], splits: Iterable[Split], coordinate: Sequence[int]) -> Runs:
-    """The indices of one dimension that the rank at `coordinate` gets by splits of it."""
+    """Computes the indices of one dimension that the rank at `coordinate` gets by splits of it."""
     runs: Runs = ((0, size),) if size else ()
     for split in splits:
         runs = _share(runs, mesh_shape[split.mesh_dim], split.factor, coordinate[split.mesh_dim])
@@ -171,22 +171,22 @@ def _of_dim(splits: Sequence[Split], tensor_dim: int) -> list[Split]:
 def _cells(
     size: int, mesh_shape: Sequence[int], strides: Sequence[int], splits: Sequence[Split]
 ) -> list[tuple[int, int, int]]:
-    """(start, end, position) of every run of one dimension, ascending; the position is that of the run's holder in the
-    flat mesh, less the mesh dimensions that do not split this dimension."""
-    held: list[tuple[Runs, int]] = [(((0, size),), 0)]
+    """Returns (start, end, position) of every run of one dimension, ascending; the position is that of the run's holder
+    in the flat mesh, less the mesh dimensions that do not split this dimension."""
+    runs_at: list[tuple[Runs, int]] = [(((0, size),), 0)]
     for split in splits:
         count, stride = mesh_shape[split.mesh_dim], strides[split.mesh_dim]
-        held = [
+        runs_at = [
             (share, position + index * stride)
-            for runs, position in held
+            for runs, position in runs_at
             for index, share in enumerate(_shares(runs, count, split.factor))
             if share
         ]
-    return sorted((start, end, position) for runs, position in held for start, end in runs)
+    return sorted((start, end, position) for runs, position in runs_at for start, end in runs)
 
 
 def _shares(runs: Runs, count: int, factor: int) -> list[Runs]:
-    """What each of `count` ranks gets of these runs; ranks at the end that get nothing may be left out."""
+    """Shares runs out among `count` ranks; ranks at the end that get nothing may be left out."""
     if len(runs) == 1 and factor == 1:  # most splits by far, and a large mesh makes tens of thousands of them
         ((start, end),) = runs
         step = -(-(end - start) // count)
@@ -196,26 +196,26 @@ def _shares(runs: Runs, count: int, factor: int) -> list[Runs]:
 
 
 def _share(runs: Runs, count: int, factor: int, index: int) -> Runs:
-    """What rank `index` of `count` gets of these runs, without working out the others."""
+    """Computes the share of rank `index` of `count`, without those of the others."""
     return _merged(_cut(runs, _spans(runs, count, factor, (index,))))
 
 
 def _spans(runs: Runs, count: int, factor: int, indices: Iterable[int]) -> list[tuple[int, int]]:
-    """The elements of each part that the ranks `indices` of `count` get, counted through the runs."""
+    """Returns the elements of each section that the ranks `indices` of `count` get, counted through the runs."""
     total = sum(end - start for start, end in runs)
-    part = -(-total // factor)
+    section = -(-total // factor)
     spans = []
-    for part_start in range(0, total, part or 1):
-        part_end = min(part_start + part, total)
-        chunk = -(-(part_end - part_start) // count)
+    for section_start in range(0, total, section or 1):
+        section_end = min(section_start + section, total)
+        chunk = -(-(section_end - section_start) // count)
         for index in indices:
-            start = min(part_start + index * chunk, part_end)
-            spans.append((start, min(start + chunk, part_end)))
+            start = min(section_start + index * chunk, section_end)
+            spans.append((start, min(start + chunk, section_end)))
     return spans
 
 
 def _cut(runs: Runs, spans: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """For each of some ascending spans of elements, counted through the runs, the indices that they are."""
+    """Converts ascending spans of elements, counted through the runs, into the runs of indices that they are."""
     pieces = []
     at = seen = 0  # the run that is being looked at, and the number of elements before it
     for start, end in spans:
@@ -234,7 +234,7 @@ def _cut(runs: Runs, spans: Iterable[tuple[int, int]]) -> list[list[tuple[int, i
 
 
 def _merged(pieces: Iterable[list[tuple[int, int]]]) -> Runs:
-    """All pieces in one, those that touch made one run."""
+    """Joins runs into one list, those that touch made one run."""
     merged: list[tuple[int, int]] = []
     for start, end in chain.from_iterable(pieces):
         if merged and merged[-1][1] == start:

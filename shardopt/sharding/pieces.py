@@ -1,4 +1,4 @@
-"""What a rank holds of a tensor: boxes, and the memory that they lie in."""
+"""Pieces of a tensor on this rank: boxes, and the memory that they lie in."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Piece(NamedTuple):
 
 
 class View(NamedTuple):
-    """What this rank knows and holds of a tensor.
+    """A tensor as this rank sees it: its pieces here, and the layout of the whole.
 
     Args:
         shape: the global shape.
@@ -48,33 +48,33 @@ class View(NamedTuple):
     layout: Layout
 
 
-def refusal(key: str, found: str, required: str, remedy: str) -> LayoutError:
-    """What to raise of a tensor that cannot be seen as boxes."""
-    return LayoutError("a tensor cannot be described as boxes", [Problem(key, found, required, remedy)])
+def refusal(key: str, actual: str, required: str, remedy: str) -> LayoutError:
+    """Makes the error for a tensor that cannot be described as boxes."""
+    return LayoutError("a tensor cannot be described as boxes", [Problem(key, actual, required, remedy)])
 
 
 def awaited(local: Tensor) -> Tensor:
-    """The tensor itself once the collective that makes it is done; redistribution may hand out unfinished ones."""
+    """Waits for the collective that makes a tensor, if one does: redistribution may hand out unfinished ones."""
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
 def memory_of(tensor: Tensor, key: str) -> Tensor:
-    """The tensor outside of autograd, if its elements are simply its strided memory."""
+    """Returns the tensor outside of autograd; raises LayoutError unless its elements are simply its strided memory."""
     own_class = type(tensor) is not Tensor and type(tensor) is not Parameter
     if own_class and is_lazy(tensor):
-        found, remedy = "a lazy parameter without a shape", "run the module once before"
+        actual, remedy = "a lazy parameter without a shape", "run the module once before"
     elif tensor.layout is not torch.strided:
-        found, remedy = f"{tensor.layout} memory", "convert it with to_dense()"
+        actual, remedy = f"{tensor.layout} memory", "convert it with to_dense()"
     elif tensor.is_nested:
-        found, remedy = "a nested tensor", "convert it with to_padded_tensor(), or store its parts"
+        actual, remedy = "a nested tensor", "convert it with to_padded_tensor(), or store its components"
     elif own_class and (type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ or is_wrapper(tensor)):
         # What runs operations by itself may have no memory at all: a MaskedTensor's address is null.
-        found, remedy = f"the tensor subclass {type(tensor).__name__}", "pass the tensors that it wraps"
+        actual, remedy = f"the tensor subclass {type(tensor).__name__}", "pass the tensors that it wraps"
     elif tensor.is_conj() or tensor.is_neg():
-        found, remedy = "a lazily conjugated or negated view", "apply resolve_conj() and resolve_neg()"
+        actual, remedy = "a lazily conjugated or negated view", "apply resolve_conj() and resolve_neg()"
     else:
         return tensor.detach() if tensor.requires_grad else tensor
-    raise refusal(key, found, "strided memory, plain or inside a DTensor or ShardedTensor", remedy)
+    raise refusal(key, actual, "strided memory, plain or inside a DTensor or ShardedTensor", remedy)
 
 
 def elements_overlap(tensor: Tensor) -> bool:
@@ -91,7 +91,7 @@ def elements_overlap(tensor: Tensor) -> bool:
 
 
 def empty_piece(shape: tuple[int, ...], dtype: torch.dtype, memory: Sequence[Tensor]) -> tuple[Piece, ...]:
-    """The one piece of a tensor without elements; no local tensor need have its shape."""
+    """Returns the one piece of a tensor without elements; no local tensor need have its shape."""
     device = memory[0].device if memory else "cpu"
     return (Piece(whole(shape), torch.empty(shape, dtype=dtype, device=device)),)
 
@@ -99,7 +99,7 @@ def empty_piece(shape: tuple[int, ...], dtype: torch.dtype, memory: Sequence[Ten
 def shard_pieces(
     shape: tuple[int, ...], dtype: torch.dtype, shards: Sequence[tuple[Box, Tensor]], key: str
 ) -> tuple[Piece, ...]:
-    """The pieces that local shards make, each with the box that it is said to be."""
+    """Makes pieces of local shards, each of which must be as large as its box."""
     if prod(shape) == 0:
         return empty_piece(shape, dtype, [shard for _, shard in shards])
     for box, shard in shards:
@@ -115,7 +115,7 @@ def shard_pieces(
 
 
 def narrowed(tensor: Tensor, box: Box) -> Tensor:
-    """The part of `tensor` that `box` names, without a copy."""
+    """Returns the view of a tensor that a box in it names."""
     for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
         if size != tensor.shape[dim]:
             tensor = tensor.narrow(dim, offset, size)

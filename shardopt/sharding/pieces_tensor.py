@@ -1,4 +1,4 @@
-"""A tensor that is boxes and local memory: what state of optimizers is that lies like a foreign kind of tensors."""
+"""Boxes and local memory as a tensor, for optimizer state that is placed as a registered kind of tensors."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class PiecesTensor(Tensor):
         return f"PiecesTensor(shape={tuple(self.shape)}, dtype={self.dtype}, boxes={[str(box) for box in self.boxes]})"
 
     def like(self, tensors: Sequence[Tensor]) -> PiecesTensor:
-        """One with the same boxes around other tensors."""
+        """Returns a PiecesTensor with the same boxes around other tensors."""
         device = None if tensors else self.device
         return PiecesTensor(self.shape, list(zip(self.boxes, tensors, strict=True)), self.dtype, device)
 
@@ -85,7 +85,7 @@ class PiecesTensor(Tensor):
 
 
 class PiecesKind(TensorKind):
-    """How a PiecesTensor is looked at."""
+    """The kind of a PiecesTensor: its own boxes and tensors."""
 
     def pieces(self, tensor: PiecesTensor) -> Sequence[tuple[Box, Tensor]]:
         return list(zip(tensor.boxes, tensor.tensors, strict=True))

@@ -1,9 +1,10 @@
-"""ShardedTensors: uneven shards, several or none on a rank, told of by metadata."""
+"""ShardedTensors: uneven shards, several or none on a rank, described by metadata."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
 from math import prod
 
@@ -14,27 +15,28 @@ from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata
 from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
-from torch.distributed._shard.sharding_spec.api import ShardingSpec
+from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec, ShardingSpec
+from torch.distributed._shard.sharding_spec.chunk_sharding_spec import ChunkShardingSpec
 
-from shardopt.sharding.box import Box, cover_faults, whole
+from shardopt.sharding.box import Box, cover_faults, whole, with_ones
 from shardopt.sharding.layout import Layout
 from shardopt.sharding.pieces import View, refusal, shard_pieces
 
 
 def view_of_sharded_tensor(tensor: ShardedTensor, key: str) -> View:
-    """The view of a ShardedTensor; raises LayoutError as `view_of`."""
+    """Returns the view of a ShardedTensor; raises LayoutError as `view_of`."""
     # The metadata is asked, not the tensor: attributes of a ShardedTensor go through __torch_function__, which warns.
     metadata = tensor.metadata()
     shape = tuple(metadata.size)
     dtype = metadata.tensor_properties.dtype
-    told = []
+    placed = []
     for meta in metadata.shards_metadata:
         holder = None if meta.placement is None else meta.placement.rank()
         if holder is None:
-            found = f"a shard placed on {meta.placement}"
-            raise refusal(key, found, "placements of the form rank:R/device", "name the rank of each shard")
-        told.append((tuple(meta.shard_offsets), tuple(meta.shard_sizes), holder))
-    layout, faults = _sharded_layout(shape, tuple(told))
+            actual = f"a shard placed on {meta.placement}"
+            raise refusal(key, actual, "placements of the form rank:R/device", "name the rank of each shard")
+        placed.append((tuple(meta.shard_offsets), tuple(meta.shard_sizes), holder))
+    layout, faults = _sharded_layout(shape, tuple(placed))
     if faults:
         raise refusal(key, "; ".join(faults), f"shards that cover {shape} once", "mend the metadata of its shards")
 
@@ -57,34 +59,34 @@ def view_of_sharded_tensor(tensor: ShardedTensor, key: str) -> View:
 
 
 def holders_of(tensor: ShardedTensor) -> set[int]:
-    """The ranks of the job that have elements of a ShardedTensor; the same on every rank."""
+    """Returns the ranks of the job that have elements of a ShardedTensor; the same on every rank."""
     shards = [shard for shard in tensor.metadata().shards_metadata if all(shard.shard_sizes)]
     return {rank for shard in shards if shard.placement and (rank := shard.placement.rank()) is not None}
 
 
 @lru_cache(maxsize=4096)
 def _sharded_layout(
-    shape: tuple[int, ...], told: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
+    shape: tuple[int, ...], placed: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
 ) -> tuple[Layout, tuple[str, ...]]:
-    """The layout that the metadata of all shards describes, and what is wrong with it."""
+    """Returns the layout that the metadata of all shards describes, and its faults."""
     if prod(shape) == 0:
-        return Layout.from_holders(shape, {whole(shape): {holder for _, _, holder in told}}), ()
+        return Layout.from_holders(shape, {whole(shape): {holder for _, _, holder in placed}}), ()
     holders: dict[Box, list[int]] = {}
-    for offsets, sizes, holder in told:
+    for offsets, sizes, holder in placed:
         if prod(sizes):  # an empty chunk of a ChunkShardingSpec may have an offset past the end
             holders.setdefault(Box(offsets, sizes), []).append(holder)
     return Layout.from_holders(shape, holders), tuple(cover_faults(shape, holders))
 
 
-def sharded_tensor_like(like: ShardedTensor, leaves: Sequence[Tensor]) -> ShardedTensor:
-    """A ShardedTensor cut as another, around those local tensors; of their dtype, without a gradient."""
+def sharded_tensor_like(like: ShardedTensor, tensors: Sequence[Tensor]) -> ShardedTensor:
+    """Makes a ShardedTensor cut as another, around those local tensors; of their dtype, without a gradient."""
     metadata = like.metadata()
     properties = copy.copy(metadata.tensor_properties)
-    properties.dtype = leaves[0].dtype if leaves else properties.dtype
+    properties.dtype = tensors[0].dtype if tensors else properties.dtype
     properties.requires_grad = properties.pin_memory = False
-    told = ShardedTensorMetadata(metadata.shards_metadata, metadata.size, properties)
+    new_metadata = ShardedTensorMetadata(metadata.shards_metadata, metadata.size, properties)
     here = [shard.metadata for shard in like.local_shards()]
-    return sharded_tensor_of(like, like.sharding_spec(), told, here, leaves)
+    return sharded_tensor_of(like, like.sharding_spec(), new_metadata, here, tensors)
 
 
 def sharded_tensor_of(
@@ -92,16 +94,16 @@ def sharded_tensor_of(
     spec: ShardingSpec,
     metadata: ShardedTensorMetadata,
     here: Sequence[ShardMetadata],
-    leaves: Sequence[Tensor],
+    tensors: Sequence[Tensor],
 ) -> ShardedTensor:
-    """A ShardedTensor on the ranks of another, without a collective or a copy.
+    """Makes a ShardedTensor on the ranks of another, without a collective or a copy.
 
     Args:
         like: the tensor whose process group is taken.
         spec: how the new one is sharded.
         metadata: of the whole, with the properties of the new one.
         here: the metadata of this rank's shards.
-        leaves: this rank's shards, in the order of `here`.
+        tensors: this rank's shards, in the order of `here`.
     """
     # torch's own constructor from local shards refuses the empty chunks past the end that its ChunkShardingSpec makes.
     made: ShardedTensor = ShardedTensor.__new__(
@@ -116,5 +118,71 @@ def sharded_tensor_of(
     made._metadata = metadata
     # torch leaves this untyped; it sets the process group and the (empty) remote shards.
     made._prepare_init(process_group=like._process_group, init_rrefs=False)  # type: ignore[no-untyped-call]
-    made._local_shards = [LocalShard(leaf, told) for leaf, told in zip(leaves, here, strict=True)]
+    made._local_shards = [LocalShard(local, shard) for local, shard in zip(tensors, here, strict=True)]
     return made
+
+
+def sharded_sum_like(
+    tensor: ShardedTensor, dims: Collection[int], memory: Sequence[Tensor], dtype: torch.dtype
+) -> ShardedTensor:
+    """Makes a ShardedTensor cut as the sum of another over `dims`, which are kept with size 1 and are not cut."""
+
+    def summed(shard: ShardMetadata) -> ShardMetadata:
+        return dataclasses.replace(shard, shard_sizes=list(with_ones(shard.shard_sizes, dims)))
+
+    return _resharded(tensor, summed, with_ones(tensor.metadata().size, dims), memory, added_dims=0, dtype=dtype)
+
+
+def sharded_stack_like(tensor: ShardedTensor, count: int, memory: Sequence[Tensor]) -> ShardedTensor:
+    """Makes a ShardedTensor cut as `count` tensors like another, stacked along a new first dimension."""
+
+    def stacked(shard: ShardMetadata) -> ShardMetadata:
+        offsets, sizes = [0, *shard.shard_offsets], [count, *shard.shard_sizes]
+        return dataclasses.replace(shard, shard_offsets=offsets, shard_sizes=sizes)
+
+    dtype = tensor.metadata().tensor_properties.dtype
+    return _resharded(tensor, stacked, (count, *tensor.metadata().size), memory, added_dims=1, dtype=dtype)
+
+
+def _resharded(
+    tensor: ShardedTensor,
+    change: Callable[[ShardMetadata], ShardMetadata],
+    shape: tuple[int, ...],
+    memory: Sequence[Tensor],
+    added_dims: int,
+    dtype: torch.dtype,
+) -> ShardedTensor:
+    """Makes a ShardedTensor whose shards are those of another, changed.
+
+    Args:
+        change: gives the metadata of a shard from that of the other's.
+        added_dims: by how much the number of a dimension has grown.
+        dtype: of the memory, which a rank may have none of.
+    """
+    metadata = tensor.metadata()
+    shards = [change(shard) for shard in metadata.shards_metadata]
+    properties = dataclasses.replace(metadata.tensor_properties, requires_grad=False, pin_memory=False)
+    properties.dtype = dtype
+    spec = tensor.sharding_spec()
+    if isinstance(spec, EnumerableShardingSpec):
+        spec = EnumerableShardingSpec(shards)
+    elif isinstance(spec, ChunkShardingSpec) and isinstance(spec.dim, int) and spec.dim >= 0:
+        spec = ChunkShardingSpec(spec.dim + added_dims, spec.placements)
+    new_metadata = ShardedTensorMetadata(shards, torch.Size(shape), properties)
+    here = [change(shard.metadata) for shard in tensor.local_shards()]
+    return sharded_tensor_of(tensor, spec, new_metadata, here, memory)
+
+
+def cut_dims(metadata: ShardedTensorMetadata) -> frozenset[int]:
+    """Returns the dimensions along which a ShardedTensor is cut."""
+    return frozenset(
+        dim
+        for dim, size in enumerate(metadata.size)
+        if any(shard.shard_sizes[dim] != size for shard in metadata.shards_metadata)
+    )
+
+
+def window_of(shard: ShardMetadata, dims: Collection[int]) -> tuple[slice, ...]:
+    """Returns the index that takes a shard's section out of a whole sum over some dimensions."""
+    spans = zip(shard.shard_offsets, shard.shard_sizes, strict=True)
+    return tuple(slice(None) if dim in dims else slice(at, at + size) for dim, (at, size) in enumerate(spans))

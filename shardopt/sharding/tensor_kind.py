@@ -1,4 +1,4 @@
-"""What is asked of a class of sharded tensors that others bring."""
+"""The interface by which a framework describes its own class of sharded tensors."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from shardopt.sharding.box import Box
 
 
 class TensorKind:
-    """What is asked of a class of sharded tensors. A subclass says at least what the `pieces` of one are.
+    """Describes a class of sharded tensors. A subclass says at least what the `pieces` of one are.
 
-    Each rank tells of its own pieces alone. A save exchanges them, and refuses pieces of two ranks that overlap without
-    being the same box, and elements that no rank has.
+    Each rank describes its own pieces alone. A save exchanges them, and refuses pieces of two ranks that overlap
+    without being the same box, and elements that no rank has.
     """
 
     def shape(self, tensor: Any) -> Sequence[int]:
@@ -34,7 +34,7 @@ class TensorKind:
         return [local.grad for _, local in self.pieces(tensor)]
 
     def zero_gradients(self, tensor: Any, set_to_none: bool) -> None:
-        """Drops or zeroes what `gradients` gives."""
+        """Drops or zeroes the tensors of `gradients`."""
         for _, local in self.pieces(tensor):
             if set_to_none:
                 local.grad = None

@@ -25,7 +25,7 @@ from shardopt.sharding.wrapper import Wrapper, is_wrapper, wrapper_like
 
 
 def view_of(tensor: Tensor, key: str = "tensor") -> View:
-    """The boxes of any tensor that can be described: plain, DTensor, ShardedTensor, LocalShardsWrapper in a DTensor.
+    """Describes any tensor as boxes: plain, DTensor, ShardedTensor, LocalShardsWrapper in a DTensor, registered kinds.
 
     Local: no collective, no copy; a few microseconds for a placement and shape that was seen before.
 
@@ -51,8 +51,8 @@ def view_of(tensor: Tensor, key: str = "tensor") -> View:
 
 
 def local_tensors(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The local tensors that an optimizer steps on: the tensor itself, the local tensor of a DTensor, the local shards
-    of a ShardedTensor or LocalShardsWrapper (none or several).
+    """Returns the local tensors that an optimizer steps on: the tensor itself, the local tensor of a DTensor, the local
+    shards of a ShardedTensor or LocalShardsWrapper (none or several).
 
     The same objects each time while the tensor's storage is not replaced. Nothing is checked, waited for or copied.
     """
@@ -68,19 +68,19 @@ def local_tensors(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def is_held(tensor: Tensor) -> bool:
-    """Whether this rank has a part of a tensor: is in the mesh of a DTensor, or has elements of another sharded tensor.
+    """Whether this rank has a share of a tensor: is in a DTensor's mesh, or has elements of another sharded tensor.
 
-    Only then can it see the tensor's gradients. A rank of a DTensor's mesh gets its part of them, even an empty one; a
+    Only then can it see the tensor's gradients. A rank of a DTensor's mesh gets its shard of them, even an empty one; a
     shard without elements may never get any.
     """
     if isinstance(tensor, DTensor) and not is_wrapper(tensor._local_tensor):
         return tensor._local_tensor.numel() > 0 or tensor._spec.mesh.get_coordinate() is not None
-    leaves = local_tensors(tensor)
-    return any(leaf is tensor or leaf.numel() for leaf in leaves)
+    tensors = local_tensors(tensor)
+    return any(local is tensor or local.numel() for local in tensors)
 
 
 def is_on_all_ranks(tensor: Tensor) -> bool:
-    """Whether every rank of the job has a part of a tensor, as far as it says; the same on every rank.
+    """Whether every rank of the job has a share of a tensor, as far as it says; the same on every rank.
 
     A plain tensor is taken to be on all; a LocalShardsWrapper does not tell, and is taken not to be.
     """
@@ -93,39 +93,41 @@ def is_on_all_ranks(tensor: Tensor) -> bool:
     return tells_of_others(tensor)
 
 
-def assemble(like: Tensor, leaves: Sequence[Tensor]) -> Tensor:
-    """A tensor made of `leaves` that is placed as `like` is: the reverse of `local_tensors`, without a copy.
+def assemble(like: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+    """Assembles local tensors into one that is placed as `like` is: the reverse of `local_tensors`, without a copy.
 
-    Local: no collective. The result has the class, global shape and placement of `like`, the dtype of the leaves, and
-    no gradient. `local_tensors` gives the same objects back.
+    Local: no collective. The result has the class, global shape and placement of `like`, the dtype of the tensors, and
+    no gradient. `local_tensors` returns the same objects.
 
     Args:
         like: the tensor whose placement is wanted; it is not changed.
-        leaves: as many local tensors as `local_tensors(like)` has, of the same shapes.
+        tensors: as many local tensors as `local_tensors(like)` has, of the same shapes.
 
     Raises:
-        LayoutError: the leaves have other shapes than those of `like`.
+        LayoutError: they have other shapes than those of `like`.
     """
-    wanted = [tuple(leaf.shape) for leaf in local_tensors(like)]
-    found = [tuple(leaf.shape) for leaf in leaves]
-    if wanted != found:
-        raise refusal("tensor", f"local tensors of shapes {found}", f"shapes {wanted}", "pass one for each local part")
+    expected = [tuple(local.shape) for local in local_tensors(like)]
+    actual = [tuple(local.shape) for local in tensors]
+    if expected != actual:
+        raise refusal(
+            "tensor", f"local tensors of shapes {actual}", f"shapes {expected}", "pass one for each local tensor"
+        )
     if isinstance(like, DTensor):
-        return dtensor_like(like, local_like(like, leaves))
+        return dtensor_like(like, local_like(like, tensors))
     if isinstance(like, ShardedTensor):
-        return sharded_tensor_like(like, leaves)
+        return sharded_tensor_like(like, tensors)
     kind = kind_of(like)
     if kind is not None:
         boxes = [box for box, _ in kind.pieces(like)]
-        device = None if leaves else like.device
-        return PiecesTensor(kind.shape(like), list(zip(boxes, leaves, strict=True)), like.dtype, device)
-    return wrapper_like(like, leaves) if is_wrapper(like) else leaves[0]
+        device = None if tensors else like.device
+        return PiecesTensor(kind.shape(like), list(zip(boxes, tensors, strict=True)), like.dtype, device)
+    return wrapper_like(like, tensors) if is_wrapper(like) else tensors[0]
 
 
-def local_like(like: DTensor, leaves: Sequence[Tensor]) -> Tensor:
-    """What a DTensor wraps, made of other leaves: they stand at the offsets at which those of `like` do."""
+def local_like(like: DTensor, tensors: Sequence[Tensor]) -> Tensor:
+    """Makes what a DTensor wraps of other local tensors: they stand at the offsets at which those of `like` do."""
     local = like._local_tensor
-    return wrapper_like(local, leaves) if is_wrapper(local) else leaves[0]
+    return wrapper_like(local, tensors) if is_wrapper(local) else tensors[0]
 
 
 def tells_of_others(tensor: Tensor) -> bool:
@@ -134,7 +136,7 @@ def tells_of_others(tensor: Tensor) -> bool:
 
 
 def members_of(tensor: Tensor) -> tuple[int, ...]:
-    """The ranks over which a tensor is sharded or replicated: global numbers, ascending, with those that hold nothing.
+    """Returns the ranks over which a tensor is sharded or replicated: global numbers, ascending, empty ones included.
 
     Of a tensor that does not tell of other ranks (plain, LocalShardsWrapper) it is this rank.
     """
@@ -146,7 +148,7 @@ def members_of(tensor: Tensor) -> tuple[int, ...]:
 
 
 def groups_of(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """The process groups that a sharded tensor was made over, as far as this rank is in them."""
+    """Returns the process groups that a sharded tensor was made over, as far as this rank is in them."""
     if isinstance(tensor, DTensor):
         mesh = tensor._spec.mesh
         return () if mesh.get_coordinate() is None else tuple(mesh.get_all_groups())
@@ -156,13 +158,13 @@ def groups_of(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
 
 
 def device_of(param: Tensor) -> torch.device:
-    """Where its local tensors lie, or would lie on a rank that has none."""
-    leaves = local_tensors(param)
-    return (leaves[0] if leaves else empty_local_tensor(param)).device
+    """Returns the device of a tensor's local tensors, or of those that a rank without any would have."""
+    tensors = local_tensors(param)
+    return (tensors[0] if tensors else empty_local_tensor(param)).device
 
 
 def empty_local_tensor(param: Tensor) -> Tensor:
-    """An empty tensor with the dtype, device and dimensions that local tensors of `param` have, for a rank without."""
+    """Makes an empty tensor with the dtype, device and dimensions of local tensors of `param`, for a rank without."""
     if isinstance(param, ShardedTensor):
         metadata = param.metadata()
         placement = metadata.shards_metadata[0].placement
@@ -180,7 +182,7 @@ def _view_of_wrapper(tensor: DTensor, wrapper: Wrapper, key: str) -> View:
 
 
 def _view_of_own(shape: tuple[int, ...], dtype: torch.dtype, own: Sequence[tuple[Box, Tensor]], key: str) -> View:
-    """The view of a tensor of which each rank knows its own shards only."""
+    """Returns the view of a tensor of which each rank knows its own shards only."""
     dtype = own[0][1].dtype if own else dtype
     pieces = shard_pieces(shape, dtype, own, key)
     layout = Layout.from_holders(shape, {piece.box: (_rank(),) for piece in pieces}, local=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Wrapper(Protocol):
-    """What torch's LocalShardsWrapper and torchrec's copy of it have in common; they are not related by class."""
+    """The methods that torch's LocalShardsWrapper and torchrec's copy of it share; they are not related by class."""
 
     def local_shards(self) -> list[Tensor]: ...
     def local_offsets(self) -> list[torch.Size]: ...
@@ -22,10 +22,10 @@ def is_wrapper(tensor: Any) -> TypeGuard[Wrapper]:
     return type(tensor) is not Tensor and hasattr(tensor, "local_shards") and hasattr(tensor, "local_offsets")
 
 
-def wrapper_like(like: Wrapper, leaves: Sequence[Tensor]) -> Tensor:
-    """A wrapper of the same class around other shards, at the same offsets."""
+def wrapper_like(like: Wrapper, shards: Sequence[Tensor]) -> Tensor:
+    """Wraps other shards at the same offsets, in the same class."""
     # Without shards a wrapper still tells of one (empty) chunk, hence the zip.
-    offsets = [tuple(offsets) for _, offsets in zip(leaves, like.local_offsets(), strict=False)]
+    offsets = [tuple(offsets) for _, offsets in zip(shards, like.local_offsets(), strict=False)]
     make: Any = type(like)
-    made: Tensor = make(list(leaves), offsets)
+    made: Tensor = make(list(shards), offsets)
     return made

@@ -13,10 +13,11 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardopt.sharding.reduced import local_views, shard_groups_of, stack_like, sum_like, sum_memory
 from shardopt.sharding.view import local_tensors, view_of
-from tests.contract.fake_ranks import as_rank, at, check_views, counting, placed
 from tests.contract.test_view_dtensor import cases
 from tests.contract.test_view_shards import enumerable, sharded
-from tests.unit.boxes import partitions
+from tests.support.boxes import partitions
+from tests.support.fake_rank import as_rank, check_views, counting, redistributed
+from tests.support.placement import at
 
 COUNT = 3
 
@@ -67,7 +68,7 @@ def test_sums_of_dtensors(case):
     shape, mesh_shape, placements = case
     assume(shape and prod(shape))
     world = counting(shape)
-    check(lambda rank: placed(world, init_device_mesh("cpu", mesh_shape), placements), world, prod(mesh_shape))
+    check(lambda rank: redistributed(world, init_device_mesh("cpu", mesh_shape), *placements), world, prod(mesh_shape))
 
 
 @settings(max_examples=40)
@@ -110,7 +111,9 @@ def test_stacks_of_dtensors(case):
     shape, mesh_shape, placements = case
     assume(prod(shape))
     world = counting(shape)
-    stacked(lambda rank: placed(world, init_device_mesh("cpu", mesh_shape), placements), world, prod(mesh_shape))
+    stacked(
+        lambda rank: redistributed(world, init_device_mesh("cpu", mesh_shape), *placements), world, prod(mesh_shape)
+    )
 
 
 @settings(max_examples=40)

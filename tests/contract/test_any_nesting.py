@@ -19,7 +19,7 @@ from shardopt import (
     WarmupStage,
     checkpoint,
 )
-from tests.contract.optimizers import Counting, same, train
+from tests.support.optimizers import Counting, same, train
 
 WRAPPERS = ["wrap", "clip", "count", "warm"]
 

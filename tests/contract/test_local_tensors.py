@@ -15,8 +15,8 @@ from shardopt.errors import GradientError, LayoutError
 from shardopt.sharding.box import Box
 from shardopt.sharding.gradients import GradientReader, local_gradients
 from shardopt.sharding.view import assemble, local_tensors, view_of
-from tests.contract.fake_ranks import as_rank, counting, placed
 from tests.contract.test_view_shards import ChunkShardingSpec, enumerable, sharded, wrapped
+from tests.support.fake_rank import as_rank, counting, redistributed
 
 # torch says once that it does not check sparse tensors; the ones here are right.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
@@ -157,10 +157,10 @@ def test_gradient_is_read_as_the_parameter_is_placed(data):
     wanted = data.draw(st.one_of(st.lists(choices, min_size=2, max_size=2), st.just(as_fsdp)))
     with as_rank(rank, RANKS):
         mesh = init_device_mesh("cpu", (2, 2))
-        param = torch.nn.Parameter(placed(counting(shape).float(), mesh, wanted))
+        param = torch.nn.Parameter(redistributed(counting(shape).float(), mesh, *wanted))
         # From replicas every placement is made locally, so that the made-up communication of these ranks is enough.
         same = data.draw(st.booleans())
-        param.grad = placed(3 * counting(shape).float(), mesh, wanted if same else [Replicate()] * 2)
+        param.grad = redistributed(3 * counting(shape).float(), mesh, *(wanted if same else [Replicate()] * 2))
         with CommDebugMode() as communication:
             (local,) = local_gradients(param)
         assert communication.get_total_counts() == 0

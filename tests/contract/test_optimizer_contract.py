@@ -15,7 +15,7 @@ import shardopt
 from shardopt.checkpoint.matching.partial_load import mark_partial_load, unmark_partial_load
 from shardopt.errors import AlgorithmError, PartialLoadError, StateError
 from shardopt.optim.composite import CompositeOptimizer
-from tests.contract.optimizers import BUILDERS, OPTIONS, give_gradients, parameters, same, snapshot, train
+from tests.support.optimizers import BUILDERS, OPTIONS, give_gradients, parameters, same, snapshot, train
 
 each_kind = pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS)
 

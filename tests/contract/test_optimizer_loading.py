@@ -8,7 +8,7 @@ import torch
 
 from shardopt import checkpoint
 from shardopt.errors import MismatchError, StateError
-from tests.contract.optimizers import BUILDERS, parameters, same, snapshot, train
+from tests.support.optimizers import BUILDERS, parameters, same, snapshot, train
 
 each_kind = pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS)
 

@@ -14,7 +14,7 @@ from shardopt.errors import AlgorithmError
 from shardopt.optim import KeyedOptimizerWrapper
 from shardopt.sharding.gradients import local_gradients
 from shardopt.sharding.view import assemble, local_tensors, view_of
-from tests.fake_rank import fake_rank, shard, sharded_tensor
+from tests.support.fake_rank import fake_rank, shard, sharded_tensor
 
 
 class Theirs(torch.optim.Optimizer):

@@ -26,7 +26,8 @@ from shardopt.errors import LayoutError
 from shardopt.sharding.box import Box
 from shardopt.sharding.mesh import Split, differ_unseen, in_order, runs_of
 from shardopt.sharding.view import view_of
-from tests.contract.fake_ranks import as_rank, at, check_views, counting, placed
+from tests.support.fake_rank import as_rank, check_views, counting, redistributed
+from tests.support.placement import at
 
 
 @st.composite
@@ -60,7 +61,7 @@ def test_every_placement_that_torch_redistributes_to(case):
     shape, mesh_shape, placements = case
     assume(not cannot_be_told(shape, mesh_shape, placements))
     world = counting(shape)
-    views = views_on_all_ranks(lambda mesh: placed(world, mesh, placements), mesh_shape)
+    views = views_on_all_ranks(lambda mesh: redistributed(world, mesh, *placements), mesh_shape)
     check_views(views, world)
     assert len({view.layout for view in views.values()}) == 1 and not views[0].layout.local
 
@@ -113,7 +114,7 @@ def test_ranks_outside_of_the_mesh_hold_nothing_and_know_the_layout(case, random
     shape, mesh_shape, placements = case
     ranks = torch.tensor(random.sample(range(8), prod(mesh_shape))).reshape(mesh_shape)
     world = counting(shape)
-    views = views_on_all_ranks(lambda mesh: placed(world, mesh, placements), mesh_shape, 8, ranks)
+    views = views_on_all_ranks(lambda mesh: redistributed(world, mesh, *placements), mesh_shape, 8, ranks)
     check_views(views, world)
     outside = [views[rank] for rank in range(8) if rank not in ranks]
     assert outside and all(view.pieces == () for view in outside)
@@ -137,7 +138,7 @@ def test_meshes_cut_out_of_a_larger_one_are_joined(size, dp, tp, placement):
 
 def test_fsdp_over_tensor_parallel_is_one_box_a_rank_not_in_mesh_order():
     views = views_on_all_ranks(
-        lambda m: placed(counting((8, 2)), m, [_StridedShard(0, split_factor=2), Shard(0)]),
+        lambda m: redistributed(counting((8, 2)), m, _StridedShard(0, split_factor=2), Shard(0)),
         (2, 2),
     )
     assert [view.pieces[0].box.offsets for view in views.values()] == [(0, 0), (4, 0), (2, 0), (6, 0)]
@@ -235,7 +236,7 @@ def test_what_lies_there_is_never_told_wrongly(mesh_shape, factors, size, column
             with as_rank(rank, prod(mesh_shape)):
                 mesh = init_device_mesh("cpu", mesh_shape)
                 try:
-                    views[rank] = view_of((make or (lambda mesh: placed(world, mesh, placements)))(mesh), "w")
+                    views[rank] = view_of((make or (lambda mesh: redistributed(world, mesh, *placements)))(mesh), "w")
                 except LayoutError as error:
                     refused += 1
                     assert error.problems[0].key == "w"
@@ -304,7 +305,7 @@ class Reversed(Shard):
 def test_placements_that_do_not_say_who_holds_what_are_refused(placements):
     with as_rank(0, 4):
         mesh = init_device_mesh("cpu", (2, 2))
-        made = placed(torch.zeros(4), mesh, [Replicate(), Replicate()])
+        made = redistributed(torch.zeros(4), mesh, Replicate(), Replicate())
         made._spec.placements = tuple(placements)
         with pytest.raises(LayoutError, match=r"w\.x") as caught:
             view_of(made, "w.x")
@@ -313,10 +314,10 @@ def test_placements_that_do_not_say_who_holds_what_are_refused(placements):
 
 
 def test_zero_dimensional_tensors_cannot_be_sharded_and_are_replicated():
-    views = views_on_all_ranks(lambda mesh: placed(torch.tensor(7), mesh, [Replicate(), Replicate()]), (2, 2))
+    views = views_on_all_ranks(lambda mesh: redistributed(torch.tensor(7), mesh, Replicate(), Replicate()), (2, 2))
     check_views(views, torch.tensor(7))
     with as_rank(0, 2):
-        made = placed(torch.tensor(7), init_device_mesh("cpu", (2,)), [Replicate()])
+        made = redistributed(torch.tensor(7), init_device_mesh("cpu", (2,)), Replicate())
         made._spec.placements = (Shard(0),)
         with pytest.raises(LayoutError):
             view_of(made)
@@ -428,6 +429,6 @@ def test_all_two_dimensional_orders_on_a_small_mesh():
             with as_rank(rank, 6):
                 mesh = init_device_mesh("cpu", (3, 2))
                 for placements, by_rank in views.items():
-                    by_rank[rank] = view_of(placed(world, mesh, placements))
+                    by_rank[rank] = view_of(redistributed(world, mesh, *placements))
         for by_rank in views.values():
             check_views(by_rank, world)

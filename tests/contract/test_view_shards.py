@@ -16,8 +16,9 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from shardopt.errors import LayoutError
 from shardopt.sharding.box import Box
 from shardopt.sharding.view import view_of
-from tests.contract.fake_ranks import as_rank, at, check_views, counting
-from tests.unit.boxes import partitions
+from tests.support.boxes import partitions
+from tests.support.fake_rank import as_rank, check_views, counting
+from tests.support.placement import at
 
 RANKS = 4
 

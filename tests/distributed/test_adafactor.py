@@ -12,8 +12,10 @@ from shardopt import checkpoint
 from shardopt.algorithms import adafactor
 from shardopt.errors import GradientError
 from shardopt.sharding.view import is_held, local_tensors, view_of
-from tests.cases import option_sets
-from tests.distributed.layouts import (
+from tests.harness import run_ranks, run_ranks_outcomes
+from tests.support.cases import option_sets
+from tests.support.fake_rank import shard
+from tests.support.layouts import (
     HALF,
     SHAPES,
     give_gradient,
@@ -24,8 +26,6 @@ from tests.distributed.layouts import (
     values,
     worst_difference,
 )
-from tests.fake_rank import shard
-from tests.harness import run_ranks, run_ranks_outcomes
 
 STEPS = 8
 ABSENT = {3: {"even", "table", "plain", "table_columns"}, 5: SHAPES.keys() - {"uneven"}}

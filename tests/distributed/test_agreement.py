@@ -7,8 +7,8 @@ import torch.distributed as dist
 import shardopt
 from shardopt import CombinedOptimizer, WarmupOptimizer, WarmupPolicy, WarmupStage
 from shardopt.errors import StateError
-from tests.distributed.clipped import Case, Meshes, first_stage, last_stage, make_job, on_each_half, table, whole
 from tests.harness import run_ranks
+from tests.support.clipped import Case, Meshes, first_stage, last_stage, make_job, on_each_half, table, whole
 
 CASES = {
     "w": Case((5, 4), whole),

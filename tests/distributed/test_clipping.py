@@ -14,7 +14,8 @@ from shardopt import CombinedOptimizer, GradientClipping, GradientClippingOptimi
 from shardopt.errors import GradientError, LayoutError, RankError
 from shardopt.sharding.gradients import local_gradients
 from shardopt.sharding.view import assemble
-from tests.distributed.clipped import (
+from tests.harness import Fault, run_ranks, run_ranks_outcomes
+from tests.support.clipped import (
     LAYOUTS,
     Case,
     Meshes,
@@ -27,7 +28,6 @@ from tests.distributed.clipped import (
     one_process_norm,
     whole,
 )
-from tests.harness import Fault, run_ranks, run_ranks_outcomes
 
 INF, NAN = math.inf, math.nan
 ORDERS = [0.5, 1.0, 2.0, 3.0, INF]

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from common import override
 from compare_runs import compare_losses, main
 from train_embeddings import train
-from train_lm import override
 
 from shardopt import checkpoint
 from tests.harness import run_ranks

@@ -12,8 +12,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from shardopt import checkpoint
 from shardopt.errors import LayoutError
 from shardopt.sharding import Box, PiecesTensor, TensorKind, cut_range, register_kind, view_of
-from tests.distributed.flat_buffers import SHAPES, FlatBuffer, drawn, full, optimizer_of
 from tests.harness import run_ranks
+from tests.support.flat_buffers import SHAPES, FlatBuffer, drawn, full, optimizer_of
 
 ALGORITHMS = [("adamw", {}), ("sgd", {"momentum": 0.9}), ("adagrad", {})]
 CLIP = 2.0

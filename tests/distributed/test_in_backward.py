@@ -19,8 +19,8 @@ import shardopt
 from shardopt import checkpoint
 from shardopt.checkpoint.matching.partial_load import mark_partial_load, unmark_partial_load
 from shardopt.errors import PartialLoadError, StateError
-from tests.contract.optimizers import same
 from tests.harness import run_ranks
+from tests.support.optimizers import same
 
 GROUPS = [{"match": "bias|norm", "weight_decay": 0.0}]
 OPTIONS = {"adamw": {"lr": 0.05}, "sgd": {"lr": 0.05, "momentum": 0.9}}

@@ -15,8 +15,8 @@ import pytest
 from compare_runs import differing_keys
 
 from shardopt import checkpoint
-from tests.distributed.killed_job import OF_RANK_0, PHASES, STEPS, train, train_until_a_rank_dies
 from tests.harness import Fault, run_ranks, run_ranks_outcomes
+from tests.support.killed_job import OF_RANK_0, PHASES, STEPS, train, train_until_a_rank_dies
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RANKS = 2
@@ -148,7 +148,7 @@ def test_300_kills(tmp_path_factory, whole, calls):
 def torchrun(root, plan, ranks=RANKS):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command += [f"--max-restarts={len(plan)}", "--monitor-interval=0.1"]
-    command += [str(REPOSITORY / "tests" / "distributed" / "killed_job.py"), root, json.dumps(plan)]
+    command += [str(REPOSITORY / "tests" / "support" / "killed_job.py"), root, json.dumps(plan)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
     # A store of its own for each start: in one that is shared gloo finds the addresses of processes that are gone.
     environment |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}

@@ -11,10 +11,10 @@ import shardopt
 from shardopt import checkpoint
 from shardopt.errors import GradientError, RankError
 from shardopt.sharding.view import local_tensors, view_of
-from tests.cases import option_sets
-from tests.distributed.layouts import SHAPES, give_gradient, meshes, place, trained, values, worst_difference
-from tests.fake_rank import shard
 from tests.harness import run_ranks, run_ranks_outcomes
+from tests.support.cases import option_sets
+from tests.support.fake_rank import shard
+from tests.support.layouts import SHAPES, give_gradient, meshes, place, trained, values, worst_difference
 
 OPTIONS = dict(option_sets("LBFGS"))
 SEARCH = {"line_search_fn": "strong_wolfe", "max_iter": 6, "history_size": 4}

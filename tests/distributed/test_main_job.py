@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from common import override
 from compare_runs import compare_losses, differing_keys
-from train_lm import override, train
+from train_lm import train
 
 from shardopt import checkpoint
 from tests.harness import run_ranks

@@ -18,9 +18,10 @@ from shardopt.algorithms.muon.teams import Team
 from shardopt.errors import GradientError
 from shardopt.sharding.gradients import takes_gradient
 from shardopt.sharding.view import is_held, local_tensors, view_of
-from tests.distributed.matrices import SHAPES, give_gradient, matrices, same, value
 from tests.harness import run_ranks
 from tests.numerics.test_muon import OPTION_SETS
+from tests.support.matrices import SHAPES, matrices, value
+from tests.support.placement import give_gradient, same
 
 STEPS = 6
 ABSENT = {2: {"plain", "rows", "table", "grid"}, 4: SHAPES.keys() - {"uneven"}}

@@ -28,8 +28,8 @@ from shardopt.checkpoint.format.constants import DTYPES
 from shardopt.checkpoint.format.tensor_bytes import dtype_name
 from shardopt.checkpoint.storage import LocalStorage
 from shardopt.sharding.view import view_of
-from tests.fake_rank import shard
 from tests.harness import run_ranks
+from tests.support.fake_rank import shard
 
 RANKS = (1, 2, 3, 4)
 DTYPE_NAMES = (

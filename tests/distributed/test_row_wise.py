@@ -11,9 +11,10 @@ from shardopt import RowWiseAdagrad, RowWiseAdam, checkpoint
 from shardopt.algorithms import Kind, spec_of
 from shardopt.errors import GradientError
 from shardopt.sharding.view import is_held, local_tensors, view_of
-from tests.distributed.tables import COLUMNS, ROWS, give_gradient, gradient, parts_of, place, start
-from tests.fake_rank import shard
 from tests.harness import run_ranks, run_ranks_outcomes
+from tests.support.fake_rank import shard
+from tests.support.placement import give_gradient, pieces_of
+from tests.support.tables import COLUMNS, ROWS, gradient, place, start
 
 STEPS = 9
 EVERY = {**ROWS, **COLUMNS}
@@ -87,7 +88,7 @@ def every_case(options_of, sparse):
                 if kinds.get(entry) is Kind.TABLE_ROWS:
                     assert (view_of(value).dtype, want.shape[1:].numel()) == (torch.float32, 1)
                 scale = want.abs().max().item()
-                differences = [(a - b).abs().max().item() / scale for a, b in parts_of(want, value) if a.numel()]
+                differences = [(a - b).abs().max().item() / scale for a, b in pieces_of(want, value) if a.numel()]
                 worst[algorithm, name, entry] = max(differences, default=0.0)
     return worst
 

@@ -24,8 +24,8 @@ from shardopt.errors import (
 )
 from shardopt.ranks import ranks_of
 from shardopt.sharding.view import view_of
-from tests.distributed.sharded_state import SHAPES, check_state, global_value, make_state, memory_of
 from tests.harness import Fault, run_ranks, run_ranks_outcomes
+from tests.support.sharded_state import SHAPES, check_state, global_value, make_state, memory_of
 
 
 def save_state(path, style):

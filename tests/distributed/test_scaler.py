@@ -9,8 +9,8 @@ import torch.distributed as dist
 from shardopt import GradScaler, KeyedOptimizer
 from shardopt.errors import GradientError
 from shardopt.sharding.gradients import local_gradients
-from tests.distributed.clipped import LAYOUTS, Meshes, check_scaled, drop_gradient, full_gradient, make_job
 from tests.harness import run_ranks, run_ranks_outcomes
+from tests.support.clipped import LAYOUTS, Meshes, check_scaled, drop_gradient, full_gradient, make_job
 
 CASES = {name: case for name, case in LAYOUTS["all"].items() if not name.startswith("mixed dtypes")}
 

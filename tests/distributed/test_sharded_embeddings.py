@@ -15,7 +15,8 @@ from shardopt.checkpoint.matching.partial_load import mark_partial_load, unmark_
 from shardopt.errors import InputError, PartialLoadError, RankError
 from shardopt.nn import ShardedEmbeddingBag, Table
 from shardopt.sharding.view import local_tensors
-from tests.distributed.embeddings import (
+from tests.harness import run_ranks
+from tests.support.embeddings import (
     STEPS,
     TABLES,
     batch,
@@ -27,7 +28,6 @@ from tests.distributed.embeddings import (
     unchecked,
     whole,
 )
-from tests.harness import run_ranks
 
 ALGORITHMS = {
     "sparseadam": (torch.optim.SparseAdam, {"lr": 0.01}),

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from shardopt import checkpoint
-from tests.distributed.killed_job import EVERY, STEPS, train
-from tests.distributed.two_hosts_job import HELD_SAVE, OPTIONS
 from tests.harness import run_ranks
+from tests.support.killed_job import EVERY, STEPS, train
+from tests.support.two_hosts_job import HELD_SAVE, OPTIONS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RANKS_PER_HOST = 2
@@ -67,7 +67,7 @@ def torchrun(hosts, host, root, held, log):
     command += ["--nnodes=1:2", f"--nproc-per-node={RANKS_PER_HOST}", "--max-restarts=3", "--monitor-interval=0.2"]
     command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={HOSTS['a']}:29400", "--rdzv-id=two-hosts"]
     command += [f"--rdzv-conf=is_host={int(host == 'a')},last_call_timeout=8,read_timeout=5"]
-    command += [f"--local-addr={HOSTS[host]}", str(REPOSITORY / "tests" / "distributed" / "two_hosts_job.py")]
+    command += [f"--local-addr={HOSTS[host]}", str(REPOSITORY / "tests" / "support" / "two_hosts_job.py")]
     environment = os.environ | {"HOST": host, "GLOO_SOCKET_IFNAME": "cable", "OMP_NUM_THREADS": "1"}
     environment |= {"PYTHONPATH": str(REPOSITORY), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     return subprocess.Popen([*command, root, str(held)], env=environment, stdout=log, stderr=log)

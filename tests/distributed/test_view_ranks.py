@@ -12,8 +12,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from shardopt.sharding.gradients import local_gradients
 from shardopt.sharding.pieces import View
 from shardopt.sharding.view import assemble, local_tensors, view_of
-from tests.contract.fake_ranks import check_views, counting
 from tests.harness.ranks import run_ranks
+from tests.support.fake_rank import check_views, counting
 
 
 def fsdp_over_tensor_parallel() -> dict[str, View]:

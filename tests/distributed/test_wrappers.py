@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from shardopt import checkpoint
 from shardopt.errors import MismatchError
-from tests.contract.optimizers import nested, parameters, same
 from tests.harness import run_ranks
+from tests.support.optimizers import nested, parameters, same
 
 PLACEMENTS = {"rows": Shard(0), "columns": Shard(-1), "replicated": Replicate()}
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tests.harness.outcome import Outcome
 
-_WORDS = ("kill", "short", "delay")
+_ACTIONS = ("kill", "short", "delay")
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,13 @@ class Fault:
     seconds: float = 1.0
 
     def __post_init__(self) -> None:
-        if isinstance(self.action, str) and self.action not in _WORDS and not hasattr(errno, self.action):
-            raise ValueError(f"action {self.action!r}: expected one of {_WORDS}, an errno name or an exception")
+        if isinstance(self.action, str) and self.action not in _ACTIONS and not hasattr(errno, self.action):
+            raise ValueError(f"action {self.action!r}: expected one of {_ACTIONS}, an errno name or an exception")
         if self.at < 1 or self.times < 1:
             raise ValueError(f"at={self.at}, times={self.times}: calls are counted from 1")
 
     def strike(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Do to this one call what the fault says."""
+        """Carries out the fault on this one call."""
         if isinstance(self.action, BaseException):
             raise self.action
         if self.action == "kill":
@@ -71,7 +71,7 @@ class Fault:
 
 
 def each_operation(outcomes: Iterable[Outcome[Any]], action: str | BaseException = "kill") -> list[Fault]:
-    """One fault for every traced call of every rank, in order: what a test of all crash points runs through."""
+    """Makes one fault for every traced call of every rank, in order, for a test of all crash points."""
     faults = []
     for outcome in outcomes:
         seen: Counter[str] = Counter()
@@ -83,7 +83,7 @@ def each_operation(outcomes: Iterable[Outcome[Any]], action: str | BaseException
 
 @dataclass
 class Watch:
-    """The calls that were seen, and whether a fault struck."""
+    """The calls so far, and whether a fault struck."""
 
     calls: list[str] = field(default_factory=list)
     struck: bool = False
@@ -99,17 +99,17 @@ class Watch:
 
 @contextmanager
 def watched(faults: Sequence[Fault], trace: Sequence[str]) -> Iterator[Watch]:
-    """Replace every named operation of this process until the end of the block. Counts are of all its threads."""
+    """Replaces every named operation of this process until the end of the block. Counts are of all its threads."""
     watch = Watch()
     with ExitStack() as stack:
         for operation in dict.fromkeys([*trace, *(fault.operation for fault in faults)]):
-            mine = [fault for fault in faults if fault.operation == operation]
-            stack.callback(_replace(operation, mine, watch))
+            own_faults = [fault for fault in faults if fault.operation == operation]
+            stack.callback(_replace(operation, own_faults, watch))
         yield watch
 
 
 def _replace(operation: str, faults: Sequence[Fault], watch: Watch) -> Callable[[], None]:
-    """Put the wrapper in its place; the returned function puts the original back."""
+    """Puts the wrapper in its place; the returned function puts the original back."""
     owner, name = find_operation(operation)
     inherited = name not in vars(owner)
     original = inspect.getattr_static(owner, name)
@@ -130,7 +130,7 @@ def _replace(operation: str, faults: Sequence[Fault], watch: Watch) -> Callable[
 
 
 def find_operation(operation: str) -> tuple[Any, str]:
-    """The module or class that has the operation, and the operation's name in it."""
+    """Finds the module or class that has the operation, and the operation's name in it."""
     module, colon, path = operation.partition(":")
     if not colon:
         raise ValueError(f"operation {operation!r}: expected 'module:qualified.name'")
@@ -142,7 +142,7 @@ def find_operation(operation: str) -> tuple[Any, str]:
 
 
 def _first_half(operation: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments with the first buffer, or list of buffers, cut to half its bytes (rounded down)."""
+    """Returns the arguments with the first buffer, or list of buffers, cut to half its bytes (rounded down)."""
     for index, arg in enumerate(args):
         buffers = arg if isinstance(arg, list | tuple) else [arg]
         try:

@@ -1,4 +1,4 @@
-"""How one rank ended, as it crosses from the rank to the test."""
+"""The outcome of one rank, as it crosses from the rank to the test."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class RankException(Exception):
 
 @dataclass
 class Outcome(Generic[T]):
-    """What became of one rank: it returned a value, raised an error, or died without a word.
+    """The outcome of one rank: it returned a value, raised an error, or died without a report.
 
     `calls` are the watched operations (those of `trace` and of the rank's faults) in the order in which they were
-    called; a rank that died took its own with it, and has none here. `struck` tells whether a fault was reached.
+    called; a rank that died took its own with it, and has none here. `struck`: whether a fault was reached.
     `at_seconds` is the system's monotonic clock, which all ranks share.
     """
 

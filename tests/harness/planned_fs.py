@@ -61,11 +61,11 @@ class PlannedFileSystem(MemoryFileSystem):  # type: ignore[misc]  # as above
             self.at_once += 1
             self.most_at_once = max(self.most_at_once, self.at_once)
         try:
-            found: bytes = super().cat_file(path, start=start, end=end, **options)
+            data: bytes = super().cat_file(path, start=start, end=end, **options)
         finally:
             with self.lock:
                 self.at_once -= 1
-        return found[: len(found) // 2] if short else found
+        return data[: len(data) // 2] if short else data
 
     def pipe_file(self, path: str, value: bytes, **options: Any) -> None:
         self._meet("pipe_file", path)

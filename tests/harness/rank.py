@@ -1,4 +1,4 @@
-"""What happens inside one rank. The fork server has imported this module, and torch with it."""
+"""The process of one rank. The fork server has imported this module, and torch with it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.harness.outcome import Outcome
 
 @dataclass(frozen=True)
 class Job:
-    """All that a rank needs to know. `call` is the pickled (function, args, kwargs)."""
+    """The job of a rank. `call` is the pickled (function, args, kwargs)."""
 
     world_size: int
     folder: Path
@@ -46,7 +46,7 @@ class Job:
 
 
 def rank_main(rank: int, job: Job, connection: Connection) -> None:
-    """Run the job's function, report its outcome, then wait: for the word to leave, or to be killed.
+    """Runs the job's function, reports its outcome, then waits: for the message to leave, or to be killed.
 
     No rank leaves before all have reported, so that none of them sees a connection close that another has done with.
     """
@@ -63,7 +63,7 @@ def rank_main(rank: int, job: Job, connection: Connection) -> None:
 
 
 def die_with_parent() -> None:
-    """A rank whose test process is gone goes too: the fork server would keep it, and it the fork server."""
+    """Kills this rank once its test process is gone: the fork server would keep it, and it the fork server."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

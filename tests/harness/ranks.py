@@ -1,4 +1,4 @@
-"""Start ranks, wait for them under a deadline, and tell what went wrong first.
+"""Starts ranks, waits for them under a deadline, and reports what went wrong first.
 
 Ranks are forked from a server that has torch loaded (one per test process, started by the first test that needs it):
 a rank costs milliseconds instead of the seconds of `import torch`. They meet in a file, so no port can be taken.
@@ -42,7 +42,7 @@ _PRELOADED = [
 _SERVER_START = threading.Lock()
 _SETTLE_SECONDS = 0.3  # how long a rank that has failed stays, so that others that fail by themselves can say so
 _GIVE_UP_SECONDS = 2.0  # how long the others may still run after that, where one failure decides the test
-_STACK_SECONDS = 2.0  # how long a rank that hangs may take to tell where
+_STACK_SECONDS = 2.0  # how long a rank that hangs may take to write its stack
 _MOST_LOG_LINES = 40
 
 
@@ -111,11 +111,11 @@ class _Rank:
     def __init__(self, rank: int, job: Job) -> None:
         self.rank, self.job = rank, job
         self.outcome: Outcome[Any] | None = None
-        self.connection, theirs = multiprocessing.Pipe()
+        self.connection, rank_end = multiprocessing.Pipe()
         context = multiprocessing.get_context("forkserver")
-        self.process: BaseProcess = context.Process(target=rank_main, args=(rank, job, theirs), name=f"rank {rank}")
+        self.process: BaseProcess = context.Process(target=rank_main, args=(rank, job, rank_end), name=f"rank {rank}")
         self.process.start()
-        theirs.close()
+        rank_end.close()
 
     def take_outcome(self) -> None:
         """Note how the rank ended, if it has."""

@@ -25,12 +25,12 @@ class S3:
         self.endpoint = f"http://127.0.0.1:{port}"
 
     def options(self, **more: Any) -> dict[str, Any]:
-        """What s3fs needs to reach it; without the client's own retries, so that those above it are tested."""
+        """Returns s3fs's options for it; without the client's own retries, so that those above it are tested."""
         config = {"retries": {"total_max_attempts": 1, "mode": "legacy"}, **more}
         return {"endpoint_url": self.endpoint, "key": "test", "secret": "test", "config_kwargs": config}
 
     def new_root(self) -> str:
-        """The URL of a bucket of its own."""
+        """Makes a bucket of its own; returns a URL in it."""
         name = f"b-{uuid.uuid4().hex}"
         urllib.request.urlopen(urllib.request.Request(f"{self.endpoint}/{name}", method="PUT")).close()
         return f"s3://{name}/run"

@@ -1,6 +1,6 @@
 """An S3 server on loopback for tests, with faults given as data: moto's, behind a middleware that breaks requests.
 
-Run as a program it serves on a free port, which it prints. What it is told over HTTP:
+Run as a program it serves on a free port, which it prints. It is controlled over HTTP:
 
     PUT /-/plan    JSON, the faults from here on: [{"kind": "503", "match": "^PUT .*partNumber", "times": 1, …}, …]
     GET /-/log     JSON, the requests since the plan: {"requests": ["PUT /bucket/key", …], "most_at_once": 3}

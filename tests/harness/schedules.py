@@ -1,8 +1,8 @@
 """Every order in which a few tasks can run, step by step, up to a bound: the same orders each time.
 
 A task is a function. It runs in a thread, but only one thread runs at a time, from one operation to the next: before
-each of the operations that are named the task stops, and somebody decides who goes on. What may happen between two
-processes at those operations then happens in one, as often as one likes.
+each of the operations that are named the task stops, and the scheduler decides which goes on. What may happen between
+two processes at those operations then happens in one, as often as one likes.
 
 An order is bounded by its preemptions: how often a task is stopped that could have gone on. Most faults need one or two
 (Musuvathi and Qadeer, "Iterative context bounding", 2007), and the number of orders grows with the power of the bound.
@@ -22,12 +22,12 @@ from tests.harness.faults import find_operation
 
 
 class Killed(BaseException):
-    """What a task that was killed gets instead of its next operation."""
+    """Raised in a task that was killed, instead of its next operation."""
 
 
 @dataclass
 class Ended:
-    """How a task has ended: with a result, an error, or killed."""
+    """The end of a task: a result, an error, or killed."""
 
     result: Any = None
     error: BaseException | None = None
@@ -39,7 +39,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Choice:
-    """Who goes on, or is killed, at one step."""
+    """The task that goes on, or is killed, at one step."""
 
     task: int
     kill: bool = False
@@ -47,7 +47,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Step:
-    """What was decided at one step, and what else could have been."""
+    """The choice at one step, and the tasks that could have been chosen."""
 
     chosen: Choice
     running: int | None  # the task that ran up to here and could go on
@@ -60,7 +60,7 @@ class Step:
 
 @dataclass
 class Run:
-    """One order and what came of it; `ended` by task."""
+    """One order and its results; `ended` by task."""
 
     steps: list[Step] = field(default_factory=list)
     ended: list[Ended] = field(default_factory=list)
@@ -88,7 +88,7 @@ def orders(
 
 
 def _others(steps: Sequence[Step], begin: int, preemptions: int, kills: int) -> Iterator[list[Choice]]:
-    """The orders that are like this one up to some step from `begin` on, and not in it."""
+    """Yields the orders that equal this one up to some step from `begin` on, and not in it."""
     for i in range(begin, len(steps)):
         before, step = [each.chosen for each in steps[:i]], steps[i]
         left = preemptions - sum(map(_preempts, steps[:i]))
@@ -131,7 +131,7 @@ class _Task(threading.Thread):
             raise Killed
 
     def go_on(self) -> None:
-        """Called by who decides; returns when the task has stopped again, or has ended."""
+        """Called by the scheduler; returns when the task has stopped again, or has ended."""
         self.may_go_on.release()
         self.stopped.acquire()
         if self.ended is not None:

@@ -7,7 +7,7 @@ from torch.testing._internal.common_optimizers import optim_db
 import shardopt
 from shardopt.algorithms import spec_of
 from shardopt.errors import AlgorithmError, GradientError
-from tests.cases import option_sets
+from tests.support.cases import option_sets
 
 STEPS = 8
 SHAPES = {

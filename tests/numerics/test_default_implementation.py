@@ -7,8 +7,8 @@ from torch.distributed.tensor import Shard
 import shardopt
 from shardopt.algorithms import algorithms, spec_of
 from shardopt.sharding.view import local_tensors
-from tests.cases import option_sets
-from tests.fake_rank import fake_rank, shard
+from tests.support.cases import option_sets
+from tests.support.fake_rank import fake_rank, shard
 
 STEPS = 8
 FUSED = [spec.name for spec in algorithms() if spec.fused_agrees]

@@ -11,9 +11,20 @@ import shardopt
 from shardopt.algorithms import AlgorithmSpec, Kind, register, registry, spec_of
 from shardopt.errors import AlgorithmError
 from shardopt.sharding.view import local_tensors
-from tests.cases import ELEMENTWISE, ELEMENTWISE_CASES, EXTRA_CASES, astray, refused
-from tests.fake_rank import fake_rank, part_of, shard
-from tests.numerics.table import LAYOUTS, MIXED, RANKS, Place, our_run, same, torch_run, values, whole, whole_vectors
+from tests.support.cases import ELEMENTWISE, ELEMENTWISE_CASES, EXTRA_CASES, astray, refused
+from tests.support.fake_rank import boxes_of, fake_rank, shard
+from tests.support.layout_runs import (
+    LAYOUTS,
+    MIXED,
+    RANKS,
+    Place,
+    our_run,
+    same,
+    torch_run,
+    values,
+    whole,
+    whole_vectors,
+)
 
 EXACT = (torch.float32, torch.float64, torch.complex64)
 DTYPES = (*EXACT, torch.bfloat16)
@@ -132,7 +143,7 @@ def goes_with_the_whole(options, dtype, ours, full, layout):
     for entry, value in {"": parameter, **ours.state(layout)}.items():
         if value is None:
             continue
-        parts = part_of(wanted[entry], value) if value.shape == parameter.shape else [wanted[entry]]
+        parts = boxes_of(wanted[entry], value) if value.shape == parameter.shape else [wanted[entry]]
         for local, part in zip(local_tensors(value), parts, strict=False):  # a rank may hold nothing
             if exact:
                 assert torch.equal(local.detach(), part), (layout, entry)
@@ -169,7 +180,7 @@ def test_the_layouts_are_what_they_are_called(ranks):
             place = Place(rank, ranks)
             laid_out = {name: place(start[name], name) for name in LAYOUTS}
             for name, tensor in laid_out.items():
-                parts = part_of(start[name], tensor)
+                parts = boxes_of(start[name], tensor)
                 (local,) = local_tensors(tensor)
                 assert torch.equal(local, parts[0]) if parts else local.numel() == 0
             assert whole_vectors(laid_out["even"]) and not whole_vectors(laid_out["uneven"])

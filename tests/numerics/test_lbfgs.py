@@ -12,7 +12,7 @@ from shardopt.algorithms.lbfgs.history import coefficients
 from shardopt.algorithms.lbfgs.strong_wolfe import Trial, strong_wolfe
 from shardopt.errors import AlgorithmError, GradientError, StateError
 from shardopt.optim import KeyedOptimizerWrapper
-from tests.cases import option_sets
+from tests.support.cases import option_sets
 
 STEPS = 3
 SHAPES = {"matrix": (6, 4), "vector": (5,), "scalar": (), "cube": (2, 3, 4)}

@@ -9,7 +9,7 @@ import shardopt
 from shardopt.algorithms import StepsOn, spec_of
 from shardopt.algorithms.muon.newton_schulz import orthogonalised
 from shardopt.errors import AlgorithmError, GradientError, StateError
-from tests.cases import option_sets
+from tests.support.cases import option_sets
 
 SHAPES = [(33, 17), (17, 65), (64, 64), (7, 5), (1, 9), (9, 1), (3, 1)]
 STEPS, ABSENT = 8, {3: {2}, 5: {0, 1, 4}}  # step: matrices without a gradient

@@ -12,9 +12,9 @@ import torch.distributed as dist
 import shardopt
 from shardopt import checkpoint
 from shardopt.sharding.view import view_of
-from tests.cases import ELEMENTWISE, ELEMENTWISE_CASES, astray
 from tests.harness import run_ranks
-from tests.numerics.table import MIXED, STEPS, Place, Run, absent
+from tests.support.cases import ELEMENTWISE, ELEMENTWISE_CASES, astray
+from tests.support.layout_runs import MIXED, STEPS, Place, Run, absent
 
 HALF = STEPS // 2
 LATE = "columns"

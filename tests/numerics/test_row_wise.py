@@ -14,7 +14,7 @@ from shardopt import RowWiseAdagrad, RowWiseAdam
 from shardopt.algorithms.row_wise import row_rules
 from shardopt.errors import AlgorithmError, GradientError
 from shardopt.sharding.view import assemble, local_tensors, view_of
-from tests.fake_rank import fake_rank, shard
+from tests.support.fake_rank import fake_rank, shard
 
 BOTH = [RowWiseAdagrad, RowWiseAdam]
 MOMENTS = {RowWiseAdagrad: "sum", RowWiseAdam: "exp_avg_sq"}

@@ -8,8 +8,9 @@ import shardopt
 from shardopt import RowWiseAdagrad, RowWiseAdam
 from shardopt.algorithms import Kind, spec_of
 from shardopt.sharding.view import is_held
-from tests.distributed.tables import ROWS, give_gradient, gradient, parts_of, place, start
-from tests.fake_rank import fake_rank
+from tests.support.fake_rank import fake_rank
+from tests.support.placement import give_gradient, pieces_of
+from tests.support.tables import ROWS, gradient, place, start
 
 STEPS = 10
 CASES = {
@@ -73,7 +74,7 @@ def check(actual, wanted, algorithm):
             if not isinstance(want, torch.Tensor):
                 assert (type(value), value) == (type(want), want), (name, entry)
                 continue
-            parts = parts_of(want, value)
+            parts = pieces_of(want, value)
             assert all(map(torch.equal, *zip(*parts, strict=True))) if parts else True, (name, entry)
             if kinds.get(entry) is Kind.TABLE_ROWS:
                 assert want.shape == (ROWS[name][0], *[1] * (len(ROWS[name]) - 1))

@@ -16,8 +16,8 @@ import shardopt
 from shardopt.algorithms import algorithms, spec_of
 from shardopt.errors import AlgorithmError
 from shardopt.sharding.view import local_tensors
-from tests.cases import ELEMENTWISE
-from tests.fake_rank import fake_rank
+from tests.support.cases import ELEMENTWISE
+from tests.support.fake_rank import fake_rank
 
 SHAPE, IMAGES = (18, 12), (2, 6, 5, 4)  # of images the second dimension are channels
 MARGIN = 64

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import shardopt.sharding.box as box_module
 from shardopt.sharding.box import MOST_FAULTS, Box, cover_faults, grid_boxes, grid_cuts, overlap_faults, whole
-from tests.unit.boxes import elements, partitions
+from tests.support.boxes import elements, partitions
 
 SIZES = st.integers(0, 5)
 

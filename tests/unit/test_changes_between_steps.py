@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import Shard
 
 from shardopt.errors import GradientError
-from tests.fake_rank import fake_rank, shard
+from tests.support.fake_rank import fake_rank, shard
 from tests.unit.test_gathered import ALGORITHMS, Twins
 
 OPTIONS = [

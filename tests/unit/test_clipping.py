@@ -15,7 +15,7 @@ from shardopt.optim.gradients.joint_norm import _RUN, JointNorm
 from shardopt.optim.gradients.local_gradients import alike
 from shardopt.optim.gradients.norms import GradientNorm
 from shardopt.ranks import Ranks
-from tests.fake_rank import fake_rank, shard, sharded_tensor
+from tests.support.fake_rank import fake_rank, shard, sharded_tensor
 
 INF = math.inf
 ORDERS = [0.1, 0.5, 1.0, 2.0, 2.5, 3.0, INF]

@@ -15,7 +15,7 @@ from shardopt.checkpoint.reading.fetch import _BATCH_BYTES
 from shardopt.errors import CorruptionError, MismatchError, PartialLoadError, StateError
 from shardopt.sharding.layout import Layout
 from shardopt.state import flatten
-from tests.fake_rank import fake_rank, shard
+from tests.support.fake_rank import fake_rank, shard
 
 
 class Holder:

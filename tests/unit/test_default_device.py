@@ -17,7 +17,7 @@ from shardopt.nn.table import _BLOCK_ROWS
 from shardopt.optim.gradients.joint_norm import JointNorm, norm_of_each
 from shardopt.sharding.view import local_tensors
 from shardopt.values import decode_value, encode_value
-from tests.fake_rank import fake_rank
+from tests.support.fake_rank import fake_rank
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ import torch
 
 import shardopt
 from shardopt.algorithms import registry
-from tests.fake_rank import fake_rank, shard
-from tests.numerics.table import LAYOUTS
-from tests.unit.source import ROOT
+from tests.support.fake_rank import fake_rank, shard
+from tests.support.layout_runs import LAYOUTS
+from tests.support.source import ROOT
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from shardopt.nn import ShardedEmbedding, ShardedEmbeddingBag, Table
 from shardopt.nn.route import boundaries
 from shardopt.optim import FusedOptimizerModule
 from shardopt.sharding.view import local_tensors, view_of
-from tests.fake_rank import fake_rank
+from tests.support.fake_rank import fake_rank
 
 ROWS, WIDTH = 9, 3
 

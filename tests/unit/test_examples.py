@@ -1,4 +1,4 @@
-"""The examples' own parts: which bytes a rank is given, and what counts as the same run."""
+"""The examples' own code: which bytes a rank is given, and what counts as the same run."""
 
 import json
 import subprocess
@@ -8,10 +8,11 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+from common import override
 from compare_runs import compare_losses, differing_keys, read_losses
 from kill_and_resume import pid_of_rank
 from train_embeddings import Pairs
-from train_lm import Batches, learning_rate_factor, override
+from train_lm import Windows, learning_rate_factor
 
 from shardopt import checkpoint
 
@@ -28,35 +29,20 @@ def reference(tmp_path: Path) -> Path:
     return write_run(tmp_path / "reference", [(1, 4.0), (2, 3.0), (3, 2.0)])
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 7])
-def test_ranks_share_the_same_global_batch(ranks: int) -> None:
-    whole, _ = Batches("", batch=7, context=5, seed=3).next_slice(0, 1)
-    slices = [Batches("", batch=7, context=5, seed=3).next_slice(rank, ranks)[0] for rank in range(ranks)]
-    assert all(len(part) for part in slices)
-    assert sorted(torch.cat(slices).tolist()) == sorted(whole.tolist())
-
-
-def test_batches_go_on_from_a_loaded_position_and_differ_from_step_to_step() -> None:
-    first, second = (Batches("", batch=4, context=5, seed=0) for _ in range(2))
-    beginning = first.next_slice(0, 1)[0]
-    second.load_state_dict(first.state_dict())
-    following = first.next_slice(0, 1)[0]
-    assert torch.equal(second.next_slice(0, 1)[0], following)
-    assert not torch.equal(beginning, following)
-    assert not torch.equal(Batches("", batch=4, context=5, seed=1).next_slice(0, 1)[0], beginning)
-
-
 def test_targets_are_the_bytes_that_follow(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(bytes(range(100)))
-    inputs, targets = Batches(str(tmp_path / "text"), batch=4, context=5, seed=0).next_slice(0, 1)
-    assert inputs.shape == (4, 5)
-    assert torch.equal(targets, inputs + 1)
+    windows = Windows(str(tmp_path / "text"), context=5)
+    assert len(windows) == 95
+    for start in range(len(windows)):
+        inputs, targets = windows[start]
+        assert inputs.tolist() == list(range(start, start + 5))
+        assert torch.equal(targets, inputs + 1)
 
 
 def test_the_corpus_may_be_at_any_url_of_fsspec() -> None:
     with fsspec.open("memory://corpus", "wb") as file:
         file.write(b"to be or not to be")
-    assert bytes(Batches("memory://corpus", batch=1, context=4, seed=0).text.tolist()) == b"to be or not to be"
+    assert bytes(Windows("memory://corpus", context=4).text.tolist()) == b"to be or not to be"
 
 
 def test_learning_rate_warms_up_then_falls_to_a_tenth() -> None:
@@ -129,27 +115,16 @@ def test_a_rank_is_found_among_the_children_of_its_agent() -> None:
     assert found == pids
 
 
-def test_pairs_of_words_are_near_each_other_and_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
+def test_pairs_of_words_are_all_those_that_are_near_each_other(tmp_path: Path) -> None:
     text = " ".join(f"w{letter}" for letter in "abcdefghij" * 30) + " once"
     (tmp_path / "text").write_text(text)
-    settings = {"batch": 50, "window": 2, "negatives": 3, "min_count": 2, "seed": 5}
-
-    def data() -> Pairs:
-        return Pairs(str(tmp_path / "text"), **settings)
-
-    assert sorted(data().words) == [f"w{letter}" for letter in "abcdefghij"]
-    words, near = data().next_slice(0, 1)
-    assert words.shape == (50,) and near.shape == (50, 4)
-    slices = [data().next_slice(rank, 3) for rank in range(3)]
-    for part in (0, 1):
-        whole = torch.cat([(words, near)[part][rank::3] for rank in range(3)])
-        assert torch.equal(torch.cat([its[part] for its in slices]), whole)
-    pairs = data()
-    positions = {int(word): set() for word in pairs.text.tolist()}
-    for at, word in enumerate(pairs.text.tolist()):
-        positions[word].update(pairs.text[max(at - 2, 0) : at + 3].tolist())
-    assert all(int(other) in positions[int(word)] for word, other in zip(words, near[:, 0], strict=True))
-    again = data()
-    again.next_slice(0, 1)
-    pairs.load_state_dict(again.state_dict())
-    assert torch.equal(pairs.next_slice(0, 1)[1], again.next_slice(0, 1)[1])
+    pairs = Pairs(str(tmp_path / "text"), window=2, min_count=2, seed=5)
+    assert sorted(pairs.words) == [f"w{letter}" for letter in "abcdefghij"]
+    words, near = pairs.read(list(range(len(pairs))))
+    expected = [
+        (int(pairs.text[at]), int(pairs.text[other]))
+        for at in range(2, len(pairs.text) - 2)
+        for other in (at - 2, at - 1, at + 1, at + 2)
+    ]
+    assert list(zip(words.tolist(), near.tolist(), strict=True)) == expected
+    assert set(pairs.others(1000, torch.Generator().manual_seed(0)).tolist()) == set(range(10))

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard
 
 import shardopt
 from shardopt.algorithms import algorithms
-from tests.fake_rank import fake_rank, shard, sharded_tensor
+from tests.support.fake_rank import fake_rank, shard, sharded_tensor
 
 TOLD = "has a gradient in its first step"
 

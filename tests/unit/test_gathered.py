@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import shardopt
 from shardopt.errors import GradientError
-from tests.fake_rank import fake_rank, shard
+from tests.support.fake_rank import fake_rank, shard
 
 ALGORITHMS = ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
 STATE = {"Adadelta": "square_avg", "Adagrad": "sum", "ASGD": "ax", "RMSprop": "square_avg", "Rprop": "prev"}

@@ -29,8 +29,8 @@ from shardopt import (
 )
 from shardopt.checkpoint.matching.partial_load import mark_partial_load, unmark_partial_load
 from shardopt.errors import AlgorithmError, GradientError, PartialLoadError, StateError
-from tests.contract.optimizers import same
-from tests.fake_rank import fake_rank, sharded_tensor
+from tests.support.fake_rank import fake_rank, sharded_tensor
+from tests.support.optimizers import same
 
 GROUPS = [{"match": "bias", "weight_decay": 0.0, "lr": 0.02}]
 ALGORITHMS = [
@@ -172,11 +172,11 @@ def test_gradients_alive_at_once_are_at_most_those_of_the_largest_layer():
 @pytest.mark.parametrize("algorithm", ["sgd", "adamw"])
 def test_peak_memory_of_a_process_is_lower_by_the_gradients_but_those_of_the_largest_layer(algorithm):
     """288 MiB of gradients in blocks of 72 MiB."""
-    script = Path(__file__).parents[2] / "benchmarks" / "in_backward.py"
 
     def peak(kind):
-        run = [sys.executable, str(script), "--child", kind, algorithm, "False"]
-        return json.loads(subprocess.run(run, check=True, capture_output=True).stdout)["peak_bytes"]
+        run = [sys.executable, "-m", "benchmarks.in_backward", "--child", kind, algorithm, "False"]
+        root = Path(__file__).parents[2]
+        return json.loads(subprocess.run(run, check=True, capture_output=True, cwd=root).stdout)["peak_bytes"]
 
     block = 2 * 4 * 3072**2
     assert peak("after backward") - peak("in backward") >= 4 * block - block

@@ -11,8 +11,8 @@ import shardopt
 from shardopt.algorithms import AlgorithmSpec, AtFirstStep, Dtype, Kind, StateEntry, register, registry, spec_of
 from shardopt.errors import StateError
 from shardopt.sharding.view import local_tensors
-from tests.cases import ELEMENTWISE_CASES
-from tests.fake_rank import fake_rank, shard, sharded_tensor
+from tests.support.cases import ELEMENTWISE_CASES
+from tests.support.fake_rank import fake_rank, shard, sharded_tensor
 
 STEPS = 8
 ABSENT = {0: {"late"}, 1: {"late", "plain"}, 4: {"shard"}}

@@ -15,7 +15,7 @@ from shardopt import KeyedOptimizer, KeyedOptimizerWrapper
 from shardopt.algorithms import AlgorithmSpec, Kind, StateEntry, register, registry
 from shardopt.errors import AlgorithmError, GradientError, MismatchError, StateError
 from shardopt.sharding.view import local_tensors
-from tests.fake_rank import fake_rank, shard, sharded_tensor
+from tests.support.fake_rank import fake_rank, shard, sharded_tensor
 
 
 def parameters(**more):

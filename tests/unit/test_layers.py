@@ -12,18 +12,19 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.unit.source import PACKAGE, ROOT, Source, sources
+from tests.support.source import PACKAGE, ROOT, Source, sources
 
 # Floors, from below. A room is a folder, or a file on another floor than its folder; the longest path that fits counts.
 FLOORS = {
     "errors": 0,
     "names": 0,
     "casts": 0,
-    "gc_pause": 0,
-    "staging_fence": 0,
-    "streams": 0,
-    "torch_private": 0,
-    "signals": 0,
+    "world": 0,
+    "gc_pause": 1,
+    "staging_fence": 1,
+    "streams": 1,
+    "torch_private": 1,
+    "signals": 1,
     "state": 1,
     "values": 1,
     "sharding": 1,
@@ -90,6 +91,18 @@ PRIVATE_PLACES = {
 }
 # Private by name only: torch's multi-tensor operations, a tensor's version counter, what a namedtuple offers, os._exit.
 NOT_PRIVATE = re.compile(r"_foreach_\w+|_version|_exit|_asdict|_replace|_fields|_make")
+
+# The files that may reach for the clock, threads, random names and stores themselves, and why.
+WORLD_PLACES = {
+    "world.py": "it is what all others ask",
+    "signals.py": "C writes signals into a pipe that a thread of the system reads, and forks are caught by it",
+    "random_state.py": "the state of Python's own generator is saved and set there, nothing is drawn",
+}
+WORLD_MODULES = {
+    *("time", "datetime", "sched", "threading", "_thread", "queue", "concurrent", "asyncio", "multiprocessing"),
+    *("random", "secrets", "uuid", "tempfile"),
+}
+WORLD_NAMES = re.compile(r"(.*\.)?(\w*Store|get_group_store|_get_default_store|urandom|getrandom)")
 
 PICKLING_MODULES = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 PICKLING_NAMES = re.compile(r"torch\.(load|save)|.*_object(_list)?|allow_pickle")
@@ -205,7 +218,19 @@ def _only(node: ast.stmt, source: Source) -> Source:
     return Source(source.path, ast.Module([node], []))
 
 
-RULES = [upward_imports, imports_inside_functions, private_parts, pickling, logic_in_init]
+def world_outside(source: Source) -> Iterator[str]:
+    """The clock, waiting, threads, random names and the job's store, reached for past `shardopt/world.py`."""
+    if source.path in WORLD_PLACES:
+        return
+    for line, name in source.imports():
+        if name.split(".")[0] in WORLD_MODULES or (name.startswith(("torch", "os")) and WORLD_NAMES.fullmatch(name)):
+            yield f"{source.path}:{line} imports {name}"
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Attribute) and WORLD_NAMES.fullmatch(f".{node.attr}"):
+            yield f"{source.path}:{node.lineno} reaches for {ast.unparse(node)}"
+
+
+RULES = [upward_imports, imports_inside_functions, private_parts, pickling, logic_in_init, world_outside]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -254,6 +279,19 @@ CAUGHT = [
     (pickling, "ranks/channel.py", "import torch.distributed as dist\ndist.broadcast_object_list([])"),
     (pickling, "ranks/channel.py", "from torch.distributed import all_gather_object"),
     (pickling, "ranks/channel.py", "import numpy\nnumpy.load('x', allow_pickle=True)"),
+    (world_outside, "ranks/channel.py", "import time"),
+    (world_outside, "ranks/channel.py", "from time import monotonic"),
+    (world_outside, "optim/backward.py", "def f():\n    from threading import Lock"),
+    (world_outside, "checkpoint/save.py", "import secrets"),
+    (world_outside, "checkpoint/save.py", "import uuid"),
+    (world_outside, "checkpoint/save.py", "import os\nos.urandom(6)"),
+    (world_outside, "checkpoint/save.py", "from tempfile import mkdtemp"),
+    (world_outside, "checkpoint/storage/retry.py", "import random as r"),
+    (world_outside, "checkpoint/reading/fetch.py", "from concurrent.futures import ThreadPoolExecutor"),
+    (world_outside, "checkpoint/reading/fetch.py", "import concurrent.futures"),
+    (world_outside, "ranks/ranks.py", "from torch.distributed import HashStore"),
+    (world_outside, "ranks/ranks.py", "import torch.distributed as dist\ndist.TCPStore('localhost', 1)"),
+    (world_outside, "ranks/ranks.py", "def f(group): return group.get_group_store()"),
     (logic_in_init, "optim/__init__.py", "import shardopt.optim.keyed"),
     (logic_in_init, "optim/__init__.py", "from torch import Tensor"),
     (logic_in_init, "optim/__init__.py", "from shardopt.optim.keyed import *"),
@@ -273,6 +311,8 @@ ALLOWED = [
     (private_parts, "state.py", "class A:\n    def __init__(self): self._a = 1\ndef f(a): return a._a, a.__dict__"),
     (private_parts, "optim/clipping.py", "import torch\ntorch._foreach_norm([])"),
     (pickling, "state.py", "def f(storage): storage.load(), storage.save()"),
+    (world_outside, "ranks/channel.py", "from shardopt.world import Store, world\nworld().sleep(1)"),
+    (world_outside, "sampler.py", "import numpy\nnumpy.random.SeedSequence(1)"),
     (logic_in_init, "optim/__init__.py", '"""Doc."""\nfrom shardopt.optim.keyed import keyed\n__all__ = ["keyed"]'),
 ]
 
@@ -285,6 +325,12 @@ def test_rule_catches(rule, path, code):
 @pytest.mark.parametrize(("rule", "path", "code"), ALLOWED)
 def test_rule_allows(rule, path, code):
     assert list(rule(Source(path, ast.parse(code)))) == []
+
+
+def test_places_outside_of_the_world_are_still_needed():
+    for source in sources():
+        if source.path in WORLD_PLACES:
+            assert list(world_outside(Source("elsewhere.py", source.tree))) != [], source.path
 
 
 def test_every_file_has_a_floor():

@@ -10,7 +10,7 @@ from shardopt.errors import LayoutError
 from shardopt.sharding.box import Box, whole
 from shardopt.sharding.layout import Layout
 from shardopt.sharding.mesh import Mesh, Split, mesh_layout
-from tests.unit.boxes import partitions
+from tests.support.boxes import partitions
 
 
 @st.composite

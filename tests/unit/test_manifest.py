@@ -27,7 +27,7 @@ from shardopt.checkpoint.format.manifest import (
 from shardopt.errors import CorruptionError, FormatError, ShardoptError, StateError
 from shardopt.sharding.box import Box, grid_boxes
 from shardopt.state import Index, join
-from tests.unit.boxes import partitions
+from tests.support.boxes import partitions
 
 PARTS = st.text(max_size=3) | st.integers(0, 3) | st.integers(0, 3).map(Index)
 PATHS = st.lists(PARTS, min_size=1, max_size=4).map(tuple)

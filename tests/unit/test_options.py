@@ -22,7 +22,7 @@ from shardopt import (
 )
 from shardopt.errors import MismatchError, StateError
 from shardopt.optim.keyed import KeyedOptimizerWrapper
-from tests.fake_rank import fake_rank, shard
+from tests.support.fake_rank import fake_rank, shard
 
 FULL = torch.arange(8.0).view(4, 2)
 

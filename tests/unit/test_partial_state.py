@@ -17,7 +17,7 @@ from shardopt.optim.keyed import KeyedOptimizerWrapper
 from shardopt.sharding.view import is_held, is_on_all_ranks
 from shardopt.state import flatten
 from shardopt.values import UnionOfRanks, canonical, decode_value, encode_value, united
-from tests.fake_rank import fake_rank, shard, sharded_tensor
+from tests.support.fake_rank import fake_rank, shard, sharded_tensor
 
 FULL = torch.arange(12.0).view(6, 2)
 

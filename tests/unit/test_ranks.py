@@ -14,6 +14,8 @@ import torch.distributed as dist
 from shardopt.errors import CheckpointError, CheckpointExistsError, MismatchError, Problem, RankError, StateError
 from shardopt.ranks import Ranks, call_on, heartbeat, ranks_of
 from shardopt.ranks import ranks as ranks_module
+from shardopt.world import using
+from tests.support.worlds import FakeClock
 
 
 class Group:
@@ -536,10 +538,9 @@ class Counts:
 
 
 @pytest.fixture
-def clock(monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now[0])
-    return now
+def clock():
+    with using(FakeClock()) as clock:
+        yield clock
 
 
 def test_only_ranks_that_do_not_beat_are_silent(clock):
@@ -547,7 +548,7 @@ def test_only_ranks_that_do_not_beat_are_silent(clock):
     signs = heartbeat.PeerHeartbeats(store, 5.0)
     named = []
     for second in range(1, 12):
-        clock[0] += 1
+        clock.now += 1
         store.beats = {"beat/1": second, "beat/3": min(second, 3)}
         assert signs.due()
         named.append(signs.silent([1, 2, 3]))
@@ -560,12 +561,12 @@ def test_who_was_stopped_itself_calls_nobody_dead(clock, before):
     store = Counts()
     signs = heartbeat.PeerHeartbeats(store, 5.0)
     for _ in range(before):
-        clock[0] += 1
+        clock.now += 1
         assert signs.silent([1]) == []
-    clock[0] += 1000
+    clock.now += 1000
     assert signs.silent([1]) == []
     store.beats["beat/1"] = 1
-    clock[0] += 1
+    clock.now += 1
     assert signs.silent([1]) == []
 
 

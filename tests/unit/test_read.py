@@ -29,8 +29,8 @@ from shardopt.errors import CheckpointError, CorruptionError, LayoutError, Misma
 from shardopt.sharding.box import Box, whole
 from shardopt.sharding.layout import Layout
 from shardopt.sharding.pieces import Piece, View
-from tests.fake_rank import fake_rank, shard, sharded_tensor
-from tests.unit.boxes import partitions
+from tests.support.boxes import partitions
+from tests.support.fake_rank import fake_rank, shard, sharded_tensor
 
 TYPES = ["float32", "bfloat16", "int64", "bool", "complex128", "float8_e5m2", "float8_e8m0fnu", "uint16", "complex64"]
 

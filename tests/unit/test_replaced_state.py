@@ -15,7 +15,7 @@ from shardopt import CombinedOptimizer, GradientClipping, GradientClippingOptimi
 from shardopt.algorithms import algorithms
 from shardopt.errors import StateError
 from shardopt.optim.keyed import KeyedOptimizerWrapper
-from tests.fake_rank import fake_rank, shard
+from tests.support.fake_rank import fake_rank, shard
 
 FULL = torch.arange(8.0).view(4, 2)
 

@@ -8,8 +8,8 @@ import torch
 from shardopt import checkpoint
 from shardopt.errors import CheckpointExistsError, MismatchError
 from shardopt.sharding.mesh import Mesh, Split, mesh_layout
-from tests.distributed.sharded_state import SHAPES, global_value, make_state
 from tests.harness import run_ranks
+from tests.support.sharded_state import SHAPES, global_value, make_state
 
 
 def save_state(path):

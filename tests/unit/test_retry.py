@@ -6,10 +6,11 @@ import time
 
 import pytest
 
-from shardopt.checkpoint.storage import retry
 from shardopt.checkpoint.storage.retry import Requests, RetryPolicy, is_transient, run_in_thread
 from shardopt.errors import CheckpointError, CorruptionError
+from shardopt.world import using
 from tests.harness.planned_fs import PlannedFileSystem
+from tests.support.worlds import FakeClock
 
 QUICK = RetryPolicy(attempts=3, pause_seconds=0.01, request_seconds=0.2)
 
@@ -92,14 +93,11 @@ def test_patience_ends_with_an_error_that_says_what_to_do():
     assert isinstance(caught.value.__cause__, OSError)
 
 
-def test_pauses_double_up_to_the_longest(monkeypatch):
-    pauses = []
-    monkeypatch.setattr(retry.time, "sleep", pauses.append)
-    monkeypatch.setattr(retry.random, "uniform", lambda low, high: high)
+def test_pauses_double_up_to_the_longest():
     policy = RetryPolicy(attempts=6, pause_seconds=1.0, longest_pause_seconds=5.0)
-    with pytest.raises(CheckpointError):
+    with using(FakeClock()) as clock, pytest.raises(CheckpointError):
         Requests(PlannedFileSystem(TimeoutError(), times=99), policy).call("x", "info", "/a")
-    assert pauses == [1.0, 2.0, 4.0, 5.0, 5.0]
+    assert clock.pauses == [1.0, 2.0, 4.0, 5.0, 5.0]
 
 
 def test_a_request_without_an_answer_is_abandoned_and_made_again():

@@ -12,7 +12,7 @@ import shardopt
 from shardopt import CombinedOptimizer, GradientClipping, GradientClippingOptimizer, GradScaler
 from shardopt.errors import GradientError
 from shardopt.ranks import Ranks
-from tests.fake_rank import fake_rank, shard, sharded_tensor
+from tests.support.fake_rank import fake_rank, shard, sharded_tensor
 
 OPTIONS = {"device": "cpu", "init_scale": 8.0, "growth_interval": 2}
 

@@ -10,7 +10,7 @@ from shardopt.algorithms.dense_gradients import no_gradient
 from shardopt.errors import AlgorithmError, GradientError
 from shardopt.sharding.gradients import local_gradients
 from shardopt.sharding.view import assemble, local_tensors
-from tests.fake_rank import fake_rank, shard, sharded_tensor
+from tests.support.fake_rank import fake_rank, shard, sharded_tensor
 
 FULL = torch.arange(12.0).view(6, 2)
 ALGORITHMS = ["sparseadam", "adagrad", "sgd", "rowwiseadagrad", "rowwiseadam"]

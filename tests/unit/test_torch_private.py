@@ -26,7 +26,7 @@ from shardopt.torch_private import (
     step_with_lists,
     step_without_hooks,
 )
-from tests.fake_rank import fake_rank
+from tests.support.fake_rank import fake_rank
 
 WITH_INIT_GROUP = [
     spec for spec in algorithms() if spec.steps_on is StepsOn.LOCAL_TENSORS and spec.name not in ("LBFGS", "SparseAdam")
@@ -206,7 +206,7 @@ def test_a_scaler_is_known_in_its_step_and_tells_what_it_has_unscaled():
     assert stages.stage(optimizer) is OptState.READY and inverse_scale(scaler).item() == 0.125
     scaler.unscale_(optimizer)
     assert stages.stage(optimizer) is OptState.UNSCALED
-    assert {device.type: actual.item() for device, actual in stages.found(optimizer).items()} == {"cpu": 0.0}
+    assert {device.type: value.item() for device, value in stages.found_inf(optimizer).items()} == {"cpu": 0.0}
     scaler.step(optimizer)
     assert seen[1:] == [scaler] and stages.stage(optimizer) is OptState.STEPPED
     other = torch.optim.SGD([weight])

@@ -8,8 +8,8 @@ import shardopt
 from shardopt import checkpoint
 from shardopt.errors import CorruptionError, MismatchError, StateError
 from shardopt.sharding.view import local_tensors
-from tests.cases import ELEMENTWISE_CASES
-from tests.fake_rank import fake_rank, shard
+from tests.support.cases import ELEMENTWISE_CASES
+from tests.support.fake_rank import fake_rank, shard
 
 # In the default run the first options of each algorithm and implementation.
 FIRST = {(case.values[0], case.id.rpartition("-")[2]): case for case in reversed(ELEMENTWISE_CASES)}.values()

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import shardopt
 from shardopt.errors import AlgorithmError, StateError
 from shardopt.optim.keyed import KeyedOptimizerWrapper
-from tests.fake_rank import fake_rank
+from tests.support.fake_rank import fake_rank
 
 REFUSED = r"FullyShardedDataParallel \(FSDP1\) is not supported(.|\n)*fully_shard"
 

@@ -19,7 +19,7 @@ from shardopt import CombinedOptimizer, KeyedOptimizer, OptimizerWrapper, checkp
 from shardopt.algorithms import spec_of
 from shardopt.errors import AlgorithmError, MismatchError, StateError
 from shardopt.optim.fused import EmptyFusedOptimizer, FusedOptimizer, FusedOptimizerModule
-from tests.contract.optimizers import Counting, same, train
+from tests.support.optimizers import Counting, same, train
 
 
 def weight(*shape, fill=1.0):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -29,6 +27,7 @@ from shardopt.checkpoint.storage import Span, Storage
 from shardopt.errors import CorruptionError, MismatchError, Problem
 from shardopt.sharding.box import Box, cut_in_order
 from shardopt.streams import CallersStreams
+from shardopt.world import world
 
 _THREADS = 4
 _BATCH_BYTES = 2 << 20  # read by one thread at a time, and still in its cache when it is summed and copied
@@ -55,7 +54,7 @@ def fetch(
     batches = _Batches(by_file, use)
     done = Counter(sum(request.wanted.numel * request.dtype.itemsize for _, request in requests), progress)
     streams = CallersStreams(request.target for _, request in requests)
-    with ThreadPoolExecutor(threads, "shardopt-read") as pool:
+    with world().thread_pool(threads, "shardopt-read") as pool:
         try:
             for each in [pool.submit(_read_batches, batches, done, streams) for _ in range(threads)]:
                 each.result()
@@ -70,7 +69,7 @@ class _Batches:
     def __init__(self, by_file: Mapping[OpenFile, list[ReadRequest]], use: Use) -> None:
         self.nbytes = 0
         self._use = use
-        self._lock = threading.Lock()
+        self._lock = world().lock()
         self._batches = self._make(by_file)
         self._stopped = False
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from shardopt.checkpoint.storage import storage_of
+from shardopt.world import world
 
-_lock = threading.Lock()
+_lock = world().lock()
 _readers: Counter[str] = Counter()
 
 

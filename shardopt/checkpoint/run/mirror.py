@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import xxhash
 
@@ -24,6 +23,7 @@ from shardopt.checkpoint.run.copying import commit_copy, is_copied, prepare_copy
 from shardopt.checkpoint.run.steps import by_numbers
 from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
 from shardopt.ranks import DEADLINE_SECONDS, Ranks, SideRanks, ranks_of
+from shardopt.world import Thread, world
 
 _log = logging.getLogger("shardopt.checkpoint")
 
@@ -66,9 +66,9 @@ class Mirror:
         self._local, self._remote = storage_of(local), storage_of(remote)
         self._deadline_seconds = deadline_seconds
         self._side = SideRanks("copies of checkpoints")
-        self._lock = threading.Lock()
+        self._lock = world().lock()
         self._waiting: list[str] = []
-        self._last: threading.Thread | None = None
+        self._last: Thread | None = None
         self._failure: BaseException | None = None
         self.report: UploadReport | None = None  # of the last upload that was made
 
@@ -98,7 +98,7 @@ class Mirror:
         with self._lock:
             self._waiting.append(name)
             # Not a daemon: a program that ends waits for it.
-            thread = threading.Thread(target=self._in_turn, args=(side_ranks, name, self._last, afterwards))
+            thread = world().thread(partial(self._in_turn, side_ranks, name, self._last, afterwards))
             self._last = thread
         thread.start()
         if earlier is not None:
@@ -152,9 +152,7 @@ class Mirror:
         failure, self._failure = self._failure, None
         return failure
 
-    def _in_turn(
-        self, ranks: Ranks, name: str, before: threading.Thread | None, afterwards: Callable[[Storage], None]
-    ) -> None:
+    def _in_turn(self, ranks: Ranks, name: str, before: Thread | None, afterwards: Callable[[Storage], None]) -> None:
         """Copies one checkpoint once the upload before it is done; the thread of an upload."""
         try:
             with ranks.beating(self._deadline_seconds):
@@ -172,7 +170,7 @@ class Mirror:
                 self._waiting.remove(name)
 
     def _copy(self, ranks: Ranks, name: str) -> UploadReport | None:
-        begin = time.monotonic()
+        begin = world().monotonic()
         source, target = self._local.child(name), self._remote.child(name)
         what = f"copying {source.url} to {target.url}"
         _, is_wanted = ranks.agree(
@@ -202,7 +200,7 @@ class Mirror:
                 discard(target, manifest.save_id)
             raise
         total = sum(file.nbytes for file in manifest.files)
-        report = UploadReport(target.url, manifest.save_id, nbytes, total, time.monotonic() - begin)
+        report = UploadReport(target.url, manifest.save_id, nbytes, total, world().monotonic() - begin)
         emit_report("upload", report)
         return report
 

@@ -7,13 +7,13 @@ import operator
 import os
 import signal
 import stat
-import threading
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 from shardopt.checkpoint.run.retention import Best, Mode, Rules
 from shardopt.checkpoint.storage import storage_of
 from shardopt.errors import OptionError, Problem
+from shardopt.world import world
 
 
 def check_run_options(
@@ -149,8 +149,8 @@ def _stop_problems(stop_on: Any, exit_code: Any, stop_seconds: Any) -> list[Prob
     if stop_signal in (signal.SIGKILL, signal.SIGSTOP):
         required = "a signal that a process can handle"
         problems.append(Problem("stop_on", repr(stop_on), required, "pass it as in stop_on=signal.SIGTERM"))
-    elif stop_signal is not None and threading.current_thread() is not threading.main_thread():
-        thread = f"a Manager that is made in the thread {threading.current_thread().name!r}"
+    elif stop_signal is not None and not world().in_main_thread():
+        thread = f"a Manager that is made in the thread {world().current_thread().name!r}"
         required = "the main thread, which alone can listen for signals"
         problems.append(Problem("stop_on", thread, required, "make it there"))
     return problems

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from typing import NamedTuple
 
 from shardopt.checkpoint.reports import LoadReport
 from shardopt.checkpoint.run.steps import Place
 from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError, UnreadableError
+from shardopt.world import world
 
 _log = logging.getLogger("shardopt.checkpoint")
 
@@ -75,7 +75,7 @@ def summary_of(restored: Restored) -> str:
     """Returns a line for the log about a restore."""
     step, report = restored.candidate.place.step, restored.report
     ranks = "1 rank" if report.world_size == 1 else f"{report.world_size} ranks"
-    ago = "" if report.saved_at is None else f", {_duration(time.time() - report.saved_at)} ago"
+    ago = "" if report.saved_at is None else f", {_duration(world().wall_clock() - report.saved_at)} ago"
     return f"restored step {step} from {report.url}, saved by {ranks}{ago}"
 
 

@@ -6,11 +6,10 @@ name like that of a data file, so that whatever clears away a dead save clears i
 
 from __future__ import annotations
 
-import time
-
 from shardopt.checkpoint.format.constants import file_name
 from shardopt.checkpoint.storage import Storage, storage_of
 from shardopt.errors import CheckpointError, Problem
+from shardopt.world import world
 
 _LOOK_SECONDS = 10.0  # for which clients of NFS may not see what is new
 _PAUSE_SECONDS = 0.1
@@ -31,9 +30,9 @@ def wait_for_marker(storage: Storage, save_id: str) -> None:
     """
     if storage.is_remote:
         return
-    end = time.monotonic() + _LOOK_SECONDS
+    end = world().monotonic() + _LOOK_SECONDS
     while not storage.exists(_marker_name(save_id)):
-        if time.monotonic() >= end:
+        if world().monotonic() >= end:
             required = "a directory that all ranks see"
             problem = Problem(
                 storage.url,
@@ -43,7 +42,7 @@ def wait_for_marker(storage: Storage, save_id: str) -> None:
             )
             raise CheckpointError("ranks do not share the storage", [problem])
         storage.names()  # makes a client of NFS ask the server again
-        time.sleep(_PAUSE_SECONDS)
+        world().sleep(_PAUSE_SECONDS)
 
 
 def remove_marker(storage: Storage, save_id: str) -> None:

@@ -6,7 +6,6 @@ import ctypes
 import errno
 import os
 import re
-import secrets
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -21,6 +20,7 @@ from shardopt.checkpoint.storage.base import (
     too_short,
     unreadable,
 )
+from shardopt.world import world
 
 _BATCH_BYTES = 16 << 20  # written in one call; more would hold on to memory that was made only to be written
 
@@ -152,7 +152,7 @@ class LocalStorage(Storage):
 
     def _write_temporary(self, name: str, data: bytes) -> str:
         """Writes a file under a temporary name that nobody else has, durably; removes it if that fails."""
-        temporary = self._path(f".{name}.{secrets.token_hex(6)}.tmp")
+        temporary = self._path(f".{name}.{world().random_name(6)}.tmp")
         try:
             with open(temporary, "xb") as file:
                 file.write(data)

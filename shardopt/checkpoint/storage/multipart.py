@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterable
-from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from shardopt.checkpoint.storage.retry import Requests, run_in_thread
+from shardopt.world import Future, world
 
 PART_BYTES = 8 << 20  # S3 takes none below 5 MiB but the last
 PARTS_AT_ONCE = 8  # no more are in memory, but for the one that is being made
@@ -50,7 +50,7 @@ def upload(fs: Any, requests: Requests, path: str, parts: Iterable[bytearray]) -
         return {"PartNumber": number, "ETag": answer["ETag"], **checksums}
 
     def collect_finished() -> None:
-        done, _ = wait(running, return_when=FIRST_COMPLETED)
+        done = world().wait_for_any(running)
         running.difference_update(done)
         completed.extend(future.result() for future in done)
 
@@ -66,7 +66,7 @@ def upload(fs: Any, requests: Requests, path: str, parts: Iterable[bytearray]) -
         _complete(requests, doing, names, completed)
     except BaseException:
         # Not before the parts have come to an end: one that arrives after the upload is aborted stays, and is paid for.
-        wait(running)
+        world().wait_for_all(running)
         with suppress(Exception):  # the error that is being raised must not be hidden by another
             requests.once("call_s3", "abort_multipart_upload", **names)
         raise

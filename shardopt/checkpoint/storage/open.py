@@ -15,6 +15,7 @@ from shardopt.checkpoint.storage.base import Storage
 from shardopt.checkpoint.storage.local import LocalStorage
 from shardopt.checkpoint.storage.remote import RemoteStorage
 from shardopt.errors import CheckpointError, Problem, ShardoptError
+from shardopt.world import world
 
 
 def storage_of(url: str | os.PathLike[str], durable: bool = True) -> Storage:
@@ -26,7 +27,10 @@ def storage_of(url: str | os.PathLike[str], durable: bool = True) -> Storage:
     Raises:
         CheckpointError: fsspec does not know the protocol, or the package that it needs for it is not there.
     """
-    text = os.fspath(url)
+    return world().open_storage(os.fspath(url), durable, _open)
+
+
+def _open(text: str, durable: bool) -> Storage:
     try:
         fs, path = fsspec.core.url_to_fs(text)
     except (ImportError, ValueError) as error:

@@ -10,11 +10,7 @@ from __future__ import annotations
 
 import errno
 import inspect
-import random
-import threading
-import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -22,6 +18,7 @@ from fsspec import AbstractFileSystem  # type: ignore[import-untyped]  # has no 
 from fsspec.asyn import sync  # type: ignore[import-untyped]  # as above
 
 from shardopt.errors import CheckpointError, Problem, ShardoptError
+from shardopt.world import Future, world
 
 T = TypeVar("T")
 
@@ -82,7 +79,7 @@ def is_transient(error: Exception) -> bool:
 
 def run_in_thread(function: Callable[[], T]) -> Future[T]:
     """Runs a function in a daemon thread of its own, which nobody has to wait for."""
-    future: Future[T] = Future()
+    future: Future[T] = world().future()
 
     def run() -> None:
         try:
@@ -90,7 +87,7 @@ def run_in_thread(function: Callable[[], T]) -> Future[T]:
         except BaseException as error:
             future.set_exception(error)  # nobody joins the thread; whoever asks for the result gets it
 
-    threading.Thread(target=run, name="shardopt-request", daemon=True).start()
+    world().thread(run, "shardopt-request", daemon=True).start()
     return future
 
 
@@ -138,17 +135,17 @@ class Requests:
 
     def repeat(self, doing: str, function: Callable[[], T]) -> T:
         """Returns the result of `function`, called again while its errors are transient."""
-        begin, pause = time.monotonic(), self._policy.pause_seconds
+        begin, pause = world().monotonic(), self._policy.pause_seconds
         for attempt in range(1, self._policy.attempts + 1):
             try:
                 return function()
             except Exception as error:
                 if not is_transient(error):
                     raise _permanent_error(doing, error) from error
-                if attempt == self._policy.attempts or not threading.main_thread().is_alive():
-                    seconds = time.monotonic() - begin
+                if attempt == self._policy.attempts or not world().main_thread_lives():
+                    seconds = world().monotonic() - begin
                     raise _exhausted_error(doing, error, attempt, seconds) from error
-            time.sleep(pause * random.uniform(0.5, 1.0))  # so that many ranks do not come back at one time
+            world().sleep(pause * world().jitter(0.5, 1.0))  # so that many ranks do not come back at one time
             pause = min(2 * pause, self._policy.longest_pause_seconds)
         raise AssertionError("no attempt was made")
 
@@ -172,7 +169,7 @@ def _permanent_error(doing: str, error: Exception) -> Exception:
 def _exhausted_error(doing: str, error: Exception, attempts: int, seconds: float) -> CheckpointError:
     failures = f"{attempts} attempts within {seconds:.1f} s, the last of which failed with {_describe(error)}"
     remedy = "see whether the store can be reached from this host and is well, then try again"
-    if not threading.main_thread().is_alive():  # clients have pools of threads, which take no more work by then
+    if not world().main_thread_lives():  # clients have pools of threads, which take no more work by then
         remedy = "wait for what goes on in the background before the program ends: it cannot be finished after that"
     return CheckpointError(f"cannot {doing}", [Problem(doing, failures, "an answer", remedy)])
 

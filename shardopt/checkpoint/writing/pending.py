@@ -6,8 +6,6 @@ import atexit
 import logging
 import os
 import sys
-import threading
-import time
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -18,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from shardopt.checkpoint.reports import SaveReport
 from shardopt.errors import RankError
 from shardopt.staging_fence import Event
+from shardopt.world import world
 
 
 class PendingSave:
@@ -122,7 +121,7 @@ class PendingSave:
         self.done.set_in_child()
 
     def _end(self) -> None:
-        if self._error is None and threading.main_thread().is_alive():
+        if self._error is None and world().main_thread_lives():
             untrack(self)
         self.staged.set()
         self.done.set()
@@ -139,9 +138,9 @@ class PendingSave:
         Local: where threads end at different times, ranks raise before different steps.
         """
         if not self.staged:
-            begin = time.monotonic()
+            begin = world().monotonic()
             self.staged.wait()
-            self._waited_seconds += time.monotonic() - begin
+            self._waited_seconds += world().monotonic() - begin
         self.raise_failure()
 
 

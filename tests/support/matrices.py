@@ -2,15 +2,12 @@
 
 import torch
 import torch.distributed as dist
-from torch.distributed._shard.sharded_tensor import Shard as LocalShard
-from torch.distributed._shard.sharded_tensor import init_from_local_shards
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from shardopt.sharding.gradients import takes_gradient
-from shardopt.sharding.view import assemble, local_tensors, view_of
+from tests.support.placement import fill, runs, sharded_tensor_of, two_on_first_none_on_last
 
 SHAPES = {
     "plain": (13, 6),
@@ -63,49 +60,11 @@ def matrices(dtype=torch.float32):
     return {name: made[name] for name in SHAPES}
 
 
-def fill(tensor, full):
-    """Writes this rank's part of a whole matrix."""
-    for piece in view_of(tensor).pieces:
-        piece.tensor.copy_(full[tuple(map(slice, piece.box.offsets, piece.box.ends))])
-
-
-def same(tensor, full):
-    """Whether what this rank holds has the bits of the whole matrix."""
-    return all(
-        torch.equal(piece.tensor, full[tuple(map(slice, piece.box.offsets, piece.box.ends))])
-        for piece in view_of(tensor).pieces
-    )
-
-
-def give_gradient(parameter, full):
-    """Sets this rank's part of a gradient; None takes it away."""
-    holders = (parameter,) if takes_gradient(parameter) else local_tensors(parameter)
-    if full is None:
-        for holder in holders:
-            holder.grad = None
-        return
-    gradient = assemble(parameter, [torch.zeros_like(local).detach() for local in local_tensors(parameter)])
-    fill(gradient, full)
-    for holder, part in zip(
-        holders, (gradient,) if takes_gradient(parameter) else local_tensors(gradient), strict=True
-    ):
-        holder.grad = part
-
-
 def _table(dtype):
     """Two shards on rank 0, one on each other rank but the last, which has none where there are several."""
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    rows, columns = SHAPES["table"]
-    holders = [0, *range(max(ranks - 1, 1))]
-    ends = [*(3 * (i + 1) for i in range(len(holders) - 1)), rows]
-    shards = [
-        LocalShard.from_tensor_and_offsets(
-            torch.zeros(end - start, columns, dtype=dtype, requires_grad=True), [start, 0], rank
-        )
-        for holder, start, end in zip(holders, [0, *ends], ends, strict=False)
-        if holder == rank
-    ]
-    return init_from_local_shards(shards, rows, columns)
+    holders, shape = two_on_first_none_on_last(dist.get_world_size()), SHAPES["table"]
+    ends = [*(3 * (i + 1) for i in range(len(holders) - 1)), shape[0]]
+    return sharded_tensor_of(torch.zeros(shape, dtype=dtype), runs(shape, 0, ends), holders, requires_grad=True)
 
 
 def _strided(mesh, dtype):

@@ -2,12 +2,11 @@
 
 import torch
 import torch.distributed as dist
-from torch.distributed._shard import sharded_tensor
-from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from shardopt.sharding.view import view_of
+from tests.support.placement import ends_of, runs, sharded_tensor_of, two_on_first_none_on_last
 
 SHAPES = {
     "rows": ((8, 6), torch.float32),
@@ -62,25 +61,13 @@ def make_state(style, filled):
 
 
 def _uneven_table(value, reverse):
-    """A ShardedTensor of uneven pieces; the last rank of several holds none, the first two."""
-    size, rank = dist.get_world_size(), dist.get_rank()
-    holders = [0, *range(max(size - 1, 1))]
+    """A ShardedTensor of uneven shards; the last rank of several holds none, the first two."""
+    holders, rows = two_on_first_none_on_last(dist.get_world_size()), value.shape[0]
     if reverse:
         holders.reverse()
-    rows, pieces, begin = value.shape[0], [], 0
-    for i, holder in enumerate(holders):
-        end = rows if i == len(holders) - 1 else min(begin + 1 + 2 * i, rows)
-        pieces.append((holder, begin, end))
-        begin = end
-    shards = [
-        sharded_tensor.Shard(
-            value[begin:end].clone(),
-            ShardMetadata([begin, 0], [end - begin, value.shape[1]], f"rank:{rank}/cpu"),
-        )
-        for holder, begin, end in pieces
-        if holder == rank and end > begin
-    ]
-    return sharded_tensor.init_from_local_shards(shards, *value.shape)
+    ends = [*(min(end, rows) for end in ends_of([1 + 2 * i for i in range(len(holders) - 1)])), rows]
+    shards = [(box, holder) for box, holder in zip(runs(value.shape, 0, ends), holders, strict=True) if box.numel]
+    return sharded_tensor_of(value, [box for box, _ in shards], [holder for _, holder in shards])
 
 
 def check_state(state):

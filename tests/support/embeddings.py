@@ -49,8 +49,8 @@ def in_one_process(tables=TABLES):
 
 
 def batch(table, step, rank, ranks):
-    """What a rank looks up in a step: bags of 0 to 5 ids with repeats; at times nothing, or all ranks one id, or one
-    rank all of the ids."""
+    """Draws the lookups of a rank in a step: bags of 0 to 5 ids with repeats; at times nothing, or all ranks one id, or
+    one rank all of the ids."""
     draw = torch.Generator().manual_seed(1000 * step + 10 * rank + len(table.name))
     idle = (step + rank) % 4 == 3 or (step == 5 and rank != 0)
     bags = 0 if idle else int(torch.randint(1, 6, (), generator=draw))
@@ -65,7 +65,7 @@ def batch(table, step, rank, ranks):
 
 
 def torchs(table, weight, ids, offsets=None, weights=None):
-    """What torch makes of a batch, with sparse gradients."""
+    """Looks a batch up with torch's own functions, with sparse gradients."""
     if offsets is None:
         return functional.embedding(ids, weight, sparse=True)
     options = {"mode": table.mode, "per_sample_weights": weights, "padding_idx": table.padding_idx, "sparse": True}

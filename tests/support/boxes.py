@@ -16,18 +16,18 @@ def elements(box):
 def partitions(draw, shape=None):
     """A shape and boxes that cover it exactly: the whole, cut in two again and again, somewhere."""
     shape = draw(st.lists(st.integers(1, 6), max_size=3).map(tuple)) if shape is None else shape
-    parts = [whole(shape)]
+    boxes = [whole(shape)]
     for _ in range(draw(st.integers(0, 12))):
-        part = parts.pop(draw(st.integers(0, len(parts) - 1)))
-        dims = [dim for dim, size in enumerate(part.sizes) if size > 1]
+        box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+        dims = [dim for dim, size in enumerate(box.sizes) if size > 1]
         if not dims:
-            parts.append(part)
+            boxes.append(box)
             continue
         dim = draw(st.sampled_from(dims))
-        cut = draw(st.integers(1, part.sizes[dim] - 1))
-        for start, size in ((0, cut), (cut, part.sizes[dim] - cut)):
-            offsets, sizes = list(part.offsets), list(part.sizes)
+        cut = draw(st.integers(1, box.sizes[dim] - 1))
+        for start, size in ((0, cut), (cut, box.sizes[dim] - cut)):
+            offsets, sizes = list(box.offsets), list(box.sizes)
             offsets[dim] += start
             sizes[dim] = size
-            parts.append(Box(tuple(offsets), tuple(sizes)))
-    return shape, draw(st.permutations(parts))
+            boxes.append(Box(tuple(offsets), tuple(sizes)))
+    return shape, draw(st.permutations(boxes))

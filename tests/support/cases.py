@@ -47,7 +47,7 @@ EXTRA_CASES = [
 
 
 def refused(name, options, dtype):
-    """What torch says of a combination that it refuses on plain parameters on the CPU; None where it steps.
+    """Returns a pattern of torch's error for a combination that it refuses on plain CPU parameters, or None.
 
     The whole list: a test holds torch against it.
     """

@@ -66,7 +66,7 @@ def inner(params: Parameters, prefix: str) -> Parameters:
 
 
 class OwnOptimizer(KeyedOptimizer):
-    """What a user writes: the base class around state and groups that are made elsewhere."""
+    """A user's own optimizer: the base class around state and groups that are made elsewhere."""
 
     def __init__(self, params: Parameters) -> None:
         self.adam = torch.optim.Adam(list(params.values()), **OPTIONS)
@@ -156,15 +156,15 @@ def combined_without_keys(params: Parameters) -> KeyedOptimizer:
 
 def nested(params: Parameters) -> KeyedOptimizer:
     layer = inner(params, "layer.")
-    parts = CombinedOptimizer([Counting(adam({"w": layer["w"]})), OptimizerWrapper(adam({"b": layer["b"]}))])
+    children = CombinedOptimizer([Counting(adam({"w": layer["w"]})), OptimizerWrapper(adam({"b": layer["b"]}))])
     head = CombinedOptimizer([("head", Counting(OptimizerWrapper(adam(inner(params, "head.")))))])
-    return Counting(CombinedOptimizer([("layer", OptimizerWrapper(parts)), head]), "__outer")
+    return Counting(CombinedOptimizer([("layer", OptimizerWrapper(children)), head]), "__outer")
 
 
 def everything(params: Parameters) -> KeyedOptimizer:
     head = OptimizerWrapper(GradientClippingOptimizer(adam(inner(params, "head."))))
-    parts = CombinedOptimizer([("layer", clipped(inner(params, "layer."))), ("head", head)])
-    return GradientClippingOptimizer(warm(parts), GradientClipping.VALUE, max_gradient=1e6)
+    children = CombinedOptimizer([("layer", clipped(inner(params, "layer."))), ("head", head)])
+    return GradientClippingOptimizer(warm(children), GradientClipping.VALUE, max_gradient=1e6)
 
 
 BUILDERS: dict[str, Callable[[Parameters], KeyedOptimizer]] = {

@@ -1,6 +1,6 @@
-"""How long a save in the background keeps training from its work, against a memcpy and against DCP in the same run.
+"""The stall of training by a save in the background, against a memcpy and against DCP in the same run.
 
-python benchmarks/async.py [--ranks 2] [--megabytes 512] [--repetitions 5] [--folder /tmp]
+python -m benchmarks.async_save [--ranks 2] [--megabytes 512] [--repetitions 5] [--folder /tmp]
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from peers import on_ranks, write_table
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -27,6 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import shardopt
+from benchmarks.peers import on_ranks, write_table
 from shardopt.checkpoint.async_save import AsyncSaver
 from shardopt.checkpoint.save import SaveOptions
 from shardopt.state import flatten
@@ -85,7 +85,7 @@ def peers_of(job: Job) -> dict[str, Callable[[str], Wait]]:
     """Name → begins a save to a path."""
     block = torch.zeros(sum(tensor.nbytes for tensor in job.local_tensors()), dtype=torch.uint8)
     savers = {"now": AsyncSaver(), "lazy": AsyncSaver()}
-    beside = dist.new_group(backend="gloo")
+    group = dist.new_group(backend="gloo")
     kept = DefaultStager(StagingOptions(torch.cuda.is_available(), False, False, torch.cuda.is_available()))
 
     def memcpy(path: str) -> Wait:
@@ -102,11 +102,11 @@ def peers_of(job: Job) -> dict[str, Callable[[str], Wait]]:
 
         return begin
 
-    def theirs(stager: DefaultStager | None) -> Callable[[str], Wait]:
+    def by_dcp(stager: DefaultStager | None) -> Callable[[str], Wait]:
         def begin(path: str) -> Wait:
             state = {"model": job.model.state_dict(), "optimizer": job.optimizer.state_dict(), "step": job.app["step"]}
             writer = FileSystemWriter(path, single_file_per_rank=True, sync_files=False, thread_count=1)
-            future: Any = dcp.async_save(state, storage_writer=writer, process_group=beside, async_stager=stager)
+            future: Any = dcp.async_save(state, storage_writer=writer, process_group=group, async_stager=stager)
 
             def wait() -> float:
                 future.result()
@@ -120,8 +120,8 @@ def peers_of(job: Job) -> dict[str, Callable[[str], Wait]]:
         "memcpy of the local state": memcpy,
         'async_save, stage="now"': ours("now"),
         'async_save, stage="lazy"': ours("lazy"),
-        "DCP, default": theirs(None),
-        "DCP, kept stager": theirs(kept),
+        "DCP, default": by_dcp(None),
+        "DCP, kept stager": by_dcp(kept),
     }
 
 
@@ -180,9 +180,9 @@ def main() -> None:
     parser.add_argument("--folder", default=tempfile.gettempdir())
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        found = on_ranks(arguments.ranks, measure, arguments.megabytes, arguments.repetitions, folder)
-    memcpy, quiet = found["stall"]["memcpy of the local state"], found["quiet"]
-    now, lazy = found["stall"]['async_save, stage="now"'], found["stall"]['async_save, stage="lazy"']
+        results = on_ranks(arguments.ranks, measure, arguments.megabytes, arguments.repetitions, folder)
+    memcpy, quiet = results["stall"]["memcpy of the local state"], results["quiet"]
+    now, lazy = results["stall"]['async_save, stage="now"'], results["stall"]['async_save, stage="lazy"']
     rows = [
         (
             name,
@@ -190,19 +190,21 @@ def main() -> None:
             f"{stall / memcpy:.3f}",
             f"{stall / now:.2f}",
             f"{stall / lazy:.1f}",
-            f"{1000 * found['step'][name]:.0f}",
-            f"{found['step'][name] / quiet:.2f}",
+            f"{1000 * results['step'][name]:.0f}",
+            f"{results['step'][name] / quiet:.2f}",
         )
-        for name, stall in found["stall"].items()
+        for name, stall in results["stall"].items()
     ]
     notes = (
-        f"{found['bytes'] / 2**20:.0f} MiB of state on each of {arguments.ranks} ranks (gloo, one thread each), "
+        f"{results['bytes'] / 2**20:.0f} MiB of state on each of {arguments.ranks} ranks (gloo, one thread each), "
         f"written without fsync; a step without a save takes {1000 * quiet:.0f} ms. The stall is the call and what "
         "steps waited for; DCP saves with a process group of its own. Medians of interleaved saves, of the slowest "
         "rank each."
     )
     header = ("", "stall, ms", "/ memcpy", "/ ours now", "/ ours lazy", "the next step, ms", "/ a step without")
-    print(write_table("async", "Saving in the background, against torch.distributed.checkpoint", header, rows, notes))
+    print(
+        write_table("async_save", "Saving in the background, against torch.distributed.checkpoint", header, rows, notes)
+    )
 
 
 if __name__ == "__main__":

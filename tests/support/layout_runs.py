@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 import shardopt
 from shardopt.sharding.view import local_tensors, view_of
-from tests.fake_rank import shard
+from tests.support.fake_rank import shard
 
 STEPS = 8
 RANKS = (1, 2, 4)
@@ -28,7 +28,7 @@ LaysOut = Callable[[Tensor, str], Tensor]
 
 @dataclass(frozen=True)
 class LaidOut:
-    """How a parameter lies; without placements it is plain."""
+    """The layout of a parameter; without placements it is plain."""
 
     shape: tuple[int, ...]
     placements: tuple[Placement, ...] = ()
@@ -125,7 +125,7 @@ class Run:
         start, *gradients = values(dtype)
         self.names = tuple(names)
         self.parameters = {name: Parameter(laid_out(start[name], name)) for name in self.names}
-        self._gradients = [{name: laid_out(own[name], name) for name in self.names} for own in gradients]
+        self._gradients = [{name: laid_out(gradient[name], name) for name in self.names} for gradient in gradients]
         self._without_gradient = without_gradient
         self.optimizer = make(self.parameters)
 
@@ -140,7 +140,7 @@ class Run:
         return self
 
     def state(self, name: str) -> dict[str, Any]:
-        """What the optimizer keeps for a parameter."""
+        """Returns the optimizer's state of a parameter."""
         return dict(self.optimizer.state.get(self.parameters[name], {}))
 
 
@@ -160,9 +160,9 @@ def whole(full: Tensor, name: str) -> Tensor:
     return full.clone()
 
 
-def same(actual: Any, wanted: Any) -> bool:
+def same(actual: Any, expected: Any) -> bool:
     """Every bit, dtype and shape."""
-    return actual.dtype == wanted.dtype and actual.shape == wanted.shape and torch.equal(actual, wanted)
+    return actual.dtype == expected.dtype and actual.shape == expected.shape and torch.equal(actual, expected)
 
 
 def whole_vectors(parameter: Tensor) -> bool:

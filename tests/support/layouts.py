@@ -2,15 +2,13 @@
 
 import torch
 import torch.distributed as dist
-from torch.distributed._shard import sharded_tensor
-from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardopt.sharding.gradients import takes_gradient
-from shardopt.sharding.view import view_of
-from tests.fake_rank import shard
+from tests.support.fake_rank import shard
+from tests.support.placement import ends_of, pieces_of, runs, sharded_tensor_of, two_on_first_none_on_last
 
 SHAPES = {
     "even": (8, 6),
@@ -77,24 +75,14 @@ def place(full, name, row, square):
 
 
 def table(full, last_dim):
-    """A ShardedTensor of uneven pieces; rank 0 holds two of them and the last rank of several none.
+    """A ShardedTensor of uneven shards; rank 0 holds two of them and the last rank of several none.
 
     It is cut along its rows, or its columns where there are few rows.
     """
-    size, rank = dist.get_world_size(), dist.get_rank()
+    holders = two_on_first_none_on_last(dist.get_world_size())
     dim = 0 if full.shape[0] > 3 else last_dim
-    holders = [0, *range(max(size - 1, 1))]
-    pieces, begin = [], 0
-    for i, holder in enumerate(holders):
-        end = full.shape[dim] if i == len(holders) - 1 else begin + 1 + i
-        offsets, sizes = [0] * full.ndim, list(full.shape)
-        offsets[dim], sizes[dim] = begin, end - begin
-        pieces.append(
-            (holder, full.narrow(dim, begin, end - begin).clone(), ShardMetadata(offsets, sizes, f"rank:{holder}/cpu"))
-        )
-        begin = end
-    shards = [sharded_tensor.Shard(tensor, told) for holder, tensor, told in pieces if holder == rank]
-    return sharded_tensor.init_from_local_shards(shards, *full.shape)
+    ends = [*ends_of(range(1, len(holders))), full.shape[dim]]
+    return sharded_tensor_of(full, runs(full.shape, dim, ends), holders)
 
 
 def trained(tensor):
@@ -113,14 +101,8 @@ def give_gradient(parameter, gradient):
         parameter.grad = gradient
         return
     given = gradient.local_shards() if gradient is not None else [None] * len(parameter.local_shards())
-    for mine, theirs in zip(parameter.local_shards(), given, strict=True):
-        mine.tensor.grad = None if theirs is None else theirs.tensor
-
-
-def pieces_of(full, like):
-    """The elements of a global value that this rank holds of `like`, and those that it has there."""
-    for piece in view_of(like).pieces:
-        yield full[tuple(map(slice, piece.box.offsets, piece.box.ends))], piece.tensor
+    for own, gradient_shard in zip(parameter.local_shards(), given, strict=True):
+        own.tensor.grad = None if gradient_shard is None else gradient_shard.tensor
 
 
 def worst_difference(full, tensor):

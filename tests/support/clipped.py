@@ -7,9 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._shard.metadata import ShardMetadata
-from torch.distributed._shard.sharded_tensor import Shard as LocalShard
-from torch.distributed._shard.sharded_tensor import init_from_local_shards
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
@@ -17,6 +14,7 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from shardopt import GradientClipping, GradientClippingOptimizer, KeyedOptimizer
 from shardopt.sharding.gradients import local_gradients, takes_gradient
 from shardopt.sharding.view import assemble, local_tensors, view_of
+from tests.support.placement import runs, sharded_tensor_of, two_on_first_none_on_last
 
 Place = Callable[[Tensor, "Meshes"], Tensor | None]
 
@@ -74,25 +72,17 @@ def both_ends(full, meshes):
 
 
 def table(full, meshes):
-    """A ShardedTensor in uneven pieces; rank 0 has two, the last of several ranks none."""
-    holders = [0, *range(max(meshes.size - 1, 1))]
-    bounds = [0, *(min(1 + 2 * i, len(full)) for i in range(len(holders) - 1)), len(full)]
-    shards = [
-        LocalShard(
-            full[begin:end].clone().requires_grad_(),
-            ShardMetadata([begin, 0], [end - begin, full.shape[1]], f"rank:{holder}/cpu"),
-        )
-        for holder, begin, end in zip(holders, bounds, bounds[1:], strict=False)
-        if holder == meshes.rank
-    ]
-    return init_from_local_shards(shards, *full.shape)
+    """A ShardedTensor in uneven shards; rank 0 has two, the last of several ranks none."""
+    holders = two_on_first_none_on_last(meshes.size)
+    ends = [*(min(1 + 2 * i, len(full)) for i in range(len(holders) - 1)), len(full)]
+    return sharded_tensor_of(full, runs(full.shape, 0, ends), holders, requires_grad=True)
 
 
 def wrapper(full, meshes):
     """Columns on the inner dimension, every second one on the same rank, alike on both outer ranks."""
     inner = meshes.grid["inner"]
-    mine = range(inner.get_local_rank(), full.shape[1], inner.size())
-    local = LocalShardsWrapper([full[:, i : i + 1].clone() for i in mine], [(0, i) for i in mine])
+    columns = range(inner.get_local_rank(), full.shape[1], inner.size())
+    local = LocalShardsWrapper([full[:, i : i + 1].clone() for i in columns], [(0, i) for i in columns])
     return DTensor.from_local(local, inner, [Shard(1)], shape=full.shape, stride=full.stride())
 
 

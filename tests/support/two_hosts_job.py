@@ -1,4 +1,4 @@
-"""What each rank of the job on two hosts runs: `killed_job`, which on host b stops in the middle of a save.
+"""The program of the job on two hosts: `killed_job`, which on host b stops in the middle of a save.
 
 torchrun ... two_hosts_job.py <root> <a file to make when in that save>
 """
@@ -11,21 +11,21 @@ from pathlib import Path
 import torch.distributed as dist
 
 from shardopt.checkpoint.storage import LocalStorage
-from tests.distributed.killed_job import train
+from tests.support.killed_job import train
 
 OPTIONS = {"batch_size": 12, "dropout": 0.0, "on_resize": "keep", "deadline_seconds": 5.0}
 HELD_SAVE = 3
 
 
 def main():
-    root, held = sys.argv[1:]
+    root, marker = sys.argv[1:]
     write, saves = LocalStorage.write, 0
 
     def write_late(self, *args):
         nonlocal saves
         saves += 1
         if saves == HELD_SAVE:
-            Path(held).touch()
+            Path(marker).touch()
             time.sleep(600)
         return write(self, *args)
 

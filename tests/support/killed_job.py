@@ -2,8 +2,8 @@
 
     torchrun ... killed_job.py <root> <a plan, as JSON>
 
-The plan has what befalls each life of the job: [rank, operation, at]; where the operation is "SIGTERM", the rank is
-told to stop after so many seconds.
+The plan has a fault for each life of the job: [rank, operation, at]; where the operation is "SIGTERM", the rank gets
+that signal after so many seconds.
 """
 
 import importlib
@@ -31,7 +31,7 @@ EXIT_CODE = 143
 STORAGE = "shardopt.checkpoint.storage:"
 # The calls before which a rank can die, by what it is at then; the last two are rank 0's alone.
 PHASES = {
-    "training": ("tests.distributed.killed_job:train_step", "shardopt.optim.local.local_step:LocalOptimizer.step"),
+    "training": ("tests.support.killed_job:train_step", "shardopt.optim.local.local_step:LocalOptimizer.step"),
     "staging": ("shardopt.checkpoint.writing.staging:copy_on_host", "shardopt.checkpoint.async_save:Staging"),
     "writing": (STORAGE + "LocalStorage.make", STORAGE + "LocalStorage.write", "os:writev"),
     "commit": ("shardopt.checkpoint.save:commit", STORAGE + "LocalStorage.publish_new", "os:link"),
@@ -95,8 +95,8 @@ def main():
     rank, operation, at = plan[life] if life < len(plan) else (-1, "", 0)
     faults = [Fault(rank, operation, at)] if rank == int(os.environ["RANK"]) and operation != "SIGTERM" else []
     dist.init_process_group("gloo")
-    told = rank == dist.get_rank() and operation == "SIGTERM"
-    if told:
+    gets_signal = rank == dist.get_rank() and operation == "SIGTERM"
+    if gets_signal:
         threading.Timer(at, os.kill, (os.getpid(), signal.SIGTERM)).start()
     with watched(faults, ()):
         train(root, "lazy", 1, stop_on=signal.SIGTERM, stop_seconds=10.0)
@@ -106,4 +106,4 @@ def main():
 
 if __name__ == "__main__":
     # The one that the operations name, of which this would be another copy.
-    importlib.import_module("tests.distributed.killed_job").main()
+    importlib.import_module("tests.support.killed_job").main()

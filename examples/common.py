@@ -1,0 +1,72 @@
+"""Shared by the training programs: settings, the text they train on, the log of losses, and how a rank begins."""
+
+import argparse
+import json
+import os
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import fsspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.elastic.multiprocessing.errors import record
+
+Train = Callable[[dict[str, Any], torch.device], None]
+
+
+def read_text(url: str) -> bytes:
+    """Returns what lies at any URL that fsspec opens; for an empty one the text that CPython ships."""
+    if not url:
+        return "\n".join(topics[name] for name in sorted(topics)).encode()
+    with fsspec.open(url, "rb") as file:
+        return file.read()
+
+
+def override(config: dict[str, Any], changes: dict[str, Any]) -> None:
+    """Sets the values of `changes` in `config`, tables within it included; ends the program at an unknown name."""
+    for name, value in changes.items():
+        if name not in config:
+            raise SystemExit(f"no setting is called {name!r} here; there are {', '.join(config)}")
+        if isinstance(value, dict):
+            override(config[name], value)
+        else:
+            config[name] = value
+
+
+def log_loss(out: Path, step: int, share: Tensor) -> float:
+    """Adds a step to `loss.jsonl`, on rank 0, and returns its loss. Collective.
+
+    Args:
+        share: the rank's addend of the loss, a double on its device; replaced by the sum over ranks.
+    """
+    dist.all_reduce(share)
+    if dist.get_rank() == 0:
+        with open(out / "loss.jsonl", "a") as log:
+            log.write(json.dumps({"step": step, "loss": share.item(), "ranks": dist.get_world_size()}) + "\n")
+    return share.item()
+
+
+@record  # so that torchrun's report has the traceback of the rank that failed first
+def launch(train: Train, description: str) -> None:
+    """Reads the command line, joins the job that torchrun has started, and trains."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", type=Path, help="TOML file, such as those in configs/")
+    parser.add_argument("--out", help="where losses and checkpoints go, instead of the file's `out`")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="other settings, values as in TOML")
+    arguments = parser.parse_args()
+    config = tomllib.loads(arguments.config.read_text())
+    override(config, tomllib.loads("\n".join(arguments.set)))
+    config["out"] = arguments.out or config["out"]
+
+    use_gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])  # NCCL wants one for each rank
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if use_gpus else torch.device("cpu")
+    if use_gpus:
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if use_gpus else "gloo")
+    train(config, device)
+    dist.barrier()  # a rank that leaves while another still talks to it aborts that one
+    dist.destroy_process_group()

@@ -1,0 +1,200 @@
+"""The clock, waiting, threads, random names, the job's store and storage: all that a simulator has to put in its place.
+
+Nothing else in the package imports `time`, `threading`, `concurrent.futures`, `random` or `secrets`, or makes a store
+of torch.distributed (a test holds that; it lists the exceptions). Code asks the current world at the moment of use:
+
+    begin = world().monotonic()
+
+A test that wants another one derives from `World`, overrides what it is about, and puts it in place with `using`.
+"""
+
+from __future__ import annotations
+
+import random
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar
+
+from torch.distributed import (  # type: ignore[attr-defined]  # from a compiled module
+    DistError,
+    HashStore,
+    PrefixStore,
+    ProcessGroup,
+    Store,
+)
+
+__all__ = [
+    "Condition",
+    "Event",
+    "Executor",
+    "Future",
+    "Lock",
+    "Store",
+    "StoreError",
+    "Thread",
+    "World",
+    "using",
+    "world",
+]
+
+T = TypeVar("T")
+
+StoreError = DistError
+"""What a store raises that cannot be reached."""
+
+
+class Lock(Protocol):
+    """As `threading.Lock`."""
+
+    def acquire(self, blocking: bool = ..., timeout: float = ...) -> bool: ...
+    def release(self) -> None: ...
+    def __enter__(self) -> bool: ...
+    def __exit__(self, *exc_info: Any) -> None: ...
+
+
+class Event(Protocol):
+    """As `threading.Event`."""
+
+    def is_set(self) -> bool: ...
+    def set(self) -> None: ...
+    def wait(self, timeout: float | None = ...) -> bool: ...
+
+
+class Condition(Protocol):
+    """As `threading.Condition`."""
+
+    def __enter__(self) -> bool: ...
+    def __exit__(self, *exc_info: Any) -> None: ...
+    def wait(self, timeout: float | None = ...) -> bool: ...
+    def notify(self, n: int = ...) -> None: ...
+
+
+class Thread(Protocol):
+    """As `threading.Thread`; `ident` is None until it is started."""
+
+    name: str
+
+    @property
+    def ident(self) -> int | None: ...
+    def start(self) -> None: ...
+    def join(self, timeout: float | None = ...) -> None: ...
+
+
+class World:
+    """The real world, and the base of simulated ones.
+
+    Locks that modules make when they are imported are of the world of that moment; they guard a few lines each, in
+    which nothing waits.
+    """
+
+    def monotonic(self) -> float:
+        """Seconds on a clock that never goes back; differences alone have a meaning."""
+        return time.monotonic()
+
+    def wall_clock(self) -> float:
+        """Seconds since 1970, as this host's clock has them."""
+        return time.time()
+
+    def sleep(self, seconds: float) -> None:
+        """Pauses this thread."""
+        time.sleep(seconds)
+
+    def lock(self) -> Lock:
+        """Returns a lock that is free."""
+        return threading.Lock()
+
+    def event(self) -> Event:
+        """Returns an event that is not set."""
+        return threading.Event()
+
+    def condition(self) -> Condition:
+        """Returns a condition with a lock of its own."""
+        return threading.Condition()
+
+    def thread(self, target: Callable[[], object], name: str | None = None, daemon: bool = False) -> Thread:
+        """Returns a thread that is not started; the program waits at its end for those that are no daemons."""
+        return threading.Thread(target=target, name=name, daemon=daemon)
+
+    def timer(self, seconds: float, function: Callable[[], object], name: str) -> Thread:
+        """Returns a daemon thread that calls a function so many seconds after its start."""
+        timer = threading.Timer(seconds, function)
+        timer.name, timer.daemon = name, True
+        return timer
+
+    def current_thread(self) -> Thread:
+        """Returns the thread that asks."""
+        return threading.current_thread()
+
+    def in_main_thread(self) -> bool:
+        """Whether the thread that asks is the main one."""
+        return threading.current_thread() is threading.main_thread()
+
+    def main_thread_lives(self) -> bool:
+        """Whether the program has not come to its end: threads go on for a while after the main one."""
+        return threading.main_thread().is_alive()
+
+    def thread_pool(self, threads: int, name: str) -> Executor:
+        """Returns a pool of at most so many threads, whose names begin with `name`."""
+        return ThreadPoolExecutor(threads, name)
+
+    def future(self) -> Future[Any]:
+        """Returns a result that is still to come."""
+        return Future()
+
+    def wait_for_any(self, futures: Iterable[Future[T]]) -> set[Future[T]]:
+        """Waits until one is done; returns those that are."""
+        return wait(futures, return_when=FIRST_COMPLETED).done
+
+    def wait_for_all(self, futures: Iterable[Future[Any]]) -> None:
+        """Waits until all are done, whatever comes of them."""
+        wait(futures)
+
+    def random_name(self, nbytes: int) -> str:
+        """Returns a name that nobody else draws, in hexadecimal digits: two for each byte."""
+        return secrets.token_hex(nbytes)
+
+    def jitter(self, low: float, high: float) -> float:
+        """Returns a number between the two, by which ranks do not all do the same at one time."""
+        return random.uniform(low, high)
+
+    def store_of(self, group: ProcessGroup, prefix: str, own_connection: bool = False) -> Store:
+        """Returns the store of a process group, with a prefix before all keys.
+
+        Args:
+            own_connection: a client answers one question at a time, so threads that ask beside others need their own.
+        """
+        store = group.get_group_store()
+        if own_connection:
+            store = store.clone()  # type: ignore[attr-defined]  # torch's stubs do not have it
+        return PrefixStore(prefix, store)
+
+    def local_store(self) -> Store:
+        """Returns a store of this process alone."""
+        return HashStore()
+
+    def open_storage(self, url: str, durable: bool, opener: Callable[[str, bool], T]) -> T:
+        """Opens the storage at a URL, with the opener that the real world has."""
+        return opener(url, durable)
+
+
+_current = World()
+
+
+def world() -> World:
+    """Returns the current world of this process."""
+    return _current
+
+
+@contextmanager
+def using(other: World) -> Iterator[World]:
+    """Puts another world in place for the whole process, for tests. Not while anything of shardopt is under way."""
+    global _current
+    before, _current = _current, other
+    try:
+        yield other
+    finally:
+        _current = before

@@ -1,0 +1,108 @@
+"""Another world in the place of the real one: its clock, names, threads, store and storage are those that count."""
+
+import itertools
+import time
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from shardopt import checkpoint
+from shardopt.checkpoint.commit import read_manifest
+from shardopt.checkpoint.storage import LocalStorage, common_storage
+from shardopt.checkpoint.storage.retry import Requests, RetryPolicy
+from shardopt.errors import CheckpointError, RankError
+from shardopt.ranks import Ranks
+from shardopt.world import World, using, world
+from tests.harness.planned_fs import PlannedFileSystem
+from tests.support.worlds import FakeClock
+
+
+@pytest.fixture
+def clock():
+    begin = time.monotonic()
+    with using(FakeClock()) as other:
+        yield other
+    assert time.monotonic() - begin < 60  # far below what has passed on the other clock
+
+
+def test_the_world_before_comes_back():
+    real = world()
+    with pytest.raises(ZeroDivisionError), using(World()) as one, using(World()) as other:
+        assert world() is other is not one
+        raise ZeroDivisionError
+    assert world() is real
+
+
+def test_retries_pause_by_it(clock):
+    policy = RetryPolicy(attempts=4, pause_seconds=600.0, longest_pause_seconds=1000.0)
+    with pytest.raises(CheckpointError, match=r"4 attempts within 2600\.0 s"):
+        Requests(PlannedFileSystem(TimeoutError(), times=99), policy).call("x", "info", "/a")
+    assert clock.pauses == [600.0, 1000.0, 1000.0]
+
+
+def test_a_rank_that_never_comes_is_given_up_by_it(clock, monkeypatch):
+    class Group:
+        def rank(self):
+            return 0
+
+        def size(self):
+            return 2
+
+        def get_group_store(self):
+            return HashStore()
+
+    monkeypatch.setattr("shardopt.ranks.ranks._members", lambda group: (0, 1))
+    monkeypatch.setattr("shardopt.ranks.ranks.accelerator_of", lambda group: None)
+    with pytest.raises(RankError, match="rank 1 gave no sign of life for 60 s"):
+        Ranks(Group()).agree("x", lambda: None, deadline_seconds=60.0)
+    assert 60 < clock.now - 100 < 75
+
+
+def test_what_other_hosts_do_not_see_is_looked_for_by_it(clock, tmp_path):
+    with pytest.raises(CheckpointError, match="do not share"):
+        common_storage.look_for_mark(LocalStorage(str(tmp_path)), "abc")
+    assert sum(clock.pauses) == pytest.approx(10, abs=0.2)
+
+
+def test_names_and_times_of_a_checkpoint_come_from_it(tmp_path):
+    class Counting(FakeClock):
+        numbers = itertools.count(1)
+
+        def random_name(self, nbytes):
+            return f"{next(self.numbers):0{2 * nbytes}x}"
+
+    with using(Counting(now=1e9)):
+        report = checkpoint.save(tmp_path / "a", {"w": torch.ones(2)})
+    assert report.save_id == f"{1:012x}" and report.seconds == 0
+    assert read_manifest(LocalStorage(str(tmp_path / "a")))[0].saved_at == 1e9
+
+
+def test_storage_is_what_it_opens(tmp_path):
+    class Elsewhere(World):
+        def open_storage(self, url, durable, opener):
+            return opener(url.replace("nowhere", "somewhere"), durable)
+
+    with using(Elsewhere()):
+        checkpoint.save(tmp_path / "nowhere" / "a", {"w": torch.ones(2)})
+    assert not (tmp_path / "nowhere").exists()
+    assert checkpoint.verify(tmp_path / "somewhere" / "a").ok
+
+
+def test_threads_are_those_that_it_makes(tmp_path):
+    class Named(World):
+        def __init__(self):
+            self.names = []
+
+        def thread(self, target, name=None, daemon=False):
+            self.names.append(name)
+            return super().thread(target, name, daemon)
+
+        def thread_pool(self, threads, name):
+            self.names.append(name)
+            return super().thread_pool(threads, name)
+
+    with using(Named()) as named:
+        checkpoint.async_save(tmp_path / "a", {"w": torch.ones(2)}).result()
+        checkpoint.verify(tmp_path / "a")
+    assert {"shardopt-save", "shardopt-verify"} <= set(named.names)
