@@ -61,7 +61,7 @@ def test_a_rank_that_never_comes_is_given_up_by_it(clock, monkeypatch):
 
 def test_what_other_hosts_do_not_see_is_looked_for_by_it(clock, tmp_path):
     with pytest.raises(CheckpointError, match="do not share"):
-        common_storage.look_for_mark(LocalStorage(str(tmp_path)), "abc")
+        common_storage.wait_for_marker(LocalStorage(str(tmp_path)), "abc")
     assert sum(clock.pauses) == pytest.approx(10, abs=0.2)
 
 
