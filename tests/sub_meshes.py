@@ -55,7 +55,7 @@ def lacks(where, rank):
 
 
 def part(whole, piece):
-    """What lies in a piece, out of a whole tensor; copied."""
+    """Copies the elements of a piece out of a whole tensor."""
     return whole[tuple(map(slice, piece.box.offsets, piece.box.ends))].clone()
 
 

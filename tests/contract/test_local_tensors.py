@@ -1,4 +1,4 @@
-"""What an optimizer steps on, what is made of it again, and its gradients; for every kind of tensor."""
+"""Local tensors, tensors made of them again, and their gradients; for every kind of tensor."""
 
 import pytest
 import torch

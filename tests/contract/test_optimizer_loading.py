@@ -1,4 +1,4 @@
-"""What every kind of keyed optimizer saves and loads: exact, in place, and all or nothing."""
+"""Saving and loading of every kind of keyed optimizer: exact, in place, and all or nothing."""
 
 import copy
 import re

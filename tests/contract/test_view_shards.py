@@ -129,16 +129,16 @@ def test_sharded_tensor_with_a_shard_of_another_type(table):
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "fragment"),
     [
         (lambda metadata: metadata.shards_metadata.pop(0), "no box holds offsets (0, 0) sizes (3, 2)"),
         (lambda metadata: metadata.shards_metadata[0].shard_sizes.__setitem__(0, 4), "both hold"),
         (lambda metadata: metadata.shards_metadata[0].shard_offsets.__setitem__(0, 3), "beyond"),
     ],
 )
-def test_sharded_tensor_whose_metadata_does_not_cover_it(table, change, told):
+def test_sharded_tensor_whose_metadata_does_not_cover_it(table, change, fragment):
     change(table.metadata())
-    assert told in problem_of(table).found
+    assert fragment in problem_of(table).found
 
 
 @pytest.mark.parametrize("placement", ["cpu", "trainer0/cpu", None])
@@ -198,7 +198,7 @@ def a_wrapper(offsets=((0, 0),), sizes=((2, 2),), placement=None):
 
 
 @pytest.mark.parametrize(
-    ("made", "told"),
+    ("made", "fragment"),
     [
         ({"offsets": [(0, 0), (1, 1)], "sizes": [(2, 2), (2, 2)]}, "both hold offsets (1, 1) sizes (1, 1)"),
         ({"offsets": [(0, 0), (0, 0)], "sizes": [(2, 2), (2, 2)]}, "both hold offsets (0, 0) sizes (2, 2)"),
@@ -206,9 +206,9 @@ def a_wrapper(offsets=((0, 0),), sizes=((2, 2),), placement=None):
         ({"placement": Partial()}, "Partial"),
     ],
 )
-def test_wrapper_that_cannot_be_right(made, told):
+def test_wrapper_that_cannot_be_right(made, fragment):
     with as_rank(0, 1):
-        assert told in problem_of(a_wrapper(**made)).found
+        assert fragment in problem_of(a_wrapper(**made)).found
 
 
 def test_wrapper_whose_shard_was_replaced():

@@ -91,9 +91,9 @@ def save_of_some(path):
 
 def test_a_value_that_only_some_ranks_saved(tmp_path):
     outcomes = run_ranks(3, save_of_some, str(tmp_path / "c"))
-    found = ["no value of rank 1", "no value of rank 2"]
-    assert outcomes[0] == ([1, 1], checkpoint.PerRank("first"), (), found)
-    assert outcomes[1:] == [([1, 1], None, (), found)] * 2
+    missing = ["no value of rank 1", "no value of rank 2"]
+    assert outcomes[0] == ([1, 1], checkpoint.PerRank("first"), (), missing)
+    assert outcomes[1:] == [([1, 1], None, (), missing)] * 2
 
 
 # Strictness is over all ranks.
@@ -114,8 +114,8 @@ def test_ranks_may_load_different_keys_if_together_they_load_all(tmp_path):
     stored = {key: torch.full((2,), float(i)) for i, key in enumerate("abc")}
     checkpoint.save(tmp_path / "c", stored)
     outcomes = run_ranks(3, load_parts, str(tmp_path / "c"), ["ab", "bc", "b"])
-    assert [set(found) for found, _ in outcomes] == [{"a", "b"}, {"b", "c"}, {"b"}]
-    assert all(found[key] == stored[key].tolist() for found, _ in outcomes for key in found)
+    assert [set(loaded) for loaded, _ in outcomes] == [{"a", "b"}, {"b", "c"}, {"b"}]
+    assert all(loaded[key] == stored[key].tolist() for loaded, _ in outcomes for key in loaded)
     assert [unexpected for _, unexpected in outcomes] == [()] * 3
 
 
@@ -149,8 +149,8 @@ def test_state_that_another_rank_has_a_place_for_is_not_lost_on_this_one(tmp_pat
     optimizer.init_state()
     checkpoint.save(tmp_path / "c", {"model": model, "optimizer": optimizer})
     outcomes = run_ranks(2, load_uninitialized, str(tmp_path / "c"))
-    ((key, found, remedy),) = outcomes[0]
-    assert (key, found) == ("optimizer.state", "state in the checkpoint (on rank 1)") and "init_state()" in remedy
+    ((key, kind, remedy),) = outcomes[0]
+    assert (key, kind) == ("optimizer.state", "state in the checkpoint (on rank 1)") and "init_state()" in remedy
     assert outcomes[1] == outcomes[0]
 
 

@@ -94,10 +94,10 @@ def test_they_train_reshard_and_go_on_as_one_process_does(tmp_path, algorithm, o
     run_ranks(2, train_rows, b, algorithm, options, 4, 7, a)
     run_ranks(3, train_flat, c, algorithm, options, 7, 10, b)
     for path, expected in zip((a, b, c), wanted, strict=True):
-        found = stored(path)
-        assert found.keys() == expected.keys()
+        loaded = stored(path)
+        assert loaded.keys() == expected.keys()
         for key, value in expected.items():
-            torch.testing.assert_close(found[key].double(), value.double(), rtol=1e-12, atol=1e-12, msg=key)
+            torch.testing.assert_close(loaded[key].double(), value.double(), rtol=1e-12, atol=1e-12, msg=key)
 
 
 def save_pieces(path, pieces):
@@ -120,8 +120,8 @@ def test_holes_and_overlaps_between_ranks_are_refused_at_the_save(tmp_path, seco
     pieces = [((4, 3), [((0, 0), (2, 3))]), ((4, 3), second)]
     outcomes = run_ranks(2, save_pieces, str(tmp_path / "c"), pieces)
     assert outcomes[0] == outcomes[1]
-    ((key, found),) = outcomes[0]
-    assert key == "x" and said in found
+    ((key, text),) = outcomes[0]
+    assert key == "x" and said in text
     assert not list(tmp_path.glob("c/*"))
 
 

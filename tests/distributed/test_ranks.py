@@ -48,8 +48,8 @@ def check_survivors(fault):
     assert max(seconds for _, _, seconds in survivors) < 1 + 5  # the deadline, and some for a busy machine
     ((done, error),) = {(done, error) for done, error, _ in survivors}
     if error:  # in the first round the others do not know its process yet
-        found = "died, or ended before this call" if done else "gave no sign of life for 1 s"
-        assert f"round {done}: rank {fault.rank} {found}" in error
+        reason = "died, or ended before this call" if done else "gave no sign of life for 1 s"
+        assert f"round {done}: rank {fault.rank} {reason}" in error
     else:
         assert done == 2
     return done
@@ -139,8 +139,8 @@ def between_rounds(victim, seconds):
 
 def test_a_rank_that_is_stopped_between_rounds_is_named():
     """Where it works there for as long it is not: tests/unit/test_ranks.py."""
-    found = run_ranks(2, between_rounds, 1, 1.5)
-    assert found[0].startswith("a call: rank 1 gave no sign of life for 0.5 s")
+    texts = run_ranks(2, between_rounds, 1, 1.5)
+    assert texts[0].startswith("a call: rank 1 gave no sign of life for 0.5 s")
 
 
 def one_dies_later():
@@ -162,7 +162,7 @@ def test_a_death_on_this_machine_is_not_waited_out():
 
 
 def use_after_the_end():
-    """What collectives say once their process group is gone; at first they did nothing, on each rank for itself."""
+    """Errors of collectives whose process group is gone; at first they did nothing, on each rank for itself."""
     here = ranks_of()
     numbers = here.all_reduce_sum(torch.ones(1))
     dist.barrier()

@@ -249,7 +249,7 @@ GOOD = {"users": torch.tensor([[0, 9]]), "items": (L, B)}
 
 
 class Broken(dict):
-    """What nobody has thought of."""
+    """An error that nobody has thought of."""
 
     def items(self):
         raise RuntimeError("nothing can be read here")

@@ -73,5 +73,5 @@ def redistributed_gradient() -> tuple[list[float], list[float]]:
 
 
 def test_gradient_with_another_placement_is_redistributed():
-    for found, expected in run_ranks(4, redistributed_gradient):
-        assert found == expected
+    for gradient, expected in run_ranks(4, redistributed_gradient):
+        assert gradient == expected

@@ -75,7 +75,7 @@ ROWS, PLAIN = torch.arange(15.0).reshape(5, 3), torch.arange(4, dtype=torch.bflo
 
 
 def tied_state():
-    """What version 2 can tell and version 1 cannot: on this rank of two, keys that are one memory."""
+    """State that version 2 describes and version 1 cannot: on this rank of two, keys that are one memory."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     rows = distribute_tensor(ROWS, mesh, [Shard(0)], src_data_rank=None)
     plain = PLAIN.clone()

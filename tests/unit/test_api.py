@@ -17,12 +17,12 @@ def test_all_is_what_a_package_offers(name):
     """A submodule is an attribute of its package too, once imported; it is offered only where `__all__` has it."""
     package = importlib.import_module(name)
     offered = getattr(package, "__all__", [])
-    found = {
+    public_names = {
         public
         for public, value in vars(package).items()
         if not public.startswith("_") and (public in offered or not isinstance(value, ModuleType))
     }
-    assert sorted(offered) == sorted(found)
+    assert sorted(offered) == sorted(public_names)
     assert offered == sorted(offered, key=_as_ruff_sorts)
 
 

@@ -14,7 +14,7 @@ from tests.support.source import ROOT
 
 @pytest.fixture
 def lion(monkeypatch, capsys):
-    """What the page on algorithms defines; forgotten afterwards."""
+    """Runs what the page on algorithms defines, and forgets it afterwards."""
     monkeypatch.setattr(registry, "_SPECS", dict(registry._SPECS))
     (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "algorithms.md").read_text(), re.DOTALL)
     names = {}

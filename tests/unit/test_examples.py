@@ -107,12 +107,12 @@ def test_a_rank_is_found_among_the_children_of_its_agent() -> None:
     with subprocess.Popen(agent, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
         pids = dict(process.stdout.readline().split() for _ in range(2))
-        found = {rank: str(pid_of_rank(int(rank), process.pid)) for rank in pids}
+        by_rank = {rank: str(pid_of_rank(int(rank), process.pid)) for rank in pids}
         with pytest.raises(SystemExit, match="no process of rank 2"):
             pid_of_rank(2, process.pid)
         process.stdin.close()
     assert sorted(pids) == ["1", "11"]
-    assert found == pids
+    assert by_rank == pids
 
 
 def test_pairs_of_words_are_all_those_that_are_near_each_other(tmp_path: Path) -> None:

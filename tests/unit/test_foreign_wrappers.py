@@ -1,4 +1,4 @@
-"""What other libraries put around an optimizer, a schedule or a model: stand-ins with the shapes that those have."""
+"""Wrappers of other libraries around an optimizer, a schedule or a model: stand-ins with the shapes that those have."""
 
 import copy
 

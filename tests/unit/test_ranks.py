@@ -19,7 +19,7 @@ from tests.support.worlds import FakeClock
 
 
 class Group:
-    """What `Ranks` asks of a process group."""
+    """The methods that `Ranks` asks of a process group."""
 
     def __init__(self, rank, size, store):
         self._rank, self._size, self._store = rank, size, store
@@ -71,7 +71,7 @@ def any_job(request, tmp_path):
 
 
 def together(ranks: list[Ranks], each: Callable[[Ranks], object], absent=()) -> list:
-    """What `each` gives or raises on every rank, all at once; None for the absent."""
+    """Returns what `each` gives or raises on every rank, all at once; None for the absent."""
     outcomes: list = [None] * len(ranks)
 
     def run(i):

@@ -1,4 +1,4 @@
-"""What torch lets anybody do to an optimizer from outside: steps and saves follow it, or it is refused by name."""
+"""Changes of an optimizer from outside, as torch lets anybody make them: steps and saves follow, or it is refused."""
 
 import copy
 import pickle

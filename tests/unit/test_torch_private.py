@@ -1,4 +1,4 @@
-"""What shardopt takes for granted of torch.optim's private parts: a later torch that differs fails here, by name."""
+"""The private parts of torch.optim that shardopt relies on: a later torch that differs fails here, by name."""
 
 import pytest
 import torch

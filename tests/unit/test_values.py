@@ -223,7 +223,7 @@ TYPED = st.builds(
     st.recursive(TYPED | JSON, lambda inner: st.lists(inner, max_size=3) | st.builds(lambda k, v: {k: v}, KINDS, inner))
 )
 def test_any_json_is_decoded_or_refused(wire):
-    """What is decoded is a value that can be stored again."""
+    """A decoded value can be stored again."""
     try:
         value = decode_value(wire)
     except StateError as error:

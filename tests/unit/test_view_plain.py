@@ -80,10 +80,10 @@ REFUSED = {
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize(("make", "found", "remedy"), REFUSED.values(), ids=REFUSED)
-def test_tensor_whose_elements_are_not_its_memory_is_refused(make, found, remedy):
+@pytest.mark.parametrize(("make", "fragment", "remedy"), REFUSED.values(), ids=REFUSED)
+def test_tensor_whose_elements_are_not_its_memory_is_refused(make, fragment, remedy):
     with pytest.raises(LayoutError) as caught:
         view_of(make(), "some.key")
     (problem,) = caught.value.problems
     assert problem.key == "some.key"
-    assert found in problem.found and remedy in problem.remedy
+    assert fragment in problem.found and remedy in problem.remedy

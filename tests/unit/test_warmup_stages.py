@@ -79,7 +79,7 @@ def test_multipliers_are_those_worked_out_by_hand(stages, expected):
 
 
 def torchrecs(stage, i):
-    """What torchrec 1.9 computes in a first stage, where its own formula is finite and has not left the stage."""
+    """The multiplier that torchrec 1.9 computes in a first stage, where its formula is finite and has not left it."""
     return (
         stage.lr_scale
         * {

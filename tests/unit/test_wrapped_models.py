@@ -1,4 +1,4 @@
-"""What an optimizer is made from: models in wrappers of torch's, names, options; what cannot be is refused by name."""
+"""Making an optimizer: models in wrappers of torch's, names, options; what cannot be is refused by name."""
 
 import copy
 
