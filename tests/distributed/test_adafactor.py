@@ -272,7 +272,7 @@ def step_with_a_gradient_that_one_rank_refuses(late):
     reported = []
     with pytest.MonkeyPatch.context() as monkeypatch:
         if late:
-            monkeypatch.setattr(adafactor, "_is_there", lambda numbers: False)
+            monkeypatch.setattr(adafactor, "_is_on_host", lambda numbers: False)
         for step in range(3):
             for parameter in params.values():
                 parameter.grad = shard(torch.ones(4, 6), mesh, Shard(0))
