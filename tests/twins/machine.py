@@ -269,9 +269,17 @@ def play(root, sequences, steps, number=0):
         Failed: a sequence came to something else; the shortest that does so is told.
     """
     MESHES.clear()
-    logging.getLogger("shardopt").setLevel(logging.ERROR)  # runs that are restored, or step without gradients, say so
-    with mock.patch("os.fsync"):  # which takes a good part of the time; no machine goes down here
-        return sum(_played(f"{root}/{i}", kind, sequences, steps, 100 * number + i) for i, kind in enumerate(KINDS))
+    log = logging.getLogger("shardopt")
+    level = log.level
+    log.setLevel(logging.ERROR)  # runs that are restored, or step without gradients, say so
+    try:
+        with mock.patch("os.fsync"):  # which takes a good part of the time; no machine goes down here
+            series = enumerate(KINDS, 100 * number)
+            return sum(
+                _played(f"{root}/{drawn_from}", kind, sequences, steps, drawn_from) for drawn_from, kind in series
+            )
+    finally:
+        log.setLevel(level)
 
 
 def _played(root, kind, sequences, steps, drawn_from):
