@@ -10,9 +10,11 @@ import torch.distributed as dist
 
 from shardopt import checkpoint
 from shardopt.checkpoint.async_save import AsyncSaver
+from shardopt.checkpoint.run.history import History
 from shardopt.checkpoint.run.mirror import Mirror
+from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.save import SaveOptions
-from shardopt.checkpoint.storage import common_storage
+from shardopt.checkpoint.storage import common_storage, storage_of
 from shardopt.errors import CheckpointExistsError, ShardoptError
 from tests.harness import Fault, run_ranks
 from tests.unit.test_async_failures import Injected, each_call, first_of_each, small_app
@@ -280,10 +282,16 @@ def in_different_calls(root):
     saver, options = AsyncSaver(), SaveOptions(deadline_seconds=NEVER)
     saver.save(f"{root}/beside", app, options).result()
     manager = checkpoint.Manager(root, deadline_seconds=NEVER)
+    history = History(Root(storage_of(root)), None, None, NEVER)
     pairs = {
         "load": (lambda: checkpoint.save(f"{root}/1", app), lambda: checkpoint.load(f"{root}/there", app)),
         "step": (lambda: manager.save(10, app), lambda: manager.save(11, app)),
         "restore": (lambda: checkpoint.load(f"{root}/there", app), lambda: manager.restore(app)),
+        "another round": (lambda: history.agree_on_branches(needs_copies=True), lambda: history.candidates(0)),
+        "init_state": (
+            lambda: checkpoint.load(f"{root}/there", app),
+            lambda: checkpoint.load(f"{root}/there", app, init_state=True),
+        ),
         "check": (lambda: checkpoint.save(f"{root}/1", app), app["optimizer"].check_agreement),
         "verify": (
             lambda: checkpoint.load(f"{root}/there", app),
@@ -315,6 +323,8 @@ def test_ranks_in_different_calls_are_told_at_once(tmp_path):
         "load": "saving 1 on rank 0; loading on rank 1",
         "step": "saving step-00000010 on rank 0; saving step-00000011 on rank 1",
         "restore": "loading on rank 0; restoring from on rank 1",
+        "another round": "restoring from on rank 0; restoring from the newest on rank 1",
+        "init_state": "loading on rank 0; loading with init_state on rank 1",
         "check": "saving 1 on rank 0; comparing optimizers between ranks on rank 1",
         "verify": "loading on rank 0; loading (transactional) on rank 1",
         "background": "saving a-1 on rank 0; saving a-2 on rank 1",

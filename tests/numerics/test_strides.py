@@ -428,6 +428,27 @@ def test_momentum_that_is_resumed_into_other_strides():
     assert torch.equal(*runs)
 
 
+@pytest.mark.parametrize("fused", [None, True])
+def test_state_that_is_replaced_by_one_with_other_strides(fused):
+    """SGD has no buffer yet when its first step looks at how memory lies: it is looked at in the steps after it."""
+    ours, theirs = (torch.nn.Parameter(torch.ones(SHAPE)) for _ in range(2))
+    optimizer = shardopt.keyed("sgd", {"w": ours}, lr=0.1, momentum=0.9, fused=fused)
+    twin = torch.optim.SGD([theirs], lr=0.1, momentum=0.9, foreach=False)
+    for step in range(STEPS):
+        if step == CHANGE:
+            state = optimizer.state[ours]
+            state["momentum_buffer"] = state["momentum_buffer"].t().contiguous().t()
+        gradient = torch.randn(SHAPE, generator=torch.Generator().manual_seed(step))
+        ours.grad, theirs.grad = gradient, gradient.clone()
+        if fused and step == CHANGE:
+            with pytest.raises(AlgorithmError, match=r"w\.momentum_buffer: .*strides"):
+                optimizer.step()
+            return
+        optimizer.step()
+        twin.step()
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_a_parameter_that_has_grown_is_not_stepped_with_state_that_has_not():
     """The for-loop takes the step, and says what does not fit; a fused kernel would read past the state's end."""
     params = {"w": torch.nn.Parameter(lay(torch.ones(SHAPE), "contiguous"))}

@@ -127,6 +127,23 @@ def test_a_layer_that_was_replaced_after_the_optimizer_was_made(tmp_path):
         checkpoint.save(tmp_path / "c", {"model": model, "optimizer": optimizer})
 
 
+def test_a_table_that_was_made_larger_after_the_optimizer(tmp_path):
+    model = nn.Sequential(nn.Embedding(4, 2), nn.Linear(2, 1))
+    optimizer = keyed(model)
+    model[0].weight = nn.Parameter(torch.ones(6, 2))
+    with pytest.raises(StateError, match=r"found 1 parameters .* such as '0\.weight', while 'model' has another one"):
+        checkpoint.save(tmp_path / "c", {"model": model, "optimizer": optimizer})
+
+
+def test_an_optimizer_of_parameters_on_the_meta_device(tmp_path):
+    with torch.device("meta"):
+        early, model = make_model(), make_model()
+    optimizer = keyed(early)
+    model.to_empty(device="cpu")
+    with pytest.raises(StateError, match=r"found 4 parameters .* such as '0\.weight', while 'model' has another one"):
+        checkpoint.save(tmp_path / "c", {"model": model, "optimizer": optimizer})
+
+
 def test_buffers_are_no_parameters(tmp_path):
     model, other = (nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)) for _ in range(2))
     with pytest.raises(StateError, match="found 4 parameters"):

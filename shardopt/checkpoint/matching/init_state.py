@@ -19,7 +19,7 @@ from shardopt.checkpoint.matching.optimizer_state import keys_of_state
 from shardopt.checkpoint.matching.renaming import under_names_of
 from shardopt.checkpoint.reading.read_manifest import read_manifest
 from shardopt.checkpoint.storage import storage_of
-from shardopt.ranks import Ranks
+from shardopt.ranks import Call, Ranks, as_call
 from shardopt.state import FlatState, Handback, UnsteppedStateful, flatten, is_below, join
 
 
@@ -81,8 +81,9 @@ def init_unstepped(
             "any": any(due for _, due in reports),
         }
 
+    call = Call(what, f"{as_call(what).same} with init_state")  # which not all of them may have asked for
     changes, decision = ranks.agree(
-        what,
+        call,
         work=compare,
         report=lambda changes: [{key: each.keep for key, each in changes.items() if each.keep}, _is_due(changes)],
         decide=merge,
@@ -90,7 +91,7 @@ def init_unstepped(
     )
     if decision["any"]:
         # A round of its own: what is made may communicate by itself, so that all must have got here.
-        ranks.agree(what, work=lambda: _carry_out(changes, decision["stepped"]), deadline_seconds=deadline_seconds)
+        ranks.agree(call, work=lambda: _carry_out(changes, decision["stepped"]), deadline_seconds=deadline_seconds)
 
     def undo() -> None:
         for change in changes.values():

@@ -25,7 +25,9 @@ def refuse_strange_parameters(flat: FlatState) -> None:
 
     That happens where `keyed(...)` comes before `fully_shard(model)`, or where the model was made anew: steps run, and
     the model never changes. A parameter is in the place of another that has the same name, shape, dtype and kind of
-    device. Optimizers that know no names are compared as a whole. An optimizer whose model is not in the app passes.
+    device; one on the meta device in that of any with its name and shape; and where the optimizer steps others of the
+    module itself, one in that of another shape (tables of tokens are made larger). Optimizers that know no names are
+    compared as a whole. An optimizer whose model is not in the app passes.
 
     Raises:
         StateError: names each such optimizer, and a parameter.
@@ -60,12 +62,15 @@ def _strange(
         count = len(tensors)
         foreign = f"{count} parameters that no module of the app has, while {module!r} has as many of their shapes"
         return Problem(key, foreign, "the model's own parameters", _REMEDY)
+    stepped = {
+        module for module, own in modules.items() if any(own.get(name) is tensor for name, tensor in named.items())
+    }
     strange = {
         name: module
         for name, tensor in named.items()
         if id(tensor) not in owned
         for module, own in modules.items()
-        if name in own and _kind(own[name]) == _kind(tensor)
+        if name in own and _replaces(own[name], tensor, module in stepped)
     }
     if not strange:
         return None
@@ -109,6 +114,17 @@ def _names_of(optimizer: Any) -> Mapping[str, Tensor] | None:
         for group in groups
         for name, tensor in zip(group["param_names"], group["params"], strict=True)
     }
+
+
+def _replaces(own: Tensor, tensor: Tensor, steps_others: bool) -> bool:
+    """Whether a module's parameter has come in the place of an optimizer's that has the same name.
+
+    Args:
+        steps_others: whether the optimizer steps other parameters of the module itself.
+    """
+    if own.shape != tensor.shape:
+        return steps_others
+    return tensor.is_meta or _kind(own) == _kind(tensor)
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:

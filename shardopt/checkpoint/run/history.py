@@ -11,7 +11,7 @@ from shardopt.checkpoint.run.restoring import Candidate
 from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.run.steps import Place, place_of
 from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError, Problem
-from shardopt.ranks import ranks_of
+from shardopt.ranks import Call, as_call, ranks_of
 
 _log = logging.getLogger("shardopt.checkpoint")
 
@@ -138,8 +138,9 @@ class History:
         if self._mirror is not None:
             named = [(place_of(name), url) for name, url in self._mirror.committed()]
             return [Candidate(place, url) for place, url in named if place is not None]
+        doing = f"restoring from {self._root.url}"
         _, places = ranks_of().agree(
-            f"restoring from {self._root.url}",
+            Call(doing, f"{as_call(doing).same} the newest"),  # not the round before it, of the branches
             # One listing on each rank, where that is cheap: a disk may be mounted on some hosts only.
             work=lambda: not self._root.storage.is_remote and bool(self._root.contents().places),
             report=bool,

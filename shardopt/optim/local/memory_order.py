@@ -48,7 +48,8 @@ class InOrder:
     """The columns that were seen to `lie_in_order` in one step, so that the next one has less to check.
 
     Parameters and gradients are checked again: gradients are others, and a parameter may get other memory while it
-    stays the same tensor (`.data`, `set_`). Of state it is enough that nobody has replaced it.
+    stays the same tensor (`.data`, `set_`). Of state it is enough that nobody has replaced it, and that there is none
+    of a kind that there was none of: SGD makes its buffers in the first step, after they would have been seen.
 
     Args:
         lists: parameters, gradients (which are not kept), and lists of their state, some of it like them.
@@ -58,15 +59,22 @@ class InOrder:
     def __init__(self, lists: Columns, columns: Columns) -> None:
         seen = set(map(id, columns))
         self._state = [(place, list(each)) for place, each in enumerate(lists) if place > 1 and id(each) in seen]
+        self._without = [place for place, each in enumerate(lists) if place > 1 and _has_none(each)]
         self._nbytes = list(map(_NBYTES, lists[0]))
 
     def still(self, lists: Columns) -> bool:
         """Whether the tensors of this step, which may be others but for their state, lie so too."""
         return (
             list(map(_NBYTES, lists[0])) == self._nbytes
+            and all(_has_none(lists[place]) for place in self._without)
             and all(len(lists[place]) == len(kept) and all(map(is_, lists[place], kept)) for place, kept in self._state)
             and are_contiguous(chain(lists[0], lists[1]))
         )
+
+
+def _has_none(column: Sequence[Tensor | None]) -> bool:
+    """Whether a list of one kind of state has none: torch leaves it empty, or has None for each that the step makes."""
+    return not column or column[0] is None
 
 
 def _misfit(row: Row) -> Tensor | None:
