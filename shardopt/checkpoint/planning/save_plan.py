@@ -9,7 +9,7 @@ from typing import NamedTuple
 from shardopt.checkpoint.format.constants import DTYPES, PER_RANK_PREFIX, Dtype, file_stem, segment_count
 from shardopt.checkpoint.format.data_file import build_header
 from shardopt.checkpoint.format.manifest import StoredTensors
-from shardopt.checkpoint.planning.assign import assign, check_covers
+from shardopt.checkpoint.planning.assign import assign
 from shardopt.checkpoint.planning.describe import Geometry
 from shardopt.sharding.box import Box, whole
 from shardopt.sharding.pieces import View
@@ -26,17 +26,14 @@ class WriteRequest(NamedTuple):
 
 
 class SavePlan:
-    """The writers of all boxes of a job's state; the same on every rank. Holds no tensor.
+    """The writers of all boxes of a job's state, or of one component of it; the same on every rank. Holds no tensor.
 
     Args:
+        geometry: whose tensors are made up by their boxes (`check_covers`).
         cut_plain: as for `assign`.
-
-    Raises:
-        LayoutError: the boxes of a tensor do not make up the tensor.
     """
 
     def __init__(self, geometry: Geometry, world_size: int, cut_plain: bool = True) -> None:
-        check_covers(geometry.members)
         self.geometry = geometry
         self.assigned = assign(geometry.members, cut_plain)
         writers = {writer for assignment in set(self.assigned.values()) for writer in assignment.writers}
