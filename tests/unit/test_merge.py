@@ -170,7 +170,7 @@ def manifest_bytes(geometry, size, cut_plain):
     return encode_manifest(manifest_of("0" * 12, plan, {}, reports))
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(st.integers(0, 10**9))
 def test_kinds_merge_to_what_ranks_merge_to(seed):
     made = cluster(seed)
@@ -185,7 +185,7 @@ def test_kinds_merge_to_what_ranks_merge_to(seed):
         assert manifest_bytes(by_kind, made.size, cut_plain) == manifest_bytes(by_rank, made.size, cut_plain)
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(st.integers(0, 10**9), st.booleans())
 def test_a_rank_plans_its_component_as_it_would_all(seed, cut_plain):
     made = cluster(seed, most=10)
@@ -225,7 +225,7 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(st.lists(st.dictionaries(st.sampled_from(["v", "w.0"]), values, max_size=2), min_size=1, max_size=3), st.data())
 def test_values_merge_as_those_of_all_ranks(distinct, data):
     order = data.draw(st.lists(st.integers(0, len(distinct) - 1), min_size=1, max_size=6))
@@ -276,7 +276,7 @@ def test_components(groups, components):
     assert components_of(groups, 4) == components
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(st.integers(0, 10**9))
 def test_layouts_merge_as_those_of_all_ranks(seed):
     made = cluster(seed, most=1)
