@@ -15,6 +15,7 @@ of the processor.
 
 from __future__ import annotations
 
+import json
 import resource
 import subprocess
 import sys
@@ -137,8 +138,8 @@ def describe_line(line: int) -> tuple[tuple[int, ...], Description]:
     return ranks, describe_parameters(layouts)
 
 
-def time_kinds(title: tuple[str, str], made: Sequence[tuple[tuple[int, ...], Description]], own: int) -> None:
-    """Writes the table of a job whose ranks are of many kinds: rank 0, one rank of kind `own`, and the second save."""
+def time_kinds(made: Sequence[tuple[tuple[int, ...], Description]], own: int) -> list[tuple[str, str]]:
+    """Times a job whose ranks are of many kinds: rank 0, one rank of kind `own`, and the second save."""
     kinds = [ranks for ranks, _ in made]
     size = sum(map(len, kinds))
     rank = kinds[own][0]
@@ -151,7 +152,8 @@ def time_kinds(title: tuple[str, str], made: Sequence[tuple[tuple[int, ...], Des
     for ranks, description in made:
         for each, values in zip(ranks, [first_report(description)] * len(ranks), strict=True):
             reports[each] = values
-    compare, comparison = worked(compare_reports, reports)
+    packed = [json.dumps(each) for each in reports]
+    compare, comparison = worked(lambda: compare_reports([json.loads(each) for each in packed]))
     encode, sent_by_one = worked(lambda: compress(made[own][1].geometry_json()))
     sent = [compress(description.geometry_json()) for _, description in made]
 
@@ -170,18 +172,24 @@ def time_kinds(title: tuple[str, str], made: Sequence[tuple[tuple[int, ...], Des
 
     planning_own, (plan_of_one, writes) = worked(plan_own)
     assert writes.slots == RankWrites(whole, rank).slots
+    written: list[list[list[Any]]] = [[] for _ in range(size)]
+    for file in whole.files:
+        written[file[0]].append([file_name("0123456789ab", *file), 1 << 30, "0123456789abcdef"])
+    building, data = worked(lambda: encode_manifest(manifest_of("0123456789ab", whole, {}, written)))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     kept = {(comparison.job, 0): KeptPlan(plan_of_one, writes, made[own][1].geometry_fingerprint())}
     again, _ = worked(lambda: report_state(made[own][1], made[own][1].geometry_fingerprint(), 0, kept))
     for values in reports:
         values[5:] = [comparison.job, [comparison.job]]
-    compare_again, second = worked(compare_reports, reports)
+    packed = [json.dumps(each) for each in reports]
+    compare_again, second = worked(lambda: compare_reports([json.loads(each) for each in packed]))
     assert second.kept and second.compared
-    rows = [
+    return [
         ("kinds of ranks, components, tensors", f"{len(kinds):,}, {len(sections)}, {len(geometry.members):,}"),
-        ("rank 0, to compare fingerprints", f"{compare * 1000:.0f} ms"),
+        ("rank 0, to read and compare fingerprints", f"{compare * 1000:.0f} ms"),
         ("rank 0, to decode, merge, check and answer", f"{merging:.2f} s"),
         ("rank 0, to plan", f"{planning:.2f} s"),
+        ("rank 0, to build and encode the manifest", f"{building:.2f} s, {len(data) / 2**20:.1f} MiB"),
         ("rank 0, memory at most (with all descriptions)", f"{peak:.2f} GiB"),
         ("first rank of a kind, report and description", f"{(report + encode) * 1000:.0f} ms"),
         ("any rank, to decode and plan its component", f"{planning_own * 1000:.0f} ms"),
@@ -191,17 +199,18 @@ def time_kinds(title: tuple[str, str], made: Sequence[tuple[tuple[int, ...], Des
         ),
         ("second save: any rank, rank 0", f"{again * 1000:.1f} ms, {compare_again * 1000:.0f} ms"),
     ]
-    print(write_table(title[0], title[1], ("what", "measured"), rows))
 
 
 def time_experts() -> None:
     made = [describe_expert_group(stage, group) for stage in range(STAGES) for group in range(EXPERT_GROUPS)]
-    time_kinds(("scale_kinds", f"{STAGES * EXPERT_GROUPS * DATA:,} ranks of {len(made)} kinds, simulated"), made, 147)
+    title = f"{STAGES * EXPERT_GROUPS * DATA:,} ranks of {len(made)} kinds, simulated"
+    print(write_table("scale_kinds", title, ("what", "seconds of the processor"), time_kinds(made, 147)))
 
 
 def time_mesh() -> None:
     made = [describe_line(line) for line in range(2)]
-    time_kinds(("scale_mesh", "FSDP over one dimension of a mesh of 1,024 ranks, simulated"), made, 1)
+    title = "FSDP over one dimension of a mesh of 1,024 ranks, simulated"
+    print(write_table("scale_mesh", title, ("what", "seconds of the processor"), time_kinds(made, 1)))
 
 
 def time_alike() -> None:
