@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from benchmarks.peers import write_table
@@ -30,7 +31,7 @@ from shardopt.checkpoint.format.constants import DTYPES, file_name
 from shardopt.checkpoint.format.manifest import decode_manifest, encode_manifest
 from shardopt.checkpoint.planning.assign import check_covers
 from shardopt.checkpoint.planning.describe import Description, geometry_of
-from shardopt.checkpoint.planning.merge import geometry_of_section, merge_geometry, sections_of
+from shardopt.checkpoint.planning.merge import MergedGeometry, merge_geometry, read_section, sections_of
 from shardopt.checkpoint.planning.save_plan import RankWrites, SavePlan
 from shardopt.gc_pause import gc_paused
 from shardopt.ranks.kinds import compress, decompress
@@ -110,7 +111,7 @@ LAYERS_OF_STAGE, EXPERT_WIDTH = 2, 4096
 
 
 def describe_expert_group(stage: int, group: int) -> tuple[tuple[int, ...], Description]:
-    """The ranks of one stage and expert group, and the description that they share."""
+    """The ranks of one stage and expert group, and the description that they share; a counter is on all ranks."""
     first = stage * EXPERT_GROUPS * DATA
     ranks = tuple(range(first + group * DATA, first + (group + 1) * DATA))
     of_stage = Mesh((EXPERT_GROUPS * DATA,), tuple(range(first, first + EXPERT_GROUPS * DATA)))
@@ -127,7 +128,9 @@ def describe_expert_group(stage: int, group: int) -> tuple[tuple[int, ...], Desc
         for name in ("up", "down"):
             fqn = f"layers.{layer}.experts.{group}.{name}.weight"
             layouts[fqn] = mesh_layout((4 * width, width), of_group, (Split(0, 0),))
-    return ranks, describe_parameters(layouts)
+    description = describe_parameters(layouts)
+    averaged = {"averages.count": (("averages", "count"), DTYPES["int64"], Layout.replicated(()))}
+    return ranks, replace(description, tensors={**description.tensors, **averaged})
 
 
 def describe_line(line: int) -> tuple[tuple[int, ...], Description]:
@@ -157,17 +160,23 @@ def time_kinds(made: Sequence[tuple[tuple[int, ...], Description]], own: int) ->
     encode, sent_by_one = worked(lambda: compress(made[own][1].geometry_json()))
     sent = [compress(description.geometry_json()) for _, description in made]
 
-    def merge() -> tuple[Any, list[int], list[bytes]]:
+    def merge() -> MergedGeometry:
         merged = merge_geometry(kinds, [decompress(each) for each in sent])
         check_covers(merged.geometry.members)
-        section_of, sections = sections_of(merged, len(kinds))
-        return merged.geometry, section_of, [compress(each) for each in sections]
+        return merged
 
-    merging, (geometry, section_of, sections) = worked(merge)
+    def cut() -> tuple[list[int], list[bytes]]:
+        section_of, made_sections = sections_of(merged, len(kinds), whole.assigned)
+        return section_of, [compress(each) for each in made_sections]
+
+    merging, merged = worked(merge)
+    geometry = merged.geometry
     planning, whole = worked(lambda: SavePlan(geometry, size, cut_plain=False))
+    answering, (section_of, sections) = worked(cut)
 
     def plan_own() -> tuple[SavePlan, RankWrites]:
-        planned = SavePlan(geometry_of_section(decompress(sections[section_of[own]])), size, cut_plain=False)
+        component, known = read_section(decompress(sections[section_of[own]]))
+        planned = SavePlan(component, size, cut_plain=False, known=known)
         return planned, RankWrites(planned, rank)
 
     planning_own, (plan_of_one, writes) = worked(plan_own)
@@ -187,7 +196,7 @@ def time_kinds(made: Sequence[tuple[tuple[int, ...], Description]], own: int) ->
     return [
         ("kinds of ranks, components, tensors", f"{len(kinds):,}, {len(sections)}, {len(geometry.members):,}"),
         ("rank 0, to read and compare fingerprints", f"{compare * 1000:.0f} ms"),
-        ("rank 0, to decode, merge, check and answer", f"{merging:.2f} s"),
+        ("rank 0, to decode, merge, check and answer", f"{merging + answering:.2f} s"),
         ("rank 0, to plan", f"{planning:.2f} s"),
         ("rank 0, to build and encode the manifest", f"{building:.2f} s, {len(data) / 2**20:.1f} MiB"),
         ("rank 0, memory at most (with all descriptions)", f"{peak:.2f} GiB"),

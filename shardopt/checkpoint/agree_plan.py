@@ -17,7 +17,7 @@ import xxhash
 
 from shardopt.checkpoint.planning.assign import Member, check_covers
 from shardopt.checkpoint.planning.describe import Description, Geometry, Values, geometry_of
-from shardopt.checkpoint.planning.merge import geometry_of_section, merge_geometry, merge_values, sections_of
+from shardopt.checkpoint.planning.merge import merge_geometry, merge_values, read_section, sections_of
 from shardopt.checkpoint.planning.replica_check import CheckReplicas, drifted_in, refuse_drifted
 from shardopt.checkpoint.planning.save_plan import RankWrites, SavePlan
 from shardopt.errors import Problem, ShardoptError, StateError
@@ -242,19 +242,19 @@ class Planning:
     def _plan(self, kept: Kept) -> Planned:
         comparison, rank = self.comparison, self.ranks.rank
         values: Values | None = None if comparison.value_ranks else self.description.values
-        geometry: Geometry | None = None
-        if comparison.kinds and not comparison.kept:
-            geometry, values = self._exchange_geometry()
+        plan = kept[comparison.job, rank].plan if comparison.kept else None
+        if plan is None and comparison.kinds:
+            plan, values = self._exchange_geometry()
         else:
-            if not comparison.kept:
-                geometry = geometry_of(self.description, self.ranks.size)
+            geometry = geometry_of(self.description, self.ranks.size) if plan is None else plan.geometry
+            if plan is None:
                 check_covers(geometry.members)
             if comparison.value_ranks and not self._values_are_late:
-                values = self._exchange_values(geometry or kept[comparison.job, rank].plan.geometry)
+                values = self._exchange_values(geometry)
         if comparison.drifted:
             self._refuse_drifted(comparison.drifted, _members_guessed(self.geometry, rank, kept)[1])
-        if geometry is not None:
-            plan = SavePlan(geometry, self.ranks.size, cut_plain=self.description.check_replicas == "all")
+        if not comparison.kept:
+            plan = plan or SavePlan(geometry, self.ranks.size, self._cut_plain)
             writes = RankWrites(plan, rank, self.description.views)
             kept[comparison.job, rank] = KeptPlan(plan, writes, self.geometry)
             while len(kept) > _MOST_KEPT:
@@ -262,12 +262,16 @@ class Planning:
         plan, writes, _ = kept[comparison.job, rank]
         return Planned(plan, writes, values)
 
-    def _exchange_geometry(self) -> tuple[Geometry, Values]:
-        """Returns the geometry of this rank's component, on rank 0 that of the job; and the values of the job there."""
+    @property
+    def _cut_plain(self) -> bool:
+        return self.description.check_replicas == "all"
+
+    def _exchange_geometry(self) -> tuple[SavePlan, Values]:
+        """Returns the plan of this rank's component, on rank 0 that of the job; and the values of the job there."""
         kinds = unpack_kinds(self.comparison.kinds)
         own_kind = number_of_kind(kinds, self.ranks.rank)
         is_first = kinds[own_kind][0] == self.ranks.rank
-        on_rank_0: list[tuple[Geometry, Values]] = []
+        on_rank_0: list[tuple[SavePlan, Values]] = []
 
         def describe() -> list[Any]:
             description = self.description
@@ -282,8 +286,9 @@ class Planning:
             values = self.description.values
             if self.comparison.value_ranks:
                 values = merge_values({rank: sent[rank][1] for rank in self.comparison.value_ranks}, merged.geometry)
-            on_rank_0.append((merged.geometry, values))
-            return sections_of(merged, len(kinds))
+            plan = SavePlan(merged.geometry, self.ranks.size, self._cut_plain)
+            on_rank_0.append((plan, values))
+            return sections_of(merged, len(kinds), plan.assigned)
 
         _, section = exchange(
             self.ranks,
@@ -293,7 +298,10 @@ class Planning:
             lambda sections: sections[own_kind],
             self.deadline_seconds,
         )
-        return on_rank_0[0] if on_rank_0 else (geometry_of_section(decompress(section)), {})
+        if on_rank_0:
+            return on_rank_0[0]
+        geometry, known = read_section(decompress(section))
+        return SavePlan(geometry, self.ranks.size, self._cut_plain, known), {}
 
     def _exchange_values(self, geometry: Geometry) -> Values:
         """Returns the plain values of the job on rank 0, and none on others."""

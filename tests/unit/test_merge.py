@@ -13,7 +13,7 @@ from shardopt.checkpoint.format.constants import DTYPES, file_name
 from shardopt.checkpoint.format.manifest import encode_manifest
 from shardopt.checkpoint.planning.assign import check_covers
 from shardopt.checkpoint.planning.describe import Description
-from shardopt.checkpoint.planning.merge import geometry_of_section, merge_geometry, merge_values, sections_of
+from shardopt.checkpoint.planning.merge import merge_geometry, merge_values, read_section, sections_of
 from shardopt.checkpoint.planning.save_plan import RankWrites, SavePlan
 from shardopt.errors import LayoutError, StateError
 from shardopt.ranks.kinds import compress, decompress, kinds_of, number_of_kind, pack_kinds, unpack_kinds
@@ -192,11 +192,11 @@ def test_a_rank_plans_its_component_as_it_would_all(seed, cut_plain):
     _, geometry, merged, kinds = both(made.describe())
     if merged is None or not covers(geometry):
         return
-    section_of, sections = sections_of(merged, len(kinds))
     whole = SavePlan(geometry, made.size, cut_plain)
+    section_of, sections = sections_of(merged, len(kinds), whole.assigned)
     for rank in range(made.size):
         section = sections[section_of[number_of_kind(kinds, rank)]]
-        own = geometry_of_section(decompress(compress(section)))
+        own, known = read_section(decompress(compress(section)))
         assert {key for key in (geometry.members | geometry.tied) if key in made.tensors[rank]} <= {
             *own.members,
             *own.tied,
@@ -204,14 +204,19 @@ def test_a_rank_plans_its_component_as_it_would_all(seed, cut_plain):
         assert own.per_rank == geometry.per_rank
         assert all(geometry.members[key] == member for key, member in own.members.items())
         assert all(geometry.tied[key] == first for key, first in own.tied.items())
-        plan = SavePlan(own, made.size, cut_plain)
+        plan = SavePlan(own, made.size, cut_plain, known)
         assert RankWrites(plan, rank).slots == RankWrites(whole, rank).slots
 
 
 def test_examples_are_of_all_sorts():
     """The seeds of the tests above make jobs that merge and jobs that do not, of one component and of several."""
     outcomes = [both(cluster(seed).describe()) for seed in range(150)]
-    sections = [sections_of(merged, len(kinds))[1] for _, _, merged, kinds in outcomes if merged is not None]
+    sections = [
+        sections_of(merged, len(kinds), SavePlan(merged.geometry, 20).assigned)[1]
+        for _, _, merged, kinds in outcomes
+        if merged is not None and covers(merged.geometry)
+    ]
+    assert any(len(each) > 1 and each[0]["known"]["of"] for each in sections)
     assert 15 < len(sections) < 150
     assert sum(len(each) > 1 for each in sections) > 15
     assert any(merged is not None and merged.geometry.tied for *_, merged, _ in outcomes)

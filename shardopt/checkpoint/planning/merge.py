@@ -3,7 +3,8 @@
     K kinds of ranks, each of equal descriptions; a component: kinds that share keys, directly or by way of others
 
 Which ranks write the tensors of a component does not depend on other components, as these have other ranks. So a rank
-reads and plans its own component only.
+reads and plans its own component only. Plain tensors that all ranks have (a counter, a table of positions) would make
+all one component. They are assigned last of all, so that nothing depends on them: rank 0 sends who writes them.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from typing import Any, NamedTuple
 
 from shardopt.checkpoint.format.constants import DTYPES
 from shardopt.checkpoint.format.manifest import decode_path, encode_path
-from shardopt.checkpoint.planning.assign import Member
+from shardopt.checkpoint.planning.assign import Assignment, Member
 from shardopt.checkpoint.planning.describe import Geometry, Values
 from shardopt.errors import Problem, StateError
+from shardopt.ranks.kinds import pack_kinds, unpack_kinds
+from shardopt.sharding.box import Box
 from shardopt.sharding.layout import Layout
 from shardopt.sharding.layout_merge import KindMerger, LayoutReader, LayoutWriter, components_of
 from shardopt.state import Path, kinds_differ, tell_path
@@ -83,38 +86,74 @@ def merge_geometry(kinds: Sequence[tuple[int, ...]], descriptions: Sequence[Mapp
     return MergedGeometry(geometry, kinds_of_key)
 
 
-def sections_of(merged: MergedGeometry, kind_count: int) -> tuple[list[int], list[dict[str, Any]]]:
+def sections_of(
+    merged: MergedGeometry, kind_count: int, assigned: Mapping[str, Assignment]
+) -> tuple[list[int], list[dict[str, Any]]]:
     """Cuts a geometry by components.
 
+    Args:
+        assigned: who writes what, of all of the job.
+
     Returns:
-        The number of the section that each kind is in, and the sections, as JSON for `geometry_of_section`.
+        The number of the section that each kind is in, and the sections, as JSON for `read_section`.
     """
-    component_of = components_of(dict.fromkeys(merged.kinds_of_key.values()), kind_count)
-    geometry = merged.geometry
+    geometry, kinds_of_key = merged.geometry, merged.kinds_of_key
+    # With several components, only these have all ranks for holders; `assign` takes what has the most holders last.
+    on_all = {
+        key
+        for key, member in geometry.members.items()
+        if member.layout.holders is None and len(kinds_of_key[key]) == kind_count
+    }
+    component_of = components_of(
+        dict.fromkeys(kinds_of_key[key] for key in geometry.members if key not in on_all), kind_count
+    )
+    if max(component_of) == 0:
+        on_all = set()
     keys: list[list[str]] = [[] for _ in range(1 + max(component_of))]
-    for key in geometry.members:
-        keys[component_of[merged.kinds_of_key[key][0]]].append(key)
     tied: list[dict[str, Any]] = [{} for _ in keys]
+    for key in geometry.members:
+        for own in keys if key in on_all else [keys[component_of[kinds_of_key[key][0]]]]:
+            own.append(key)
     for key, (first, path) in geometry.tied.items():
-        tied[component_of[merged.kinds_of_key[key][0]]][key] = [first, encode_path(key, path)]
+        for own_tied in tied if first in on_all else [tied[component_of[kinds_of_key[key][0]]]]:
+            own_tied[key] = [first, encode_path(key, path)]
     per_rank = {key: encode_path(key, path) for key, path in geometry.per_rank.items()}
+    known = _encode_assignments({key: assigned[key] for key in geometry.members if key in on_all})
     sections = [
-        {**_encode_members({key: geometry.members[key] for key in own}), "tied": own_tied, "per_rank": per_rank}
+        {
+            **_encode_members({key: geometry.members[key] for key in own}),
+            "tied": own_tied,
+            "per_rank": per_rank,
+            "known": known,
+        }
         for own, own_tied in zip(keys, tied, strict=True)
     ]
     return component_of, sections
 
 
-def geometry_of_section(wire: Mapping[str, Any]) -> Geometry:
-    """Decodes a section that `sections_of` made: the tensors of a component; and all keys of values per rank."""
+def read_section(wire: Mapping[str, Any]) -> tuple[Geometry, dict[str, Assignment]]:
+    """Decodes a section that `sections_of` made.
+
+    Returns:
+        The tensors of a component, and all keys of values per rank; and the assignments that do not follow from these.
+    """
     layouts = LayoutReader().read(wire["layouts"])
-    ranks = list(map(tuple, wire["ranks"]))
+    ranks = unpack_kinds(wire["ranks"])
     members = {
         key: Member(decode_path(key, path), DTYPES[dtype], layouts[layout], ranks[number])
         for key, (path, dtype, layout, number) in wire["tensors"].items()
     }
     tied = {key: (first, decode_path(key, path)) for key, (first, path) in wire["tied"].items()}
-    return Geometry(members, {key: decode_path(key, path) for key, path in wire["per_rank"].items()}, tied)
+    geometry = Geometry(members, {key: decode_path(key, path) for key, path in wire["per_rank"].items()}, tied)
+    assignments = [
+        Assignment(
+            tuple(shape),
+            tuple(Box(tuple(offsets), tuple(sizes)) for offsets, sizes in boxes),
+            tuple((rank, slot) for rank, slot in writers),
+        )
+        for shape, boxes, writers in wire["known"]["assignments"]
+    ]
+    return geometry, {key: assignments[number] for key, number in wire["known"]["of"].items()}
 
 
 def merge_values(descriptions: Mapping[int, Mapping[str, Any]], geometry: Geometry) -> Values:
@@ -227,7 +266,15 @@ def _encode_members(members: Mapping[str, Member]) -> dict[str, Any]:
         ]
         for key, member in members.items()
     }
-    return {"layouts": writer.texts, "ranks": list(ranks), "tensors": tensors}
+    return {"layouts": writer.texts, "ranks": pack_kinds(list(ranks)), "tensors": tensors}
+
+
+def _encode_assignments(assigned: Mapping[str, Assignment]) -> dict[str, Any]:
+    number_of = {each: number for number, each in enumerate(dict.fromkeys(assigned.values()))}
+    return {
+        "assignments": [[each.shape, each.boxes, each.writers] for each in number_of],
+        "of": {key: number_of[each] for key, each in assigned.items()},
+    }
 
 
 def _place(layout: Layout) -> str:
