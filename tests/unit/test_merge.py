@@ -48,7 +48,7 @@ class Cluster:
     def add(self, key, place):
         """One tensor, on the ranks of a stage or, if it is plain, on any; or on copies of it in every stage."""
         pick = self.pick
-        shape = pick.choice([(8, 3), (5, 2), (7,), (1, 4), (0, 2), (), (600, 500)])
+        shape = pick.choice([(8, 3), (7,), (1, 4), (0, 2), (), *[(600 * n, 1000) for n in (1, 2, 3, 5, 7)]])
         dtype = DTYPES[pick.choice(["float32", "bfloat16"])]
         stage = pick.randrange(self.stages)
         grid = self.grid(stage)
@@ -250,6 +250,14 @@ def test_values_merge_as_those_of_all_ranks(distinct, data):
         except StateError as error:
             results.append(str(error))
     assert results[0] == results[1]
+
+
+@pytest.mark.parametrize(("one", "other"), [(1, True), (1, 1.0), (0.0, -0.0), ([0], [False])], ids=repr)
+def test_values_that_python_calls_equal_are_not(one, other):
+    wires = {rank: {"v": [None, encode_value(value, "v")]} for rank, value in enumerate([one, other])}
+    nothing = merge_geometry([(0, 1)], [Description({}, {}, {}, {}, {}, {}, "none", {}).geometry_json()]).geometry
+    with pytest.raises(StateError, match="on rank 0, .* on rank 1"):
+        merge_values(wires, nothing)
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=40))
