@@ -256,7 +256,7 @@ def test_values_merge_as_those_of_all_ranks(distinct, data):
 def test_values_that_python_calls_equal_are_not(one, other):
     wires = {rank: {"v": [None, encode_value(value, "v")]} for rank, value in enumerate([one, other])}
     nothing = merge_geometry([(0, 1)], [Description({}, {}, {}, {}, {}, {}, "none", {}).geometry_json()]).geometry
-    with pytest.raises(StateError, match="on rank 0, .* on rank 1"):
+    with pytest.raises(StateError, match=r"on rank 0, .* on rank 1"):
         merge_values(wires, nothing)
 
 
