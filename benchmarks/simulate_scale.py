@@ -1,22 +1,40 @@
-"""Plans for one rank of a large job without the others: FSDP over 512 ranks × 32 replicas, AdamW.
+"""Plans for single ranks of large jobs without the others.
 
-    python -m benchmarks.simulate_scale
+    python -m benchmarks.simulate_scale [alike] [kinds] [mesh]
 
-Times what one rank works out alone (layouts, fingerprint, assignment, its own part), the first time and again, the
-size of the manifest and the time to read it.
+`alike`: FSDP over 512 ranks × 32 replicas, AdamW. Times what one rank works out alone (layouts, fingerprint,
+assignment, its own part), the first time and again, the size of the manifest and the time to read it.
+
+`kinds`: a mixture of experts on 16 stages × 32 expert groups × 32 data parallel ranks. Dense parameters are sharded
+over the 1,024 ranks of a stage, experts over the 32 of their group. Times what rank 0 does when all descriptions are
+there, and what any other rank does with its answer; and the second save of the same layouts.
+
+`mesh`: FSDP over 512 ranks, one dimension of a mesh of 1,024, so that two kinds of ranks hold copies. Both in seconds
+of the processor.
 """
 
 from __future__ import annotations
 
+import json
+import resource
+import subprocess
+import sys
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 from benchmarks.peers import write_table
+from shardopt.checkpoint.agree_plan import KeptPlan, compare_reports, report_state
 from shardopt.checkpoint.commit import manifest_of
 from shardopt.checkpoint.format.constants import DTYPES, file_name
 from shardopt.checkpoint.format.manifest import decode_manifest, encode_manifest
+from shardopt.checkpoint.planning.assign import check_covers
 from shardopt.checkpoint.planning.describe import Description, geometry_of
+from shardopt.checkpoint.planning.merge import MergedGeometry, merge_geometry, read_section, sections_of
 from shardopt.checkpoint.planning.save_plan import RankWrites, SavePlan
 from shardopt.gc_pause import gc_paused
+from shardopt.ranks.kinds import compress, decompress
 from shardopt.sharding.layout import Layout
 from shardopt.sharding.mesh import Mesh, Split, mesh_layout
 
@@ -38,19 +56,26 @@ SHAPES = {
 }
 
 
-def describe(mesh: Mesh) -> Description:
-    """2,000 parameters in bfloat16 and their AdamW state, as one rank sees them."""
+def describe_parameters(layouts: dict[str, Layout]) -> Description:
+    """Parameters in bfloat16 and their AdamW state, as one rank sees them."""
     tensors = {}
     bf16, fp32 = DTYPES["bfloat16"], DTYPES["float32"]
-    for layer in range(LAYERS):
-        for name, shape in SHAPES.items():
-            fqn = f"layers.{layer}.{name}"
-            layout = mesh_layout(shape, mesh, (Split(1, 0),))
-            tensors[f"model.{fqn}"] = (("model", fqn), bf16, layout)
-            tensors[f"optimizer.state.{fqn}.exp_avg"] = (("optimizer", "state", fqn, "exp_avg"), fp32, layout)
-            tensors[f"optimizer.state.{fqn}.exp_avg_sq"] = (("optimizer", "state", fqn, "exp_avg_sq"), fp32, layout)
-            tensors[f"optimizer.state.{fqn}.step"] = (("optimizer", "state", fqn, "step"), fp32, Layout.replicated(()))
-    return Description({}, tensors, {}, {}, {}, {})
+    for fqn, layout in layouts.items():
+        tensors[f"model.{fqn}"] = (("model", fqn), bf16, layout)
+        tensors[f"optimizer.state.{fqn}.exp_avg"] = (("optimizer", "state", fqn, "exp_avg"), fp32, layout)
+        tensors[f"optimizer.state.{fqn}.exp_avg_sq"] = (("optimizer", "state", fqn, "exp_avg_sq"), fp32, layout)
+        tensors[f"optimizer.state.{fqn}.step"] = (("optimizer", "state", fqn, "step"), fp32, Layout.replicated(()))
+    return Description({}, tensors, {}, {"rng": ("rng",)}, {}, {}, "sampled", {})
+
+
+def describe(mesh: Mesh) -> Description:
+    """2,000 parameters."""
+    layouts = {
+        f"layers.{layer}.{name}": mesh_layout(shape, mesh, (Split(1, 0),))
+        for layer in range(LAYERS)
+        for name, shape in SHAPES.items()
+    }
+    return describe_parameters(layouts)
 
 
 _kept: dict[str, tuple[SavePlan, RankWrites]] = {}
@@ -73,7 +98,131 @@ def timed(function, *args):
         return time.perf_counter() - begin, result
 
 
-def main() -> None:
+def worked(function, *args):
+    """As `timed`, in seconds of the processor: one thread works, and others of the machine do not count."""
+    with gc_paused():
+        begin = time.process_time()
+        result = function(*args)
+        return time.process_time() - begin, result
+
+
+STAGES, EXPERT_GROUPS, DATA = 16, 32, 32
+LAYERS_OF_STAGE, EXPERT_WIDTH = 2, 4096
+
+
+def describe_expert_group(stage: int, group: int) -> tuple[tuple[int, ...], Description]:
+    """The ranks of one stage and expert group, and the description that they share; a counter is on all ranks."""
+    first = stage * EXPERT_GROUPS * DATA
+    ranks = tuple(range(first + group * DATA, first + (group + 1) * DATA))
+    of_stage = Mesh((EXPERT_GROUPS * DATA,), tuple(range(first, first + EXPERT_GROUPS * DATA)))
+    of_group = Mesh((DATA,), ranks, cut=True)
+    width = EXPERT_WIDTH
+    dense = {
+        **dict.fromkeys(("attention.query", "attention.key", "attention.value", "attention.output"), (width, width)),
+        **{"attention.norm": (width,), "router": (EXPERT_GROUPS, width)},
+    }
+    layouts = {}
+    for layer in range(stage * LAYERS_OF_STAGE, (stage + 1) * LAYERS_OF_STAGE):
+        for name, shape in dense.items():
+            layouts[f"layers.{layer}.{name}.weight"] = mesh_layout(shape, of_stage, (Split(0, 0),))
+        for name in ("up", "down"):
+            fqn = f"layers.{layer}.experts.{group}.{name}.weight"
+            layouts[fqn] = mesh_layout((4 * width, width), of_group, (Split(0, 0),))
+    description = describe_parameters(layouts)
+    averaged = {"averages.count": (("averages", "count"), DTYPES["int64"], Layout.replicated(()))}
+    return ranks, replace(description, tensors={**description.tensors, **averaged})
+
+
+def describe_line(line: int) -> tuple[tuple[int, ...], Description]:
+    """The ranks of one line of a mesh of 512 × 2, and the description that they share: 180 tensors with their state."""
+    ranks = tuple(range(line, 1024, 2))
+    mesh = Mesh((512,), ranks, cut=True)
+    layouts = {f"layers.{i}.weight": mesh_layout((1024 + 32 * (i % 5), 512), mesh, (Split(0, 0),)) for i in range(45)}
+    return ranks, describe_parameters(layouts)
+
+
+def time_kinds(made: Sequence[tuple[tuple[int, ...], Description]], own: int) -> list[tuple[str, str]]:
+    """Times a job whose ranks are of many kinds: rank 0, one rank of kind `own`, and the second save."""
+    kinds = [ranks for ranks, _ in made]
+    size = sum(map(len, kinds))
+    rank = kinds[own][0]
+
+    def first_report(description: Description) -> list[Any]:
+        return [*report_state(description, description.geometry_fingerprint(), 0, {})]
+
+    report, _ = worked(first_report, made[own][1])
+    reports: list[Any] = [None] * size
+    for ranks, description in made:
+        for each, values in zip(ranks, [first_report(description)] * len(ranks), strict=True):
+            reports[each] = values
+    packed = [json.dumps(each) for each in reports]
+    compare, comparison = worked(lambda: compare_reports([json.loads(each) for each in packed]))
+    encode, sent_by_one = worked(lambda: compress(made[own][1].geometry_json()))
+    sent = [compress(description.geometry_json()) for _, description in made]
+
+    def merge() -> MergedGeometry:
+        merged = merge_geometry(kinds, [decompress(each) for each in sent])
+        check_covers(merged.geometry.members)
+        return merged
+
+    def cut() -> tuple[list[int], list[bytes]]:
+        section_of, made_sections = sections_of(merged, len(kinds), whole.assigned)
+        return section_of, [compress(each) for each in made_sections]
+
+    merging, merged = worked(merge)
+    geometry = merged.geometry
+    planning, whole = worked(lambda: SavePlan(geometry, size, cut_plain=False))
+    answering, (section_of, sections) = worked(cut)
+
+    def plan_own() -> tuple[SavePlan, RankWrites]:
+        component, known = read_section(decompress(sections[section_of[own]]))
+        planned = SavePlan(component, size, cut_plain=False, known=known)
+        return planned, RankWrites(planned, rank)
+
+    planning_own, (plan_of_one, writes) = worked(plan_own)
+    assert writes.slots == RankWrites(whole, rank).slots
+    written: list[list[list[Any]]] = [[] for _ in range(size)]
+    for file in whole.files:
+        written[file[0]].append([file_name("0123456789ab", *file), 1 << 30, "0123456789abcdef"])
+    building, data = worked(lambda: encode_manifest(manifest_of("0123456789ab", whole, {}, written)))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    kept = {(comparison.job, 0): KeptPlan(plan_of_one, writes, made[own][1].geometry_fingerprint())}
+    again, _ = worked(lambda: report_state(made[own][1], made[own][1].geometry_fingerprint(), 0, kept))
+    for values in reports:
+        values[5:] = [comparison.job, [comparison.job]]
+    packed = [json.dumps(each) for each in reports]
+    compare_again, second = worked(lambda: compare_reports([json.loads(each) for each in packed]))
+    assert second.kept and second.compared
+    return [
+        ("kinds of ranks, components, tensors", f"{len(kinds):,}, {len(sections)}, {len(geometry.members):,}"),
+        ("rank 0, to read and compare fingerprints", f"{compare * 1000:.0f} ms"),
+        ("rank 0, to decode, merge, check and answer", f"{merging + answering:.2f} s"),
+        ("rank 0, to plan", f"{planning:.2f} s"),
+        ("rank 0, to build and encode the manifest", f"{building:.2f} s, {len(data) / 2**20:.1f} MiB"),
+        ("rank 0, memory at most (with all descriptions)", f"{peak:.2f} GiB"),
+        ("first rank of a kind, report and description", f"{(report + encode) * 1000:.0f} ms"),
+        ("any rank, to decode and plan its component", f"{planning_own * 1000:.0f} ms"),
+        (
+            "a description, an answer (compressed)",
+            f"{len(sent_by_one) / 1024:.1f} KiB, {len(sections[0]) / 1024:.1f} KiB",
+        ),
+        ("second save: any rank, rank 0", f"{again * 1000:.1f} ms, {compare_again * 1000:.0f} ms"),
+    ]
+
+
+def time_experts() -> None:
+    made = [describe_expert_group(stage, group) for stage in range(STAGES) for group in range(EXPERT_GROUPS)]
+    title = f"{STAGES * EXPERT_GROUPS * DATA:,} ranks of {len(made)} kinds, simulated"
+    print(write_table("scale_kinds", title, ("what", "seconds of the processor"), time_kinds(made, 147)))
+
+
+def time_mesh() -> None:
+    made = [describe_line(line) for line in range(2)]
+    title = "FSDP over one dimension of a mesh of 1,024 ranks, simulated"
+    print(write_table("scale_mesh", title, ("what", "seconds of the processor"), time_kinds(made, 1)))
+
+
+def time_alike() -> None:
     mesh = Mesh((REPLICAS, SHARDS), tuple(range(REPLICAS * SHARDS)))
     first, planned = timed(plan, mesh)
     again, _ = timed(plan, mesh)
@@ -98,5 +247,16 @@ def main() -> None:
     print(write_table("scale", f"One rank of {REPLICAS * SHARDS:,}, simulated", ("what", "found"), rows))
 
 
+JOBS: dict[str, Callable[[], None]] = {"alike": time_alike, "kinds": time_experts, "mesh": time_mesh}
+
+
+def main(names: Sequence[str]) -> None:
+    for name in names or JOBS:
+        if len(names) == 1:
+            JOBS[name]()
+        else:  # each in a process of its own, whose memory is measured
+            subprocess.run([sys.executable, "-m", "benchmarks.simulate_scale", name], check=True)
+
+
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -6,7 +6,6 @@ there the others report their gradients too, in case that the first has none.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,8 +16,10 @@ from torch import Tensor
 
 from shardopt.errors import LayoutError, Problem
 from shardopt.ranks import Ranks
+from shardopt.ranks.kinds import decompress, exchange, kinds_of, number_of_kind, pack_kinds, unpack_kinds
 from shardopt.sharding.box import overlap_faults
 from shardopt.sharding.layout import Layout
+from shardopt.sharding.layout_merge import KindMerger, LayoutReader, LayoutWriter, components_of
 from shardopt.sharding.pieces import View
 from shardopt.sharding.view import local_tensors, view_of
 
@@ -58,32 +59,45 @@ def counted_parameters(ranks: Ranks, names: Mapping[Tensor, str]) -> tuple[list[
         LayoutError: a parameter cannot be described, or the boxes of one that ranks hold do not fit together. Every
             rank raises.
     """
-    views, alike = ranks.agree(
+    views, packed = ranks.agree(
         _WHAT,
         work=lambda: {name: view_of(parameter, name) for parameter, name in names.items()},
         report=_fingerprint,
-        decide=lambda fingerprints: len(set(fingerprints)) == 1,
+        decide=lambda fingerprints: pack_kinds(kinds_of(fingerprints)),
         deadline_seconds=_DEADLINE_SECONDS,
     )
     known = {name: view.layout for name, view in views.items()}
-    if alike:
+    kinds = unpack_kinds(packed)
+    if len(kinds) == 1:
         everyone = range(ranks.size)
         whole = {layout: _with_holders(layout, everyone) for layout in set(known.values())}
-        return _shares(ranks.rank, names, views, {name: whole[layout] for name, layout in known.items()})
-    _, (tables, ranks_of_table) = ranks.agree(
-        _WHAT, work=lambda: json.dumps(_table(known)), report=lambda text: text, decide=_distinct
+        layouts = {name: whole[layout] for name, layout in known.items()}
+        return _shares(ranks.rank, names, views, layouts, _number_shared(layouts))
+    own_kind = number_of_kind(kinds, ranks.rank)
+    answer, section = exchange(
+        ranks,
+        _WHAT,
+        describe=(lambda: _table(known)) if kinds[own_kind][0] == ranks.rank else None,
+        merge=lambda tables: _merge(kinds, list(tables.values())),
+        section_of=lambda answer: int(answer["section_of"][own_kind]),
     )
-    layouts = _merged([_layouts_of(json.loads(table)) for table in tables], ranks_of_table)
+
+    def shares() -> tuple[list[CountedParameter], int]:
+        own = decompress(section)
+        counted, _ = _shares(ranks.rank, names, views, _layouts_of(own), own["shared"])
+        return counted, answer["shared"]
+
     # In one round, since no other rank can see a fault of this one.
-    counted, _ = ranks.agree(_WHAT, work=lambda: _shares(ranks.rank, names, views, layouts))
-    return counted
+    return ranks.agree(_WHAT, work=shares)[0]
 
 
 def _shares(
-    rank: int, names: Mapping[Tensor, str], views: Mapping[str, View], layouts: Mapping[str, Layout]
+    rank: int,
+    names: Mapping[Tensor, str],
+    views: Mapping[str, View],
+    layouts: Mapping[str, Layout],
+    number_of: Mapping[str, int],
 ) -> tuple[list[CountedParameter], int]:
-    whole_on_several = [name for name, layout in layouts.items() if _is_shared(layout)]
-    number_of = {name: number for number, name in enumerate(sorted(whole_on_several))}
     counted = [
         CountedParameter(
             name, parameter, _counted(rank, name, parameter, views[name], layouts[name]), number_of.get(name)
@@ -91,6 +105,11 @@ def _shares(
         for parameter, name in names.items()
     ]
     return counted, len(number_of)
+
+
+def _number_shared(layouts: Mapping[str, Layout]) -> dict[str, int]:
+    """Numbers the shared parameters of the job."""
+    return {name: number for number, name in enumerate(sorted(n for n, each in layouts.items() if _is_shared(each)))}
 
 
 def _is_shared(layout: Layout) -> bool:
@@ -125,54 +144,63 @@ def _fingerprint(views: Mapping[str, View]) -> str:
 
 
 def _table(layouts: Mapping[str, Layout]) -> dict[str, Any]:
-    number_of = {layout: number for number, layout in enumerate(dict.fromkeys(layouts.values()))}
-    return {
-        "layouts": [layout.to_json() for layout in number_of],
-        "names": {name: number_of[layouts[name]] for name in sorted(layouts)},
-    }
+    writer = LayoutWriter()
+    names = {name: writer.number(layout) for name, layout in layouts.items()}
+    return {"layouts": writer.texts, "names": names}
 
 
-def _layouts_of(table: Mapping[str, Any]) -> dict[str, Layout]:
-    layouts = [Layout.from_json(wire) for wire in table["layouts"]]
+def _layouts_of(table: Mapping[str, Any], reader: LayoutReader | None = None) -> dict[str, Layout]:
+    layouts = (reader or LayoutReader()).read(table["layouts"])
     return {name: layouts[number] for name, number in table["names"].items()}
 
 
-def _distinct(texts: list[str]) -> tuple[list[str], list[list[int]]]:
-    """Returns each text once, and the ranks that sent it: most ranks of a large job send the same."""
-    ranks_of: dict[str, list[int]] = {}
-    for rank, text in enumerate(texts):
-        ranks_of.setdefault(text, []).append(rank)
-    return list(ranks_of), list(ranks_of.values())
+def _merge(
+    kinds: Sequence[tuple[int, ...]], tables: Sequence[Mapping[str, Any]]
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Merges the tables of kinds of ranks into the whole layout of each parameter of the job, on rank 0.
 
-
-def _merged(tables: Sequence[Mapping[str, Layout]], ranks_of_table: Sequence[Sequence[int]]) -> dict[str, Layout]:
-    """Merges each rank's layouts into the whole layout of each parameter of the job. The same on every rank."""
-    layouts_by_name: defaultdict[str, list[tuple[Layout, int]]] = defaultdict(list)
+    Returns:
+        The number of each kind's section, and of shared parameters in the job; and the sections: tables of the
+        parameters of kinds that share some, with the numbers of those that are shared.
+    """
+    reader, merger = LayoutReader(), KindMerger(kinds)
+    by_name: defaultdict[str, dict[int, Layout]] = defaultdict(dict)
     for number, table in enumerate(tables):
-        for name, layout in table.items():
-            layouts_by_name[name].append((layout, number))
-    made: dict[tuple[tuple[Layout, int], ...], Layout] = {}  # parameters by the thousand lie alike
-    layouts = {}
-    for name in sorted(layouts_by_name):
-        where = tuple(layouts_by_name[name])
-        if where not in made:
-            by_rank = {rank: layout for layout, number in where for rank in ranks_of_table[number]}
-            made[where] = _with_holders(Layout.merge(by_rank, name), by_rank)
-            _refuse_overlaps(name, made[where])
-        layouts[name] = made[where]
-    return layouts
+        for name, layout in _layouts_of(table, reader).items():
+            by_name[name][number] = layout
+    whole: dict[tuple[int, tuple[int, ...]], Layout] = {}  # parameters by the thousand lie alike
+    merged: dict[str, Layout] = {}
+    for name in sorted(by_name):
+        numbers = tuple(by_name[name])
+        layout = merger.merge(by_name[name], name)
+        case = id(layout), numbers  # `merger` keeps the layout alive
+        if case not in whole:
+            whole[case] = _with_holders(layout, merger.ranks_of(numbers))
+            _refuse_overlaps(name, whole[case])
+        merged[name] = whole[case]
+    number_of = _number_shared(merged)
+    component_of = components_of(dict.fromkeys(map(tuple, by_name.values())), len(kinds))
+    own: list[dict[str, Layout]] = [{} for _ in range(1 + max(component_of))]
+    for name, layout in merged.items():
+        own[component_of[next(iter(by_name[name]))]][name] = layout
+    sections = [
+        {**_table(each), "shared": {name: number_of[name] for name in each if name in number_of}} for each in own
+    ]
+    return {"section_of": component_of, "shared": len(number_of)}, sections
 
 
 def _with_holders(layout: Layout, having: Iterable[int]) -> Layout:
     """Returns the layout with all holders named, without ranks that do not have the parameter in their optimizer."""
     ranks = set(having)
+    if layout.holders is not None and all(map(ranks.issuperset, layout.holders)) and not layout.local:
+        return layout
     of_boxes = layout.holders or [tuple(ranks)] * len(layout.boxes)
     holders = {box: ranks.intersection(of_box) for box, of_box in zip(layout.boxes, of_boxes, strict=True)}
     return Layout.from_holders(layout.shape, {box: of_box for box, of_box in holders.items() if of_box})
 
 
 def _refuse_overlaps(name: str, layout: Layout) -> None:
-    faults = overlap_faults(layout.shape, layout.boxes)
+    faults = [] if layout.grid is not None else overlap_faults(layout.shape, layout.boxes)
     if faults:
         problem = Problem(name, "; ".join(faults), "boxes that are equal or disjoint", "place it alike on all ranks")
         raise LayoutError("ranks hold boxes of a parameter that overlap", [problem])

@@ -22,11 +22,12 @@ from typing import Any, Literal, NamedTuple
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from shardopt.checkpoint.agree_plan import Kept
 from shardopt.checkpoint.format.metrics import numbers_of
 from shardopt.checkpoint.planning.replica_check import CheckReplicas
 from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.reports import emit_report
-from shardopt.checkpoint.save import DEFAULT_OPTIONS, Described, Kept, SaveOptions, replicas_to_check, save_described
+from shardopt.checkpoint.save import DEFAULT_OPTIONS, Described, SaveOptions, replicas_to_check, save_described
 from shardopt.checkpoint.writing.host_memory import HostMemory
 from shardopt.checkpoint.writing.pending import PendingSave, hold_steps
 from shardopt.checkpoint.writing.staging import Staging

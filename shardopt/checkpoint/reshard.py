@@ -11,7 +11,7 @@ from shardopt.checkpoint.format.constants import SEGMENT_BYTES
 from shardopt.checkpoint.format.manifest import StoredLayout
 from shardopt.checkpoint.format.metrics import pack_metrics
 from shardopt.checkpoint.format.tensor_bytes import bytes_of
-from shardopt.checkpoint.planning.assign import Member
+from shardopt.checkpoint.planning.assign import Member, check_covers
 from shardopt.checkpoint.planning.describe import Geometry
 from shardopt.checkpoint.planning.save_plan import RankWrites, SavePlan, WriteRequest
 from shardopt.checkpoint.progress import Progress
@@ -75,6 +75,7 @@ def reshard(
         everyone = tuple(range(size))
         members = {key: Member(t.path, t.dtype, layouts[key], everyone) for key, t in tensors.items()}
         keep_per_rank = _keeps_per_rank(reader, size, drop_per_rank)
+        check_covers(members)
         plan = SavePlan(Geometry(members, reader.manifest.per_rank if keep_per_rank else {}, tied), size)
 
         target.make()

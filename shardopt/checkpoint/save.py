@@ -14,51 +14,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import xxhash
-
+from shardopt.checkpoint.agree_plan import Comparison, Kept, Planned, Planning, compare_reports, report_state
 from shardopt.checkpoint.commit import commit, discard, refuse_committed
 from shardopt.checkpoint.format.manifest import DataFile
 from shardopt.checkpoint.format.metrics import pack_metrics
-from shardopt.checkpoint.planning.describe import (
-    Description,
-    Values,
-    describe,
-    geometry_of,
-    merge_geometry,
-    merge_values,
-)
-from shardopt.checkpoint.planning.replica_check import (
-    CheckReplicas,
-    refuse_drifted,
-    refuse_unknown_choice,
-    summaries_agree,
-)
-from shardopt.checkpoint.planning.save_plan import RankWrites, SavePlan
+from shardopt.checkpoint.planning.describe import Description, describe
+from shardopt.checkpoint.planning.replica_check import CheckReplicas, refuse_unknown_choice
 from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.reports import SaveReport, emit_report
 from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
 from shardopt.checkpoint.storage.common_storage import remove_marker, wait_for_marker, write_marker
 from shardopt.checkpoint.writing.pending import raise_failures
 from shardopt.checkpoint.writing.write import from_memory, with_progress, write_files
-from shardopt.errors import Problem, ShardoptError, StateError
 from shardopt.gc_pause import gc_paused
-from shardopt.ranks import DEADLINE_SECONDS, Call, Ranks, call_on, ranks_of, refuse_lone_processes
+from shardopt.ranks import DEADLINE_SECONDS, Ranks, call_on, ranks_of, refuse_lone_processes
 from shardopt.state import flatten
 from shardopt.world import world
-
-_MOST_KEPT = 2
-
-
-class KeptPlan(NamedTuple):
-    """The plan of a save, this rank's writes by it, and the geometry fingerprint of this rank's description."""
-
-    plan: SavePlan
-    writes: RankWrites
-    described: str
-
-
-Kept = dict[tuple[str, int], KeptPlan]
-"""Plans of the last saves, by the fingerprint of all ranks' descriptions and the rank that this process was."""
 
 _kept: Kept = {}
 
@@ -194,21 +165,24 @@ def save_described(
     (description, geometry, storage, metrics_json), decision = ranks.agree(
         call,
         work=describe_here,
-        report=lambda done: _report_state(*done[:2], ranks.rank, kept),
+        report=lambda done: report_state(*done[:2], ranks.rank, kept),
         decide=lambda reports: _begin(storage_of(url, options.durable), reports),
         deadline_seconds=options.deadline_seconds,
     )
-    save_id = decision["save_id"]
+    save_id, comparison = decision["save_id"], Comparison.from_json(decision["comparison"])
+    planning = Planning(ranks, call, options.deadline_seconds, description, geometry, comparison)
     try:
-        planned = _plan_or_error(ranks, call, description, geometry, decision, kept, options.deadline_seconds)
+        planned = planning.plan_or_error(kept)
         begin_writing = world().monotonic()
-        files, bytes_total = ranks.agree(
+        files, committed = ranks.agree(
             call,
             work=lambda: _write(storage, save_id, planned, description, options.progress, ranks.rank),
-            report=lambda files: [[file.name, file.nbytes, file.digest] for file in files],
-            decide=lambda reports: _commit(storage, save_id, planned, reports, metrics_json),
+            report=lambda files: [[[file.name, file.nbytes, file.digest] for file in files], planning.report(planned)],
+            decide=lambda reports: _commit(storage, save_id, planning, planned, reports, metrics_json),
             deadline_seconds=options.deadline_seconds,
         )
+        if committed["drifted"]:
+            planning.refuse_drifted(committed["drifted"], planned)
     except BaseException:
         # Rank 0 alone: only it could still commit, and has now failed to. Another rank might remove the files of a
         # commit that it does not know of.
@@ -216,156 +190,33 @@ def save_described(
             discard(storage, save_id)
         raise
     end = world().monotonic()
-    assert isinstance(planned, _Planned)
     return SaveReport(
         url=storage.url,
         save_id=save_id,
-        tensors=len(planned.plan.geometry.members) + len(planned.plan.geometry.tied),
+        tensors=committed["tensors"],
         bytes_written=sum(file.nbytes for file in files),
-        bytes_total=bytes_total,
+        bytes_total=committed["bytes"],
         seconds=end - begin,
         writing_seconds=end - begin_writing,
     )
 
 
-class _Report(NamedTuple):
-    """The report of a rank to rank 0 in the first round.
-
-    Args:
-        geometry, values: fingerprints of what the rank describes.
-        partial: whether it knows of some tensor only the boxes that it holds itself.
-        check_replicas: the argument.
-        contents: a summary of the replicas' hashes, in groups by their holders according to the plan `guess`.
-        guess: the kept plan that this save most likely uses; "" where there is none.
-        kept: all plans that the rank has.
-    """
-
-    geometry: str
-    values: str
-    partial: bool
-    check_replicas: CheckReplicas
-    contents: dict[str, str]
-    guess: str
-    kept: list[str]
-
-
-def _report_state(description: Description, geometry: str, rank: int, plans: Kept) -> _Report:
-    kept = {job: each for (job, kept_for), each in plans.items() if kept_for == rank}
-    guess = next((job for job, each in reversed(kept.items()) if each.described == geometry), "")
-    # Of ranks that also have keys of their own only the shared ones can be compared, which only a plan knows.
-    contents = description.contents_summary(kept[guess].plan.geometry.members if guess else {})
-    values = description.values_fingerprint()
-    return _Report(geometry, values, description.is_partial, description.check_replicas, contents, guess, [*kept])
-
-
-def _begin(storage: Storage, reports: list[Any]) -> dict[str, Any]:
-    """Begins a save, on rank 0: refuses a taken path, names the save, and decides what ranks must exchange."""
-    parsed = [_Report(*report) for report in reports]
-    _refuse_different_choices([each.check_replicas for each in parsed])
+def _begin(storage: Storage, reports: Sequence[Any]) -> dict[str, Any]:
+    """Begins a save, on rank 0: refuses a taken path, names the save, and compares what ranks describe."""
+    comparison = compare_reports(reports)
     save_id = world().random_name(6)
     with wrap_os_errors(f"make {storage.url}"):
         refuse_committed(storage)
         storage.make()
         if len(reports) > 1:
             write_marker(storage, save_id)
-    geometries = [each.geometry for each in parsed]
-    job = xxhash.xxh3_128_hexdigest("".join([parsed[0].check_replicas, *geometries]).encode())
-    geometry_alike = len(set(geometries)) == 1 and not any(each.partial for each in parsed)
-    # Summaries are of the same groups of keys where all have made them by the plan that holds.
-    guesses = {each.guess for each in parsed}
-    comparable = guesses == {job} or (guesses == {""} and geometry_alike)
-    return {
-        "save_id": save_id,
-        "geometry": job,
-        "geometry_kept": all(job in each.kept for each in parsed),
-        "geometry_alike": geometry_alike,
-        "values_alike": len({each.values for each in parsed}) == 1,
-        "contents_alike": comparable and summaries_agree(each.contents for each in parsed),
-    }
-
-
-def _refuse_different_choices(choices: Sequence[str]) -> None:
-    """Raises StateError where ranks have different choices, since then their plans would differ too."""
-    other = next((rank for rank, choice in enumerate(choices) if choice != choices[0]), None)
-    if other is not None:
-        difference = f"{choices[0]!r} on rank 0, {choices[other]!r} on rank {other}"
-        problem = Problem("check_replicas", difference, "the same on every rank", "pass the same on every rank")
-        raise StateError("ranks ask for different comparisons", [problem])
-
-
-class _Planned(NamedTuple):
-    """The plan of this save, this rank's writes by it, and the plain values of the job."""
-
-    plan: SavePlan
-    writes: RankWrites
-    values: Values
-
-
-def _plan_or_error(ranks: Ranks, call: Call, *args: Any) -> _Planned | BaseException:
-    """Returns the result of `_plan`, or the error of this rank alone, to be raised on all ranks in the next round."""
-    try:
-        return _plan(ranks, call, *args)
-    except ShardoptError:
-        raise  # of a round, or derived from the results of one: all ranks raise it
-    except BaseException as error:
-        return error
-
-
-def _plan(
-    ranks: Ranks,
-    call: Call,
-    description: Description,
-    geometry_fingerprint: str,
-    decision: Mapping[str, Any],
-    kept: Kept,
-    deadline_seconds: float,
-) -> _Planned:
-    """Plans the save. The plan is kept for the next save of the same geometry."""
-    ask_geometry = not (decision["geometry_kept"] or decision["geometry_alike"])
-    message: dict[str, Any] = {}
-    if ask_geometry:
-        message["geometry"] = description.geometry_json()
-    if ask_geometry or not decision["contents_alike"]:
-        message["contents"] = description.contents
-    if not decision["values_alike"]:
-        message["values"] = description.values_json()
-    messages = _exchange(ranks, call, message, deadline_seconds) if message else []
-
-    if not decision["geometry_kept"]:
-        if ask_geometry:
-            geometry = merge_geometry([each["geometry"] for each in messages])
-        else:
-            geometry = geometry_of(description, ranks.size)
-        plan = SavePlan(geometry, ranks.size, cut_plain=description.check_replicas == "all")
-        writes = RankWrites(plan, ranks.rank, description.views)
-        kept[decision["geometry"], ranks.rank] = KeptPlan(plan, writes, geometry_fingerprint)
-        while len(kept) > _MOST_KEPT:
-            del kept[next(iter(kept))]
-    plan, writes, _ = kept[decision["geometry"], ranks.rank]
-    if "contents" in message:
-        refuse_drifted([each["contents"] for each in messages])
-    if decision["values_alike"]:
-        return _Planned(plan, writes, description.values)
-    return _Planned(plan, writes, merge_values([each["values"] for each in messages], plan.geometry))
-
-
-def _exchange(ranks: Ranks, call: Call, message: dict[str, Any], deadline_seconds: float) -> list[dict[str, Any]]:
-    """Returns the message of every rank, by rank; equal ones are sent once."""
-    _, (texts, number_of) = ranks.agree(
-        call,
-        work=lambda: json.dumps(message),
-        report=lambda text: text,
-        decide=lambda texts: [list(dict.fromkeys(texts)), [list(dict.fromkeys(texts)).index(text) for text in texts]],
-        deadline_seconds=deadline_seconds,
-    )
-    distinct = [json.loads(text) for text in texts]
-    return [distinct[number] for number in number_of]
+    return {"save_id": save_id, "comparison": comparison.to_json()}
 
 
 def _write(
     storage: Storage,
     save_id: str,
-    planned: _Planned | BaseException,
+    planned: Planned | BaseException,
     description: Description,
     progress: Progress | None,
     rank: int,
@@ -382,10 +233,20 @@ def _write(
 
 
 def _commit(
-    storage: Storage, save_id: str, planned: _Planned | BaseException, reports: Sequence[Any], metrics: bytes | None
-) -> int:
-    assert isinstance(planned, _Planned)  # else this rank had failed, and would not commit
+    storage: Storage,
+    save_id: str,
+    planning: Planning,
+    planned: Planned | BaseException,
+    reports: Sequence[Any],
+    metrics: bytes | None,
+) -> dict[str, Any]:
+    assert isinstance(planned, Planned)  # else this rank had failed, and would not commit
+    values, drifted = planning.judge([report for _, report in reports], planned)
+    if drifted:
+        return {"drifted": drifted}
     with wrap_os_errors(f"commit {storage.url}"):
         if len(reports) > 1:
             remove_marker(storage, save_id)
-        return commit(storage, save_id, planned.plan, planned.values, reports, metrics)
+        nbytes = commit(storage, save_id, planned.plan, values, [files for files, _ in reports], metrics)
+    geometry = planned.plan.geometry
+    return {"drifted": [], "bytes": nbytes, "tensors": len(geometry.members) + len(geometry.tied)}

@@ -7,7 +7,7 @@ whole parameters and for rows of tables: the only collectives of shardopt itself
 
 Each file imports only those before it: parts (JSON in the store), calls (what rounds are for), failures (errors as
 JSON), heartbeat, process (who has ended), channel (rounds in the store), collectives, shared_cell, ranks (all of
-these together), groups (which ranks there are), side (ranks for threads).
+these together), kinds (exchanges by kinds of ranks), groups (which ranks there are), side (ranks for threads).
 """
 
 from shardopt.ranks.calls import Call, as_call, call_on

@@ -18,7 +18,7 @@ from shardopt.errors import RankError
 from shardopt.ranks.calls import Call
 from shardopt.ranks.failures import describe, different_calls, merge, names_of
 from shardopt.ranks.heartbeat import Heartbeat, PeerHeartbeats
-from shardopt.ranks.parts import are_put, get, pack, put, set_bytes
+from shardopt.ranks.parts import are_put, get, get_bytes, pack, put, set_bytes
 from shardopt.ranks.process import Processes, this_process
 from shardopt.world import Store, StoreError, world
 
@@ -33,7 +33,8 @@ class Channel:
     """Rounds of `agree` in the store.
 
     Keys: `session`, `<session>/welcome/<rank>`, `beat/<rank>`; and in parts, as values may be large, reports
-    `<session>/<round>/r<rank>/…` and answers `<session>/<round>/answer/…`.
+    `<session>/<round>/r<rank>/…`, answers `<session>/<round>/answer/…` and sections of them that only some ranks need,
+    `<session>/<round>/section<number>/…`.
 
     Args:
         session: the name of a session that all ranks know already; "" where they have to agree on one.
@@ -99,6 +100,14 @@ class Channel:
         answer: dict[str, Any] = get(self.store, self._key("answer"))[0]
         self._meet(0, answer)
         return answer
+
+    def put_section(self, number: int, data: bytes) -> None:
+        """Rank 0, while it decides: posts what only some ranks need of the answer; not empty."""
+        self._spent += put(self.store, self._key(f"section{number}"), data)
+
+    def get_section(self, number: int) -> bytes:
+        """Any rank that has the answer: reads a section of it, until the next round begins."""
+        return get_bytes(self.store, self._key(f"section{number}"))[0]
 
     def _decided(self, message: dict[str, Any], decide: Callable[[list[Any]], Any]) -> dict[str, Any]:
         reports, lost = self._gather()

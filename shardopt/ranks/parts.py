@@ -17,7 +17,7 @@ def pack(value: Any) -> bytes:
 
 
 def put(store: Store, key: str, data: bytes) -> list[str]:
-    """Writes packed data in as many parts as it takes; returns their keys."""
+    """Writes data, which is not empty, in as many parts as it takes; returns their keys."""
     parts = [data[i : i + _PART_BYTES] for i in range(0, len(data), _PART_BYTES)]
     keys = [f"{key}/{i}" for i in range(len(parts))]
     for part_key, part in zip(keys[1:], parts[1:], strict=True):
@@ -27,11 +27,17 @@ def put(store: Store, key: str, data: bytes) -> list[str]:
 
 
 def get(store: Store, key: str) -> tuple[Any, list[str]]:
+    """Reads JSON that was written with `put`, once `are_put`; returns it and the keys of its parts."""
+    data, keys = get_bytes(store, key)
+    return json.loads(data), keys
+
+
+def get_bytes(store: Store, key: str) -> tuple[bytes, list[str]]:
     """Reads what was written with `put`, once `are_put`; returns it and the keys of its parts."""
     count, _, first = store.get(f"{key}/0").partition(b"\n")
     keys = [f"{key}/{i}" for i in range(int(count))]
     rest = [store.get(part_key) for part_key in keys[1:]]
-    return json.loads(b"".join([first, *rest])), keys
+    return b"".join([first, *rest]), keys
 
 
 def are_put(store: Store, keys: Iterable[str]) -> bool:

@@ -204,6 +204,48 @@ class Ranks:
             raise ShardoptError.from_json(answer["error"]) from cause
         return outcome[0], answer["decision"]
 
+    def agree_in_sections(
+        self,
+        what: str | Call,
+        work: Callable[[], T],
+        report: Callable[[T], Any],
+        decide: Callable[[list[Any]], tuple[Any, Sequence[bytes]]],
+        section_of: Callable[[Any], int],
+        deadline_seconds: float = DEADLINE_SECONDS,
+    ) -> tuple[T, Any, bytes]:
+        """Agrees as `agree` does on a decision that has sections, of which each rank needs one. Collective.
+
+        Args:
+            what, work, report, deadline_seconds: as for `agree`.
+            decide: returns the JSON that every rank gets, and the sections, none of them empty.
+            section_of: gets that JSON; returns the number of the section that this rank needs.
+
+        Returns:
+            What `work` returned on this rank, the JSON, and the section.
+
+        Raises:
+            ShardoptError, RankError: as `agree`.
+        """
+        sections: list[bytes] = []
+
+        def post(reports: list[Any]) -> Any:
+            decision, made = decide(reports)
+            sections.extend(made)
+            if self._channel is not None:
+                for number, section in enumerate(sections):
+                    self._channel.put_section(number, section)
+            return decision
+
+        result, decision = self.agree(what, work, report, post, deadline_seconds)
+        number = section_of(decision)
+        if self._channel is None or self.rank == 0:
+            return result, decision, sections[number]
+        try:
+            return result, decision, self._channel.get_section(number)
+        except StoreError as error:
+            self._broken = f"the job's store is lost: {error}"
+            raise RankError(f"{what}: {self._broken}") from error
+
     def _process_group(self) -> dist.ProcessGroup | None:
         """Returns the group; None for this process alone.
 

@@ -112,7 +112,7 @@ def grid_cuts(shape: Sequence[int], boxes: Sequence[Box]) -> tuple[tuple[int, ..
     cuts = []
     for dim, size in enumerate(shape):
         starts = sorted({box.offsets[dim] for box in boxes})
-        if not starts or starts[0] != 0 or size <= 0:
+        if not starts or starts[0] != 0 or starts[-1] >= size:
             return None
         cuts.append((*starts, size))
     if len(boxes) != prod(len(points) - 1 for points in cuts):

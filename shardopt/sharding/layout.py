@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -73,12 +73,28 @@ class Layout:
     @staticmethod
     def from_json(wire: Mapping[str, Any]) -> Layout:
         """Reads the layout that `to_json` wrote. The document must come from a rank of this job: it is not checked."""
+        holders = None if wire["holders"] is None else tuple(map(tuple, wire["holders"]))
         if "grid" in wire:
-            boxes = grid_boxes([tuple(points) for points in wire["grid"]])
-        else:
-            boxes = tuple(Box(tuple(offsets), tuple(sizes)) for offsets, sizes in wire["boxes"])
-        holders = None if wire["holders"] is None else tuple(tuple(ranks) for ranks in wire["holders"])
+            return Layout.of_grid(tuple(wire["shape"]), tuple(map(tuple, wire["grid"])), holders, bool(wire["local"]))
+        boxes = tuple(Box(tuple(offsets), tuple(sizes)) for offsets, sizes in wire["boxes"])
         return Layout(tuple(wire["shape"]), boxes, holders, bool(wire["local"]))
+
+    @staticmethod
+    def of_grid(
+        shape: tuple[int, ...],
+        cuts: tuple[tuple[int, ...], ...],
+        holders: tuple[tuple[int, ...], ...] | None,
+        local: bool = False,
+    ) -> Layout:
+        """Makes a layout whose boxes are the cells of a grid, with the holders of each, ascending by offsets.
+
+        Args:
+            cuts: of each dimension the cut points, strictly ascending from 0 to the size of the dimension. What they
+                make covers the tensor by construction; it is not looked for in the boxes again.
+        """
+        layout = Layout(shape, _cells(cuts), holders, local)
+        layout.__dict__["grid"] = cuts  # where `cached_property` keeps it
+        return layout
 
     @staticmethod
     @lru_cache(maxsize=4096)
@@ -106,27 +122,50 @@ class Layout:
         Raises:
             LayoutError: the ranks disagree on the global shape.
         """
-        distinct = set(layouts.values())
-        first = next(iter(layouts.values()))
-        if any(layout.shape != first.shape for layout in distinct):
-            rank, other = next((rank, layout) for rank, layout in layouts.items() if layout.shape != first.shape)
-            problem = Problem(
-                key=key,
-                found=f"global shape {other.shape} on rank {rank}",
-                required=f"{first.shape}, as on rank {next(iter(layouts))}",
-                remedy="give every rank the same global tensor under this key",
-            )
-            raise LayoutError("ranks disagree on the shape of a tensor", [problem])
+        kinds: dict[Layout, list[int]] = {}
+        for rank, layout in layouts.items():
+            kinds.setdefault(layout, []).append(rank)
+        return Layout.merge_kinds([(layout, tuple(ranks)) for layout, ranks in kinds.items()], key)
+
+    @staticmethod
+    def merge_kinds(kinds: Sequence[tuple[Layout, tuple[int, ...]]], key: str = "tensor") -> Layout:
+        """Merges layouts as `merge` does, each given once with all of the ranks that have it (not none).
+
+        Takes time by kinds and boxes, not by ranks, but where ranks hold all of a tensor.
+        """
+        first, first_ranks = kinds[0]
+        for layout, ranks in kinds:
+            if layout.shape != first.shape:
+                problem = Problem(
+                    key=key,
+                    found=f"global shape {layout.shape} on rank {ranks[0]}",
+                    required=f"{first.shape}, as on rank {first_ranks[0]}",
+                    remedy="give every rank the same global tensor under this key",
+                )
+                raise LayoutError("ranks disagree on the shape of a tensor", [problem])
+        distinct = dict.fromkeys(layout for layout, _ in kinds)
         if len(distinct) == 1 and not first.local:
             return first
+        if first.grid is not None and all(each.holders and each.boxes == first.boxes for each in distinct):
+            # Copies of one grid on several meshes, as where FSDP runs over one dimension of a mesh: it stays a grid.
+            of_boxes = zip(*(each.holders or () for each in distinct), strict=True)
+            return Layout.of_grid(first.shape, first.grid, tuple(map(_union, of_boxes)))
         holders: dict[Box, set[int]] = {}
-        merged: set[Layout] = set()
-        for rank, layout in layouts.items():
+        for layout, ranks in kinds:
             if layout.holders is None:
                 for box in layout.boxes:
-                    holders.setdefault(box, set()).add(rank)
-            elif layout not in merged:
-                merged.add(layout)
-                for box, ranks in zip(layout.boxes, layout.holders, strict=True):
                     holders.setdefault(box, set()).update(ranks)
+        for layout in distinct:
+            for box, of_box in zip(layout.boxes, layout.holders or (), strict=layout.holders is not None):
+                holders.setdefault(box, set()).update(of_box)
         return Layout.from_holders(first.shape, holders)
+
+
+@lru_cache(maxsize=32)
+def _cells(cuts: tuple[tuple[int, ...], ...]) -> tuple[Box, ...]:
+    """Returns the cells of a grid; layouts of one grid share them, which makes their comparison short."""
+    return grid_boxes(cuts)
+
+
+def _union(holders: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
+    return holders[0] if len(holders) == 1 else tuple(sorted(set().union(*holders)))

@@ -69,13 +69,7 @@ def mesh_layout(shape: tuple[int, ...], mesh: Mesh, splits: tuple[Split, ...]) -
         if all(split.mesh_dim != mesh_dim for split in splits)
     ]
     copy_offsets = [sum(offsets) for offsets in product(*copies)]
-    boxes = tuple(
-        map(
-            Box,
-            product(*([start for start, _, _ in cells] for cells in dims)),
-            product(*([end - start for start, end, _ in cells] for cells in dims)),
-        )
-    )
+    cuts = tuple((*(start for start, _, _ in cells), size) for cells, size in zip(dims, shape, strict=True))
     positions = map(sum, product(*([position for _, _, position in cells] for cells in dims)))
     ranks = mesh.ranks
     holders: tuple[tuple[int, ...], ...]
@@ -83,7 +77,7 @@ def mesh_layout(shape: tuple[int, ...], mesh: Mesh, splits: tuple[Split, ...]) -
         holders = tuple((ranks[base],) for base in positions)
     else:
         holders = tuple(tuple(sorted([ranks[base + offset] for offset in copy_offsets])) for base in positions)
-    return Layout(shape, boxes, holders, mesh.cut)
+    return Layout.of_grid(shape, cuts, holders, mesh.cut)
 
 
 @lru_cache(maxsize=4096)

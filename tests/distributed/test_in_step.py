@@ -410,7 +410,7 @@ def test_what_rank_0_has_made_may_be_seen_a_little_later(tmp_path):
 
 # Life between rounds.
 
-PLANNING = "shardopt.checkpoint.save:SavePlan"
+PLANNING = "shardopt.checkpoint.agree_plan:SavePlan"
 DEADLINE = 0.6
 
 

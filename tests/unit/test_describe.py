@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardopt import checkpoint
-from shardopt.checkpoint.planning.describe import describe, merge_geometry, merge_values
+from shardopt.checkpoint.planning.describe import describe
+from shardopt.checkpoint.planning.merge import merge_geometry, merge_values
 from shardopt.errors import MismatchError, StateError
 from shardopt.state import flatten, join
 
@@ -92,10 +93,10 @@ def test_ranks_that_nest_otherwise_are_told(number):
     apps = OF_ONE_KEY[number]
     for one, other in [(apps[0], apps[1]), (apps[1], apps[2]), (apps[2], apps[0])]:
         with pytest.raises(StateError, match=r"app\['x'\]\['?[01]'?\] \(.*\) on rank 0, app"):
-            geometry = merge_geometry(wires([one, other], "geometry_json"))
-            merge_values(wires([one, other], "values_json"), geometry)
-    same = merge_geometry(wires([apps[0], apps[0]], "geometry_json"))
-    merge_values(wires([apps[0], apps[0]], "values_json"), same)
+            geometry = merge_geometry([(0,), (1,)], wires([one, other], "geometry_json")).geometry
+            merge_values(dict(enumerate(wires([one, other], "values_json"))), geometry)
+    same = merge_geometry([(0, 1)], wires([apps[0]], "geometry_json")).geometry
+    merge_values(dict(enumerate(wires([apps[0], apps[0]], "values_json"))), same)
 
 
 @pytest.mark.parametrize("choice", [{}, {"strict": False}, {"select": "."}, {"rename": {"y": "x"}}], ids=str)

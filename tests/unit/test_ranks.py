@@ -14,6 +14,7 @@ import torch.distributed as dist
 from shardopt.errors import CheckpointError, CheckpointExistsError, MismatchError, Problem, RankError, StateError
 from shardopt.ranks import Ranks, call_on, heartbeat, ranks_of
 from shardopt.ranks import ranks as ranks_module
+from shardopt.ranks.kinds import decompress, exchange, kinds_of, number_of_kind
 from shardopt.world import using
 from tests.support.worlds import FakeClock
 
@@ -134,6 +135,70 @@ def test_every_rank_has_its_own_result_and_the_one_decision(any_job):
     ]
     assert [second for _, second, _ in outcomes] == [("done", None)] * 4
     assert deciders == [outcomes[0][2]]
+
+
+def test_every_rank_reads_the_section_that_it_needs(any_job):
+    """One that is larger than a value of a TCPStore too; sections are gone once all ranks are in a later round."""
+
+    def two_rounds(here):
+        sections = [bytes([number]) * (1 + number * (9 << 20)) for number in range(2)]
+        got = [
+            here.agree_in_sections(
+                "x",
+                lambda: here.rank,
+                lambda rank: rank,
+                lambda reports: ([rank % 2 for rank in reports], sections),
+                lambda section_of: section_of[here.rank],
+            )
+            for _ in range(2)
+        ]
+        here.agree("y", lambda: None)
+        here.agree("y", lambda: None)
+        return got
+
+    job = any_job.start(3)
+    for rank, outcome in enumerate(together(job, two_rounds)):
+        for result, decision, section in outcome:
+            assert (result, decision) == (rank, [0, 1, 0])
+            assert section == (b"\1" * (1 + (9 << 20)) if rank == 1 else b"\0")
+    store = job[0]._channel.store
+    assert not any(
+        store.check([f"{job[0]._channel._session}/{number}/section{n}/0"]) for number in (1, 2) for n in (0, 1)
+    )
+
+
+def test_one_process_alone_has_a_section():
+    outcome = ranks_of().agree_in_sections("x", lambda: 3, lambda n: n, lambda reports: (reports, [b"a"]), lambda _: 0)
+    assert outcome == (3, [3], b"a")
+
+
+def test_sections_that_cannot_be_made_are_everybodys_error(job):
+    def fails(here):
+        here.agree_in_sections("x", lambda: 1, lambda n: n, lambda _: fail(StateError("no sections", [])), lambda _: 0)
+
+    ranks = job.start()
+    assert "no sections" in alike(together(ranks, fails), StateError)
+    assert together(ranks, lambda here: here.agree("y", lambda: here.rank)[0]) == [0, 1, 2]
+
+
+def exchanged(here):
+    """Ranks of two kinds send numbers, and get the sum of them, and the product with their kind."""
+    kinds = kinds_of(["a", "b", "b", "a"])
+    own = number_of_kind(kinds, here.rank)
+    describe = (lambda: here.rank + 10) if kinds[own][0] == here.rank else None
+    answer, section = exchange(
+        here,
+        "x",
+        describe,
+        lambda sent: ({"sent": sorted(map(list, sent.items()))}, [number * sum(sent.values()) for number in range(2)]),
+        lambda _: own,
+    )
+    return answer, decompress(section)
+
+
+def test_the_first_of_each_kind_is_heard(any_job):
+    answer = {"sent": [[0, 10], [1, 11]]}
+    assert together(any_job.start(4), exchanged) == [(answer, 0), (answer, 21), (answer, 21), (answer, 0)]
 
 
 def test_large_reports_and_decisions_travel_in_parts(any_job):

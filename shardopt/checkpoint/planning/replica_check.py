@@ -9,7 +9,7 @@ the same elements in every save.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
@@ -70,6 +70,33 @@ def summary_of(contents: Contents, views: Mapping[str, View], members: Mapping[s
         members: of the job, where they are known; they say which ranks have a key, and which hold a box, which is
             otherwise taken from this rank's views. Only summaries that were made with the same members compare.
     """
+    return {
+        where: xxhash.xxh3_64_hexdigest("".join(digest for _, _, digest in group).encode())
+        for where, group in _groups(contents, views, members).items()
+    }
+
+
+def contents_summed_up(
+    contents: Contents, views: Mapping[str, View], members: Mapping[str, Member], which: Collection[str]
+) -> Contents:
+    """Returns the hashes that some of a summary are of.
+
+    Args:
+        contents, views, members: as for `summary_of`.
+        which: keys of the summary.
+    """
+    some: defaultdict[str, dict[str, str]] = defaultdict(dict)
+    for where, group in _groups(contents, views, members).items():
+        if where in which:
+            for key, box, digest in group:
+                some[key][box] = digest
+    return some
+
+
+def _groups(
+    contents: Contents, views: Mapping[str, View], members: Mapping[str, Member]
+) -> dict[str, list[tuple[str, str, str]]]:
+    """Groups key, box and hash of replicas by a hash of who holds them, of their keys and of their boxes."""
     groups: defaultdict[Any, list[tuple[str, str, str]]] = defaultdict(list)
     everywhere: dict[int, str] = {}  # by identity: thousands of tensors share one tuple of thousands of ranks
     for key, boxes in contents.items():
@@ -84,19 +111,21 @@ def summary_of(contents: Contents, views: Mapping[str, View], members: Mapping[s
             continue
         for box, digest in boxes.items():
             groups[_shared_by_name(layout).get(box)].append((key, box, digest))
-    summary = {}
+    by_name = {}
     for holders, group in groups.items():
         group.sort()
         where = "\0".join([str(holders), *(f"{key}\0{box}" for key, box, _ in group)])
-        digests = "".join(digest for _, _, digest in group)
-        summary[xxhash.xxh3_64_hexdigest(where.encode())] = xxhash.xxh3_64_hexdigest(digests.encode())
-    return summary
+        by_name[xxhash.xxh3_64_hexdigest(where.encode())] = group
+    return by_name
 
 
-def summaries_agree(summaries: Iterable[Mapping[str, str]]) -> bool:
-    """Whether all ranks have the same hash for the same group of replicas."""
+def drifted_in(summaries: Iterable[Mapping[str, str]]) -> list[str]:
+    """Returns the groups of replicas, by the keys of summaries, for which ranks do not have the same hash."""
     first: dict[str, str] = {}
-    return all(first.setdefault(where, digest) == digest for each in summaries for where, digest in each.items())
+    drifted = (
+        where for each in summaries for where, digest in each.items() if first.setdefault(where, digest) != digest
+    )
+    return list(dict.fromkeys(drifted))
 
 
 def refuse_drifted(contents: Sequence[Contents]) -> None:

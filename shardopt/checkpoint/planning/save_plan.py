@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from shardopt.checkpoint.format.constants import DTYPES, PER_RANK_PREFIX, Dtype, file_stem, segment_count
 from shardopt.checkpoint.format.data_file import build_header
 from shardopt.checkpoint.format.manifest import StoredTensors
-from shardopt.checkpoint.planning.assign import assign, check_covers
+from shardopt.checkpoint.planning.assign import Assignment, assign
 from shardopt.checkpoint.planning.describe import Geometry
 from shardopt.sharding.box import Box, whole
 from shardopt.sharding.pieces import View
@@ -26,19 +27,24 @@ class WriteRequest(NamedTuple):
 
 
 class SavePlan:
-    """The writers of all boxes of a job's state; the same on every rank. Holds no tensor.
+    """The writers of all boxes of a job's state, or of one component of it; the same on every rank. Holds no tensor.
 
     Args:
+        geometry: whose tensors are made up by their boxes (`check_covers`).
         cut_plain: as for `assign`.
-
-    Raises:
-        LayoutError: the boxes of a tensor do not make up the tensor.
+        known: the assignments of tensors that another rank has planned.
     """
 
-    def __init__(self, geometry: Geometry, world_size: int, cut_plain: bool = True) -> None:
-        check_covers(geometry.members)
+    def __init__(
+        self,
+        geometry: Geometry,
+        world_size: int,
+        cut_plain: bool = True,
+        known: Mapping[str, Assignment] = MappingProxyType({}),
+    ) -> None:
         self.geometry = geometry
-        self.assigned = assign(geometry.members, cut_plain)
+        members = {key: member for key, member in geometry.members.items() if key not in known}
+        self.assigned = {**assign(members, cut_plain), **known}
         writers = {writer for assignment in set(self.assigned.values()) for writer in assignment.writers}
         if geometry.per_rank:
             writers |= {(rank, 0) for rank in range(world_size)}

@@ -1,0 +1,115 @@
+"""Exchanges of descriptions by kinds of ranks: what many ranks have alike is sent by one of them, and merged once.
+
+round    fingerprints    → `kinds_of` on rank 0, sent to all as `pack_kinds`
+round    descriptions    → `exchange`: the first rank of each kind sends, rank 0 merges, each rank gets its section
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from shardopt.ranks.calls import Call
+from shardopt.ranks.heartbeat import DEADLINE_SECONDS
+from shardopt.ranks.ranks import Ranks
+
+Kinds = Sequence[tuple[int, ...]]
+"""The ranks of each kind, ascending; kinds in the order of their first ranks."""
+
+
+def kinds_of(fingerprints: Sequence[str]) -> list[tuple[int, ...]]:
+    """Sorts ranks into kinds, which have equal fingerprints.
+
+    Args:
+        fingerprints: by rank.
+    """
+    ranks_of: dict[str, list[int]] = {}
+    for rank, fingerprint in enumerate(fingerprints):
+        ranks_of.setdefault(fingerprint, []).append(rank)
+    return [tuple(ranks) for ranks in ranks_of.values()]
+
+
+def pack_kinds(kinds: Kinds) -> list[list[int]]:
+    """Encodes kinds as JSON, each as runs of ranks at equal distances: first, distance, count, and so on."""
+    return [_runs(ranks) for ranks in kinds]
+
+
+def unpack_kinds(wire: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    """Decodes what `pack_kinds` encoded."""
+    return [
+        tuple(
+            rank
+            for first, distance, count in zip(runs[::3], runs[1::3], runs[2::3], strict=True)
+            for rank in range(first, first + distance * count, distance)
+        )
+        for runs in wire
+    ]
+
+
+def number_of_kind(kinds: Kinds, rank: int) -> int:
+    """Returns which of the kinds a rank is of."""
+    return next(number for number, ranks in enumerate(kinds) if rank in ranks)
+
+
+def exchange(
+    ranks: Ranks,
+    what: str | Call,
+    describe: Callable[[], Any] | None,
+    merge: Callable[[Mapping[int, Any]], tuple[Any, Sequence[Any]]],
+    section_of: Callable[[Any], int],
+    deadline_seconds: float = DEADLINE_SECONDS,
+) -> tuple[Any, bytes]:
+    """Merges the descriptions of some ranks on rank 0, and gives each rank the section that it needs. Collective.
+
+    Args:
+        what, deadline_seconds: as for `Ranks.agree`.
+        describe: makes this rank's description, as JSON; None where another of its kind sends it.
+        merge: runs on rank 0 only; gets descriptions by rank, and returns the JSON that every rank gets, and sections.
+        section_of: gets that JSON; returns the number of this rank's section.
+
+    Returns:
+        The JSON that every rank gets, and this rank's section, which `decompress` decodes.
+
+    Raises:
+        ShardoptError, RankError: as `Ranks.agree`.
+    """
+
+    def decide(reports: list[str | None]) -> tuple[Any, list[bytes]]:
+        sent = {rank: decompress(base64.b64decode(report)) for rank, report in enumerate(reports) if report is not None}
+        answer, sections = merge(sent)
+        return answer, [compress(section) for section in sections]
+
+    _, answer, section = ranks.agree_in_sections(
+        what,
+        work=lambda: None if describe is None else base64.b64encode(compress(describe())).decode(),
+        report=lambda text: text,
+        decide=decide,
+        section_of=section_of,
+        deadline_seconds=deadline_seconds,
+    )
+    return answer, section
+
+
+def compress(value: Any) -> bytes:
+    """Encodes JSON, compressed: geometry is repetitive, and to compress it fast takes less time than to encode it."""
+    return zlib.compress(json.dumps(value, separators=(",", ":")).encode(), 1)
+
+
+def decompress(data: bytes) -> Any:
+    """Decodes what `compress` encoded."""
+    return json.loads(zlib.decompress(data))
+
+
+def _runs(ranks: Sequence[int]) -> list[int]:
+    runs: list[int] = []
+    for rank in ranks:
+        if runs:
+            first, distance, count = runs[-3:]
+            if count == 1 or rank == first + distance * count:
+                runs[-2:] = [(rank - first) if count == 1 else distance, count + 1]
+                continue
+        runs += [rank, 1, 1]
+    return runs
