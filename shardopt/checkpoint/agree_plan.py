@@ -96,7 +96,7 @@ def _members_guessed(geometry: str, rank: int, plans: Kept) -> tuple[str, Mappin
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What rank 0 has seen in the reports of all ranks.
+    """The comparison of the reports of all ranks, made by rank 0.
 
     Args:
         job: the fingerprint of all ranks' descriptions.
