@@ -75,7 +75,7 @@ def save(
             Objects are asked in the order of `app`, which ranks must share if a `state_dict` communicates.
         durable: whether local files are flushed to the disk before the commit. Without it a save is faster, and a
             machine that loses power afterwards may lose the checkpoint.
-        check_replicas: which bytes of tensors that several ranks hold are compared before the commit. "sampled" compares
+        check_replicas: the bytes compared before the commit of tensors that several ranks hold. "sampled" compares
             hashes of all bytes of tensors of up to 64 KiB, and of 64 blocks of 1 KiB of larger ones: the first, the
             last, and others at equal distances between them, the same in every save. "all" compares all bytes, "none"
             none. Plain tensors that are not compared whole are written whole by one rank each; DTensors, whose
