@@ -9,6 +9,11 @@ checkpointed activations) put into them; the module itself gets its own names ba
 to the last value. Within what an object's
 `state_dict()` gave, a container without tensors is one value: what is in it is that object's own affair, and a fresh
 object may well have fewer entries than the one that was saved.
+
+Options belong to parameters: where an object's state has groups whose parameters are names, each parameter has one
+plain value, the options of its group, under its own key (`optimizer.param_groups.layers.0.weight`). Ranks that hold
+different parameters, or have them in other groups, so meet by key; the groups are made anew when the object gets its
+state.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from typing import Any, Literal, Protocol, TypeGuard, runtime_checkable
 
@@ -26,6 +31,18 @@ from torch.optim import Optimizer
 
 from shardopt.errors import Problem, StateError
 from shardopt.names import plain_names_in
+from shardopt.param_groups import (
+    PARAM_GROUPS,
+    PARAMS,
+    UNTOUCHED,
+    Groups,
+    OptionsByMember,
+    are_named,
+    groups_elsewhere,
+    options_by_member,
+    with_options,
+)
+from shardopt.values import OnAnyRank
 
 RESERVED_PREFIXES = ("__xxh3__.", "__per_rank__.")
 RESERVED_KEYS = ("__metadata__",)  # safetensors keeps its own notes under this name
@@ -66,7 +83,7 @@ class PartialStateful(Stateful, Protocol):
 
     `held_state_names` gives the names that belong on this rank. What is stored under others is left to the ranks that
     hold them; what is stored under these and has no place is an error. Its keys do not depend on whether this rank has
-    any: the outermost entries of its state always have keys of their own, and an empty "state" has no key. Its
+    any: the outermost entries of its state always have keys of their own, and those of "state" too. Its
     `check_state_dict` and `load_state_dict` take `strict=False`, to pass over what is on one side only within plain
     values, too.
     """
@@ -88,18 +105,15 @@ class UnsteppedStateful(PartialStateful, Protocol):
 
 
 @runtime_checkable
-class RenamedStateful(Stateful, Protocol):
-    """A Stateful that has names in its state which are no keys, such as those of the parameters in a group.
+class GroupedStateful(Stateful, Protocol):
+    """A Stateful with groups by pattern, of which each must match on some rank of the job.
 
-    `rename_state_dict` gets a stored state, with `PerRank` in the place of each tensor, and returns it with these names
-    made anew; what it leaves where it was is renamed by its key. `new_key` maps a key of the state by the rules of a
-    load ("state.layers.0.weight" → "state.blocks.0.weight"): None if they make it a key of something else.
-    It raises MismatchError where the rules are ambiguous, and changes nothing.
+    `unmatched_patterns` gives a problem for each that matches nothing on this rank, with the same key on every rank.
+    Its
+    `load_state_dict` takes groups that tell of parameters on other ranks (`param_groups.ELSEWHERE`).
     """
 
-    def rename_state_dict(
-        self, state_dict: Mapping[str, Any], new_key: Callable[[str], str | None]
-    ) -> dict[str, Any]: ...
+    def unmatched_patterns(self) -> list[Problem]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +144,23 @@ class Handback:
     """An object of `app`, and the state that it gave; filled by a load, it is handed to `load_state_dict`.
 
     `plain_names` has the outermost names in its state that stand otherwise in the paths of its leaves, and how.
+    `groups` are those of its state where their parameters are names, and so have leaves of their own; `options` gets
+    what a load has for these leaves, and `elsewhere` what it has for parameters of other ranks.
     """
 
     path: Path
     target: Stateful
     state: dict[str, Any]
     plain_names: Mapping[str, str] = field(default_factory=dict)
+    groups: Groups | None = None
+    options: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    elsewhere: OptionsByMember = field(default_factory=dict)
+
+    def filled_state(self) -> dict[str, Any]:
+        """Returns the state to hand back, with groups made of the options that a load has for their members."""
+        if self.groups is not None and (self.options or self.elsewhere):
+            self.state[PARAM_GROUPS] = with_options(self.groups, self.options) + groups_elsewhere(self.elsewhere)
+        return self.state
 
 
 @dataclass(slots=True)
@@ -155,6 +180,15 @@ class FlatState:
 
     def per_rank(self) -> dict[str, PerRank]:
         return {key: leaf.value for key, leaf in self.leaves.items() if isinstance(leaf.value, PerRank)}
+
+    def unmatched_patterns(self) -> list[dict[str, str]]:
+        """Returns a problem for each pattern that matches nothing on this rank, as JSON for `refuse_unmatched`."""
+        return [
+            asdict(replace(problem, key=f"{join(each.path)}: {problem.key}"))
+            for each in self.handbacks
+            if isinstance(each.target, GroupedStateful)
+            for problem in each.target.unmatched_patterns()
+        ]
 
 
 def flatten(app: Mapping[str, Any]) -> FlatState:
@@ -270,15 +304,46 @@ def _descend_stateful(node: Stateful, path: Path, flat: FlatState) -> None:
             handback.state[own.get(part, part)] = child
 
     partial = isinstance(node, PartialStateful)
-    if partial or holds_tensors(handback.state):
+    groups = handback.state.get(PARAM_GROUPS)
+    if are_named(groups) and (partial or any(group[PARAMS] for group in groups)):
+        handback.groups = groups
+    if partial or handback.groups is not None or holds_tensors(handback.state):
         for part, child in handback.state.items():
             _check_part(part, path)
-            if partial and part == "state" and not child:
-                continue  # other ranks may have some, and no rank is to have a key that they have not
-            _descend(child, (*path, plain.get(part, part)), _set_item(handback.state, part), True, flat)
+            if part == PARAM_GROUPS and handback.groups is not None:
+                _add_options(handback, (*path, part), flat)
+            elif partial and part == "state" and isinstance(child, MutableMapping):
+                for name, entries in child.items():  # one by one: other ranks may have others
+                    _check_part(name, (*path, part))
+                    _descend(entries, (*path, part, name), _set_item(child, name), True, flat)
+            else:
+                _descend(child, (*path, plain.get(part, part)), _set_item(handback.state, part), True, flat)
     else:
         _add(flat, path, {plain.get(part, part): child for part, child in handback.state.items()}, replace_state)
     flat.handbacks.append(handback)  # after those within: an object gets its state back whole
+
+
+def _add_options(handback: Handback, path: Path, flat: FlatState) -> None:
+    """Adds a leaf for each parameter in groups; equal options are one object."""
+    plain: dict[int, dict[str, Any]] = {}
+    for name, options in options_by_member(handback.groups or ()).items():
+        if id(options) not in plain:
+            plain[id(options)] = {option: _plain_option(value) for option, value in options.items()}
+            if UNTOUCHED in options:  # ranks know it of the parameters that they have elements of
+                plain[id(options)][UNTOUCHED] = OnAnyRank(bool(options[UNTOUCHED]))
+        _add(flat, (*path, name), plain[id(options)], _set_item(handback.options, name))
+
+
+def _plain_option(value: Any) -> Any:
+    """Returns an option as a plain value, in which tensors are on the CPU."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    if isinstance(value, Mapping):
+        return {name: _plain_option(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple) and holds_tensors(value):
+        items = [*map(_plain_option, value)]
+        return _like_tuple(value, items) if isinstance(value, tuple) else items
+    return value
 
 
 def unwrapped(node: Stateful, path: Path = ()) -> Stateful:

@@ -7,7 +7,7 @@
     tuple, set                                              {"tuple": [...]}, {"set": [...]}
     dict with str or int keys, Counter                      {"dict": [[key, value], ...]}, {"counter": ...} likewise
     NumPy scalar, array                                     {"numpy": ["<dtype.str>", shape or null, "<base64>"]}
-    tensor (small, on the CPU; within PerRank)              {"tensor": ["float32", shape, "<base64>"]}
+    tensor (small, on the CPU; within PerRank, options)     {"tensor": ["float32", shape, "<base64>"]}
 
 A JSON object therefore always has exactly one member, whose name is its type. Anything else is refused by name:
 a subclass is not its base, because it would come back as something that it was not. (Of two NumPy scalar types that
@@ -22,6 +22,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -39,19 +40,22 @@ _TORCH_DTYPES = {
     if isinstance(dtype, torch.dtype) and not re.match(r"torch\.(q|bits)", str(dtype))
 }
 _DEPTH_LIMIT = 64
-_UNION = "union"
-"""The form of a `UnionOfRanks`, on its way between ranks; it comes back, and so is stored, as a list."""
+_ANY = "any"
+"""The form of an `OnAnyRank`, on its way between ranks; it comes back, and so is stored, as a bool."""
 _REMEDY = (
     "store plain values (None, bool, int, float, str, bytes, list, tuple, set, dict, Counter, NumPy scalars), "
     "tensors, or an object with state_dict and load_state_dict"
 )
 
 
-class UnionOfRanks(list[str]):
-    """A list of names of which a rank knows some: within a plain value, it stands for those of all ranks together.
+@dataclass(frozen=True, slots=True)
+class OnAnyRank:
+    """A fact that not all ranks know of: within a plain value, it stands for whether it is so on any rank.
 
-    It is stored as a plain list, sorted.
+    It is stored as a plain bool.
     """
+
+    value: bool
 
 
 def encode_value(value: Any, key: str = "value") -> Any:
@@ -79,8 +83,8 @@ def _encode(value: Any, key: str, depth: int) -> Any:
         return _text(value, key)
     if kind is list:
         return [_encode(item, f"{key}[{i}]", depth + 1) for i, item in enumerate(value)]
-    if kind is UnionOfRanks:
-        return {_UNION: sorted(_text(name, key) for name in value)}
+    if kind is OnAnyRank:
+        return {_ANY: value.value}
     if kind is bytes:
         return {"bytes": base64.b64encode(value).decode()}
     if kind is tuple:
@@ -128,7 +132,7 @@ def _refused(key: str, actual: str) -> StateError:
 
 
 def united(wires: Sequence[Any]) -> Any:
-    """Merges the forms that ranks have of one value, equal but for what each has of a `UnionOfRanks`."""
+    """Merges the forms that ranks have of one value, equal but for what each knows of an `OnAnyRank`."""
     first = wires[0]
     if isinstance(first, list):
         return [united(items) for items in zip(*wires, strict=True)]
@@ -136,8 +140,8 @@ def united(wires: Sequence[Any]) -> Any:
         return first
     ((kind, body),) = first.items()
     bodies = [wire[kind] for wire in wires]
-    if kind == _UNION:
-        return sorted(set().union(*bodies))
+    if kind == _ANY:
+        return any(bodies)
     if kind in ("dict", "counter"):
         others = [{canonical(k): v for k, v in entries} for entries in bodies]
         return {kind: [[k, united([by_key[canonical(k)] for by_key in others])] for k, _ in body]}
@@ -146,7 +150,7 @@ def united(wires: Sequence[Any]) -> Any:
 
 def canonical(wire: Any) -> str:
     """Returns a text that is equal for the forms of equal values, whatever the order of a dict's entries, and whatever
-    a rank has of a `UnionOfRanks`.
+    a rank knows of an `OnAnyRank`.
     """
     return json.dumps(_ordered(wire), sort_keys=True)
 
@@ -156,7 +160,9 @@ def _ordered(wire: Any) -> Any:
         return [_ordered(item) for item in wire]
     if isinstance(wire, dict):
         ((kind, body),) = wire.items()
-        body = [] if kind == _UNION else _ordered(body)
+        if kind == _ANY:
+            return {kind: None}
+        body = _ordered(body)
         return {kind: sorted(body, key=repr) if kind in ("dict", "counter") else body}
     return wire
 
@@ -197,8 +203,8 @@ def _decode_typed(kind: str, body: Any, depth: int) -> Any:
         return float(body)
     if kind == "bytes":
         return base64.b64decode(body, validate=True)
-    if kind == _UNION and isinstance(body, list):
-        return [_decode(item, depth + 1) for item in body]
+    if kind == _ANY and isinstance(body, bool):
+        return body
     if kind in ("tuple", "set") and isinstance(body, list):
         items = [_decode(item, depth + 1) for item in body]
         return tuple(items) if kind == "tuple" else set(items)

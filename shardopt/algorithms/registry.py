@@ -23,8 +23,8 @@ from shardopt.errors import AlgorithmError, Problem
 from shardopt.sharding.pieces import View
 from shardopt.torch_private import step_without_hooks
 
-GLOBAL_STATE = "global"
-"""The prefix of the names under which `state` has the state of no parameter: "global.<least FQN>"."""
+GLOBAL_STATE = "__global__"
+"""The name under which `state` has the state of no parameter: one per optimizer, whatever parameters a rank has."""
 
 Options = Mapping[str, Any]
 

@@ -15,12 +15,14 @@ from typing import Any, NamedTuple
 
 import xxhash
 
+from shardopt.checkpoint.format.shared_values import Values
 from shardopt.checkpoint.planning.assign import Member, check_covers
-from shardopt.checkpoint.planning.describe import Description, Geometry, Values, geometry_of
+from shardopt.checkpoint.planning.describe import Description, Geometry, geometry_of
 from shardopt.checkpoint.planning.merge import merge_geometry, merge_values, read_section, sections_of
 from shardopt.checkpoint.planning.replica_check import CheckReplicas, drifted_in, refuse_drifted
 from shardopt.checkpoint.planning.save_plan import RankWrites, SavePlan
 from shardopt.errors import Problem, ShardoptError, StateError
+from shardopt.param_groups import refuse_unmatched
 from shardopt.ranks import Call, Ranks
 from shardopt.ranks.kinds import decompress, exchange, kinds_of, number_of_kind, pack_kinds, unpack_kinds
 
@@ -60,6 +62,7 @@ class _Report(NamedTuple):
         contents: a summary of the replicas' hashes, in groups by their holders according to the plan `guess`.
         guess: the kept plan that this save most likely uses; "" where there is none.
         kept: all plans that the rank has.
+        unmatched: patterns of groups that match nothing there.
     """
 
     geometry: str
@@ -69,6 +72,7 @@ class _Report(NamedTuple):
     contents: dict[str, str]
     guess: str
     kept: list[str]
+    unmatched: list[dict[str, Any]]
 
 
 def report_state(description: Description, geometry: str, rank: int, plans: Kept) -> _Report:
@@ -83,7 +87,8 @@ def report_state(description: Description, geometry: str, rank: int, plans: Kept
     contents = description.contents_summary(members)
     values = description.values_fingerprint()
     kept = [job for job, kept_for in plans if kept_for == rank]
-    return _Report(geometry, values, description.is_partial, description.check_replicas, contents, guess, kept)
+    choice, unmatched = description.check_replicas, list(description.unmatched)
+    return _Report(geometry, values, description.is_partial, choice, contents, guess, kept, unmatched)
 
 
 def _members_guessed(geometry: str, rank: int, plans: Kept) -> tuple[str, Mapping[str, Member]]:
@@ -128,10 +133,12 @@ def compare_reports(reports: Sequence[Any]) -> Comparison:
     """Compares the reports of all ranks, by rank.
 
     Raises:
-        StateError: ranks have different choices of `check_replicas`, by which their plans would differ too.
+        StateError: ranks have different choices of `check_replicas`, by which their plans would differ too; or a
+            pattern of groups matches nothing on any rank.
     """
     parsed = [_Report(*report) for report in reports]
     _refuse_different_choices([each.check_replicas for each in parsed])
+    refuse_unmatched([each.unmatched for each in parsed])
     geometries = [each.geometry for each in parsed]
     job = xxhash.xxh3_128_hexdigest("".join([parsed[0].check_replicas, *geometries]).encode())
     kinds = kinds_of(geometries)

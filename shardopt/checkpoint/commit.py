@@ -22,13 +22,12 @@ from shardopt.checkpoint.format.manifest import (
     StoredTensors,
     encode_manifest,
 )
-from shardopt.checkpoint.planning.describe import Values
+from shardopt.checkpoint.format.shared_values import Values, decode_each
 from shardopt.checkpoint.planning.save_plan import SavePlan
 from shardopt.checkpoint.reading.read_manifest import read_manifest
 from shardopt.checkpoint.storage import Storage, is_temporary
 from shardopt.checkpoint.storage.no_space import explain_no_space
 from shardopt.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, Problem
-from shardopt.values import decode_value
 from shardopt.world import world
 
 _log = logging.getLogger("shardopt.checkpoint")
@@ -153,7 +152,7 @@ def manifest_of(save_id: str, plan: SavePlan, values: Values, reports: Sequence[
         world_size=len(reports),
         files=files,
         tensors=plan.stored,
-        values={key: (path, decode_value(value)) for key, (path, value) in values.items()},
+        values=decode_each(values),
         per_rank=plan.geometry.per_rank,
     )
 

@@ -34,6 +34,7 @@ from shardopt.checkpoint.reading.target import fill
 from shardopt.checkpoint.reports import LoadReport, emit_report
 from shardopt.errors import CheckpointError, MismatchError, Problem, ShardoptError
 from shardopt.gc_pause import gc_paused
+from shardopt.param_groups import refuse_unmatched
 from shardopt.ranks import DEADLINE_SECONDS, Ranks, ranks_of
 from shardopt.ranks.failures import names_of
 from shardopt.sharding.pieces import View
@@ -143,8 +144,7 @@ def load(
             Parameters in the groups of keyed optimizers, nested in any way, are renamed as their state is:
             "layers.0.weight" as the key "optimizer.state.layers.0.weight". So `^model\.layers\.` renames the model
             alone, and needs `^optimizer\.state\.layers\.` beside it; `^layers\.` fits no key. Refused are rules by
-            which two parameters get one name, or one is called otherwise in its group than in its state. Other names
-            within plain values stay.
+            which two keys get one name. Names within plain values stay.
         transactional: verify all that will be read before the first byte is changed, at the price of reading it twice.
         replicas: what is done about boxes that several ranks hold: each holder may "read" them, or one of them reads
             and sends to the others ("exchange", over the job's process group, whose own timeout holds for the sends).
@@ -212,6 +212,7 @@ def _load_into(
             fingerprint(plan.shared),
             _fingerprint_of_differences(plan.match),
             plan.has_casts_to_check,
+            plan.flat.unmatched_patterns(),
         ],
         decide=lambda reports: _compare_ranks(str(url), reports),
         deadline_seconds=deadline_seconds,
@@ -224,7 +225,7 @@ def _load_into(
     if options.transactional:
         doing = f"{what} (transactional)"  # by which ranks notice that some of them do not verify
         ranks.agree(doing, work=lambda: check_all(reads.requests), deadline_seconds=deadline_seconds)
-    loaded = [each for each in plan.flat.handbacks if plan.match.loads_into(each.path, plan.flat)]
+    loaded = [each for each in plan.flat.handbacks if each.elsewhere or plan.match.loads_into(each.path, plan.flat)]
     optimizers = [each.target for each in loaded if isinstance(each.target, Optimizer)]
 
     def fill_marked() -> int:
@@ -305,8 +306,10 @@ def _compare_ranks(url: str, reports: list[list[Any]]) -> dict[str, Any]:
 
     Raises:
         CheckpointError: ranks would load from different checkpoints.
+        StateError: a pattern of groups matches nothing on any rank.
     """
-    digests, fingerprints, differences, casts = zip(*reports, strict=True)
+    digests, fingerprints, differences, casts, unmatched = zip(*reports, strict=True)
+    refuse_unmatched(unmatched)
     other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if other is not None:
         seen = f"another checkpoint on rank {other} than on rank 0"
@@ -377,4 +380,4 @@ def _hand_back(plan: _Plan, shared: BroadcastReads, loaded: list[Handback], leni
         leaf.replace(PerRank(plan.per_rank[plan.key_of(key)], leaf.value.on_resize))
     for handback in loaded:
         choices = {"strict": False} if lenient and isinstance(handback.target, PartialStateful) else {}
-        handback.target.load_state_dict(handback.state, **choices)
+        handback.target.load_state_dict(handback.filled_state(), **choices)

@@ -10,6 +10,7 @@ from shardopt.checkpoint.commit import commit, discard, refuse_committed
 from shardopt.checkpoint.format.constants import SEGMENT_BYTES
 from shardopt.checkpoint.format.manifest import StoredLayout
 from shardopt.checkpoint.format.metrics import pack_metrics
+from shardopt.checkpoint.format.shared_values import encode_each
 from shardopt.checkpoint.format.tensor_bytes import bytes_of
 from shardopt.checkpoint.planning.assign import Member, check_covers
 from shardopt.checkpoint.planning.describe import Geometry
@@ -87,7 +88,7 @@ def reshard(
                 per_rank = _per_rank(reader, rank) if keep_per_rank else None
                 files = write_files(target, save_id, RankWrites(plan, rank), source.chunks_of, per_rank)
                 reports.append([[file.name, file.nbytes, file.digest] for file in files])
-            values = {key: (path, encode_value(value, key)) for key, (path, value) in reader.manifest.values.items()}
+            values = encode_each(reader.manifest.values)
             metrics = None if reader.manifest.metrics is None else pack_metrics(reader.manifest.metrics)
             total = commit(target, save_id, plan, values, reports, metrics, reader.manifest.saved_at)
         except BaseException:

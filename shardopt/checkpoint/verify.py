@@ -120,7 +120,7 @@ def _members_by_file(manifest: Manifest) -> defaultdict[int, list[tuple[str, Sto
         if tensor.tied_to is not None:
             continue  # it is stored as the tensor that it is tied to
         for box, file in zip(tensor.layout.boxes, tensor.layout.files, strict=True):
-            members[file].append((key, tensor, box))
+            members[file].append((tensor.stored_as or key, tensor, box))
     return members
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
 from functools import partial
 from itertools import chain
 from typing import Any, cast
@@ -15,6 +15,7 @@ from shardopt.optim.related import RelatedOptimizer
 from shardopt.optim.state_dict.agreement import differences
 from shardopt.optim.state_dict.groups import (
     NamedParameters,
+    Places,
     described,
     first_names,
     listed,
@@ -25,9 +26,10 @@ from shardopt.optim.state_dict.groups import (
     refuse_unknown,
 )
 from shardopt.optim.state_dict.load_plan import LoadPlan, Unmatched
+from shardopt.optim.state_dict.offered_form import with_named_groups
 from shardopt.optim.state_dict.options import saved_options, warn_of_another_algorithm, warn_of_overridden
-from shardopt.optim.state_dict.renaming import renamed
-from shardopt.optim.state_dict.saved_form import ALGORITHM, PARAM_GROUPS, PARAMS, STATE, KeyedGroup, as_saved, plan_all
+from shardopt.optim.state_dict.saved_form import ALGORITHM, STATE, KeyedGroup, as_saved, plan_all
+from shardopt.param_groups import PARAM_GROUPS, PARAMS
 from shardopt.ranks import ranks_of
 from shardopt.sharding.view import is_held
 from shardopt.staging_fence import wait_for_copies
@@ -55,6 +57,9 @@ class KeyedOptimizer(RelatedOptimizer):
         StateError: state or a group has a tensor that is not in `params`.
     """
 
+    _unmatched: tuple[Problem, ...] = ()
+    _places = Places()
+
     def __init__(
         self, params: Mapping[str, Tensor], state: Mapping[Any, Any], param_groups: Collection[Mapping[str, Any]]
     ) -> None:
@@ -72,15 +77,16 @@ class KeyedOptimizer(RelatedOptimizer):
             refuse_flattened(self._params)
         refuse_non_leaf_tensors(self._params, param_groups)
         grouped = list(chain.from_iterable(group[PARAMS] for group in param_groups))
-        strangers = [key for key in (*state, *grouped) if isinstance(key, Tensor) and key not in self._names]
+        strangers = [key for key in (*state, *grouped) if not isinstance(key, Tensor) or key not in self._names]
         if strangers:
+            several = listed(key if isinstance(key, str) else described(key) for key in strangers)
             problem = Problem(
                 "state and param_groups",
-                f"{len(strangers)} tensors without a name",
+                f"{len(strangers)} keys that are no parameters: {several}",
                 "parameters only",
                 f"name them in params, which has {listed(self._params)}",
             )
-            raise StateError("all state keys must be params", [problem])
+            raise StateError("All state keys must be params.", [problem])
 
     @property
     def params(self) -> Mapping[str, Tensor]:
@@ -91,12 +97,13 @@ class KeyedOptimizer(RelatedOptimizer):
         """`{"state": {fqn: {name: value}}}`, and with `save_param_groups(True)` also "param_groups".
 
         The tensors are the optimizer's own (sharded ones put together without a copy), so writing into them changes
-        it. Groups go by the least FQN in them: `{least fqn: {"params": [sorted fqns], option: value, ...}}`, with the
-        algorithm's name and the options that the code gave; options that say how to compute (`foreach`, `fused`,
-        `capturable`, `differentiable`) are left out, and a tensor of one element is a number. Local to the rank.
+        it. Groups are a list in the order of `param_groups`: `[{"params": [sorted fqns], option: value, ...}, ...]`,
+        with the algorithm's name and the options that the code gave; options that say how to compute (`foreach`,
+        `fused`, `capturable`, `differentiable`) are left out, and a tensor of one element is a number. Local to the
+        rank.
 
-        torch's `get_optimizer_state_dict` and its setter take parameters by position, and so raise KeyError or
-        TypeError on a keyed optimizer; call this and `load_state_dict` in their place.
+        torch's `get_optimizer_state_dict` takes parameters by position: of a keyed optimizer it gives positions where
+        there are names here, and raises KeyError without groups. Call this in its place.
 
         Raises:
             StateError: groups are saved, and one has an option that cannot be stored.
@@ -115,15 +122,18 @@ class KeyedOptimizer(RelatedOptimizer):
         both (`keep_options` goes on with the code's).
 
         Args:
-            state_dict: as from `state_dict()`.
-            strict: whether parameters, state, groups and options on one side only, and groups that another algorithm
+            state_dict: as from `state_dict()`, of this version or of an earlier one; or from a torch optimizer that was
+                made of `named_parameters()`, and so has "param_names" in its groups. Options go by parameter: each
+                group takes those that all of its parameters have, in whatever groups they were saved.
+            strict: whether parameters, state and options on one side only, and groups that another algorithm
                 has saved, are errors. Otherwise keys on both sides are loaded, and of another algorithm's groups no
                 options; the rest stays as it is and is returned.
             convert_dtype: whether floating-point state of another dtype is converted to the one that is here. Numbers
                 that it cannot hold are errors.
 
         Raises:
-            MismatchError: lists everything that does not fit; nothing was changed.
+            MismatchError: lists everything that does not fit, options in which the parameters of a group disagree
+                too; nothing was changed.
         """
         plan = LoadPlan(strict, convert_dtype)
         self.plan_load(plan, state_dict)
@@ -150,22 +160,6 @@ class KeyedOptimizer(RelatedOptimizer):
         plan = LoadPlan(strict, convert_dtype, descriptions=True)
         self.plan_load(plan, state_dict)
         plan.check()
-
-    def rename_state_dict(self, state_dict: Mapping[str, Any], new_key: Callable[[str], str | None]) -> dict[str, Any]:
-        """Renames the parameters of a saved state, as `load(..., rename=...)` asks for.
-
-        A parameter is renamed as the key of its state is: "layers.0.weight" in a group becomes "blocks.0.weight" where
-        "state.layers.0.weight" becomes "state.blocks.0.weight". Groups go by the least of their new names.
-
-        Args:
-            state_dict: as from `state_dict()`; unchanged. Entries of state with tensors keep their names, as each of
-                these has a key by which it is renamed.
-            new_key: renames a key by the rules; None if the new key belongs to something else.
-
-        Raises:
-            MismatchError: a parameter in a group is renamed to none, to the same as another, or in its state otherwise.
-        """
-        return renamed(state_dict, new_key)
 
     def held_state_names(self) -> set[str]:
         """Returns the names under "state" that belong on this rank, whether there is state for them or not.
@@ -204,6 +198,14 @@ class KeyedOptimizer(RelatedOptimizer):
         State that another one has saved is not loaded.
         """
         return ""
+
+    def note_patterns(self, places: Places, unmatched: Iterable[Problem]) -> None:
+        """Records the patterns of groups, of which some may match no parameter on this rank, and some on another."""
+        self._places, self._unmatched = places, tuple(unmatched)
+
+    def unmatched_patterns(self) -> list[Problem]:
+        """Returns a problem for each pattern of groups that matches no parameter on this rank."""
+        return list(self._unmatched)
 
     def _note_given(self, group: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         """Records options of a group as given by the code."""
@@ -265,7 +267,7 @@ class KeyedOptimizer(RelatedOptimizer):
 
         Raises:
             StateError: for each option and each number that differs, names the first parameter, with the values of each
-                rank. Every rank raises.
+                rank; or a pattern of groups matches no parameter on any rank. Every rank raises.
         """
         names = first_names(self.params)
 
@@ -273,7 +275,7 @@ class KeyedOptimizer(RelatedOptimizer):
             refuse_unfit_groups(self.param_groups, names)
             return self.param_groups
 
-        drifted = differences(ranks_of(), names, groups, lambda: self._gather()[STATE])
+        drifted = differences(ranks_of(), names, groups, lambda: self._gather()[STATE], self.unmatched_patterns())
         if drifted:
             raise StateError("ranks have drifted apart", drifted)
 
@@ -303,8 +305,8 @@ class KeyedOptimizer(RelatedOptimizer):
         self.param_groups.append({PARAMS: list(names), **self.defaults, **options})
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("_params", "_names", "_save_param_groups", "_dropped", "_kept_options")
-        own = {name: self.__dict__[name] for name in names}
+        names = ("_params", "_names", "_save_param_groups", "_dropped", "_kept_options", "_places", "_unmatched")
+        own = {name: getattr(self, name) for name in names}
         return {**super().__getstate__(), **own, "_elsewhere": None}
 
     # An optimizer made of others overrides the four below, and calls those of its children.
@@ -314,11 +316,12 @@ class KeyedOptimizer(RelatedOptimizer):
         state_dict: StateDict = {STATE: {name: as_saved(entries) for name, entries in self._named_state()}}
         groups = self._keyed_groups()
         if groups is not None:
-            state_dict[PARAM_GROUPS] = {group.key: group.saved for group in groups}
+            state_dict[PARAM_GROUPS] = [group.saved for group in groups]
         return state_dict
 
     def _plan(self, plan: LoadPlan, offered: Mapping[str, Any]) -> None:
         """Plans to load a state dict that the hooks have seen."""
+        offered = with_named_groups(offered)
         state = offered.get(STATE)
         elsewhere = self._names_elsewhere()
         if elsewhere and isinstance(state, Mapping):
@@ -398,14 +401,15 @@ class KeyedOptimizer(RelatedOptimizer):
                 raise StateError("state of a tensor without a name cannot be saved or loaded", [problem])
 
     def _keyed_groups(self) -> list[KeyedGroup] | None:
-        """Returns the groups that have parameters, if groups are saved; else None."""
+        """Returns the groups in their order, those without parameters too, if groups are saved; else None."""
         if not self._save_param_groups:
             return None
         keyed_groups = []
-        for names, group in self._names_in_groups():
-            if names:
-                saved = {PARAMS: names, **saved_options(group, names[0]), **self._saved_besides(group, names)}
-                keyed_groups.append(KeyedGroup(group, saved, self._kept_options))
+        for position, (names, group) in enumerate(self._names_in_groups()):
+            saved = {PARAMS: names}
+            where = KeyedGroup(group, saved).where(PARAM_GROUPS, position)
+            saved |= {**saved_options(group, where), **self._saved_besides(group, names)}
+            keyed_groups.append(KeyedGroup(group, saved, self._kept_options, partial(self._places.has, position)))
         return keyed_groups
 
     def _names_in_groups(self) -> list[tuple[list[str], dict[str, Any]]]:

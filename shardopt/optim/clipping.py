@@ -18,8 +18,8 @@ from shardopt.optim.base import KeyedOptimizer
 from shardopt.optim.gradients.local_gradients import alike, clamp, scale, writable_gradients
 from shardopt.optim.gradients.norms import GradientNorm
 from shardopt.optim.state_dict.groups import first_names, refuse_flattened, refuse_unfit_groups
-from shardopt.optim.state_dict.saved_form import PARAMS
 from shardopt.optim.wrapper import OptimizerWrapper
+from shardopt.param_groups import PARAMS
 
 _EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ has it, so that nothing is divided by zero
 

@@ -14,7 +14,9 @@ from shardopt.optim.base import KeyedOptimizer, StateDict
 from shardopt.optim.composite import CompositeOptimizer
 from shardopt.optim.state_dict.groups import described, listed, named, refuse_unknown
 from shardopt.optim.state_dict.load_plan import LoadPlan
-from shardopt.optim.state_dict.saved_form import PARAM_GROUPS, PARAMS, STATE, plan_keys, renamed_group
+from shardopt.optim.state_dict.offered_form import with_named_groups
+from shardopt.optim.state_dict.saved_form import STATE, plan_keys
+from shardopt.param_groups import ELSEWHERE, PARAM_GROUPS, PARAMS, are_named, members_only, renamed_group
 
 Child = tuple[str, KeyedOptimizer]
 
@@ -258,41 +260,77 @@ class CombinedOptimizer(CompositeOptimizer):
                     problem = Problem(seen_as, "state of two optimizers", "of one", "give the optimizers keys")
                     raise StateError("two optimizers keep state under one name", [problem])
                 gathered[STATE][seen_as] = entries
-            for name, group in state_dict.get(PARAM_GROUPS, {}).items():
-                renamed = renamed_group(group, partial(self.prepend_opt_key, opt_key=key))
-                gathered.setdefault(PARAM_GROUPS, {})[self.prepend_opt_key(name, key)] = renamed
+            if PARAM_GROUPS in state_dict:
+                seen_from_here = partial(self.prepend_opt_key, opt_key=key)
+                groups = [renamed_group(group, seen_from_here) for group in state_dict[PARAM_GROUPS]]
+                gathered.setdefault(PARAM_GROUPS, []).extend(groups)
         return gathered
 
     def _plan(self, plan: LoadPlan, offered: Mapping[str, Any]) -> None:
+        offered = with_named_groups(offered)
         plan_keys(plan, self._saves_groups, offered, self._has_state)
         by_child: list[dict[str, Any]] = [{STATE: {}} for _ in self._children]
         for child_state, child in zip(by_child, self._children, strict=True):
             if child._saves_groups:
-                child_state[PARAM_GROUPS] = {}
-        for section in (STATE, PARAM_GROUPS) if self._saves_groups else (STATE,):
-            self._distribute(plan, section, offered.get(section, {}), by_child)
+                child_state[PARAM_GROUPS] = []
+        self._distribute_state(plan, offered.get(STATE, {}), by_child)
+        if self._saves_groups:
+            self._distribute_groups(plan, offered.get(PARAM_GROUPS, []), by_child)
         for key, child, child_state in zip(self._keys, self._children, by_child, strict=True):
             child.plan_load(plan.child(key), child_state)
 
-    def _distribute(self, plan: LoadPlan, section: str, offered: Any, by_child: list[dict[str, Any]]) -> None:
-        """Distributes the offered "state" or "param_groups" to the children, by the names that they have for it."""
+    def _distribute_state(self, plan: LoadPlan, offered: Any, by_child: list[dict[str, Any]]) -> None:
+        """Distributes the offered "state" to the children, by the names that they have for it."""
         if not isinstance(offered, Mapping):
             remedy = "load what state_dict() of a combined optimizer gave"
-            plan.problem(plan.section(section), f"a {type(offered).__name__}", "a mapping by name", remedy)
+            plan.problem(plan.section(STATE), f"a {type(offered).__name__}", "a mapping by name", remedy)
             return
+        for name, index in self._owners_of(plan, STATE, offered, by_child).items():
+            by_child[index][STATE][_inner(name, self._keys[index])] = offered[name]
+
+    def _distribute_groups(self, plan: LoadPlan, offered: Any, by_child: list[dict[str, Any]]) -> None:
+        """Distributes the offered groups to the children, each with the parameters that are the child's.
+
+        Where there are as many as here, a child gets those at the places of its own, empty ones too.
+        """
+        if not are_named(offered):
+            remedy = "load what state_dict() of a combined optimizer gave"
+            required = 'a list of groups with names under "params"'
+            plan.problem(plan.section(PARAM_GROUPS), f"a {type(offered).__name__}", required, remedy)
+            return
+        names = [name for group in offered for name in group[PARAMS]]
+        owners = self._owners_of(plan, PARAM_GROUPS, names, by_child)
+        saving = [child for child in self._children if child._saves_groups]
+        places = [index for index, child in enumerate(self._children) if child in saving for _ in child.param_groups]
+        alike = len(places) == len(offered)
+        for index, key in enumerate(self._keys):
+            if PARAM_GROUPS not in by_child[index]:
+                continue
+            own = {name for name, owner in owners.items() if owner == index}
+            own |= {name for group in offered for name in group.get(ELSEWHERE, ()) if index in self._meant(name)}
+            for place, group in enumerate(offered):
+                members = renamed_group(members_only(group, own), partial(_inner, opt_key=key))
+                is_twin = alike and places[place] == index and not group[PARAMS]
+                if members[PARAMS] or members.get(ELSEWHERE) or is_twin:
+                    by_child[index][PARAM_GROUPS].append(members)
+
+    def _owners_of(
+        self, plan: LoadPlan, section: str, names: Iterable[str], by_child: list[dict[str, Any]]
+    ) -> dict[str, int]:
+        """Returns offered name → the child that it is for; notes those that are for none, or for several."""
         known = {
             self.prepend_opt_key(name, key): {index}
             for index, (key, child) in enumerate(self.optimizers)
             for name in child._state_names()
         }
-        for name, value in offered.items():
+        owners = {}
+        for name in names:
             meant = [index for index in known.get(name) or self._meant(name) if section in by_child[index]]
-            if len(meant) != 1:
+            if len(meant) == 1:
+                owners[name] = meant[0]
+            else:
                 plan.unexpected(f"{plan.section(section)}.{name}", "combine the optimizers as when it was saved")
-                continue
-            key = self._keys[meant[0]]
-            renamed = renamed_group(value, partial(_inner, opt_key=key)) if section == PARAM_GROUPS else value
-            by_child[meant[0]][section][_inner(name, key)] = renamed
+        return owners
 
     def _meant(self, name: str) -> set[int]:
         """Returns the children whose key a new name begins with; where there is none, those without a key."""

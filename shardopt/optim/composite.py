@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from shardopt.errors import AlgorithmError, Problem, StateError
 from shardopt.optim.base import KeyedOptimizer
 from shardopt.optim.related import RelatedOptimizer
-from shardopt.optim.state_dict.saved_form import PARAMS
+from shardopt.param_groups import PARAMS
 from shardopt.torch_private import is_torchs, not_compiled, step_nested
 
 
@@ -87,6 +87,10 @@ class CompositeOptimizer(KeyedOptimizer):
     def _keep_options(self, names: set[str]) -> None:
         for child in self._children:
             child._keep_options(names)
+
+    def unmatched_patterns(self) -> list[Problem]:
+        """Returns those of every child."""
+        return [problem for child in self._children for problem in child.unmatched_patterns()]
 
     def _note_given(self, group: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         for child in self._children:

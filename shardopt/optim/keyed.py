@@ -9,13 +9,23 @@ import torch
 from torch.optim import Optimizer
 
 from shardopt.algorithms.registry import spec_of
+from shardopt.errors import StateError
 from shardopt.optim.base import KeyedOptimizer
 from shardopt.optim.combined import CombinedOptimizer
 from shardopt.optim.keyed_wrapper import KeyedOptimizerWrapper
-from shardopt.optim.state_dict.groups import NamedParameters, NamedTensors, by_pattern, named
+from shardopt.optim.state_dict.groups import (
+    NamedParameters,
+    NamedTensors,
+    Places,
+    by_pattern,
+    named,
+    patterns_of,
+    unmatched_patterns,
+)
 from shardopt.optim.state_dict.options import refuse_bad_options
-from shardopt.optim.state_dict.saved_form import PARAMS
 from shardopt.optim.wrapper import OptimizerWrapper
+from shardopt.param_groups import PARAMS
+from shardopt.ranks import ranks_of
 
 __all__ = ["CombinedOptimizer", "KeyedOptimizer", "KeyedOptimizerWrapper", "OptimizerWrapper", "keyed"]
 
@@ -38,7 +48,8 @@ def keyed(
             activations, torch.compile) are left out, so that a run resumes with and without them; and a "module." that
             all names begin with, as under DistributedDataParallel.
         groups: `{"match": regex, option: value, ...}`; each parameter goes to the first group whose regex is found in
-            its name, and to a group of its own with the defaults where none is. A group with an "algorithm" of its
+            its name, and where none is to a last group with the defaults. Groups keep their places where they are
+            empty, so that schedules fit on all ranks. A group with an "algorithm" of its
             own (class or name) starts from that algorithm's defaults, not from those given here.
         defaults: options of `algorithm`. Where neither `foreach` nor `fused` is among them, each step takes the
             fastest implementation that computes what the for-loop computes: on the CPU the fused one of Adam, AdamW,
@@ -52,7 +63,8 @@ def keyed(
         AlgorithmError: an algorithm is not known, may not step on shards, or has no such option; or an option is no
             number where it has to be one.
         StateError: there are no parameters, they are those of FullyShardedDataParallel, a name comes twice, or a
-            pattern matches nothing.
+            pattern matches nothing. In a job of several ranks a rank may hold no parameters, and a pattern must match
+            on any rank: saves and `check_agreement` refuse those that match on none.
     """
     built = build(KeyedOptimizerWrapper, algorithm, named_params, groups or (), defaults)
     made = built[0] if len(built) == 1 else CombinedOptimizer(built)
@@ -71,8 +83,13 @@ def build(
     main = _class_of(algorithm)
     refuse_bad_options(main, defaults, "defaults")
     groups_of: dict[Any, list[Grouped]] = {}
+    places: dict[Any, list[int]] = {}
     params = named(named_params)
-    for position, (options, matched) in enumerate(by_pattern(params, groups)):
+    grouped, patterns = by_pattern(params, groups), patterns_of(groups)
+    unmatched = unmatched_patterns(params, groups)
+    if unmatched and ranks_of().size == 1:  # of several, another may have what it matches
+        raise StateError("a pattern matches no parameter", unmatched)
+    for position, (options, matched) in enumerate(grouped):
         members = NamedParameters(matched)
         members.dropped = params.dropped
         optimizer = _class_of(options.pop("algorithm", main))
@@ -80,10 +97,13 @@ def build(
         # torch holds only defaults against their ranges; this lets it look at the options of each group too.
         optimizer([torch.zeros(1, 1, device="cpu")], **{**(defaults if optimizer is main else {}), **options})
         groups_of.setdefault(optimizer, []).append((options, members))
-    return [
-        _build(wrapper, optimizer, grouped, defaults if optimizer is main else {})
-        for optimizer, grouped in groups_of.items()
-    ]
+        places.setdefault(optimizer, []).append(position)
+    built: list[Wrapper] = []
+    for optimizer, own in groups_of.items():
+        made = _build(wrapper, optimizer, own, defaults if optimizer is main else {})
+        made.note_patterns(Places(patterns, tuple(places[optimizer])), () if built else unmatched)
+        built.append(made)
+    return built
 
 
 def _class_of(algorithm: Any) -> Any:

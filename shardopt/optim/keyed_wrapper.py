@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -14,10 +13,9 @@ from shardopt.optim.local.local_step import LocalOptimizer
 from shardopt.optim.local.state_view import LocalState
 from shardopt.optim.state_dict.groups import first_names, named, refuse_non_leaf_tensors, refuse_unfit_groups
 from shardopt.optim.state_dict.options import given_options, plain_options, refuse_bad_options
-from shardopt.optim.state_dict.saved_form import GIVEN, PARAM_GROUPS, STATE, UNTOUCHED
-from shardopt.sharding.view import is_on_all_ranks
+from shardopt.optim.state_dict.saved_form import GIVEN, STATE, untouched_in
+from shardopt.param_groups import PARAM_GROUPS, UNTOUCHED
 from shardopt.torch_private import not_compiled
-from shardopt.values import UnionOfRanks
 
 
 class KeyedOptimizerWrapper(KeyedOptimizer):
@@ -129,7 +127,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         Args:
             sparse_grad_parameter_names: parameters whose gradients will be sparse. The algorithms here keep the same
                 state for them.
-            names: parameters, and state that belongs to none ("global.…" of L-BFGS), as in `state_dict()["state"]`:
+            names: parameters, and state that belongs to none ("__global__" of L-BFGS), as in `state_dict()["state"]`:
                 these get state, frozen or not, and nothing else does. None for every trained parameter and the rest.
 
         Raises:
@@ -223,14 +221,10 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         besides = {**super()._saved_besides(group, names), GIVEN: dict(given)}
         if not self._local.settles_at_first_step:
             return besides
-        untouched = [name for name in names if self._local.is_untouched(self._params[name])]
-        # A rank knows of the parameters that it has elements of; groups are to be the same on all.
-        on_all = all(is_on_all_ranks(self._params[name]) for name in names)
-        return {**besides, UNTOUCHED: untouched if on_all else UnionOfRanks(untouched)}
+        return {**besides, UNTOUCHED: [name for name in names if self._local.is_untouched(self._params[name])]}
 
     def _loaded(self, offered: Mapping[str, Any]) -> None:
-        groups = offered[PARAM_GROUPS].values() if self._save_param_groups and PARAM_GROUPS in offered else ()
-        untouched = set(chain.from_iterable(group.get(UNTOUCHED, ()) for group in groups))
+        untouched = set(untouched_in(offered.get(PARAM_GROUPS, ()) if self._save_param_groups else ()))
         state = self.state
         for name in self._params.keys() & offered.get(STATE, {}).keys():
             entries = state.get(self._params[name])

@@ -196,12 +196,29 @@ def test_a_keyed_optimizer_around_any_state(spelling):
     saved["state"]["one"]["count"] = 9.0
     saved["state"]["one"]["nested"]["tensor"].fill_(7.0)
     saved["state"]["one"]["object"]["tensor"].fill_(8.0)
-    saved["param_groups"]["two"]["option"] = 5.0
+    saved["param_groups"][1]["option"] = 5.0
     nested = state[one]["nested"]["tensor"]
     optimizer.load_state_dict(saved)
     assert (state[one]["count"], nested.tolist()) == (9.0, [7.0, 7.0])
     assert state[one]["object"].tensor.tolist() == [8.0, 8.0]
     assert [group["option"] for group in groups] == [3.0, 5.0]
+
+
+@in_both_spellings
+def test_the_saved_form_is_a_list_of_groups(spelling):
+    one, two = torch.ones(2), torch.ones(2)
+    state = {one: {"x": 1.0}, two: {"y": 2.0}}
+    groups = [{"params": [one], "rate": 3.0, "other": 4.0}, {"params": [two], "rate": 5.0, "other": 6.0}]
+    optimizer = spelling("keyed")["KeyedOptimizer"]({"one": one, "two": two}, state, groups)
+    optimizer.save_param_groups(True)
+    named = [{**group, "params": [name]} for name, group in zip(("one", "two"), groups, strict=True)]
+    wanted = {"state": {"one": {"x": 1.0}, "two": {"y": 2.0}}, "param_groups": named}
+    assert optimizer.state_dict() == wanted
+    wanted["state"]["one"]["x"], named[0]["rate"], named[1]["other"] = 10.0, 8.0, 9.0
+    optimizer.load_state_dict(wanted)
+    assert optimizer.state_dict() == wanted
+    with pytest.raises(ValueError, match=r"All state keys must be params\."):
+        spelling("keyed")["KeyedOptimizer"]({"one": one}, {one: 1.0, "no parameter": 2.0}, [{"params": [one]}])
 
 
 @in_both_spellings
@@ -247,7 +264,7 @@ def test_an_optimizer_wrapper_is_the_wrapped_one(spelling):
     wrapper.save_param_groups(True)
     saved = wrapper.state_dict()
     saved["state"]["one"] = {"count": 999}
-    saved["param_groups"]["one"]["x"] = 998
+    saved["param_groups"][0]["x"] = 998
     wrapper.load_state_dict(saved)
     assert inner.state[parameter] == wrapper.state[parameter] == {"count": 999}
     assert inner.param_groups[0]["x"] == wrapper.param_groups[0]["x"] == 998

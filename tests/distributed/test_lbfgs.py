@@ -105,7 +105,7 @@ def train_sharded(options, dtype):
     optimizer = shardopt.keyed("lbfgs", problem.params, **options)
     train(optimizer, problem, range(steps))
     wanted, entries = train_torchs(dtype, options, steps)
-    numbers = optimizer.state_dict()["state"]["global.both"]
+    numbers = optimizer.state_dict()["state"]["__global__"]
     if dtype == torch.float64:
         assert (numbers["n_iter"], numbers["func_evals"]) == (entries["n_iter"], entries["func_evals"])
     return {name: worst_difference(wanted[name].detach(), p) for name, p in problem.params.items()}
@@ -185,14 +185,14 @@ def test_resume_is_exact_and_reshards(tmp_path):
                 info = reader.info(f"optimizer.state.{name}.{entry}")
                 history = (SEARCH["history_size"],) if stacked else ()
                 assert (info.shape, info.dtype) == ((*history, *shape), torch.float64)
-        assert reader.read("optimizer.state.global.both.pairs") == SEARCH["history_size"]
+        assert reader.read("optimizer.state.__global__.pairs") == SEARCH["history_size"]
 
 
 def step_once():
     problem = Problem()
     optimizer = shardopt.keyed("lbfgs", problem.params, **SEARCH)
     optimizer.step(problem.closure())
-    numbers = optimizer.state_dict()["state"]["global.both"]
+    numbers = optimizer.state_dict()["state"]["__global__"]
     return int(numbers["func_evals"]), int(numbers["n_iter"])
 
 
@@ -237,7 +237,7 @@ def step_where_only_the_last_rank_has_to_move():
         return (gap**2 / 2 + gap**4 / 4).sum()
 
     optimizer.step(closure)
-    assert optimizer.state_dict()["state"]["global.w"]["n_iter"] > 5
+    assert optimizer.state_dict()["state"]["__global__"]["n_iter"] > 5
     torch.testing.assert_close(weight.detach().full_tensor(), target, rtol=0, atol=0.5)
 
 

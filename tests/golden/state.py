@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+import shardopt
 from shardopt import checkpoint
 
 DTYPES = [
@@ -80,7 +81,23 @@ def tied_state():
     rows = distribute_tensor(ROWS, mesh, [Shard(0)], src_data_rank=None)
     plain = PLAIN.clone()
     tied = {"rows": rows, "same.rows": rows, "list": [plain, {"x": plain}], "plain": plain, "apart": PLAIN.clone()}
-    return {"tied": tied, "step": 7}
+    return {"tied": tied, "step": 7, "optimizer": stepped_optimizer()}
+
+
+GROUPS = [{"match": r"^blocks\.1", "lr": 0.25}, {"match": r"\.bias$", "betas": (0.5, 0.75), "weight_decay": 0.0}]
+
+
+def stepped_optimizer(steps=2):
+    """An optimizer of three groups, which differ in their options, and in that one parameter had no step."""
+    names = [f"blocks.{i}.{kind}" for i in (0, 1, 2) for kind in ("weight", "bias")]
+    params = {name: torch.nn.Parameter(torch.arange(3.0) + i) for i, name in enumerate(names)}
+    optimizer = shardopt.keyed("adamw", params, lr=0.125, groups=GROUPS)
+    for step in range(steps):
+        for i, (name, parameter) in enumerate(params.items()):
+            parameter.grad = None if name == names[-1] else torch.arange(3.0) * (step + 1) - i
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.0625
+    return optimizer
 
 
 STATES = {1: state, 2: tied_state}

@@ -79,7 +79,7 @@ def difference(actual, wanted):
 
 
 def numbers(optimizer):
-    return optimizer.state_dict()["state"]["global.cube"]
+    return optimizer.state_dict()["state"]["__global__"]
 
 
 @pytest.mark.parametrize(("options", "dtype"), CASES)
@@ -344,7 +344,7 @@ def test_the_history_has_memory_for_the_pairs_that_there_are(initialized):
     for step in range(66):
         train(optimizer, params, [step])
         (held,) = places(optimizer, params)
-        pairs = int(optimizer._local.optimizer.state["global.cube"]["pairs"])
+        pairs = int(optimizer._local.optimizer.state["__global__"]["pairs"])
         assert max(pairs, 1) <= held <= min((pairs + 1) * 5 // 4, 60)
         train(seen, twins, [step])
         state = seen.state_dict()["state"]["matrix"]
@@ -365,12 +365,12 @@ def test_the_first_step_takes_no_memory_for_a_history():
 
 
 def test_a_parameter_called_as_the_state_of_none_is_refused():
-    params = {name: torch.nn.Parameter(torch.ones(2)) for name in ("bias", "global.bias")}
-    with pytest.raises(AlgorithmError, match=r"global\.bias: found a parameter of this name"):
+    params = {name: torch.nn.Parameter(torch.ones(2)) for name in ("bias", "__global__")}
+    with pytest.raises(AlgorithmError, match=r"__global__: found a parameter of this name"):
         shardopt.keyed("lbfgs", params)
-    with pytest.raises(StateError, match=r"global\.bias: found state of two optimizers"):
+    with pytest.raises(StateError, match=r"__global__: found state of two optimizers"):
         shardopt.keyed("adamw", params, groups=[{"match": "^bias", "algorithm": "lbfgs"}])
     params = {name: torch.nn.Parameter(torch.ones(2)) for name in ("a", "global.bias")}
     optimizer = shardopt.keyed("lbfgs", params)
     optimizer.init_state()
-    assert optimizer.state_dict()["state"].keys() == {"a", "global.bias", "global.a"}
+    assert optimizer.state_dict()["state"].keys() == {"a", "global.bias", "__global__"}

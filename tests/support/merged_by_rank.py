@@ -5,9 +5,10 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from shardopt.checkpoint.format.constants import DTYPES
-from shardopt.checkpoint.format.manifest import decode_path, encode_path
+from shardopt.checkpoint.format.paths import decode_path, encode_path
+from shardopt.checkpoint.format.shared_values import Values, unpack
 from shardopt.checkpoint.planning.assign import Member
-from shardopt.checkpoint.planning.describe import Description, Geometry, Values
+from shardopt.checkpoint.planning.describe import Description, Geometry
 from shardopt.errors import LayoutError, Problem, StateError
 from shardopt.sharding.box import Box
 from shardopt.sharding.layout import Layout
@@ -99,8 +100,8 @@ def values_by_rank(descriptions: Sequence[Mapping[str, Any]], geometry: Geometry
     """
     values: defaultdict[str, dict[int, Any]] = defaultdict(dict)
     for rank, wire in enumerate(descriptions):
-        for key, (path, value) in wire.items():
-            values[key][rank] = (decode_path(key, path), value)
+        for key, path_and_value in unpack(wire).items():
+            values[key][rank] = path_and_value
     merged: dict[str, tuple[Path, Any]] = {}
     problems: list[Problem] = []
     for key, by_rank in values.items():

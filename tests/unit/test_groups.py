@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardopt
-from shardopt.errors import AlgorithmError, StateError
-from shardopt.optim.state_dict.groups import by_pattern
+from shardopt.errors import AlgorithmError, MismatchError, StateError
+from shardopt.optim.state_dict.groups import by_pattern, unmatched_patterns
+from tests.support.fake_rank import fake_rank
 
 
 def parameters(*names):
@@ -46,7 +47,8 @@ WRAPPED = {
 
 def test_names_are_without_those_of_wrappers():
     assert [names for names, _ in grouped([{"match": r"^(blocks\.\d\.|head\.|my|tail)"}], WRAPPED)] == [
-        list(WRAPPED.values())
+        list(WRAPPED.values()),
+        [],
     ]
     optimizer = shardopt.keyed("sgd", parameters("weight"))
     optimizer.add_param_group({"params": parameters("_orig_mod.bias")})
@@ -55,8 +57,8 @@ def test_names_are_without_those_of_wrappers():
         optimizer.add_param_group({"params": parameters("_orig_mod.weight")})
 
 
-def test_there_is_no_group_for_the_rest_where_nothing_is_left():
-    assert [names for names, _ in grouped([{"match": "."}])] == [list(NAMES)]
+def test_a_group_for_the_rest_stands_last_also_where_nothing_is_left():
+    assert [names for names, _ in grouped([{"match": "."}])] == [list(NAMES), []]
     assert [names for names, _ in grouped(None)] == [list(NAMES)]
 
 
@@ -66,14 +68,68 @@ def test_there_is_no_group_for_the_rest_where_nothing_is_left():
 )
 def test_every_parameter_lands_exactly_once(names, patterns):
     params = parameters(*names)
-    try:
-        groups = by_pattern(params, [{"match": pattern} for pattern in patterns])
-    except StateError as error:
-        assert error.message == "a pattern matches no parameter"
-        return
+    groups = by_pattern(params, [{"match": pattern} for pattern in patterns])
     landed = [name for _, members in groups for name in members]
     assert sorted(landed) == sorted(names)
-    assert all(members for _, members in groups)
+    unmatched = unmatched_patterns(params, [{"match": pattern} for pattern in patterns])
+    empty = [f"groups[{i}]" for i, (_, members) in enumerate(groups[:-1]) if not members]
+    assert [problem.key for problem in unmatched] == empty and len(groups) == len(patterns) + 1
+
+
+STAGES = [{"match": r"^first", "lr": 0.5}, {"match": r"^last", "algorithm": "sgd", "momentum": 0.9, "lr": 0.25}]
+
+
+@pytest.mark.parametrize("names", [("first.weight",), ("last.weight",), ("middle.weight",), ()])
+def test_groups_keep_their_places_on_every_rank(names):
+    """Whatever a rank of several holds, also nothing."""
+    with fake_rank(0, 2):
+        optimizer = shardopt.keyed("adamw", parameters(*names), lr=0.125, groups=STAGES)
+        assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.125, 0.25]
+        for parameter in optimizer.params.values():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        saved = optimizer.state_dict()
+        assert sorted(name for group in saved["param_groups"] for name in group["params"]) == list(names)
+        optimizer.load_state_dict(saved)
+        missing = [i for i, pattern in enumerate(("first", "last")) if not any(pattern in name for name in names)]
+        assert [problem.key for problem in optimizer.unmatched_patterns()] == [f"groups[{i}]" for i in missing]
+
+
+def test_options_of_a_group_without_parameters_are_loaded_by_its_place():
+    with fake_rank(0, 2):
+        optimizer, other = (shardopt.keyed("sgd", parameters("last"), lr=0.5, groups=STAGES[:1]) for _ in range(2))
+        optimizer.param_groups[0]["lr"] = 0.0625
+        other.load_state_dict(optimizer.state_dict())
+        assert [group["lr"] for group in other.param_groups] == [0.0625, 0.5]
+
+
+def test_a_group_takes_the_options_that_all_of_its_parameters_have():
+    apart = shardopt.keyed("adamw", parameters("a", "b", "c"), groups=[{"match": "a", "lr": 0.5}, {"match": "b"}])
+    saved = apart.state_dict()
+    together = shardopt.keyed("adamw", parameters("a", "b", "c"), groups=[{"match": "b|c", "lr": 0.25}])
+    together.load_state_dict(saved)
+    assert [group["lr"] for group in together.param_groups] == [0.001, 0.5]
+    one = shardopt.keyed("adamw", parameters("a", "b", "c"))
+    with pytest.raises(
+        MismatchError, match=r"param_groups\.a\.lr: found 0\.5 of a; 0\.001 of b, c; required one value"
+    ):
+        one.load_state_dict(saved)
+    one.keep_options("lr")
+    one.load_state_dict(saved)
+
+
+def test_state_of_torchs_optimizers_loads_by_their_names():
+    model, twin = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    plain = torch.optim.Adam([{"params": [("bias", model.bias)], "lr": 0.5}, {"params": [("weight", model.weight)]}])
+    model(torch.ones(3)).sum().backward()
+    plain.step()
+    optimizer = shardopt.keyed("adam", twin.named_parameters(), groups=[{"match": "weight"}])
+    optimizer.init_state()
+    optimizer.load_state_dict(plain.state_dict())
+    assert [group["lr"] for group in optimizer.param_groups] == [0.001, 0.5]
+    for name, parameter in twin.named_parameters():
+        stored = plain.state[model.get_parameter(name)]
+        assert all(torch.equal(value, stored[entry]) for entry, value in optimizer.state[parameter].items())
 
 
 def test_a_pattern_without_a_parameter_is_an_error_that_lists_names():

@@ -206,17 +206,17 @@ def test_the_mark_of_a_parameter_without_a_step_is_saved_and_loaded():
     fresh, other = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(2))
     saved = optimizer_over(fresh)
     saved.init_state()
-    assert saved.state_dict()["param_groups"]["w"]["untouched"] == ["w"]
+    assert saved.state_dict()["param_groups"][0]["untouched"] == ["w"]
     stepped = optimizer_over(other)
     other.grad = torch.ones(2)
     stepped.step()
     after_one = stepped.state_dict()
-    assert after_one["param_groups"]["w"]["untouched"] == []
+    assert after_one["param_groups"][0]["untouched"] == []
 
     loaded = optimizer_over(fresh)
     loaded.init_state()
     loaded.load_state_dict(after_one)
-    assert loaded.state_dict()["param_groups"]["w"]["untouched"] == []
+    assert loaded.state_dict()["param_groups"][0]["untouched"] == []
     fresh.grad = torch.ones(2)
     loaded.step()
     assert fresh.tolist() == [-1.0, -1.0]  # 0.5 × 1 + (1 − 0.5) × 1
@@ -272,7 +272,7 @@ def test_a_rank_without_a_shard_has_no_state():
                 local.grad = torch.ones_like(local)
             optimizer.step()
             saved = optimizer.state_dict()
-            assert saved["param_groups"]["table"]["params"] == ["table"]
+            assert saved["param_groups"][0]["params"] == ["table"]
             assert [*saved["state"]] == [*optimizer.held_state_names()] == (["table"] if rank == 0 else [])
             assert (table in optimizer.state) == (rank == 0) and len(optimizer.state) == 1 - rank
             if rank == 0:

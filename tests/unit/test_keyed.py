@@ -63,8 +63,8 @@ def test_state_goes_by_names_and_groups_by_their_least_name():
     assert list(saved) == ["state", "param_groups"]
     assert saved["state"].keys() == {"layer.w", "layer.b"}
     assert list(saved["state"]["layer.w"]) == ["step", "exp_avg", "exp_avg_sq"]
-    assert saved["param_groups"].keys() == {"layer.b", "layer.w"}
-    assert saved["param_groups"]["layer.b"] == {
+    assert [group["params"][0] for group in saved["param_groups"]] == ["layer.b", "layer.w"]
+    assert saved["param_groups"][0] == {
         "params": ["layer.b"], "lr": 0.5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0, "amsgrad": False,
         "maximize": False, "decoupled_weight_decay": False, "algorithm": "Adam", "given": {"lr": 0.5},
     }  # fmt: skip
@@ -143,7 +143,7 @@ def test_another_order_of_parameters_and_groups_loads():
     backwards = dict(reversed(parameters().items()))
     into = adam(backwards, groups=[{**group, "lr": 0.0} for group in reversed(patterns)])
     into.load_state_dict(copy.deepcopy(source.state_dict()))
-    assert [group["lr"] for group in into.param_groups] == [0.25, 0.5]
+    assert [group["lr"] for group in into.param_groups] == [0.25, 0.5, 0.001]
     loaded, saved = (optimizer.state_dict()["state"]["layer.w"] for optimizer in (into, source))
     assert torch.equal(loaded["exp_avg"], saved["exp_avg"])
 
@@ -199,23 +199,23 @@ def torchs_groups(saved):
 
 
 def other_members(saved):
-    saved["param_groups"]["layer.b"]["params"] = ["layer.b"]
+    saved["param_groups"][0]["params"] = ["layer.b"]
 
 
 def other_group_key(saved):
-    saved["param_groups"]["layer.a"] = saved["param_groups"].pop("layer.b")
+    saved["param_groups"][0]["params"][0] = "layer.a"
 
 
 def drop_option(saved):
-    del saved["param_groups"]["layer.b"]["eps"]
+    del saved["param_groups"][0]["eps"]
 
 
 def add_option(saved):
-    saved["param_groups"]["layer.b"]["initial_lr"] = 0.1
+    saved["param_groups"][0]["initial_lr"] = 0.1
 
 
 def option_kind(saved):
-    saved["param_groups"]["layer.b"]["lr"] = torch.tensor([0.1, 0.2])
+    saved["param_groups"][0]["lr"] = torch.tensor([0.1, 0.2])
 
 
 def strange_key(saved):
@@ -233,8 +233,8 @@ MISMATCHES = {
     no_values: r"state\.layer\.b\.exp_avg: found a tensor on the meta device",
     no_state: r"state: found no state; required state of layer.w, layer.b; .*init_state\(\)",
     drop_groups: r"param_groups: found nothing",
-    torchs_groups: r"param_groups: found a list; required a mapping",
-    other_members: r"param_groups\.layer\.b\.params: layer\.w: found nothing",
+    torchs_groups: r"param_groups: found a list; required a list of groups with names",
+    other_members: r"param_groups\.layer\.w: found nothing",
     other_group_key: r"param_groups\.layer\.a: found a value",
     drop_option: r"param_groups\.layer\.b\.eps: found nothing",
     add_option: r"param_groups\.layer\.b\.initial_lr: found a value",
@@ -316,10 +316,10 @@ def test_not_strict_loads_what_fits_and_tells_the_rest():
     saved = copy.deepcopy(adam(steps=3, lr=0.5).state_dict())
     into = adam(parameters(**{"layer.new": torch.nn.Parameter(torch.ones(3))}), steps=0)
     into.init_state()
-    del saved["param_groups"]["layer.b"]["eps"]
+    del saved["param_groups"][0]["eps"]
     saved["state"]["layer.old"] = saved["state"]["layer.b"]
     missing, unexpected = into.load_state_dict(saved, strict=False)
-    assert sorted(missing) == ["param_groups.layer.b.eps", "param_groups.layer.b.params: layer.new", "state.layer.new"]
+    assert sorted(missing) == ["param_groups.layer.b.eps", "param_groups.layer.new", "state.layer.new"]
     assert unexpected == ["state.layer.old"]
     assert into.param_groups[0]["lr"] == 0.5
     assert [into.state[parameter]["step"].item() for parameter in into.params.values()] == [3, 3, 0]
@@ -473,7 +473,7 @@ def test_schedules_act_on_the_groups(sharded):
             optimizer.step()
             schedule.step()
         assert local_tensors(weight)[0].tolist() == [-1.75, -1.75]
-        assert optimizer.state_dict()["param_groups"]["w"]["lr"] == 0.125
+        assert optimizer.state_dict()["param_groups"][0]["lr"] == 0.125
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -610,7 +610,7 @@ def test_groups_are_added_with_names():
     extra.grad = torch.ones(2)
     optimizer.step()
     saved = optimizer.state_dict()
-    assert saved["param_groups"]["extra"]["lr"] == 0.75
+    assert saved["param_groups"][-1]["lr"] == 0.75
     assert saved["state"]["extra"]["step"] == 1
     for again in ({"extra": torch.nn.Parameter(torch.ones(2))}, {"other": extra}):
         with pytest.raises(StateError, match="a parameter that the optimizer has already"):
@@ -663,7 +663,7 @@ def test_a_factory_builds_over_what_it_is_given():
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.5]
     assert list(optimizer.state_dict()) == ["state"]
     optimizer.save_param_groups(True)
-    assert optimizer.state_dict()["param_groups"]["layer.b"]["lr"] == 0.5
+    assert [group["lr"] for group in optimizer.state_dict()["param_groups"]] == [0.25, 0.5]
     with pytest.raises(StateError, match="a tensor that the factory took from elsewhere"):
         KeyedOptimizerWrapper(params, lambda _: torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]))
 
@@ -738,11 +738,11 @@ def test_the_base_class_keys_what_it_is_given():
     assert list(optimizer.state_dict()) == ["state"]
     optimizer.save_param_groups(True)
     saved = copy.deepcopy(optimizer.state_dict())
-    assert saved["param_groups"] == {"b": {"params": ["b", "w"], "rate": 2.0}}
+    assert saved["param_groups"] == [{"params": ["b", "w"], "rate": 2.0}]
     saved["state"]["w"]["momentum"].fill_(9.0)
     saved["state"]["w"]["nested"]["list"][1].fill_(7.0)
     saved["state"]["w"]["count"] = 5
-    saved["param_groups"]["b"]["rate"] = 3.0
+    saved["param_groups"][0]["rate"] = 3.0
     held = [state[weight]["momentum"], *state[weight]["nested"]["list"]]
     optimizer.load_state_dict(saved)
     assert [tensor.flatten()[0].item() for tensor in held] == [9.0, 0.0, 7.0]
@@ -751,8 +751,10 @@ def test_the_base_class_keys_what_it_is_given():
     assert saved["state"]["w"]["nested"]["list"][1] is not held[2]
     with pytest.raises(NotImplementedError):
         optimizer.step()
-    with pytest.raises(StateError, match="all state keys must be params"):
+    with pytest.raises(StateError, match="All state keys must be params"):
         KeyedOptimizer({"w": weight}, {bias: {}}, [])
+    with pytest.raises(StateError, match=r"All state keys must be params\.[\s\S]*no parameters: other"):
+        KeyedOptimizer({"w": weight}, {weight: {}, "other": 2.0}, [{"params": [weight]}])
     KeyedOptimizer({}, {}, [])
 
 

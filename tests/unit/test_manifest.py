@@ -67,7 +67,7 @@ def plain(manifest):
     """The manifest in terms that can be compared, kinds of parts included."""
     tensors = {
         key: (path, [type(part) for part in path], dtype, layout.shape, layout.boxes, layout.files, tied_to)
-        for key, (path, dtype, layout, tied_to) in manifest.tensors.items()
+        for key, (path, dtype, layout, tied_to, _) in manifest.tensors.items()
     }
     values = {key: (path, [type(part) for part in path], value) for key, (path, value) in manifest.values.items()}
     beside = manifest.saved_at, manifest.metrics

@@ -116,10 +116,10 @@ def test_tuples_of_tensors_and_groups_that_share_one(tmp_path, load):
 def test_what_is_saved_is_a_number_and_does_not_change_any_more():
     rate = torch.tensor([0.5])
     optimizer = shardopt.keyed("sgd", params(), lr=rate)
-    saved = optimizer.state_dict()["param_groups"]["bias"]
+    saved = optimizer.state_dict()["param_groups"][0]
     rate.fill_(0.25)
     assert saved["lr"] == 0.5 and type(saved["lr"]) is float
-    optimizer.load_state_dict({"state": {}, "param_groups": {"bias": {**saved, "lr": torch.tensor(0.125)}}})
+    optimizer.load_state_dict({"state": {}, "param_groups": [{**saved, "lr": torch.tensor(0.125)}]})
     assert optimizer.param_groups[0]["lr"] is rate and rate.tolist() == [0.125]
 
 
@@ -153,7 +153,7 @@ def test_the_algorithm_is_that_which_steps_however_it_is_spelt():
             raise AssertionError
 
     def name(optimizer):
-        (group,) = optimizer.state_dict()["param_groups"].values()
+        (group,) = optimizer.state_dict()["param_groups"]
         return group.get("algorithm")
 
     def by_factory(cls, **options):
@@ -172,14 +172,12 @@ def test_the_algorithm_is_that_which_steps_however_it_is_spelt():
     base = shardopt.KeyedOptimizer(own, {}, [{"params": list(own.values()), "lr": 1.0}])
     base.save_param_groups(True)
     assert name(base) is None
-    base.load_state_dict(
-        {"state": {}, "param_groups": {"bias": {"params": ["bias", "w"], "lr": 0.5, "algorithm": "X"}}}
-    )
+    base.load_state_dict({"state": {}, "param_groups": [{"params": ["bias", "w"], "lr": 0.5, "algorithm": "X"}]})
     assert base.param_groups[0]["lr"] == 0.5
 
 
 def as_older(state_dict):
-    for group in state_dict["param_groups"].values():
+    for group in state_dict["param_groups"]:
         del group["algorithm"], group["given"]
     return state_dict
 
@@ -288,7 +286,7 @@ def test_of_older_checkpoints_the_rate_that_a_schedule_began_with_counts(caplog)
     stepped(saved)
     schedule.step()
     older = as_older(saved.state_dict())
-    assert older["param_groups"]["bias"]["lr"] == 0.05
+    assert older["param_groups"][0]["lr"] == 0.05
     scheduled("step", lr=0.1, weight_decay=0.1)[0].load_state_dict(older)
     assert lines(caplog) == []
     scheduled("step", lr=0.2, weight_decay=0.1)[0].load_state_dict(older)
@@ -305,7 +303,7 @@ def test_a_schedule_that_begins_with_another_rate_is_told_of(caplog):
     assert "bias.lr: 0.3 in the code, 0.1 in the checkpoint" in line
     other = adamw(lr=0.05)  # what the schedule has come to, so that nothing is lost
     state = saved.state_dict()
-    del state["param_groups"]["bias"]["initial_lr"]
+    del state["param_groups"][0]["initial_lr"]
     other.load_state_dict(state)
     assert lines(caplog) == []
 
@@ -338,7 +336,7 @@ def test_options_that_no_group_has_or_that_other_groups_get():
     )
     both.keep_options("momentum", "betas")
     saved = copy.deepcopy(both.state_dict())
-    saved["param_groups"]["b.x"] |= {"momentum": 0.9, "lr": 0.7}
+    saved["param_groups"][1] |= {"momentum": 0.9, "lr": 0.7}
     both.load_state_dict(saved)
     assert (both.param_groups[1]["momentum"], both.param_groups[1]["lr"]) == (0.5, 0.7)
 
@@ -437,7 +435,7 @@ def hooked(optimizer, hook):
 
 
 def adds_an_option(state_dict):
-    for group in state_dict["param_groups"].values():
+    for group in state_dict["param_groups"]:
         group.setdefault("amsgrad", False)
         group["lr"] *= 0.5
 
@@ -456,7 +454,7 @@ def test_a_hook_may_make_a_state_fit(tmp_path, load, nesting, hook):
     saved, inner = stepped(shardopt.keyed("adamw", params(), lr=0.5)), adamw(lr=0.5)
 
     def older(who, state_dict):
-        for group in state_dict["param_groups"].values() if hook is adds_an_option else ():
+        for group in state_dict["param_groups"] if hook is adds_an_option else ():
             del group["amsgrad"]
         return state_dict if hook is adds_an_option else {**state_dict, "version": 1}
 

@@ -116,12 +116,12 @@ def test_state_of_no_parameter():
     optimizer = shardopt.keyed("lbfgs", parameters())
     optimizer.init_state(names=["c"])
     assert names_with_state(optimizer) == ["c"]
-    optimizer.init_state(names=["global.a"])
-    assert names_with_state(optimizer) == ["c", "global.a"]
-    assert optimizer.unstepped_state(["c", "global.a"]) == {"c", "global.a"}
-    optimizer.state["global.a"]["n_iter"] += 1
-    assert optimizer.unstepped_state(["c", "global.a"]) == {"c"}
-    optimizer.drop_state(["global.a"])
+    optimizer.init_state(names=["__global__"])
+    assert names_with_state(optimizer) == ["__global__", "c"]
+    assert optimizer.unstepped_state(["c", "__global__"]) == {"c", "__global__"}
+    optimizer.state["__global__"]["n_iter"] += 1
+    assert optimizer.unstepped_state(["c", "__global__"]) == {"c"}
+    optimizer.drop_state(["__global__"])
     assert names_with_state(optimizer) == ["c"]
 
 

@@ -46,7 +46,7 @@ class LBFGS(Optimizer):
     `old_dirs` and `old_stps`, the columns of Y and S, [history_size, *shape of the parameter], cut as it is. They are
     filled in turn, and while training have memory for the pairs that there are and up to a quarter more; who looks at
     them in a keyed optimizer, as a save does, gets all of their places, and with the next step those without a pair are
-    given back. State under "global.<least FQN>", on the CPU:
+    given back. State under "__global__", on the CPU:
     `n_iter`, `func_evals`, `pairs` (in the history) and `next` (the place of the next one) as int64; `t`, `H_diag` (γ),
     `prev_loss`, `s_dot_y` and `y_dot_y` (SᵀY and YᵀY by place) as float64. The history keeps the size that it had at
     the first step.
@@ -205,9 +205,7 @@ class LBFGS(Optimizer):
     @property
     def global_name(self) -> str:
         """The name under which `state` has the state that belongs to no parameter."""
-        (group,) = self.param_groups
-        least = min((self.names[parameter] for parameter in group["params"] if parameter in self.names), default="")
-        return f"{GLOBAL_STATE}.{least}" if least else GLOBAL_STATE
+        return GLOBAL_STATE
 
     def complete_state(self, parameter: Tensor) -> None:
         """Gives the state of a parameter, if it has any, the shapes that it is saved with."""

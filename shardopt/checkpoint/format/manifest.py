@@ -29,10 +29,13 @@ from shardopt.checkpoint.format.constants import (
     seal,
     without_duplicates,
 )
+from shardopt.checkpoint.format.paths import decode_path, encode_path
+from shardopt.checkpoint.format.shared_values import decode_each, encode_each, pack, unpack
+from shardopt.checkpoint.format.version_1 import with_options_by_member
 from shardopt.errors import FormatError, Problem, StateError
 from shardopt.gc_pause import gc_paused
 from shardopt.sharding.box import Box, grid_boxes, grid_cuts
-from shardopt.state import Index, Path
+from shardopt.state import Path, join
 from shardopt.values import decode_value, encode_value
 
 
@@ -49,12 +52,14 @@ class StoredTensor(NamedTuple):
     """One tensor of a checkpoint: its path in the nested state, how its items are stored, and where its boxes lie.
 
     `tied_to` is the key under which the data files have it, where that is another: both keys were one memory.
+    `stored_as` is the key under which they have it where its own has changed since (`version_1`).
     """
 
     path: Path
     dtype: Dtype
     layout: StoredLayout
     tied_to: str | None = None
+    stored_as: str | None = None
 
 
 class StoredTensors(dict[str, StoredTensor]):
@@ -72,7 +77,7 @@ class StoredTensors(dict[str, StoredTensor]):
         distinct: list[StoredLayout] = []
         tensors = {}
         tied = {}
-        for key, (path, dtype, layout, tied_to) in self.items():
+        for key, (path, dtype, layout, tied_to, _) in self.items():
             if tied_to is not None:
                 tied[key] = (tied_to, encode_path(key, path))
                 continue
@@ -118,16 +123,15 @@ class Manifest:
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """Encodes a manifest as sealed JSON. Raises StateError where it is too large for readers."""
+    values = pack(encode_each(manifest.values))
     head = {
         "format": FORMAT_NAME,
         "version": FORMAT_VERSION,
-        "min_reader_version": manifest.tensors.min_reader_version,
+        "min_reader_version": max(manifest.tensors.min_reader_version, 2 if "shared" in values else 1),
         "save_id": manifest.save_id,
         "world_size": manifest.world_size,
         "files": [[file.name, file.nbytes, file.digest] for file in manifest.files],
-        "values": {
-            key: [encode_path(key, path), encode_value(value, key)] for key, (path, value) in manifest.values.items()
-        },
+        **values,
         "per_rank": {key: encode_path(key, path) for key, path in manifest.per_rank.items()},
     }
     if manifest.saved_at is not None:
@@ -177,7 +181,10 @@ def _decode(data: bytes, where: str) -> Manifest:
             raise ValueError("a file that stands twice, or a save_id that is no string")
         tensors = _decode_tensors(body["tensors"], layouts)
         _add_tied(tensors, body.get("tied", {}))
-        values = {key: (decode_path(key, path), decode_value(v)) for key, (path, v) in body["values"].items()}
+        values = decode_each(unpack(body))
+        if body.get("version", 1) == 1:
+            values, new_keys = with_options_by_member(values, tensors)
+            tensors = _under(new_keys, tensors)
         per_rank = {key: decode_path(key, path) for key, path in body["per_rank"].items()}
         if len({*tensors, *values, *per_rank}) < len(tensors) + len(values) + len(per_rank):
             raise ValueError("a key that is of two kinds")
@@ -193,23 +200,6 @@ def _decode(data: bytes, where: str) -> Manifest:
         )
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise damaged(where, f"a field that is missing or malformed ({type(error).__name__}: {error})") from error
-
-
-def encode_path(key: str, path: Path) -> Any:
-    """Encodes a path as JSON: null where it is the key split at its dots; else its parts, a list's index as [index]."""
-    if list(path) == key.split("."):
-        return None
-    return [[int(part)] if isinstance(part, Index) else part for part in path]
-
-
-def decode_path(key: str, wire: Any) -> Path:
-    """Decodes a path that `encode_path` wrote. Raises ValueError if it is not one of this key."""
-    if wire is None:
-        return tuple(key.split("."))
-    path = tuple(Index(read_size(*part)) if isinstance(part, list) else part for part in wire)
-    if not all(type(part) in (str, int, Index) for part in path) or ".".join(map(str, path)) != key:
-        raise ValueError(f"a path that is not that of {key!r}")
-    return path
 
 
 def _encode_layout(layout: StoredLayout) -> dict[str, Any]:
@@ -273,11 +263,21 @@ def _decode_tensors(wire: Mapping[str, Any], layouts: Sequence[StoredLayout]) ->
 def _add_tied(tensors: StoredTensors, wire: Mapping[str, Any]) -> None:
     tied = {}
     for key, (tied_to, path) in wire.items():
-        _, dtype, layout, _ = tensors[tied_to]
+        _, dtype, layout, *_ = tensors[tied_to]
         tied[key] = StoredTensor(decode_path(key, path), dtype, layout, tied_to)
     if not tied.keys().isdisjoint(tensors):
         raise ValueError("a tied key that is stored too")
     tensors.update(tied)
+
+
+def _under(new_keys: Mapping[str, Path], tensors: StoredTensors) -> StoredTensors:
+    """Returns the tensors with other keys for some of them."""
+    if not new_keys:
+        return tensors
+    return StoredTensors(
+        (join(new_keys[key]), tensor._replace(path=new_keys[key], stored_as=key)) if key in new_keys else (key, tensor)
+        for key, tensor in tensors.items()
+    )
 
 
 def _decode_time(wire: Any) -> float:

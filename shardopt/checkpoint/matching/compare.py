@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,11 +16,14 @@ from shardopt.checkpoint.matching.renaming import Names
 from shardopt.checkpoint.matching.strictness import Choice, Strictness
 from shardopt.checkpoint.reading.target import describe_tensor, memory_problem
 from shardopt.errors import Problem, ShardoptError
+from shardopt.param_groups import PARAM_GROUPS, PARAMS, Groups, groups_elsewhere, groups_of, with_options
 from shardopt.sharding.pieces import View
 from shardopt.state import (
     CheckedStateful,
     FlatState,
+    GroupedStateful,
     Handback,
+    Leaf,
     PartialStateful,
     Path,
     PerRank,
@@ -212,9 +215,11 @@ def _object_problems(
     target, path = handback.target, handback.path
     if not isinstance(target, CheckedStateful):
         return
+    if isinstance(target, GroupedStateful) and strictness.unexpected == "raise":
+        handback.elsewhere = _options_elsewhere(handback, flat, names.manifest)
     own = {key: leaf for key, leaf in flat.leaves.items() if is_below(leaf.path, path)}
     of_stored = [key for key, at in stored.items() if is_below(at, path)]
-    if own.keys().isdisjoint(of_stored):
+    if own.keys().isdisjoint(of_stored) and not handback.elsewhere:
         return  # nothing of it is loaded; its keys are reported one by one
     without_place = [key for key in of_stored if key not in own]
     belonging = _belonging(handback, stored, without_place) if strictness.unexpected == "raise" else []
@@ -227,13 +232,53 @@ def _object_problems(
     if handback.plain_names:
         own_names: dict[str | int, str] = {plain: name for name, plain in handback.plain_names.items()}
         described = {(own_names.get(at[0], at[0]), *at[1:]): value for at, value in described.items()}
+    state = nest(described)
+    if handback.groups is not None:
+        some = strictness.missing != "raise" or not names.chosen.issuperset(own)
+        state[PARAM_GROUPS] = _groups_in(handback, handback.groups, own, names.manifest, some)
+        if state[PARAM_GROUPS] is None:
+            del state[PARAM_GROUPS]
     choices = {"strict": False} if strictness.lets_objects_differ and isinstance(target, PartialStateful) else {}
     try:
-        target.check_state_dict(nest(described), **choices)
+        target.check_state_dict(state, **choices)
     except ShardoptError as error:
         problems = error.problems or [Problem("", error.message, "a state that fits", "see the message")]
         prefix = join(path)
         yield from (replace(p, key=f"{prefix}.{p.key}" if p.key else prefix) for p in problems)
+
+
+def _groups_in(
+    handback: Handback, groups: Groups, own: Mapping[str, Leaf], manifest: Manifest, some: bool
+) -> list[Any] | None:
+    """Returns the groups of an object's state with the options that are stored; None if there are none for them.
+
+    Args:
+        own: the leaves of the object.
+        some: whether parameters for which no options are stored may go with others.
+    """
+    section = (*handback.path, PARAM_GROUPS)
+    options = {
+        str(leaf.path[-1]): manifest.values[key][1]
+        for key, leaf in own.items()
+        if key in manifest.values and leaf.path[:-1] == section
+    }
+    malformed = [each for each in options.values() if not isinstance(each, Mapping)]
+    if malformed:
+        return malformed
+    elsewhere = groups_elsewhere(handback.elsewhere)
+    if some or not any(group[PARAMS] for group in groups):
+        return with_options(groups, options) + elsewhere if options or elsewhere else groups
+    return groups_of(options) + elsewhere if options else None
+
+
+def _options_elsewhere(handback: Handback, flat: FlatState, manifest: Manifest) -> dict[str, Mapping[str, Any]]:
+    """Returns the stored options of an object's parameters that are on other ranks alone."""
+    section = (*handback.path, PARAM_GROUPS)
+    return {
+        str(path[-1]): value
+        for key, (path, value) in manifest.values.items()
+        if path[:-1] == section and key not in flat.leaves and isinstance(value, Mapping)
+    }
 
 
 def _belonging(handback: Handback, stored: Mapping[str, Path], keys: Iterable[str]) -> list[str]:
@@ -242,8 +287,13 @@ def _belonging(handback: Handback, stored: Mapping[str, Path], keys: Iterable[st
     if isinstance(target, PartialStateful):
         names = target.held_state_names()
         within = ((key, stored[key][root:]) for key in keys)
-        return [key for key, path in within if len(path) < 2 or path[0] != "state" or path[1] in names]
+        return [key for key, path in within if len(path) < 2 or _belongs(path, names)]
     return [] if isinstance(target, CheckedStateful) else list(keys)
+
+
+def _belongs(path: Path, names: Collection[str]) -> bool:
+    """Whether a stored entry of an object is for this rank; options are for the ranks that have their parameter."""
+    return path[1] in names if path[0] == "state" else path[0] != PARAM_GROUPS
 
 
 def _description(key: str, flat: FlatState, manifest: Manifest, strictness: Strictness) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,8 @@ import xxhash
 from torch import Tensor
 
 from shardopt.checkpoint.format.constants import Dtype
-from shardopt.checkpoint.format.manifest import encode_path
+from shardopt.checkpoint.format.paths import encode_path
+from shardopt.checkpoint.format.shared_values import pack
 from shardopt.checkpoint.format.tensor_bytes import GIVEN_BACK, has_no_memory, stored_dtype
 from shardopt.checkpoint.planning.assign import Member
 from shardopt.checkpoint.planning.ownership import refuse_strange_parameters
@@ -44,6 +45,7 @@ class Description:
     own_values: Mapping[str, Any]  # those that are per rank
     check_replicas: CheckReplicas  # of which replicas `contents` has hashes
     tied: Mapping[str, str]  # key → the first key with the same memory on this rank
+    unmatched: Sequence[dict[str, Any]] = ()  # `FlatState.unmatched_patterns`
 
     @property
     def is_partial(self) -> bool:
@@ -91,7 +93,7 @@ class Description:
 
     def values_json(self) -> dict[str, Any]:
         """Encodes the plain values, for `merge_values`."""
-        return {key: [encode_path(key, path), value] for key, (path, value) in self.values.items()}
+        return pack(self.values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +106,6 @@ class Geometry:
     members: Mapping[str, Member]
     per_rank: Mapping[str, Path]
     tied: Mapping[str, tuple[str, Path]] = field(default_factory=dict)
-
-
-Values = Mapping[str, tuple[Path, Any]]
-"""Plain values in their typed JSON form, by key, with their paths."""
 
 
 def describe(flat: FlatState, check_replicas: CheckReplicas) -> Description:
@@ -127,6 +125,7 @@ def describe(flat: FlatState, check_replicas: CheckReplicas) -> Description:
     own_values: dict[str, Any] = {}
     addresses: dict[str, int] = {}
     refused: list[ShardoptError] = []
+    shared: dict[int, Any] = {}  # options of a group, by identity: each of its parameters has the same
     for key, leaf in flat.leaves.items():
         try:
             if isinstance(leaf.value, Tensor):
@@ -144,6 +143,10 @@ def describe(flat: FlatState, check_replicas: CheckReplicas) -> Description:
             elif isinstance(leaf.value, PerRank):
                 per_rank[key] = leaf.path
                 own_values[key] = encode_value(leaf.value.value, key)
+            elif type(leaf.value) is dict:
+                if id(leaf.value) not in shared:
+                    shared[id(leaf.value)] = encode_value(leaf.value, key)
+                values[key] = leaf.path, shared[id(leaf.value)]
             else:
                 values[key] = leaf.path, encode_value(leaf.value, key)
         except (StateError, LayoutError) as error:
@@ -153,7 +156,8 @@ def describe(flat: FlatState, check_replicas: CheckReplicas) -> Description:
         raise kind(message, [problem for error in refused for problem in error.problems])
     contents = contents_of(views, check_replicas)
     tied = {key: first for key, first in tied_in(views, addresses).items() if views[key].layout == views[first].layout}
-    return Description(views, tensors, values, per_rank, contents, own_values, check_replicas, tied)
+    unmatched = flat.unmatched_patterns()
+    return Description(views, tensors, values, per_rank, contents, own_values, check_replicas, tied, unmatched)
 
 
 def geometry_of(description: Description, world_size: int) -> Geometry:

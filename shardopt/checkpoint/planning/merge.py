@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from shardopt.checkpoint.format.constants import DTYPES
-from shardopt.checkpoint.format.manifest import decode_path, encode_path
+from shardopt.checkpoint.format.paths import decode_path, encode_path
+from shardopt.checkpoint.format.shared_values import Values, unpack
 from shardopt.checkpoint.planning.assign import Assignment, Member
-from shardopt.checkpoint.planning.describe import Geometry, Values
+from shardopt.checkpoint.planning.describe import Geometry
 from shardopt.errors import Problem, StateError
 from shardopt.ranks.kinds import pack_kinds, unpack_kinds
 from shardopt.sharding.box import Box
@@ -69,7 +70,7 @@ def merge_geometry(kinds: Sequence[tuple[int, ...]], descriptions: Sequence[Mapp
     problems = [
         problem
         for key, by_kind in paths.items()
-        for problem in _other_kinds(key, {kinds[number][0]: path for number, path in by_kind.items()})
+        for problem in _other_kinds(key, _decoded(key, {kinds[number][0]: path for number, path in by_kind.items()}))
     ]
     for key, by_kind in tensors.items():
         kinds_of_key[key] = (*by_kind,)
@@ -165,29 +166,46 @@ def merge_values(descriptions: Mapping[int, Mapping[str, Any]], geometry: Geomet
     Raises:
         StateError: as for `merge_geometry`.
     """
-    values: defaultdict[str, dict[int, Any]] = defaultdict(dict)
+    values: defaultdict[str, dict[int, tuple[Path, Any]]] = defaultdict(dict)
     for rank, wire in descriptions.items():
-        for key, path_and_value in wire.items():
+        for key, path_and_value in unpack(wire).items():
             values[key][rank] = path_and_value
+    text_of = _by_identity(lambda value: json.dumps(value))  # by texts, since True is not 1 here
+    canonical_of = _by_identity(canonical)
     merged: dict[str, tuple[Path, Any]] = {}
+    united_of: dict[tuple[str, ...], Any] = {}  # one object for all keys that share one on every rank
     problems: list[Problem] = []
     for key, by_rank in values.items():
         first_rank, (path, first) = next(iter(by_rank.items()))
-        text = json.dumps(first)  # by texts, since True is not 1 here
-        unlike = {rank: value for rank, (_, value) in by_rank.items() if json.dumps(value) != text}
-        expected = canonical(first) if unlike else ""
-        other = next((rank for rank, value in unlike.items() if canonical(value) != expected), None)
-        problems += _other_kinds(key, {rank: each[0] for rank, each in by_rank.items()})
+        text = text_of(first)
+        unlike = {rank: value for rank, (_, value) in by_rank.items() if text_of(value) != text}
+        other = next((rank for rank, value in unlike.items() if canonical_of(value) != canonical_of(first)), None)
+        problems += _other_kinds(key, {rank: each for rank, (each, _) in by_rank.items()})
         if key in geometry.members or key in geometry.per_rank or key in geometry.tied:
             problems.append(_differs(key, "tensors on some ranks, plain values on others"))
         elif other is not None:
             difference = f"{_short(first)} on rank {first_rank}, {_short(unlike[other])} on rank {other}"
             problems.append(_differs(key, difference))
-        value = first if other is not None or not unlike else united([first, *unlike.values()])
-        merged[key] = decode_path(key, path), value
+        else:
+            texts = tuple(dict.fromkeys([text, *map(text_of, unlike.values())]))
+            if texts not in united_of:
+                united_of[texts] = united([first, *unlike.values()])
+            merged[key] = path, united_of[texts]
     if problems:
         raise StateError(_DIFFER, problems)
     return merged
+
+
+def _by_identity(function: Callable[[Any], str]) -> Callable[[Any], str]:
+    """Returns the function, run once for each object: many keys share one value."""
+    done: dict[int, tuple[Any, str]] = {}
+
+    def run(value: Any) -> str:
+        if id(value) not in done:
+            done[id(value)] = value, function(value)
+        return done[id(value)][1]
+
+    return run
 
 
 def _merge_tensor(key: str, by_kind: Mapping[int, _Entry], merger: KindMerger) -> Member:
@@ -208,7 +226,7 @@ def _knowing(key: str, by_kind: Mapping[int, _Entry], merger: KindMerger) -> tup
 
     A rank that holds nothing of a tensor may not even know its dtype.
     """
-    problems = _other_kinds(key, {merger.kinds[number][0]: each.path for number, each in by_kind.items()})
+    problems = _other_kinds(key, _decoded(key, {merger.kinds[at][0]: each.path for at, each in by_kind.items()}))
     if problems:
         raise StateError("", problems)
     holders = {number: merger.first_holder(each.layout, number) for number, each in by_kind.items()}
@@ -283,17 +301,16 @@ def _place(layout: Layout) -> str:
     return f"shape {list(layout.shape)} {where}"
 
 
-def _other_kinds(key: str, paths: Mapping[int, Any]) -> list[Problem]:
-    """Returns a problem where a key stands in a list on one rank and in a dict on another.
+def _decoded(key: str, paths: Mapping[int, Any]) -> dict[int, Path]:
+    return {rank: decode_path(key, path) for rank, path in paths.items()}
 
-    Args:
-        paths: by rank, as they were sent.
-    """
+
+def _other_kinds(key: str, paths: Mapping[int, Path]) -> list[Problem]:
+    """Returns a problem where a key stands in a list on one rank and in a dict on another."""
     first_rank, first = next(iter(paths.items()))
     for rank, path in paths.items():
-        if path != first and kinds_differ(decode_path(key, first), decode_path(key, path)):
-            one, other = (tell_path(decode_path(key, each)) for each in (first, path))
-            return [_differs(key, f"{one} on rank {first_rank}, {other} on rank {rank}")]
+        if kinds_differ(first, path):
+            return [_differs(key, f"{tell_path(first)} on rank {first_rank}, {tell_path(path)} on rank {rank}")]
     return []
 
 

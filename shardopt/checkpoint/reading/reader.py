@@ -102,9 +102,9 @@ class CheckpointReader:
         return TensorInfo(tensor.layout.shape, torch_dtype(tensor.dtype), tensor.layout.boxes, tensor.tied_to)
 
     def key_in_files(self, key: str) -> str:
-        """Returns the key under which the data files have a tensor: its own, or that of the one that it is tied to."""
-        tied_to = self._manifest.tensors[key].tied_to
-        return key if tied_to is None else tied_to
+        """Returns the key under which the data files have a tensor: its own, an earlier one, or that of its tie."""
+        tensor = self._manifest.tensors[key]
+        return tensor.tied_to or tensor.stored_as or key
 
     def read(self, key: str, box: Box | None = None) -> Any:
         """Returns a plain value, or a tensor in memory of its own, on the CPU: the whole of it, or a box.
@@ -177,8 +177,8 @@ class CheckpointReader:
         Raises:
             CorruptionError: a file is missing, damaged, or not what the manifest says of it.
         """
-        _, dtype, layout, tied_to = self._manifest.tensors[key]
-        key = key if tied_to is None else tied_to
+        _, dtype, layout, *_ = self._manifest.tensors[key]
+        key = self.key_in_files(key)
         for box, tensor in pieces:
             for file, form, sizes, stored, wanted in self._overlaps_with(layout, dtype, box):
                 target = tensor if wanted is None else narrowed(tensor, wanted)

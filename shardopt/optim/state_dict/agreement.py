@@ -6,7 +6,8 @@ Compared are values that two ranks have under one name: the options of a paramet
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from hashlib import blake2b
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from shardopt.errors import Problem
 from shardopt.optim.state_dict.options import IMPLEMENTATION_OPTIONS
-from shardopt.optim.state_dict.saved_form import PARAMS
+from shardopt.param_groups import PARAMS, refuse_unmatched
 from shardopt.ranks import Ranks
 from shardopt.sharding.gradients import takes_gradient
 from shardopt.sharding.view import is_held, local_tensors
@@ -32,6 +33,7 @@ def differences(
     names: Mapping[Tensor, str],
     param_groups: Callable[[], Any],
     state: Callable[[], Mapping[str, Mapping[str, Any]]],
+    unmatched: Sequence[Problem] = (),
 ) -> list[Problem]:
     """Returns the first parameter for each option and each number in state that differs between ranks. Collective.
 
@@ -41,12 +43,22 @@ def differences(
         names: parameter → FQN.
         param_groups: returns the optimizer's groups.
         state: returns FQN, or a name that belongs to no parameter, → entries. Sharded entries are not compared.
+        unmatched: a problem for each pattern of groups that matches nothing on this rank.
+
+    Raises:
+        StateError: a pattern matches nothing on any rank.
     """
+
+    def are_alike(reports: list[Any]) -> bool:
+        digests, unmatched_there = zip(*reports, strict=True)
+        refuse_unmatched(unmatched_there)
+        return len(set(digests)) == 1
+
     report, alike = ranks.agree(
         _WHAT,
         work=lambda: json.dumps([list(_options(names, param_groups())), _numbers(names, state())], sort_keys=True),
-        report=lambda text: blake2b(text.encode(), digest_size=16).hexdigest(),
-        decide=lambda digests: len(set(digests)) == 1,
+        report=lambda text: [blake2b(text.encode(), digest_size=16).hexdigest(), [*map(asdict, unmatched)]],
+        decide=are_alike,
     )
     if alike:
         return []

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, MutableMapping
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from shardopt.errors import LayoutError, Problem, StateError
 from shardopt.names import before_all, plain_name
+from shardopt.ranks import ranks_of
 from shardopt.sharding.gradients import takes_gradient
 from shardopt.sharding.view import view_of
 from shardopt.torch_private import is_flattened
@@ -38,13 +40,13 @@ def named(parameters: NamedTensors, dropped: str | None = None) -> NamedParamete
         dropped: the prefix that is left out of names; None is all of "module." that every name has.
 
     Raises:
-        StateError: there are none, they are not pairs of a name and a tensor, a name comes twice, or they are those of
-            FullyShardedDataParallel.
+        StateError: there are none and this is the only rank, they are not pairs of a name and a tensor, a name comes
+            twice, or they are those of FullyShardedDataParallel.
     """
     if isinstance(parameters, NamedParameters):
         return parameters
     pairs = list(parameters.items() if isinstance(parameters, Mapping) else parameters)
-    if not pairs:
+    if not pairs and ranks_of().size == 1:  # of several, one may hold none
         problem = Problem("parameters", "none", "at least one", "pass model.named_parameters()")
         raise StateError("an optimizer got no parameters", [problem])
     for pair in pairs:
@@ -180,33 +182,63 @@ def refuse_non_leaf_tensors(parameters: Mapping[str, Tensor], groups: Iterable[M
         raise StateError("a tensor that is not a leaf cannot be optimized", problems)
 
 
+@dataclass(frozen=True, slots=True)
+class Places:
+    """The places that the groups of one optimizer have among all that `keyed` was given.
+
+    Args:
+        patterns: of all groups in their order; after them comes the group of what none matches.
+        places: of each group of the optimizer.
+    """
+
+    patterns: tuple[re.Pattern[str], ...] = ()
+    places: tuple[int, ...] = ()
+
+    def has(self, position: int, name: str) -> bool:
+        """Whether a parameter belongs to the group at a position; not known of groups that were added later."""
+        return position < len(self.places) and _place_of(name, self.patterns) == self.places[position]
+
+
+def patterns_of(groups: Collection[Mapping[str, Any]]) -> tuple[re.Pattern[str], ...]:
+    """Returns the pattern of each group. Raises StateError where "match" is missing or no regular expression."""
+    return tuple(_pattern(position, group) for position, group in enumerate(groups))
+
+
+def _place_of(name: str, patterns: Sequence[re.Pattern[str]]) -> int:
+    return next((place for place, pattern in enumerate(patterns) if pattern.search(name)), len(patterns))
+
+
 def by_pattern(
     parameters: Mapping[str, Tensor], groups: Collection[Mapping[str, Any]]
 ) -> list[tuple[dict[str, Any], dict[str, Tensor]]]:
     """Sorts parameters into groups: each goes to the first group whose pattern is found in its name, or to a last one.
+
+    Every group keeps its place, also where it is empty: another rank, or another job that goes on, may have parameters
+    for it, and schedules are to have the same rates there.
 
     Args:
         parameters: name → tensor; a tensor with several names goes where its first name goes, with all its names.
         groups: mappings with "match", a regular expression that is searched for in the name, and options.
 
     Returns:
-        Options and parameters of each group in the order of `groups`, and those that no pattern matched under no
-        options; the last is left out if it is empty.
+        Options and parameters of each group in the order of `groups`, and last those that no pattern matched, under no
+        options.
 
     Raises:
-        StateError: "match" is missing or is no regular expression, or a pattern is no parameter's first match.
+        StateError: "match" is missing or is no regular expression.
     """
     if isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups):
         problem = Problem("groups", repr(groups), "a list of dicts", 'write [{"match": r"norm|bias", ...}]')
         raise StateError("groups are not as they have to be", [problem])
-    patterns = [_pattern(position, group) for position, group in enumerate(groups)]
     options = [{name: value for name, value in group.items() if name != "match"} for group in groups]
-    members: list[dict[str, Tensor]] = [{} for _ in (*patterns, "the rest")]
-    canonical = first_names(parameters)
-    for name, tensor in parameters.items():
-        matching = (i for i, pattern in enumerate(patterns) if pattern.search(canonical[tensor]))
-        members[next(matching, len(patterns))][name] = tensor
-    problems = [
+    return list(zip([*options, {}], _members(parameters, patterns_of(groups)), strict=True))
+
+
+def unmatched_patterns(parameters: Mapping[str, Tensor], groups: Collection[Mapping[str, Any]]) -> list[Problem]:
+    """Returns a problem for each pattern that is the first match of no parameter."""
+    patterns = patterns_of(groups)
+    members = _members(parameters, patterns)
+    return [
         Problem(
             key=f"groups[{i}]",
             found=f"the pattern {pattern.pattern!r}, {_why_empty(pattern, parameters)}",
@@ -216,9 +248,15 @@ def by_pattern(
         for i, pattern in enumerate(patterns)
         if not members[i]
     ]
-    if problems:
-        raise StateError("a pattern matches no parameter", problems)
-    return [(own, group) for own, group in zip([*options, {}], members, strict=True) if group]
+
+
+def _members(parameters: Mapping[str, Tensor], patterns: Sequence[re.Pattern[str]]) -> list[dict[str, Tensor]]:
+    """Returns the parameters of which each pattern is the first match, and those that none matches."""
+    members: list[dict[str, Tensor]] = [{} for _ in (*patterns, "the rest")]
+    canonical = first_names(parameters)
+    for name, tensor in parameters.items():
+        members[_place_of(canonical[tensor], patterns)][name] = tensor
+    return members
 
 
 def listed(names: Iterable[str]) -> str:

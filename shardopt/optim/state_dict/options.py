@@ -63,8 +63,11 @@ def refuse_bad_options(
         raise AlgorithmError(f"{optimizer.__name__} cannot take these options", problems)
 
 
-def saved_options(group: Mapping[str, Any], key: str) -> dict[str, Any]:
+def saved_options(group: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Returns the options of a group as they are saved. Waits for the device of a number that is a tensor there.
+
+    Args:
+        where: the key of the group in errors.
 
     Raises:
         StateError: a value is neither plain nor a tensor, so that it cannot be stored.
@@ -72,7 +75,7 @@ def saved_options(group: Mapping[str, Any], key: str) -> dict[str, Any]:
     options = {name: as_number(value) for name, value in group.items() if name not in _NOT_SAVED}
     problems = [
         Problem(
-            key=f"param_groups.{key}.{name}",
+            key=f"{where}.{name}",
             found=f"a {type(value).__qualname__}",
             required="a tensor, a plain value, or a dict, list or tuple of these",
             remedy="keep it outside of the group, or turn groups off with save_param_groups(False)",
@@ -107,7 +110,7 @@ def given_options(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, A
     """Returns the options of a group that the code gave: those that are not the defaults of the optimizer's class."""
     defaults = {name: argument.default for name, argument in inspect.signature(type(optimizer)).parameters.items()}
     own = {name: value for name, value in plain_options(group).items() if name in defaults}
-    return {name: value for name, value in own.items() if not _equal(value, as_number(defaults[name]))}
+    return {name: value for name, value in own.items() if not is_equal_option(value, as_number(defaults[name]))}
 
 
 def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -151,8 +154,8 @@ def overridden(where: str, given: Mapping[str, Any], stored: Mapping[str, Any], 
         if name not in stored or full in given:  # a warm-up computes the option from it
             continue
         in_use = as_number(stored.get(full, stored[name]))
-        same_code = isinstance(given_then, Mapping) and name in given_then and _equal(value, given_then[name])
-        if not same_code and not _equal(value, in_use):
+        same_code = isinstance(given_then, Mapping) and name in given_then and is_equal_option(value, given_then[name])
+        if not same_code and not is_equal_option(value, in_use):
             overrides.append(Overridden(f"{where}.{name}", value, in_use))
     return overrides
 
@@ -185,7 +188,7 @@ def warn_of_another_algorithm(notes: Iterable[str]) -> None:
 def _replaced(here: Any, value: Any, filled: dict[int, Any]) -> Any:
     """Returns `here` with a new value: the same tensor, filled, or the value."""
     if isinstance(here, Tensor) and isinstance(value, bool | int | float | complex):
-        if not _equal(filled.setdefault(id(here), value), value):
+        if not is_equal_option(filled.setdefault(id(here), value), value):
             here = here.clone()  # a group that shares it has got another value
         with torch.no_grad():
             here.fill_(value)
@@ -205,12 +208,12 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def _equal(one: Any, other: Any) -> bool:
+def is_equal_option(one: Any, other: Any) -> bool:
     """Whether two options as they are saved are the same; a list may stand for a tuple."""
     if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return one is other
+        return one is other or (type(one) is type(other) is Tensor and torch.equal(one, other))
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_equal, one, other))
+        return len(one) == len(other) and all(map(is_equal_option, one, other))
     return bool(one == other) or (one != one and other != other)
 
 

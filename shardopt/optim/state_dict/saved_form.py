@@ -1,31 +1,43 @@
 """The saved form of a keyed optimizer, and the plan of loading one into another.
 
     {"state": {fqn: {name: value}},
-     "param_groups": {least fqn: {"params": [sorted fqns], option: value, ..., "algorithm": name,
-                                  "given": {option: value}, "untouched": [fqns]}}}
+     "param_groups": [{"params": [sorted fqns], option: value, ..., "algorithm": name,
+                       "given": {option: value}, "untouched": [fqns]}, ...]}
 
-Groups go by the least name in them, so that neither the order of parameters nor that of groups matters.
+Groups stand in the order of the live ones, those without parameters too. Loading goes by parameter: a live group takes
+the options that all of its parameters have, in whatever groups they were saved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from shardopt.errors import StateError
 from shardopt.optim.state_dict.groups import listed
 from shardopt.optim.state_dict.load_plan import LoadPlan, is_stateful, like
-from shardopt.optim.state_dict.options import IMPLEMENTATION_OPTIONS, as_number, overridden, put_option
-from shardopt.values import UnionOfRanks
+from shardopt.optim.state_dict.options import (
+    IMPLEMENTATION_OPTIONS,
+    as_number,
+    is_equal_option,
+    overridden,
+    put_option,
+)
+from shardopt.param_groups import (
+    PARAM_GROUPS,
+    PARAMS,
+    UNTOUCHED,
+    Groups,
+    are_named,
+    options_by_member,
+    options_elsewhere,
+    options_of,
+)
 
 STATE = "state"
-PARAM_GROUPS = "param_groups"
-PARAMS = "params"
-UNTOUCHED = "untouched"
-"""In a saved group: the parameters that have state but never had a step, so that their first step makes it anew."""
-
 ALGORITHM = "algorithm"
 """In a saved group: the name of the algorithm that steps it, where that is known."""
 GIVEN = "given"
@@ -41,7 +53,14 @@ _STATE_REMEDY = (
 )
 
 
-_GROUPS_REMEDY = "put parameters in groups as when it was saved"
+_GROUPS_REMEDY = "load what was saved from the same parameters, or pass strict=False"
+_DISAGREE_REMEDY = (
+    "put these parameters into groups of their own, or call keep_options to go on with the options of the code"
+)
+
+
+def _no_pattern(name: str) -> bool:
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,38 +71,24 @@ class KeyedGroup:
         live: the group's own dict.
         saved: "params", the options as they are, and further entries that are saved.
         kept: the options that a load leaves as they are here.
+        has: whether a parameter of another rank is of this group, as far as its pattern tells.
     """
 
     live: dict[str, Any]
     saved: dict[str, Any]
     kept: frozenset[str] = frozenset()
+    has: Callable[[str], bool] = _no_pattern
 
-    @property
-    def key(self) -> str:
-        """The least name of the group's parameters."""
-        return least_name(self.saved)
+    def where(self, section: str, position: int) -> str:
+        """Returns the key of the group in errors: that of its least parameter, or its position if it has none."""
+        names = self.saved[PARAMS]
+        return f"{section}.{names[0]}" if names else f"{section}[{position}]"
 
     def take(self, filled: dict[int, Any]) -> None:
         """Puts options of `saved`, which a load has changed, into the group; `filled` as for `put_option`."""
         for name, value in self.saved.items():
             if name in self.live and name not in (PARAMS, *self.kept):
                 put_option(self.live, name, value, filled)
-
-
-def least_name(group: Mapping[str, Any]) -> str:
-    """Returns the name that a saved group goes by: the first of its parameters', which are sorted."""
-    return str(group[PARAMS][0])
-
-
-def renamed_group(group: Any, rename: Callable[[str], str]) -> Any:
-    """Renames the parameters of a saved group, in their order."""
-    if not isinstance(group, Mapping):
-        return group
-
-    def renamed(names: Any) -> list[str]:
-        return (UnionOfRanks if isinstance(names, UnionOfRanks) else list)(map(rename, names))
-
-    return {option: renamed(value) if option in (PARAMS, UNTOUCHED) else value for option, value in group.items()}
 
 
 def as_saved(value: Any) -> Any:
@@ -112,7 +117,7 @@ def plan_all(
     if STATE in offered:
         _plan_state(plan, state, offered[STATE])
     if groups is not None and PARAM_GROUPS in offered:
-        _plan_groups(plan, {group.key: group for group in groups}, offered[PARAM_GROUPS])
+        _plan_groups(plan, [*groups], offered[PARAM_GROUPS])
 
 
 def plan_keys(plan: LoadPlan, saves_groups: bool, offered: Mapping[str, Any], has_state: bool = True) -> None:
@@ -152,38 +157,96 @@ def _plan_state(plan: LoadPlan, state: dict[str, MutableMapping[str, Any]], offe
     plan.mapping(plan.section(STATE), state, offered, _STATE_REMEDY)
 
 
-def _plan_groups(plan: LoadPlan, groups: Mapping[str, KeyedGroup], offered: Any) -> None:
+def _plan_groups(plan: LoadPlan, groups: Sequence[KeyedGroup], offered: Any) -> None:
     section = plan.section(PARAM_GROUPS)
-    if not isinstance(offered, Mapping):
+    if not are_named(offered):
         remedy = "load what state_dict() of a keyed optimizer gave"
-        plan.problem(section, f"a {type(offered).__name__}", "a mapping by least FQN", remedy)
+        plan.problem(section, f"a {type(offered).__name__}", 'a list of groups with names under "params"', remedy)
         return
-    plan.unmatched_names(f"{section}.", groups.keys(), offered.keys(), _GROUPS_REMEDY)
-    for key in groups.keys() & offered.keys():
-        where = f"{section}.{key}"
-        if isinstance(offered[key], Mapping):
-            _plan_group(plan, where, groups[key], offered[key])
-        else:
-            plan.mapping(where, groups[key].saved, offered[key], _REMEDY)
+    try:
+        by_member = options_by_member(offered)
+    except StateError as error:
+        plan.problems.extend(error.problems)
+        return
+    names = [name for group in groups for name in group.saved[PARAMS]]
+    plan.unmatched_names(f"{section}.", names, by_member, _GROUPS_REMEDY)
+    elsewhere = options_elsewhere(offered)
+    for position, group in enumerate(groups):
+        members = {name: by_member[name] for name in group.saved[PARAMS] if name in by_member}
+        if members or not group.saved[PARAMS]:
+            members |= {name: options for name, options in elsewhere.items() if group.has(name)}
+        if members:
+            _plan_group(plan, group.where(section, position), group, members)
+        elif _has_twin(position, groups, offered):
+            _plan_group(plan, group.where(section, position), group, {"": options_of(offered[position])})
 
 
-def _plan_group(plan: LoadPlan, where: str, group: KeyedGroup, offered_group: Mapping[str, Any]) -> None:
+def _has_twin(position: int, groups: Sequence[KeyedGroup], offered: Groups) -> bool:
+    """Whether a group and the offered one at its position both have no parameters."""
+    alike = len(groups) == len(offered)
+    return alike and not groups[position].saved[PARAMS] and not offered[position][PARAMS]
+
+
+def _plan_group(plan: LoadPlan, where: str, group: KeyedGroup, by_member: Mapping[str, Mapping[str, Any]]) -> None:
+    """Plans to load the options that the members of a group have, by member, into the group."""
     saved = group.saved
-    _plan_members(plan, where, saved[PARAMS], offered_group)
     own_keys = {ALGORITHM, GIVEN} - group.live.keys()  # options may have these names
-    if ALGORITHM in own_keys and _is_of_another(saved, offered_group):
-        _plan_another_algorithm(plan, where, saved[ALGORITHM], offered_group[ALGORITHM])
+    others = [stored for stored in _distinct(by_member) if ALGORITHM in own_keys and _is_of_another(saved, stored)]
+    if others:
+        for algorithm in dict.fromkeys(stored[ALGORITHM] for stored in others):
+            _plan_another_algorithm(plan, where, saved[ALGORITHM], algorithm)
         return
-    left_out = {*IMPLEMENTATION_OPTIONS, *group.kept, *own_keys}
-    if group.kept.isdisjoint(offered_group):
+    left_out = {*IMPLEMENTATION_OPTIONS, *group.kept, *own_keys, PARAMS, UNTOUCHED}
+    options = _common_options(plan, where, by_member, left_out)
+    if group.kept.isdisjoint(next(iter(by_member.values()))):
         plan.loaded_groups.append(group.live)
     if GIVEN in own_keys:
         given = {name: value for name, value in saved.get(GIVEN, {}).items() if name not in group.kept}
-        plan.overridden += overridden(where, given, offered_group, offered_group.get(GIVEN))
-    offered_group = {name: as_number(value) for name, value in offered_group.items() if name not in left_out}
+        for given_then in _distinct({name: each.get(GIVEN) or {} for name, each in by_member.items()}):
+            plan.overridden += [
+                each for each in overridden(where, given, options, given_then) if each not in plan.overridden
+            ]
     into = {name: value for name, value in saved.items() if name not in left_out}
-    plan.mapping(where, into, offered_group, _REMEDY)
+    plan.mapping(where, into, options, _REMEDY)
     plan.then(lambda: saved.update(into))
+
+
+def _common_options(
+    plan: LoadPlan, where: str, by_member: Mapping[str, Mapping[str, Any]], left_out: Collection[str]
+) -> dict[str, Any]:
+    """Returns the options that all members of a group have; notes those in which they disagree, with the members."""
+    first, *others = _distinct(by_member)
+    common = {name: as_number(value) for name, value in first.items() if name not in left_out}
+    names = dict.fromkeys(name for options in (first, *others) for name in options if name not in left_out)
+    for name in names if others else ():
+        variants: list[tuple[Any, list[str]]] = []
+        for member, options in by_member.items():
+            value = as_number(options.get(name, _ABSENT))
+            same = next((members for other, members in variants if is_equal_option(value, other)), None)
+            if same is None:
+                variants.append((value, [member]))
+            else:
+                same.append(member)
+        if len(variants) > 1:
+            several = "; ".join(f"{value!r} of {listed(map(plan.seen_as, members))}" for value, members in variants)
+            plan.problem(f"{where}.{name}", several, "one value for all parameters of a group", _DISAGREE_REMEDY)
+            common.setdefault(name, None)
+    return common
+
+
+class _Absent:
+    """Stands for an option that a member has not."""
+
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+_ABSENT = _Absent()
+
+
+def _distinct(by_member: Mapping[str, Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Returns each set of options once; members with the same options mostly share it."""
+    return list({id(options): options for options in by_member.values()}.values())
 
 
 def _is_of_another(saved: Mapping[str, Any], offered_group: Mapping[str, Any]) -> bool:
@@ -204,10 +267,7 @@ def _plan_another_algorithm(plan: LoadPlan, where: str, here: str, stored: str) 
     plan.algorithms.append(f"{where}: saved by {stored}; {here} goes on with the state that fits, and its own options")
 
 
-def _plan_members(plan: LoadPlan, where: str, names: list[str], offered_group: Mapping[str, Any]) -> None:
-    members = offered_group.get(PARAMS, names)
-    here, stored = (list(map(plan.seen_as, each)) for each in (names, members))
-    plan.unmatched_names(f"{where}.{PARAMS}: ", here, stored, _GROUPS_REMEDY)
-    strangers = sorted(set(offered_group.get(UNTOUCHED, ())).difference(members))
-    if strangers:
-        plan.problem(f"{where}.{UNTOUCHED}", f"{strangers}", f"names among {members}", "read the checkpoint again")
+def untouched_in(groups: Any) -> Iterator[str]:
+    """Yields the names of parameters in saved groups that have state and never had a step."""
+    for group in groups:
+        yield from group.get(UNTOUCHED, ())

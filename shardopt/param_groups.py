@@ -1,0 +1,153 @@
+"""Groups of parameters by name, as optimizers save them, and the same options by member.
+
+    [{"params": ["a", "b"], "lr": 0.1}, {"params": ["c"], "lr": 0.2}]        groups
+    {"a": {"lr": 0.1}, "b": {"lr": 0.1}, "c": {"lr": 0.2}}                   options by member; a and b share one dict
+
+Options belong to parameters: stages, regrouped jobs and checkpoints meet in the second form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, TypeGuard
+
+from shardopt.errors import Problem, StateError
+
+PARAM_GROUPS = "param_groups"
+PARAMS = "params"
+UNTOUCHED = "untouched"
+"""In a saved group: the parameters that have state but never had a step, so that their first step makes it anew. By
+member: whether it is one of them."""
+ELSEWHERE = "elsewhere"
+"""In a group that is loaded and has no parameters here: the parameters on other ranks that have its options."""
+
+_NAME_LISTS = (PARAMS, UNTOUCHED, ELSEWHERE)
+
+Groups = list[Mapping[str, Any]]
+OptionsByMember = Mapping[str, Mapping[str, Any]]
+
+
+def are_named(groups: Any) -> TypeGuard[Groups]:
+    """Whether these are groups whose parameters are names; torch's own have positions there."""
+    return isinstance(groups, list) and all(
+        isinstance(group, Mapping) and PARAMS in group and all(_are_names(group.get(each, [])) for each in _NAME_LISTS)
+        for group in groups
+    )
+
+
+def are_named_mapping(groups: Any) -> TypeGuard[Mapping[str, Mapping[str, Any]]]:
+    """Whether these are groups in the form of earlier versions: a mapping by the least name in each."""
+    return (
+        isinstance(groups, Mapping)
+        and are_named([*groups.values()])
+        and all(group[PARAMS] and min(group[PARAMS]) == key for key, group in groups.items())
+    )
+
+
+def options_by_member(groups: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Returns name → options of its group, without "params"; members with the same options share one dict.
+
+    Raises:
+        StateError: a parameter stands in two groups, or is untouched and in none.
+    """
+    by_member: dict[str, Mapping[str, Any]] = {}
+    problems = []
+    for group in groups:
+        options = options_of(group)
+        untouched = set(group.get(UNTOUCHED, ()))
+        of_stepped = {**options, UNTOUCHED: False} if UNTOUCHED in group else options
+        of_untouched = {**options, UNTOUCHED: True}
+        for name in group[PARAMS]:
+            if name in by_member:
+                twice = Problem(f"{PARAM_GROUPS}.{name}", "a parameter of two groups", "of one", "mend the groups")
+                problems.append(twice)
+            by_member[name] = of_untouched if name in untouched else of_stepped
+        strangers = sorted(untouched.difference(group[PARAMS]))
+        if strangers:
+            required = f"names among {group[PARAMS]}"
+            problems.append(Problem(f"{PARAM_GROUPS}: {UNTOUCHED}", f"{strangers}", required, "mend the groups"))
+    if problems:
+        raise StateError("groups do not give each parameter its options", problems)
+    return by_member
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options of a group, without the names in it."""
+    return {name: value for name, value in group.items() if name not in _NAME_LISTS}
+
+
+def groups_of(by_member: OptionsByMember) -> list[dict[str, Any]]:
+    """Returns groups in which each parameter has its options: one for all members that share a dict."""
+    members: dict[int, list[str]] = {}
+    for name, options in by_member.items():
+        members.setdefault(id(options), []).append(name)
+    groups = []
+    for names in members.values():
+        group = {PARAMS: sorted(names), **by_member[names[0]]}
+        if UNTOUCHED in group:
+            group[UNTOUCHED] = group[PARAMS] if group[UNTOUCHED] else []
+        groups.append(group)
+    return groups
+
+
+def groups_elsewhere(by_member: OptionsByMember) -> list[dict[str, Any]]:
+    """Returns groups without parameters, which tell the options that parameters on other ranks have."""
+    groups = groups_of(by_member)
+    return [{PARAMS: [], ELSEWHERE: group[PARAMS], **options_of(group)} for group in groups]
+
+
+def options_elsewhere(groups: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Returns what `groups_elsewhere` told: name → options."""
+    by_member: dict[str, Mapping[str, Any]] = {}
+    for group in groups:
+        if group.get(ELSEWHERE):
+            by_member |= dict.fromkeys(group[ELSEWHERE], options_of(group))
+    return by_member
+
+
+def with_options(groups: Groups, options: OptionsByMember) -> list[dict[str, Any]]:
+    """Returns groups in which each parameter has other options, those of `options`.
+
+    A parameter that has none there goes with the first one of its group that has some; where there is none, it keeps
+    those that it has.
+    """
+    here = options_by_member(groups)
+    by_member: dict[str, Mapping[str, Any]] = {}
+    for group in groups:
+        first = next((options[name] for name in group[PARAMS] if name in options), None)
+        for name in group[PARAMS]:
+            if name in options or first is None:
+                by_member[name] = options.get(name, here[name])
+            else:
+                own = {entry: value for entry, value in here[name].items() if entry == UNTOUCHED}
+                by_member[name] = {entry: value for entry, value in first.items() if entry != UNTOUCHED} | own
+    return groups_of(by_member)
+
+
+def renamed_group(group: Mapping[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
+    """Returns a group with its parameters under other names, in their order."""
+    return {option: [*map(rename, value)] if option in _NAME_LISTS else value for option, value in group.items()}
+
+
+def members_only(group: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Returns a group with those of its parameters alone that are among `names`."""
+    return {
+        option: [name for name in value if name in names] if option in _NAME_LISTS else value
+        for option, value in group.items()
+    }
+
+
+def refuse_unmatched(reports: Sequence[Sequence[Mapping[str, str]]]) -> None:
+    """Raises StateError where a pattern of groups matches no parameter on any rank.
+
+    Args:
+        reports: by rank, a problem for each pattern that matches nothing there, as JSON.
+    """
+    everywhere = set.intersection(*({problem["key"] for problem in report} for report in reports))
+    problems = [Problem(**problem) for problem in reports[0] if problem["key"] in everywhere]
+    if problems:
+        raise StateError("a pattern matches no parameter on any rank", problems)
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(name, str) for name in value)

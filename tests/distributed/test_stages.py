@@ -1,0 +1,77 @@
+"""Stages of a pipeline: ranks with other parameters, saved and loaded strictly, also by another number of ranks."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardopt
+from shardopt import checkpoint
+from tests.harness import RanksFailed, run_ranks
+
+NAMES = ("embed.weight", "first.weight", "first.bias", "second.weight", "second.bias", "head.weight")
+STAGES = (NAMES[:3], NAMES[3:])
+GROUPS = [
+    {"match": r"^embed", "lr": 0.5},
+    {"match": r"bias$", "weight_decay": 0.0, "lr": 0.25},
+    {"match": r"^head", "algorithm": "sgd", "momentum": 0.9, "dampening": 0.5, "lr": 0.125},
+]
+
+
+def app_of(names):
+    params = {name: torch.nn.Parameter(torch.arange(3.0) + len(name)) for name in names}
+    return {"model": dict(params), "optimizer": shardopt.keyed("adamw", params, lr=0.0625, groups=GROUPS)}
+
+
+def train(app, steps):
+    for step in steps:
+        for name, parameter in app["model"].items():
+            parameter.grad = torch.arange(3.0) * len(name) - step
+        app["optimizer"].step()
+
+
+def state_of(app):
+    saved = app["optimizer"].state_dict()
+    options = {name: repr(group["lr"]) for group in saved["param_groups"] for name in group["params"]}
+    return {name: (repr(app["model"][name]), repr(saved["state"][name]), options[name]) for name in app["model"]}
+
+
+def names_here():
+    return STAGES[dist.get_rank()] if dist.get_world_size() == 2 else NAMES
+
+
+def save(path, steps):
+    app = app_of(names_here())
+    train(app, range(steps))
+    for group in app["optimizer"].param_groups:
+        group["lr"] *= 0.5
+    checkpoint.save(path, app)
+    train(app, range(steps, steps + 2))
+    return state_of(app)
+
+
+def resume(path, steps):
+    app = app_of(names_here())
+    checkpoint.load(path, app, init_state=True)
+    train(app, range(steps, steps + 2))
+    return state_of(app)
+
+
+@pytest.mark.parametrize(("saving", "loading"), [(2, 1), (1, 2), (2, 2)])
+def test_stages_go_on_as_any_others(tmp_path, saving, loading):
+    trained = run_ranks(saving, save, str(tmp_path / "c"), 3)
+    resumed = run_ranks(loading, resume, str(tmp_path / "c"), 3)
+    merged = [{name: each for stage in stages for name, each in stage.items()} for stages in (trained, resumed)]
+    assert merged[0].keys() == set(NAMES)
+    assert merged[0] == merged[1]
+
+
+def save_with_a_mistaken_pattern(path):
+    params = {name: torch.nn.Parameter(torch.ones(3)) for name in names_here()}
+    groups = [{"match": "embed", "lr": 0.5}, {"match": "nrom", "lr": 0.5}]
+    checkpoint.save(path, {"optimizer": shardopt.keyed("sgd", params, groups=groups)})
+
+
+def test_a_pattern_that_matches_on_no_rank_is_refused_by_a_save(tmp_path):
+    with pytest.raises(RanksFailed, match=r"optimizer: groups\[1\]: found the pattern .nrom.") as caught:
+        run_ranks(2, save_with_a_mistaken_pattern, str(tmp_path / "c"))
+    assert "groups[0]" not in str(caught.value)
