@@ -109,8 +109,7 @@ class GroupedStateful(Stateful, Protocol):
     """A Stateful with groups by pattern, of which each must match on some rank of the job.
 
     `unmatched_patterns` gives a problem for each that matches nothing on this rank, with the same key on every rank.
-    Its
-    `load_state_dict` takes groups that tell of parameters on other ranks (`param_groups.ELSEWHERE`).
+    Its `load_state_dict` takes groups that tell of parameters on other ranks (`param_groups.ELSEWHERE`).
     """
 
     def unmatched_patterns(self) -> list[Problem]: ...

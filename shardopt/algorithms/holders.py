@@ -61,7 +61,7 @@ def counted_parameters(ranks: Ranks, names: Mapping[Tensor, str]) -> tuple[list[
     """
     views, packed = ranks.agree(
         _WHAT,
-        work=lambda: {name: view_of(parameter, name) for parameter, name in names.items()},
+        work=lambda: {name: view_of(param, name).numbered_in(ranks.job_numbers) for param, name in names.items()},
         report=_fingerprint,
         decide=lambda fingerprints: pack_kinds(kinds_of(fingerprints)),
         deadline_seconds=_DEADLINE_SECONDS,

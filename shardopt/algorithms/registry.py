@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardopt.errors import AlgorithmError, Problem
+from shardopt.ranks import SharedGroup
 from shardopt.sharding.pieces import View
 from shardopt.torch_private import step_without_hooks
 
@@ -96,7 +97,12 @@ class MakesState(Protocol):
 
 
 class MakesGlobalState(MakesState, Protocol):
-    """The protocol of one that also keeps state which belongs to no parameter."""
+    """The protocol of one that also keeps state which belongs to no parameter.
+
+    `shared_group` is set to the ranks that train the parameters.
+    """
+
+    shared_group: SharedGroup
 
     @property
     def global_name(self) -> str:

@@ -33,7 +33,17 @@ from shardopt.checkpoint.writing.pending import PendingSave, hold_steps
 from shardopt.checkpoint.writing.staging import Staging
 from shardopt.errors import CheckpointError, OptionError, Problem
 from shardopt.gc_pause import gc_paused
-from shardopt.ranks import DEADLINE_SECONDS, Call, Ranks, SideRanks, as_call, call_on, ranks_of, refuse_lone_processes
+from shardopt.ranks import (
+    DEADLINE_SECONDS,
+    Call,
+    Group,
+    Ranks,
+    SideRanks,
+    as_call,
+    call_on,
+    ranks_of,
+    refuse_lone_processes,
+)
 from shardopt.staging_fence import copying_until
 from shardopt.state import is_constructed
 from shardopt.world import Thread, world
@@ -55,6 +65,7 @@ class AsyncSaver:
         self._memory = HostMemory()
         self._kept: Kept = {}
         self._ranks: Ranks | None = None  # of the last save, apart from those of the program
+        self._group: Group | None = None  # of the last save
         self._pending: PendingSave | None = None
         self._deadline_seconds = DEADLINE_SECONDS
         self._agreed_on_failure = False  # whether ranks have agreed on raising the failure of the last save
@@ -90,10 +101,11 @@ class AsyncSaver:
         _require_choice("in_flight", in_flight, ("wait", "refuse"))
         call = call_on("saving", url)
         refuse_lone_processes(str(call))
-        ranks = ranks_of()
+        ranks = ranks_of(options.group)
         if in_flight == "refuse":
             self._refuse_second(ranks, call, options.deadline_seconds)
-        self._wait(call)
+        self._wait(call, options.group)
+        self._group = options.group
         side = self._side.of(ranks, options.deadline_seconds)
         background = _BackgroundSave(side, os.fspath(url), self._kept, begin, options, afterwards)
         pending = background.pending
@@ -105,7 +117,7 @@ class AsyncSaver:
             # waits for it, and then reports that it should have waited itself.
             self._thread = world().thread(background.run, "shardopt-save")
             self._thread.start()
-            staged = self._stage(app, stage, metrics, pending)
+            staged = self._stage(app, stage, metrics, pending, ranks.job_numbers)
             background.hand_over(staged)
         except BaseException as error:
             # The other ranks go into the thread's first round, in which all are to raise this.
@@ -125,7 +137,7 @@ class AsyncSaver:
 
         Collective where it has failed: then all ranks raise the failure if it was not reported on one of them.
         """
-        self._wait(as_call("waiting for a save in the background"))
+        self._wait(as_call("waiting for a save in the background"), self._group)
 
     def take_failure(self) -> BaseException | None:
         """Waits for the save that is in flight; returns a failure that was not reported on this rank. Local."""
@@ -144,7 +156,7 @@ class AsyncSaver:
                 if failure is not None:
                     raise failure
             else:
-                self._wait(as_call("closing what saves in the background"))
+                self._wait(as_call("closing what saves in the background"), self._group)
         finally:
             self._memory.free()
             self._side.forget()
@@ -160,12 +172,12 @@ class AsyncSaver:
                 hook.remove()
             self._hooks = []
 
-    def _wait(self, call: Call) -> None:
+    def _wait(self, call: Call, group: Group | None) -> None:
         self._finish()
         pending, side = self._pending, self._ranks
         if pending is None or side is None or pending.failure is None or self._agreed_on_failure:
             return
-        ranks = ranks_of()
+        ranks = ranks_of(group)
         if ranks.size == 1 or not side.in_step:  # not in step: a rank was lost, and no round is possible
             pending.raise_failure()
             return
@@ -187,13 +199,18 @@ class AsyncSaver:
             raise pending.failure
 
     def _stage(
-        self, app: Mapping[str, Any], stage: Stage, metrics: Mapping[str, float] | None, pending: PendingSave
+        self,
+        app: Mapping[str, Any],
+        stage: Stage,
+        metrics: Mapping[str, float] | None,
+        pending: PendingSave,
+        members: tuple[int, ...] | None,
     ) -> _Staged | BaseException:
         """Returns the staged state; or the error, which all ranks will raise in the thread."""
         try:
             numbers = None if metrics is None else numbers_of(metrics)
             with gc_paused():
-                staging = Staging(app, self._memory, lazily=stage == "lazy")
+                staging = Staging(app, self._memory, lazily=stage == "lazy", members=members)
             hold_steps(staging.optimizers, pending, self._hooks)
             if staging.is_lazy:
                 copying_until(pending.staged)
@@ -296,11 +313,12 @@ def async_save(
     check_replicas: CheckReplicas = "sampled",
     progress: Progress | None = None,
     deadline_seconds: float = DEADLINE_SECONDS,
+    group: Group | None = None,
 ) -> PendingSave:
     """Saves as `save` does, but returns once the state is copied to host memory; a thread writes and commits it.
 
-    Collective: every rank of the job must call it. The state at the call is saved, to the bit. Host memory for
-    this rank's state (pinned, for what is on a GPU) is allocated at the first save and reused by those that follow.
+    Collective: every rank of the job, or of `group`, must call it. The state at the call is saved, to the bit. Host
+    memory for this rank's state (pinned, for what is on a GPU) is allocated at the first save, and reused later.
 
     The program should call `result()` of the last save before it ends: ending while a save is under way, or before
     the failure of one was reported, makes the exit code 1, with the reason on stderr.
@@ -314,7 +332,7 @@ def async_save(
             wait. Other changes make the save fail with the tensor's name, as far as torch counts them: not those by
             fused kernels, nor through `.data`, nor by steps replayed from a CUDA graph, which call no hooks.
         in_flight: what to do while an earlier save is in flight: "wait" for it, or "refuse" this one on all ranks.
-        durable, check_replicas, deadline_seconds: as for `save`.
+        durable, check_replicas, deadline_seconds, group: as for `save`.
         progress: as for `save`, but called from the thread, beside the program; an error that it raises fails the save.
 
     Raises:
@@ -326,7 +344,7 @@ def async_save(
     next save, or the next step of an optimizer in `app`, whichever is the first. Ranks may come to different steps
     until then; the next save is in step again, and raises on all of them if it was not reported on one yet.
     """
-    options = SaveOptions(durable, check_replicas, progress, deadline_seconds)
+    options = SaveOptions(durable, check_replicas, progress, deadline_seconds, group)
     return _default.save(url, app, options, stage=stage, in_flight=in_flight)
 
 

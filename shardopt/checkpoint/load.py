@@ -35,7 +35,7 @@ from shardopt.checkpoint.reports import LoadReport, emit_report
 from shardopt.errors import CheckpointError, MismatchError, Problem, ShardoptError
 from shardopt.gc_pause import gc_paused
 from shardopt.param_groups import refuse_unmatched
-from shardopt.ranks import DEADLINE_SECONDS, Ranks, ranks_of
+from shardopt.ranks import DEADLINE_SECONDS, Group, Ranks, ranks_of
 from shardopt.ranks.failures import names_of
 from shardopt.sharding.pieces import View
 from shardopt.sharding.view import view_of
@@ -55,6 +55,7 @@ class LoadOptions:
     init_state: bool
     progress: Progress | None
     deadline_seconds: float
+    group: Group | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +126,7 @@ def load(
     init_state: bool = False,
     progress: Progress | None = None,
     deadline_seconds: float = DEADLINE_SECONDS,
+    group: Group | None = None,
 ) -> LoadReport:
     r"""Loads a checkpoint into `app`, whatever ranks, meshes and placements it was saved from. Collective.
 
@@ -154,8 +156,11 @@ def load(
             same as none. State that was stepped stays, and does not fit. Otherwise what is in `app` is what counts.
         progress: called with the bytes of this rank that are read and those there are to read.
         deadline_seconds: how long a rank may show no sign of life before the others give up and name it.
+        group: the ranks that load, where they are not all of the job: a process group, or a device mesh. Others make no
+            call. It need not be the group that saved.
 
     Raises:
+        OptionError: this rank is not in `group`.
         CheckpointNotFoundError, FormatError: there is nothing here to load.
         MismatchError: the checkpoint does not fit, or has numbers that a cast would turn into infinities or others;
             every difference is listed, and nothing was changed.
@@ -172,9 +177,10 @@ def load(
         init_state=init_state,
         progress=progress,
         deadline_seconds=deadline_seconds,
+        group=group,
     )
     # Around a call, so that the collector finds the plan gone when it wakes.
-    with reading(url), ranks_of().beating(deadline_seconds), gc_paused():
+    with reading(url), ranks_of(group).beating(deadline_seconds), gc_paused():
         report, differences = _load(url, app, options)
     emit_report("load", report)
     for difference in differences:
@@ -186,7 +192,7 @@ def _load(
     url: str | os.PathLike[str], app: Mapping[str, Any], options: LoadOptions
 ) -> tuple[LoadReport, list[Problem]]:
     """Loads, with state made for optimizers where `init_state` asks for it; returns what to warn of as well."""
-    ranks = ranks_of()
+    ranks = ranks_of(options.group)
     what = f"loading {os.fspath(url)}"
     if not options.init_state:
         return _load_into(ranks, what, url, app, options)
@@ -262,7 +268,7 @@ def _plan(url: str | os.PathLike[str], app: Mapping[str, Any], options: LoadOpti
     reader = open_checkpoint(url)
     flat = flatten(app)
     names = under_names_of(reader.manifest, flat, options.select, options.rename)
-    views = {key: view_of(tensor, key) for key, tensor in flat.tensors().items()}
+    views = {key: view_of(tensor, key).numbered_in(ranks.job_numbers) for key, tensor in flat.tensors().items()}
     match = compare(flat, views, names, options.strictness, ranks.size)
     if match.problems:
         return _Plan(reader, flat, names, match, {}, [], {}, {})

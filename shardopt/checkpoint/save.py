@@ -27,7 +27,7 @@ from shardopt.checkpoint.storage.common_storage import remove_marker, wait_for_m
 from shardopt.checkpoint.writing.pending import raise_failures
 from shardopt.checkpoint.writing.write import from_memory, with_progress, write_files
 from shardopt.gc_pause import gc_paused
-from shardopt.ranks import DEADLINE_SECONDS, Ranks, call_on, ranks_of, refuse_lone_processes
+from shardopt.ranks import DEADLINE_SECONDS, Group, Ranks, call_on, ranks_of, refuse_lone_processes
 from shardopt.state import flatten
 from shardopt.world import world
 
@@ -46,6 +46,7 @@ class SaveOptions:
     check_replicas: CheckReplicas = "sampled"
     progress: Progress | None = None
     deadline_seconds: float = DEADLINE_SECONDS
+    group: Group | None = None
 
     def __post_init__(self) -> None:
         refuse_unknown_choice(self.check_replicas)
@@ -62,8 +63,9 @@ def save(
     check_replicas: CheckReplicas = "sampled",
     progress: Progress | None = None,
     deadline_seconds: float = DEADLINE_SECONDS,
+    group: Group | None = None,
 ) -> SaveReport:
-    """Writes the state of `app` to a new checkpoint at `url`. Collective: every rank of the job must call it.
+    """Writes the state of `app` to a new checkpoint at `url`. Collective: every rank of the job (or `group`) must call it.
 
     Nothing exists at `url` for any reader until all of it is durable; if any rank fails, nothing ever does, and
     every rank raises the same error. `app` is not changed.
@@ -82,14 +84,17 @@ def save(
             placements say that they are replicas, are cut among those that hold them.
         progress: called with the bytes of this rank that are written and those there are to write.
         deadline_seconds: how long a rank may show no sign of life before the others give up and name it.
+        group: the ranks that save, where they are not all of the job: a process group, or a device mesh. Others make no
+            call, and must not hold a shard that none of these has. Files and values per rank are numbered within it.
 
     Raises:
+        OptionError: this rank is not in `group`.
         CheckpointExistsError: a committed checkpoint stands there.
         StateError, LayoutError: something in `app` cannot be stored, or differs between ranks.
         CheckpointError: a rank could not write.
         RankError: a rank failed in another way, died, or did not make the call.
     """
-    return save_now(url, app, SaveOptions(durable, check_replicas, progress, deadline_seconds))
+    return save_now(url, app, SaveOptions(durable, check_replicas, progress, deadline_seconds, group))
 
 
 def save_now(
@@ -108,10 +113,10 @@ def save_now(
     """
     begin = world().monotonic()
     refuse_lone_processes(f"saving {os.fspath(url)}")
-    ranks = ranks_of()
+    ranks = ranks_of(options.group)
 
     def described() -> Described:
-        description = describe(flatten(app), replicas_to_check(options.check_replicas, ranks))
+        description = describe(flatten(app), replicas_to_check(options.check_replicas, ranks), ranks.job_numbers)
         if raise_earlier:
             raise_failures()  # after the state was taken, which may be collective: only some ranks may raise
         return Described(description, metrics)

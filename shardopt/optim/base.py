@@ -30,7 +30,7 @@ from shardopt.optim.state_dict.offered_form import with_named_groups
 from shardopt.optim.state_dict.options import saved_options, warn_of_another_algorithm, warn_of_overridden
 from shardopt.optim.state_dict.saved_form import ALGORITHM, STATE, KeyedGroup, as_saved, plan_all
 from shardopt.param_groups import PARAM_GROUPS, PARAMS
-from shardopt.ranks import ranks_of
+from shardopt.ranks import Group, SharedGroup, ranks_of
 from shardopt.sharding.view import is_held
 from shardopt.staging_fence import wait_for_copies
 from shardopt.torch_private import (
@@ -57,6 +57,7 @@ class KeyedOptimizer(RelatedOptimizer):
         StateError: state or a group has a tensor that is not in `params`.
     """
 
+    _shared_group = SharedGroup()
     _unmatched: tuple[Problem, ...] = ()
     _places = Places()
 
@@ -139,8 +140,9 @@ class KeyedOptimizer(RelatedOptimizer):
         self.plan_load(plan, state_dict)
         wait_for_copies()  # a save in the background may still be copying tensors that this changes
         plan.apply()
-        warn_of_overridden(plan.overridden)
-        warn_of_another_algorithm(plan.algorithms)
+        if (plan.overridden or plan.algorithms) and self._shared_group.ranks.rank == 0:
+            warn_of_overridden(plan.overridden)
+            warn_of_another_algorithm(plan.algorithms)
         self.post_load_state_dict()
         self._after_load()
         return plan.unmatched
@@ -187,6 +189,15 @@ class KeyedOptimizer(RelatedOptimizer):
             problem = Problem("keep_options", listed(map(repr, unknown)), required, "mend their spelling")
             raise StateError("an option is not known", [problem])
         self._keep_options({*names, *(f"initial_{name}" for name in names)})
+
+    @property
+    def group(self) -> Group | None:
+        """The ranks that train these parameters, as given to `keyed`; None is the whole job."""
+        return self._shared_group.group
+
+    def work_with(self, group: SharedGroup) -> None:
+        """From now on takes these for the ranks that train the parameters."""
+        self._shared_group = group
 
     def _keep_options(self, names: set[str]) -> None:
         self._kept_options |= names
@@ -259,11 +270,15 @@ class KeyedOptimizer(RelatedOptimizer):
             self.init_state(sparse)
             self.drop_state(self._gather()[STATE].keys() - there - set(names))
 
-    def check_agreement(self) -> None:
+    def check_agreement(self, group: Group | None = None) -> None:
         """Finds options and counters that ranks no longer share. Collective; to be called now and then.
 
         Compared are learning rates and all other options (but those that say how to compute), step counters and other
         numbers in state, of every parameter that several ranks have.
+
+        Args:
+            group: the ranks that compare: a process group, or a device mesh. None is the optimizer's own group, or the
+                whole job.
 
         Raises:
             StateError: for each option and each number that differs, names the first parameter, with the values of each
@@ -275,7 +290,8 @@ class KeyedOptimizer(RelatedOptimizer):
             refuse_unfit_groups(self.param_groups, names)
             return self.param_groups
 
-        drifted = differences(ranks_of(), names, groups, lambda: self._gather()[STATE], self.unmatched_patterns())
+        ranks = ranks_of(group if group is not None else self.group)
+        drifted = differences(ranks, names, groups, lambda: self._gather()[STATE], self.unmatched_patterns())
         if drifted:
             raise StateError("ranks have drifted apart", drifted)
 
@@ -305,7 +321,16 @@ class KeyedOptimizer(RelatedOptimizer):
         self.param_groups.append({PARAMS: list(names), **self.defaults, **options})
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("_params", "_names", "_save_param_groups", "_dropped", "_kept_options", "_places", "_unmatched")
+        names = (
+            "_params",
+            "_names",
+            "_save_param_groups",
+            "_dropped",
+            "_kept_options",
+            "_places",
+            "_unmatched",
+            "_shared_group",
+        )
         own = {name: getattr(self, name) for name in names}
         return {**super().__getstate__(), **own, "_elsewhere": None}
 

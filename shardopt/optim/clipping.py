@@ -20,6 +20,7 @@ from shardopt.optim.gradients.norms import GradientNorm
 from shardopt.optim.state_dict.groups import first_names, refuse_flattened, refuse_unfit_groups
 from shardopt.optim.wrapper import OptimizerWrapper
 from shardopt.param_groups import PARAMS
+from shardopt.ranks import Group, SharedGroup
 
 _EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ has it, so that nothing is divided by zero
 
@@ -49,7 +50,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
     the first rank's counts. The norm is taken in fp64 and is the same on every rank. VALUE limits each element to
     [-max_gradient, max_gradient], and needs no other rank.
 
-    With NORM every rank of the job must step, also one without a gradient or a parameter: each step is one all-reduce
+    With NORM every rank of the job, or of `group`, must step, also one without a gradient or a parameter: each step is one all-reduce
     over the whole job. Before the first, and before the first with other parameters, ranks exchange who holds which;
     so groups are to be added on all ranks between the same two steps.
 
@@ -66,6 +67,8 @@ class GradientClippingOptimizer(OptimizerWrapper):
         param_to_pgs: makes no difference. The holders follow from each tensor's own layout.
         error_if_nonfinite: whether a norm that is infinite or NaN is an error, and no step is taken. It has to wait
             for the norm in every step. Otherwise gradients become zero or NaN, as torch's do.
+        group: the ranks over which the norm is taken: a process group, or a device mesh. None is the `group` of the
+            optimizer, or the whole job.
 
     Raises:
         StateError: an argument out of range, a `max_gradient` without `clipping`, or an optimizer without names; or
@@ -82,12 +85,13 @@ class GradientClippingOptimizer(OptimizerWrapper):
         enable_global_grad_clip: bool = False,
         param_to_pgs: Mapping[Any, Sequence[ProcessGroup]] | None = None,
         error_if_nonfinite: bool = False,
+        group: Group | None = None,
     ) -> None:
         super().__init__(optimizer)
         _refuse_bad_arguments(clipping, max_gradient, norm_type)
         self._clipping = GradientClipping(clipping)
         self._max_gradient = float(max_gradient)
-        self._norm = GradientNorm(float(norm_type))
+        self._norm = GradientNorm(float(norm_type), SharedGroup(optimizer.group if group is None else group))
         self._error_if_nonfinite = error_if_nonfinite
         self._total_norm: Tensor | None = None
         if self._clipping is not GradientClipping.NONE:

@@ -13,6 +13,7 @@ from shardopt.errors import AlgorithmError, Problem, StateError
 from shardopt.optim.base import KeyedOptimizer
 from shardopt.optim.related import RelatedOptimizer
 from shardopt.param_groups import PARAMS
+from shardopt.ranks import Group, SharedGroup
 from shardopt.torch_private import is_torchs, not_compiled, step_nested
 
 
@@ -87,6 +88,17 @@ class CompositeOptimizer(KeyedOptimizer):
     def _keep_options(self, names: set[str]) -> None:
         for child in self._children:
             child._keep_options(names)
+
+    @property
+    def group(self) -> Group | None:
+        """That of the children, where one has any."""
+        return next((child.group for child in self._children if child.group is not None), None)
+
+    def work_with(self, group: SharedGroup) -> None:
+        """From now on every child takes these for the ranks that train its parameters."""
+        super().work_with(group)
+        for child in self._children:
+            child.work_with(group)
 
     def unmatched_patterns(self) -> list[Problem]:
         """Returns those of every child."""

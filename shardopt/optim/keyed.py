@@ -25,7 +25,7 @@ from shardopt.optim.state_dict.groups import (
 from shardopt.optim.state_dict.options import refuse_bad_options
 from shardopt.optim.wrapper import OptimizerWrapper
 from shardopt.param_groups import PARAMS
-from shardopt.ranks import ranks_of
+from shardopt.ranks import Group, SharedGroup
 
 __all__ = ["CombinedOptimizer", "KeyedOptimizer", "KeyedOptimizerWrapper", "OptimizerWrapper", "keyed"]
 
@@ -38,6 +38,7 @@ def keyed(
     named_params: NamedTensors,
     *,
     groups: Collection[Mapping[str, Any]] | None = None,
+    group: Group | None = None,
     **defaults: Any,
 ) -> KeyedOptimizer:
     """Makes an optimizer for named parameters, plain or sharded, that saves its state and its groups by name.
@@ -51,6 +52,8 @@ def keyed(
             its name, and where none is to a last group with the defaults. Groups keep their places where they are
             empty, so that schedules fit on all ranks. A group with an "algorithm" of its
             own (class or name) starts from that algorithm's defaults, not from those given here.
+        group: the ranks that train these parameters, where they are not all of the job: a process group, or a device
+            mesh. Clipping and `check_agreement` go by it, L-BFGS, and who logs.
         defaults: options of `algorithm`. Where neither `foreach` nor `fused` is among them, each step takes the
             fastest implementation that computes what the for-loop computes: on the CPU the fused one of Adam, AdamW,
             Adagrad and SGD (but SGD's not in bfloat16, and none in float16), elsewhere what torch takes by itself.
@@ -66,7 +69,7 @@ def keyed(
             pattern matches nothing. In a job of several ranks a rank may hold no parameters, and a pattern must match
             on any rank: saves and `check_agreement` refuse those that match on none.
     """
-    built = build(KeyedOptimizerWrapper, algorithm, named_params, groups or (), defaults)
+    built = build(KeyedOptimizerWrapper, algorithm, named_params, groups or (), defaults, group)
     made = built[0] if len(built) == 1 else CombinedOptimizer(built)
     made.save_param_groups(True)
     return made
@@ -78,16 +81,19 @@ def build(
     named_params: NamedTensors,
     groups: Collection[Mapping[str, Any]],
     defaults: Mapping[str, Any],
+    group: Group | None = None,
 ) -> list[Wrapper]:
     """Builds one optimizer of the class `wrapper` for each algorithm; arguments as of `keyed`."""
     main = _class_of(algorithm)
     refuse_bad_options(main, defaults, "defaults")
     groups_of: dict[Any, list[Grouped]] = {}
     places: dict[Any, list[int]] = {}
-    params = named(named_params)
+    shared_group = SharedGroup(group)
+    is_alone = shared_group.ranks.size == 1
+    params = named(named_params, alone=is_alone)
     grouped, patterns = by_pattern(params, groups), patterns_of(groups)
     unmatched = unmatched_patterns(params, groups)
-    if unmatched and ranks_of().size == 1:  # of several, another may have what it matches
+    if unmatched and is_alone:  # of several, another may have what it matches
         raise StateError("a pattern matches no parameter", unmatched)
     for position, (options, matched) in enumerate(grouped):
         members = NamedParameters(matched)
@@ -101,6 +107,7 @@ def build(
     built: list[Wrapper] = []
     for optimizer, own in groups_of.items():
         made = _build(wrapper, optimizer, own, defaults if optimizer is main else {})
+        made.work_with(shared_group)
         made.note_patterns(Places(patterns, tuple(places[optimizer])), () if built else unmatched)
         built.append(made)
     return built

@@ -15,6 +15,7 @@ from shardopt.optim.state_dict.groups import first_names, named, refuse_non_leaf
 from shardopt.optim.state_dict.options import given_options, plain_options, refuse_bad_options
 from shardopt.optim.state_dict.saved_form import GIVEN, STATE, untouched_in
 from shardopt.param_groups import PARAM_GROUPS, UNTOUCHED
+from shardopt.ranks import SharedGroup
 from shardopt.torch_private import not_compiled
 
 
@@ -109,6 +110,11 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops or zeroes gradients, as torch does; of ShardedTensor parameters those of their local shards."""
         self._local.zero_grad(set_to_none)
+
+    def work_with(self, group: SharedGroup) -> None:
+        """From now on takes these for the ranks that train the parameters; an algorithm that asks does, too."""
+        super().work_with(group)
+        self._local.work_with(group)
 
     def choose_implementation(self) -> None:
         """From now on steps with the fastest implementation where a group names none, as `keyed` says."""

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from shardopt.errors import GradientError, Problem
 from shardopt.optim.gradients.local_gradients import alike, writable_gradients
 from shardopt.optim.state_dict.groups import first_names
-from shardopt.ranks import ranks_of
+from shardopt.ranks import Group, SharedGroup
 from shardopt.sharding.gradients import takes_gradient
 from shardopt.sharding.view import local_tensors
 from shardopt.torch_private import ScalerStages, inverse_scale, scale_and_look
@@ -31,11 +31,12 @@ class GradScaler(torch.amp.GradScaler):
     none does, and they keep one scale. (torch's leaves that to each rank where parameters are plain, does not see the
     gradients of shards in a ShardedTensor, and cannot unscale plain parameters and DTensors at once.)
 
-    `unscale_`, and the `step` that calls it if nobody has, are collective: one all-reduce over the whole job, in which
-    every rank takes part, also one without a gradient or a loss of its own.
+    `unscale_`, and the `step` that calls it if nobody has, are collective: one all-reduce over the whole job, or `group`, in
+    which every rank takes part, also one without a gradient or a loss of its own.
 
     Args:
         as torch's; on the CPU pass device="cpu".
+        group: the ranks that agree: a process group, or a device mesh. None is the whole job.
     """
 
     def __init__(
@@ -46,8 +47,10 @@ class GradScaler(torch.amp.GradScaler):
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
         enabled: bool = True,
+        group: Group | None = None,
     ) -> None:
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        self._group = SharedGroup(group)
         self._works_on = device
 
     def unscale_(self, optimizer: Optimizer) -> None:
@@ -127,7 +130,7 @@ class GradScaler(torch.amp.GradScaler):
         Returns:
             For each device, whether something was not finite anywhere in the job: 1.
         """
-        ranks = ranks_of()
+        ranks = self._group.ranks
         verdict = {found_inf.device: found_inf}
         failure = None
         with torch.no_grad():

@@ -12,7 +12,7 @@ these together), kinds (exchanges by kinds of ranks), groups (which ranks there 
 
 from shardopt.ranks.calls import Call, as_call, call_on
 from shardopt.ranks.collectives import Exchange
-from shardopt.ranks.groups import ranks_among, ranks_of, refuse_lone_processes
+from shardopt.ranks.groups import Group, SharedGroup, ranks_among, ranks_of, refuse_lone_processes
 from shardopt.ranks.heartbeat import DEADLINE_SECONDS
 from shardopt.ranks.ranks import Ranks
 from shardopt.ranks.shared_cell import SharedCell
@@ -22,8 +22,10 @@ __all__ = [
     "DEADLINE_SECONDS",
     "Call",
     "Exchange",
+    "Group",
     "Ranks",
     "SharedCell",
+    "SharedGroup",
     "SideRanks",
     "as_call",
     "call_on",

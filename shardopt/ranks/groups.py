@@ -7,22 +7,58 @@ import weakref
 from collections.abc import Iterable
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _world
 
-from shardopt.errors import Problem, RankError
+from shardopt.errors import OptionError, Problem, RankError
 from shardopt.ranks.failures import names_of
 from shardopt.ranks.ranks import Ranks
+
+Group = dist.ProcessGroup | DeviceMesh
+"""Some ranks of the job: a process group, or all ranks of a device mesh."""
+
+
+class SharedGroup:
+    """A group that copies of its owner share; a process group itself cannot be copied.
+
+    Args:
+        group: None for the whole job.
+    """
+
+    def __init__(self, group: Group | None = None) -> None:
+        self.group = group
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks of the group."""
+        return ranks_of(self.group)
+
+    def __deepcopy__(self, memo: object) -> SharedGroup:
+        return self
+
 
 _of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, Ranks] = weakref.WeakKeyDictionary()
 
 
-def ranks_of(group: dist.ProcessGroup | None = None) -> Ranks:
-    """Returns the ranks of `group` (default: of the job); this process alone without torch.distributed."""
+def ranks_of(group: Group | None = None) -> Ranks:
+    """Returns the ranks of `group` (default: of the job); this process alone without torch.distributed.
+
+    Collective for a mesh of several dimensions that is not the whole job, the first time: its ranks get a group.
+
+    Raises:
+        OptionError: this rank is not in it, or it is no group.
+    """
     if group is None:
         if not (dist.is_available() and dist.is_initialized()):
             return Ranks(None)
         group = dist.group.WORLD
-    assert group is not None
+    if isinstance(group, DeviceMesh) and group.get_coordinate() is not None:
+        return ranks_among(tuple(sorted(group.mesh.flatten().tolist())), group.get_all_groups())
+    if not isinstance(group, dist.ProcessGroup):
+        outside = isinstance(group, DeviceMesh) or group is dist.GroupMember.NON_GROUP_MEMBER
+        found = f"one that rank {dist.get_rank()} is not in" if outside else f"a {type(group).__name__}"
+        remedy = "make the call on the ranks of the group alone; pass a process group, or a device mesh"
+        raise OptionError("ranks cannot work together", [Problem("group", found, "one that this rank is in", remedy)])
     if group not in _of_group:
         _of_group[group] = Ranks(group)
     return _of_group[group]

@@ -112,6 +112,11 @@ class Ranks:
         return SharedCell(channel.store, key)
 
     @property
+    def job_numbers(self) -> tuple[int, ...] | None:
+        """The numbers of these ranks in the job, where they are others than here; else None."""
+        return None if self.members == tuple(range(self.size)) else self.members
+
+    @property
     def in_step(self) -> bool:
         """Whether these ranks can still `agree`: none was lost, as far as this one knows."""
         return self._broken is None

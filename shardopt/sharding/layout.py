@@ -108,6 +108,10 @@ class Layout:
         boxes = tuple(sorted(holders, key=lambda box: (box.offsets, box.sizes)))
         return Layout(shape, boxes, tuple(tuple(sorted(set(holders[box]))) for box in boxes), local)
 
+    def numbered_in(self, members: tuple[int, ...]) -> Layout:
+        """Returns the layout with ranks numbered by their places among `members`: without others, and their boxes."""
+        return self if self.holders is None else _numbered_in(self, members)
+
     @staticmethod
     def merge(layouts: Mapping[int, Layout], key: str = "tensor") -> Layout:
         """Merges the layouts that ranks have of one tensor, of which each may know its own boxes only, into one.
@@ -165,6 +169,16 @@ class Layout:
 def _cells(cuts: tuple[tuple[int, ...], ...]) -> tuple[Box, ...]:
     """Returns the cells of a grid; layouts of one grid share them, which makes their comparison short."""
     return grid_boxes(cuts)
+
+
+@lru_cache(maxsize=4096)
+def _numbered_in(layout: Layout, members: tuple[int, ...]) -> Layout:
+    place_of = {rank: place for place, rank in enumerate(members)}
+    holders = [sorted(place_of[rank] for rank in ranks if rank in place_of) for ranks in layout.holders or ()]
+    if layout.grid is not None and all(holders):
+        return Layout.of_grid(layout.shape, layout.grid, tuple(map(tuple, holders)), layout.local)
+    of_boxes = zip(layout.boxes, holders, strict=True)
+    return Layout.from_holders(layout.shape, {box: ranks for box, ranks in of_boxes if ranks}, layout.local)
 
 
 def _union(holders: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:

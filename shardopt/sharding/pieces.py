@@ -47,6 +47,10 @@ class View(NamedTuple):
     pieces: tuple[Piece, ...]
     layout: Layout
 
+    def numbered_in(self, members: tuple[int, ...] | None) -> View:
+        """Returns the view with ranks numbered by their places among `members`; the same where that is None."""
+        return self if members is None else self._replace(layout=self.layout.numbered_in(members))
+
 
 def refusal(key: str, actual: str, required: str, remedy: str) -> LayoutError:
     """Makes the error for a tensor that cannot be described as boxes."""

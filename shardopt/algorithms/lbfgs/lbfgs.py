@@ -29,7 +29,7 @@ from shardopt.algorithms.lbfgs.strong_wolfe import Trial, strong_wolfe
 from shardopt.algorithms.lbfgs.vectors import ParameterVector
 from shardopt.algorithms.registry import GLOBAL_STATE
 from shardopt.errors import AlgorithmError, Problem
-from shardopt.ranks import ranks_of
+from shardopt.ranks import SharedGroup
 from shardopt.sharding.box import cover_faults
 from shardopt.sharding.gradients import local_gradients, requires_gradient
 from shardopt.sharding.pieces import View
@@ -67,6 +67,8 @@ class LBFGS(Optimizer):
     """
 
     names: Mapping[Tensor, str] = MappingProxyType({})
+    shared_group = SharedGroup()
+    """The ranks that train the parameters; a keyed optimizer sets it."""
 
     def __init__(
         self,
@@ -114,7 +116,7 @@ class LBFGS(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Up to `max_iter` iterations. Collective: every rank of the job must call.
+        """Up to `max_iter` iterations. Collective: every rank of the job, or of `shared_group`, must call.
 
         One all-reduce for every evaluation, and one for every iteration but the very first; each is waited for, since
         its numbers decide what comes next. The first time, and when there are other parameters, ranks also exchange
@@ -267,14 +269,15 @@ class LBFGS(Optimizer):
             or (parameter in before and not is_held(parameter))
             or any(_present(local_gradients(parameter)))
         ]
-        if self._vector is None or not self._vector.fits(ranks_of(), parameters):
+        ranks = self.shared_group.ranks
+        if self._vector is None or not self._vector.fits(ranks, parameters):
             names = {parameter: self.names.get(parameter, f"{i:09}") for i, parameter in enumerate(parameters)}
-            self._vector = ParameterVector(ranks_of(), names)
+            self._vector = ParameterVector(ranks, names)
         return self._vector
 
     def __getstate__(self) -> dict[str, Any]:
         # The vector is of these very parameters.
-        return {**super().__getstate__(), "names": self.names, "_vector": None}
+        return {**super().__getstate__(), "names": self.names, "shared_group": self.shared_group, "_vector": None}
 
 
 def unsuitable_for_lbfgs(view: View) -> str:

@@ -108,11 +108,12 @@ class Geometry:
     tied: Mapping[str, tuple[str, Path]] = field(default_factory=dict)
 
 
-def describe(flat: FlatState, check_replicas: CheckReplicas) -> Description:
+def describe(flat: FlatState, check_replicas: CheckReplicas, members: tuple[int, ...] | None = None) -> Description:
     """Describes this rank's state.
 
     Args:
         check_replicas: which bytes of replicas are hashed.
+        members: the numbers in the job of those ranks that save, where these are not numbered so themselves.
 
     Raises:
         StateError, LayoutError: something in it cannot be stored; names all of it.
@@ -129,7 +130,9 @@ def describe(flat: FlatState, check_replicas: CheckReplicas) -> Description:
     for key, leaf in flat.leaves.items():
         try:
             if isinstance(leaf.value, Tensor):
-                view = views[key] = view_of(leaf.value, key)
+                seen = view_of(leaf.value, key)
+                view = views[key] = seen.numbered_in(members)
+                _refuse_held_outside(key, seen.layout, view.layout, members)
                 tensors[key] = leaf.path, stored_dtype(view.dtype, key), view.layout
                 at = [piece.tensor.data_ptr() for piece in view.pieces]
                 addresses[key] = at[0] if at else 0
@@ -158,6 +161,16 @@ def describe(flat: FlatState, check_replicas: CheckReplicas) -> Description:
     tied = {key: first for key, first in tied_in(views, addresses).items() if views[key].layout == views[first].layout}
     unmatched = flat.unmatched_patterns()
     return Description(views, tensors, values, per_rank, contents, own_values, check_replicas, tied, unmatched)
+
+
+def _refuse_held_outside(key: str, layout: Layout, inside: Layout, members: tuple[int, ...] | None) -> None:
+    """Refuses a tensor of which some boxes are on none of the ranks that save."""
+    if len(inside.boxes) < len(layout.boxes):
+        holders = sorted({rank for by in layout.holders or () for rank in by}.difference(members or ()))
+        held = f"boxes that only ranks {holders} hold"
+        required = f"all of it on ranks {list(members or ())}, which save"
+        remedy = "save with the group of all ranks that hold it, or leave it out of the app"
+        raise LayoutError("a tensor is not all on the ranks that save", [Problem(key, held, required, remedy)])
 
 
 def geometry_of(description: Description, world_size: int) -> Geometry:

@@ -11,7 +11,7 @@ from shardopt.checkpoint.run.restoring import Candidate
 from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.run.steps import Place, place_of
 from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError, Problem
-from shardopt.ranks import Call, as_call, ranks_of
+from shardopt.ranks import Call, Group, as_call, ranks_of
 
 _log = logging.getLogger("shardopt.checkpoint")
 
@@ -26,9 +26,18 @@ class History:
         root: of the run.
         copies: the root of the mirror, and the mirror itself; None where there is none.
         deadline_seconds: of rounds.
+        group: the ranks of the run; None for the whole job.
     """
 
-    def __init__(self, root: Root, copies: Root | None, mirror: Mirror | None, deadline_seconds: float) -> None:
+    def __init__(
+        self,
+        root: Root,
+        copies: Root | None,
+        mirror: Mirror | None,
+        deadline_seconds: float,
+        group: Group | None = None,
+    ) -> None:
+        self._group = group
         self._root, self._copies, self._mirror = root, copies, mirror
         self._deadline_seconds = deadline_seconds
         self.branches: Branches | None = None  # as all ranks know them
@@ -66,7 +75,7 @@ class History:
             CheckpointError: a root cannot be read, or the records contradict each other.
             CorruptionError: a record is damaged or missing.
         """
-        _, wire = ranks_of().agree(
+        _, wire = ranks_of(self._group).agree(
             f"restoring from {self._root.url}" if needs_copies else f"looking for checkpoints in {self._root.url}",
             work=lambda: None,
             decide=lambda _: [list(each) for each in self._read_branches(needs_copies).values()],
@@ -139,7 +148,7 @@ class History:
             named = [(place_of(name), url) for name, url in self._mirror.committed()]
             return [Candidate(place, url) for place, url in named if place is not None]
         doing = f"restoring from {self._root.url}"
-        _, places = ranks_of().agree(
+        _, places = ranks_of(self._group).agree(
             Call(doing, f"{as_call(doing).same} the newest"),  # not the round before it, of the branches
             # One listing on each rank, where that is cheap: a disk may be mounted on some hosts only.
             work=lambda: not self._root.storage.is_remote and bool(self._root.contents().places),
@@ -169,7 +178,7 @@ class History:
         if seen_from == branches.current and not later:
             return
         record = branches.taken_back(step, seen_from, beyond)
-        ranks_of().agree(
+        ranks_of(self._group).agree(
             f"taking {self._root.url} back to step {step}",
             work=lambda: None,
             decide=lambda _: self._add(record),
@@ -191,7 +200,7 @@ class History:
             whole = [each for each in committed if self._root.checkpoint(each).url not in damaged]
             return list(max(whole)) if whole else None
 
-        _, place = ranks_of().agree(
+        _, place = ranks_of(self._group).agree(
             f"looking for checkpoints in {self._root.url}",
             work=lambda: None,
             decide=lambda _: newest(),

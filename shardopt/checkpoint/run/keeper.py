@@ -16,7 +16,7 @@ from shardopt.checkpoint.run.steps import Place
 from shardopt.checkpoint.storage import storage_of
 from shardopt.checkpoint.writing.pending import tracked_urls
 from shardopt.errors import CheckpointError, CorruptionError
-from shardopt.ranks import ranks_of
+from shardopt.ranks import Group, ranks_of
 
 _log = logging.getLogger("shardopt.checkpoint")
 
@@ -31,9 +31,13 @@ class Keeper:
         copies: the root of the mirror, if there is one.
         rules: which checkpoints stay.
         mirror: whose copies are under way, if there is one.
+        group: the ranks of the run; None for the whole job.
     """
 
-    def __init__(self, root: Root, copies: Root | None, rules: Rules, mirror: Mirror | None) -> None:
+    def __init__(
+        self, root: Root, copies: Root | None, rules: Rules, mirror: Mirror | None, group: Group | None = None
+    ) -> None:
+        self._group = group
         self.branches = Branches()
         self._root, self._copies = root, copies
         self._rules = rules
@@ -125,7 +129,7 @@ class Keeper:
             )
 
     def _on_rank_0(self, root: Root, remove: Callable[[Root], None]) -> None:
-        if ranks_of().rank == 0:
+        if ranks_of(self._group).rank == 0:
             try:
                 remove(root)
             except (OSError, CheckpointError) as error:

@@ -39,7 +39,7 @@ from shardopt.checkpoint.save import SaveOptions, save_now
 from shardopt.checkpoint.storage import storage_of
 from shardopt.checkpoint.writing.pending import PendingSave, take_failures
 from shardopt.errors import ShardoptError, StateError
-from shardopt.ranks import DEADLINE_SECONDS, ranks_of
+from shardopt.ranks import DEADLINE_SECONDS, Group, ranks_of
 from shardopt.stopping import Stop
 
 _log = logging.getLogger("shardopt.checkpoint")
@@ -72,6 +72,8 @@ class Manager:
             torchrun is to start the job again it must not be 0.
         stop_seconds: within which a process that got the signal ends, saved or not.
         deadline_seconds: how long a rank may show no sign of life before the others give up and name it.
+        group: the ranks of the run, where they are not all of the job: a process group, or a device mesh. Others make
+            no Manager for its root.
 
     Raises:
         OptionError: arguments of the wrong type or out of their range; all of them are listed.
@@ -91,21 +93,23 @@ class Manager:
         exit_code: int | None = None,
         stop_seconds: float = 25.0,
         deadline_seconds: float = DEADLINE_SECONDS,
+        group: Group | None = None,
     ) -> None:
         check_run_options(
             root, mirror, every, keep_last, keep_every, best, stage, stop_on, exit_code, stop_seconds, deadline_seconds
         )
+        self._group = group
         self._root = Root(storage_of(root))
         self._copies = None if mirror is None else Root(storage_of(mirror))
-        self._mirror = None if mirror is None else Mirror(root, mirror, deadline_seconds=deadline_seconds)
+        self._mirror = None if mirror is None else Mirror(root, mirror, deadline_seconds=deadline_seconds, group=group)
         self._failed_copy: ShardoptError | None = None
         self._every = int(every)
-        self._keeper = Keeper(self._root, self._copies, rules_of(keep_last, keep_every, best), self._mirror)
+        self._keeper = Keeper(self._root, self._copies, rules_of(keep_last, keep_every, best), self._mirror, group)
         self._stage = stage
         self._deadline_seconds = deadline_seconds
         self._saver: AsyncSaver | None = None
         self._closed = False
-        self._history = History(self._root, self._copies, self._mirror, deadline_seconds)
+        self._history = History(self._root, self._copies, self._mirror, deadline_seconds, group)
         self._known: dict[Place, str] = {}  # what this Manager has committed or was restored from, and where
         self._last: tuple[Place, SaveReport | PendingSave] | None = None
         self._stop: Stop | None = None
@@ -166,7 +170,7 @@ class Manager:
         check_step(step)
         if not (force or self.should_save(step)):
             return None
-        with ranks_of().beating(self._deadline_seconds):
+        with ranks_of(self._group).beating(self._deadline_seconds):
             if self._stops_after(step):
                 self._save_and_leave(step, app, metrics)
             self._raise_failed_copy_everywhere()
@@ -231,9 +235,10 @@ class Manager:
                 init_state=True,
                 progress=progress,
                 deadline_seconds=self._deadline_seconds,
+                group=self._group,
             )
 
-        with ranks_of().beating(self._deadline_seconds):
+        with ranks_of(self._group).beating(self._deadline_seconds):
             return self._restore(load_from, step, branch, beyond, required)
 
     def _restore(
@@ -255,7 +260,7 @@ class Manager:
             load_from,
         )
         if restored is None:
-            if ranks_of().rank == 0:
+            if ranks_of(self._group).rank == 0:
                 where = self._root.url if self._root.is_there() else f"{self._root.url}, which is not there"
                 announce(f"restored nothing: there is no checkpoint in {where}")
             return 0
@@ -306,7 +311,7 @@ class Manager:
             _log.error("the save in the background has failed too: %s", failure)
 
     def _stops_after(self, step: int) -> bool:
-        return self._stop is not None and self._stop.after(step, ranks_of())
+        return self._stop is not None and self._stop.after(step, ranks_of(self._group))
 
     def _branches(self) -> Branches:
         """Returns the branches as all ranks know them. Collective the first time."""
@@ -319,7 +324,7 @@ class Manager:
         self._history.take_back(step, seen_from, beyond)
         self._keeper.branches = self._history.branches or Branches()
         if beyond == "remove":
-            ranks_of().agree(  # in a round, so that no rank is taken for dead meanwhile
+            ranks_of(self._group).agree(  # in a round, so that no rank is taken for dead meanwhile
                 f"removing what is beyond step {step} from {self._root.url}",
                 work=lambda: None,
                 decide=lambda _: self._keeper.remove_beyond(),
@@ -340,7 +345,7 @@ class Manager:
         url = self._known.get(place)
         if url is None:
             return False
-        _, is_there = ranks_of().agree(
+        _, is_there = ranks_of(self._group).agree(
             f"looking for step {place.step} in {self._root.url}",
             work=lambda: None,
             decide=lambda _: storage_of(url).exists(MANIFEST_NAME),
@@ -359,7 +364,7 @@ class Manager:
         finally:
             for failure in earlier:
                 _log.error("before the job was told to stop, this had failed: %s", failure)
-        if ranks_of().rank == 0:
+        if ranks_of(self._group).rank == 0:
             _log.warning("told to stop: saved step %d, and leaving", step)
         self._stop.leave()
 
@@ -379,7 +384,7 @@ class Manager:
             pending = self._saver.save(
                 url,
                 app,
-                SaveOptions(deadline_seconds=self._deadline_seconds),
+                SaveOptions(deadline_seconds=self._deadline_seconds, group=self._group),
                 stage=self._stage,
                 metrics=metrics,
                 afterwards=lambda: self._after_commit(place, url, numbers),
@@ -389,7 +394,7 @@ class Manager:
         if self._saver is not None and stop is None:
             self._saver.wait()
         deadline_seconds = min(self._deadline_seconds, stop.deadline_seconds if stop else math.inf)
-        options = SaveOptions(deadline_seconds=deadline_seconds)
+        options = SaveOptions(deadline_seconds=deadline_seconds, group=self._group)
         report = save_now(url, app, options, metrics, raise_earlier=stop is None)
         self._after_commit(place, url, numbers)
         self._last = place, report
@@ -418,7 +423,7 @@ class Manager:
         """Raises the failure of a copy on all ranks: threads of some may not have met it yet. Collective."""
         if self._mirror is not None:
             doing = f"copying checkpoints of {self._root.url}"
-            ranks_of().agree(doing, work=self._raise_failed_copy, deadline_seconds=self._deadline_seconds)
+            ranks_of(self._group).agree(doing, work=self._raise_failed_copy, deadline_seconds=self._deadline_seconds)
 
     def _earlier_failures(self) -> list[BaseException]:
         """Takes the failures of this rank's saves and copies that were not raised yet; waits for the save in flight."""
@@ -430,7 +435,7 @@ class Manager:
         return [failure for failure in failures if failure is not None]
 
     def _announce(self, text: str) -> None:
-        if ranks_of().rank == 0:
+        if ranks_of(self._group).rank == 0:
             announce(text)
 
     def _require_open(self) -> None:

@@ -22,7 +22,7 @@ from shardopt.checkpoint.reports import emit_report
 from shardopt.checkpoint.run.copying import commit_copy, is_copied, prepare_copy, upload_files
 from shardopt.checkpoint.run.steps import by_numbers
 from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
-from shardopt.ranks import DEADLINE_SECONDS, Ranks, SideRanks, ranks_of
+from shardopt.ranks import DEADLINE_SECONDS, Group, Ranks, SideRanks, ranks_of
 from shardopt.world import Thread, world
 
 _log = logging.getLogger("shardopt.checkpoint")
@@ -54,6 +54,7 @@ class Mirror:
         local: where checkpoints are saved: a path that all ranks see, as `save` wants it.
         remote: where the copies go, such as "s3://bucket/run".
         deadline_seconds: how long a rank may show no sign of life before the others give up and name it.
+        group: the ranks that copy, where they are not all of the job.
     """
 
     def __init__(
@@ -62,7 +63,9 @@ class Mirror:
         remote: str | os.PathLike[str],
         *,
         deadline_seconds: float = DEADLINE_SECONDS,
+        group: Group | None = None,
     ) -> None:
+        self._group = group
         self._local, self._remote = storage_of(local), storage_of(remote)
         self._deadline_seconds = deadline_seconds
         self._side = SideRanks("copies of checkpoints")
@@ -74,7 +77,7 @@ class Mirror:
 
     def prepare(self) -> None:
         """Opens the ranks' side channel for copies, as `upload` does where there is none yet. Collective then."""
-        self._side.of(ranks_of(), self._deadline_seconds)
+        self._side.of(ranks_of(self._group), self._deadline_seconds)
 
     def upload(self, name: str, afterwards: Callable[[Storage], None] = lambda copies: None) -> None:
         """Begins to copy a committed checkpoint, once those before it are done. Collective; does not wait.
@@ -93,7 +96,7 @@ class Mirror:
         Raises:
             ShardoptError: an earlier upload has failed, and that was not raised yet. This one was begun all the same.
         """
-        side_ranks = self._side.of(ranks_of(), self._deadline_seconds)
+        side_ranks = self._side.of(ranks_of(self._group), self._deadline_seconds)
         earlier = self.take_failure()
         with self._lock:
             self._waiting.append(name)
@@ -118,7 +121,7 @@ class Mirror:
         Raises:
             CheckpointError: one of the roots cannot be read. The newest cannot be known then.
         """
-        _, (local, remote) = ranks_of().agree(
+        _, (local, remote) = ranks_of(self._group).agree(
             f"looking for checkpoints in {self._local.url} and {self._remote.url}",
             work=lambda: _committed(self._local),
             report=lambda names: names,

@@ -45,6 +45,7 @@ class Staging:
         app: as for `save`.
         memory: for the copies; nobody else uses it while this staging and its descriptions are in use.
         lazily: whether state that only a step changes is left to `finish`.
+        members: as for `describe`.
 
     Attributes:
         optimizers: those in `app`, which have to wait with their steps for `finish`.
@@ -53,9 +54,11 @@ class Staging:
         StateError, LayoutError: something in `app` cannot be stored.
     """
 
-    def __init__(self, app: Mapping[str, Any], memory: HostMemory, lazily: bool) -> None:
+    def __init__(
+        self, app: Mapping[str, Any], memory: HostMemory, lazily: bool, members: tuple[int, ...] | None = None
+    ) -> None:
         flat = flatten(app)
-        live = describe(flat, "none")
+        live = describe(flat, "none", members)
         later = changed_by_steps_alone(flat) if lazily else frozenset()
         later -= {first for key, first in live.tied.items() if key not in later}
         own = {key: view for key, view in live.views.items() if key not in live.tied}  # tied tensors are copied once

@@ -23,7 +23,7 @@ from shardopt.algorithms.holders import CountedParameter, counted_parameters
 from shardopt.errors import GradientError, Problem, RankError
 from shardopt.optim.gradients.joint_norm import JointNorm, norm_of_each
 from shardopt.optim.gradients.local_gradients import alike, writable_gradients
-from shardopt.ranks import Ranks, ranks_of
+from shardopt.ranks import Ranks, SharedGroup
 from shardopt.sharding.gradients import GradientReader
 
 _FAILED = -torch.inf  # no norm is negative
@@ -73,10 +73,12 @@ class GradientNorm:
 
     Args:
         order: p, more than 0; may be infinite.
+        group: the ranks over which it is taken.
     """
 
-    def __init__(self, order: float) -> None:
+    def __init__(self, order: float, group: SharedGroup | None = None) -> None:
         self.order = order
+        self._group = group or SharedGroup()
         self._plan: _Plan | None = None
 
     def measure(self, parameters: Sequence[Tensor], names: Callable[[], Mapping[Tensor, str]]) -> Measured:
@@ -95,7 +97,7 @@ class GradientNorm:
             RankError: another rank failed with its gradients. (On accelerators the norm is infinite then, since
                 a look would wait for it.)
         """
-        ranks = ranks_of()
+        ranks = self._group.ranks
         if self._plan is None or not self._plan.fits(ranks, parameters):
             self._plan = _Plan(ranks, parameters, *counted_parameters(ranks, names()))
         with torch.no_grad():
@@ -115,7 +117,7 @@ class _Plan:
     def __init__(
         self, ranks: Ranks, parameters: Sequence[Tensor], counted: list[CountedParameter], shared_count: int
     ) -> None:
-        self._ranks = (ranks.rank, ranks.size)
+        self._members = ranks.members
         self._parameters = list(parameters)
         self._counted = counted
         self._readers = [GradientReader(each.parameter) for each in counted]
@@ -128,7 +130,7 @@ class _Plan:
     def fits(self, ranks: Ranks, parameters: Sequence[Tensor]) -> bool:
         """Whether this is the plan for these parameters."""
         return (
-            self._ranks == (ranks.rank, ranks.size)
+            self._members == ranks.members
             and len(parameters) == len(self._parameters)
             and all(map(is_, parameters, self._parameters))
         )

@@ -35,6 +35,7 @@ from shardopt.optim.local.refusals import parameters_of, refuse_global_name, ref
 from shardopt.optim.local.shard_states import ShardStates
 from shardopt.optim.local.shards import GroupShards, ShardedState, Shards, State
 from shardopt.optim.state_dict.groups import refuse_flattened, refuse_unfit_groups
+from shardopt.ranks import SharedGroup
 from shardopt.sharding.gradients import requires_gradient, zero_gradients
 from shardopt.sharding.view import empty_local_tensor, local_tensors
 from shardopt.torch_private import gathers_as_torch, step_without_hooks
@@ -138,6 +139,11 @@ class LocalOptimizer:
             self.shards.clear()
             cast(MakesState, self.optimizer).names = names
             refuse_global_name(self.global_names, names)
+
+    def work_with(self, group: SharedGroup) -> None:
+        """Gives an algorithm that sums over all of its parameters the ranks that train them."""
+        if self.spec is not None and self.spec.has_global_state:
+            cast(MakesGlobalState, self.optimizer).shared_group = group
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
         """Takes one step of the algorithm without hooks; returns the closure's loss."""

@@ -32,21 +32,22 @@ class NamedParameters(dict[str, Tensor]):
     dropped = ""
 
 
-def named(parameters: NamedTensors, dropped: str | None = None) -> NamedParameters:
+def named(parameters: NamedTensors, dropped: str | None = None, alone: bool | None = None) -> NamedParameters:
     """Returns the parameters by `plain_name`, without the prefix that DistributedDataParallel puts before all names.
 
     Args:
         parameters: given back as they are if they have their plain names already.
         dropped: the prefix that is left out of names; None is all of "module." that every name has.
+        alone: whether this rank trains alone: of several, one may hold no parameters. None is whether the job has one.
 
     Raises:
-        StateError: there are none and this is the only rank, they are not pairs of a name and a tensor, a name comes
+        StateError: there are none and this rank is alone, they are not pairs of a name and a tensor, a name comes
             twice, or they are those of FullyShardedDataParallel.
     """
     if isinstance(parameters, NamedParameters):
         return parameters
     pairs = list(parameters.items() if isinstance(parameters, Mapping) else parameters)
-    if not pairs and ranks_of().size == 1:  # of several, one may hold none
+    if not pairs and (ranks_of().size == 1 if alone is None else alone):
         problem = Problem("parameters", "none", "at least one", "pass model.named_parameters()")
         raise StateError("an optimizer got no parameters", [problem])
     for pair in pairs:

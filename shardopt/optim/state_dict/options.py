@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 
 from shardopt.errors import AlgorithmError, Problem, StateError
 from shardopt.optim.state_dict.load_plan import like
-from shardopt.ranks import ranks_of
 
 IMPLEMENTATION_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Options that say how this process computes a step, not what: they belong to its device and are neither saved nor
@@ -161,9 +160,9 @@ def overridden(where: str, given: Mapping[str, Any], stored: Mapping[str, Any], 
 
 
 def warn_of_overridden(overrides: Iterable[Overridden]) -> None:
-    """Logs on rank 0, in a few lines, which options are the checkpoint's and not the code's."""
+    """Logs, in a few lines, which options are the checkpoint's and not the code's."""
     overrides = list(overrides)
-    if not overrides or ranks_of().rank:
+    if not overrides:
         return
     lines = [f"  {each.key}: {each.here!r} in the code, {each.stored!r} in the checkpoint" for each in overrides]
     if len(lines) > _MOST_LINES:
@@ -178,9 +177,9 @@ def warn_of_overridden(overrides: Iterable[Overridden]) -> None:
 
 
 def warn_of_another_algorithm(notes: Iterable[str]) -> None:
-    """Logs on rank 0 which groups were loaded although another algorithm had saved them."""
+    """Logs which groups were loaded although another algorithm had saved them."""
     notes = list(notes)
-    if notes and not ranks_of().rank:
+    if notes:
         shown = notes[:_MOST_LINES] + ([f"and {len(notes) - _MOST_LINES} more"] if len(notes) > _MOST_LINES else [])
         _log.warning("loaded with strict=False from another algorithm:\n  %s", "\n  ".join(shown))
 
