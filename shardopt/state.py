@@ -55,6 +55,8 @@ class Index(int):
 
 
 Path = tuple[str | int, ...]
+Tied = Mapping[str, str]
+"""Name of a parameter → the name of the one that it is tied to, maybe on another rank, and that stands for both."""
 
 
 @runtime_checkable
@@ -164,10 +166,16 @@ class Handback:
 
 @dataclass(slots=True)
 class FlatState:
-    """The flat form of an `app`: its leaves by key, and the objects to hand state back to."""
+    """The flat form of an `app`: its leaves by key, and the objects to hand state back to.
+
+    `tied` has the names that stand for others, as declared, and `aliases` the key and path that a leaf would have
+    under such a name → the key that it has.
+    """
 
     leaves: dict[str, Leaf] = field(default_factory=dict)
     handbacks: list[Handback] = field(default_factory=list)
+    tied: Tied = field(default_factory=dict)
+    aliases: dict[str, tuple[str, Path]] = field(default_factory=dict)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {key: leaf.value for key, leaf in self.leaves.items() if isinstance(leaf.value, torch.Tensor)}
@@ -190,8 +198,11 @@ class FlatState:
         ]
 
 
-def flatten(app: Mapping[str, Any]) -> FlatState:
+def flatten(app: Mapping[str, Any], tied: Tied | None = None) -> FlatState:
     """Flattens the state of `app`; calls `state_dict()` once on every object in it. Copies no tensor.
+
+    Args:
+        tied: parts of paths that stand for others: a leaf is known by the others alone.
 
     Raises:
         StateError: two paths give one key, a dict key is neither str nor int, a key is reserved, a value that has a
@@ -201,13 +212,28 @@ def flatten(app: Mapping[str, Any]) -> FlatState:
     if not isinstance(app, Mapping):
         problem = Problem("app", f"a {type(app).__name__}", "a dict by name", 'pass {"model": model, ...}')
         raise StateError("state must have names", [problem])
-    flat = FlatState()
+    flat = FlatState(tied=tied or {})
+    refuse_chains(flat.tied)
     try:
         _descend(app, (), _no_replace, False, flat)
     except RecursionError:
         problem = Problem("app", "containers nested without end", "a tree", "take out what contains itself")
         raise StateError("state cannot be walked through", [problem]) from None
     return flat
+
+
+def refuse_chains(tied: Tied) -> None:
+    """Raises StateError where a declaration of tied parameters is no mapping of names, or leads on from one to another."""
+    required = 'alias → name: {"output.weight": "embed.weight"}'
+    if not isinstance(tied, Mapping) or not all(isinstance(name, str) for pair in tied.items() for name in pair):
+        raise StateError("tied parameters", [Problem("tied", repr(tied), required, "pass such a dict")])
+    problems = [
+        Problem(f"tied[{alias!r}]", f"{name!r}, which stands for another itself", required, "name the first of them")
+        for alias, name in tied.items()
+        if name in tied
+    ]
+    if problems:
+        raise StateError("tied parameters", problems)
 
 
 def join(path: Path) -> str:
@@ -503,6 +529,13 @@ def _check_part(part: Any, path: Path) -> None:
 
 
 def _add(flat: FlatState, path: Path, value: Any, replace: Callable[[Any], None]) -> None:
+    if flat.tied:
+        alias_path, path = path, tuple(flat.tied.get(part, part) if isinstance(part, str) else part for part in path)
+        if path != alias_path:
+            flat.aliases[join(alias_path)] = join(path), alias_path
+        if join(path) in flat.leaves and join(path) in {key for key, _ in flat.aliases.values()}:
+            _add_to_tied(flat.leaves[join(path)], alias_path, value, replace)
+            return
     key = join(path)
     if key in flat.leaves:
         actual = f"the paths {list(flat.leaves[key].path)} and {list(path)}"
@@ -511,6 +544,32 @@ def _add(flat: FlatState, path: Path, value: Any, replace: Callable[[Any], None]
         problem = Problem(repr(key), "a reserved or unencodable key", "another key", "rename it")
         raise StateError("a key cannot be stored", [problem])
     flat.leaves[key] = Leaf(path, value, replace)
+
+
+def _add_to_tied(leaf: Leaf, path: Path, value: Any, replace: Callable[[Any], None]) -> None:
+    """Makes one leaf of two that are declared as tied, and on this rank both."""
+    if isinstance(value, torch.Tensor) and not _is_one_tensor(leaf.value, value):
+        found = f"two tensors on this rank, in {join(leaf.path)} and {join(path)}"
+        remedy = "let the modules share one parameter, or do not declare them as tied"
+        raise StateError("tied parameters", [Problem(join(path), found, "one tensor", remedy)])
+    first = leaf.replace
+
+    def replace_both(value: Any) -> None:
+        first(value)
+        replace(value)
+
+    leaf.replace = replace_both
+
+
+def _is_one_tensor(one: Any, other: torch.Tensor) -> bool:
+    if one is other or not isinstance(one, torch.Tensor):
+        return one is other
+    plain = (torch.Tensor, torch.nn.Parameter)
+    return (
+        type(one) in plain
+        and type(other) in plain
+        and (one.data_ptr(), one.shape, one.stride()) == (other.data_ptr(), other.shape, other.stride())
+    )
 
 
 def _is_text(key: str) -> bool:

@@ -45,7 +45,7 @@ from shardopt.ranks import (
     refuse_lone_processes,
 )
 from shardopt.staging_fence import copying_until
-from shardopt.state import is_constructed
+from shardopt.state import Tied, is_constructed
 from shardopt.world import Thread, world
 
 Stage = Literal["now", "lazy"]
@@ -117,7 +117,7 @@ class AsyncSaver:
             # waits for it, and then reports that it should have waited itself.
             self._thread = world().thread(background.run, "shardopt-save")
             self._thread.start()
-            staged = self._stage(app, stage, metrics, pending, ranks.job_numbers)
+            staged = self._stage(app, stage, metrics, pending, ranks.job_numbers, options.tied)
             background.hand_over(staged)
         except BaseException as error:
             # The other ranks go into the thread's first round, in which all are to raise this.
@@ -205,12 +205,13 @@ class AsyncSaver:
         metrics: Mapping[str, float] | None,
         pending: PendingSave,
         members: tuple[int, ...] | None,
+        tied: Tied | None,
     ) -> _Staged | BaseException:
         """Returns the staged state; or the error, which all ranks will raise in the thread."""
         try:
             numbers = None if metrics is None else numbers_of(metrics)
             with gc_paused():
-                staging = Staging(app, self._memory, lazily=stage == "lazy", members=members)
+                staging = Staging(app, self._memory, lazily=stage == "lazy", members=members, tied=tied)
             hold_steps(staging.optimizers, pending, self._hooks)
             if staging.is_lazy:
                 copying_until(pending.staged)
@@ -314,6 +315,7 @@ def async_save(
     progress: Progress | None = None,
     deadline_seconds: float = DEADLINE_SECONDS,
     group: Group | None = None,
+    tied: Tied | None = None,
 ) -> PendingSave:
     """Saves as `save` does, but returns once the state is copied to host memory; a thread writes and commits it.
 
@@ -332,7 +334,7 @@ def async_save(
             wait. Other changes make the save fail with the tensor's name, as far as torch counts them: not those by
             fused kernels, nor through `.data`, nor by steps replayed from a CUDA graph, which call no hooks.
         in_flight: what to do while an earlier save is in flight: "wait" for it, or "refuse" this one on all ranks.
-        durable, check_replicas, deadline_seconds, group: as for `save`.
+        durable, check_replicas, deadline_seconds, group, tied: as for `save`.
         progress: as for `save`, but called from the thread, beside the program; an error that it raises fails the save.
 
     Raises:
@@ -344,7 +346,7 @@ def async_save(
     next save, or the next step of an optimizer in `app`, whichever is the first. Ranks may come to different steps
     until then; the next save is in step again, and raises on all of them if it was not reported on one yet.
     """
-    options = SaveOptions(durable, check_replicas, progress, deadline_seconds, group)
+    options = SaveOptions(durable, check_replicas, progress, deadline_seconds, group, tied)
     return _default.save(url, app, options, stage=stage, in_flight=in_flight)
 
 

@@ -39,7 +39,7 @@ from shardopt.ranks import DEADLINE_SECONDS, Group, Ranks, ranks_of
 from shardopt.ranks.failures import names_of
 from shardopt.sharding.pieces import View
 from shardopt.sharding.view import view_of
-from shardopt.state import FlatState, Handback, PartialStateful, PerRank, flatten
+from shardopt.state import FlatState, Handback, PartialStateful, PerRank, Tied, flatten
 from shardopt.world import world
 
 
@@ -56,6 +56,7 @@ class LoadOptions:
     progress: Progress | None
     deadline_seconds: float
     group: Group | None
+    tied: Tied | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +128,7 @@ def load(
     progress: Progress | None = None,
     deadline_seconds: float = DEADLINE_SECONDS,
     group: Group | None = None,
+    tied: Tied | None = None,
 ) -> LoadReport:
     r"""Loads a checkpoint into `app`, whatever ranks, meshes and placements it was saved from. Collective.
 
@@ -158,6 +160,7 @@ def load(
         deadline_seconds: how long a rank may show no sign of life before the others give up and name it.
         group: the ranks that load, where they are not all of the job: a process group, or a device mesh. Others make no
             call. It need not be the group that saved.
+        tied: as for `save`. Where the checkpoint has both names apart, they must be equal.
 
     Raises:
         OptionError: this rank is not in `group`.
@@ -178,6 +181,7 @@ def load(
         progress=progress,
         deadline_seconds=deadline_seconds,
         group=group,
+        tied=tied,
     )
     # Around a call, so that the collector finds the plan gone when it wakes.
     with reading(url), ranks_of(group).beating(deadline_seconds), gc_paused():
@@ -196,7 +200,7 @@ def _load(
     what = f"loading {os.fspath(url)}"
     if not options.init_state:
         return _load_into(ranks, what, url, app, options)
-    undo = init_unstepped(ranks, what, url, app, options.select, options.rename, options.deadline_seconds)
+    undo = init_unstepped(ranks, what, url, app, options.select, options.rename, options.deadline_seconds, options.tied)
     try:
         return _load_into(ranks, what, url, app, options)
     except ShardoptError:
@@ -266,7 +270,7 @@ def _load_into(
 def _plan(url: str | os.PathLike[str], app: Mapping[str, Any], options: LoadOptions, ranks: Ranks) -> _Plan:
     """Plans this rank's reads; refuses what does not fit, or notes it, to be settled with the other ranks."""
     reader = open_checkpoint(url)
-    flat = flatten(app)
+    flat = flatten(app, options.tied)
     names = under_names_of(reader.manifest, flat, options.select, options.rename)
     views = {key: view_of(tensor, key).numbered_in(ranks.job_numbers) for key, tensor in flat.tensors().items()}
     match = compare(flat, views, names, options.strictness, ranks.size)
@@ -277,7 +281,10 @@ def _plan(url: str | os.PathLike[str], app: Mapping[str, Any], options: LoadOpti
     _refuse_missing([key for key in match.per_rank if old.get(key, key) not in per_rank], ranks.rank)
     into = {key: view for key, (view, _) in match.tensors.items()}
     tied = tied_in(into)
-    refuse_unequal(reader, into, tied, old)
+    aliases = {
+        key: first for key, (first, _) in flat.aliases.items() if key in reader.manifest.tensors and first in into
+    }
+    refuse_unequal(reader, into | {key: into[first] for key, first in aliases.items()}, tied | aliases, old)
     into = {key: view for key, view in into.items() if key not in tied}
     requests = [request for key, view in into.items() for request in reader.requests(old.get(key, key), view.pieces)]
     share = options.replicas == "exchange" or (options.replicas == "auto" and reader.is_remote)

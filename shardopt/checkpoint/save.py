@@ -28,7 +28,7 @@ from shardopt.checkpoint.writing.pending import raise_failures
 from shardopt.checkpoint.writing.write import from_memory, with_progress, write_files
 from shardopt.gc_pause import gc_paused
 from shardopt.ranks import DEADLINE_SECONDS, Group, Ranks, call_on, ranks_of, refuse_lone_processes
-from shardopt.state import flatten
+from shardopt.state import Tied, flatten
 from shardopt.world import world
 
 _kept: Kept = {}
@@ -47,6 +47,7 @@ class SaveOptions:
     progress: Progress | None = None
     deadline_seconds: float = DEADLINE_SECONDS
     group: Group | None = None
+    tied: Tied | None = None
 
     def __post_init__(self) -> None:
         refuse_unknown_choice(self.check_replicas)
@@ -64,8 +65,9 @@ def save(
     progress: Progress | None = None,
     deadline_seconds: float = DEADLINE_SECONDS,
     group: Group | None = None,
+    tied: Tied | None = None,
 ) -> SaveReport:
-    """Writes the state of `app` to a new checkpoint at `url`. Collective: every rank of the job (or `group`) must call it.
+    """Writes the state of `app` to a new checkpoint at `url`. Collective: every rank (of `group`) must call it.
 
     Nothing exists at `url` for any reader until all of it is durable; if any rank fails, nothing ever does, and
     every rank raises the same error. `app` is not changed.
@@ -86,6 +88,9 @@ def save(
         deadline_seconds: how long a rank may show no sign of life before the others give up and name it.
         group: the ranks that save, where they are not all of the job: a process group, or a device mesh. Others make no
             call, and must not hold a shard that none of these has. Files and values per rank are numbered within it.
+        tied: name → the name that stands for it, of parameters that are tied and may be so on different ranks only, such
+            as `{"output.weight": "embed.weight"}` where the stages of a pipeline each have one of the two. Wherever the
+            name stands in a path of `app`, the other is meant; the tensor is stored once, and can be had by both.
 
     Raises:
         OptionError: this rank is not in `group`.
@@ -94,7 +99,7 @@ def save(
         CheckpointError: a rank could not write.
         RankError: a rank failed in another way, died, or did not make the call.
     """
-    return save_now(url, app, SaveOptions(durable, check_replicas, progress, deadline_seconds, group))
+    return save_now(url, app, SaveOptions(durable, check_replicas, progress, deadline_seconds, group, tied))
 
 
 def save_now(
@@ -116,7 +121,8 @@ def save_now(
     ranks = ranks_of(options.group)
 
     def described() -> Described:
-        description = describe(flatten(app), replicas_to_check(options.check_replicas, ranks), ranks.job_numbers)
+        flat = flatten(app, options.tied)
+        description = describe(flat, replicas_to_check(options.check_replicas, ranks), ranks.job_numbers)
         if raise_earlier:
             raise_failures()  # after the state was taken, which may be collective: only some ranks may raise
         return Described(description, metrics)

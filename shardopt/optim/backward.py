@@ -23,6 +23,7 @@ from shardopt.optim.state_dict.groups import NamedTensors
 from shardopt.ranks import Group
 from shardopt.sharding.gradients import takes_gradient, zero_gradients
 from shardopt.sharding.view import local_tensors
+from shardopt.state import Tied
 from shardopt.torch_private import backward_under_way, gradient_hooks, in_forward_of_ddp, reduced_by_ddp
 from shardopt.world import Lock, world
 
@@ -33,6 +34,7 @@ def in_backward(
     *,
     groups: Collection[Mapping[str, Any]] | None = None,
     group: Group | None = None,
+    tied: Tied | None = None,
     **defaults: Any,
 ) -> InBackwardOptimizer:
     """Makes an optimizer that updates each parameter in backward, when its gradient is complete, which is then freed.
@@ -59,7 +61,7 @@ def in_backward(
     Args:
         module: the module to train, after it was sharded; or parameters by name, if others have another optimizer.
         algorithm: of an elementwise algorithm, a torch optimizer class or its name in any case.
-        groups, group: as in `shardopt.keyed`; groups without algorithms of their own.
+        groups, group, tied: as in `shardopt.keyed`; groups without algorithms of their own.
         defaults: options of `algorithm`.
 
     Raises:
@@ -75,7 +77,7 @@ def in_backward(
         _refuse_wrapped(module)
         _refuse_fused(module)
     named_params = module.named_parameters() if isinstance(module, nn.Module) else module
-    (optimizer,) = build(InBackwardOptimizer, algorithm, named_params, groups, defaults, group)
+    (optimizer,) = build(InBackwardOptimizer, algorithm, named_params, groups, defaults, group, tied)
     optimizer.save_param_groups(True)
     optimizer.start()
     if isinstance(module, nn.Module):

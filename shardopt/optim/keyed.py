@@ -26,6 +26,7 @@ from shardopt.optim.state_dict.options import refuse_bad_options
 from shardopt.optim.wrapper import OptimizerWrapper
 from shardopt.param_groups import PARAMS
 from shardopt.ranks import Group, SharedGroup
+from shardopt.state import Tied
 
 __all__ = ["CombinedOptimizer", "KeyedOptimizer", "KeyedOptimizerWrapper", "OptimizerWrapper", "keyed"]
 
@@ -39,6 +40,7 @@ def keyed(
     *,
     groups: Collection[Mapping[str, Any]] | None = None,
     group: Group | None = None,
+    tied: Tied | None = None,
     **defaults: Any,
 ) -> KeyedOptimizer:
     """Makes an optimizer for named parameters, plain or sharded, that saves its state and its groups by name.
@@ -54,6 +56,9 @@ def keyed(
             own (class or name) starts from that algorithm's defaults, not from those given here.
         group: the ranks that train these parameters, where they are not all of the job: a process group, or a device
             mesh. Clipping and `check_agreement` go by it, L-BFGS, and who logs.
+        tied: name → the name that stands for it, of parameters that are tied and may be so on different ranks only:
+            `{"output.weight": "embed.weight"}`. This optimizer has them under the second name: a norm counts them once,
+            and they have one state. To make their gradients equal before the step is the training loop's part.
         defaults: options of `algorithm`. Where neither `foreach` nor `fused` is among them, each step takes the
             fastest implementation that computes what the for-loop computes: on the CPU the fused one of Adam, AdamW,
             Adagrad and SGD (but SGD's not in bfloat16, and none in float16), elsewhere what torch takes by itself.
@@ -69,7 +74,7 @@ def keyed(
             pattern matches nothing. In a job of several ranks a rank may hold no parameters, and a pattern must match
             on any rank: saves and `check_agreement` refuse those that match on none.
     """
-    built = build(KeyedOptimizerWrapper, algorithm, named_params, groups or (), defaults, group)
+    built = build(KeyedOptimizerWrapper, algorithm, named_params, groups or (), defaults, group, tied)
     made = built[0] if len(built) == 1 else CombinedOptimizer(built)
     made.save_param_groups(True)
     return made
@@ -82,6 +87,7 @@ def build(
     groups: Collection[Mapping[str, Any]],
     defaults: Mapping[str, Any],
     group: Group | None = None,
+    tied: Tied | None = None,
 ) -> list[Wrapper]:
     """Builds one optimizer of the class `wrapper` for each algorithm; arguments as of `keyed`."""
     main = _class_of(algorithm)
@@ -90,7 +96,7 @@ def build(
     places: dict[Any, list[int]] = {}
     shared_group = SharedGroup(group)
     is_alone = shared_group.ranks.size == 1
-    params = named(named_params, alone=is_alone)
+    params = named(named_params, alone=is_alone, tied=tied)
     grouped, patterns = by_pattern(params, groups), patterns_of(groups)
     unmatched = unmatched_patterns(params, groups)
     if unmatched and is_alone:  # of several, another may have what it matches

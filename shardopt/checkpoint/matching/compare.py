@@ -100,7 +100,8 @@ def compare(flat: FlatState, views: Mapping[str, View], names: Names, strictness
         if not is_below(flat.leaves[key].path, *reported):
             problem = Problem(key, "nothing in the checkpoint", _kind_of_leaf(flat, views, key), _MISSING)
             _apply_choice(problem, strictness.missing, problems, match)
-    match.unexpected = [key for key in stored if key not in flat.leaves and not is_below(stored[key], *reported)]
+    here = flat.leaves.keys() | flat.aliases.keys()
+    match.unexpected = [key for key in stored if key not in here and not is_below(stored[key], *reported)]
     return match
 
 

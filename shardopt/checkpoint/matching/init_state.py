@@ -20,7 +20,7 @@ from shardopt.checkpoint.matching.renaming import under_names_of
 from shardopt.checkpoint.reading.read_manifest import read_manifest
 from shardopt.checkpoint.storage import storage_of
 from shardopt.ranks import Call, Ranks, as_call
-from shardopt.state import FlatState, Handback, UnsteppedStateful, flatten, is_below, join
+from shardopt.state import FlatState, Handback, Tied, UnsteppedStateful, flatten, is_below, join
 
 
 @dataclass(slots=True)
@@ -48,12 +48,13 @@ def init_unstepped(
     select: str | None,
     rename: Mapping[str, str] | None,
     deadline_seconds: float,
+    tied: Tied | None = None,
 ) -> Callable[[], None]:
     """Makes state where the checkpoint has some, and drops what was never stepped where it has none. Collective.
 
     Args:
         what: names the load in errors.
-        url, app, select, rename: as for `load`.
+        url, app, select, rename, tied: as for `load`.
 
     Returns:
         A function that drops the state which was made here, and makes what was dropped as it was; to be called where
@@ -67,7 +68,7 @@ def init_unstepped(
 
     def compare() -> dict[str, _Change]:
         manifest = read_manifest(storage_of(url))[0]
-        flat = flatten(app)
+        flat = flatten(app, tied)
         names = under_names_of(manifest, flat, select, rename)
         return dict(_changes(flat, names.manifest, names.chosen))
 

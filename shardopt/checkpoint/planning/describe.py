@@ -46,6 +46,7 @@ class Description:
     check_replicas: CheckReplicas  # of which replicas `contents` has hashes
     tied: Mapping[str, str]  # key → the first key with the same memory on this rank
     unmatched: Sequence[dict[str, Any]] = ()  # `FlatState.unmatched_patterns`
+    aliases: Mapping[str, tuple[str, Path]] = field(default_factory=dict)  # of tensors, as `FlatState.aliases`
 
     @property
     def is_partial(self) -> bool:
@@ -54,7 +55,7 @@ class Description:
 
     def geometry_fingerprint(self) -> str:
         """Returns a hash, equal on two ranks, and in two saves, that describe the same tensors in the same places."""
-        words = [str(len(self.tied))]
+        words = [str(len(self.tied)), json.dumps(sorted(self.aliases))]
         for key, first in sorted(self.tied.items()):
             words += (key, first)
         for key, path in self.per_rank.items():
@@ -88,6 +89,7 @@ class Description:
             "layouts": writer.texts,
             "tensors": tensors,
             "tied": dict(self.tied),
+            "aliases": {key: [first, encode_path(key, path)] for key, (first, path) in self.aliases.items()},
             "per_rank": {key: encode_path(key, path) for key, path in self.per_rank.items()},
         }
 
@@ -100,7 +102,8 @@ class Description:
 class Geometry:
     """The state of the whole job without its values: every tensor with its whole layout.
 
-    `tied` has the keys of tensors that are, on every rank, one memory with the member that each is mapped to.
+    `tied` has the keys of tensors that are, on every rank, one memory with the member that each is mapped to, or were
+    declared as tied to it.
     """
 
     members: Mapping[str, Member]
@@ -160,7 +163,8 @@ def describe(flat: FlatState, check_replicas: CheckReplicas, members: tuple[int,
     contents = contents_of(views, check_replicas)
     tied = {key: first for key, first in tied_in(views, addresses).items() if views[key].layout == views[first].layout}
     unmatched = flat.unmatched_patterns()
-    return Description(views, tensors, values, per_rank, contents, own_values, check_replicas, tied, unmatched)
+    aliases = {key: (first, path) for key, (first, path) in flat.aliases.items() if first in tensors}
+    return Description(views, tensors, values, per_rank, contents, own_values, check_replicas, tied, unmatched, aliases)
 
 
 def _refuse_held_outside(key: str, layout: Layout, inside: Layout, members: tuple[int, ...] | None) -> None:
@@ -182,7 +186,19 @@ def geometry_of(description: Description, world_size: int) -> Geometry:
         for key, (path, dtype, layout) in description.tensors.items()
         if key not in tied
     }
-    return Geometry(members, description.per_rank, tied)
+    return Geometry(members, description.per_rank, with_aliases(tied, description.aliases))
+
+
+def with_aliases(
+    tied: Mapping[str, tuple[str, Path]], aliases: Mapping[str, tuple[str, Path]]
+) -> dict[str, tuple[str, Path]]:
+    """Returns the keys that share a member's memory, those that were declared to among them.
+
+    Args:
+        tied: those that were found.
+        aliases: those that were declared.
+    """
+    return {**tied, **{key: (tied.get(first, (first,))[0], path) for key, (first, path) in aliases.items()}}
 
 
 def _path_words(key: str, path: Path) -> tuple[str, str]:

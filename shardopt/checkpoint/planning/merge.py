@@ -18,7 +18,7 @@ from shardopt.checkpoint.format.constants import DTYPES
 from shardopt.checkpoint.format.paths import decode_path, encode_path
 from shardopt.checkpoint.format.shared_values import Values, unpack
 from shardopt.checkpoint.planning.assign import Assignment, Member
-from shardopt.checkpoint.planning.describe import Geometry
+from shardopt.checkpoint.planning.describe import Geometry, with_aliases
 from shardopt.errors import Problem, StateError
 from shardopt.ranks.kinds import pack_kinds, unpack_kinds
 from shardopt.sharding.box import Box
@@ -83,7 +83,12 @@ def merge_geometry(kinds: Sequence[tuple[int, ...]], descriptions: Sequence[Mapp
         raise StateError(_DIFFER, problems)
     tied_to = _tied_on_all(descriptions, members, tensors, merger)
     tied = {key: (first, members[key].path) for key, first in tied_to.items()}
-    geometry = Geometry({key: member for key, member in members.items() if key not in tied}, per_rank, tied)
+    aliases: dict[str, tuple[str, Path]] = {}
+    for wire in descriptions:
+        aliases |= {key: (first, decode_path(key, path)) for key, (first, path) in wire["aliases"].items()}
+    _refuse_undeclared(aliases, tensors, kinds)
+    own = {key: member for key, member in members.items() if key not in tied}
+    geometry = Geometry(own, per_rank, with_aliases(tied, aliases))
     return MergedGeometry(geometry, kinds_of_key)
 
 
@@ -116,7 +121,7 @@ def sections_of(
         for own in keys if key in on_all else [keys[component_of[kinds_of_key[key][0]]]]:
             own.append(key)
     for key, (first, path) in geometry.tied.items():
-        for own_tied in tied if first in on_all else [tied[component_of[kinds_of_key[key][0]]]]:
+        for own_tied in tied if first in on_all else [tied[component_of[kinds_of_key[first][0]]]]:
             own_tied[key] = [first, encode_path(key, path)]
     per_rank = {key: encode_path(key, path) for key, path in geometry.per_rank.items()}
     known = _encode_assignments({key: assigned[key] for key in geometry.members if key in on_all})
@@ -270,6 +275,22 @@ def _tied_on_all(
         ):
             tied[key] = first
     return tied
+
+
+def _refuse_undeclared(
+    aliases: Mapping[str, tuple[str, Path]],
+    tensors: Mapping[str, Mapping[int, _Entry]],
+    kinds: Sequence[tuple[int, ...]],
+) -> None:
+    """Raises StateError where some ranks declare a tensor as tied to another, and others have it for itself."""
+    remedy = "pass the same tied={...} on every rank"
+    problems = [
+        Problem(key, f"a tensor of its own on rank {kinds[next(iter(tensors[key]))][0]}", f"{first}, as tied", remedy)
+        for key, (first, _) in aliases.items()
+        if key in tensors
+    ]
+    if problems:
+        raise StateError("ranks declare other parameters as tied", problems)
 
 
 def _encode_members(members: Mapping[str, Member]) -> dict[str, Any]:

@@ -40,6 +40,7 @@ from shardopt.checkpoint.storage import storage_of
 from shardopt.checkpoint.writing.pending import PendingSave, take_failures
 from shardopt.errors import ShardoptError, StateError
 from shardopt.ranks import DEADLINE_SECONDS, Group, ranks_of
+from shardopt.state import Tied
 from shardopt.stopping import Stop
 
 _log = logging.getLogger("shardopt.checkpoint")
@@ -74,6 +75,7 @@ class Manager:
         deadline_seconds: how long a rank may show no sign of life before the others give up and name it.
         group: the ranks of the run, where they are not all of the job: a process group, or a device mesh. Others make
             no Manager for its root.
+        tied: parameters that are tied across ranks, as for `checkpoint.save`.
 
     Raises:
         OptionError: arguments of the wrong type or out of their range; all of them are listed.
@@ -94,11 +96,12 @@ class Manager:
         stop_seconds: float = 25.0,
         deadline_seconds: float = DEADLINE_SECONDS,
         group: Group | None = None,
+        tied: Tied | None = None,
     ) -> None:
         check_run_options(
             root, mirror, every, keep_last, keep_every, best, stage, stop_on, exit_code, stop_seconds, deadline_seconds
         )
-        self._group = group
+        self._group, self._tied = group, tied
         self._root = Root(storage_of(root))
         self._copies = None if mirror is None else Root(storage_of(mirror))
         self._mirror = None if mirror is None else Mirror(root, mirror, deadline_seconds=deadline_seconds, group=group)
@@ -236,6 +239,7 @@ class Manager:
                 progress=progress,
                 deadline_seconds=self._deadline_seconds,
                 group=self._group,
+                tied=self._tied,
             )
 
         with ranks_of(self._group).beating(self._deadline_seconds):
@@ -384,7 +388,7 @@ class Manager:
             pending = self._saver.save(
                 url,
                 app,
-                SaveOptions(deadline_seconds=self._deadline_seconds, group=self._group),
+                SaveOptions(deadline_seconds=self._deadline_seconds, group=self._group, tied=self._tied),
                 stage=self._stage,
                 metrics=metrics,
                 afterwards=lambda: self._after_commit(place, url, numbers),
@@ -394,7 +398,7 @@ class Manager:
         if self._saver is not None and stop is None:
             self._saver.wait()
         deadline_seconds = min(self._deadline_seconds, stop.deadline_seconds if stop else math.inf)
-        options = SaveOptions(deadline_seconds=deadline_seconds, group=self._group)
+        options = SaveOptions(deadline_seconds=deadline_seconds, group=self._group, tied=self._tied)
         report = save_now(url, app, options, metrics, raise_earlier=stop is None)
         self._after_commit(place, url, numbers)
         self._last = place, report

@@ -19,7 +19,7 @@ from shardopt.checkpoint.writing.host_memory import HostMemory
 from shardopt.errors import Problem, StateError
 from shardopt.sharding.pieces import Piece, View
 from shardopt.sharding.view import local_tensors
-from shardopt.state import FlatState, flatten, is_below
+from shardopt.state import FlatState, Tied, flatten, is_below
 from shardopt.streams import on_stream
 
 _SMALL_BYTES = 64 * 1024  # up to here a copy takes less time than to get Python's lock back
@@ -46,6 +46,7 @@ class Staging:
         memory: for the copies; nobody else uses it while this staging and its descriptions are in use.
         lazily: whether state that only a step changes is left to `finish`.
         members: as for `describe`.
+        tied: as for `save`.
 
     Attributes:
         optimizers: those in `app`, which have to wait with their steps for `finish`.
@@ -55,9 +56,14 @@ class Staging:
     """
 
     def __init__(
-        self, app: Mapping[str, Any], memory: HostMemory, lazily: bool, members: tuple[int, ...] | None = None
+        self,
+        app: Mapping[str, Any],
+        memory: HostMemory,
+        lazily: bool,
+        members: tuple[int, ...] | None = None,
+        tied: Tied | None = None,
     ) -> None:
-        flat = flatten(app)
+        flat = flatten(app, tied)
         live = describe(flat, "none", members)
         later = changed_by_steps_alone(flat) if lazily else frozenset()
         later -= {first for key, first in live.tied.items() if key not in later}

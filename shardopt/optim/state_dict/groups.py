@@ -14,6 +14,7 @@ from shardopt.names import before_all, plain_name
 from shardopt.ranks import ranks_of
 from shardopt.sharding.gradients import takes_gradient
 from shardopt.sharding.view import view_of
+from shardopt.state import Tied, refuse_chains
 from shardopt.torch_private import is_flattened
 
 NamedTensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
@@ -32,12 +33,15 @@ class NamedParameters(dict[str, Tensor]):
     dropped = ""
 
 
-def named(parameters: NamedTensors, dropped: str | None = None, alone: bool | None = None) -> NamedParameters:
+def named(
+    parameters: NamedTensors, dropped: str | None = None, alone: bool | None = None, tied: Tied | None = None
+) -> NamedParameters:
     """Returns the parameters by `plain_name`, without the prefix that DistributedDataParallel puts before all names.
 
     Args:
         parameters: given back as they are if they have their plain names already.
         dropped: the prefix that is left out of names; None is all of "module." that every name has.
+        tied: name → the name of the parameter that it is tied to, maybe on another rank: that is used for both.
         alone: whether this rank trains alone: of several, one may hold no parameters. None is whether the job has one.
 
     Raises:
@@ -46,6 +50,7 @@ def named(parameters: NamedTensors, dropped: str | None = None, alone: bool | No
     """
     if isinstance(parameters, NamedParameters):
         return parameters
+    refuse_chains(tied or {})
     pairs = list(parameters.items() if isinstance(parameters, Mapping) else parameters)
     if not pairs and (ranks_of().size == 1 if alone is None else alone):
         problem = Problem("parameters", "none", "at least one", "pass model.named_parameters()")
@@ -60,8 +65,12 @@ def named(parameters: NamedTensors, dropped: str | None = None, alone: bool | No
     by_name.dropped = before_all(names) if dropped is None else dropped
     for name, (_, tensor) in zip(names, pairs, strict=True):
         name = name.removeprefix(by_name.dropped)
+        name = (tied or {}).get(name, name)
+        if tied and by_name.get(name) is tensor:
+            continue
         if name in by_name:
-            problem = Problem(name, "two parameters", "one", "give every parameter a name of its own")
+            remedy = "give every parameter a name of its own; those that are tied on one rank share a tensor"
+            problem = Problem(name, "two parameters", "one", remedy)
             raise StateError("two parameters have one name", [problem])
         by_name[name] = tensor
     refuse_flattened(by_name)
