@@ -145,6 +145,7 @@ for _spec in (
         steps_on=StepsOn.PARAMETERS,
         stands_for=torch.optim.Muon,
         unsuitable=unsuitable_for_muon,
+        later_options=frozenset(["split"]),
     ),
     AlgorithmSpec(
         RowWiseAdagrad,

@@ -187,6 +187,7 @@ class AlgorithmSpec:
             up to the rounding of the last bits.
         fused_astray: the dtypes in which it computes something else, and is refused.
         needs_closure: whether a step has to evaluate the model again itself, maybe several times.
+        later_options: those that it did not always have: what was saved before goes with None.
     """
 
     optimizer: type[Optimizer]
@@ -203,6 +204,7 @@ class AlgorithmSpec:
     fused_agrees: tuple[torch.dtype, ...] = ()
     fused_astray: tuple[torch.dtype, ...] = ()
     needs_closure: bool = False
+    later_options: frozenset[str] = frozenset()
 
     @property
     def settled_at_first_step(self) -> bool:

@@ -88,9 +88,9 @@ def save(
         deadline_seconds: how long a rank may show no sign of life before the others give up and name it.
         group: the ranks that save, where they are not all of the job: a process group, or a device mesh. Others make no
             call, and must not hold a shard that none of these has. Files and values per rank are numbered within it.
-        tied: name → the name that stands for it, of parameters that are tied and may be so on different ranks only, such
-            as `{"output.weight": "embed.weight"}` where the stages of a pipeline each have one of the two. Wherever the
-            name stands in a path of `app`, the other is meant; the tensor is stored once, and can be had by both.
+        tied: name → the name that stands for it, of parameters that are tied, maybe on different ranks only:
+            `{"output.weight": "embed.weight"}` where stages of a pipeline each have one of the two. Wherever the first
+            is part of a path in `app`, the second is meant; the tensor is stored once, and can be had by both.
 
     Raises:
         OptionError: this rank is not in `group`.

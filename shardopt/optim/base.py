@@ -363,6 +363,11 @@ class KeyedOptimizer(RelatedOptimizer):
         after_load_state_dict(self)
 
     @property
+    def _later_options(self) -> frozenset[str]:
+        """Options that the algorithm did not always have."""
+        return frozenset()
+
+    @property
     def _saves_groups(self) -> bool:
         """Whether `save_param_groups(True)` was called."""
         return self._save_param_groups
@@ -434,7 +439,8 @@ class KeyedOptimizer(RelatedOptimizer):
             saved = {PARAMS: names}
             where = KeyedGroup(group, saved).where(PARAM_GROUPS, position)
             saved |= {**saved_options(group, where), **self._saved_besides(group, names)}
-            keyed_groups.append(KeyedGroup(group, saved, self._kept_options, partial(self._places.has, position)))
+            has = partial(self._places.has, position)
+            keyed_groups.append(KeyedGroup(group, saved, self._kept_options, has, self._later_options))
         return keyed_groups
 
     def _names_in_groups(self) -> list[tuple[list[str], dict[str, Any]]]:

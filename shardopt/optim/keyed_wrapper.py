@@ -205,6 +205,10 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
     def _needs_closure(self) -> bool:
         return self._local.spec is not None and self._local.spec.needs_closure
 
+    @property
+    def _later_options(self) -> frozenset[str]:
+        return frozenset() if self._local.spec is None else self._local.spec.later_options
+
     def give(self, defaults: Mapping[str, Any], groups: Iterable[Mapping[str, Any]]) -> None:
         """Records the options that the code gives, and no others: in general, and for each group beyond that."""
         self._given_to_all = dict(defaults)

@@ -31,8 +31,8 @@ class GradScaler(torch.amp.GradScaler):
     none does, and they keep one scale. (torch's leaves that to each rank where parameters are plain, does not see the
     gradients of shards in a ShardedTensor, and cannot unscale plain parameters and DTensors at once.)
 
-    `unscale_`, and the `step` that calls it if nobody has, are collective: one all-reduce over the whole job, or `group`, in
-    which every rank takes part, also one without a gradient or a loss of its own.
+    `unscale_`, and the `step` that calls it if nobody has, are collective: one all-reduce over the whole job, or over
+    `group`, in which every rank takes part, also one without a gradient or a loss of its own.
 
     Args:
         as torch's; on the CPU pass device="cpu".

@@ -1,6 +1,7 @@
 """Muon on sharded parameters: each matrix is orthogonalised whole, by one of the ranks that hold it.
 
-θ parameter of M rows and N columns, G gradient, B momentum, O the update; μ momentum, k = ns_steps.
+A parameter is one matrix, or holds several (`matrices.py`): experts, or parts that are fused. Of each, with θ of M rows
+and N columns, G gradient, B momentum, O the update; μ momentum, k = ns_steps.
 
     B ← μ B + (1 − μ) G
     U = μ B + (1 − μ) G with nesterov, else B
@@ -30,6 +31,7 @@ from torch.optim import Optimizer
 from shardopt.algorithms.dense_gradients import dense_gradients
 from shardopt.algorithms.late_checks import LateChecks
 from shardopt.algorithms.muon.assignment import Job
+from shardopt.algorithms.muon.matrices import job_of, matrices_in, split_of
 from shardopt.algorithms.muon.newton_schulz import adjustment, orthogonalised
 from shardopt.algorithms.muon.redistribute import MatrixRedistributor
 from shardopt.algorithms.muon.teams import Team, refusal, refuse_differing_gradients
@@ -37,7 +39,7 @@ from shardopt.errors import GradientError, Problem, StateError
 from shardopt.ranks import ranks_among, ranks_of
 from shardopt.sharding.box import Box, cover_faults
 from shardopt.sharding.layout import Layout
-from shardopt.sharding.pieces import View
+from shardopt.sharding.pieces import View, narrowed
 from shardopt.sharding.view import assemble, device_of, groups_of, is_held, local_tensors, members_of, view_of
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
@@ -51,10 +53,12 @@ class Muon(Optimizer):
     `step` with the same parameters in the same order, and the same of them must have gradients.
 
     Args:
-        params: matrices, or groups of them.
+        params: matrices [M, N], stacks of them [E, M, N] (experts), or groups of these.
         lr: the learning rate, a number or a tensor of one element.
         weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps: as above.
         adjust_lr_fn: "original" (as is None) or "match_rms_adamw".
+        split: how each matrix is cut along its rows into matrices that are orthogonalised by themselves: into a number
+            of equal parts (3 for a fused query, key and value; the number of heads), or parts of so many rows.
         ns_dtype: the dtype in which matrices are orthogonalised and travel: "bfloat16", in which torch's are, "float32"
             or "float64".
 
@@ -81,6 +85,7 @@ class Muon(Optimizer):
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
         ns_dtype: str = "bfloat16",
+        split: int | tuple[int, ...] | None = None,
     ) -> None:
         demands = [
             ("lr", lr, "a number, or a tensor of one element", not isinstance(lr, Tensor) or lr.numel() == 1),
@@ -105,6 +110,7 @@ class Muon(Optimizer):
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
             "ns_dtype": ns_dtype,
+            "split": split_of(split),
         }
         super().__init__(params, defaults)
 
@@ -127,6 +133,7 @@ class Muon(Optimizer):
                 or is absent on some. Nothing was changed; but on an accelerator, where an earlier step has taken what
                 was absent or refused for zeros.
             StateError: a parameter was sharded in another way since its momentum was made.
+            AlgorithmError: a parameter has rows that cannot be split as the option says. Nothing was changed.
         """
         self._late.run_ready()
         loss = None
@@ -162,7 +169,8 @@ class Muon(Optimizer):
             return
         dtype = _DTYPES[stepping[0].group["ns_dtype"]]
         redistributor = MatrixRedistributor(team.ranks, dtype, stepping[0].device, self.round_bytes)
-        flags = redistributor.run(stepping, team.gradient_flags(stepping))
+        tasks = [_Part(matrix, box) for matrix in stepping for box in matrix.boxes]
+        flags = redistributor.run(tasks, team.gradient_flags(stepping))
         if not team.checks_first:
             names = [matrix.name for matrix in stepping]
             self._late.defer(flags, partial(refuse_differing_gradients, team.ranks.members, names))
@@ -181,7 +189,7 @@ class Muon(Optimizer):
 
 
 class _Matrix:
-    """One parameter in one step, as a `Task`.
+    """One parameter in one step: a matrix, or several.
 
     Args:
         parameter: the user's.
@@ -192,6 +200,7 @@ class _Matrix:
     def __init__(self, parameter: Tensor, group: Mapping[str, Any], name: str) -> None:
         self.parameter, self.group, self.name = parameter, group, name
         self.view = view_of(parameter, name)
+        self.boxes = matrices_in(name, self.view.shape, split_of(group["split"]))
         self.is_held = is_held(parameter)
         self.gradients: list[Tensor] | None = None
         self.fault: GradientError | None = None  # raised once the other ranks know of it
@@ -200,6 +209,8 @@ class _Matrix:
         except GradientError as error:
             self.fault = error
         self._momentum: tuple[Tensor, ...] = ()
+        self._update: dict[Box, Tensor] | None = None
+        self._left = len(self.boxes)
 
     @property
     def device(self) -> torch.device:
@@ -207,13 +218,12 @@ class _Matrix:
         return device_of(self.parameter)
 
     @property
-    def job(self) -> Job:
+    def layout(self) -> Layout:
+        """Where the parameter lies, with the holders of each box."""
         layout = self.view.layout
         if layout.holders is None:
             layout = Layout.from_holders(layout.shape, {layout.boxes[0]: (ranks_of().rank,)})
-        short, long = sorted(layout.shape)
-        # Two products of [short, long] matrices and one of [short, short] in each step.
-        return Job(layout, self.group["ns_steps"] * (4 * short * short * long + 2 * short**3) + short * long)
+        return layout
 
     def update_momentum(self, buffer: Tensor) -> None:
         """B ← μ B + (1 − μ) G on the local tensors of B."""
@@ -231,8 +241,16 @@ class _Matrix:
         for momentum, gradient in zip(self._momentum, self.gradients, strict=True):
             momentum.lerp_(gradient, 1 - self.group["momentum"])
 
-    def local_boxes(self) -> dict[Box, Tensor]:
-        """Computes U, by box; zeros without a gradient."""
+    def update(self) -> dict[Box, Tensor]:
+        """Returns U on this rank, by box; zeros without a gradient. To be called once for each of `boxes`."""
+        if self._update is None:
+            self._update = self._computed_update()
+        update, self._left = self._update, self._left - 1
+        if not self._left:
+            self._update = None  # all of it is on its way
+        return update
+
+    def _computed_update(self) -> dict[Box, Tensor]:
         if not self.is_held:
             return {}
         if self.gradients is None:
@@ -243,18 +261,18 @@ class _Matrix:
             update = [gradient.lerp(momentum, self.group["momentum"]) for gradient, momentum in pairs]
         return {piece.box: piece.tensor for piece in view_of(assemble(self.parameter, update)).pieces}
 
-    def compute(self, whole: Tensor) -> Tensor:
-        """Computes O from U."""
-        return orthogonalised(whole, self.group["ns_coefficients"], self.group["ns_steps"], self.group["eps"])
+    def apply(self, box: Box, result: Tensor, rows: int, columns: int) -> None:
+        """θ ← (1 − lr weight_decay) θ − lr s O, in a box of a matrix of so many rows and columns.
 
-    def apply_box(self, box: Box, result: Tensor) -> None:
-        """θ ← (1 − lr weight_decay) θ − lr s O, in one box; nothing without a gradient."""
+        Nothing without a gradient.
+        """
         if self.gradients is None:
             return
         lr: Any = self.group["lr"]
         lr = lr.squeeze() if isinstance(lr, Tensor) else lr
-        scale = adjustment(self.group["adjust_lr_fn"], *self.view.shape)
-        (here,) = (piece.tensor for piece in self.view.pieces if piece.box == box)
+        scale = adjustment(self.group["adjust_lr_fn"], rows, columns)
+        (piece,) = (piece for piece in self.view.pieces if piece.box.contains(box))
+        here = narrowed(piece.tensor, box.within(piece.box))
         # In 16 bits torch's kernels round the factor, or do not, by how far from the end of the memory an element is:
         # the result would depend on where shards end.
         wide = here.to(torch.promote_types(here.dtype, torch.float32))
@@ -263,10 +281,45 @@ class _Matrix:
             here.copy_(wide)
 
 
+class _Part:
+    """One matrix of a parameter in one step, as a `Task`; its boxes have coordinates of its own.
+
+    Args:
+        of: the parameter.
+        box: the matrix in it.
+    """
+
+    def __init__(self, of: _Matrix, box: Box) -> None:
+        self._of, self._box = of, box
+
+    @property
+    def job(self) -> Job:
+        return job_of(self._of.layout, self._box, self._of.group["ns_steps"])
+
+    def local_boxes(self) -> dict[Box, Tensor]:
+        """Returns U, by box."""
+        common = {box: box.intersect(self._box) for box in (update := self._of.update())}
+        return {
+            inside.within(self._box): narrowed(update[box], inside.within(box))
+            for box, inside in common.items()
+            if inside is not None
+        }
+
+    def compute(self, whole: Tensor) -> Tensor:
+        """Computes O from U."""
+        group, matrix = self._of.group, whole.view(whole.shape[-2:])
+        return orthogonalised(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"]).view(whole.shape)
+
+    def apply_box(self, box: Box, result: Tensor) -> None:
+        """Applies O in one box."""
+        offsets = tuple(own + inside for own, inside in zip(self._box.offsets, box.offsets, strict=True))
+        self._of.apply(Box(offsets, box.sizes), result, *self._box.sizes[-2:])
+
+
 def unsuitable_for_muon(view: View) -> str:
     """Returns why a parameter cannot be orthogonalised; "" where it can."""
-    if len(view.shape) != 2:
-        return f"shape {view.shape}, which is no matrix's"
+    if len(view.shape) not in (2, 3):
+        return f"shape {view.shape}, which is no matrix's, and no stack of matrices"
     if not view.dtype.is_floating_point:
         return f"dtype {view.dtype}"
     if cover_faults(view.shape, view.layout.boxes):
@@ -286,6 +339,6 @@ def _teams(matrices: Iterable[_Matrix]) -> list[Team[_Matrix]]:
     teams: dict[tuple[tuple[int, ...], str, str], list[_Matrix]] = {}
     for matrix in matrices:
         members = members_of(matrix.parameter)
-        if rank in members and matrix.view.layout.boxes[0].numel:  # an empty matrix has nothing to orthogonalise
+        if rank in members and matrix.boxes:  # an empty matrix has nothing to orthogonalise
             teams.setdefault((members, matrix.group["ns_dtype"], matrix.device.type), []).append(matrix)
     return [Team(ranks_among(key[0], groups_of(teams[key][0].parameter)), teams[key]) for key in sorted(teams)]

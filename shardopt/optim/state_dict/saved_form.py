@@ -72,12 +72,14 @@ class KeyedGroup:
         saved: "params", the options as they are, and further entries that are saved.
         kept: the options that a load leaves as they are here.
         has: whether a parameter of another rank is of this group, as far as its pattern tells.
+        later: options that the algorithm did not always have, and that are None where a saved form has none.
     """
 
     live: dict[str, Any]
     saved: dict[str, Any]
     kept: frozenset[str] = frozenset()
     has: Callable[[str], bool] = _no_pattern
+    later: frozenset[str] = frozenset()
 
     def where(self, section: str, position: int) -> str:
         """Returns the key of the group in errors: that of its least parameter, or its position if it has none."""
@@ -206,6 +208,7 @@ def _plan_group(plan: LoadPlan, where: str, group: KeyedGroup, by_member: Mappin
             plan.overridden += [
                 each for each in overridden(where, given, options, given_then) if each not in plan.overridden
             ]
+    left_out |= {name for name in group.later - options.keys() if saved.get(name) is None}
     into = {name: value for name, value in saved.items() if name not in left_out}
     plan.mapping(where, into, options, _REMEDY)
     plan.then(lambda: saved.update(into))

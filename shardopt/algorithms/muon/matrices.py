@@ -1,0 +1,71 @@
+"""The matrices that a parameter holds, each of which is orthogonalised by itself.
+
+[M, N]                 one matrix
+[E, M, N]              E of them, such as the experts of a layer
+split=3                three of equal height in each of these, such as a fused query, key and value; or the heads
+split=(8, 2, 2)        of so many rows
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import accumulate, product
+from typing import Any
+
+from shardopt.algorithms.muon.assignment import Job
+from shardopt.errors import AlgorithmError, Problem
+from shardopt.sharding.box import Box
+from shardopt.sharding.layout import Layout
+
+Split = int | tuple[int, ...] | None
+
+
+def split_of(option: Any) -> Split:
+    """Returns the option `split` as it can be compared. Raises ValueError where it is none."""
+    split = tuple(option) if isinstance(option, list | tuple) else option
+    numbers = split if isinstance(split, tuple) else (split,)
+    if split is None or (numbers and all(type(number) is int and number >= 1 for number in numbers)):
+        return split
+    raise ValueError(f"Muon's split is {option!r}; required None, a number of parts, or the rows of each")
+
+
+@lru_cache(maxsize=4096)
+def matrices_in(name: str, shape: tuple[int, ...], split: Split) -> tuple[Box, ...]:
+    """Returns where the matrices lie in a parameter, in ascending order; without empty ones.
+
+    Raises:
+        AlgorithmError: its rows cannot be split so.
+    """
+    *outer, rows, columns = shape
+    heights = split if isinstance(split, tuple) else (rows // (split or 1),) * (split or 1)
+    if sum(heights) != rows:
+        parts = f"parts of {split} rows" if isinstance(split, tuple) else f"{split} parts of equal height"
+        problem = Problem(name, f"{rows} rows", parts, "give it to a group of its own, with the split that it has")
+        raise AlgorithmError("a parameter cannot be split into matrices", [problem])
+    begins = accumulate(heights[:-1], initial=0)
+    parts_of_one = list(zip(begins, heights, strict=True))
+    return tuple(
+        Box((*index, begin, 0), (*[1] * len(outer), height, columns))
+        for index in product(*map(range, outer))
+        for begin, height in parts_of_one
+        if height * columns
+    )
+
+
+@lru_cache(maxsize=4096)
+def job_of(layout: Layout, matrix: Box, steps: int) -> Job:
+    """Returns where a matrix of a parameter lies, in coordinates of its own, and how much work it is.
+
+    Args:
+        layout: of the parameter, with the holders of each box.
+        matrix: its box in the parameter.
+        steps: of the Newton-Schulz iteration.
+    """
+    if layout.shape != matrix.sizes:
+        cut = zip(layout.boxes, layout.holders or (), strict=True)
+        common = ((box.intersect(matrix), holders) for box, holders in cut)
+        inside = {box.within(matrix): holders for box, holders in common if box is not None}
+        layout = Layout.from_holders(matrix.sizes, inside)
+    short, long = sorted(matrix.sizes[-2:])
+    # Two products of [short, long] matrices and one of [short, short] in each step.
+    return Job(layout, steps * (4 * short * short * long + 2 * short**3) + short * long)
