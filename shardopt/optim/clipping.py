@@ -51,8 +51,8 @@ class GradientClippingOptimizer(OptimizerWrapper):
     [-max_gradient, max_gradient], and needs no other rank.
 
     With NORM every rank of the job, or of `group`, must step, also one without a gradient or a parameter: each step is
-    one all-reduce over all of them. Before the first, and before the first with other parameters, ranks exchange who holds which;
-    so groups are to be added on all ranks between the same two steps.
+    one all-reduce over all of them. Before the first, and before the first with other parameters, ranks exchange who
+    holds which; so groups are to be added on all ranks between the same two steps.
 
     Sparse gradients are coalesced, and stay so. A gradient with another placement than its parameter is redistributed,
     for which all ranks of its mesh have to have one.

@@ -298,7 +298,8 @@ class _Part:
 
     def local_boxes(self) -> dict[Box, Tensor]:
         """Returns U, by box."""
-        common = {box: box.intersect(self._box) for box in (update := self._of.update())}
+        update = self._of.update()
+        common = {box: box.intersect(self._box) for box in update}
         return {
             inside.within(self._box): narrowed(update[box], inside.within(box))
             for box, inside in common.items()
