@@ -223,7 +223,7 @@ def flatten(app: Mapping[str, Any], tied: Tied | None = None) -> FlatState:
 
 
 def refuse_chains(tied: Tied) -> None:
-    """Raises StateError where a declaration of tied parameters is no mapping of names, or leads from one to the next."""
+    """Raises StateError where `tied` is no mapping of names, or goes on from one to another."""
     required = 'alias → name: {"output.weight": "embed.weight"}'
     if not isinstance(tied, Mapping) or not all(isinstance(name, str) for pair in tied.items() for name in pair):
         raise StateError("tied parameters", [Problem("tied", repr(tied), required, "pass such a dict")])
