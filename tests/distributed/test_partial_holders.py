@@ -184,7 +184,7 @@ def own_nothing(path, wrapped):
         optimizer.check_state_dict(saved)
         assert optimizer.load_state_dict(saved) == ([], [])
         assert sorted(optimizer.state_dict()["state"]) == names[0]
-    assert [group["params"] for group in optimizer.state_dict()["param_groups"].values()] == [["x.a"], ["y.b"]]
+    assert [group["params"] for group in optimizer.state_dict()["param_groups"]] == [["x.a"], ["y.b"]]
     return names
 
 

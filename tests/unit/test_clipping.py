@@ -323,7 +323,7 @@ class Alone(Ranks):
 
     def __init__(self, rank, size):
         super().__init__(None)
-        self.rank, self.size = rank, size
+        self.rank, self.size, self.members = rank, size, tuple(range(size))
         self.sent = []
 
     def agree(self, what, work, report=lambda result: None, decide=lambda reports: None, deadline_seconds=1.0):

@@ -254,7 +254,7 @@ def test_values_merge_as_those_of_all_ranks(distinct, data):
 
 @pytest.mark.parametrize(("one", "other"), [(1, True), (1, 1.0), (0.0, -0.0), ([0], [False])], ids=repr)
 def test_values_that_python_calls_equal_are_not(one, other):
-    wires = {rank: {"v": [None, encode_value(value, "v")]} for rank, value in enumerate([one, other])}
+    wires = {rank: {"values": {"v": [None, encode_value(value, "v")]}} for rank, value in enumerate([one, other])}
     nothing = merge_geometry([(0, 1)], [Description({}, {}, {}, {}, {}, {}, "none", {}).geometry_json()]).geometry
     with pytest.raises(StateError, match=r"on rank 0, .* on rank 1"):
         merge_values(wires, nothing)

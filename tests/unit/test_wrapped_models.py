@@ -91,7 +91,7 @@ def compiled(net):
 
 
 def names_of(optimizer):
-    return list(optimizer.params), [group["params"] for group in optimizer.state_dict()["param_groups"].values()]
+    return list(optimizer.params), [group["params"] for group in optimizer.state_dict()["param_groups"]]
 
 
 WRAPPINGS = {
