@@ -133,11 +133,15 @@ class PerRank:
 
 @dataclass(slots=True)
 class Leaf:
-    """One value of the flat state, and how to put another in its place."""
+    """One value of the flat state, and how to put another in its place.
+
+    `own_paths` are those that it has in the app, where parameters are declared as tied: one of them, or both, or all.
+    """
 
     path: Path
     value: Any
     replace: Callable[[Any], None]
+    own_paths: tuple[Path, ...] = ()
 
 
 @dataclass(slots=True)
@@ -176,6 +180,10 @@ class FlatState:
     handbacks: list[Handback] = field(default_factory=list)
     tied: Tied = field(default_factory=dict)
     aliases: dict[str, tuple[str, Path]] = field(default_factory=dict)
+
+    def key_of(self, path: Path) -> str:
+        """Returns the key that a path has by the names that stand for others."""
+        return join(_untied(path, self.tied) if self.tied else path)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {key: leaf.value for key, leaf in self.leaves.items() if isinstance(leaf.value, torch.Tensor)}
@@ -529,12 +537,14 @@ def _check_part(part: Any, path: Path) -> None:
 
 
 def _add(flat: FlatState, path: Path, value: Any, replace: Callable[[Any], None]) -> None:
+    own_paths: tuple[Path, ...] = ()
     if flat.tied:
-        alias_path, path = path, tuple(flat.tied.get(part, part) if isinstance(part, str) else part for part in path)
-        if path != alias_path:
-            flat.aliases[join(alias_path)] = join(path), alias_path
-        if join(path) in flat.leaves and join(path) in {key for key, _ in flat.aliases.values()}:
-            _add_to_tied(flat.leaves[join(path)], alias_path, value, replace)
+        own_paths, path = (path,), _untied(path, flat.tied)
+        if path not in own_paths:
+            flat.aliases[join(own_paths[0])] = join(path), own_paths[0]
+        first = flat.leaves.get(join(path))
+        if first is not None and {*map(join, (*first.own_paths, *own_paths))} != {join(path)}:
+            _add_to_tied(first, own_paths[0], value, replace)
             return
     key = join(path)
     if key in flat.leaves:
@@ -543,7 +553,11 @@ def _add(flat: FlatState, path: Path, value: Any, replace: Callable[[Any], None]
     if (key.startswith("__") and (key in RESERVED_KEYS or key.startswith(RESERVED_PREFIXES))) or not _is_text(key):
         problem = Problem(repr(key), "a reserved or unencodable key", "another key", "rename it")
         raise StateError("a key cannot be stored", [problem])
-    flat.leaves[key] = Leaf(path, value, replace)
+    flat.leaves[key] = Leaf(path, value, replace, own_paths)
+
+
+def _untied(path: Path, tied: Tied) -> Path:
+    return tuple(tied.get(part, part) if isinstance(part, str) else part for part in path)
 
 
 def _add_to_tied(leaf: Leaf, path: Path, value: Any, replace: Callable[[Any], None]) -> None:
@@ -559,6 +573,7 @@ def _add_to_tied(leaf: Leaf, path: Path, value: Any, replace: Callable[[Any], No
         replace(value)
 
     leaf.replace = replace_both
+    leaf.own_paths += (path,)
 
 
 def _is_one_tensor(one: Any, other: torch.Tensor) -> bool:

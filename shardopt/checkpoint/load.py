@@ -16,7 +16,7 @@ from typing import Any
 import xxhash
 from torch.optim import Optimizer
 
-from shardopt.checkpoint.matching.compare import Match, compare, judge_unexpected, weights_first
+from shardopt.checkpoint.matching.compare import Match, compare, judge_unexpected, tied_to, weights_first
 from shardopt.checkpoint.matching.init_state import init_unstepped
 from shardopt.checkpoint.matching.partial_load import mark_partial_load, unmark_partial_load
 from shardopt.checkpoint.matching.renaming import Names, under_names_of
@@ -281,9 +281,9 @@ def _plan(url: str | os.PathLike[str], app: Mapping[str, Any], options: LoadOpti
     _refuse_missing([key for key in match.per_rank if old.get(key, key) not in per_rank], ranks.rank)
     into = {key: view for key, (view, _) in match.tensors.items()}
     tied = tied_in(into)
-    aliases = {
-        key: first for key, (first, _) in flat.aliases.items() if key in reader.manifest.tensors and first in into
-    }
+    stored = names.manifest.tensors.items() if flat.tied else ()
+    stands_for = {key: tied_to(flat, key, tensor.path) for key, tensor in stored}
+    aliases = {key: first for key, first in stands_for.items() if first is not None and first in into}
     refuse_unequal(reader, into | {key: into[first] for key, first in aliases.items()}, tied | aliases, old)
     into = {key: view for key, view in into.items() if key not in tied}
     requests = [request for key, view in into.items() for request in reader.requests(old.get(key, key), view.pieces)]

@@ -100,9 +100,22 @@ def compare(flat: FlatState, views: Mapping[str, View], names: Names, strictness
         if not is_below(flat.leaves[key].path, *reported):
             problem = Problem(key, "nothing in the checkpoint", _kind_of_leaf(flat, views, key), _MISSING)
             _apply_choice(problem, strictness.missing, problems, match)
-    here = flat.leaves.keys() | flat.aliases.keys()
-    match.unexpected = [key for key in stored if key not in here and not is_below(stored[key], *reported)]
+    match.unexpected = [
+        key for key in stored if not _has_place(key, stored[key], flat) and not is_below(stored[key], *reported)
+    ]
     return match
+
+
+def tied_to(flat: FlatState, key: str, path: Path) -> str | None:
+    """Returns the key of the leaf that a stored key of another name stands for; None where there is none."""
+    if key in flat.leaves or not flat.tied:
+        return None
+    first = flat.aliases[key][0] if key in flat.aliases else flat.key_of(path)
+    return first if first in flat.leaves else None
+
+
+def _has_place(key: str, path: Path, flat: FlatState) -> bool:
+    return key in flat.leaves or tied_to(flat, key, path) is not None
 
 
 def weights_first(problems: Iterable[Problem]) -> list[Problem]:
@@ -199,7 +212,7 @@ def _one_sided_state(handback: Handback, flat: FlatState, stored: Mapping[str, P
     live = keys_of_state(handback, (key for key in chosen if isinstance(flat.leaves[key].value, torch.Tensor)))
     saved = keys_of_state(handback, names.manifest.tensors)
     if not live:
-        saved = _belonging(handback, stored, saved)
+        saved = _belonging(handback, flat, stored, saved)
     if bool(saved) == bool(live):
         return None
     stored_state = f"{'state' if saved else 'no state'} in the checkpoint"
@@ -222,14 +235,15 @@ def _object_problems(
     of_stored = [key for key, at in stored.items() if is_below(at, path)]
     if own.keys().isdisjoint(of_stored) and not handback.elsewhere:
         return  # nothing of it is loaded; its keys are reported one by one
-    without_place = [key for key in of_stored if key not in own]
-    belonging = _belonging(handback, stored, without_place) if strictness.unexpected == "raise" else []
+    without_place = [key for key in of_stored if not _has_place(key, stored[key], flat)]
+    belonging = _belonging(handback, flat, stored, without_place) if strictness.unexpected == "raise" else []
     keys = [*(key for key in of_stored if key in own), *belonging]
     described: dict[Path, Any] = {}
     if strictness.missing != "raise" or not names.chosen.issuperset(own):
-        described |= {leaf.path[len(path) :]: leaf.value for leaf in own.values()}
+        described |= {at[len(path) :]: leaf.value for leaf in own.values() for at in leaf.own_paths or (leaf.path,)}
     for key in keys:
-        described[stored[key][len(path) :]] = _description(key, flat, names.manifest, strictness)
+        for at in (flat.leaves[key].own_paths if key in own else ()) or (stored[key],):
+            described[at[len(path) :]] = _description(key, flat, names.manifest, strictness)
     if handback.plain_names:
         own_names: dict[str | int, str] = {plain: name for name, plain in handback.plain_names.items()}
         described = {(own_names.get(at[0], at[0]), *at[1:]): value for at, value in described.items()}
@@ -259,7 +273,7 @@ def _groups_in(
     """
     section = (*handback.path, PARAM_GROUPS)
     options = {
-        str(leaf.path[-1]): manifest.values[key][1]
+        str((leaf.own_paths or (leaf.path,))[0][-1]): manifest.values[key][1]
         for key, leaf in own.items()
         if key in manifest.values and leaf.path[:-1] == section
     }
@@ -278,15 +292,15 @@ def _options_elsewhere(handback: Handback, flat: FlatState, manifest: Manifest) 
     return {
         str(path[-1]): value
         for key, (path, value) in manifest.values.items()
-        if path[:-1] == section and key not in flat.leaves and isinstance(value, Mapping)
+        if path[:-1] == section and not _has_place(key, path, flat) and isinstance(value, Mapping)
     }
 
 
-def _belonging(handback: Handback, stored: Mapping[str, Path], keys: Iterable[str]) -> list[str]:
+def _belonging(handback: Handback, flat: FlatState, stored: Mapping[str, Path], keys: Iterable[str]) -> list[str]:
     """Returns those of an object's stored keys that belong on this rank, whether it has a place for them or not."""
     target, root = handback.target, len(handback.path)
     if isinstance(target, PartialStateful):
-        names = target.held_state_names()
+        names = {flat.tied.get(name, name) for name in target.held_state_names()}
         within = ((key, stored[key][root:]) for key in keys)
         return [key for key, path in within if len(path) < 2 or _belongs(path, names)]
     return [] if isinstance(target, CheckedStateful) else list(keys)

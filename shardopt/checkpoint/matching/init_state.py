@@ -129,14 +129,19 @@ def _changes(flat: FlatState, manifest: Manifest, chosen: Collection[str]) -> It
         if not own or not isinstance(target, Optimizer) or not hasattr(target, "init_state"):
             continue
         if isinstance(target, UnsteppedStateful) and "names" in inspect.signature(target.init_state).parameters:
-            known = target.held_state_names()
-            saved = set(_saved_names(key, own, manifest, known))
-            live = set(_live_names(each, flat, chosen)).intersection(known)
+            known = _own_names(target.held_state_names(), flat.tied)
+            saved = {known[name] for name in _saved_names(key, own, manifest, known)}
+            live = {known[name] for name in _live_names(each, flat, chosen) if name in known}
             surplus = live - saved
             unstepped = set(target.unstepped_state(surplus)) if surplus else set()
             yield key, _Change(target, sorted(saved - live), sorted(unstepped), sorted(surplus - unstepped))
         elif keys_of_state(each, manifest.tensors) and not keys_of_state(each, flat.tensors()):
             yield key, _Change(target, None)
+
+
+def _own_names(held: Collection[str], tied: Tied) -> dict[str, str]:
+    """Returns name that stands for another, or for itself → the name that the optimizer has."""
+    return {tied.get(name, name): name for name in held} | {name: name for name in held}
 
 
 def _saved_names(key: str, stored: Iterable[str], manifest: Manifest, known: Collection[str]) -> Iterator[str]:

@@ -70,8 +70,11 @@ def under_names_of(manifest: Manifest, flat: FlatState, select: str | None, rena
     def path_of(key: str, path: Path) -> Path:
         if new_key[key] == key:
             return path
-        leaf = flat.leaves.get(new_key[key])
-        return tuple(new_key[key].split(".")) if leaf is None else leaf.path
+        name = new_key[key]
+        leaf, alias = flat.leaves.get(name), flat.aliases.get(name)
+        if leaf is not None:
+            return leaf.path
+        return tuple(name.split(".")) if alias is None else alias[1]
 
     def chosen(stored: Mapping[str, T]) -> Iterable[tuple[str, T]]:
         return ((key, entry) for key, entry in stored.items() if wanted.search(new_key[key]))
