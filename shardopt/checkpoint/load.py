@@ -22,7 +22,7 @@ from shardopt.checkpoint.matching.partial_load import mark_partial_load, unmark_
 from shardopt.checkpoint.matching.renaming import Names, under_names_of
 from shardopt.checkpoint.matching.strictness import Strictness, strictness_of
 from shardopt.checkpoint.matching.tied import refuse_unequal
-from shardopt.checkpoint.planning.tied import tied_in
+from shardopt.checkpoint.planning.tied import refuse_different_ties, tied_in
 from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.reading.broadcast import BroadcastReads, Replicas, fingerprint, shared_among
 from shardopt.checkpoint.reading.data_file_reader import OpenFile
@@ -223,6 +223,7 @@ def _load_into(
             _fingerprint_of_differences(plan.match),
             plan.has_casts_to_check,
             plan.flat.unmatched_patterns(),
+            dict(plan.flat.tied),
         ],
         decide=lambda reports: _compare_ranks(str(url), reports),
         deadline_seconds=deadline_seconds,
@@ -319,9 +320,10 @@ def _compare_ranks(url: str, reports: list[list[Any]]) -> dict[str, Any]:
 
     Raises:
         CheckpointError: ranks would load from different checkpoints.
-        StateError: a pattern of groups matches nothing on any rank.
+        StateError: ranks declare other parameters as tied, or a pattern of groups matches nothing on any rank.
     """
-    digests, fingerprints, differences, casts, unmatched = zip(*reports, strict=True)
+    digests, fingerprints, differences, casts, unmatched, tied = zip(*reports, strict=True)
+    refuse_different_ties(tied)
     refuse_unmatched(unmatched)
     other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if other is not None:

@@ -29,7 +29,7 @@ from shardopt.sharding.layout import Layout
 from shardopt.sharding.layout_merge import LayoutWriter
 from shardopt.sharding.pieces import View
 from shardopt.sharding.view import view_of
-from shardopt.state import FlatState, Path, PerRank
+from shardopt.state import FlatState, Path, PerRank, Tied
 from shardopt.values import encode_value
 
 
@@ -47,6 +47,7 @@ class Description:
     tied: Mapping[str, str]  # key → the first key with the same memory on this rank
     unmatched: Sequence[dict[str, Any]] = ()  # `FlatState.unmatched_patterns`
     aliases: Mapping[str, tuple[str, Path]] = field(default_factory=dict)  # of tensors, as `FlatState.aliases`
+    declared: Tied = field(default_factory=dict)  # `FlatState.tied`
 
     @property
     def is_partial(self) -> bool:
@@ -165,7 +166,9 @@ def describe(flat: FlatState, check_replicas: CheckReplicas, members: tuple[int,
     tied = {key: first for key, first in tied_in(views, addresses).items() if views[key].layout == views[first].layout}
     unmatched = flat.unmatched_patterns()
     aliases = {key: (first, path) for key, (first, path) in flat.aliases.items() if first in tensors}
-    return Description(views, tensors, values, per_rank, contents, own_values, check_replicas, tied, unmatched, aliases)
+    return Description(
+        views, tensors, values, per_rank, contents, own_values, check_replicas, tied, unmatched, aliases, flat.tied
+    )
 
 
 def _refuse_held_outside(key: str, layout: Layout, inside: Layout, members: tuple[int, ...] | None) -> None:
