@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Sequence
+import weakref
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -34,10 +36,15 @@ class _Place:
 
 @dataclass(slots=True)
 class _OnMesh:
-    """One rank of a mesh: its coordinate (None outside), and the layouts of placements that were seen so far."""
+    """One rank of a mesh: its coordinate (None outside), and the layouts of placements that were seen so far.
+
+    `job` returns the process group of all ranks, as long as it is there: a mesh outlives it, and equals those of later
+    jobs.
+    """
 
     mesh: Mesh
     coordinate: tuple[int, ...] | None
+    job: Callable[[], Any]
     places: dict[Any, _Place] = field(default_factory=dict)
 
 
@@ -52,13 +59,15 @@ def on_mesh(mesh: DeviceMesh) -> _OnMesh:
     if by_rank is None:
         by_rank = _meshes[mesh] = {}
     known = by_rank.get(mesh._rank)
-    if known is None:
+    job = dist.group.WORLD
+    if known is None or known.job() is not job:
         ranks = mesh.mesh
-        cut = mesh._get_root_mesh().size() > mesh.size()
+        cut = max(mesh._get_root_mesh().size(), 0 if job is None else job.size()) > mesh.size()
         coordinate = mesh.get_coordinate()
         known = by_rank[mesh._rank] = _OnMesh(
             Mesh(tuple(ranks.shape), tuple(ranks.flatten().tolist()), cut),
             None if coordinate is None else tuple(coordinate),
+            (lambda: None) if job is None else weakref.ref(job),
         )
     return known
 

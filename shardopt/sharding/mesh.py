@@ -43,8 +43,9 @@ class Mesh:
     Args:
         shape: number of ranks along each mesh dimension.
         ranks: the global ranks in C order.
-        cut: whether this is one of several like cuts through a larger mesh. The other cuts may hold the same tensors,
-            as where FSDP runs over one dimension of a mesh and tensor parallelism, for other tensors, over the next.
+        cut: whether it has only some of the ranks of the job, or of a larger mesh that it was cut out of. Others, on
+            meshes like it, may hold the same tensors, as where FSDP runs over one dimension of a mesh and tensor
+            parallelism, for other tensors, over the next.
     """
 
     shape: tuple[int, ...]
