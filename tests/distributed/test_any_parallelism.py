@@ -11,8 +11,7 @@ from tests.harness import run_ranks
 from tests.support import pipelined
 from tests.support.parallel_jobs import CASES, SPLITS, TIED, Job, Split, compare, places, whole_state
 
-BEFORE, AFTER = 3, 3
-"""Steps before the save, and after the load."""
+AFTER = 3  # steps after the load
 
 _BY_RANKS = {ranks: [*splits] for ranks, splits in groupby(sorted(SPLITS, key=lambda s: s.ranks), lambda s: s.ranks)}
 
@@ -23,7 +22,7 @@ def train_alone(path):
     expected = {}
     for name, case in CASES.items():
         job = Job(place(SPLITS[0]), case)
-        job.train(BEFORE, frozen=True)
+        job.train(case.before, frozen=True)
         job.train(AFTER, frozen=False)
         expected[name] = whole_state(job)
     torch.save(expected, path)
@@ -35,7 +34,7 @@ def save(path, chosen):
     for split, cases in chosen:
         for name in cases:
             job = Job(place(split), CASES[name])
-            job.train(BEFORE, frozen=True)
+            job.train(CASES[name].before, frozen=True)
             checkpoint.save(f"{path}/{split}/{name}", job.app, tied=TIED)
 
 
@@ -115,6 +114,7 @@ def test_every_split_into_every_split(all_saved, expected, target):
 
 
 PIPELINED = ("adamw in fp32", "adamw that clips")
+BEFORE = 3
 
 
 def train_pipeline_alone(path):

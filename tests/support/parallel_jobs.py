@@ -149,6 +149,7 @@ class Case:
 
     Args:
         exact: whether every split gives the same bits; otherwise numbers are summed over ranks.
+        before: the steps before the save.
         frozen: a regex; parameters without a gradient before the save.
         algorithm_of_vectors: of parameters that the algorithm does not take.
     """
@@ -158,6 +159,7 @@ class Case:
     dtype: torch.dtype = torch.float64
     exact: bool = True
     clipped: bool = False
+    before: int = 3
     frozen: str = r"\.late\."
     algorithm_of_vectors: str = ""
 
@@ -178,6 +180,7 @@ CASES = {
     "adamw": Case("adamw", {"weight_decay": 0.1}),
     "adamw in fp32": Case("adamw", dtype=torch.float32),
     "adamw on stages that have not stepped": Case("adamw", frozen=r"^embed|layers\.[01]\.|late"),
+    "adamw before its first step": Case("adamw", before=0),
     "adamw that clips": Case("adamw", exact=False, clipped=True),
     "sgd": Case("sgd", {"momentum": 0.9, "dampening": 0.25}, torch.float32),
     "muon": Case("muon", {"ns_dtype": "float64"}, algorithm_of_vectors="adamw"),
