@@ -302,7 +302,7 @@ class CombinedOptimizer(CompositeOptimizer):
         owners = self._owners_of(plan, PARAM_GROUPS, names, by_child)
         saving = [child for child in self._children if child._saves_groups]
         places = [index for index, child in enumerate(self._children) if child in saving for _ in child.param_groups]
-        alike = len(places) == len(offered)
+        alike = len(places) == sum(not group.get(ELSEWHERE) for group in offered)
         for index, key in enumerate(self._keys):
             if PARAM_GROUPS not in by_child[index]:
                 continue
@@ -310,7 +310,7 @@ class CombinedOptimizer(CompositeOptimizer):
             own |= {name for group in offered for name in group.get(ELSEWHERE, ()) if index in self._meant(name)}
             for place, group in enumerate(offered):
                 members = renamed_group(members_only(group, own), partial(_inner, opt_key=key))
-                is_twin = alike and places[place] == index and not group[PARAMS]
+                is_twin = alike and not group[PARAMS] and not group.get(ELSEWHERE) and places[place] == index
                 if members[PARAMS] or members.get(ELSEWHERE) or is_twin:
                     by_child[index][PARAM_GROUPS].append(members)
 

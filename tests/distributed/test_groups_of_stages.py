@@ -58,12 +58,12 @@ def save(path, kinds):
     return saved
 
 
-def load(path, kinds):
+def load(path, kinds, strict=True):
     loaded = {}
     for kind in kinds:
         optimizer = made(kind)
         schedule = LambdaLR(optimizer, lambda step: 1.0)
-        checkpoint.load(f"{path}/{kind}", {"optimizer": optimizer}, init_state=True)
+        checkpoint.load(f"{path}/{kind}", {"optimizer": optimizer}, init_state=True, strict=strict)
         loaded[kind] = rates(optimizer)
         train(optimizer, schedule, 1)
         optimizer.check_agreement()
@@ -79,6 +79,22 @@ def test_a_group_without_parameters_goes_on_as_on_other_ranks(tmp_path, saving):
     for loading in (1, 3):
         for rank, loaded in enumerate(run_ranks(loading, load, str(tmp_path), [*KINDS])):
             assert loaded == saved[0], (loading, rank)
+
+
+def save_more(path, lr):
+    """A job that has more parameters, in groups of other rates."""
+    optimizer = shardopt.keyed("adamw", {name: torch.nn.Parameter(torch.ones(2)) for name in NAMES}, lr=0.03125)
+    optimizer.add_param_group({"params": {"head.bias": torch.nn.Parameter(torch.ones(2))}, "lr": lr})
+    checkpoint.save(path, {"optimizer": optimizer})
+
+
+def test_a_load_that_is_not_strict(tmp_path):
+    """Options of parameters that are left out count where they agree with those of the others."""
+    for lr, rate in ((0.03125, 0.03125), (7.0, 0.25)):
+        run_ranks(1, save_more, str(tmp_path / str(lr) / "keyed"), lr)
+        first, second, third = run_ranks(3, load, str(tmp_path / str(lr)), ["keyed"], strict=False)
+        assert second["keyed"] == [(0.03125, 0.5), (0.03125, 0.25), (0.03125, 0.125)]
+        assert first["keyed"] == third["keyed"] == [(0.03125, 0.5), (rate, 0.25), (0.03125, 0.125)]
 
 
 def refuse_mistaken_patterns(path):

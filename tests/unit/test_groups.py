@@ -103,6 +103,24 @@ def test_options_of_a_group_without_parameters_are_loaded_by_its_place():
         assert [group["lr"] for group in other.param_groups] == [0.0625, 0.5]
 
 
+@pytest.mark.parametrize("groups", [STAGES, [STAGES[0], {"match": r"^last", "lr": 0.25}]])
+def test_options_of_other_ranks_go_to_the_groups_of_their_patterns_alone(groups):
+    """However many sets of them there are: by place they would go to a group that has nothing to do with them."""
+    with fake_rank(0, 2):
+        optimizer = shardopt.keyed("adamw", parameters("first"), lr=0.125, groups=groups)
+        position = [group["lr"] for group in optimizer.param_groups].index(0.25)
+        last = {**optimizer.state_dict()["param_groups"][position], "lr": 0.0625}
+        last.pop("untouched", None)
+        for count in range(1, 4):
+            made = shardopt.keyed("adamw", parameters("first"), lr=0.125, groups=groups)
+            saved = made.state_dict()
+            own = [group for group in saved["param_groups"] if group["params"]]
+            elsewhere = [{**last, "elsewhere": [f"last.{number}"]} for number in range(count)]
+            made.load_state_dict({**saved, "param_groups": own + elsewhere})
+            rates = [group["lr"] for group in made.param_groups]
+            assert sorted(rates) == [0.0625, 0.125, 0.5] and rates[position] == 0.0625
+
+
 def test_a_group_takes_the_options_that_all_of_its_parameters_have():
     apart = shardopt.keyed("adamw", parameters("a", "b", "c"), groups=[{"match": "a", "lr": 0.5}, {"match": "b"}])
     saved = apart.state_dict()

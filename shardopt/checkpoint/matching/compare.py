@@ -237,7 +237,7 @@ def _object_problems(
     target, path = handback.target, handback.path
     if not isinstance(target, CheckedStateful):
         return
-    if isinstance(target, GroupedStateful) and strictness.unexpected == "raise":
+    if isinstance(target, GroupedStateful):
         handback.elsewhere = _options_elsewhere(handback, flat, names.manifest)
     own = {key: leaf for key, leaf in flat.leaves.items() if is_below(leaf.path, path)}
     of_stored = [key for key, at in stored.items() if is_below(at, path)]

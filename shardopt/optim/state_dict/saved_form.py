@@ -27,6 +27,7 @@ from shardopt.optim.state_dict.options import (
     put_option,
 )
 from shardopt.param_groups import (
+    ELSEWHERE,
     PARAM_GROUPS,
     PARAMS,
     UNTOUCHED,
@@ -177,6 +178,8 @@ def _plan_groups(plan: LoadPlan, groups: Sequence[KeyedGroup], offered: Any) -> 
         members = {name: by_member[name] for name in group.saved[PARAMS] if name in by_member}
         if members or not group.saved[PARAMS]:
             others = {name: options for name, options in elsewhere.items() if group.has(name)}
+            if not plan.strict and (members or not _agree(others)):  # some may be of parameters that are left out
+                others = {}
             # Sorted, and named by the least of all: so that ranks report the same, once.
             members = dict(sorted({**members, **others}.items())) if others else members
         if members:
@@ -185,10 +188,17 @@ def _plan_groups(plan: LoadPlan, groups: Sequence[KeyedGroup], offered: Any) -> 
             _plan_group(plan, group.where(section, position), group, {"": options_of(offered[position])})
 
 
+def _agree(by_member: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Whether parameters have the same options."""
+    plan = LoadPlan()
+    _common_options(plan, "", by_member, (*IMPLEMENTATION_OPTIONS, GIVEN, UNTOUCHED)) if by_member else None
+    return not plan.problems
+
+
 def _has_twin(position: int, groups: Sequence[KeyedGroup], offered: Groups) -> bool:
     """Whether a group and the offered one at its position both have no parameters."""
-    alike = len(groups) == len(offered)
-    return alike and not groups[position].saved[PARAMS] and not offered[position][PARAMS]
+    here = [group for group in offered if not group.get(ELSEWHERE)]
+    return len(groups) == len(here) and not groups[position].saved[PARAMS] and not here[position][PARAMS]
 
 
 def _plan_group(plan: LoadPlan, where: str, group: KeyedGroup, by_member: Mapping[str, Mapping[str, Any]]) -> None:
