@@ -132,7 +132,7 @@ def test_options_out_of_range_are_refused(options, reported):
     ("tensor", "actual"),
     [
         (torch.zeros(4), r"shape \(4,\)"),
-        (torch.zeros(2, 2, 2), r"shape \(2, 2, 2\)"),
+        (torch.zeros(2, 2, 2, 2), r"shape \(2, 2, 2, 2\)"),
         (torch.zeros(()), r"shape \(\)"),
         (torch.zeros(2, 2, dtype=torch.complex64), "dtype torch.complex64"),
     ],
