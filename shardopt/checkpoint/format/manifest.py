@@ -29,9 +29,9 @@ from shardopt.checkpoint.format.constants import (
     seal,
     without_duplicates,
 )
+from shardopt.checkpoint.format.earlier_versions import with_options_by_member
 from shardopt.checkpoint.format.paths import decode_path, encode_path
 from shardopt.checkpoint.format.shared_values import decode_each, encode_each, pack, unpack
-from shardopt.checkpoint.format.earlier_versions import with_options_by_member
 from shardopt.errors import FormatError, Problem, StateError
 from shardopt.gc_pause import gc_paused
 from shardopt.sharding.box import Box, grid_boxes, grid_cuts
