@@ -62,7 +62,9 @@ def differences(
     )
     if alike:
         return []
-    _, problems = ranks.agree(_WHAT, work=lambda: report, report=lambda text: text, decide=_compare)
+    _, problems = ranks.agree(
+        _WHAT, work=lambda: report, report=lambda text: text, decide=lambda reports: _compare(reports, ranks.members)
+    )
     return [Problem(*problem) for problem in problems]
 
 
@@ -98,12 +100,12 @@ def _texts(values: Mapping[str, Any], most_elements: int = _FEW) -> Texts:
     return texts
 
 
-def _compare(reports: list[str]) -> list[tuple[str, str, str, str]]:
+def _compare(reports: list[str], numbers_in_job: Sequence[int]) -> list[tuple[str, str, str, str]]:
     """Finds differences, on rank 0: for each option and entry the first parameter."""
     options: dict[str, dict[int, Texts]] = {}
     numbers: dict[str, dict[int, Texts]] = {}
     group_of: dict[str, str] = {}
-    for rank, report in enumerate(reports):
+    for rank, report in zip(numbers_in_job, reports, strict=True):
         groups, state = json.loads(report)
         for names, texts in groups:
             for name in names:
