@@ -188,19 +188,14 @@ def together(tmp_path_factory):
     return run_ranks(4, both_in_one_job, str(root), APART, "process group"), root
 
 
-KINDS = [
-    (APART, "process group"),
-    *(
-        pytest.param(*case, marks=pytest.mark.exhaustive)
-        for case in [
-            (MIXED, "slice"),
-            (APART, "mesh"),
-            (MIXED, "mesh of two dimensions"),
-            (APART, "slice"),
-            (MIXED, "process group"),
-        ]
-    ),
+MORE_KINDS = [
+    (MIXED, "slice"),
+    (APART, "mesh"),
+    (MIXED, "mesh of two dimensions"),
+    (APART, "slice"),
+    (MIXED, "process group"),
 ]
+KINDS = [(APART, "process group"), *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in MORE_KINDS)]
 
 
 @pytest.mark.parametrize(("halves", "kind"), KINDS)
@@ -403,12 +398,11 @@ def lose_a_rank(root, dead, stage):
     return "went on", ""
 
 
+MORE_DEATHS = [(1, "lazy"), (3, None), (2, "now")]
+
+
 @pytest.mark.parametrize(
-    ("dead", "stage"),
-    [
-        (3, "lazy"),
-        *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in [(1, "lazy"), (3, None), (2, "now")]),
-    ],
+    ("dead", "stage"), [(3, "lazy"), *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in MORE_DEATHS)]
 )
 def test_one_group_loses_a_rank_and_the_other_goes_on(tmp_path, dead, stage):
     outcomes = run_ranks_outcomes(4, lose_a_rank, str(tmp_path), dead, stage)
