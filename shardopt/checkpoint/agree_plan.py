@@ -21,6 +21,7 @@ from shardopt.checkpoint.planning.describe import Description, Geometry, geometr
 from shardopt.checkpoint.planning.merge import merge_geometry, merge_values, read_section, sections_of
 from shardopt.checkpoint.planning.replica_check import CheckReplicas, drifted_in, refuse_drifted
 from shardopt.checkpoint.planning.save_plan import RankWrites, SavePlan
+from shardopt.checkpoint.planning.tied import refuse_other_ties
 from shardopt.errors import Problem, ShardoptError, StateError
 from shardopt.param_groups import refuse_unmatched
 from shardopt.ranks import Call, Ranks
@@ -63,6 +64,7 @@ class _Report(NamedTuple):
         guess: the kept plan that this save most likely uses; "" where there is none.
         kept: all plans that the rank has.
         unmatched: patterns of groups that match nothing there.
+        tied: names that are declared to stand for others.
     """
 
     geometry: str
@@ -73,6 +75,7 @@ class _Report(NamedTuple):
     guess: str
     kept: list[str]
     unmatched: list[dict[str, Any]]
+    tied: dict[str, str]
 
 
 def report_state(description: Description, geometry: str, rank: int, plans: Kept) -> _Report:
@@ -88,7 +91,8 @@ def report_state(description: Description, geometry: str, rank: int, plans: Kept
     values = description.values_fingerprint()
     kept = [job for job, kept_for in plans if kept_for == rank]
     choice, unmatched = description.check_replicas, list(description.unmatched)
-    return _Report(geometry, values, description.is_partial, choice, contents, guess, kept, unmatched)
+    tied = dict(description.declared)
+    return _Report(geometry, values, description.is_partial, choice, contents, guess, kept, unmatched, tied)
 
 
 def _members_guessed(geometry: str, rank: int, plans: Kept) -> tuple[str, Mapping[str, Member]]:
@@ -134,11 +138,12 @@ def compare_reports(reports: Sequence[Any]) -> Comparison:
 
     Raises:
         StateError: ranks have different choices of `check_replicas`, by which their plans would differ too; or a
-            pattern of groups matches nothing on any rank.
+            pattern of groups matches nothing on any rank; or they declare other parameters as tied.
     """
     parsed = [_Report(*report) for report in reports]
     _refuse_different_choices([each.check_replicas for each in parsed])
     refuse_unmatched([each.unmatched for each in parsed])
+    refuse_other_ties([each.tied for each in parsed])
     geometries = [each.geometry for each in parsed]
     job = xxhash.xxh3_128_hexdigest("".join([parsed[0].check_replicas, *geometries]).encode())
     kinds = kinds_of(geometries)

@@ -130,7 +130,8 @@ def _changes(flat: FlatState, manifest: Manifest, chosen: Collection[str]) -> It
             continue
         if isinstance(target, UnsteppedStateful) and "names" in inspect.signature(target.init_state).parameters:
             known = target.held_state_names()
-            saved = set(_saved_names(key, own, manifest, known))
+            name_here = {flat.tied.get(name, name): name for name in known}
+            saved = {name_here[name] for name in _saved_names(key, own, manifest, name_here)}
             live = set(_live_names(each, flat, chosen)).intersection(known)
             surplus = live - saved
             unstepped = set(target.unstepped_state(surplus)) if surplus else set()
@@ -158,8 +159,8 @@ def _live_names(handback: Handback, flat: FlatState, chosen: Collection[str]) ->
     """Yields the names for which an optimizer has state that is to be loaded."""
     root = handback.path
     for key, leaf in flat.leaves.items():
-        if key in chosen and is_below(leaf.path, root):
-            within = leaf.path[len(root) :]
+        for path in leaf.paths_here if key in chosen and is_below(leaf.path, root) else ():
+            within = path[len(root) :]
             if len(within) > 1 and within[0] == "state":
                 yield str(within[1])
             elif within in ((), ("state",)) and isinstance(leaf.value, Mapping):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
+from shardopt.errors import Problem, StateError
 from shardopt.sharding.box import Box
 from shardopt.sharding.pieces import Piece, View
+from shardopt.sharding.view import view_of
+from shardopt.state import FlatState
 
 
 def tied_in(views: Mapping[str, View], addresses: Mapping[str, int] | None = None) -> dict[str, str]:
@@ -32,6 +35,41 @@ def tied_in(views: Mapping[str, View], addresses: Mapping[str, int] | None = Non
         else:
             tied[key] = first
     return tied
+
+
+def refuse_untied(flat: FlatState, views: Mapping[str, View]) -> None:
+    """Raises StateError where tensors that are declared as tied are two on this rank.
+
+    Args:
+        views: by key; those that are not there are not asked about.
+    """
+    remedy = "let the modules share one parameter, or do not declare them as tied"
+    problems = [
+        Problem(key, f"another tensor on this rank than {first}", "one tensor", remedy)
+        for key, (first, tensor) in flat.twins.items()
+        if first in views and not _is_same(view_of(tensor, key), views[first])
+    ]
+    if problems:
+        raise StateError("tied parameters", problems)
+
+
+def refuse_other_ties(declared: Sequence[Mapping[str, str]]) -> None:
+    """Raises StateError where ranks declare other parameters as tied than rank 0.
+
+    Args:
+        declared: by rank, name → the name that stands for it.
+    """
+    problems = {}
+    for rank, ties in enumerate(declared):
+        for alias in sorted(ties.keys() | declared[0].keys()):
+            one, other = declared[0].get(alias), ties.get(alias)
+            if one != other and alias not in problems:
+                found = f"{one or 'nothing'} on rank 0, {other or 'nothing'} on rank {rank}"
+                problems[alias] = Problem(
+                    f"tied[{alias!r}]", found, "the same on every rank", "pass the same tied={...} on every rank"
+                )
+    if problems:
+        raise StateError("ranks declare other parameters as tied", problems.values())
 
 
 def _is_same(one: View, other: View) -> bool:

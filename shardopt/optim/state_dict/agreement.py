@@ -25,7 +25,7 @@ Texts = dict[str, str]
 """Name of an option, or of an entry of state → its value, in words that are equal for equal values."""
 
 Alike = tuple[int, ...]
-"""Ranks that have everything alike, ascending."""
+"""Ranks that have everything alike, ascending: their numbers in the job."""
 
 _WHAT = "comparing optimizers between ranks"
 _ABSENT = "nothing"
@@ -68,12 +68,16 @@ def differences(
     alike = unpack_kinds(packed)
     if len(alike) == 1:
         return []
+
+    def in_job(kind: Alike) -> Alike:
+        return tuple(sorted(ranks.members[rank] for rank in kind))
+
     is_first = alike[number_of_kind(alike, ranks.rank)][0] == ranks.rank
     problems, _ = exchange(
         ranks,
         _WHAT,
         describe=(lambda: json.loads(report)) if is_first else None,
-        merge=lambda reports: (_compare({alike_ranks: reports[alike_ranks[0]] for alike_ranks in alike}), [None]),
+        merge=lambda reports: (_compare({in_job(kind): reports[kind[0]] for kind in alike}), [None]),
         section_of=lambda _: 0,
     )
     return [Problem(*problem) for problem in problems]
