@@ -90,7 +90,8 @@ def save(
             call, and must not hold a shard that none of these has. Files and values per rank are numbered within it.
         tied: name → the name that stands for it, of parameters that are tied, maybe on different ranks only:
             `{"output.weight": "embed.weight"}` where stages of a pipeline each have one of the two. Wherever the first
-            is part of a path in `app`, the second is meant; the tensor is stored once, and can be had by both.
+            is part of a path in `app`, the second is meant; the tensor is stored once, and can be had by both. The same
+            on every rank.
 
     Raises:
         OptionError: this rank is not in `group`.

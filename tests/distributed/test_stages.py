@@ -75,3 +75,35 @@ def test_a_pattern_that_matches_on_no_rank_is_refused_by_a_save(tmp_path):
     with pytest.raises(RanksFailed, match=r"optimizer: groups\[1\]: found the pattern .nrom.") as caught:
         run_ranks(2, save_with_a_mistaken_pattern, str(tmp_path / "c"))
     assert "groups[0]" not in str(caught.value)
+
+
+def app_with(value, has):
+    """A module, a dict, a list and a tuple, all of them empty on ranks that have nothing."""
+    model = torch.nn.Linear(2, 2, bias=False) if has else torch.nn.ReLU()
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, value)
+    row = torch.full((2,), value)
+    parts = {"rows": row.clone()}, [row.clone()], (row.clone(),)
+    containers = parts if has else ({}, [], ())
+    return {
+        "model": model,
+        "always empty": {},
+        "step": 1,
+        **dict(zip(("dict", "list", "tuple"), containers, strict=True)),
+    }
+
+
+def save_and_load_with_nothing(path, before, after):
+    for number in range(2):  # the second save goes by the plan of the first
+        checkpoint.save(f"{path}/{number}", app_with(3.0, dist.get_rank() in before))
+        app = app_with(0.0, dist.get_rank() in after)
+        checkpoint.load(f"{path}/{number}", app)
+        assert repr(app) == repr(app_with(3.0, dist.get_rank() in after))
+        assert all((parameter == 3).all() for parameter in app["model"].parameters())
+
+
+@pytest.mark.parametrize(("before", "after"), [([0], [1]), ([1], [0, 1]), ([0, 1], [1])])
+def test_ranks_that_have_nothing_in_a_module_or_a_container(tmp_path, before, after):
+    run_ranks(2, save_and_load_with_nothing, str(tmp_path), before, after)
+    with checkpoint.open(tmp_path / "1") as reader:
+        assert reader.keys() == ["always empty", "dict.rows", "list.0", "model.weight", "step", "tuple.0"]

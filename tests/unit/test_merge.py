@@ -308,6 +308,22 @@ def test_layouts_merge_as_those_of_all_ranks(seed):
         assert results[0].fingerprint == results[1].fingerprint
 
 
+def described_by(path, dtype, holder):
+    """A tensor of which one rank holds all, as a kind of ranks describes it."""
+    layout = Layout.from_holders((4,), {Box((0,), (4,)): [holder]}, local=True)
+    return Description({}, {"x.y": (path, DTYPES[dtype], layout)}, {}, {}, {}, {}, "none", {}).geometry_json()
+
+
+def test_the_first_rank_that_holds_a_tensor_speaks_for_it():
+    """Not the first kind: its first rank may hold nothing, and its holder come after that of another kind."""
+    kinds = [(0, 3), (1, 2)]
+    wires = [described_by(("x", "y"), "float32", 3), described_by(("x.y",), "float32", 1)]
+    assert merge_geometry(kinds, wires).geometry.members["x.y"].path == ("x.y",)
+    wires = [described_by(("x.y",), "float32", 3), described_by(("x.y",), "bfloat16", 1)]
+    with pytest.raises(StateError, match="found bfloat16 on rank 1, float32 on rank 3; required the same"):
+        merge_geometry(kinds, wires)
+
+
 def test_a_hole_between_kinds_is_named():
     half = Layout.from_holders((4,), {Box((0,), (2,)): [0]}, local=True)
     description = Description({}, {"x": (("x",), DTYPES["int8"], half)}, {}, {}, {}, {}, "none", {})

@@ -70,7 +70,8 @@ def compare(flat: FlatState, views: Mapping[str, View], names: Names, strictness
     """
     manifest = names.manifest
     stored = dict(_stored_paths(manifest))
-    match = Match(missing=[key for key in flat.leaves if key in names.chosen and key not in stored])
+    missing = [key for key in flat.leaves if key in names.chosen and key not in stored]
+    match = Match(missing=[key for key in missing if not _is_filled_elsewhere(flat.leaves[key], stored)])
     problems = match.problems
     reported: list[Path] = []  # objects with a problem as a whole, which stands for those of their single keys
     for handback in flat.handbacks:
@@ -104,6 +105,13 @@ def compare(flat: FlatState, views: Mapping[str, View], names: Names, strictness
     here = flat.leaves.keys() | names.aliases.keys()
     match.unexpected = [key for key in stored if key not in here and not is_below(stored[key], *reported)]
     return match
+
+
+def _is_filled_elsewhere(leaf: Leaf, stored: Mapping[str, Path]) -> bool:
+    """Whether a leaf is an empty container of which the checkpoint has something: that is for other ranks."""
+    if type(leaf.value) not in (dict, list, tuple) or leaf.value:
+        return False
+    return any(len(path) > len(leaf.path) and is_below(path, leaf.path) for path in stored.values())
 
 
 def weights_first(problems: Iterable[Problem]) -> list[Problem]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 from shardopt.checkpoint.format.constants import DTYPES
@@ -25,9 +26,10 @@ from shardopt.sharding.box import Box
 from shardopt.sharding.layout import Layout
 from shardopt.sharding.layout_merge import KindMerger, LayoutReader, LayoutWriter, components_of
 from shardopt.state import Path, kinds_differ, tell_path
-from shardopt.values import canonical, decode_value, united
+from shardopt.values import canonical, decode_value, encode_value, united
 
 _DIFFER = "ranks have different things under one key"
+_EMPTY = [encode_value(container) for container in ({}, [], ())]
 
 
 class MergedGeometry(NamedTuple):
@@ -198,7 +200,19 @@ def merge_values(descriptions: Mapping[int, Mapping[str, Any]], geometry: Geomet
             merged[key] = path, united_of[texts]
     if problems:
         raise StateError(_DIFFER, problems)
-    return merged
+    return _without_filled(merged, geometry)
+
+
+def _without_filled(values: Values, geometry: Geometry) -> Values:
+    """Leaves out empty containers in which other ranks have something, such as a model without parameters here."""
+    empty = {path: key for key, (path, wire) in values.items() if wire in _EMPTY}
+    if not empty:
+        return values
+    members = (member.path for member in geometry.members.values())
+    tied = (path for _, path in geometry.tied.values())
+    others = chain(members, tied, geometry.per_rank.values(), (path for path, _ in values.values()))
+    filled = {empty.get(path[:length]) for path in others for length in range(1, len(path))}
+    return {key: value for key, value in values.items() if key not in filled}
 
 
 def _by_identity(function: Callable[[Any], str]) -> Callable[[Any], str]:

@@ -176,9 +176,11 @@ def _plan_groups(plan: LoadPlan, groups: Sequence[KeyedGroup], offered: Any) -> 
     for position, group in enumerate(groups):
         members = {name: by_member[name] for name in group.saved[PARAMS] if name in by_member}
         if members or not group.saved[PARAMS]:
-            members |= {name: options for name, options in elsewhere.items() if group.has(name)}
+            others = {name: options for name, options in elsewhere.items() if group.has(name)}
+            # Sorted, and named by the least of all: so that ranks report the same, once.
+            members = dict(sorted({**members, **others}.items())) if others else members
         if members:
-            _plan_group(plan, group.where(section, position), group, members)
+            _plan_group(plan, f"{section}.{next(iter(members))}", group, members)
         elif _has_twin(position, groups, offered):
             _plan_group(plan, group.where(section, position), group, {"": options_of(offered[position])})
 
