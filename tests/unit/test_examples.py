@@ -8,11 +8,10 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from common import override
+from common import Windows, learning_rate_factor, override
 from compare_runs import compare_losses, differing_keys, read_losses
 from kill_and_resume import pid_of_rank
 from train_embeddings import Pairs
-from train_lm import Windows, learning_rate_factor
 
 from shardopt import checkpoint
 
