@@ -30,21 +30,27 @@ import shardopt
 from shardopt import checkpoint
 
 
-def make_meshes(device: torch.device, stages: int, expert_ranks: int) -> tuple[DeviceMesh, DeviceMesh]:
+def make_meshes(device: torch.device, config: dict[str, Any]) -> tuple[DeviceMesh, DeviceMesh]:
     """Returns all ranks as (pipeline, data), and once more as (pipeline, replica, expert), where "data" is cut in two.
 
     Ranks of one stage have each their part of the batch, and share the layers among all of them. An expert is shared
-    by the ranks along "replica" only; those along "expert" have other ones.
+    by the ranks along "replica" only; those along "expert" have other ones. Collective; ends the program where the
+    ranks cannot be split so.
     """
-    ranks = dist.get_world_size()
-    if ranks % (stages * expert_ranks):
-        raise SystemExit(f"{ranks} ranks are not a multiple of {stages} stages × {expert_ranks} ranks for experts")
-    data = ranks // stages
+    ranks, stages, expert_ranks = dist.get_world_size(), config["split"]["pipeline"], config["split"]["experts"]
+    parts = ranks // stages
+    for whole, divisor, what in (
+        (ranks, stages * expert_ranks, "ranks"),
+        (config["data"]["batch"], parts * config["data"]["micro_batches"], "windows of a batch"),
+        (config["model"]["experts"], expert_ranks, "experts"),
+    ):
+        if whole % divisor:
+            raise SystemExit(f"{whole} {what} cannot be split: {divisor} has to divide them")
     return (
-        init_device_mesh(device.type, (stages, data), mesh_dim_names=("pipeline", "data")),
+        init_device_mesh(device.type, (stages, parts), mesh_dim_names=("pipeline", "data")),
         init_device_mesh(
             device.type,
-            (stages, data // expert_ranks, expert_ranks),
+            (stages, parts // expert_ranks, expert_ranks),
             mesh_dim_names=("pipeline", "replica", "expert"),
         ),
     )
@@ -81,7 +87,7 @@ def add_up_tied(model: MixtureOfExperts, ends: ProcessGroup | None) -> None:
 def train(config: dict[str, Any], device: torch.device) -> None:
     """Train until `config["steps"]` steps are done. Every rank calls it, in an initialized process group."""
     steps, batch, micro_batches = config["steps"], config["data"]["batch"], config["data"]["micro_batches"]
-    layers, experts = make_meshes(device, config["split"]["pipeline"], config["split"]["experts"])
+    layers, experts = make_meshes(device, config)
     (stages, parts), (stage, part) = layers.shape, layers.get_coordinate()
     windows = Windows(config["data"]["corpus"], config["data"]["context"])
     # All stages go through the same windows; the order follows from the seed, and not from the number of ranks.

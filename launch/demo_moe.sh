@@ -8,24 +8,35 @@ bash launch/setup.sh
 python=.venv/bin/python
 runs=out/demo-moe
 rm -rf "$runs"
+mkdir -p "$runs"
 export OMP_NUM_THREADS=1
+job=
+trap '[[ -z $job ]] || kill "$job" 2>/dev/null || true' EXIT
 
-# Arguments: the number of ranks, where the run is, stages, ranks for experts, and the step after which it is stopped.
+fail() {
+    tail -n 60 "$1" >&2
+    exit 1
+}
+
+# Arguments: the number of ranks, where the run is, stages, ranks for experts, and the step after which it gets SIGTERM.
 train() {
+    local run="$runs/$2" log="$runs/$2-$1.log"
     "$python" -m torch.distributed.run --standalone --nproc-per-node "$1" examples/train_moe.py configs/moe.toml \
-        --out "$runs/$2" --set "split.pipeline=$3" "split.experts=$4" &
-    local job=$!
-    trap 'kill $job 2>/dev/null || true' EXIT
+        --out "$run" --set "split.pipeline=$3" "split.experts=$4" >"$log" 2>&1 &
+    job=$!
     if [[ -n ${5-} ]]; then
-        until grep -qs "\"step\": $5," "$runs/$2/loss.jsonl"; do
-            kill -0 "$job" || exit 1
+        until grep -qs "\"step\": $5," "$run/loss.jsonl"; do
+            kill -0 "$job" 2>/dev/null || fail "$log"
             sleep 0.1
         done
-        kill -TERM "$job"  # torchrun passes it on; the ranks save after the same step, and leave
+        kill -TERM "$job"    # torchrun passes it on, and ends with an error; the ranks save the same step, and leave
         wait "$job" || true
     else
-        wait "$job"
+        wait "$job" || fail "$log"
     fi
+    job=
+    grep -h "restored step\|told to stop" "$log" | sed 's/^/     /' || true
+    echo "     $(tail -n 1 "$run/loss.jsonl")"
 }
 
 echo "1/5  Train on one rank, which holds everything."

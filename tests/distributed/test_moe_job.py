@@ -17,11 +17,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import train_moe
 from common import override
 from compare_runs import compare_losses, read_losses
 from kill_and_resume import pid_of_rank
+from moe import Block
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional
 
 from shardopt import checkpoint
 from tests.harness import RanksFailed, run_ranks
@@ -120,6 +124,31 @@ def described(path: Path) -> dict[str, Any]:
     with checkpoint.open(path) as reader:
         values = {key: reader.read(key) for key in reader.keys()}  # noqa: SIM118  # no dict
     return {key: (each.shape, each.dtype) if isinstance(each, Tensor) else each for key, each in values.items()}
+
+
+def mix_beside_a_loop() -> None:
+    """Two ranks, with seven tokens and one, and two of four experts each."""
+    torch.manual_seed(0)
+    block = Block(6, heads=2, experts=4, chosen=2, hidden=5)
+    up, down = (weight.detach().clone() for weight in (block.experts.up, block.experts.down))
+    block.experts.spread(init_device_mesh("cpu", (2,)))
+    assert block.experts.up.to_local().shape == (2, 6, 5)
+    torch.manual_seed(1 + dist.get_rank())
+    x = torch.randn(7 - 6 * dist.get_rank(), 6, requires_grad=True)
+    expected = torch.zeros_like(x)
+    for i, token in enumerate(x):
+        share = block.gate(token).softmax(dim=0)
+        first, second, left_out, _ = share.argsort(descending=True).tolist()
+        for expert in (first, second):
+            weight = share[expert] - share[left_out]
+            expected[i] += weight * (functional.gelu(token @ up[expert]) @ down[expert])
+    output, given = block.mix(x), torch.randn_like(x)
+    torch.testing.assert_close(output, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(each, x, given)[0] for each in (output, expected)))
+
+
+def test_experts_on_two_ranks_compute_what_a_loop_over_tokens_does() -> None:
+    run_ranks(2, mix_beside_a_loop)
 
 
 def test_stopped_on_stages_and_resumed_without_them(whole: Path, tmp_path: Path) -> None:
