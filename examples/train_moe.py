@@ -66,7 +66,7 @@ def shard(model: MixtureOfExperts, layers: DeviceMesh, experts: DeviceMesh) -> N
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+            module.set_force_sum_reduction_for_comms(True)  # gloo cannot divide within a reduction
 
 
 def group_of_ends(layers: DeviceMesh) -> ProcessGroup | None:

@@ -13,8 +13,10 @@ from compare_runs import compare_losses, differing_keys, read_losses
 from kill_and_resume import pid_of_rank
 from moe import TIED, MixtureOfExperts
 from train_embeddings import Pairs
+from train_moe import make_meshes
 
 from shardopt import checkpoint
+from tests.support.fake_rank import as_rank
 
 
 def write_run(run: Path, losses: list[tuple[int, float]]) -> Path:
@@ -141,3 +143,19 @@ def test_stages_have_each_parameter_once_under_its_name_in_the_whole_model(stage
     assert sorted(set(names)) == sorted(names_of(0, 1))
     assert len(names) == len(set(names)) + (stages > 1)  # the tied one is on two
     assert all(any(name.startswith("blocks.") for name in names_of(stage, stages)) for stage in range(stages))
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "experts", "batch", "said"),
+    [
+        (4, 1, 24, "6 ranks cannot be split: 4 "),
+        (2, 2, 24, "6 ranks cannot be split: 4 "),
+        (8, 1, 24, "6 ranks cannot be split: 8 "),
+        (1, 6, 24, "8 experts cannot be split: 6 "),
+        (2, 1, 10, "10 windows of a batch cannot be split: 6 "),
+    ],
+)
+def test_splits_that_do_not_divide_are_refused(pipeline: int, experts: int, batch: int, said: str) -> None:
+    config = {"split": {"pipeline": pipeline, "experts": experts}, "model": {"experts": 8}}
+    with as_rank(0, 6), pytest.raises(SystemExit, match=said):
+        make_meshes(torch.device("cpu"), config | {"data": {"batch": batch, "micro_batches": 2}})
