@@ -29,7 +29,7 @@ from shardopt.state import Path, kinds_differ, tell_path
 from shardopt.values import canonical, decode_value, encode_value, united
 
 _DIFFER = "ranks have different things under one key"
-_EMPTY = [encode_value(container) for container in ({}, [], ())]
+_EMPTY: list[Any] = [encode_value({}), encode_value([]), encode_value(())]
 
 
 class MergedGeometry(NamedTuple):
