@@ -220,14 +220,14 @@ def test_what_stages_disagree_on(tmp_path):
     drifted, left, right, elsewhere, two, wide, lagging, beside, load_left, load_right, apart = one
     for text in (drifted, beside):
         assert "model.embed.weight: found other bytes" in text and "on rank 1 than on rank 0" in text
-    assert "tied['head.weight']: found embed.weight on rank 0, nothing on rank 1" in left
-    assert "tied['head.weight']: found nothing on rank 0, embed.weight on rank 1" in right
+    assert "tied['head.weight']: found 'embed.weight' on rank 0; nothing on rank 1" in left
+    assert "tied['head.weight']: found nothing on rank 0; 'embed.weight' on rank 1" in right
     assert "tied['head.weight']: found embed.weight on rank 0, wte.weight on rank 1" in elsewhere
     assert "failed on rank 1" in two and "model.head.weight: found another tensor on this rank" in two
     assert "model.embed.weight: found" in wide and "[6, 5]" in wide
     assert "counts.embed.weight: found 0 on rank 0, 1 on rank 1" in lagging
-    assert "found embed.weight on rank 0, nothing on rank 1" in load_left
-    assert "found nothing on rank 0, embed.weight on rank 1" in load_right
+    assert "found 'embed.weight' on rank 0; nothing on rank 1" in load_left
+    assert "found nothing on rank 0; 'embed.weight' on rank 1" in load_right
     assert "model.head.weight: found other values than model.embed.weight" in apart
     assert not (tmp_path / "no" / "manifest.json").exists()
 

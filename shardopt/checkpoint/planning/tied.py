@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from shardopt.errors import Problem, StateError
+from shardopt.ranks.failures import names_of
 from shardopt.sharding.box import Box
 from shardopt.sharding.pieces import Piece, View
 from shardopt.sharding.view import view_of
@@ -54,22 +55,23 @@ def refuse_untied(flat: FlatState, views: Mapping[str, View]) -> None:
 
 
 def refuse_other_ties(declared: Sequence[Mapping[str, str]]) -> None:
-    """Raises StateError where ranks declare other parameters as tied than rank 0.
+    """Raises StateError where ranks declare other parameters as tied.
 
     Args:
         declared: by rank, name → the name that stands for it.
     """
-    problems = {}
-    for rank, ties in enumerate(declared):
-        for alias in sorted(ties.keys() | declared[0].keys()):
-            one, other = declared[0].get(alias), ties.get(alias)
-            if one != other and alias not in problems:
-                found = f"{one or 'nothing'} on rank 0, {other or 'nothing'} on rank {rank}"
-                problems[alias] = Problem(
-                    f"tied[{alias!r}]", found, "the same on every rank", "pass the same tied={...} on every rank"
-                )
-    if problems:
-        raise StateError("ranks declare other parameters as tied", problems.values())
+    if all(ties == declared[0] for ties in declared):
+        return
+    remedy = "pass the same tied={...} on every rank, also where neither of the two is"
+    problems = []
+    for alias in dict.fromkeys(alias for ties in declared for alias in ties):
+        ranks_with: dict[str, list[int]] = {}
+        for rank, ties in enumerate(declared):
+            ranks_with.setdefault(repr(ties[alias]) if alias in ties else "nothing", []).append(rank)
+        if len(ranks_with) > 1:
+            names = "; ".join(f"{name} on {names_of(ranks)}" for name, ranks in ranks_with.items())
+            problems.append(Problem(f"tied[{alias!r}]", names, "the same on every rank", remedy))
+    raise StateError("ranks declare other parameters as tied", problems)
 
 
 def _is_same(one: View, other: View) -> bool:
