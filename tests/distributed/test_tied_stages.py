@@ -222,7 +222,7 @@ def test_what_stages_disagree_on(tmp_path):
         assert "model.embed.weight: found other bytes" in text and "on rank 1 than on rank 0" in text
     assert "tied['head.weight']: found 'embed.weight' on rank 0; nothing on rank 1" in left
     assert "tied['head.weight']: found nothing on rank 0; 'embed.weight' on rank 1" in right
-    assert "tied['head.weight']: found embed.weight on rank 0, wte.weight on rank 1" in elsewhere
+    assert "tied['head.weight']: found 'embed.weight' on rank 0; 'wte.weight' on rank 1" in elsewhere
     assert "failed on rank 1" in two and "model.head.weight: found another tensor on this rank" in two
     assert "model.embed.weight: found" in wide and "[6, 5]" in wide
     assert "counts.embed.weight: found 0 on rank 0, 1 on rank 1" in lagging
