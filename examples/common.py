@@ -1,7 +1,8 @@
-"""Shared by the training programs: settings, the text they train on, the log of losses, and how a rank begins."""
+"""Shared by the training programs: settings, the text they train on, rates, the log of losses, how a rank begins."""
 
 import argparse
 import json
+import math
 import os
 import tomllib
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
+from torch.utils.data import Dataset
 
 Train = Callable[[dict[str, Any], torch.device], None]
 
@@ -24,6 +26,27 @@ def read_text(url: str) -> bytes:
         return "\n".join(topics[name] for name in sorted(topics)).encode()
     with fsspec.open(url, "rb") as file:
         return file.read()
+
+
+class Windows(Dataset[tuple[Tensor, Tensor]]):
+    """Every window of a text: `context` bytes, and the byte that follows each of them, as int64."""
+
+    def __init__(self, corpus: str, context: int) -> None:
+        self.text = torch.frombuffer(bytearray(read_text(corpus)), dtype=torch.uint8)
+        self.context = context
+
+    def __len__(self) -> int:
+        return len(self.text) - self.context
+
+    def __getitem__(self, start: int) -> tuple[Tensor, Tensor]:
+        window = self.text[start : start + self.context + 1].long()
+        return window[:-1], window[1:]
+
+
+def learning_rate_factor(step: int, steps: int, warmup_steps: int) -> float:
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warmup_steps) / (steps - warmup_steps)))
 
 
 def override(config: dict[str, Any], changes: dict[str, Any]) -> None:

@@ -7,7 +7,6 @@ Losing ranks costs the steps since the last checkpoint, nothing else: run it aga
 torchrun do it (--max-restarts). SIGTERM to any rank costs nothing at all.
 """
 
-import math
 import os
 import signal
 from pathlib import Path
@@ -15,38 +14,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import launch, log_loss, read_text
+from common import Windows, launch, learning_rate_factor, log_loss
 from lm import Transformer
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import shardopt
 from shardopt import checkpoint
-
-
-class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Every window of a text: `context` bytes, and the byte that follows each of them, as int64."""
-
-    def __init__(self, corpus: str, context: int) -> None:
-        self.text = torch.frombuffer(bytearray(read_text(corpus)), dtype=torch.uint8)
-        self.context = context
-
-    def __len__(self) -> int:
-        return len(self.text) - self.context
-
-    def __getitem__(self, start: int) -> tuple[Tensor, Tensor]:
-        window = self.text[start : start + self.context + 1].long()
-        return window[:-1], window[1:]
-
-
-def learning_rate_factor(step: int, steps: int, warmup_steps: int) -> float:
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warmup_steps) / (steps - warmup_steps)))
 
 
 def train(config: dict[str, Any], device: torch.device) -> None:

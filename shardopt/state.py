@@ -42,7 +42,7 @@ from shardopt.param_groups import (
     options_by_member,
     with_options,
 )
-from shardopt.values import OnAnyRank
+from shardopt.values import OnAnyRank, canonical, encode_value
 
 RESERVED_PREFIXES = ("__xxh3__.", "__per_rank__.")
 RESERVED_KEYS = ("__metadata__",)  # safetensors keeps its own notes under this name
@@ -135,13 +135,18 @@ class PerRank:
 class Leaf:
     """One value of the flat state, and how to put another in its place.
 
-    `own_paths` are those that it has in the app, where parameters are declared as tied: one of them, or both, or all.
+    `names_here` has its paths in the app where these are others than `path`: it is under a name that another stands
+    for, or under both.
     """
 
     path: Path
     value: Any
     replace: Callable[[Any], None]
-    own_paths: tuple[Path, ...] = ()
+    names_here: tuple[Path, ...] = ()
+
+    @property
+    def paths_here(self) -> tuple[Path, ...]:
+        return self.names_here or (self.path,)
 
 
 @dataclass(slots=True)
@@ -172,18 +177,16 @@ class Handback:
 class FlatState:
     """The flat form of an `app`: its leaves by key, and the objects to hand state back to.
 
-    `tied` has the names that stand for others, as declared, and `aliases` the key and path that a leaf would have
-    under such a name → the key that it has.
+    `tied` has the names that stand for others, as declared, and `aliases` the key that a leaf would have under such a
+    name → the key that it has, and its path under that name. `twins` has the tensors that stand under both on this
+    rank: the key under the other name → the key, and the tensor.
     """
 
     leaves: dict[str, Leaf] = field(default_factory=dict)
     handbacks: list[Handback] = field(default_factory=list)
     tied: Tied = field(default_factory=dict)
     aliases: dict[str, tuple[str, Path]] = field(default_factory=dict)
-
-    def key_of(self, path: Path) -> str:
-        """Returns the key that a path has by the names that stand for others."""
-        return join(_untied(path, self.tied) if self.tied else path)
+    twins: dict[str, tuple[str, torch.Tensor]] = field(default_factory=dict)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {key: leaf.value for key, leaf in self.leaves.items() if isinstance(leaf.value, torch.Tensor)}
@@ -195,6 +198,12 @@ class FlatState:
 
     def per_rank(self) -> dict[str, PerRank]:
         return {key: leaf.value for key, leaf in self.leaves.items() if isinstance(leaf.value, PerRank)}
+
+    def name_here(self, part: Any, names: Collection[Any]) -> Any:
+        """Returns the one of the names of an object that a part of a path stands for; the part itself if none does."""
+        if part in names or not self.tied:
+            return part
+        return next((alias for alias, name in self.tied.items() if name == part and alias in names), part)
 
     def unmatched_patterns(self) -> list[dict[str, str]]:
         """Returns a problem for each pattern that matches nothing on this rank, as JSON for `refuse_unmatched`."""
@@ -214,8 +223,8 @@ def flatten(app: Mapping[str, Any], tied: Tied | None = None) -> FlatState:
 
     Raises:
         StateError: two paths give one key, a dict key is neither str nor int, a key is reserved, a value that has a
-            `state_dict` gives something else than a dict, a mapping or array cannot be written to, or a container is
-            within itself.
+            `state_dict` gives something else than a dict, a mapping or array cannot be written to, a container is
+            within itself, or values that are declared as tied differ.
     """
     if not isinstance(app, Mapping):
         problem = Problem("app", f"a {type(app).__name__}", "a dict by name", 'pass {"model": model, ...}')
@@ -537,14 +546,14 @@ def _check_part(part: Any, path: Path) -> None:
 
 
 def _add(flat: FlatState, path: Path, value: Any, replace: Callable[[Any], None]) -> None:
-    own_paths: tuple[Path, ...] = ()
+    alias_path = path
     if flat.tied:
-        own_paths, path = (path,), _untied(path, flat.tied)
-        if path not in own_paths:
-            flat.aliases[join(own_paths[0])] = join(path), own_paths[0]
-        first = flat.leaves.get(join(path))
-        if first is not None and {*map(join, (*first.own_paths, *own_paths))} != {join(path)}:
-            _add_to_tied(first, own_paths[0], value, replace)
+        alias_path, path = path, tuple(flat.tied.get(part, part) if isinstance(part, str) else part for part in path)
+        if path != alias_path:
+            flat.aliases[join(alias_path)] = join(path), alias_path
+        alias = next((alias for alias, (key, _) in flat.aliases.items() if key == join(path)), None)
+        if alias is not None and join(path) in flat.leaves:
+            _add_to_tied(flat, flat.leaves[join(path)], alias, alias_path, value, replace)
             return
     key = join(path)
     if key in flat.leaves:
@@ -553,38 +562,35 @@ def _add(flat: FlatState, path: Path, value: Any, replace: Callable[[Any], None]
     if (key.startswith("__") and (key in RESERVED_KEYS or key.startswith(RESERVED_PREFIXES))) or not _is_text(key):
         problem = Problem(repr(key), "a reserved or unencodable key", "another key", "rename it")
         raise StateError("a key cannot be stored", [problem])
-    flat.leaves[key] = Leaf(path, value, replace, own_paths)
+    flat.leaves[key] = Leaf(path, value, replace, () if alias_path == path else (alias_path,))
 
 
-def _untied(path: Path, tied: Tied) -> Path:
-    return tuple(tied.get(part, part) if isinstance(part, str) else part for part in path)
-
-
-def _add_to_tied(leaf: Leaf, path: Path, value: Any, replace: Callable[[Any], None]) -> None:
+def _add_to_tied(
+    flat: FlatState, leaf: Leaf, alias: str, path_here: Path, value: Any, replace: Callable[[Any], None]
+) -> None:
     """Makes one leaf of two that are declared as tied, and on this rank both."""
-    if isinstance(value, torch.Tensor) and not _is_one_tensor(leaf.value, value):
-        found = f"two tensors on this rank, in {join(leaf.path)} and {join(path)}"
-        remedy = "let the modules share one parameter, or do not declare them as tied"
-        raise StateError("tied parameters", [Problem(join(path), found, "one tensor", remedy)])
+    if isinstance(value, torch.Tensor) and isinstance(leaf.value, torch.Tensor):
+        if value is not leaf.value:
+            flat.twins[alias] = join(leaf.path), value
+    elif not _are_equal(leaf.value, value, alias):
+        found = f"{value!r:.80} under one name, {leaf.value!r:.80} under the other ({join(leaf.path)})"
+        raise StateError("tied parameters", [Problem(alias, found, "the same", "do not declare them as tied")])
     first = leaf.replace
 
     def replace_both(value: Any) -> None:
         first(value)
         replace(value)
 
-    leaf.replace = replace_both
-    leaf.own_paths += (path,)
+    leaf.replace, leaf.names_here = replace_both, (*leaf.paths_here, path_here)
 
 
-def _is_one_tensor(one: Any, other: torch.Tensor) -> bool:
-    if one is other or not isinstance(one, torch.Tensor):
-        return one is other
-    plain = (torch.Tensor, torch.nn.Parameter)
-    return (
-        type(one) in plain
-        and type(other) in plain
-        and (one.data_ptr(), one.shape, one.stride()) == (other.data_ptr(), other.shape, other.stride())
-    )
+def _are_equal(one: Any, other: Any, key: str) -> bool:
+    """Whether two values, of which one at most is a tensor, are stored alike."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, PerRank):
+        one, other = one.value, other.value
+    return canonical(encode_value(one, key)) == canonical(encode_value(other, key))
 
 
 def _is_text(key: str) -> bool:

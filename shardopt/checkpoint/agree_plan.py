@@ -21,7 +21,7 @@ from shardopt.checkpoint.planning.describe import Description, Geometry, geometr
 from shardopt.checkpoint.planning.merge import merge_geometry, merge_values, read_section, sections_of
 from shardopt.checkpoint.planning.replica_check import CheckReplicas, drifted_in, refuse_drifted
 from shardopt.checkpoint.planning.save_plan import RankWrites, SavePlan
-from shardopt.checkpoint.planning.tied import refuse_different_ties
+from shardopt.checkpoint.planning.tied import refuse_other_ties
 from shardopt.errors import Problem, ShardoptError, StateError
 from shardopt.param_groups import refuse_unmatched
 from shardopt.ranks import Call, Ranks
@@ -64,7 +64,7 @@ class _Report(NamedTuple):
         guess: the kept plan that this save most likely uses; "" where there is none.
         kept: all plans that the rank has.
         unmatched: patterns of groups that match nothing there.
-        tied: the parameters that it declares as tied.
+        tied: names that are declared to stand for others.
     """
 
     geometry: str
@@ -90,7 +90,8 @@ def report_state(description: Description, geometry: str, rank: int, plans: Kept
     contents = description.contents_summary(members)
     values = description.values_fingerprint()
     kept = [job for job, kept_for in plans if kept_for == rank]
-    choice, unmatched, tied = description.check_replicas, list(description.unmatched), dict(description.declared)
+    choice, unmatched = description.check_replicas, list(description.unmatched)
+    tied = dict(description.declared)
     return _Report(geometry, values, description.is_partial, choice, contents, guess, kept, unmatched, tied)
 
 
@@ -136,13 +137,13 @@ def compare_reports(reports: Sequence[Any]) -> Comparison:
     """Compares the reports of all ranks, by rank.
 
     Raises:
-        StateError: ranks have different choices of `check_replicas`, by which their plans would differ too, or declare
-            other parameters as tied; or a pattern of groups matches nothing on any rank.
+        StateError: ranks have different choices of `check_replicas`, by which their plans would differ too; or a
+            pattern of groups matches nothing on any rank; or they declare other parameters as tied.
     """
     parsed = [_Report(*report) for report in reports]
     _refuse_different_choices([each.check_replicas for each in parsed])
-    refuse_different_ties([each.tied for each in parsed])
     refuse_unmatched([each.unmatched for each in parsed])
+    refuse_other_ties([each.tied for each in parsed])
     geometries = [each.geometry for each in parsed]
     job = xxhash.xxh3_128_hexdigest("".join([parsed[0].check_replicas, *geometries]).encode())
     kinds = kinds_of(geometries)

@@ -302,6 +302,16 @@ class _BackgroundSave:
 
 
 _default = AsyncSaver()
+_of_members: dict[tuple[int, ...], AsyncSaver] = {}
+"""By the numbers of their ranks: a rank that is in several groups must not wait in one for what another is about."""
+
+
+def _saver_of(group: Group | None) -> AsyncSaver:
+    """Returns the one through which a group saves. Collective where `ranks_of` is."""
+    ranks = ranks_of(group)
+    if group is None or ranks.job_numbers is None:
+        return _default
+    return _of_members.setdefault(ranks.members, AsyncSaver())
 
 
 def async_save(
@@ -333,7 +343,8 @@ def async_save(
             be changed in another way; `checkpoint.load`, `load_state_dict` of keyed optimizers and `swap` of averages
             wait. Other changes make the save fail with the tensor's name, as far as torch counts them: not those by
             fused kernels, nor through `.data`, nor by steps replayed from a CUDA graph, which call no hooks.
-        in_flight: what to do while an earlier save is in flight: "wait" for it, or "refuse" this one on all ranks.
+        in_flight: what to do while an earlier save of these ranks is in flight: "wait" for it, or "refuse" this one on
+            all of them.
         durable, check_replicas, deadline_seconds, group, tied: as for `save`.
         progress: as for `save`, but called from the thread, beside the program; an error that it raises fails the save.
 
@@ -347,7 +358,7 @@ def async_save(
     until then; the next save is in step again, and raises on all of them if it was not reported on one yet.
     """
     options = SaveOptions(durable, check_replicas, progress, deadline_seconds, group, tied)
-    return _default.save(url, app, options, stage=stage, in_flight=in_flight)
+    return _saver_of(group).save(url, app, options, stage=stage, in_flight=in_flight)
 
 
 def _optimizers_in(app: Any) -> list[Optimizer]:

@@ -16,13 +16,13 @@ from typing import Any
 import xxhash
 from torch.optim import Optimizer
 
-from shardopt.checkpoint.matching.compare import Match, compare, judge_unexpected, tied_to, weights_first
+from shardopt.checkpoint.matching.compare import Match, compare, judge_unexpected, weights_first
 from shardopt.checkpoint.matching.init_state import init_unstepped
 from shardopt.checkpoint.matching.partial_load import mark_partial_load, unmark_partial_load
 from shardopt.checkpoint.matching.renaming import Names, under_names_of
 from shardopt.checkpoint.matching.strictness import Strictness, strictness_of
 from shardopt.checkpoint.matching.tied import refuse_unequal
-from shardopt.checkpoint.planning.tied import refuse_different_ties, tied_in
+from shardopt.checkpoint.planning.tied import refuse_other_ties, refuse_untied, tied_in
 from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.reading.broadcast import BroadcastReads, Replicas, fingerprint, shared_among
 from shardopt.checkpoint.reading.data_file_reader import OpenFile
@@ -274,6 +274,7 @@ def _plan(url: str | os.PathLike[str], app: Mapping[str, Any], options: LoadOpti
     flat = flatten(app, options.tied)
     names = under_names_of(reader.manifest, flat, options.select, options.rename)
     views = {key: view_of(tensor, key).numbered_in(ranks.job_numbers) for key, tensor in flat.tensors().items()}
+    refuse_untied(flat, views)
     match = compare(flat, views, names, options.strictness, ranks.size)
     if match.problems:
         return _Plan(reader, flat, names, match, {}, [], {}, {})
@@ -282,9 +283,7 @@ def _plan(url: str | os.PathLike[str], app: Mapping[str, Any], options: LoadOpti
     _refuse_missing([key for key in match.per_rank if old.get(key, key) not in per_rank], ranks.rank)
     into = {key: view for key, (view, _) in match.tensors.items()}
     tied = tied_in(into)
-    stored = names.manifest.tensors.items() if flat.tied else ()
-    stands_for = {key: tied_to(flat, key, tensor.path) for key, tensor in stored}
-    aliases = {key: first for key, first in stands_for.items() if first is not None and first in into}
+    aliases = {key: first for key, first in names.aliases.items() if key in names.manifest.tensors and first in into}
     refuse_unequal(reader, into | {key: into[first] for key, first in aliases.items()}, tied | aliases, old)
     into = {key: view for key, view in into.items() if key not in tied}
     requests = [request for key, view in into.items() for request in reader.requests(old.get(key, key), view.pieces)]
@@ -320,11 +319,11 @@ def _compare_ranks(url: str, reports: list[list[Any]]) -> dict[str, Any]:
 
     Raises:
         CheckpointError: ranks would load from different checkpoints.
-        StateError: ranks declare other parameters as tied, or a pattern of groups matches nothing on any rank.
+        StateError: a pattern of groups matches nothing on any rank, or they declare other parameters as tied.
     """
     digests, fingerprints, differences, casts, unmatched, tied = zip(*reports, strict=True)
-    refuse_different_ties(tied)
     refuse_unmatched(unmatched)
+    refuse_other_ties(tied)
     other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if other is not None:
         seen = f"another checkpoint on rank {other} than on rank 0"
@@ -357,10 +356,10 @@ def _settle_differences(
     def merge(reports: list[Any]) -> list[Any]:
         differences = [reports[rank] for rank in reporters]
         without_place = set.intersection(*(set(unexpected) for _, unexpected in differences))
-        ranks_with: dict[Problem, list[int]] = {}
+        ranks_with: dict[Problem, list[int]] = {}  # by their numbers in the job
         for (problems, _), group in zip(differences, ranks_alike, strict=True):
             for problem in problems:
-                ranks_with.setdefault(Problem(**problem), []).extend(group)
+                ranks_with.setdefault(Problem(**problem), []).extend(ranks.members[rank] for rank in group)
         merged = [[asdict(problem), sorted(having)] for problem, having in ranks_with.items()]
         return [merged, [key for key in plan.match.unexpected if key in without_place]]
 
@@ -372,7 +371,7 @@ def _settle_differences(
         deadline_seconds=options.deadline_seconds,
     )
     problems = judge_unexpected(plan.match, plan.names, options.strictness, unexpected)
-    failed = set(range(ranks.size)) if problems else {rank for _, having in merged for rank in having}
+    failed = set(ranks.members) if problems else {rank for _, having in merged for rank in having}
     if failed:
         local = [_on(having, ranks.size, Problem(**problem)) for problem, having in merged]
         where = f"{what} failed on {names_of(sorted(failed))}: " if len(failed) < ranks.size else ""

@@ -33,6 +33,7 @@ from shardopt.param_groups import PARAM_GROUPS, PARAMS
 from shardopt.ranks import Group, SharedGroup, ranks_of
 from shardopt.sharding.view import is_held
 from shardopt.staging_fence import wait_for_copies
+from shardopt.state import Tied
 from shardopt.torch_private import (
     after_load_state_dict,
     after_state_dict,
@@ -72,6 +73,7 @@ class KeyedOptimizer(RelatedOptimizer):
         self._names = first_names(self._params)
         self._save_param_groups = False
         self._dropped = ""  # of names that are added
+        self._tied: Tied = {}
         self._kept_options: frozenset[str] = frozenset()
         self._elsewhere: tuple[int, frozenset[str]] | None = None  # with how many parameters there were
         if not isinstance(params, NamedParameters):  # which were looked at
@@ -326,6 +328,7 @@ class KeyedOptimizer(RelatedOptimizer):
             "_names",
             "_save_param_groups",
             "_dropped",
+            "_tied",
             "_kept_options",
             "_places",
             "_unmatched",
@@ -466,7 +469,7 @@ class KeyedOptimizer(RelatedOptimizer):
         """Called when tensors and options have their new values, before the hooks."""
 
     def _new_params(self, params: Any) -> dict[str, Tensor]:
-        new = named(params if isinstance(params, Mapping) else list(params), self._dropped)
+        new = named(params if isinstance(params, Mapping) else list(params), self._dropped, tied=self._tied)
         problems = [
             Problem(
                 name,

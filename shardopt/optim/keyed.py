@@ -103,7 +103,7 @@ def build(
         raise StateError("a pattern matches no parameter", unmatched)
     for position, (options, matched) in enumerate(grouped):
         members = NamedParameters(matched)
-        members.dropped = params.dropped
+        members.dropped, members.tied = params.dropped, params.tied
         optimizer = _class_of(options.pop("algorithm", main))
         refuse_bad_options(optimizer, options, f"groups[{position}]")
         # torch holds only defaults against their ranges; this lets it look at the options of each group too.

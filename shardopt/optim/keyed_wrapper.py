@@ -41,7 +41,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
             refuse_non_leaf_tensors(params)  # torch does too, but names none of them
             raise
         super().__init__(params, {}, local.groups)
-        self._dropped = params.dropped
+        self._dropped, self._tied = params.dropped, params.tied
         self._given_to_all = given_options(local.optimizer, local.optimizer.defaults)
         self._given = {id(group): (group, given_options(local.optimizer, group)) for group in local.groups}
         self._bind(local)

@@ -16,7 +16,7 @@ from typing import Any
 
 from shardopt.errors import RankError
 from shardopt.ranks.calls import Call
-from shardopt.ranks.failures import describe, different_calls, merge, names_of
+from shardopt.ranks.failures import describe, different_calls, merge, names_of, numbered_in_group
 from shardopt.ranks.heartbeat import Heartbeat, PeerHeartbeats
 from shardopt.ranks.parts import are_put, get, get_bytes, pack, put, set_bytes
 from shardopt.ranks.process import Processes, this_process
@@ -36,15 +36,24 @@ class Channel:
     `<session>/<round>/r<rank>/…`, answers `<session>/<round>/answer/…` and sections of them that only some ranks need,
     `<session>/<round>/section<number>/…`.
 
+    Errors name ranks by their numbers in the job.
+
     Args:
+        members: the numbers in the job, by rank.
         session: the name of a session that all ranks know already; "" where they have to agree on one.
         processes: those of the ranks, where they are known already.
     """
 
     def __init__(
-        self, store: Store, rank: int, size: int, session: str = "", processes: Processes | None = None
+        self,
+        store: Store,
+        rank: int,
+        members: Sequence[int],
+        session: str = "",
+        processes: Processes | None = None,
     ) -> None:
-        self.store, self.rank, self.size = store, rank, size
+        self.store, self.rank, self.size = store, rank, len(members)
+        self._members = members
         self.reported = False  # whether the others have all that they need of this rank in this round
         self._joined = bool(session)
         self._session = session or (world().random_name(8) if rank == 0 else "")
@@ -73,7 +82,8 @@ class Channel:
             raise
         except BaseException as error:
             interrupt = None if isinstance(error, Exception) else error
-            answer = {"error": merge(str(self.call), [(0, describe(error))], self.size)}
+            failure = numbered_in_group(describe(error), self._members)
+            answer = {"error": merge(str(self.call), [(self._members[0], failure)], self.size)}
             data = pack(self._introduced(answer))
         self._spent += put(self.store, self._key("answer"), data)
         self.reported = True
@@ -113,10 +123,10 @@ class Channel:
         reports, lost = self._gather()
         reports[0] = {**message, "call": self.call.same}
         ranks = sorted(reports)
-        others = [(rank, reports[rank]["call"]) for rank in ranks]
+        others = [(self._members[rank], reports[rank]["call"]) for rank in ranks]
         if any(call != self.call.same for _, call in others):
             return {"error": different_calls(others).to_json()}
-        failures = [(rank, reports[rank]["error"]) for rank in ranks if "error" in reports[rank]]
+        failures = [(self._members[rank], reports[rank]["error"]) for rank in ranks if "error" in reports[rank]]
         if lost:
             also = "".join(f" (on rank {rank}: {error['message']})" for rank, error in failures)
             return {"error": RankError(f"{self.call}: {lost}{also}").to_json(), "broken": True}
@@ -211,7 +221,7 @@ class Channel:
                 missing = _missing(ranks, are_there) if silent or ended else set()
                 if not missing.isdisjoint([*silent, *ended]):
                     read(rank for rank in ranks if rank not in missing)
-                    return _lost_text(missing.intersection(ended), missing.intersection(silent), self.deadline_seconds)
+                    return self._lost_text(missing.intersection(ended), missing.intersection(silent))
             world().sleep(pause)
             pause = min(2 * pause, longest)
         read(ranks)
@@ -225,6 +235,19 @@ class Channel:
         if "process" in message:
             self.processes.meet(rank, message["process"])
 
+    def _lost_text(self, ended: set[int], silent: set[int]) -> str:
+        """Returns the error text for ranks that will not come."""
+        ended, silent = ({self._members[rank] for rank in ranks} for ranks in (ended, silent))
+        texts = []
+        if ended:
+            texts.append(f"{names_of(sorted(ended))} died, or ended before this call")
+        if silent - ended:
+            texts.append(
+                f"{names_of(sorted(silent - ended))} gave no sign of life for {self.deadline_seconds:g} s: dead, cut "
+                "off, or not in this call (every rank of the group must make it)"
+            )
+        return "; ".join(texts)
+
     def _key(self, name: str) -> str:
         return f"{self._session}/{self._round}/{name}"
 
@@ -237,16 +260,3 @@ def _missing(ranks: Sequence[int], are_there: Callable[[Sequence[int]], bool]) -
         return set(ranks)
     middle = len(ranks) // 2
     return _missing(ranks[:middle], are_there) | _missing(ranks[middle:], are_there)
-
-
-def _lost_text(ended: set[int], silent: set[int], deadline_seconds: float) -> str:
-    """Returns the error text for ranks that will not come."""
-    texts = []
-    if ended:
-        texts.append(f"{names_of(sorted(ended))} died, or ended before this call")
-    if silent - ended:
-        texts.append(
-            f"{names_of(sorted(silent - ended))} gave no sign of life for {deadline_seconds:g} s: dead, cut off, "
-            "or not in this call (every rank of the group must make it)"
-        )
-    return "; ".join(texts)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from shardopt.errors import RankError, ShardoptError
 
 _MOST_NAMES = 16
+_RANKS = re.compile(r"\branks? \[?(\d+(?:, \d+)*)")
 
 
 def describe(error: BaseException) -> dict[str, Any]:
@@ -16,6 +18,21 @@ def describe(error: BaseException) -> dict[str, Any]:
     if isinstance(error, ShardoptError):
         return error.to_json()
     return RankError(f"{type(error).__name__}: {error}").to_json()
+
+
+def numbered_in_group(error: dict[str, Any], members: Sequence[int]) -> dict[str, Any]:
+    """Notes in an error that names ranks by their numbers in a group which numbers these are in the job.
+
+    Args:
+        members: the numbers in the job, by rank.
+    """
+    texts = [error["message"], *(problem["found"] for problem in error["problems"])]
+    named = {int(number) for text in texts for numbers in _RANKS.findall(text) for number in numbers.split(", ")}
+    other = [(rank, members[rank]) for rank in sorted(named) if rank < len(members) and members[rank] != rank]
+    if not other:
+        return error
+    here = ", ".join(f"{rank} is {number} of the job" for rank, number in other)
+    return {**error, "message": f"{error['message']} (of the ranks of this group, {here})"}
 
 
 def merge(what: str, failures: list[tuple[int, dict[str, Any]]], size: int) -> dict[str, Any]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterable
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _world
 
-from shardopt.errors import OptionError, Problem, RankError
+from shardopt.errors import OptionError, Problem, RankError, StateError
 from shardopt.ranks.failures import names_of
 from shardopt.ranks.ranks import Ranks
 
@@ -36,8 +37,16 @@ class SharedGroup:
     def __deepcopy__(self, memo: object) -> SharedGroup:
         return self
 
+    def __getstate__(self) -> dict[str, Any]:
+        if isinstance(self.group, dist.ProcessGroup):
+            remedy = "pass a device mesh, which can be pickled, or save through shardopt.checkpoint"
+            problem = Problem("group", "a process group, which is nothing in another process", "none", remedy)
+            raise StateError("what was made for a group cannot be pickled", [problem])
+        return vars(self)
+
 
 _of_group: weakref.WeakKeyDictionary[dist.ProcessGroup, Ranks] = weakref.WeakKeyDictionary()
+_members_of: weakref.WeakKeyDictionary[DeviceMesh, tuple[int, ...]] = weakref.WeakKeyDictionary()
 
 
 def ranks_of(group: Group | None = None) -> Ranks:
@@ -53,7 +62,9 @@ def ranks_of(group: Group | None = None) -> Ranks:
             return Ranks(None)
         group = dist.group.WORLD
     if isinstance(group, DeviceMesh) and group.get_coordinate() is not None:
-        return ranks_among(tuple(sorted(group.mesh.flatten().tolist())), group.get_all_groups())
+        if group not in _members_of:
+            _members_of[group] = tuple(sorted(group.mesh.flatten().tolist()))
+        return ranks_among(_members_of[group], group.get_all_groups())
     if not isinstance(group, dist.ProcessGroup):
         outside = isinstance(group, DeviceMesh) or group is dist.GroupMember.NON_GROUP_MEMBER
         found = f"one that rank {dist.get_rank()} is not in" if outside else f"a {type(group).__name__}"

@@ -46,7 +46,7 @@ class Ranks:
         self._accelerator = None if group is None else accelerator_of(group)
         self._channel: Channel | None = None
         if group is not None and self.size > 1:
-            self._channel = Channel(world().store_of(group, "shardopt"), self.rank, self.size)
+            self._channel = Channel(world().store_of(group, "shardopt"), self.rank, self.members)
         self._broken: str | None = None
 
     @classmethod
@@ -61,7 +61,7 @@ class Ranks:
         ranks._group = _no_group  # what needs one raises, and is not done by each rank alone
         place = blake2b(repr(members).encode(), digest_size=16).hexdigest()
         store = world().store_of(job, f"shardopt-{place}")
-        ranks._channel = Channel(store, ranks.rank, ranks.size)
+        ranks._channel = Channel(store, ranks.rank, ranks.members)
         return ranks
 
     def side_channel(self, what: str, deadline_seconds: float = DEADLINE_SECONDS) -> Ranks:
@@ -79,7 +79,7 @@ class Ranks:
         ranks = Ranks(group)
         if group is not None and self._channel is not None:
             store = world().store_of(group, f"shardopt-{session}", own_connection=True)
-            ranks._channel = Channel(store, self.rank, self.size, session, self._channel.processes)
+            ranks._channel = Channel(store, self.rank, self.members, session, self._channel.processes)
         return ranks
 
     def beating(self, deadline_seconds: float = DEADLINE_SECONDS) -> AbstractContextManager[None]:
@@ -113,8 +113,8 @@ class Ranks:
 
     @property
     def job_numbers(self) -> tuple[int, ...] | None:
-        """The numbers of these ranks in the job, where they are others than here; else None."""
-        return None if self.members == tuple(range(self.size)) else self.members
+        """The numbers of these ranks in the job, where they are not all of it, or numbered otherwise; else None."""
+        return None if self.members == tuple(range(_job_size())) else self.members
 
     @property
     def in_step(self) -> bool:
@@ -273,6 +273,10 @@ class Ranks:
 
 def _no_group() -> None:
     """In the place of a weak reference."""
+
+
+def _job_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def _members(group: dist.ProcessGroup | None) -> tuple[int, ...]:

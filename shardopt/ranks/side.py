@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
+
 from shardopt.ranks.heartbeat import DEADLINE_SECONDS
 from shardopt.ranks.ranks import Ranks
 
 
 class SideRanks:
-    """Ranks that agree beside those of the program, made at first use, and anew in another process group.
+    """Ranks that agree beside those of the program, made at first use of each process group.
 
     Args:
         what: what they are for, as for `Ranks.agree`.
@@ -15,18 +17,20 @@ class SideRanks:
 
     def __init__(self, what: str) -> None:
         self._what = what
-        self._made: tuple[Ranks, Ranks] | None = None  # those of the program, and those beside them
+        # Those of the program → those beside them. Not of the last alone: where ranks are in several groups, those that
+        # are in one of them only would not make theirs anew.
+        self._made: weakref.WeakKeyDictionary[Ranks, Ranks] = weakref.WeakKeyDictionary()
 
     def of(self, ranks: Ranks, deadline_seconds: float = DEADLINE_SECONDS) -> Ranks:
         """Returns the side channel of `ranks`. Collective where it is not made yet, and local afterwards."""
-        if self._made is None or self._made[0] is not ranks:
-            self._made = ranks, ranks.side_channel(f"preparing for {self._what}", deadline_seconds)
-        return self._made[1]
+        if ranks not in self._made:
+            self._made[ranks] = ranks.side_channel(f"preparing for {self._what}", deadline_seconds)
+        return self._made[ranks]
 
     def are_beside(self, ranks: Ranks) -> bool:
         """Whether it is made, and for `ranks`. Local."""
-        return self._made is not None and self._made[0] is ranks
+        return ranks in self._made
 
     def forget(self) -> None:
         """Drops them, with their connection."""
-        self._made = None
+        self._made.clear()

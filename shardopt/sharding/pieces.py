@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
@@ -47,9 +48,30 @@ class View(NamedTuple):
     pieces: tuple[Piece, ...]
     layout: Layout
 
-    def numbered_in(self, members: tuple[int, ...] | None) -> View:
-        """Returns the view with ranks numbered by their places among `members`; the same where that is None."""
-        return self if members is None else self._replace(layout=self.layout.numbered_in(members))
+    def numbered_in(self, members: tuple[int, ...] | None, all_of: str | None = None) -> View:
+        """Returns the view with ranks numbered by their places among `members`; the same where that is None.
+
+        Args:
+            all_of: the tensor's name, where each of its boxes has to be on some of them; None where that may not be.
+
+        Raises:
+            LayoutError: some boxes are on none of them.
+        """
+        if members is None:
+            return self
+        layout = self.layout.numbered_in(members)
+        if all_of is not None and len(layout.boxes) < len(self.layout.boxes):
+            holders = sorted({rank for by in self.layout.holders or () for rank in by}.difference(members))
+            remedy = "make the call with the group of all ranks that hold it, or leave it out"
+            held, required = f"boxes that only ranks {holders} hold", f"all of it on ranks {list(members)}"
+            problem = Problem(all_of, held, required, remedy)
+            raise LayoutError("a tensor is not all on the ranks of the group", [problem])
+        return self._replace(layout=layout)
+
+    def known_in_part(self) -> View:
+        """Returns the view with a layout to which other ranks may have more holders to add."""
+        layout = self.layout
+        return self if layout.holders is None or layout.local else self._replace(layout=replace(layout, local=True))
 
 
 def refusal(key: str, actual: str, required: str, remedy: str) -> LayoutError:

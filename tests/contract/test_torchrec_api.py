@@ -351,3 +351,146 @@ def test_pickling_as_torchrecs_users_do():
     stream.seek(0)
     loaded = torch.load(stream, weights_only=False)
     assert str(loaded.state_dict()) == str(optimizer.state_dict())
+
+
+# How its own tests load state: what `state_dict` gave, changed here and there, with groups as a list.
+
+
+@in_both_spellings
+def test_combined_state_is_loaded_as_a_list_of_groups(spelling):
+    keyed, one, two = spelling("keyed"), torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
+    first = keyed["KeyedOptimizer"]({"param_1": one}, {one: {"x": 1.0}}, [{"params": [one], "rate": 2.0}])
+    second = keyed["KeyedOptimizer"]({"param_2": two}, {two: {"y": -1.0}}, [{"params": [two], "rate": -2.0}])
+    for children in ([("ko1", first), ("", second)], [first, second]):
+        first.state[one]["x"], second.state[two]["y"] = 1.0, -1.0
+        first.param_groups[0]["rate"], second.param_groups[0]["rate"] = 2.0, -2.0
+        optimizer = keyed["CombinedOptimizer"](children)
+        optimizer.save_param_groups(True)
+        name = "ko1.param_1" if isinstance(children[0], tuple) else "param_1"
+        wanted = {
+            "state": {name: {"x": 1.0}, "param_2": {"y": -1.0}},
+            "param_groups": [{"params": [name], "rate": 2.0}, {"params": ["param_2"], "rate": -2.0}],
+        }
+        assert optimizer.state_dict() == wanted
+        wanted["state"][name]["x"], wanted["state"]["param_2"]["y"] = 998, 997
+        wanted["param_groups"][0]["rate"], wanted["param_groups"][1]["rate"] = 999, 996
+        optimizer.load_state_dict(wanted)
+        assert optimizer.state_dict() == wanted
+        assert (first.state[one], second.state[two]) == ({"x": 998}, {"y": 997})
+        assert (first.param_groups[0]["rate"], second.param_groups[0]["rate"]) == (999, 996)
+        for incomplete in ({**wanted, "state": {}}, {"state": wanted["state"]}, {**wanted, "param_groups": []}):
+            with pytest.raises(ValueError, match=r"found nothing|found no"):
+                optimizer.load_state_dict(incomplete)
+        assert optimizer.state_dict() == wanted
+
+
+@in_both_spellings
+def test_groups_are_loaded_by_their_names_and_not_by_their_places(spelling):
+    params = {name: torch.ones(2) for name in "abc"}
+    a, b, c = params.values()
+    groups = [{"params": [a, b], "rate": 1.0}, {"params": [c], "rate": 2.0}]
+    optimizer = spelling("keyed")["KeyedOptimizer"](params, {}, groups)
+    optimizer.save_param_groups(True)
+    saved = {
+        "state": {},
+        "param_groups": [
+            {"params": ["c"], "rate": 6.0},
+            {"params": ["b"], "rate": 5.0},
+            {"params": ["a"], "rate": 5.0},
+        ],
+    }
+    optimizer.load_state_dict(saved)
+    assert [group["rate"] for group in groups] == [5.0, 6.0]
+    saved["param_groups"][2]["rate"] = 7.0  # which the group of a and b cannot have beside b's
+    with pytest.raises(ValueError, match="rate"):
+        optimizer.load_state_dict(saved)
+    assert [group["rate"] for group in groups] == [5.0, 6.0]
+
+
+@in_both_spellings
+def test_warm_up_is_loaded_into_another(spelling):
+    warmup, keyed = spelling("warmup"), spelling("keyed")
+
+    def made():
+        weight = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+        inner = keyed["KeyedOptimizerWrapper"]({"param_1": weight}, lambda params: torch.optim.SGD(params, lr=0.01))
+        stages = [
+            warmup["WarmupStage"](warmup["WarmupPolicy"].LINEAR, max_iters=100, value=1e-2, lr_scale=1),
+            warmup["WarmupStage"](warmup["WarmupPolicy"].CONSTANT, max_iters=200),
+        ]
+        optimizer = warmup["WarmupOptimizer"](inner, stages, lr=10.0)
+        optimizer.save_param_groups(True)
+        return optimizer, weight
+
+    (one, weight), (other, _) = made(), made()
+    for _ in range(10):
+        one.zero_grad()
+        weight.square().sum().backward()
+        one.step()
+    other.step()
+    assert one.param_groups[0]["lr"] != other.param_groups[0]["lr"]
+    saved = one.state_dict()
+    assert isinstance(saved["param_groups"], list) and saved["state"]["__warmup"]["warmup"].tolist() == [10, 0]
+    other.load_state_dict(copy.deepcopy(saved))
+    assert one.param_groups[0]["lr"] == other.param_groups[0]["lr"]
+    assert other.state_dict()["state"]["__warmup"]["warmup"].tolist() == [10, 0]
+    one.step(), other.step()
+    assert one.param_groups[0]["lr"] == other.param_groups[0]["lr"]
+
+
+@in_both_spellings
+def test_wrapped_and_combined_and_warmed_up_in_one(spelling):
+    keyed, warmup = spelling("keyed"), spelling("warmup")
+
+    def made():
+        network = model()
+        tables, dense = (
+            keyed["KeyedOptimizerWrapper"](dict(network[i].named_parameters()), factory)
+            for i, factory in enumerate((lambda params: torch.optim.SGD(params, 0.1, 0.9), torch.optim.Adam))
+        )
+        combined = keyed["CombinedOptimizer"]([("tables", keyed["OptimizerWrapper"](tables)), ("dense", dense)])
+        stages = [warmup["WarmupStage"](warmup["WarmupPolicy"].LINEAR, max_iters=4, value=0.5)]
+        optimizer = warmup["WarmupOptimizer"](combined, stages)
+        optimizer.save_param_groups(True)
+        return network, optimizer
+
+    (network, optimizer), (other_network, other) = made(), made()
+    train(network, optimizer, 3)
+    other.init_state()
+    other_network.load_state_dict(network.state_dict())
+    saved = optimizer.state_dict()
+    assert [group["params"] for group in saved["param_groups"]][:2] == [
+        ["tables.weight"],
+        ["dense.bias", "dense.weight"],
+    ]
+    other.load_state_dict(copy.deepcopy(saved))
+    train(network, optimizer, 3), train(other_network, other, 3)
+    assert str(other.state_dict()) == str(optimizer.state_dict())
+    assert all(torch.equal(*pair) for pair in zip(network.parameters(), other_network.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_state_of_a_torch_optimizer_with_names(wrapped):
+    """Positions in its groups and its state, and names beside them."""
+    network, ours = model(), model()
+    named = list(network.named_parameters())
+    if wrapped:
+        named = [(f"module.{name}", parameter) for name, parameter in named]
+    groups = [{"params": named[:1], "lr": 0.2}, {"params": named[1:], "lr": 0.3}]
+    theirs = torch.optim.Adam(groups, lr=0.1)
+    train(network, theirs, 3)
+    optimizer = shardopt.keyed("adam", ours.named_parameters(), groups=[{"match": r"^0\."}], lr=0.1)
+    optimizer.init_state()
+    ours.load_state_dict(network.state_dict())
+    optimizer.load_state_dict(copy.deepcopy(theirs.state_dict()), strict=False)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.2, 0.3]
+    train(network, theirs, 2), train(ours, optimizer, 2)
+    for parameter, other in zip(network.parameters(), ours.parameters(), strict=True):
+        assert torch.equal(parameter, other)
+        assert torch.equal(theirs.state[parameter]["exp_avg"], optimizer.state[other]["exp_avg"])
+    mistaken = theirs.state_dict()
+    mistaken["param_groups"][0]["param_names"] = ["nothing"]
+    before = str(optimizer.state_dict())
+    with pytest.raises(ValueError, match="nothing"):
+        optimizer.load_state_dict(mistaken)
+    assert str(optimizer.state_dict()) == before

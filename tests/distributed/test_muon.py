@@ -453,3 +453,89 @@ def test_a_fully_sharded_model_with_muon_for_its_hidden_matrices(shape):
     for result in run_ranks(math.prod(shape), train_sharded_model, shape):
         for name, expected in alone.items():
             torch.testing.assert_close(result[name], expected, rtol=2e-5, atol=2e-6)
+
+
+# --- several matrices in one parameter -------------------------------------------------------------------------------
+
+STACKS = {  # shape, the dimension along which it is cut
+    "experts": ((5, 6, 4), 0),
+    "inner": ((2, 7, 5), 1),
+    "columns": ((3, 4, 7), 2),
+    "fused": ((12, 7), 0),
+    "fused-columns": ((9, 8), 1),
+    "heads": ((2, 8, 5), 1),
+    "one-each": ((4, 6, 3), None),
+}
+STACK_OPTIONS = {
+    "lr": 0.05,
+    "adjust_lr_fn": "match_rms_adamw",
+    "groups": [{"match": "fused", "split": 3}, {"match": "heads", "split": [5, 2, 1]}],
+}
+
+
+def stack_value(name, seed, dtype):
+    generator = torch.Generator().manual_seed(100 * seed + sorted(STACKS).index(name))
+    return torch.randn(STACKS[name][0], generator=generator).to(dtype)
+
+
+def stacks(dtype):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    places = {name: Replicate() if dim is None else Shard(dim) for name, (_, dim) in STACKS.items()}
+    return {
+        name: torch.nn.Parameter(distribute_tensor(stack_value(name, 0, dtype), mesh, [where], src_data_rank=None))
+        for name, where in places.items()
+    }
+
+
+def train_stacks(optimizer, parameters, steps, dtype):
+    for step in steps:
+        for name, parameter in parameters.items():
+            whole = stack_value(name, step + 1, dtype)
+            if not isinstance(parameter, torch.distributed.tensor.DTensor):
+                parameter.grad = whole
+            else:
+                spec = parameter.device_mesh, parameter.placements
+                parameter.grad = distribute_tensor(whole, *spec, src_data_rank=None)
+        optimizer.step()
+
+
+def differing_stacks(dtype, round_bytes, load=None, save=None):
+    """The names of stacks on this rank that differ from those of whole ones; from a checkpoint, or into one."""
+    Muon.round_bytes = round_bytes
+    parameters = stacks(dtype)
+    optimizer = shardopt.keyed("muon", parameters, **STACK_OPTIONS)
+    begin = 0
+    if load is not None:
+        checkpoint.load(load, {"model": parameters, "optimizer": optimizer}, init_state=True)
+        begin = STEPS // 2
+    train_stacks(optimizer, parameters, range(begin, STEPS // 2), dtype)
+    if save is not None:
+        checkpoint.save(save, {"model": parameters, "optimizer": optimizer})
+    train_stacks(optimizer, parameters, range(STEPS // 2, STEPS), dtype)
+    whole = {name: torch.nn.Parameter(stack_value(name, 0, dtype)) for name in STACKS}
+    alone = shardopt.keyed("muon", whole, **STACK_OPTIONS)
+    train_stacks(alone, whole, range(STEPS), dtype)
+    state, expected = (each.state_dict()["state"] for each in (optimizer, alone))
+    moments = [(state[name]["momentum_buffer"], expected[name]["momentum_buffer"]) for name in STACKS]
+    actual = [name for name in STACKS if not same(parameters[name], whole[name].detach())]
+    return actual + [name for name, (one, other) in zip(STACKS, moments, strict=True) if not same(one, other)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "dtype", "round_bytes"),
+    [
+        (3, torch.float32, 1 << 20),
+        (2, torch.bfloat16, 400),
+        *(
+            pytest.param(ranks, dtype, size, marks=pytest.mark.exhaustive)
+            for ranks in (1, 2, 3, 4, 6)
+            for dtype in (torch.float32, torch.bfloat16)
+            for size in (200, 1 << 20)
+        ),
+    ],
+)
+def test_stacks_have_the_same_bits_on_any_number_of_ranks(tmp_path, ranks, dtype, round_bytes):
+    half = str(tmp_path / "half")
+    assert run_ranks(ranks, differing_stacks, dtype, round_bytes, save=half) == [[]] * ranks
+    others = ranks % 3 + 1
+    assert run_ranks(others, differing_stacks, dtype, 1 << 20, load=half) == [[]] * others

@@ -81,7 +81,7 @@ def tied_state():
     rows = distribute_tensor(ROWS, mesh, [Shard(0)], src_data_rank=None)
     plain = PLAIN.clone()
     tied = {"rows": rows, "same.rows": rows, "list": [plain, {"x": plain}], "plain": plain, "apart": PLAIN.clone()}
-    return {"tied": tied, "step": 7, "optimizer": stepped_optimizer()}
+    return {"tied": tied, "step": 7}
 
 
 GROUPS = [{"match": r"^blocks\.1", "lr": 0.25}, {"match": r"\.bias$", "betas": (0.5, 0.75), "weight_decay": 0.0}]
@@ -100,4 +100,39 @@ def stepped_optimizer(steps=2):
     return optimizer
 
 
-STATES = {1: state, 2: tied_state}
+def optimizers():
+    """Optimizers of several kinds, as `optimizers_v1` and `optimizers_v2` have them: in one process."""
+    torch.manual_seed(0)
+    groups = [{"match": "w", "algorithm": "sgd", "momentum": 0.5}, {"match": "b", "lr": 0.25}]
+    weights = {name: torch.nn.Parameter(torch.arange(4.0)) for name in ("w1", "w2", "b1", "c")}
+    several = shardopt.keyed("adagrad", weights, lr=0.125, groups=groups)
+    params = {name: torch.nn.Parameter(torch.arange(3.0) + 1) for name in ("b", "a")}
+    whole = shardopt.keyed("lbfgs", params, lr=0.5, history_size=3)
+    return {"adamw": stepped_optimizer(0), "several": several, "lbfgs": whole}
+
+
+def step_all(apart):
+    """Takes two steps with each of `optimizers()`."""
+    apart["adamw"] = stepped_optimizer()
+    for step in (1, 2):
+        for parameter in apart["several"].params.values():
+            parameter.grad = torch.arange(4.0) * step
+        apart["several"].step()
+
+        def loss():
+            params = apart["lbfgs"].params
+            apart["lbfgs"].zero_grad()
+            total = (params["a"] * params["b"] - 2).square().sum()
+            total.backward()
+            return total
+
+        apart["lbfgs"].step(loss)
+    apart["several"].param_groups[0]["lr"] = 0.0625
+
+
+def optimizer_state():
+    """State that version 3 has in another form than those before: the options of groups."""
+    return {**tied_state(), "optimizer": stepped_optimizer()}
+
+
+STATES = {1: state, 2: tied_state, 3: optimizer_state}

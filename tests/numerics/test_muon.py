@@ -8,7 +8,7 @@ import torch
 import shardopt
 from shardopt.algorithms import StepsOn, spec_of
 from shardopt.algorithms.muon.newton_schulz import orthogonalised
-from shardopt.errors import AlgorithmError, GradientError, StateError
+from shardopt.errors import AlgorithmError, GradientError, MismatchError, StateError
 from tests.support.cases import option_sets
 
 SHAPES = [(33, 17), (17, 65), (64, 64), (7, 5), (1, 9), (9, 1), (3, 1)]
@@ -132,7 +132,7 @@ def test_options_out_of_range_are_refused(options, reported):
     ("tensor", "actual"),
     [
         (torch.zeros(4), r"shape \(4,\)"),
-        (torch.zeros(2, 2, 2), r"shape \(2, 2, 2\)"),
+        (torch.zeros(2, 2, 2, 2), r"shape \(2, 2, 2, 2\)"),
         (torch.zeros(()), r"shape \(\)"),
         (torch.zeros(2, 2, dtype=torch.complex64), "dtype torch.complex64"),
     ],
@@ -193,3 +193,108 @@ def test_the_registry_says_what_it_is():
         state = optimizer.state[parameter]
         assert list(state) == [entry.name for entry in spec.entries(optimizer.param_groups[0])]
         assert torch.equal(state["momentum_buffer"], torch.zeros_like(parameter))
+
+
+# Several matrices in one parameter: experts, and parts that are fused.
+
+STACKS = [  # shape, split, the rows of each matrix
+    ((3, 9, 5), None, (9,)),
+    ((2, 6, 7), 3, (2, 2, 2)),
+    ((2, 7, 4), (4, 2, 1), (4, 2, 1)),
+    ((12, 5), 3, (4, 4, 4)),
+    ((11, 6), (6, 4, 1), (6, 4, 1)),
+    ((11, 6), [11], (11,)),
+    ((1, 4, 4), 1, (4,)),
+    ((5, 1, 3), None, (1,)),
+    ((6, 3), 6, (1,) * 6),
+]
+
+
+def parts_of(tensor, rows):
+    """The matrices in a parameter, one after the other."""
+    stack = [tensor] if tensor.ndim == 2 else tensor.unbind()
+    return [part for matrix in stack for part in matrix.split(rows)]
+
+
+@pytest.mark.parametrize("adjust", [None, "match_rms_adamw"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("shape", "split", "rows"), STACKS)
+def test_each_matrix_is_stepped_as_if_it_were_alone(shape, split, rows, dtype, adjust):
+    value = torch.randn(shape, generator=torch.Generator().manual_seed(7)).to(dtype)
+    options = {"lr": 0.1, "adjust_lr_fn": adjust, "ns_dtype": "float32"}
+    stacked = {"w": torch.nn.Parameter(value.clone()), "other": torch.nn.Parameter(torch.ones(3, 4))}
+    groups = [{"match": "other", "split": None}]
+    alone = {f"{i}": torch.nn.Parameter(part.clone()) for i, part in enumerate(parts_of(value, rows))}
+    one = shardopt.keyed("muon", stacked, split=split, groups=groups, **options)
+    many = shardopt.keyed("muon", alone, **options)
+    for step in range(4):
+        gradient = torch.randn(shape, generator=torch.Generator().manual_seed(step)).to(dtype)
+        stacked["w"].grad = gradient if step != 2 else None
+        stacked["other"].grad = torch.ones(3, 4)
+        for parameter, part in zip(alone.values(), parts_of(gradient, rows), strict=True):
+            parameter.grad = part.clone() if step != 2 else None
+        one.step(), many.step()
+    moments = parts_of(one.state[stacked["w"]]["momentum_buffer"], rows)
+    assert moments[0].dtype == dtype
+    for number, part in enumerate(parts_of(stacked["w"].detach(), rows)):
+        assert torch.equal(part, alone[f"{number}"])
+        assert torch.equal(moments[number], many.state[alone[f"{number}"]]["momentum_buffer"])
+
+
+@pytest.mark.parametrize(
+    ("shape", "split", "reported"),
+    [
+        ((2, 7, 4), 3, r"w: found 7 rows; required 3 parts of equal height"),
+        ((7, 4), 8, r"w: found 7 rows; required 8 parts"),
+        ((7, 4), (3, 3), r"w: found 7 rows; required parts of \(3, 3\) rows"),
+        ((2, 7, 4), (7, 7), r"w: found 7 rows; required parts of \(7, 7\) rows"),
+    ],
+)
+def test_rows_that_cannot_be_split_are_refused_by_name_and_nothing_is_changed(shape, split, reported):
+    parameters = {"w": torch.nn.Parameter(torch.ones(shape)), "other": torch.nn.Parameter(torch.ones(8, 3))}
+    optimizer = shardopt.keyed("muon", parameters, groups=[{"match": "w", "split": split}])
+    for parameter in parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(AlgorithmError, match=reported):
+        optimizer.step()
+    assert all(parameter.eq(1).all() for parameter in parameters.values())
+    assert optimizer.state_dict()["state"] == {}
+
+
+@pytest.mark.parametrize("split", [0, -1, 1.5, "3", (), (2, 0), (2, -1), True, (True, 1), {2: 3}])
+def test_what_is_no_split_is_refused(split):
+    for options in ({"split": split}, {"groups": [{"match": "w1", "split": split}]}):
+        with pytest.raises((ValueError, AlgorithmError), match="split"):
+            shardopt.keyed("muon", matrices(), **options)
+
+
+def test_the_split_is_saved_and_old_groups_have_none():
+    def made(**options):
+        return shardopt.keyed("muon", {"w": torch.nn.Parameter(torch.ones(6, 3))}, **options)
+
+    for split in (None, 2, (4, 2), [3, 3]):
+        saved = made(split=split).state_dict()
+        loaded = made(split=1)
+        loaded.load_state_dict(saved)
+        assert loaded.param_groups[0]["split"] == (tuple(split) if isinstance(split, list) else split)
+    old = made().state_dict()
+    for group in old["param_groups"]:
+        del group["split"]
+        group["given"].pop("split", None)
+    made().load_state_dict(old)
+    with pytest.raises(MismatchError, match="split"):
+        made(split=3).load_state_dict(old)
+    kept = made(split=3)
+    kept.keep_options("split")
+    kept.load_state_dict(old)
+    assert kept.param_groups[0]["split"] == 3
+
+
+def test_an_empty_stack_has_nothing_to_step():
+    for shape in ((0, 4, 3), (2, 0, 3), (2, 4, 0)):
+        parameters = {"w": torch.nn.Parameter(torch.zeros(shape)), "other": torch.nn.Parameter(torch.ones(4, 3))}
+        optimizer = shardopt.keyed("muon", parameters, split=2)
+        for parameter in parameters.values():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        assert not parameters["other"].eq(1).any()

@@ -8,13 +8,15 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from common import override
+from common import Windows, learning_rate_factor, override
 from compare_runs import compare_losses, differing_keys, read_losses
 from kill_and_resume import pid_of_rank
+from moe import TIED, MixtureOfExperts
 from train_embeddings import Pairs
-from train_lm import Windows, learning_rate_factor
+from train_moe import make_meshes
 
 from shardopt import checkpoint
+from tests.support.fake_rank import as_rank
 
 
 def write_run(run: Path, losses: list[tuple[int, float]]) -> Path:
@@ -128,3 +130,32 @@ def test_pairs_of_words_are_all_those_that_are_near_each_other(tmp_path: Path) -
     ]
     assert list(zip(words.tolist(), near.tolist(), strict=True)) == expected
     assert set(pairs.others(1000, torch.Generator().manual_seed(0)).tolist()) == set(range(10))
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 5])
+def test_stages_have_each_parameter_once_under_its_name_in_the_whole_model(stages: int) -> None:
+    def names_of(stage: int, stages: int) -> list[str]:
+        model = MixtureOfExperts(layers=5, context=4, width=4, heads=2, experts=2, chosen=1, hidden=3)
+        model.keep_stage(stage, stages)
+        return [TIED.get(name, name) for name, _ in model.named_parameters()]
+
+    names = [name for stage in range(stages) for name in names_of(stage, stages)]
+    assert sorted(set(names)) == sorted(names_of(0, 1))
+    assert len(names) == len(set(names)) + (stages > 1)  # the tied one is on two
+    assert all(any(name.startswith("blocks.") for name in names_of(stage, stages)) for stage in range(stages))
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "experts", "batch", "said"),
+    [
+        (4, 1, 24, "6 ranks cannot be split: 4 "),
+        (2, 2, 24, "6 ranks cannot be split: 4 "),
+        (8, 1, 24, "6 ranks cannot be split: 8 "),
+        (1, 6, 24, "8 experts cannot be split: 6 "),
+        (2, 1, 10, "10 windows of a batch cannot be split: 6 "),
+    ],
+)
+def test_splits_that_do_not_divide_are_refused(pipeline: int, experts: int, batch: int, said: str) -> None:
+    config = {"split": {"pipeline": pipeline, "experts": experts}, "model": {"experts": 8}}
+    with as_rank(0, 6), pytest.raises(SystemExit, match=said):
+        make_meshes(torch.device("cpu"), config | {"data": {"batch": batch, "micro_batches": 2}})

@@ -83,7 +83,7 @@ def test_what_is_written_is_read(manifest):
     assert plain(decode_manifest(data, "m")) == plain(manifest)
     body = json.loads(data)
     ties = any(tensor.tied_to is not None for tensor in manifest.tensors.values())
-    assert (body["version"], body["min_reader_version"]) == (2, 2 if ties else 1)
+    assert (body["version"], body["min_reader_version"]) == (3, 2 if ties else 1)
     assert ("tied" in body) == ties
 
 
@@ -112,7 +112,7 @@ def test_a_layout_of_many_boxes_is_as_small_as_its_edges():
 
 
 def wire_of(layout, files):
-    body = {"format": "shardopt", "version": 2, "min_reader_version": 1, "save_id": "0a", "world_size": 1}
+    body = {"format": "shardopt", "version": 3, "min_reader_version": 1, "save_id": "0a", "world_size": 1}
     body |= {"files": [[f"0a-r{i:05d}.safetensors", 1, "0" * 16] for i in range(files)], "layouts": [layout]}
     return sealed(body | {"tensors": {"x": ["float32", 0, None]}, "values": {}, "per_rank": {}})
 
@@ -316,7 +316,7 @@ def test_what_is_no_plain_json_object_is_refused(text):
 def test_other_formats_and_newer_ones_are_told_apart_from_damage(sound):
     for change, said in (
         ({"format": "other"}, "is not a manifest"),
-        ({"min_reader_version": 3}, "needs a newer reader"),
+        ({"min_reader_version": 4}, "needs a newer reader"),
         ({"min_reader_version": None}, "is not a manifest"),
     ):
         body = json.loads(sound) | change

@@ -116,8 +116,8 @@ class ParameterVector:
         if failure is not None:
             raise failure
         losses, peaks, reaches, failed = of_ranks.unbind(1)
-        _refuse_failures(failed)
-        _refuse_differences(losses)
+        _refuse_failures(failed, self.ranks.members)
+        _refuse_differences(losses, self.ranks.members)
         if direction is not None:
             self.reach = float(reaches.max())
         trial = Trial(0.0, float(losses[0]), float(slope), gradient, float(peaks.max()), float(total))
@@ -166,20 +166,21 @@ def _as_number(loss: Any, device: torch.device) -> Tensor:
     return torch.tensor(float(loss), dtype=torch.float64, device=device)
 
 
-def _refuse_failures(failed: Tensor) -> None:
+def _refuse_failures(failed: Tensor, members: Sequence[int]) -> None:
     ranks = failed.nonzero().flatten().tolist()
     if ranks:
-        raise RankError(f"LBFGS failed on rank {', '.join(map(str, ranks))}: the error there says why")
+        names = ", ".join(str(members[rank]) for rank in ranks)
+        raise RankError(f"LBFGS failed on rank {names}: the error there says why")
 
 
-def _refuse_differences(losses: Tensor) -> None:
+def _refuse_differences(losses: Tensor, members: Sequence[int]) -> None:
     """Raises where ranks would decide differently."""
     if bool(torch.isclose(losses, losses[0], rtol=_SAME, atol=0.0, equal_nan=True).all()):
         return
     rank = int((~torch.isclose(losses, losses[0], rtol=_SAME, atol=0.0, equal_nan=True)).nonzero()[0])
     problem = Problem(
         key="closure",
-        found=f"a loss of {float(losses[0])} on rank 0 and of {float(losses[rank])} on rank {rank}",
+        found=f"a loss of {float(losses[0])} on rank {members[0]} and of {float(losses[rank])} on rank {members[rank]}",
         required="one that all ranks share, and whose gradient the parameters have",
         remedy="return its mean over the ranks where gradients are averaged, "
         "as by torch.distributed.all_reduce(loss, torch.distributed.ReduceOp.AVG), or its sum where they are summed",

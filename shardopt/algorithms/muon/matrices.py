@@ -29,19 +29,27 @@ def split_of(option: Any) -> Split:
     raise ValueError(f"Muon's split is {option!r}; required None, a number of parts, or the rows of each")
 
 
-@lru_cache(maxsize=4096)
 def matrices_in(name: str, shape: tuple[int, ...], split: Split) -> tuple[Box, ...]:
     """Returns where the matrices lie in a parameter, in ascending order; without empty ones.
 
     Raises:
         AlgorithmError: its rows cannot be split so.
     """
+    boxes = _boxes(shape, split)
+    if boxes is None:
+        parts = f"parts of {split} rows" if isinstance(split, tuple) else f"{split} parts of equal height"
+        remedy = "give it to a group of its own, with the split that it has"
+        problem = Problem(name, f"{shape[-2]} rows", parts, remedy)
+        raise AlgorithmError("a parameter cannot be split into matrices", [problem])
+    return boxes
+
+
+@lru_cache(maxsize=4096)
+def _boxes(shape: tuple[int, ...], split: Split) -> tuple[Box, ...] | None:
     *outer, rows, columns = shape
     heights = split if isinstance(split, tuple) else (rows // (split or 1),) * (split or 1)
     if sum(heights) != rows:
-        parts = f"parts of {split} rows" if isinstance(split, tuple) else f"{split} parts of equal height"
-        problem = Problem(name, f"{rows} rows", parts, "give it to a group of its own, with the split that it has")
-        raise AlgorithmError("a parameter cannot be split into matrices", [problem])
+        return None
     begins = accumulate(heights[:-1], initial=0)
     parts_of_one = list(zip(begins, heights, strict=True))
     return tuple(

@@ -19,8 +19,8 @@ they are large. The owner computes on the whole matrix, so that the result is th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -209,15 +209,13 @@ class _Matrix:
         except GradientError as error:
             self.fault = error
         self._momentum: tuple[Tensor, ...] = ()
-        self._update: dict[Box, Tensor] | None = None
-        self._left = len(self.boxes)
 
     @property
     def device(self) -> torch.device:
         """Where the local tensors lie."""
         return device_of(self.parameter)
 
-    @property
+    @cached_property
     def layout(self) -> Layout:
         """Where the parameter lies, with the holders of each box."""
         layout = self.view.layout
@@ -241,25 +239,31 @@ class _Matrix:
         for momentum, gradient in zip(self._momentum, self.gradients, strict=True):
             momentum.lerp_(gradient, 1 - self.group["momentum"])
 
-    def update(self) -> dict[Box, Tensor]:
-        """Returns U on this rank, by box; zeros without a gradient. To be called once for each of `boxes`."""
-        if self._update is None:
-            self._update = self._computed_update()
-        update, self._left = self._update, self._left - 1
-        if not self._left:
-            self._update = None  # all of it is on its way
+    def update(self, matrix: Box) -> dict[Box, Tensor]:
+        """Returns U in a box on this rank, by boxes in coordinates of that one; zeros without a gradient."""
+        update: dict[Box, Tensor] = {}
+        for box, momentum, gradient in self._pieces:
+            common = box.intersect(matrix)
+            if common is None:
+                continue
+            inside = common.within(box)
+            here = narrowed(momentum, inside)
+            if gradient is None:
+                here = torch.zeros_like(here)
+            elif self.group["nesterov"]:
+                here = narrowed(gradient, inside).lerp(here, self.group["momentum"])
+            update[common.within(matrix)] = here
         return update
 
-    def _computed_update(self) -> dict[Box, Tensor]:
-        if not self.is_held:
-            return {}
-        if self.gradients is None:
-            return {piece.box: torch.zeros_like(piece.tensor) for piece in self.view.pieces}
-        update: Sequence[Tensor] = self._momentum
-        if self.group["nesterov"]:
-            pairs = zip(self.gradients, self._momentum, strict=True)
-            update = [gradient.lerp(momentum, self.group["momentum"]) for gradient, momentum in pairs]
-        return {piece.box: piece.tensor for piece in view_of(assemble(self.parameter, update)).pieces}
+    @cached_property
+    def _pieces(self) -> list[tuple[Box, Tensor, Tensor | None]]:
+        """This rank's boxes with the momentum and gradient there; parameter and None without a gradient."""
+        if not self.is_held or self.gradients is None:
+            return [(piece.box, piece.tensor, None) for piece in self.view.pieces if self.is_held]
+        of_momentum, of_gradient = (
+            view_of(assemble(self.parameter, tensors)).pieces for tensors in (self._momentum, self.gradients)
+        )
+        return [(one.box, one.tensor, other.tensor) for one, other in zip(of_momentum, of_gradient, strict=True)]
 
     def apply(self, box: Box, result: Tensor, rows: int, columns: int) -> None:
         """θ ← (1 − lr weight_decay) θ − lr s O, in a box of a matrix of so many rows and columns.
@@ -298,13 +302,7 @@ class _Part:
 
     def local_boxes(self) -> dict[Box, Tensor]:
         """Returns U, by box."""
-        update = self._of.update()
-        common = {box: box.intersect(self._box) for box in update}
-        return {
-            inside.within(self._box): narrowed(update[box], inside.within(box))
-            for box, inside in common.items()
-            if inside is not None
-        }
+        return self._of.update(self._box)
 
     def compute(self, whole: Tensor) -> Tensor:
         """Computes O from U."""

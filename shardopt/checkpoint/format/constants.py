@@ -22,7 +22,7 @@ import xxhash
 from shardopt.errors import CorruptionError, Problem
 
 FORMAT_NAME = "shardopt"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """The version that is written, and the newest that is read."""
 
 MANIFEST_NAME = "manifest.json"

@@ -29,9 +29,9 @@ from shardopt.checkpoint.format.constants import (
     seal,
     without_duplicates,
 )
+from shardopt.checkpoint.format.earlier_versions import with_options_by_member
 from shardopt.checkpoint.format.paths import decode_path, encode_path
 from shardopt.checkpoint.format.shared_values import decode_each, encode_each, pack, unpack
-from shardopt.checkpoint.format.version_1 import with_options_by_member
 from shardopt.errors import FormatError, Problem, StateError
 from shardopt.gc_pause import gc_paused
 from shardopt.sharding.box import Box, grid_boxes, grid_cuts
@@ -52,7 +52,7 @@ class StoredTensor(NamedTuple):
     """One tensor of a checkpoint: its path in the nested state, how its items are stored, and where its boxes lie.
 
     `tied_to` is the key under which the data files have it, where that is another: both keys were one memory.
-    `stored_as` is the key under which they have it where its own has changed since (`version_1`).
+    `stored_as` is the key under which they have it where its own has changed since (`earlier_versions`).
     """
 
     path: Path
@@ -127,7 +127,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     head = {
         "format": FORMAT_NAME,
         "version": FORMAT_VERSION,
-        "min_reader_version": max(manifest.tensors.min_reader_version, 2 if "shared" in values else 1),
+        "min_reader_version": max(manifest.tensors.min_reader_version, 3 if "shared" in values else 1),
         "save_id": manifest.save_id,
         "world_size": manifest.world_size,
         "files": [[file.name, file.nbytes, file.digest] for file in manifest.files],
@@ -182,7 +182,7 @@ def _decode(data: bytes, where: str) -> Manifest:
         tensors = _decode_tensors(body["tensors"], layouts)
         _add_tied(tensors, body.get("tied", {}))
         values = decode_each(unpack(body))
-        if body.get("version", 1) == 1:
+        if body.get("version", 1) < 3:
             values, new_keys = with_options_by_member(values, tensors)
             tensors = _under(new_keys, tensors)
         per_rank = {key: decode_path(key, path) for key, path in body["per_rank"].items()}

@@ -101,22 +101,10 @@ def compare(flat: FlatState, views: Mapping[str, View], names: Names, strictness
         if not is_below(flat.leaves[key].path, *reported):
             problem = Problem(key, "nothing in the checkpoint", _kind_of_leaf(flat, views, key), _MISSING)
             _apply_choice(problem, strictness.missing, problems, match)
-    match.unexpected = [
-        key for key in stored if not _has_place(key, stored[key], flat) and not is_below(stored[key], *reported)
-    ]
+    problems += _unequal_values(names)
+    here = flat.leaves.keys() | names.aliases.keys()
+    match.unexpected = [key for key in stored if key not in here and not is_below(stored[key], *reported)]
     return match
-
-
-def tied_to(flat: FlatState, key: str, path: Path) -> str | None:
-    """Returns the key of the leaf that a stored key of another name stands for; None where there is none."""
-    if key in flat.leaves or not flat.tied:
-        return None
-    first = flat.aliases[key][0] if key in flat.aliases else flat.key_of(path)
-    return first if first in flat.leaves else None
-
-
-def _has_place(key: str, path: Path, flat: FlatState) -> bool:
-    return key in flat.leaves or tied_to(flat, key, path) is not None
 
 
 def _is_filled_elsewhere(leaf: Leaf, stored: Mapping[str, Path]) -> bool:
@@ -140,6 +128,15 @@ def judge_unexpected(match: Match, names: Names, strictness: Strictness, keys: I
         problem = Problem(key, stored, "nothing under this key", _UNEXPECTED)
         _apply_choice(problem, strictness.unexpected, refused, match)
     return refused
+
+
+def _unequal_values(names: Names) -> Iterator[Problem]:
+    """Yields a problem for each plain value under a name that another stands for, which has another value."""
+    for alias, key in names.aliases.items():
+        own, other = names.manifest.values.get(alias), names.manifest.values.get(key)
+        if key in names.chosen and own is not None and (other is None or own[1] != other[1]):
+            stored = f"another value than {key} in the checkpoint"
+            yield Problem(alias, stored, "the same: they are declared as tied", "load without tied={...}")
 
 
 def _apply_choice(problem: Problem, choice: Choice, problems: list[Problem], match: Match) -> None:
@@ -220,7 +217,7 @@ def _one_sided_state(handback: Handback, flat: FlatState, stored: Mapping[str, P
     live = keys_of_state(handback, (key for key in chosen if isinstance(flat.leaves[key].value, torch.Tensor)))
     saved = keys_of_state(handback, names.manifest.tensors)
     if not live:
-        saved = _belonging(handback, flat, stored, saved)
+        saved = _belonging(handback, stored, saved, flat)
     if bool(saved) == bool(live):
         return None
     stored_state = f"{'state' if saved else 'no state'} in the checkpoint"
@@ -243,14 +240,14 @@ def _object_problems(
     of_stored = [key for key, at in stored.items() if is_below(at, path)]
     if own.keys().isdisjoint(of_stored) and not handback.elsewhere:
         return  # nothing of it is loaded; its keys are reported one by one
-    without_place = [key for key in of_stored if not _has_place(key, stored[key], flat)]
-    belonging = _belonging(handback, flat, stored, without_place) if strictness.unexpected == "raise" else []
+    without_place = [key for key in of_stored if key not in own]
+    belonging = _belonging(handback, stored, without_place, flat) if strictness.unexpected == "raise" else []
     keys = [*(key for key in of_stored if key in own), *belonging]
     described: dict[Path, Any] = {}
     if strictness.missing != "raise" or not names.chosen.issuperset(own):
-        described |= {at[len(path) :]: leaf.value for leaf in own.values() for at in leaf.own_paths or (leaf.path,)}
+        described |= {at[len(path) :]: leaf.value for leaf in own.values() for at in leaf.paths_here}
     for key in keys:
-        for at in (flat.leaves[key].own_paths if key in own else ()) or (stored[key],):
+        for at in (key in own and own[key].names_here) or [_path_here(handback, stored[key], flat)]:
             described[at[len(path) :]] = _description(key, flat, names.manifest, strictness)
     if handback.plain_names:
         own_names: dict[str | int, str] = {plain: name for name, plain in handback.plain_names.items()}
@@ -281,9 +278,11 @@ def _groups_in(
     """
     section = (*handback.path, PARAM_GROUPS)
     options = {
-        str((leaf.own_paths or (leaf.path,))[0][-1]): manifest.values[key][1]
+        str(at[-1]): manifest.values[key][1]
         for key, leaf in own.items()
-        if key in manifest.values and leaf.path[:-1] == section
+        if key in manifest.values
+        for at in leaf.paths_here
+        if at[:-1] == section
     }
     malformed = [each for each in options.values() if not isinstance(each, Mapping)]
     if malformed:
@@ -298,20 +297,28 @@ def _options_elsewhere(handback: Handback, flat: FlatState, manifest: Manifest) 
     """Returns the stored options of an object's parameters that are on other ranks alone."""
     section = (*handback.path, PARAM_GROUPS)
     return {
-        str(path[-1]): value
+        flat.tied.get(str(path[-1]), str(path[-1])): value
         for key, (path, value) in manifest.values.items()
-        if path[:-1] == section and not _has_place(key, path, flat) and isinstance(value, Mapping)
+        if path[:-1] == section and key not in flat.leaves and isinstance(value, Mapping)
     }
 
 
-def _belonging(handback: Handback, flat: FlatState, stored: Mapping[str, Path], keys: Iterable[str]) -> list[str]:
+def _belonging(handback: Handback, stored: Mapping[str, Path], keys: Iterable[str], flat: FlatState) -> list[str]:
     """Returns those of an object's stored keys that belong on this rank, whether it has a place for them or not."""
     target, root = handback.target, len(handback.path)
     if isinstance(target, PartialStateful):
-        names = {flat.tied.get(name, name) for name in target.held_state_names()}
-        within = ((key, stored[key][root:]) for key in keys)
+        names = target.held_state_names()
+        within = ((key, _path_here(handback, stored[key], flat)[root:]) for key in keys)
         return [key for key, path in within if len(path) < 2 or _belongs(path, names)]
     return [] if isinstance(target, CheckedStateful) else list(keys)
+
+
+def _path_here(handback: Handback, path: Path, flat: FlatState) -> Path:
+    """Returns the path that an entry of an object has on this rank, which may have its parameter under another name."""
+    at = len(handback.path) + 1
+    if not flat.tied or not isinstance(handback.target, PartialStateful) or len(path) <= at:
+        return path
+    return (*path[:at], flat.name_here(path[at], handback.target.held_state_names()), *path[at + 1 :])
 
 
 def _belongs(path: Path, names: Collection[str]) -> bool:

@@ -129,19 +129,15 @@ def _changes(flat: FlatState, manifest: Manifest, chosen: Collection[str]) -> It
         if not own or not isinstance(target, Optimizer) or not hasattr(target, "init_state"):
             continue
         if isinstance(target, UnsteppedStateful) and "names" in inspect.signature(target.init_state).parameters:
-            known = _own_names(target.held_state_names(), flat.tied)
-            saved = {known[name] for name in _saved_names(key, own, manifest, known)}
-            live = {known[name] for name in _live_names(each, flat, chosen) if name in known}
+            known = target.held_state_names()
+            name_here = {flat.tied.get(name, name): name for name in known}
+            saved = {name_here[name] for name in _saved_names(key, own, manifest, name_here)}
+            live = set(_live_names(each, flat, chosen)).intersection(known)
             surplus = live - saved
             unstepped = set(target.unstepped_state(surplus)) if surplus else set()
             yield key, _Change(target, sorted(saved - live), sorted(unstepped), sorted(surplus - unstepped))
         elif keys_of_state(each, manifest.tensors) and not keys_of_state(each, flat.tensors()):
             yield key, _Change(target, None)
-
-
-def _own_names(held: Collection[str], tied: Tied) -> dict[str, str]:
-    """Returns name that stands for another, or for itself → the name that the optimizer has."""
-    return {tied.get(name, name): name for name in held} | {name: name for name in held}
 
 
 def _saved_names(key: str, stored: Iterable[str], manifest: Manifest, known: Collection[str]) -> Iterator[str]:
@@ -163,8 +159,8 @@ def _live_names(handback: Handback, flat: FlatState, chosen: Collection[str]) ->
     """Yields the names for which an optimizer has state that is to be loaded."""
     root = handback.path
     for key, leaf in flat.leaves.items():
-        if key in chosen and is_below(leaf.path, root):
-            within = leaf.path[len(root) :]
+        for path in leaf.paths_here if key in chosen and is_below(leaf.path, root) else ():
+            within = path[len(root) :]
             if len(within) > 1 and within[0] == "state":
                 yield str(within[1])
             elif within in ((), ("state",)) and isinstance(leaf.value, Mapping):

@@ -35,11 +35,13 @@ class Names:
         manifest: with the app's keys and paths, without what is not selected.
         renamed: key of the app → key in the data files, where they differ.
         chosen: the app's keys that are to be loaded.
+        aliases: key of the manifest → the key of the app that is declared to stand for it, and is in the manifest too.
     """
 
     manifest: Manifest
     renamed: Mapping[str, str]
     chosen: frozenset[str]
+    aliases: Mapping[str, str]
 
 
 def under_names_of(manifest: Manifest, flat: FlatState, select: str | None, rename: Mapping[str, str] | None) -> Names:
@@ -48,8 +50,9 @@ def under_names_of(manifest: Manifest, flat: FlatState, select: str | None, rena
     Raises:
         MismatchError: two stored keys get one name.
     """
-    if not (select or rename or _keys_under_wrappers((*manifest.tensors, *manifest.values, *manifest.per_rank), flat)):
-        return Names(replace(manifest, values=_spread(manifest.values, flat)), {}, frozenset(flat.leaves))
+    stored = (*manifest.tensors, *manifest.values, *manifest.per_rank)
+    if not (select or rename or flat.tied or _keys_under_wrappers(stored, flat)):
+        return Names(replace(manifest, values=_spread(manifest.values, flat)), {}, frozenset(flat.leaves), {})
     rules = [(re.compile(pattern), into) for pattern, into in (rename or {}).items()]
     wanted = re.compile(select or "")
 
@@ -59,22 +62,26 @@ def under_names_of(manifest: Manifest, flat: FlatState, select: str | None, rena
             key = pattern.sub(into, key)
         return key
 
-    keys = (*manifest.tensors, *manifest.values, *manifest.per_rank)
-    new_key = {key: renamed(key) for key in keys}
+    new_key = {key: renamed(key) for key in stored}
     if rules:
         new_key |= {key: _renamed_options(key, path, flat, renamed) for key, (path, _) in manifest.values.items()}
     unwrapped = _keys_under_wrappers(new_key.values(), flat)
     new_key = {key: unwrapped.get(name, name) for key, name in new_key.items()}
+    stands_for = _aliases_among(new_key.values(), flat)
+    # Where the name that stands for another is not stored itself, what is stored under the other is the tensor.
+    taken, alone = set(new_key.values()), dict[str, str]()
+    for alias, name in stands_for.items():
+        if name not in taken:
+            alone.setdefault(name, alias)
+    new_key = {key: stands_for[name] if name in alone.values() else name for key, name in new_key.items()}
+    aliases = {alias: name for alias, name in stands_for.items() if alias not in alone.values()}
     _refuse_collisions(new_key.items())
 
     def path_of(key: str, path: Path) -> Path:
         if new_key[key] == key:
             return path
-        name = new_key[key]
-        leaf, alias = flat.leaves.get(name), flat.aliases.get(name)
-        if leaf is not None:
-            return leaf.path
-        return tuple(name.split(".")) if alias is None else alias[1]
+        leaf = flat.leaves.get(new_key[key])
+        return tuple(new_key[key].split(".")) if leaf is None else leaf.path
 
     def chosen(stored: Mapping[str, T]) -> Iterable[tuple[str, T]]:
         return ((key, entry) for key, entry in stored.items() if wanted.search(new_key[key]))
@@ -89,7 +96,7 @@ def under_names_of(manifest: Manifest, flat: FlatState, select: str | None, rena
         per_rank={new_key[key]: path_of(key, path) for key, path in chosen(manifest.per_rank)},
     )
     changed = {new: key for key, new in new_key.items() if new != key}
-    return Names(renamed_manifest, changed, frozenset(key for key in flat.leaves if wanted.search(key)))
+    return Names(renamed_manifest, changed, frozenset(key for key in flat.leaves if wanted.search(key)), aliases)
 
 
 def _renamed_options(key: str, path: Path, flat: FlatState, renamed: Rename) -> str:
@@ -119,6 +126,19 @@ def _keys_under_wrappers(keys: Collection[str], flat: FlatState) -> dict[str, st
             stored = {key.removeprefix(root) for key in keys if key.startswith(root)}
             unwrapped |= {root + name: root + plain for name, plain in names_under_wrappers(stored, own).items()}
     return unwrapped
+
+
+def _aliases_among(keys: Iterable[str], flat: FlatState) -> dict[str, str]:
+    """Maps keys under names that others stand for (`tied`) to the keys of the app, where it has these."""
+    if not flat.tied:
+        return {}
+    names = "|".join(map(re.escape, sorted(flat.tied, key=len, reverse=True)))
+    pattern = re.compile(rf"(?<![^.])(?:{names})(?![^.])")  # whole segments
+
+    def under_others(key: str) -> str:
+        return pattern.sub(lambda found: flat.tied[found[0]], key)
+
+    return {key: name for key in keys if key not in flat.leaves and (name := under_others(key)) in flat.leaves}
 
 
 def _spread(values: Values, flat: FlatState) -> Values:

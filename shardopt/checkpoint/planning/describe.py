@@ -23,13 +23,13 @@ from shardopt.checkpoint.planning.replica_check import (
     contents_summed_up,
     summary_of,
 )
-from shardopt.checkpoint.planning.tied import tied_in
+from shardopt.checkpoint.planning.tied import refuse_untied, tied_in
 from shardopt.errors import LayoutError, Problem, ShardoptError, StateError
 from shardopt.sharding.layout import Layout
 from shardopt.sharding.layout_merge import LayoutWriter
 from shardopt.sharding.pieces import View
 from shardopt.sharding.view import view_of
-from shardopt.state import FlatState, Path, PerRank, Tied
+from shardopt.state import FlatState, Path, PerRank
 from shardopt.values import encode_value
 
 
@@ -47,7 +47,7 @@ class Description:
     tied: Mapping[str, str]  # key → the first key with the same memory on this rank
     unmatched: Sequence[dict[str, Any]] = ()  # `FlatState.unmatched_patterns`
     aliases: Mapping[str, tuple[str, Path]] = field(default_factory=dict)  # of tensors, as `FlatState.aliases`
-    declared: Tied = field(default_factory=dict)  # `FlatState.tied`
+    declared: Mapping[str, str] = field(default_factory=dict)  # as `FlatState.tied`
 
     @property
     def is_partial(self) -> bool:
@@ -56,8 +56,7 @@ class Description:
 
     def geometry_fingerprint(self) -> str:
         """Returns a hash, equal on two ranks, and in two saves, that describe the same tensors in the same places."""
-        aliases = sorted((key, first) for key, (first, _) in self.aliases.items())
-        words = [str(len(self.tied)), json.dumps(aliases)]
+        words = [str(len(self.tied)), json.dumps(sorted(self.aliases))]
         for key, first in sorted(self.tied.items()):
             words += (key, first)
         for key, path in self.per_rank.items():
@@ -132,12 +131,14 @@ def describe(flat: FlatState, check_replicas: CheckReplicas, members: tuple[int,
     addresses: dict[str, int] = {}
     refused: list[ShardoptError] = []
     shared: dict[int, Any] = {}  # options of a group, by identity: each of its parameters has the same
+    stand_for_others = set(flat.tied.values())
     for key, leaf in flat.leaves.items():
         try:
             if isinstance(leaf.value, Tensor):
-                seen = view_of(leaf.value, key)
-                view = views[key] = seen.numbered_in(members)
-                _refuse_held_outside(key, seen.layout, view.layout, members)
+                view = view_of(leaf.value, key).numbered_in(members, all_of=key)
+                if stand_for_others and not stand_for_others.isdisjoint(leaf.path):
+                    view = view.known_in_part()  # others may lie on other meshes
+                views[key] = view
                 tensors[key] = leaf.path, stored_dtype(view.dtype, key), view.layout
                 at = [piece.tensor.data_ptr() for piece in view.pieces]
                 addresses[key] = at[0] if at else 0
@@ -162,6 +163,7 @@ def describe(flat: FlatState, check_replicas: CheckReplicas, members: tuple[int,
     if refused:
         kind, message = type(refused[0]), refused[0].message
         raise kind(message, [problem for error in refused for problem in error.problems])
+    refuse_untied(flat, views)
     contents = contents_of(views, check_replicas)
     tied = {key: first for key, first in tied_in(views, addresses).items() if views[key].layout == views[first].layout}
     unmatched = flat.unmatched_patterns()
@@ -169,16 +171,6 @@ def describe(flat: FlatState, check_replicas: CheckReplicas, members: tuple[int,
     return Description(
         views, tensors, values, per_rank, contents, own_values, check_replicas, tied, unmatched, aliases, flat.tied
     )
-
-
-def _refuse_held_outside(key: str, layout: Layout, inside: Layout, members: tuple[int, ...] | None) -> None:
-    """Refuses a tensor of which some boxes are on none of the ranks that save."""
-    if len(inside.boxes) < len(layout.boxes):
-        holders = sorted({rank for by in layout.holders or () for rank in by}.difference(members or ()))
-        held = f"boxes that only ranks {holders} hold"
-        required = f"all of it on ranks {list(members or ())}, which save"
-        remedy = "save with the group of all ranks that hold it, or leave it out of the app"
-        raise LayoutError("a tensor is not all on the ranks that save", [Problem(key, held, required, remedy)])
 
 
 def geometry_of(description: Description, world_size: int) -> Geometry:

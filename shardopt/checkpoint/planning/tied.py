@@ -1,7 +1,4 @@
-"""Tied tensors: keys of one state that share one memory, such as tied weights, and names that are declared as tied.
-
-The memory is stored once.
-"""
+"""Tied tensors: keys of one state that share one memory, such as tied weights. The memory is stored once."""
 
 from __future__ import annotations
 
@@ -14,7 +11,8 @@ from shardopt.errors import Problem, StateError
 from shardopt.ranks.failures import names_of
 from shardopt.sharding.box import Box
 from shardopt.sharding.pieces import Piece, View
-from shardopt.state import Tied
+from shardopt.sharding.view import view_of
+from shardopt.state import FlatState
 
 
 def tied_in(views: Mapping[str, View], addresses: Mapping[str, int] | None = None) -> dict[str, str]:
@@ -40,20 +38,36 @@ def tied_in(views: Mapping[str, View], addresses: Mapping[str, int] | None = Non
     return tied
 
 
-def refuse_different_ties(reports: Sequence[Tied]) -> None:
+def refuse_untied(flat: FlatState, views: Mapping[str, View]) -> None:
+    """Raises StateError where tensors that are declared as tied are two on this rank.
+
+    Args:
+        views: by key; those that are not there are not asked about.
+    """
+    remedy = "let the modules share one parameter, or do not declare them as tied"
+    problems = [
+        Problem(key, f"another tensor on this rank than {first}", "one tensor", remedy)
+        for key, (first, tensor) in flat.twins.items()
+        if first in views and not _is_same(view_of(tensor, key), views[first])
+    ]
+    if problems:
+        raise StateError("tied parameters", problems)
+
+
+def refuse_other_ties(declared: Sequence[Mapping[str, str]]) -> None:
     """Raises StateError where ranks declare other parameters as tied.
 
     Args:
-        reports: what each rank declares, by rank.
+        declared: by rank, name → the name that stands for it.
     """
-    if all(tied == reports[0] for tied in reports):
+    if all(ties == declared[0] for ties in declared):
         return
     remedy = "pass the same tied={...} on every rank, also where neither of the two is"
     problems = []
-    for alias in dict.fromkeys(alias for tied in reports for alias in tied):
+    for alias in dict.fromkeys(alias for ties in declared for alias in ties):
         ranks_with: dict[str, list[int]] = {}
-        for rank, tied in enumerate(reports):
-            ranks_with.setdefault(repr(tied[alias]) if alias in tied else "nothing", []).append(rank)
+        for rank, ties in enumerate(declared):
+            ranks_with.setdefault(repr(ties[alias]) if alias in ties else "nothing", []).append(rank)
         if len(ranks_with) > 1:
             names = "; ".join(f"{name} on {names_of(ranks)}" for name, ranks in ranks_with.items())
             problems.append(Problem(f"tied[{alias!r}]", names, "the same on every rank", remedy))

@@ -104,8 +104,7 @@ class CheckpointReader:
     def key_in_files(self, key: str) -> str:
         """Returns the key under which the data files have a tensor: its own, an earlier one, or that of its tie."""
         tensor = self._manifest.tensors[key]
-        names = (tensor.tied_to, tensor.stored_as)
-        return next((name for name in names if name is not None), key)
+        return next(name for name in (tensor.tied_to, tensor.stored_as, key) if name is not None)
 
     def read(self, key: str, box: Box | None = None) -> Any:
         """Returns a plain value, or a tensor in memory of its own, on the CPU: the whole of it, or a box.

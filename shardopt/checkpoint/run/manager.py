@@ -74,11 +74,12 @@ class Manager:
         stop_seconds: within which a process that got the signal ends, saved or not.
         deadline_seconds: how long a rank may show no sign of life before the others give up and name it.
         group: the ranks of the run, where they are not all of the job: a process group, or a device mesh. Others make
-            no Manager for its root.
+            no Manager for its root. Making it is collective then, as is its use.
         tied: parameters that are tied across ranks, as for `checkpoint.save`.
 
     Raises:
-        OptionError: arguments of the wrong type or out of their range; all of them are listed.
+        OptionError: arguments of the wrong type or out of their range; all of them are listed. Or this rank is not in
+            `group`.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Manager:
             root, mirror, every, keep_last, keep_every, best, stage, stop_on, exit_code, stop_seconds, deadline_seconds
         )
         self._group, self._tied = group, tied
+        ranks_of(group)  # which refuses a rank that is not in it
         self._root = Root(storage_of(root))
         self._copies = None if mirror is None else Root(storage_of(mirror))
         self._mirror = None if mirror is None else Mirror(root, mirror, deadline_seconds=deadline_seconds, group=group)

@@ -38,12 +38,14 @@ class Measured:
         of_ranks: shape (R,), fp64: the norm of the gradients that each rank counts.
         kinds: the local gradients of this rank, those that others count too, by device and dtype; none of them empty.
         counted_parameters: the parameters of this rank.
+        members: the numbers of the R ranks in the job.
     """
 
     total: Tensor
     of_ranks: Tensor
     kinds: list[list[Tensor]]
     counted_parameters: list[CountedParameter]
+    members: tuple[int, ...]
 
     def refuse_nonfinite(self) -> None:
         """Waits for the norm, and raises on all ranks alike if it is infinite or not a number.
@@ -54,7 +56,7 @@ class Measured:
         if bool(self.total.isfinite()):
             return
         ranks = (~self.of_ranks.isfinite()).nonzero().flatten().tolist()
-        where = f", by what ranks {ranks} count" if ranks else ""
+        where = f", by what ranks {[self.members[rank] for rank in ranks]} count" if ranks else ""
         problems = [
             Problem(f"{each.name}.grad", "elements that are not finite", "finite ones", "find out where they arise")
             for each in self.counted_parameters
@@ -151,11 +153,11 @@ class _Plan:
         if failure is not None:
             raise failure
         if buffer.device.type == "cpu":
-            _refuse_failed(of_ranks)
+            _refuse_failed(of_ranks, ranks.members)
         first, first_has, others, others_have = of_shared.view(4, -1)
         whole = torch.where(first_has > 0, first, others / others_have.clamp(min=1))
         total = torch.linalg.vector_norm(torch.cat([of_ranks, whole]), order)
-        return Measured(total, of_ranks, kinds, self._counted)
+        return Measured(total, of_ranks, kinds, self._counted, ranks.members)
 
     def _fill(self, own: Tensor, of_shared: Tensor, order: float) -> list[list[Tensor]]:
         """Writes the norms that this rank counts, and returns all its gradients."""
@@ -196,8 +198,8 @@ class _Plan:
         return self._places[1]
 
 
-def _refuse_failed(of_ranks: Tensor) -> None:
+def _refuse_failed(of_ranks: Tensor, members: Sequence[int]) -> None:
     failed = (of_ranks == _FAILED).nonzero().flatten().tolist()
     if failed:
-        names = ", ".join(map(str, failed))
+        names = ", ".join(str(members[rank]) for rank in failed)
         raise RankError(f"clipping failed on rank {names}: the error there says why; nothing was changed here")

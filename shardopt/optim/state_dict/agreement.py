@@ -17,11 +17,15 @@ from shardopt.errors import Problem
 from shardopt.optim.state_dict.options import IMPLEMENTATION_OPTIONS
 from shardopt.param_groups import PARAMS, refuse_unmatched
 from shardopt.ranks import Ranks
+from shardopt.ranks.kinds import exchange, kinds_of, number_of_kind, pack_kinds, unpack_kinds
 from shardopt.sharding.gradients import takes_gradient
 from shardopt.sharding.view import is_held, local_tensors
 
 Texts = dict[str, str]
 """Name of an option, or of an entry of state → its value, in words that are equal for equal values."""
+
+Alike = tuple[int, ...]
+"""Ranks that have everything alike, ascending: their numbers in the job."""
 
 _WHAT = "comparing optimizers between ranks"
 _ABSENT = "nothing"
@@ -37,7 +41,8 @@ def differences(
 ) -> list[Problem]:
     """Returns the first parameter for each option and each number in state that differs between ranks. Collective.
 
-    One exchange where ranks agree in everything, and a second one where they do not, or have different parameters.
+    One exchange where ranks agree in everything, and a second one where they do not, or have different parameters: in
+    it one rank of each kind tells what all of its kind have.
 
     Args:
         names: parameter → FQN.
@@ -49,20 +54,32 @@ def differences(
         StateError: a pattern matches nothing on any rank.
     """
 
-    def are_alike(reports: list[Any]) -> bool:
+    def kinds(reports: list[Any]) -> list[list[int]]:
         digests, unmatched_there = zip(*reports, strict=True)
         refuse_unmatched(unmatched_there)
-        return len(set(digests)) == 1
+        return pack_kinds(kinds_of(digests))
 
-    report, alike = ranks.agree(
+    report, packed = ranks.agree(
         _WHAT,
         work=lambda: json.dumps([list(_options(names, param_groups())), _numbers(names, state())], sort_keys=True),
         report=lambda text: [blake2b(text.encode(), digest_size=16).hexdigest(), [*map(asdict, unmatched)]],
-        decide=are_alike,
+        decide=kinds,
     )
-    if alike:
+    alike = unpack_kinds(packed)
+    if len(alike) == 1:
         return []
-    _, problems = ranks.agree(_WHAT, work=lambda: report, report=lambda text: text, decide=_compare)
+
+    def in_job(kind: Alike) -> Alike:
+        return tuple(sorted(ranks.members[rank] for rank in kind))
+
+    is_first = alike[number_of_kind(alike, ranks.rank)][0] == ranks.rank
+    problems, _ = exchange(
+        ranks,
+        _WHAT,
+        describe=(lambda: json.loads(report)) if is_first else None,
+        merge=lambda reports: (_compare({in_job(kind): reports[kind[0]] for kind in alike}), [None]),
+        section_of=lambda _: 0,
+    )
     return [Problem(*problem) for problem in problems]
 
 
@@ -98,43 +115,42 @@ def _texts(values: Mapping[str, Any], most_elements: int = _FEW) -> Texts:
     return texts
 
 
-def _compare(reports: list[str]) -> list[tuple[str, str, str, str]]:
-    """Finds differences, on rank 0: for each option and entry the first parameter."""
-    options: dict[str, dict[int, Texts]] = {}
-    numbers: dict[str, dict[int, Texts]] = {}
+def _compare(reports: Mapping[Alike, Any]) -> list[tuple[str, str, str, str]]:
+    """Finds differences, on rank 0: for each option and entry the first parameter; `reports` by kind of rank."""
+    options: dict[str, dict[Alike, Texts]] = {}
+    numbers: dict[str, dict[Alike, Texts]] = {}
     group_of: dict[str, str] = {}
-    for rank, report in enumerate(reports):
-        groups, state = json.loads(report)
+    for ranks, (groups, state) in reports.items():
         for names, texts in groups:
             for name in names:
-                options.setdefault(name, {})[rank] = texts
+                options.setdefault(name, {})[ranks] = texts
                 group_of.setdefault(name, names[0])
         for name, texts in state.items():
-            numbers.setdefault(name, {})[rank] = texts
+            numbers.setdefault(name, {})[ranks] = texts
     problems: dict[str, tuple[str, str, str, str]] = {}
-    for name, by_rank in options.items():
-        for option, difference in _differing(by_rank):
+    for name, by_kind in options.items():
+        for option, difference in _differing(by_kind):
             remedy = "set it alike on all ranks, from a number that all of them have (a reduced loss, a common step)"
             key = f"param_groups.{group_of[name]}.{option}"
             problems.setdefault(
                 f"option {option}", (key, difference, "the same on every rank that has the parameter", remedy)
             )
-    for name, by_rank in numbers.items():
-        for entry, difference in _differing(by_rank):
+    for name, by_kind in numbers.items():
+        for entry, difference in _differing(by_kind):
             remedy = "step and load all ranks together; load the last checkpoint to bring them together again"
             key = f"state.{name}.{entry}"
             problems.setdefault(f"entry {entry}", (key, difference, "the same on every rank that has it", remedy))
     return list(problems.values())
 
 
-def _differing(by_rank: Mapping[int, Texts]) -> Iterator[tuple[str, str]]:
+def _differing(by_kind: Mapping[Alike, Texts]) -> Iterator[tuple[str, str]]:
     """Yields the names under which ranks have different values, and which value is on which rank."""
-    for name in dict.fromkeys(name for texts in by_rank.values() for name in texts):
+    for name in dict.fromkeys(name for texts in by_kind.values() for name in texts):
         ranks_of: dict[str, list[int]] = {}
-        for rank, texts in by_rank.items():
-            ranks_of.setdefault(texts.get(name, _ABSENT), []).append(rank)
+        for ranks, texts in by_kind.items():
+            ranks_of.setdefault(texts.get(name, _ABSENT), []).extend(ranks)
         if len(ranks_of) > 1:
-            yield name, "; ".join(f"{text} on {_named(ranks)}" for text, ranks in ranks_of.items())
+            yield name, "; ".join(f"{text} on {_named(sorted(ranks))}" for text, ranks in ranks_of.items())
 
 
 def _named(ranks: list[int]) -> str:

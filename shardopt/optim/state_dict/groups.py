@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -28,9 +29,11 @@ class NamedParameters(dict[str, Tensor]):
 
     Attributes:
         dropped: the prefix of every name, which is left out of all; of names that are added later, too.
+        tied: name → the name that stands for it; of names that are added later, too.
     """
 
     dropped = ""
+    tied: Tied = MappingProxyType({})
 
 
 def named(
@@ -61,11 +64,12 @@ def named(
             problem = Problem("parameters", f"a {type(pair).__name__}", "(name, tensor)", "pass named_parameters()")
             raise StateError("an optimizer got parameters without names", [problem])
     by_name = NamedParameters()
+    by_name.tied = dict(tied or {})
     names = [plain_name(name) for name, _ in pairs]
     by_name.dropped = before_all(names) if dropped is None else dropped
     for name, (_, tensor) in zip(names, pairs, strict=True):
         name = name.removeprefix(by_name.dropped)
-        name = (tied or {}).get(name, name)
+        name = by_name.tied.get(name, name)
         if tied and by_name.get(name) is tensor:
             continue
         if name in by_name:

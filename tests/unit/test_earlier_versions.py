@@ -1,4 +1,4 @@
-"""Checkpoints of format 1 in the form of the present one: options of each parameter under a key of its own."""
+"""Checkpoints of formats 1 and 2 in the form of the present one: options of each parameter under a key of its own."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 import shardopt
 from shardopt import checkpoint
 from shardopt.checkpoint.format import manifest
-from shardopt.checkpoint.format.version_1 import with_options_by_member
+from shardopt.checkpoint.format.earlier_versions import with_options_by_member
 
 GROUPS = {
     "a": {"params": ["a", "c.d"], "lr": 0.5, "untouched": ["a"]},
@@ -80,8 +80,9 @@ def test_state_of_no_parameter_gets_its_name():
     assert values["o.state.k.__global__.t"] == (("o", "state", "k.__global__", "t"), 2)
 
 
+@pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("algorithm", ["adamw", "lbfgs"])
-def test_a_checkpoint_of_version_1_is_loaded_and_resharded(tmp_path, monkeypatch, algorithm):
+def test_a_checkpoint_of_an_earlier_version_is_loaded_and_resharded(tmp_path, monkeypatch, algorithm, version):
     def made():
         params = {name: torch.nn.Parameter(torch.ones(3)) for name in ("a", "b")}
         return params, shardopt.keyed(algorithm, params, lr=0.125)
@@ -114,7 +115,7 @@ def test_a_checkpoint_of_version_1_is_loaded_and_resharded(tmp_path, monkeypatch
         trained.step(loss)
     trained.param_groups[0]["lr"] = 0.0625
     with monkeypatch.context() as patch:
-        patch.setattr(manifest, "FORMAT_VERSION", 1)
+        patch.setattr(manifest, "FORMAT_VERSION", version)
         checkpoint.save(tmp_path / "old", {"optimizer": Earlier(trained)})
     assert checkpoint.verify(tmp_path / "old").ok
     checkpoint.reshard(tmp_path / "old", tmp_path / "new", world_size=2)

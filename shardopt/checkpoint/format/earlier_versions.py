@@ -1,4 +1,4 @@
-"""Checkpoints of format 1, in the form that all after it knows: the options of each parameter under a key of its own.
+"""Checkpoints of formats 1 and 2 in the form of the present one: the options of each parameter under a key of its own.
 
     "optimizer.param_groups": {"a": {"params": ["a", "b"], "lr": 0.1}}      one value, groups by the least name in each
     "optimizer.param_groups.a": {"lr": 0.1}, "optimizer.param_groups.b": {"lr": 0.1}            what becomes of it
