@@ -19,8 +19,9 @@ they are large. The owner computes on the whole matrix, so that the result is th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property, partial
+from operator import add
 from types import MappingProxyType
 from typing import Any
 
@@ -240,43 +241,52 @@ class _Matrix:
             momentum.lerp_(gradient, 1 - self.group["momentum"])
 
     def update(self, matrix: Box) -> dict[Box, Tensor]:
-        """Returns U in a box on this rank, by boxes in coordinates of that one; zeros without a gradient."""
+        """Returns U in a matrix on this rank, by boxes in coordinates of that; zeros without a gradient."""
+        if matrix.sizes == self.view.shape:  # as mostly
+            if not self.is_held or self.gradients is None:
+                return {box: torch.zeros_like(tensor) for box, tensor, _ in self._pieces}
+            return dict(self._placed(map(self._update, self._momentum, self.gradients)))
         update: dict[Box, Tensor] = {}
         for box, momentum, gradient in self._pieces:
             common = box.intersect(matrix)
-            if common is None:
-                continue
-            inside = common.within(box)
-            here = narrowed(momentum, inside)
-            if gradient is None:
-                here = torch.zeros_like(here)
-            elif self.group["nesterov"]:
-                here = narrowed(gradient, inside).lerp(here, self.group["momentum"])
-            update[common.within(matrix)] = here
+            if common is not None:
+                inside = common.within(box)
+                here = narrowed(momentum, inside)
+                update[common.within(matrix)] = (
+                    torch.zeros_like(here) if gradient is None else self._update(here, narrowed(gradient, inside))
+                )
         return update
+
+    def _update(self, momentum: Tensor, gradient: Tensor) -> Tensor:
+        return gradient.lerp(momentum, self.group["momentum"]) if self.group["nesterov"] else momentum
 
     @cached_property
     def _pieces(self) -> list[tuple[Box, Tensor, Tensor | None]]:
         """This rank's boxes with the momentum and gradient there; parameter and None without a gradient."""
         if not self.is_held or self.gradients is None:
             return [(piece.box, piece.tensor, None) for piece in self.view.pieces if self.is_held]
-        of_momentum, of_gradient = (
-            view_of(assemble(self.parameter, tensors)).pieces for tensors in (self._momentum, self.gradients)
-        )
-        return [(one.box, one.tensor, other.tensor) for one, other in zip(of_momentum, of_gradient, strict=True)]
+        pairs = zip(self._placed(self._momentum), self._placed(self.gradients), strict=True)
+        return [(box, momentum, gradient) for (box, momentum), (_, gradient) in pairs]
 
-    def apply(self, box: Box, result: Tensor, rows: int, columns: int) -> None:
-        """θ ← (1 − lr weight_decay) θ − lr s O, in a box of a matrix of so many rows and columns.
+    def _placed(self, tensors: Iterable[Tensor]) -> Iterator[tuple[Box, Tensor]]:
+        """Yields this rank's boxes and what local tensors that lie as those of the parameter have there."""
+        yield from ((piece.box, piece.tensor) for piece in view_of(assemble(self.parameter, [*tensors])).pieces)
 
-        Nothing without a gradient.
+    def apply(self, matrix: Box, box: Box, result: Tensor) -> None:
+        """θ ← (1 − lr weight_decay) θ − lr s O, in a box of a matrix, in coordinates of that; nothing without a
+        gradient.
         """
         if self.gradients is None:
             return
         lr: Any = self.group["lr"]
         lr = lr.squeeze() if isinstance(lr, Tensor) else lr
-        scale = adjustment(self.group["adjust_lr_fn"], rows, columns)
-        (piece,) = (piece for piece in self.view.pieces if piece.box.contains(box))
-        here = narrowed(piece.tensor, box.within(piece.box))
+        scale = adjustment(self.group["adjust_lr_fn"], *matrix.sizes[-2:])
+        if matrix.sizes == self.view.shape:
+            (here,) = (piece.tensor for piece in self.view.pieces if piece.box == box)
+        else:
+            box = Box(tuple(map(add, matrix.offsets, box.offsets)), box.sizes)
+            (piece,) = (piece for piece in self.view.pieces if piece.box.contains(box))
+            here = narrowed(piece.tensor, box.within(piece.box))
         # In 16 bits torch's kernels round the factor, or do not, by how far from the end of the memory an element is:
         # the result would depend on where shards end.
         wide = here.to(torch.promote_types(here.dtype, torch.float32))
@@ -295,10 +305,7 @@ class _Part:
 
     def __init__(self, of: _Matrix, box: Box) -> None:
         self._of, self._box = of, box
-
-    @property
-    def job(self) -> Job:
-        return job_of(self._of.layout, self._box, self._of.group["ns_steps"])
+        self.job: Job = job_of(of.layout, box, of.group["ns_steps"])
 
     def local_boxes(self) -> dict[Box, Tensor]:
         """Returns U, by box."""
@@ -306,13 +313,14 @@ class _Part:
 
     def compute(self, whole: Tensor) -> Tensor:
         """Computes O from U."""
-        group, matrix = self._of.group, whole.view(whole.shape[-2:])
-        return orthogonalised(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"]).view(whole.shape)
+        matrix = whole if whole.ndim == 2 else whole[0]  # of a stack it is one expert's
+        group = self._of.group
+        result = orthogonalised(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        return result if whole.ndim == 2 else result[None]
 
     def apply_box(self, box: Box, result: Tensor) -> None:
         """Applies O in one box."""
-        offsets = tuple(own + inside for own, inside in zip(self._box.offsets, box.offsets, strict=True))
-        self._of.apply(Box(offsets, box.sizes), result, *self._box.sizes[-2:])
+        self._of.apply(self._box, box, result)
 
 
 def unsuitable_for_muon(view: View) -> str:
