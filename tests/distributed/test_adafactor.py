@@ -97,7 +97,7 @@ def worst(results):
         pytest.param(1, "default", marks=pytest.mark.exhaustive),
         pytest.param(2, "maximize", marks=pytest.mark.exhaustive),
         (3, "default"),
-        (4, "nonzero weight_decay"),
+        pytest.param(4, "nonzero weight_decay", marks=pytest.mark.exhaustive),
     ],
 )
 def test_every_placement_is_torchs_step(ranks, desc):
@@ -115,6 +115,7 @@ def test_every_placement_and_option_is_torchs_step(ranks, desc, foreach, dtype):
     assert value <= (TOLERANCE if dtype is torch.float32 else 1e-13), key
 
 
+@pytest.mark.exhaustive
 def test_bfloat16_is_torchs_but_for_rounding():
     """Two ranks round as one does; torch rounds its statistics too, which are kept in float32 here."""
     value, key = worst(run_ranks(2, train_sharded, {}, torch.bfloat16))
@@ -242,6 +243,7 @@ def train_model(fully_sharded):
     return {name: p.full_tensor().detach() if fully_sharded else p.detach() for name, p in net.named_parameters()}
 
 
+@pytest.mark.exhaustive
 def test_a_fully_sharded_model_trains_as_one_process_does():
     alone = train_model(False)
     for result in run_ranks(4, train_model, True):

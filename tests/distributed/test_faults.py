@@ -107,12 +107,12 @@ def test_the_trace_has_every_kind_of_operation(calls):
     assert all(outcome.calls for outcome in calls)
 
 
-@pytest.mark.parametrize("number", range(2))
+@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_a_sample_of_kills(calls, tmp_path, number):
     survive(tmp_path, sample(each_operation(calls, "kill"), 2)[number])
 
 
-@pytest.mark.parametrize("number", range(2))
+@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_a_sample_of_failing_calls(calls, tmp_path, number):
     fault = sample(each_operation(calls, ERRORS[number % 2]), 2)[number]
     survive(tmp_path, fault)

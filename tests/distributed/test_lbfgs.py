@@ -121,7 +121,7 @@ def worst(results):
         pytest.param(1, "strong_wolfe", torch.float32, marks=pytest.mark.exhaustive),
         pytest.param(2, "default", torch.float32, marks=pytest.mark.exhaustive),
         (3, "strong_wolfe", torch.float64),
-        (4, "non-default lr", torch.float32),
+        pytest.param(4, "non-default lr", torch.float32, marks=pytest.mark.exhaustive),
     ],
 )
 def test_every_placement_is_torchs_step(ranks, desc, dtype):
@@ -311,6 +311,7 @@ def train_model(fully_sharded):
     }
 
 
+@pytest.mark.exhaustive
 def test_a_fully_sharded_model_trains_as_one_process_does():
     losses, alone = train_model(False)
     assert losses[2] < 0.8 * losses[0]

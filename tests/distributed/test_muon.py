@@ -81,7 +81,11 @@ def test_same_bits_as_torch_on_whole_matrices(ranks):
     [
         ({**OPTIONS, "ns_dtype": "float32"}, torch.float32),
         pytest.param(OPTIONS, torch.bfloat16, marks=pytest.mark.exhaustive),
-        ({**OPTIONS, "nesterov": False, "adjust_lr_fn": "match_rms_adamw"}, torch.bfloat16),
+        pytest.param(
+            {**OPTIONS, "nesterov": False, "adjust_lr_fn": "match_rms_adamw"},
+            torch.bfloat16,
+            marks=pytest.mark.exhaustive,
+        ),
     ],
     ids=["float32", "bfloat16", "bfloat16-adjusted"],
 )
@@ -137,6 +141,7 @@ def differing_in_groups():
     return actual
 
 
+@pytest.mark.exhaustive
 def test_groups_and_the_order_of_parameters():
     assert run_ranks(4, differing_in_groups) == [[]] * 4
 
@@ -219,7 +224,9 @@ def table_with_one_gradient(holders):
     return [name for name, parameter in whole.items() if not same(tables[name], parameter.detach())]
 
 
-@pytest.mark.parametrize("holders", [pytest.param([0], marks=pytest.mark.exhaustive), [1], [0, 1]], ids=str)
+@pytest.mark.parametrize(
+    "holders", [*(pytest.param(each, marks=pytest.mark.exhaustive) for each in ([0], [0, 1])), [1]], ids=str
+)
 def test_one_shard_with_a_gradient_is_enough(holders):
     assert run_ranks(3, table_with_one_gradient, holders) == [[]] * 3
 
@@ -525,7 +532,7 @@ def differing_stacks(dtype, round_bytes, load=None, save=None):
     ("ranks", "dtype", "round_bytes"),
     [
         (3, torch.float32, 1 << 20),
-        (2, torch.bfloat16, 400),
+        pytest.param(2, torch.bfloat16, 400, marks=pytest.mark.exhaustive),
         *(
             pytest.param(ranks, dtype, size, marks=pytest.mark.exhaustive)
             for ranks in (1, 2, 3, 4, 6)

@@ -332,7 +332,7 @@ def places(optimizer, params):
     return {len(inner.state[p][entry]) for p in params.values() for entry in ("old_dirs", "old_stps")}
 
 
-@pytest.mark.parametrize("initialized", [False, True])
+@pytest.mark.parametrize("initialized", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_the_history_has_memory_for_the_pairs_that_there_are(initialized):
     """Not for a hundred from the first step on; what looks at it sees all places, and a step gives them back."""
     options = {"lr": 0.05, "max_iter": 1, "tolerance_change": 0.0, "tolerance_grad": 0.0, "history_size": 60}

@@ -141,6 +141,14 @@ def check(root, cases, saved_by, loaded_by):
 
 
 def test_resume_is_exact(tmp_path):
+    """The first case of each algorithm, on other ranks."""
+    usual = [cases_of(algorithm, usual=True)[0] for algorithm in ELEMENTWISE]
+    check(str(tmp_path), usual, 2, (3,))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(600)
+def test_resume_is_exact_for_the_usual(tmp_path):
     usual = [case for algorithm in ELEMENTWISE for case in cases_of(algorithm, usual=True)]
     check(str(tmp_path), usual, 2, (2, 4))
 

@@ -291,6 +291,7 @@ def held():
     return len(os.listdir("/proc/self/fd")), threading.active_count(), pages * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.exhaustive
 def test_200_saves_leave_memory_descriptors_and_threads_flat(tmp_path):
     app = trained(1, OPTIMIZERS["keyed"])
     rules = {"keep_last": 2, "keep_every": 100, "best": ("loss", "min", 2)}

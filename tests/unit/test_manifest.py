@@ -120,7 +120,17 @@ def wire_of(layout, files):
 @pytest.mark.parametrize(
     ("layout", "files", "said"),
     [
-        ({"shape": [3000, 3000], "cuts": [[*range(3001)]] * 2, "files": [0] * 9_000_000}, 1, "27000000 offsets"),
+        pytest.param(
+            {"shape": [3000, 3000], "cuts": [[*range(3001)]] * 2, "files": [0] * 9_000_000},
+            1,
+            "27000000 offsets",
+            marks=pytest.mark.exhaustive,
+        ),
+        (
+            {"shape": [530, 530] + [1] * 58, "cuts": [[*range(531)]] * 2 + [[0, 1]] * 58, "files": [0] * 280_900},
+            1,
+            "17134900 offsets",
+        ),
         ({"shape": [3], "cuts": [[0, 1, 2, 3]], "files": [0, 1, 0]}, 2, "two boxes of a tensor in one file"),
         ({"shape": [3], "boxes": [[[0], [1]], [[1], [2]]], "files": [1, 1]}, 2, "two boxes of a tensor in one file"),
         ({"shape": [3], "cuts": [[0, 1, 1, 3]], "files": [0, 1, 2]}, 3, "cells of nothing"),
