@@ -29,7 +29,7 @@ import shardopt
 from benchmarks.peers import on_ranks, write_table
 from shardopt.checkpoint.async_save import AsyncSaver
 from shardopt.checkpoint.save import SaveOptions
-from shardopt.state import flatten
+from shardopt.flatten import flatten
 
 WIDTH = 2048
 BATCH = 64

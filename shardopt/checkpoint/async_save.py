@@ -32,6 +32,7 @@ from shardopt.checkpoint.writing.host_memory import HostMemory
 from shardopt.checkpoint.writing.pending import PendingSave, hold_steps
 from shardopt.checkpoint.writing.staging import Staging
 from shardopt.errors import CheckpointError, OptionError, Problem
+from shardopt.flatten import is_constructed
 from shardopt.gc_pause import gc_paused
 from shardopt.ranks import (
     DEADLINE_SECONDS,
@@ -45,7 +46,7 @@ from shardopt.ranks import (
     refuse_lone_processes,
 )
 from shardopt.staging_fence import copying_until
-from shardopt.state import Tied, is_constructed
+from shardopt.state import Tied
 from shardopt.world import Thread, world
 
 Stage = Literal["now", "lazy"]

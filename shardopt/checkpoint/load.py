@@ -33,13 +33,14 @@ from shardopt.checkpoint.reading.reader import CheckpointReader, open_checkpoint
 from shardopt.checkpoint.reading.target import fill
 from shardopt.checkpoint.reports import LoadReport, emit_report
 from shardopt.errors import CheckpointError, MismatchError, Problem, ShardoptError
+from shardopt.flatten import flatten
 from shardopt.gc_pause import gc_paused
 from shardopt.param_groups import refuse_unmatched
 from shardopt.ranks import DEADLINE_SECONDS, Group, Ranks, ranks_of
 from shardopt.ranks.failures import names_of
 from shardopt.sharding.pieces import View
 from shardopt.sharding.view import view_of
-from shardopt.state import FlatState, Handback, PartialStateful, PerRank, Tied, flatten
+from shardopt.state import FlatState, Handback, PartialStateful, PerRank, Tied
 from shardopt.world import world
 
 

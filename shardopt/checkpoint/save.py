@@ -26,9 +26,10 @@ from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
 from shardopt.checkpoint.storage.common_storage import remove_marker, wait_for_marker, write_marker
 from shardopt.checkpoint.writing.pending import raise_failures
 from shardopt.checkpoint.writing.write import from_memory, with_progress, write_files
+from shardopt.flatten import flatten
 from shardopt.gc_pause import gc_paused
 from shardopt.ranks import DEADLINE_SECONDS, Group, Ranks, call_on, ranks_of, refuse_lone_processes
-from shardopt.state import Tied, flatten
+from shardopt.state import Tied
 from shardopt.world import world
 
 _kept: Kept = {}

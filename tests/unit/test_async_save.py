@@ -20,7 +20,7 @@ from shardopt.checkpoint.save import SaveOptions
 from shardopt.checkpoint.writing import staging
 from shardopt.checkpoint.writing.staging import changed_by_steps_alone
 from shardopt.errors import CheckpointError, CheckpointExistsError, StateError
-from shardopt.state import flatten
+from shardopt.flatten import flatten
 from shardopt.values import decode_value, encode_value
 
 STAGES = ("now", "lazy")

@@ -12,7 +12,8 @@ from shardopt import checkpoint
 from shardopt.checkpoint.planning.describe import describe
 from shardopt.checkpoint.planning.merge import merge_geometry, merge_values
 from shardopt.errors import MismatchError, StateError
-from shardopt.state import flatten, join
+from shardopt.flatten import flatten
+from shardopt.state import join
 
 TENSOR = torch.ones(2)
 

@@ -27,6 +27,7 @@ FLOORS = {
     "signals": 1,
     "param_groups": 1,
     "state": 2,
+    "flatten": 3,
     "values": 1,
     "sharding": 2,
     "ranks": 3,

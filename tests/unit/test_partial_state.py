@@ -13,9 +13,9 @@ import shardopt
 from shardopt import checkpoint
 from shardopt.algorithms import algorithms, spec_of
 from shardopt.checkpoint.format import manifest
+from shardopt.flatten import flatten
 from shardopt.optim.keyed import KeyedOptimizerWrapper
 from shardopt.sharding.view import is_held, is_on_all_ranks
-from shardopt.state import flatten
 from shardopt.values import OnAnyRank, canonical, decode_value, encode_value, united
 from tests.support.fake_rank import fake_rank, shard, sharded_tensor
 

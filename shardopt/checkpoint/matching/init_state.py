@@ -19,8 +19,9 @@ from shardopt.checkpoint.matching.optimizer_state import keys_of_state
 from shardopt.checkpoint.matching.renaming import under_names_of
 from shardopt.checkpoint.reading.read_manifest import read_manifest
 from shardopt.checkpoint.storage import storage_of
+from shardopt.flatten import flatten
 from shardopt.ranks import Call, Ranks, as_call
-from shardopt.state import FlatState, Handback, Tied, UnsteppedStateful, flatten, is_below, join
+from shardopt.state import FlatState, Handback, Tied, UnsteppedStateful, is_below, join
 
 
 @dataclass(slots=True)

@@ -17,9 +17,10 @@ from shardopt.checkpoint.planning.describe import Description, describe
 from shardopt.checkpoint.planning.replica_check import CheckReplicas, contents_of
 from shardopt.checkpoint.writing.host_memory import HostMemory
 from shardopt.errors import Problem, StateError
+from shardopt.flatten import flatten
 from shardopt.sharding.pieces import Piece, View
 from shardopt.sharding.view import local_tensors
-from shardopt.state import FlatState, Tied, flatten, is_below
+from shardopt.state import FlatState, Tied, is_below
 from shardopt.streams import on_stream
 
 _SMALL_BYTES = 64 * 1024  # up to here a copy takes less time than to get Python's lock back

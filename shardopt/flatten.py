@@ -1,0 +1,386 @@
+"""Flattens the nested state of an app into keyed leaves, as it is stored, and nests it again.
+
+    app        {"model": model, "optimizer": opt, "progress": {"step": 7}}
+    leaves     {"model.layers.0.weight": tensor, "optimizer.state.layers.0.weight.exp_avg": tensor, "progress.step": 7}
+
+Keys are the path's parts joined by dots. The path is kept with the key, so that the way back is exact although
+parts hold dots themselves. Names in a module's state are without what wrappers (torch.compile, DistributedDataParallel,
+checkpointed activations) put into them; the module itself gets its own names back. Dictionaries of `app` are descended
+to the last value. Within what an object's
+`state_dict()` gave, a container without tensors is one value: what is in it is that object's own affair, and a fresh
+object may well have fewer entries than the one that was saved.
+
+Options belong to parameters: where an object's state has groups whose parameters are names, each parameter has one
+plain value, the options of its group, under its own key (`optimizer.param_groups.layers.0.weight`). Ranks that hold
+different parameters, or have them in other groups, so meet by key; the groups are made anew when the object gets its
+state.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from functools import cache
+from typing import Any, TypeGuard
+
+import numpy as np
+import torch
+from torch.optim import Optimizer
+
+from shardopt.errors import Problem, StateError
+from shardopt.names import plain_names_in
+from shardopt.param_groups import (
+    PARAM_GROUPS,
+    PARAMS,
+    UNTOUCHED,
+    are_named,
+    options_by_member,
+)
+from shardopt.state import (
+    FlatState,
+    Handback,
+    Index,
+    Leaf,
+    PartialStateful,
+    Path,
+    PerRank,
+    Stateful,
+    Tied,
+    join,
+    refuse_chains,
+)
+from shardopt.values import OnAnyRank, canonical, encode_value
+
+RESERVED_PREFIXES = ("__xxh3__.", "__per_rank__.")
+RESERVED_KEYS = ("__metadata__",)  # safetensors keeps its own notes under this name
+
+
+def flatten(app: Mapping[str, Any], tied: Tied | None = None) -> FlatState:
+    """Flattens the state of `app`; calls `state_dict()` once on every object in it. Copies no tensor.
+
+    Args:
+        tied: parts of paths that stand for others: a leaf is known by the others alone.
+
+    Raises:
+        StateError: two paths give one key, a dict key is neither str nor int, a key is reserved, a value that has a
+            `state_dict` gives something else than a dict, a mapping or array cannot be written to, a container is
+            within itself, or values that are declared as tied differ.
+    """
+    if not isinstance(app, Mapping):
+        problem = Problem("app", f"a {type(app).__name__}", "a dict by name", 'pass {"model": model, ...}')
+        raise StateError("state must have names", [problem])
+    flat = FlatState(tied=tied or {})
+    refuse_chains(flat.tied)
+    try:
+        _descend(app, (), _no_replace, False, flat)
+    except RecursionError:
+        problem = Problem("app", "containers nested without end", "a tree", "take out what contains itself")
+        raise StateError("state cannot be walked through", [problem]) from None
+    return flat
+
+
+_TENSORS = (torch.Tensor, PerRank)  # the bare union of them would be made anew for every leaf
+
+
+def _no_replace(value: Any) -> None:
+    raise AssertionError("the root of the state is not a leaf")
+
+
+def _descend(node: Any, path: Path, replace: Callable[[Any], None], within: bool, flat: FlatState) -> None:
+    """Adds the leaves of a node; `within` what a `state_dict()` gave, a container without tensors is one leaf."""
+    if isinstance(node, _TENSORS):
+        _add(flat, path, node, replace)
+    elif isinstance(node, np.ndarray):
+        _add(flat, path, _as_tensor(node, path), replace)
+    elif _is_stateful(node):
+        _descend_stateful(node, path, flat)
+    elif isinstance(node, Mapping) and (_is_branch(node, within) or not path):
+        _check_mutable(node, path)
+        for part, child in node.items():
+            _check_part(part, path)
+            _descend(child, (*path, part), _set_item(node, part), within, flat)
+    elif isinstance(node, list) and holds_tensors(node):
+        for i, child in enumerate(node):
+            _descend(child, (*path, Index(i)), _set_item(node, i), within, flat)
+    elif isinstance(node, tuple) and holds_tensors(node):
+        _descend_tuple(node, path, replace, within, flat)
+    else:
+        _add(flat, path, node, replace)
+
+
+def _descend_stateful(node: Stateful, path: Path, flat: FlatState) -> None:
+    # With keep_vars a module gives its very parameters, and copying a tensor onto itself, which is what its
+    # load_state_dict does with what was loaded in place, costs nothing.
+    node = unwrapped(node, path)
+    plain_module = getattr(node.state_dict, "__func__", None) is torch.nn.Module.state_dict
+    state = node.state_dict(keep_vars=True) if plain_module else node.state_dict()  # type: ignore[call-arg] # Module
+    if not isinstance(state, dict):
+        problem = Problem(join(path), f"state_dict() gave a {type(state).__name__}", "a dict", "return a dict by name")
+        raise StateError("state must have names", [problem])
+    plain = plain_names_in(node, [*filter(_is_str, state)]) if isinstance(node, torch.nn.Module) else {}
+    _refuse_one_name(plain, state, path)
+    handback = Handback(path, node, _shallow(state, set()), plain)
+
+    def replace_state(value: dict[str, Any]) -> None:
+        own = {name: part for part, name in plain.items()}
+        handback.state.clear()
+        for part, child in value.items():
+            handback.state[own.get(part, part)] = child
+
+    partial = isinstance(node, PartialStateful)
+    groups = handback.state.get(PARAM_GROUPS)
+    if are_named(groups) and (partial or any(group[PARAMS] for group in groups)):
+        handback.groups = groups
+    if partial or handback.groups is not None or holds_tensors(handback.state):
+        for part, child in handback.state.items():
+            _check_part(part, path)
+            if part == PARAM_GROUPS and handback.groups is not None:
+                _add_options(handback, (*path, part), flat)
+            elif partial and part == "state" and isinstance(child, MutableMapping):
+                for name, entries in child.items():  # one by one: other ranks may have others
+                    _check_part(name, (*path, part))
+                    _descend(entries, (*path, part, name), _set_item(child, name), True, flat)
+            else:
+                _descend(child, (*path, plain.get(part, part)), _set_item(handback.state, part), True, flat)
+    else:
+        _add(flat, path, {plain.get(part, part): child for part, child in handback.state.items()}, replace_state)
+    flat.handbacks.append(handback)  # after those within: an object gets its state back whole
+
+
+def _add_options(handback: Handback, path: Path, flat: FlatState) -> None:
+    """Adds a leaf for each parameter in groups; equal options are one object."""
+    plain: dict[int, dict[str, Any]] = {}
+    for name, options in options_by_member(handback.groups or ()).items():
+        if id(options) not in plain:
+            plain[id(options)] = {option: _plain_option(value) for option, value in options.items()}
+            if UNTOUCHED in options:  # ranks know it of the parameters that they have elements of
+                plain[id(options)][UNTOUCHED] = OnAnyRank(bool(options[UNTOUCHED]))
+        _add(flat, (*path, name), plain[id(options)], _set_item(handback.options, name))
+
+
+def _plain_option(value: Any) -> Any:
+    """Returns an option as a plain value, in which tensors are on the CPU."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    if isinstance(value, Mapping):
+        return {name: _plain_option(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple) and holds_tensors(value):
+        items = [*map(_plain_option, value)]
+        return _like_tuple(value, items) if isinstance(value, tuple) else items
+    return value
+
+
+def unwrapped(node: Stateful, path: Path = ()) -> Stateful:
+    """Returns the optimizer itself where a trainer of another library has put one of its own class around it.
+
+    Such a wrapper (of Accelerate, Lightning, Fabric) is an Optimizer to isinstance, but none of its constructors has
+    run: so it has no place for hooks, by which a load keeps an optimizer that is half loaded from stepping.
+
+    Raises:
+        StateError: it is not one optimizer that it wraps.
+    """
+    while isinstance(node, Optimizer) and not is_constructed(node):
+        inner = list({id(each): each for each in vars(node).values() if isinstance(each, Optimizer)}.values())
+        if len(inner) != 1:
+            actual = f"a {type(node).__module__}.{type(node).__qualname__}, whose constructor has not run torch's"
+            required = f"an optimizer of torch's classes, or what wraps one (found {len(inner)} in it)"
+            problem = Problem(
+                join(path) or "app", actual, required, "pass the optimizer itself, or save it by its library"
+            )
+            raise StateError("what stands for an optimizer cannot be saved and loaded", [problem])
+        node = inner[0]
+    return node
+
+
+def is_constructed(optimizer: Optimizer) -> bool:
+    """Whether the constructor of torch's Optimizer has run, without which it takes no hooks."""
+    return not _hooks_of_optimizers().isdisjoint(vars(optimizer))
+
+
+@cache
+def _hooks_of_optimizers() -> frozenset[str]:
+    """Returns the names of the attributes in which torch's optimizers have their hooks."""
+    some = torch.optim.SGD([torch.empty(0, device="cpu")])
+    return frozenset(name for name in vars(some) if name.endswith("hooks"))
+
+
+def _is_str(part: object) -> bool:
+    return isinstance(part, str)
+
+
+def _refuse_one_name(plain: Mapping[str, str], state: Mapping[str, Any], path: Path) -> None:
+    """Refuses names of a module that are one without what wrappers put into them."""
+    taken: dict[str, str] = {}
+    problems = []
+    for part, name in plain.items():
+        other = taken.setdefault(name, name if name in state and name not in plain else part)
+        if other != part:
+            actual = f"{other} and {part} in the state of {path[-1]!r}"
+            remedy = "call a module otherwise that has the name of a wrapper"
+            problems.append(Problem(join((*path, name)), actual, "one tensor under a name without wrappers", remedy))
+    if problems:
+        raise StateError("two names are one without what wrappers put into them", problems)
+
+
+def _descend_tuple(
+    node: tuple[Any, ...], path: Path, replace: Callable[[Any], None], within: bool, flat: FlatState
+) -> None:
+    # A tuple cannot be changed: each of its leaves that is replaced puts a new tuple in its place.
+    current = list(node)
+
+    def setter(i: int) -> Callable[[Any], None]:
+        def set_one(value: Any) -> None:
+            current[i] = value
+            replace(_like_tuple(node, current))
+
+        return set_one
+
+    for i, child in enumerate(node):
+        _descend(child, (*path, Index(i)), setter(i), within, flat)
+
+
+def _is_branch(node: Mapping[Any, Any], within: bool) -> bool:
+    if holds_tensors(node):
+        return True
+    return not within and len(node) > 0 and not isinstance(node, Counter)
+
+
+def _shallow(node: Any, seen: set[int]) -> Any:
+    """Copies the containers alone, so that what a load puts in does not reach into the object that gave them.
+
+    A number that stands in two places (schedules share the tensors of rates) is copied where it is met again: what is
+    loaded may differ in these places, and one memory cannot take both.
+    """
+    if isinstance(node, Mapping):
+        # A copy of a dict keeps what rides on a module's state dict as an attribute: its version notes.
+        copied = copy.copy(node) if isinstance(node, dict) else dict(node)
+        for part, child in node.items():
+            copied[part] = _shallow(child, seen)  # one by one: a Counter's update adds
+        return copied
+    if isinstance(node, list):
+        copied_list = copy.copy(node)
+        copied_list[:] = [_shallow(child, seen) for child in node]
+        return copied_list
+    if isinstance(node, tuple) and holds_tensors(node):
+        return _like_tuple(node, [_shallow(child, seen) for child in node])
+    if type(node) is torch.Tensor and node.ndim == 0:
+        if id(node) in seen:
+            return node.clone()
+        seen.add(id(node))
+    return node
+
+
+def _like_tuple(node: tuple[Any, ...], items: Iterable[Any]) -> tuple[Any, ...]:
+    return type(node)(*items) if hasattr(node, "_fields") else type(node)(items)
+
+
+def holds_tensors(node: Any) -> bool:
+    """Whether a tensor, a per-rank value or an object with state of its own is anywhere within."""
+    if isinstance(node, torch.Tensor | PerRank | np.ndarray):
+        return True
+    if isinstance(node, Mapping):
+        return any(map(holds_tensors, node.values()))
+    if isinstance(node, list | tuple):
+        return any(map(holds_tensors, node))
+    return _is_stateful(node)
+
+
+def _is_stateful(node: Any) -> TypeGuard[Stateful]:
+    """Whether it is a Stateful and no class: isinstance would take many microseconds for a plain value."""
+    return hasattr(node, "state_dict") and hasattr(node, "load_state_dict") and not isinstance(node, type)
+
+
+def _as_tensor(array: np.ndarray[Any, Any], path: Path) -> torch.Tensor:
+    """Makes a tensor that shares the array's memory, so that loading in place reaches the array."""
+    if isinstance(array, np.ma.MaskedArray):
+        actual, required = "a masked array", "a plain one"
+    elif not array.flags.writeable:
+        actual, required = "a read-only NumPy array", "one that a load can write to"
+    else:
+        try:
+            return torch.from_numpy(array)
+        except (TypeError, ValueError):
+            actual = f"a NumPy array of {array.dtype} with strides {array.strides}"
+            required = "a dtype that torch has, in this machine's byte order, and no negative strides"
+    raise StateError("an array cannot be stored", [Problem(join(path), actual, required, "convert or copy it")])
+
+
+def _set_item(container: Any, part: Any) -> Callable[[Any], None]:
+    def replace(value: Any) -> None:
+        container[part] = value
+
+    return replace
+
+
+def _check_mutable(node: Mapping[Any, Any], path: Path) -> None:
+    if not isinstance(node, MutableMapping):
+        problem = Problem(
+            join(path) or "app", f"a {type(node).__name__}", "a dict, which can be loaded into", "use one"
+        )
+        raise StateError("state must be in dicts", [problem])
+
+
+def _check_part(part: Any, path: Path) -> None:
+    # Exact types: a StrEnum, or a bool, spells itself otherwise than it is stored.
+    if type(part) is not int and type(part) is not str:
+        problem = Problem(join((*path, str(part))), f"a key of type {type(part).__name__}", "str or int", "rename it")
+        raise StateError("a key cannot be stored", [problem])
+
+
+def _add(flat: FlatState, path: Path, value: Any, replace: Callable[[Any], None]) -> None:
+    alias_path = path
+    if flat.tied:
+        alias_path, path = path, tuple(flat.tied.get(part, part) if isinstance(part, str) else part for part in path)
+        if path != alias_path:
+            flat.aliases[join(alias_path)] = join(path), alias_path
+        alias = next((alias for alias, (key, _) in flat.aliases.items() if key == join(path)), None)
+        if alias is not None and join(path) in flat.leaves:
+            _add_to_tied(flat, flat.leaves[join(path)], alias, alias_path, value, replace)
+            return
+    key = join(path)
+    if key in flat.leaves:
+        actual = f"the paths {list(flat.leaves[key].path)} and {list(path)}"
+        raise StateError("two paths give one key", [Problem(key, actual, "one path for a key", "rename one of them")])
+    if (key.startswith("__") and (key in RESERVED_KEYS or key.startswith(RESERVED_PREFIXES))) or not _is_text(key):
+        problem = Problem(repr(key), "a reserved or unencodable key", "another key", "rename it")
+        raise StateError("a key cannot be stored", [problem])
+    flat.leaves[key] = Leaf(path, value, replace, () if alias_path == path else (alias_path,))
+
+
+def _add_to_tied(
+    flat: FlatState, leaf: Leaf, alias: str, path_here: Path, value: Any, replace: Callable[[Any], None]
+) -> None:
+    """Makes one leaf of two that are declared as tied, and on this rank both."""
+    if isinstance(value, torch.Tensor) and isinstance(leaf.value, torch.Tensor):
+        if value is not leaf.value:
+            flat.twins[alias] = join(leaf.path), value
+    elif not _are_equal(leaf.value, value, alias):
+        found = f"{value!r:.80} under one name, {leaf.value!r:.80} under the other ({join(leaf.path)})"
+        raise StateError("tied parameters", [Problem(alias, found, "the same", "do not declare them as tied")])
+    first = leaf.replace
+
+    def replace_both(value: Any) -> None:
+        first(value)
+        replace(value)
+
+    leaf.replace, leaf.names_here = replace_both, (*leaf.paths_here, path_here)
+
+
+def _are_equal(one: Any, other: Any, key: str) -> bool:
+    """Whether two values, of which one at most is a tensor, are stored alike."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, PerRank):
+        one, other = one.value, other.value
+    return canonical(encode_value(one, key)) == canonical(encode_value(other, key))
+
+
+def _is_text(key: str) -> bool:
+    if key.isascii():
+        return True
+    try:
+        key.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
