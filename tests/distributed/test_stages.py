@@ -107,3 +107,95 @@ def test_ranks_that_have_nothing_in_a_module_or_a_container(tmp_path, before, af
     run_ranks(2, save_and_load_with_nothing, str(tmp_path), before, after)
     with checkpoint.open(tmp_path / "1") as reader:
         assert reader.keys() == ["always empty", "dict.rows", "list.0", "model.weight", "step", "tuple.0"]
+
+
+LAYERS = {1: [(0, 1, 2, 3, 4)], 2: [(0, 1, 2), (3, 4)], 3: [(0, 1), (2,), (3, 4)]}
+
+
+class Net(torch.nn.Module):
+    """Some layers of five, each with the weights that it has in the whole."""
+
+    def __init__(self, layers):
+        super().__init__()
+        for number in layers:
+            torch.manual_seed(number)
+            self.add_module(f"layer{number}", torch.nn.Linear(3, 3))
+
+
+class Training:
+    """Even layers are updated in backward, odd ones by a scaled step; their average, a schedule and values go along."""
+
+    def __init__(self):
+        self.model = Net(LAYERS[dist.get_world_size()][dist.get_rank()])
+        even, odd = ({n: p for n, p in self.model.named_parameters() if int(n[5]) % 2 == i} for i in (0, 1))
+        groups = [{"match": "bias", "lr": 0.25}]
+        self.within = shardopt.in_backward(even, "sgd", lr=0.125, momentum=0.5, groups=groups)
+        self.keyed = shardopt.keyed("adamw", odd, lr=0.0625, groups=groups)
+        self.clipped = shardopt.GradientClippingOptimizer(self.keyed, "value", max_gradient=0.5)
+        self.scaler = shardopt.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+        self.schedule = shardopt.ReduceLROnPlateau(self.clipped, factor=0.5, patience=0)
+        self.average = shardopt.EMA(self.model, decay=0.75)
+        self.app = {
+            "model": self.model,
+            "within": self.within,
+            "optimizer": self.clipped,
+            "scaler": self.scaler,
+            "schedule": self.schedule,
+            "average": self.average,
+            "mine": checkpoint.PerRank(dist.get_rank(), "keep"),
+            "step": 0,
+        }
+
+    def go_on(self, steps):
+        for _ in range(steps):
+            step = self.app["step"] = self.app["step"] + 1
+            x = torch.arange(3.0) / step
+            losses = [torch.zeros((), requires_grad=True), torch.zeros((), requires_grad=True)]
+            for name, layer in self.model.named_children():
+                losses[int(name[5]) % 2] = losses[int(name[5]) % 2] + layer(x).square().sum()
+            losses[0].backward()
+            self.within.step()
+            self.scaler.scale(losses[1]).backward()
+            self.scaler.step(self.clipped)
+            self.scaler.update()
+            self.clipped.zero_grad()
+            self.schedule.step(1.0)
+            self.average.update()
+        return self
+
+    def values(self):
+        by_name = {f"model.{name}": repr(value) for name, value in self.model.state_dict().items()}
+        for part in ("within", "optimizer", "average"):
+            saved = self.app[part].state_dict()
+            by_name |= {f"{part}.{name}": repr(entries) for name, entries in saved["state"].items() if entries}
+            by_name |= {f"{part}.rates": repr([group["lr"] for group in saved.get("param_groups", ())])}
+        return by_name | {"scaler": repr(self.scaler.state_dict()), "schedule": repr(self.schedule.state_dict())}
+
+
+def save_training(path):
+    training = Training().go_on(3)
+    checkpoint.async_save(path, training.app, stage="lazy").result()
+    return training.go_on(3).values()
+
+
+def resume_training(path):
+    training = Training()
+    checkpoint.load(path, training.app, init_state=True)
+    return training.go_on(3).values()
+
+
+def together(by_rank):
+    whole = {}
+    for values in by_rank:
+        for name, value in values.items():
+            assert whole.setdefault(name, value) == value, name
+    return whole
+
+
+@pytest.mark.parametrize(("saving", "loading"), [(3, 1), (2, 3), (1, 2)])
+def test_all_that_goes_beside_an_optimizer_goes_on(tmp_path, saving, loading):
+    trained = together(run_ranks(saving, save_training, str(tmp_path / "c")))
+    assert together(run_ranks(loading, resume_training, str(tmp_path / "c"))) == trained
+    assert checkpoint.verify(tmp_path / "c").ok
+    checkpoint.reshard(tmp_path / "c", tmp_path / "again", world_size=2, drop_per_rank=True)
+    assert checkpoint.verify(tmp_path / "again").ok
