@@ -243,7 +243,6 @@ def train_model(fully_sharded):
     return {name: p.full_tensor().detach() if fully_sharded else p.detach() for name, p in net.named_parameters()}
 
 
-@pytest.mark.exhaustive
 def test_a_fully_sharded_model_trains_as_one_process_does():
     alone = train_model(False)
     for result in run_ranks(4, train_model, True):

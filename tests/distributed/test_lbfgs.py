@@ -311,7 +311,6 @@ def train_model(fully_sharded):
     }
 
 
-@pytest.mark.exhaustive
 def test_a_fully_sharded_model_trains_as_one_process_does():
     losses, alone = train_model(False)
     assert losses[2] < 0.8 * losses[0]

@@ -141,7 +141,6 @@ def differing_in_groups():
     return actual
 
 
-@pytest.mark.exhaustive
 def test_groups_and_the_order_of_parameters():
     assert run_ranks(4, differing_in_groups) == [[]] * 4
 
