@@ -90,3 +90,14 @@ def test_two_tensors_are_not_one(tmp_path):
     twice = {"a": {"b.c": torch.ones(1)}, "a.b": {"c": torch.ones(1)}}
     with pytest.raises(StateError, match="two paths give one key"):
         checkpoint.save(tmp_path / "c", twice, tied=TIED)
+
+
+def test_a_plan_of_other_ties_is_not_used_again(tmp_path):
+    row = torch.ones(3)
+    app = {"a": row, "b": row.clone(), "c": row}
+    checkpoint.save(tmp_path / "0", app, tied={"c": "a"})
+    app["c"] = app["b"]
+    checkpoint.save(tmp_path / "1", app, tied={"c": "b"})
+    for number, name in enumerate("ab"):
+        with checkpoint.open(tmp_path / str(number)) as reader:
+            assert reader.info("c").tied_to == name

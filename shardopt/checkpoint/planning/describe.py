@@ -56,7 +56,8 @@ class Description:
 
     def geometry_fingerprint(self) -> str:
         """Returns a hash, equal on two ranks, and in two saves, that describe the same tensors in the same places."""
-        words = [str(len(self.tied)), json.dumps(sorted(self.aliases))]
+        aliases = sorted((key, first) for key, (first, _) in self.aliases.items())
+        words = [str(len(self.tied)), json.dumps(aliases)]
         for key, first in sorted(self.tied.items()):
             words += (key, first)
         for key, path in self.per_rank.items():
