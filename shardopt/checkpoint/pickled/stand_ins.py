@@ -28,6 +28,16 @@ class Known(Unknown):
         self.call = call
 
 
+class ByteArray(Unknown):
+    """The bytes of a bytearray, in which the latest protocol has arrays. Where it is left as a value, it is unknown."""
+
+    __slots__ = ("data",)
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__("builtins.bytearray")
+        self.data = data
+
+
 class StandIn(Unknown):
     """An object that gets its state after it was made. Where it is left as a value, it is as unknown as others."""
 

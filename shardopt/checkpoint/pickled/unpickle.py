@@ -17,7 +17,7 @@ from typing import Any
 from shardopt.checkpoint.format.constants import damaged
 from shardopt.checkpoint.pickled import opcodes
 from shardopt.checkpoint.pickled.bounds import Keys, check_result
-from shardopt.checkpoint.pickled.stand_ins import Known, StandIn, Unknown, settled
+from shardopt.checkpoint.pickled.stand_ins import ByteArray, Known, StandIn, Unknown, settled
 from shardopt.errors import FormatError, Problem, ShardoptError
 from shardopt.gc_pause import gc_paused
 
@@ -235,8 +235,7 @@ class _Machine:
         self.stack.append(self.take(self.number(8)))
 
     def op_bytearray8(self) -> None:
-        self.take(self.number(8))
-        self.stack.append(Unknown("builtins.bytearray"))
+        self.stack.append(ByteArray(self.take(self.number(8))))
 
     # Containers.
 
@@ -356,6 +355,8 @@ class _Machine:
         for argument in arguments:
             if isinstance(argument, str | bytes | list | tuple | dict | set):
                 self.arguments_left -= len(argument)
+            elif type(argument) is ByteArray:
+                self.arguments_left -= len(argument.data)
         self.arguments_left -= len(arguments)
         if self.arguments_left < 0:
             raise ValueError("more arguments than bytes")

@@ -39,12 +39,15 @@ _TAIL_BYTES = 4096  # enough for the whole directory of one tensor
 
 
 class ZipMember(NamedTuple):
-    """A member of an archive. `begin` is the offset of its first byte in the file, `crc32` that of its bytes."""
+    """A member of an archive. `begin` is the offset of its first byte in the file.
+
+    `crc32` is that of its bytes; None where the archive has none, as torch was told to leave them out.
+    """
 
     name: str
     begin: int
     nbytes: int
-    crc32: int
+    crc32: int | None
 
 
 class _Entry(NamedTuple):
@@ -92,8 +95,9 @@ def zip_members(read: Read, begin: int, end: int, where: str) -> dict[str, ZipMe
         begins = _locate(entries, directory_begin, lambda at, to: read(begin + at, begin + to))
     except (ValueError, struct.error) as error:
         raise damaged(where, f"no sound zip archive ({error})") from error
+    has_crc32 = any(entry.crc32 for entry in entries)  # where torch leaves them out they are all 0
     return {
-        entry.name: ZipMember(entry.name, begin + data_begin, entry.nbytes, entry.crc32)
+        entry.name: ZipMember(entry.name, begin + data_begin, entry.nbytes, entry.crc32 if has_crc32 else None)
         for entry, data_begin in zip(entries, begins, strict=True)
     }
 
