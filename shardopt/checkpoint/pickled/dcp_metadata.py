@@ -16,7 +16,7 @@ from shardopt.checkpoint.format.constants import (
     damaged,
     read_size,
 )
-from shardopt.checkpoint.pickled.stand_ins import StandIn, Unknown
+from shardopt.checkpoint.pickled.stand_ins import Known, StandIn, Unknown
 from shardopt.checkpoint.pickled.tensor_globals import DTYPE_GLOBALS, TorchDtype
 from shardopt.checkpoint.pickled.unpickle import unpickle
 from shardopt.errors import FormatError, Problem
@@ -146,8 +146,10 @@ def _memory_format(_number: Any) -> None:
     """The order of memory that a tensor once had; its bytes are in the order that their archive tells."""
 
 
-def _member(_enum: Any, _name: Any) -> None:
-    """Stands for `getattr`, by which Python 3.11.0 to 3.11.3 write members of an enum: nothing is looked up."""
+def _member(enum: Any, _name: Any) -> None:
+    """Stands for `getattr`, by which some versions of Python write members of an enum. Nothing is looked up."""
+    if not isinstance(enum, Known) or enum.name != _MEMORY_FORMAT:
+        raise TypeError("an attribute of what has none")
 
 
 def _path(*_parts: Any) -> Unknown:
@@ -155,6 +157,7 @@ def _path(*_parts: Any) -> Unknown:
 
 
 _CHECKPOINT = "torch.distributed.checkpoint"
+_MEMORY_FORMAT = f"{_CHECKPOINT}.metadata._MEM_FORMAT_ENCODING"
 _STRIDED = "torch.strided"
 _OTHER_DTYPES = (
     *("qint8", "quint8", "qint32", "quint4x2", "quint2x4"),
@@ -169,7 +172,7 @@ _KNOWN: Mapping[str, Any] = {
     f"{_CHECKPOINT}.metadata.ChunkStorageMetadata": _Chunk,
     f"{_CHECKPOINT}.metadata.MetadataIndex": _Index,
     f"{_CHECKPOINT}.metadata.StorageMeta": _Origin,
-    f"{_CHECKPOINT}.metadata._MEM_FORMAT_ENCODING": _memory_format,
+    _MEMORY_FORMAT: _memory_format,
     f"{_CHECKPOINT}.filesystem._StorageInfo": _Place,
     "torch.Size": _size,
     "torch.serialization._get_layout": _layout,
