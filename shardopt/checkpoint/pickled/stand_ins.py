@@ -37,6 +37,9 @@ class ByteArray(Unknown):
         super().__init__("builtins.bytearray")
         self.data = data
 
+    def __len__(self) -> int:
+        return len(self.data)
+
 
 class StandIn(Unknown):
     """An object that gets its state after it was made. Where it is left as a value, it is as unknown as others."""

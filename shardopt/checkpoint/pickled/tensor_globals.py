@@ -39,7 +39,7 @@ class _StorageClass(Unknown):
         self.dtype = dtype
 
 
-class _DtypeOfTorch(Unknown):
+class TorchDtype(Unknown):
     """A dtype; by itself no value that can be stored."""
 
     __slots__ = ("dtype",)
@@ -98,7 +98,7 @@ def _tensor_of_dtype(
     """Stands for `_rebuild_tensor_v3`, for dtypes that have no class of storages."""
     if not isinstance(dtype, Unknown):
         raise TypeError("a tensor without a dtype")
-    if not isinstance(dtype, _DtypeOfTorch):
+    if not isinstance(dtype, TorchDtype):
         return Unknown(dtype.name)
     return _record(storage, dtype.dtype, offset, sizes, strides, metadata)
 
@@ -173,6 +173,9 @@ _STORAGE_CLASSES = {
     "ComplexFloat": "complex64",
 }
 
+DTYPE_GLOBALS: Mapping[str, TorchDtype] = {f"torch.{dtype.name}": TorchDtype(dtype) for dtype in DTYPES.values()}
+"""What stands for each dtype that can be stored."""
+
 TENSOR_GLOBALS: Mapping[str, Callable[..., Any] | Any] = {
     **_REBUILD,
     **_TENSOR_CLASSES,
@@ -182,6 +185,6 @@ TENSOR_GLOBALS: Mapping[str, Callable[..., Any] | Any] = {
         for kind, dtype in _STORAGE_CLASSES.items()
     },
     **{name: _StorageClass(name, None) for name in ("torch.storage.UntypedStorage", "torch.UntypedStorage")},
-    **{f"torch.{dtype.name}": _DtypeOfTorch(dtype) for dtype in DTYPES.values()},
+    **DTYPE_GLOBALS,
 }
 """What stands for each global that torch writes for tensors and parameters."""

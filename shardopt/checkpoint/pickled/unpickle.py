@@ -23,6 +23,8 @@ from shardopt.gc_pause import gc_paused
 
 _MOST_ARGUMENTS_PER_BYTE = 4
 _SPARE_ARGUMENTS = 4096
+_UNSIGNED_2, _UNSIGNED_4 = struct.Struct("<H").unpack_from, struct.Struct("<I").unpack_from
+_SIZED = (str, bytes, list, tuple, dict, set, ByteArray)
 _LATEST_PROTOCOL = 5
 _PYTHON_2_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # protocol 2 has the names of that time
 _MOST_NAME_CHARACTERS = 1000
@@ -90,12 +92,12 @@ class _Machine:
         self.arguments_left = _SPARE_ARGUMENTS + _MOST_ARGUMENTS_PER_BYTE * len(data)
 
     def run(self) -> Any:
-        data = self.data
+        data, operations = self.data, _OPERATIONS
         try:
             while True:
                 code = data[self.at]
                 self.at += 1
-                operation = _OPERATIONS[code]
+                operation = operations[code]
                 if operation is None:
                     raise self.refused(code)
                 operation(self)
@@ -116,8 +118,23 @@ class _Machine:
 
     # Bytes of the pickle.
 
-    def number(self, size: int) -> int:
-        return int.from_bytes(self.take(size), "little")
+    def number_1(self) -> int:
+        number = self.data[self.at]
+        self.at += 1
+        return number
+
+    def number_2(self) -> int:
+        (number,) = _UNSIGNED_2(self.data, self.at)
+        self.at += 2
+        return int(number)
+
+    def number_4(self) -> int:
+        (number,) = _UNSIGNED_4(self.data, self.at)
+        self.at += 4
+        return int(number)
+
+    def number_8(self) -> int:
+        return int.from_bytes(self.take(8), "little")
 
     def take(self, size: int) -> bytes:
         end = self.at + size
@@ -136,13 +153,13 @@ class _Machine:
     # Frame and stack.
 
     def op_proto(self) -> None:
-        protocol = self.number(1)
+        protocol = self.number_1()
         if protocol > _LATEST_PROTOCOL:
             problem = Problem(self.where, f"protocol {protocol}", "2 to 5", "save it anew with torch.save")
             raise FormatError("a pickle is of a newer protocol", [problem])
 
     def op_frame(self) -> None:
-        if self.number(8) > len(self.data) - self.at:
+        if self.number_8() > len(self.data) - self.at:
             raise ValueError("a frame beyond the end")
 
     def op_stop(self) -> None:
@@ -170,21 +187,19 @@ class _Machine:
     # The memo.
 
     def op_binput(self) -> None:
-        self.memo[self.data[self.at]] = self.stack[-1]
-        self.at += 1
+        self.memo[self.number_1()] = self.stack[-1]
 
     def op_long_binput(self) -> None:
-        self.memo[self.number(4)] = self.stack[-1]
+        self.memo[self.number_4()] = self.stack[-1]
 
     def op_memoize(self) -> None:
         self.memo[len(self.memo)] = self.stack[-1]
 
     def op_binget(self) -> None:
-        self.stack.append(settled(self.memo[self.data[self.at]]))
-        self.at += 1
+        self.stack.append(settled(self.memo[self.number_1()]))
 
     def op_long_binget(self) -> None:
-        self.stack.append(settled(self.memo[self.number(4)]))
+        self.stack.append(settled(self.memo[self.number_4()]))
 
     # Scalars.
 
@@ -201,41 +216,40 @@ class _Machine:
         self.stack.append(int.from_bytes(self.take(4), "little", signed=True))
 
     def op_binint1(self) -> None:
-        self.stack.append(self.data[self.at])
-        self.at += 1
+        self.stack.append(self.number_1())
 
     def op_binint2(self) -> None:
-        self.stack.append(self.number(2))
+        self.stack.append(self.number_2())
 
     def op_long1(self) -> None:
-        self.stack.append(int.from_bytes(self.take(self.number(1)), "little", signed=True))
+        self.stack.append(int.from_bytes(self.take(self.number_1()), "little", signed=True))
 
     def op_long4(self) -> None:
-        self.stack.append(int.from_bytes(self.take(self.number(4)), "little", signed=True))
+        self.stack.append(int.from_bytes(self.take(self.number_4()), "little", signed=True))
 
     def op_binfloat(self) -> None:
         self.stack.append(struct.unpack(">d", self.take(8))[0])
 
     def op_short_binunicode(self) -> None:
-        self.stack.append(self.take(self.number(1)).decode())
+        self.stack.append(self.take(self.number_1()).decode())
 
     def op_binunicode(self) -> None:
-        self.stack.append(self.take(self.number(4)).decode())
+        self.stack.append(self.take(self.number_4()).decode())
 
     def op_binunicode8(self) -> None:
-        self.stack.append(self.take(self.number(8)).decode())
+        self.stack.append(self.take(self.number_8()).decode())
 
     def op_short_binbytes(self) -> None:
-        self.stack.append(self.take(self.number(1)))
+        self.stack.append(self.take(self.number_1()))
 
     def op_binbytes(self) -> None:
-        self.stack.append(self.take(self.number(4)))
+        self.stack.append(self.take(self.number_4()))
 
     def op_binbytes8(self) -> None:
-        self.stack.append(self.take(self.number(8)))
+        self.stack.append(self.take(self.number_8()))
 
     def op_bytearray8(self) -> None:
-        self.stack.append(ByteArray(self.take(self.number(8))))
+        self.stack.append(ByteArray(self.take(self.number_8())))
 
     # Containers.
 
@@ -352,14 +366,13 @@ class _Machine:
                 return Unknown(function.name)
             raise TypeError("a call of what is no global")
         # A stand-in may copy its arguments, and a pickle can hand it the same ones over and over.
-        for argument in arguments:
-            if isinstance(argument, str | bytes | list | tuple | dict | set):
-                self.arguments_left -= len(argument)
-            elif type(argument) is ByteArray:
-                self.arguments_left -= len(argument.data)
-        self.arguments_left -= len(arguments)
-        if self.arguments_left < 0:
-            raise ValueError("more arguments than bytes")
+        if arguments:
+            for argument in arguments:
+                if isinstance(argument, _SIZED):
+                    self.arguments_left -= len(argument)
+            self.arguments_left -= len(arguments)
+            if self.arguments_left < 0:
+                raise ValueError("more arguments than bytes")
         return function.call(*arguments)
 
     def op_build(self) -> None:
