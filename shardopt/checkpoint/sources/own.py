@@ -42,6 +42,7 @@ class OwnSource(Source):
     """
 
     format_name = FORMAT_NAME
+    is_foreign = False
 
     def __init__(self, storage: Storage, data: bytes | None = None) -> None:
         super().__init__(storage)

@@ -32,6 +32,8 @@ class Source(ABC):
         self.url = storage.url if url is None else url
 
     manifest: Manifest
+    is_foreign = True
+    """Whether its keys and plain values are those of another library, and not as ours are."""
     unread: Mapping[str, str] = MappingProxyType({})
     """The keys of what is stored in a way that is not known, each with what it is."""
     digest: str
