@@ -14,6 +14,7 @@ MOST_DEPTH = 100
 
 _MOST_KEY_DEPTH = 4
 _MOST_OF_ONE_HASH = 64
+_MOST_KEY_BITS = 4096  # of an int, whose hash is worked out each time
 _OWN_HASH = 2**61 - 1  # ints below it have themselves as their hash: no two have the same
 _KEY_NODES_PER_BYTE, _SPARE_KEY_NODES = 4, 4096
 _NODES_PER_BYTE, _SPARE_NODES = 16, 2**20
@@ -38,21 +39,23 @@ class Keys:
             kind = type(key)
             if kind is str or key is None or kind is bool or (kind is int and -_OWN_HASH < key < _OWN_HASH):
                 continue
-            if kind is tuple:
-                self._count_nodes(key, 1)
+            self._check_size(key, 1)
             same = self._by_hash.setdefault(hash(key), [])
             if not any(other is key or other == key for other in same):
                 same.append(key)
                 if len(same) > _MOST_OF_ONE_HASH:
                     raise ValueError("keys that all have the same hash")
 
-    def _count_nodes(self, key: tuple[Any, ...], depth: int) -> None:
+    def _check_size(self, key: Any, depth: int) -> None:
+        if type(key) is int and key.bit_length() > _MOST_KEY_BITS:
+            raise ValueError("a key that is a huge number")
+        if type(key) is not tuple:
+            return
         self._nodes_left -= len(key)
         if depth > _MOST_KEY_DEPTH or self._nodes_left < 0:
             raise ValueError("a key nested too deep, or too large")
         for item in key:
-            if type(item) is tuple:
-                self._count_nodes(item, depth + 1)
+            self._check_size(item, depth + 1)
 
 
 def check_result(result: Any, pickle_bytes: int, where: str) -> None:

@@ -14,7 +14,6 @@ from shardopt.checkpoint.format.constants import (
     Dtype,
     all_sizes,
     damaged,
-    read_size,
 )
 from shardopt.checkpoint.pickled.stand_ins import Known, StandIn, Unknown
 from shardopt.checkpoint.pickled.tensor_globals import DTYPE_GLOBALS, TorchDtype
@@ -56,9 +55,9 @@ class DcpTensor:
 class DcpMetadata:
     """The contents of a distributed checkpoint by key (FQN), each in one of `tensors`, `values` and `unsupported`.
 
-    `values` are archives of plain values. `paths` has the path of a key in the nested state, as torch notes it: of its
-    numbers some are indices of lists, and some keys of dicts. `unsupported` gives the reason by which an entry is not
-    read.
+    `values` are archives of plain values. `paths` has the path of a key in the nested state, where torch noted it:
+    texts are keys of dicts (str of them), and numbers are indices of lists. `unsupported` gives the reason by which an
+    entry is not read.
     """
 
     tensors: Mapping[str, DcpTensor]
@@ -206,8 +205,8 @@ def _state(record: Any, kind: type[_Record]) -> dict[str, Any]:
 def _decode(root: Any, where: str) -> DcpMetadata:
     metadata = _state(root, _Metadata)
     version = metadata.get("version")
-    if version is not None and not str(version).startswith("1."):
-        problem = Problem(where, f"version {str(version)[:40]!r}", "1.0.0", "install a newer shardopt")
+    if version is not None and not (type(version) is str and version.startswith("1.")):
+        problem = Problem(where, f"version {_text(version)}", "1.0.0", "install a newer shardopt")
         raise FormatError("the distributed checkpoint needs a newer reader", [problem])
     places = _decode_places(metadata["storage_data"])
     tensors: dict[str, DcpTensor] = {}
@@ -263,8 +262,10 @@ def _decode_places(wire: Any) -> _Places:
         if descriptors:
             places[key, offsets] = _transformed(descriptors)
         else:
-            file = _plain_name(place["relative_path"])
-            places[key, offsets] = DcpEntry(file, read_size(place["offset"]), read_size(place["length"]))
+            begin, length = place["offset"], place["length"]
+            if not all_sizes([begin, length]):
+                raise ValueError(f"an offset or length that is none, of {key[:100]!r}")
+            places[key, offsets] = DcpEntry(_plain_name(place["relative_path"]), begin, length)
     return places
 
 
@@ -276,8 +277,13 @@ def _transformed(descriptors: Any) -> str:
 def _plain_name(name: Any) -> str:
     """Returns the name of a file in the same directory. Raises ValueError for one that leads elsewhere."""
     if type(name) is not str or not 0 < len(name) <= 255 or name in (".", "..") or {*name} & {"/", "\\", "\0"}:
-        raise ValueError(f"{str(name)[:100]!r} where the name of a file beside it is wanted")
+        raise ValueError(f"{_text(name)} where the name of a file beside it is wanted")
     return name
+
+
+def _text(value: Any) -> str:
+    """Returns a value for a message: of what is no text the type alone, as its own text may be without end."""
+    return repr(value[:100]) if type(value) is str else type(value).__name__
 
 
 def _decode_dtype(wire: Any) -> Dtype | str:
@@ -326,6 +332,6 @@ def _decode_paths(wire: Any) -> dict[str, tuple[str | int, ...]]:
         if type(parts) not in (tuple, list) or not all(type(part) in (str, int) for part in parts):
             raise TypeError("a path that is none")
         if ".".join(map(str, parts)) != key:
-            raise ValueError(f"a path that is not that of {str(key)[:100]!r}")
+            raise ValueError(f"a path that is not that of {_text(key)}")
         paths[key] = tuple(parts)
     return paths

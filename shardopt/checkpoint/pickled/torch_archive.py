@@ -16,7 +16,7 @@ from shardopt.checkpoint.pickled.plain_globals import PLAIN_GLOBALS
 from shardopt.checkpoint.pickled.tensor_globals import TENSOR_GLOBALS, Storages, TensorRecord
 from shardopt.checkpoint.pickled.unpickle import unpickle
 from shardopt.checkpoint.pickled.zip_archive import Read, ZipMember, zip_members
-from shardopt.errors import FormatError, Problem
+from shardopt.errors import CorruptionError, FormatError, Problem
 
 __all__ = ["KNOWN_GLOBALS", "TensorRecord", "read_archive"]
 
@@ -24,6 +24,7 @@ KNOWN_GLOBALS: Mapping[str, Callable[..., Any] | Any] = {**PLAIN_GLOBALS, **TENS
 """What stands for the globals of plain values, tensors and parameters."""
 
 _PICKLE = "/data.pkl"
+_SMALL_BYTES = 16 << 10  # of an archive that is read in one request
 _LITTLE_ENDIAN = b"little"
 _LEGACY_MAGIC = b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"
 """The number, as a pickle has it, that stands at the begin of files of torch before 1.6, after the protocol's byte."""
@@ -52,8 +53,13 @@ def read_archive(
         CorruptionError: the bytes are no archive, fail the CRC32 of the pickle, or contradict themselves.
         FormatError: it is of another kind than is read here.
     """
-    _refuse_legacy(read(begin, min(end, begin + 16)), where)
-    members = zip_members(read, begin, end, where)
+    if end - begin <= _SMALL_BYTES:
+        read = _read_at_once(read, begin, end)
+    try:
+        members = zip_members(read, begin, end, where)
+    except CorruptionError:
+        _refuse_legacy(read(begin, min(end, begin + 16)), where)
+        raise
     pickles = [name for name in members if name.count("/") == 1 and name.endswith(_PICKLE)]
     if len(pickles) != 1:
         raise damaged(where, f"{len(pickles)} members named data.pkl in the place of one")
@@ -67,6 +73,11 @@ def read_archive(
         raise damaged(where, f"a pickle of more than {MANIFEST_LIMIT_BYTES} bytes")
     pickle = _read_member(read, members[pickles[0]], where)
     return unpickle(pickle, where, known, Storages(members, f"{root}/data/").storage)
+
+
+def _read_at_once(read: Read, begin: int, end: int) -> Read:
+    data = read(begin, end)
+    return lambda first, last: data[first - begin : last - begin]
 
 
 def _read_member(read: Read, member: ZipMember, where: str) -> bytes:

@@ -28,6 +28,7 @@ _SIZED = (str, bytes, list, tuple, dict, set, ByteArray)
 _LATEST_PROTOCOL = 5
 _PYTHON_2_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # protocol 2 has the names of that time
 _MOST_NAME_CHARACTERS = 1000
+_MOST_GLOBALS = 4096
 
 
 def unpickle(
@@ -334,6 +335,8 @@ class _Machine:
     def find(self, module: str, name: str) -> Any:
         found = self.globals.get((module, name))
         if found is None:
+            if len(self.globals) >= _MOST_GLOBALS:
+                raise ValueError("globals without end")
             full = f"{_PYTHON_2_MODULES.get(module, module)}.{name}"
             try:
                 stand_in = self.known[full]

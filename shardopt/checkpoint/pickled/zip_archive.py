@@ -211,7 +211,7 @@ def _read_local(entry: _Entry, read: Read) -> int:
         fits = fits and crc32 == entry.crc32 and sizes <= {entry.nbytes}
     if not fits or name_length != len(entry.raw_name):
         raise ValueError(f"a local header of {entry.name[:100]!r} that differs")
-    return names_begin + name_length + extra_length
+    return names_begin + int(name_length) + int(extra_length)
 
 
 def _refused(where: str, found: str) -> FormatError:
