@@ -8,9 +8,9 @@ Others have the groups of an optimizer as a list, or by parameter and option, an
     optim.state.0.exp_avg                                     the first parameter of the first group
 
 All of these become `optim.param_groups.<name>`, a dict, and `optim.state.<name>.exp_avg`. Numbers become names by
-"param_names" in the groups, or in the order of the app's own groups, where these are as many and as large, and that of
-the parameters of its models: where these two are not the same, numbers could mean either, and are refused. Plain values
-are put together, or divided, as the app has them.
+"param_names" in the groups, or in the order of the app's own groups, where these are as many and as large. One group
+may also be in the order of the parameters of the app's models; where that is another one, numbers could mean either,
+and are refused. Plain values are put together, or divided, as the app has them.
 """
 
 from __future__ import annotations
@@ -217,12 +217,12 @@ def _names_of_numbers(stored: Sequence[Mapping[str, Any]], handback: Handback, f
     if all(len(group.get(_NAMES_OF_TORCH) or ()) == len(group[PARAMS]) for group in stored):
         return dict(zip(numbers, (name for group in stored for name in group[_NAMES_OF_TORCH]), strict=True))
     orders = []
-    own = list(_own_order(handback.target))
-    if [len(group[PARAMS]) for group in stored] == [len(group) for group in own]:
+    own = [group for group in _own_order(handback.target) if group]
+    if [len(group[PARAMS]) for group in stored if group[PARAMS]] == [len(group) for group in own]:
         orders.append(dict(zip(numbers, chain.from_iterable(own), strict=True)))
     known = frozenset(_names_in(handback.groups))
     ordered = [name for name in _names_of_modules(flat) if name in known]
-    if len(ordered) == len(numbers):
+    if len(stored) == 1 and len(ordered) == len(numbers):
         orders.append(dict(zip(sorted(numbers), ordered, strict=True)))
     if len(orders) == 2 and orders[0] != orders[1]:
         number, name = next((number, name) for number, name in orders[0].items() if orders[1][number] != name)
