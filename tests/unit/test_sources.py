@@ -173,7 +173,7 @@ def test_tensors_of_any_kind(tmp_path):
                 assert value.dtype == expected.dtype and value.shape == expected.shape
                 assert torch.equal(value.contiguous().reshape(-1).view(torch.uint8), as_bytes(expected)), (path, key)
                 target = torch.zeros([*reversed(expected.shape)], dtype=expected.dtype)
-                target = target.permute(*reversed(range(expected.dim())))
+                target = target.permute(tuple(reversed(range(expected.dim()))))
                 reader.read_into(key, target)
                 assert torch.equal(as_bytes(target), as_bytes(expected))
     with checkpoint.open(tmp_path / "a.pt") as reader:
