@@ -20,7 +20,7 @@ PAIRS = [(2, "fsdp", 3, "fsdp"), (2, "tp", 2, "fsdp"), (3, "fsdp", 2, "tp")]
 
 def make_model(style, seed):
     torch.manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.Tanh(), torch.nn.Linear(10, 7), torch.nn.LayerNorm(7))
+    model = torch.nn.Sequential(torch.nn.Linear(6, 12), torch.nn.Tanh(), torch.nn.Linear(12, 7), torch.nn.LayerNorm(7))
     model = model.double()
     ranks = dist.get_world_size()
     if style == "tp":
