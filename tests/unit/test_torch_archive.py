@@ -341,3 +341,17 @@ def test_nothing_is_run(tmp_path):
     loaded = read_whole(data)
     assert loaded["it"].name == "posix.mkdir" and not (tmp_path / "made").exists()
     assert isinstance(read_archive(reader_of(data), 0, len(data), "w")["a"], TensorRecord)
+
+
+def test_members_that_overlap_are_refused():
+    """Where sizes follow the bytes, so that a local header does not contradict the directory."""
+    data = bytearray(archive_of(b"N.", [b"x" * 40, b"y" * 40]))
+    data[6] |= 1 << 3
+
+    def longer(entry):
+        entry[3] |= 1 << 3
+        entry[8] = entry[9] = 60
+
+    changed = with_entry(bytes(data), 0, longer)
+    with pytest.raises(CorruptionError, match="beyond its place"):
+        zip_members(reader_of(changed), 0, len(changed), "w")
