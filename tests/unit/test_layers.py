@@ -258,7 +258,7 @@ CAUGHT = [
     (upward_imports, "nn/table.py", "from shardopt.checkpoint import save"),
     (upward_imports, "errors.py", "from . import state"),
     (upward_imports, "ranks/channel.py", "from shardopt.brandnew import thing"),
-    (upward_imports, "checkpoint/format/manifest.py", "from shardopt.checkpoint.sources.reader import CheckpointReader"),
+    (upward_imports, "checkpoint/format/manifest.py", "from shardopt.checkpoint.sources.reader import TensorInfo"),
     (upward_imports, "checkpoint/pickled/unpickle.py", "from shardopt.checkpoint.reading.fetch import fetch"),
     (upward_imports, "checkpoint/reading/fetch.py", "from shardopt.checkpoint.load import load"),
     (upward_imports, "checkpoint/save.py", "from shardopt.checkpoint.run.manager import Manager"),
