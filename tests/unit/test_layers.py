@@ -45,6 +45,7 @@ FLOORS = {
     "optim/state_dict": 20,
     "optim/gradients": 21,
     "optim/local": 22,
+    "optim/schedule": 22,
     "optim": 23,
     "checkpoint/reports": 20,
     "checkpoint/progress": 20,
