@@ -57,6 +57,7 @@ FLOORS = {
     "checkpoint/matching": 26,
     "checkpoint": 27,
     "checkpoint/run": 28,
+    "checkpoint/dcp": 28,  # over the front doors, for torch's; imported by nobody
     "checkpoint/__init__": 29,
     "nn": 30,  # over optim, whose optimizers it runs inside of backward
     "cli": 31,
@@ -107,6 +108,8 @@ WORLD_MODULES = {
 }
 WORLD_NAMES = re.compile(r"(.*\.)?(\w*Store|get_group_store|_get_default_store|urandom|getrandom)")
 
+# The files that may make a pickle, and what for. None reads one.
+PICKLING_PLACES = {"checkpoint/dcp/reader.py": "torch's planners take a plain value in no other form; in memory alone"}
 PICKLING_MODULES = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 PICKLING_NAMES = re.compile(r"torch\.(load|save)|.*_object(_list)?|allow_pickle")
 
@@ -242,6 +245,7 @@ def test_package_keeps(rule):
         problem
         for source in sources()
         if not (rule is private_parts and source.path in PRIVATE_PLACES)
+        and not (rule is pickling and source.path in PICKLING_PLACES)
         for problem in rule(source)
     ]
     assert broken == []
