@@ -92,17 +92,14 @@ def under_names_of(manifest: Manifest, flat: FlatState, select: str | None, rena
     def chosen(stored: Mapping[str, T]) -> Iterable[tuple[str, T]]:
         return ((key, entry) for key, entry in stored.items() if wanted.search(new_key[key]))
 
-    renamed_values = {new_key[key]: (path_of(key, path), value) for key, (path, value) in manifest.values.items()}
+    values: Values = {new_key[key]: (path_of(key, path), value) for key, (path, value) in manifest.values.items()}
+    values = at_granularity_of(flat, _spread(values, flat))
     renamed_manifest = replace(
         manifest,
         tensors=StoredTensors(
             (new_key[key], tensor._replace(path=path_of(key, tensor.path))) for key, tensor in chosen(manifest.tensors)
         ),
-        values={
-            key: entry
-            for key, entry in at_granularity_of(flat, _spread(renamed_values, flat)).items()
-            if wanted.search(key)
-        },
+        values={key: entry for key, entry in values.items() if wanted.search(key)},
         per_rank={new_key[key]: path_of(key, path) for key, path in chosen(manifest.per_rank)},
     )
     changed = {new: key for key, new in new_key.items() if new != key}
