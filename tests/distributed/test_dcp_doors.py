@@ -223,6 +223,7 @@ def save_and_tell(url):
 
 
 WRITING = "shardopt.checkpoint.dcp.writer:write_files"
+GATHERING = "torch.distributed.checkpoint.utils:_DistWrapper.gather_object"
 COMMITTING = "shardopt.checkpoint.dcp.writer:commit"
 NO_SPACE = OSError(28, "No space left on device")
 
@@ -240,17 +241,18 @@ def test_a_rank_that_fails_to_write_is_named_and_nothing_is_left(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("rank", "operation"),
+    "fault",
     [
-        (1, WRITING),
-        pytest.param(0, WRITING, marks=pytest.mark.exhaustive),
-        (0, COMMITTING),
+        Fault(1, WRITING),
+        pytest.param(Fault(0, WRITING), marks=pytest.mark.exhaustive),
+        Fault(1, GATHERING, at=2),
+        pytest.param(Fault(0, COMMITTING), marks=pytest.mark.exhaustive),
     ],
-    ids=["a rank", "the first rank", "the first rank, committing"],
+    ids=["a rank", "the first rank", "a rank that has written", "the first rank, committing"],
 )
-def test_a_rank_that_is_killed_leaves_nothing_that_reads_as_a_checkpoint(tmp_path, rank, operation):
-    url = str(tmp_path / "killed")
-    outcomes = run_ranks_outcomes(2, save_and_tell, url, faults=[Fault(rank, operation)])
+def test_a_rank_that_is_killed_leaves_nothing_that_reads_as_a_checkpoint(tmp_path, fault):
+    url, rank = str(tmp_path / "killed"), fault.rank
+    outcomes = run_ranks_outcomes(2, save_and_tell, url, faults=[fault])
     assert outcomes[rank].signal is not None
     assert outcomes[1 - rank].value != ""
     with pytest.raises(shardopt.errors.CheckpointNotFoundError):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -99,6 +100,7 @@ class StorageWriter(DcpStorageWriter):
         self._plan: SavePlan | None = None
         self._task: _Task | None = None
         self._reported: _Reported | None = None
+        self._abandon: weakref.finalize[Any, Any] | None = None
 
     @property
     def checkpoint_id(self) -> str | None:
@@ -117,7 +119,9 @@ class StorageWriter(DcpStorageWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Called by DCP on every rank."""
-        self._plan = self._task = self._reported = None
+        if self._abandon is not None:
+            self._abandon()
+        self._plan = self._task = self._reported = self._abandon = None
         if not kwargs.get("use_collectives", True):
             found, required = "use_collectives=False", "ranks that save together"
             problem = Problem("use_collectives", found, required, "leave it out; a checkpoint is one for all ranks")
@@ -170,6 +174,9 @@ class StorageWriter(DcpStorageWriter):
             if ranks.rank == 0:
                 discard(storage, task.save_id)
             raise
+        if ranks.rank == 0:
+            # DCP has a round of its own before `finish`, and tells nobody where a rank dies in it.
+            self._abandon = weakref.finalize(self, discard, storage, task.save_id)
         written: Future[list[WriteResult]] = Future()
         written.set_result([])  # the first rank has had the reports
         return written
@@ -178,6 +185,8 @@ class StorageWriter(DcpStorageWriter):
         """Commits the checkpoint, on the first rank."""
         assert self._task is not None and self._plan is not None and self._reported is not None
         storage, task, plan = self._storage(), self._task, self._plan
+        if self._abandon is not None:
+            self._abandon.detach()
         paths = metadata.planner_data or {}
         try:
             values = {
@@ -196,7 +205,7 @@ class StorageWriter(DcpStorageWriter):
             discard(storage, task.save_id)
             raise
         finally:
-            self._plan = self._task = self._reported = None
+            self._plan = self._task = self._reported = self._abandon = None
 
     def _storage(self) -> Storage:
         if self._url is None:
