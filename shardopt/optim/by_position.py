@@ -9,13 +9,11 @@ tensor, a number nor a dict in it goes as the bytes of its typed JSON, because t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -23,9 +21,9 @@ from shardopt.errors import MismatchError, Problem, StateError
 from shardopt.optim.scaler import refuse_torchs_scaler
 from shardopt.optim.state_dict.groups import first_names
 from shardopt.optim.state_dict.options import as_number
+from shardopt.optim.state_dict.positions import REMEDY, different_groups, from_torch, is_same_memory, to_torch
 from shardopt.optim.state_dict.saved_form import STATE
 from shardopt.param_groups import PARAM_GROUPS, PARAMS, UNTOUCHED
-from shardopt.sharding.view import local_tensors
 from shardopt.torch_private import (
     after_load_state_dict,
     after_state_dict,
@@ -33,13 +31,11 @@ from shardopt.torch_private import (
     before_state_dict,
     without_hooks,
 )
-from shardopt.values import decode_value, encode_value
 
 if TYPE_CHECKING:
     from shardopt.optim.base import KeyedOptimizer
 
 StateDict = dict[str, Any]
-_REMEDY = "load what as_torch() of an optimizer with the same groups gave, or torch's getters with it"
 
 
 class ByPosition(Optimizer):
@@ -140,7 +136,8 @@ class ByPosition(Optimizer):
             }
             for group in self.param_groups
         ]
-        state = {position[parameter]: entries for parameter, entries in self._by_parameter().items()}
+        named = self._optimizer.state_dict()[STATE]
+        state = {position[parameter]: entries for parameter, entries in self._by_parameter(named).items()}
         return after_state_dict(self, {STATE: state, PARAM_GROUPS: groups})
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -157,7 +154,7 @@ class ByPosition(Optimizer):
         offered = before_load_state_dict(self, state_dict)
         named = self._named(offered)
         optimizer = self._optimizer
-        live = optimizer.state_dict()[STATE]
+        live = self._live()
         of_parameters = set(first_names(optimizer.params).values())
         state = named[STATE]
         absent = [name for name, entries in live.items() if name not in state and name in of_parameters and entries]
@@ -197,9 +194,17 @@ class ByPosition(Optimizer):
         """Returns the parameter with whose state that of no parameter rides."""
         return next((parameter for parameter in self._parameters() if parameter.requires_grad), None)
 
-    def _by_parameter(self) -> dict[Tensor, dict[str, Any]]:
-        """Returns the state by parameter, of those that have any."""
-        named = self._optimizer.state_dict()[STATE]
+    def by_parameter(self) -> dict[Tensor, dict[str, Any]]:
+        """Returns parameter → its state, of those that have any."""
+        return self._by_parameter(self._live())
+
+    def _live(self) -> StateDict:
+        """Returns the state by name, before the keyed optimizer's own hooks see it."""
+        state: StateDict = self._optimizer._gather()[STATE]
+        return state
+
+    def _by_parameter(self, named: StateDict) -> dict[Tensor, dict[str, Any]]:
+        """Returns state by parameter, of those that have any; takes it out of `named`."""
         names = first_names(self._optimizer.params)
         state = {parameter: dict(named.pop(name)) for parameter, name in names.items() if name in named}
         state = {parameter: entries for parameter, entries in state.items() if entries}
@@ -209,7 +214,7 @@ class ByPosition(Optimizer):
                 found, required = "state of no parameter, and no trained one", "a parameter that it can go with"
                 problems = [Problem(name, found, required, "save it through shardopt.checkpoint") for name in named]
                 raise StateError("state cannot be given by position", problems)
-            state.setdefault(carrier, {}).update({name: _to_torch(entries, name) for name, entries in named.items()})
+            state.setdefault(carrier, {}).update({name: to_torch(entries, name) for name, entries in named.items()})
         return state
 
     def _named(self, offered: Mapping[str, Any]) -> StateDict:
@@ -219,7 +224,7 @@ class ByPosition(Optimizer):
             MismatchError: it does not have the groups that are here.
         """
         here, given = self.param_groups, offered.get(PARAM_GROUPS)
-        problems = _different_groups(here, given)
+        problems = different_groups(here, given)
         given = [] if problems else cast("list[Mapping[str, Any]]", given)
         name_of = first_names(self._optimizer.params)
         names = [name_of[parameter] for parameter in self._parameters()]
@@ -227,20 +232,20 @@ class ByPosition(Optimizer):
         name_here = dict(zip(keys, names, strict=False))
         state = offered.get(STATE)
         if not isinstance(state, Mapping):
-            problems.append(Problem(STATE, f"a {type(state).__name__}", "a mapping by parameter", _REMEDY))
+            problems.append(Problem(STATE, f"a {type(state).__name__}", "a mapping by parameter", REMEDY))
             state = {}
         problems += [
-            Problem(f"{STATE}.{key}", "state", "that of a parameter in param_groups", _REMEDY)
+            Problem(f"{STATE}.{key}", "state", "that of a parameter in param_groups", REMEDY)
             for key in state
             if key not in name_here and not problems
         ]
         if problems:
             raise MismatchError("the state does not fit this optimizer; nothing was changed", problems)
         named = {name_here[key]: dict(entries) for key, entries in state.items()}
-        own = {name: entries for name, entries in self._optimizer.state_dict()[STATE].items() if name not in names}
+        own = {name: entries for name, entries in self._live().items() if name not in names}
         carrier = self._carrier()
         carried = named.get(name_of[carrier], {}) if carrier is not None else {}
-        of_none = {name: _from_torch(carried.pop(name), entries) for name, entries in own.items() if name in carried}
+        of_none = {name: from_torch(carried.pop(name), entries) for name, entries in own.items() if name in carried}
         groups = []
         for group in given:
             options = {option: value for option, value in group.items() if option not in (PARAMS, "param_names")}
@@ -253,8 +258,8 @@ class ByPosition(Optimizer):
         A load of what a getter gave is then none: the first step settles what it would have settled before.
         """
         unstepped = self._optimizer.unstepped_state(state)
-        live = self._optimizer.state_dict()[STATE] if unstepped else {}
-        return {name for name in unstepped if _is_same_memory(state[name], live[name])}
+        live = self._live() if unstepped else {}
+        return {name for name in unstepped if is_same_memory(state[name], live[name])}
 
 
 class _MadeState(MutableMapping[Tensor, Any]):
@@ -270,7 +275,7 @@ class _MadeState(MutableMapping[Tensor, Any]):
 
     def __getitem__(self, parameter: Tensor) -> Any:
         if parameter is self._view._carrier():
-            return self._view._by_parameter().get(parameter, {})
+            return self._view.by_parameter().get(parameter, {})
         return self._view._optimizer.state[parameter]
 
     def __setitem__(self, parameter: Tensor, entries: Any) -> None:
@@ -280,53 +285,10 @@ class _MadeState(MutableMapping[Tensor, Any]):
         del self._view._optimizer.state[parameter]
 
     def __iter__(self) -> Iterator[Tensor]:
-        return iter(self._view._by_parameter())
+        return iter(self._view.by_parameter())
 
     def __len__(self) -> int:
-        return len(self._view._by_parameter())
-
-
-def _different_groups(here: Any, given: Any) -> list[Problem]:
-    """Returns the problems of groups that are not as many, or not of as many parameters, as those here."""
-    if not isinstance(given, list) or not all(isinstance(group, Mapping) and PARAMS in group for group in given):
-        return [Problem(PARAM_GROUPS, f"a {type(given).__name__}", "a list of groups with their parameters", _REMEDY)]
-    if len(given) != len(here):
-        return [Problem(PARAM_GROUPS, f"{len(given)} groups", f"{len(here)}", _REMEDY)]
-    counts = [(len(group[PARAMS]), len(own[PARAMS])) for group, own in zip(given, here, strict=True)]
-    return [
-        Problem(f"{PARAM_GROUPS}[{i}].{PARAMS}", f"{count} parameters", f"{own}", _REMEDY)
-        for i, (count, own) in enumerate(counts)
-        if count != own
-    ]
-
-
-def _to_torch(value: Any, key: str) -> Any:
-    """Returns a value of state in the forms that torch flattens; see `_from_torch`."""
-    if isinstance(value, Mapping):
-        return {name: _to_torch(inner, f"{key}.{name}") for name, inner in value.items()}
-    if isinstance(value, Tensor) or type(value) in (int, float):
-        return value
-    text = json.dumps(encode_value(value, key)).encode()
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
-
-
-def _from_torch(value: Any, live: Any) -> Any:
-    """Returns a value that `_to_torch` gave as it was; `live` has the kinds."""
-    if isinstance(value, Mapping) and isinstance(live, Mapping):
-        return {name: _from_torch(inner, live.get(name)) for name, inner in value.items()}
-    if isinstance(value, Tensor) and not isinstance(live, Tensor) and value.dtype == torch.uint8:
-        return decode_value(json.loads(value.cpu().numpy().tobytes()))
-    return value
-
-
-def _is_same_memory(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    def places(entries: Mapping[str, Any]) -> Any:
-        return {
-            name: [local.data_ptr() for local in local_tensors(value)] if isinstance(value, Tensor) else value
-            for name, value in entries.items()
-        }
-
-    return bool(places(one) == places(other))
+        return len(self._view.by_parameter())
 
 
 @contextmanager

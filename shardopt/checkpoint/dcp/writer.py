@@ -13,8 +13,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import weakref
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -28,20 +27,17 @@ from torch.futures import Future
 
 from shardopt.checkpoint.commit import commit, discard, refuse_committed
 from shardopt.checkpoint.dcp.grouping import path_of, regrouped
+from shardopt.checkpoint.dcp.plan import box_of, plan_of, without_nothing
 from shardopt.checkpoint.format.manifest import DataFile
 from shardopt.checkpoint.format.shared_values import encode_each
 from shardopt.checkpoint.format.tensor_bytes import stored_dtype
-from shardopt.checkpoint.planning.assign import Assignment, Member
-from shardopt.checkpoint.planning.describe import Geometry
 from shardopt.checkpoint.planning.save_plan import RankWrites, SavePlan, WriteRequest
 from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
 from shardopt.checkpoint.storage.common_storage import remove_marker, wait_for_marker, write_marker
 from shardopt.checkpoint.writing.write import chunks_in, write_files
-from shardopt.errors import LayoutError, OptionError, Problem, StateError
+from shardopt.errors import OptionError, Problem, StateError
 from shardopt.flatten import holds_tensors
 from shardopt.ranks import DEADLINE_SECONDS, Ranks, call_on, ranks_of, refuse_lone_processes
-from shardopt.sharding.box import Box, cover_faults
-from shardopt.sharding.layout import Layout
 from shardopt.values import decode_value, encode_value
 from shardopt.world import world
 
@@ -138,8 +134,8 @@ class StorageWriter(DcpStorageWriter):
             found, required = "plans that DCP has kept from an earlier save", "those of this save"
             problem = Problem("planner", found, required, "pass DefaultSavePlanner(enable_plan_caching=False)")
             raise OptionError("a save needs its whole plan", [problem])
-        plans = _without_nothing(plans)
-        self._plan = _plan_of(plans)
+        plans = without_nothing(plans)
+        self._plan = plan_of(plans)
         members = tuple(plan.storage_data for plan in plans)
         if len(members) == 1:
             members = (ranks_of().members[ranks_of().rank],)
@@ -225,8 +221,8 @@ def _write(
     storage: Storage, task: _Task, rank: int, items: Sequence[WriteItem], planner: SavePlanner
 ) -> tuple[list[DataFile], dict[str, Any]]:
     """Writes the data files of a rank; returns them, and the plain values that it is to store, as typed JSON by key."""
-    item_of = {(item.index.fqn, _box_of(item)): item for item in items if item.type != WriteItemType.BYTE_IO}
-    writes = RankWrites(_plan_of([DcpSavePlan(list(items))], rank), rank)
+    item_of = {(item.index.fqn, box_of(item)): item for item in items if item.type != WriteItemType.BYTE_IO}
+    writes = RankWrites(plan_of([DcpSavePlan(list(items))], rank), rank)
 
     def chunks_of(request: WriteRequest) -> Iterator[memoryview]:
         return chunks_in(_resolved(planner, item_of[request.key, request.box], request))
@@ -264,62 +260,3 @@ def _encoded(planner: SavePlanner, item: WriteItem) -> Any:
         remedy = "take it out of the tuple, or pass DefaultSavePlanner(flatten_state_dict=True)"
         raise StateError("a value cannot be stored", [Problem(key, "a value with tensors in it", required, remedy)])
     return encode_value(value, key)
-
-
-def _box_of(item: WriteItem) -> Box:
-    data = item.tensor_data
-    assert data is not None
-    return Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
-
-
-def _without_nothing(plans: Iterable[DcpSavePlan]) -> list[DcpSavePlan]:
-    """Returns plans without boxes of no elements; of a tensor without any the first rank that has it stores it."""
-    seen: set[str] = set()
-
-    def is_something(item: WriteItem) -> bool:
-        if item.tensor_data is None or _box_of(item).numel:
-            return True
-        is_new = not item.tensor_data.size.numel() and item.index.fqn not in seen
-        seen.add(item.index.fqn)
-        return is_new
-
-    return [dataclasses.replace(plan, items=[item for item in plan.items if is_something(item)]) for plan in plans]
-
-
-def _plan_of(plans: Sequence[DcpSavePlan], first_rank: int | None = None) -> SavePlan:
-    """Returns the plan of a save from those of its ranks.
-
-    Args:
-        plans: by rank; or that of one rank, whose number is `first_rank`: then it is the plan of what that rank writes.
-
-    Raises:
-        LayoutError: the boxes of a tensor do not make up the whole of it.
-    """
-    boxes: defaultdict[str, list[tuple[Box, tuple[int, int]]]] = defaultdict(list)
-    data: dict[str, Any] = {}
-    for rank, plan in enumerate(plans, first_rank or 0):
-        slots: defaultdict[str, int] = defaultdict(int)
-        for item in plan.items:
-            if item.tensor_data is not None:
-                key = item.index.fqn
-                boxes[key].append((_box_of(item), (rank, slots[key])))
-                slots[key] += 1
-                data.setdefault(key, item.tensor_data)
-    known: dict[Any, Assignment] = {}
-    assigned: dict[str, Assignment] = {}
-    members: dict[str, Member] = {}
-    problems = []
-    for key, of_key in boxes.items():
-        of_key.sort()
-        shape = tuple(data[key].size)
-        split, writers = zip(*of_key, strict=True)
-        if first_rank is None and (shape, split, writers) not in known:
-            remedy = "pass every shard of the tensor, once"
-            faults = cover_faults(shape, split)
-            problems += [Problem(key, fault, "each element in exactly one box", remedy) for fault in faults]
-        assigned[key] = known.setdefault((shape, split, writers), Assignment(shape, split, writers))
-        dtype = stored_dtype(data[key].properties.dtype, key)
-        members[key] = Member((key,), dtype, Layout.replicated(shape), tuple(sorted({rank for rank, _ in writers})))
-    if problems:
-        raise LayoutError("the shards of a tensor do not make up the tensor", problems)
-    return SavePlan(Geometry(members, {}), len(plans), known=assigned)
