@@ -27,11 +27,11 @@ from torch.futures import Future
 
 from shardopt.checkpoint.dcp.grouping import StoredOptions, in_parts, parts_of
 from shardopt.checkpoint.format.tensor_bytes import GIVEN_BACK, has_no_memory
-from shardopt.checkpoint.reading.data_file_reader import OpenFile
 from shardopt.checkpoint.reading.in_use import reading
-from shardopt.checkpoint.reading.read_plan import ReadRequest
-from shardopt.checkpoint.reading.reader import CheckpointReader, open_checkpoint
+from shardopt.checkpoint.reading.open_file import OpenFile, ReadRequest
 from shardopt.checkpoint.reading.target import describe_tensor, fill
+from shardopt.checkpoint.sources.open import open_checkpoint
+from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.errors import CheckpointError, MismatchError, OptionError, Problem
 from shardopt.sharding.box import Box
 from shardopt.sharding.pieces import Piece

@@ -53,23 +53,11 @@ def under_names_of(manifest: Manifest, flat: FlatState, select: str | None, rena
     """
     stored = (*manifest.tensors, *manifest.values, *manifest.per_rank)
     if not (select or rename or flat.tied or _keys_under_wrappers(stored, flat)):
-        return Names(
-            replace(manifest, values=at_granularity_of(flat, _spread(manifest.values, flat))),
-            {},
-            frozenset(flat.leaves),
-            {},
-        )
-    rules = [(re.compile(pattern), into) for pattern, into in (rename or {}).items()]
-    wanted = re.compile(select or "")
-
-    @cache
-    def renamed(key: str) -> str:
-        for pattern, into in rules:
-            key = pattern.sub(into, key)
-        return key
-
+        values = at_granularity_of(flat, _spread(manifest.values, flat))
+        return Names(replace(manifest, values=values), {}, frozenset(flat.leaves), {})
+    wanted, renamed = re.compile(select or ""), renamer(rename)
     new_key = {key: renamed(key) for key in stored}
-    if rules:
+    if rename:
         new_key |= {key: _renamed_options(key, path, flat, renamed) for key, (path, _) in manifest.values.items()}
     unwrapped = _keys_under_wrappers(new_key.values(), flat)
     new_key = {key: unwrapped.get(name, name) for key, name in new_key.items()}
@@ -81,7 +69,7 @@ def under_names_of(manifest: Manifest, flat: FlatState, select: str | None, rena
             alone.setdefault(name, alias)
     new_key = {key: stands_for[name] if name in alone.values() else name for key, name in new_key.items()}
     aliases = {alias: name for alias, name in stands_for.items() if alias not in alone.values()}
-    _refuse_collisions(new_key.items())
+    refuse_collisions(new_key.items())
 
     def path_of(key: str, path: Path) -> Path:
         if new_key[key] == key:
@@ -92,8 +80,8 @@ def under_names_of(manifest: Manifest, flat: FlatState, select: str | None, rena
     def chosen(stored: Mapping[str, T]) -> Iterable[tuple[str, T]]:
         return ((key, entry) for key, entry in stored.items() if wanted.search(new_key[key]))
 
-    values: Values = {new_key[key]: (path_of(key, path), value) for key, (path, value) in manifest.values.items()}
-    values = at_granularity_of(flat, _spread(values, flat))
+    renamed_values = {new_key[key]: (path_of(key, path), value) for key, (path, value) in manifest.values.items()}
+    values = at_granularity_of(flat, _spread(renamed_values, flat))
     renamed_manifest = replace(
         manifest,
         tensors=StoredTensors(
@@ -104,6 +92,19 @@ def under_names_of(manifest: Manifest, flat: FlatState, select: str | None, rena
     )
     changed = {new: key for key, new in new_key.items() if new != key}
     return Names(renamed_manifest, changed, frozenset(key for key in flat.leaves if wanted.search(key)), aliases)
+
+
+def renamer(rename: Mapping[str, str] | None) -> Rename:
+    """Returns the function that the rules of `rename` (regex → replacement, in turn) are."""
+    rules = [(re.compile(pattern), into) for pattern, into in (rename or {}).items()]
+
+    @cache
+    def renamed(key: str) -> str:
+        for pattern, into in rules:
+            key = pattern.sub(into, key)
+        return key
+
+    return renamed
 
 
 def _renamed_options(key: str, path: Path, flat: FlatState, renamed: Rename) -> str:
@@ -166,7 +167,7 @@ def _spread(values: Values, flat: FlatState) -> Values:
     return values
 
 
-def _refuse_collisions(named: Iterable[tuple[str, str]]) -> None:
+def refuse_collisions(named: Iterable[tuple[str, str]]) -> None:
     """Raises MismatchError where two stored keys get one name.
 
     Args:

@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 
 from shardopt.casts import has_fewer_exponents, lost_in_cast
-from shardopt.checkpoint.format.constants import segment_count
 from shardopt.checkpoint.format.data_file import Entry
 from shardopt.checkpoint.format.tensor_bytes import torch_dtype
 from shardopt.checkpoint.progress import Counter, Progress
-from shardopt.checkpoint.reading.data_file_reader import OpenFile
+from shardopt.checkpoint.reading.open_file import OpenFile, ReadRequest
 from shardopt.checkpoint.reading.read_plan import (
     Batch,
-    ReadRequest,
     SmallReads,
     Use,
     batches_of,
@@ -27,7 +25,7 @@ from shardopt.checkpoint.storage import Span, Storage
 from shardopt.errors import CorruptionError, MismatchError, Problem
 from shardopt.sharding.box import Box, cut_in_order
 from shardopt.streams import CallersStreams
-from shardopt.world import world
+from shardopt.world import Executor, world
 
 _THREADS = 4
 _BATCH_BYTES = 2 << 20  # read by one thread at a time, and still in its cache when it is summed and copied
@@ -55,12 +53,36 @@ def fetch(
     done = Counter(sum(request.wanted.numel * request.dtype.itemsize for _, request in requests), progress)
     streams = CallersStreams(request.target for _, request in requests)
     with world().thread_pool(threads, "shardopt-read") as pool:
+        _check_first(pool, [(file, each) for file, own in by_file.items() if file.checks_first for each in own])
         try:
             for each in [pool.submit(_read_batches, batches, done, streams) for _ in range(threads)]:
                 each.result()
         finally:
             batches.stop()  # where one has failed, or the caller was interrupted, the others are not to go on
     return batches.nbytes
+
+
+def _check_first(pool: Executor, requests: Sequence[tuple[OpenFile, ReadRequest]]) -> None:
+    """Checks what has one checksum for more than a segment, before any of it is used.
+
+    Raises:
+        CorruptionError: with all that is damaged.
+    """
+    unchecked: dict[tuple[int, int], tuple[OpenFile, Entry]] = {}
+    for file, request in requests:
+        number = file.summed_with(request.entry)
+        if number is not None and number not in file.checked:
+            unchecked[id(file), number] = file, request.entry
+    checks = [pool.submit(_problems, *each) for each in unchecked.values()]
+    problems = [problem for check in checks for problem in check.result()]
+    if problems:
+        raise CorruptionError("a checkpoint is damaged; nothing was changed", problems)
+    for (_, number), (file, _) in unchecked.items():
+        file.checked.add(number)
+
+
+def _problems(file: OpenFile, entry: Entry) -> list[Problem]:
+    return list(damaged_segments(file, entry))
 
 
 class _Batches:
@@ -165,22 +187,23 @@ def check_casts(requests: Sequence[tuple[OpenFile, ReadRequest]], names: Mapping
 def damaged_segments(
     file: OpenFile, entry: Entry, progress: Callable[[int], object] = lambda nbytes: None
 ) -> Iterator[Problem]:
-    """Yields a problem for each segment of one stored box that fails its checksum; reads all of it.
+    """Yields a problem for each place of one stored box that fails its checksum; reads all of it.
 
     Args:
         progress: called with the bytes of each piece that was read.
     """
     step = _batch_bytes(file)
-    buffer = memoryview(bytearray(min(step, entry.end - entry.begin)))
-    segment = entry.segment
     with file.opened() as read:
-        for begin in range(entry.begin, entry.end, step):
-            chunk = buffer[: min(step, entry.end - begin)]
-            read([Span(begin, chunk)])
-            progress(chunk.nbytes)
-            for failed in file.failed_segments(segment, chunk):
-                yield from file.segment_error(entry, failed).problems
-            segment += segment_count(chunk.nbytes)
+
+        def chunks(begin: int, end: int) -> Iterator[memoryview]:
+            buffer = memoryview(bytearray(min(step, end - begin)))
+            for at in range(begin, end, step):
+                chunk = buffer[: min(step, end - at)]
+                read([Span(at, chunk)])
+                progress(chunk.nbytes)
+                yield chunk
+
+        yield from file.check(entry, chunks)
 
 
 def pieces_in_order(box: Box, itemsize: int) -> Iterator[Box]:
