@@ -45,6 +45,7 @@ FLOORS = {
     "optim/state_dict": 20,
     "optim/gradients": 21,
     "optim/local": 22,
+    "optim/schedule": 22,
     "optim": 23,
     "checkpoint/reports": 20,
     "checkpoint/progress": 20,
@@ -58,6 +59,7 @@ FLOORS = {
     "checkpoint/matching": 27,
     "checkpoint": 28,
     "checkpoint/run": 29,
+    "checkpoint/dcp": 29,  # over the front doors, for torch's; imported by nobody
     "checkpoint/__init__": 30,
     "nn": 31,  # over optim, whose optimizers it runs inside of backward
     "cli": 32,
@@ -108,6 +110,8 @@ WORLD_MODULES = {
 }
 WORLD_NAMES = re.compile(r"(.*\.)?(\w*Store|get_group_store|_get_default_store|urandom|getrandom)")
 
+# The files that may make a pickle, and what for. None reads one.
+PICKLING_PLACES = {"checkpoint/dcp/reader.py": "torch's planners take a plain value in no other form; in memory alone"}
 PICKLING_MODULES = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 PICKLING_NAMES = re.compile(r"torch\.(load|save)|.*_object(_list)?|allow_pickle")
 
@@ -243,6 +247,7 @@ def test_package_keeps(rule):
         problem
         for source in sources()
         if not (rule is private_parts and source.path in PRIVATE_PLACES)
+        and not (rule is pickling and source.path in PICKLING_PLACES)
         for problem in rule(source)
     ]
     assert broken == []
