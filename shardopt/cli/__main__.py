@@ -1,0 +1,7 @@
+"""`python -m shardopt.cli`."""
+
+import sys
+
+from shardopt.cli.entry import main
+
+sys.exit(main())
