@@ -16,7 +16,8 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from shardopt.checkpoint.reading import fetch as read
-from shardopt.checkpoint.reading.reader import CheckpointReader
+from shardopt.checkpoint.sources.own import OwnSource
+from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.checkpoint.storage.remote import RemoteStorage
 from shardopt.sharding.box import whole
 from shardopt.sharding.view import Piece
@@ -44,7 +45,7 @@ def main():
     root = f"memory://far/{uuid.uuid4().hex}"
     value = torch.arange(megabytes * 250_000, dtype=torch.float32)
     checkpoint.save(root, {"x": value})
-    reader = CheckpointReader(RemoteStorage(Far(), root.removeprefix("memory:/")))
+    reader = CheckpointReader(OwnSource(RemoteStorage(Far(), root.removeprefix("memory:/"))))
     target = torch.empty_like(value)
     wants = list(reader.wants("x", [Piece(whole(tuple(value.shape)), target)]))
     print(f"{megabytes} MB, {1e3 * LATENCY_SECONDS:g} ms and {BYTES_PER_SECOND / 1e6:g} MB/s a request")

@@ -4,13 +4,13 @@ from shardopt.checkpoint.async_save import async_save
 from shardopt.checkpoint.load import load
 from shardopt.checkpoint.matching.strictness import Strictness
 from shardopt.checkpoint.progress import progress_bar
-from shardopt.checkpoint.reading.reader import CheckpointReader, TensorInfo
-from shardopt.checkpoint.reading.reader import open_checkpoint as open
 from shardopt.checkpoint.reports import LoadReport, SaveReport, add_listener, figures
 from shardopt.checkpoint.reshard import reshard
 from shardopt.checkpoint.run.manager import Manager
 from shardopt.checkpoint.run.mirror import Mirror, UploadReport
 from shardopt.checkpoint.save import save
+from shardopt.checkpoint.sources.open import open_checkpoint as open
+from shardopt.checkpoint.sources.reader import CheckpointReader, TensorInfo
 from shardopt.checkpoint.verify import VerifyReport, verify
 from shardopt.checkpoint.writing.pending import PendingSave
 from shardopt.sharding.box import Box

@@ -24,7 +24,7 @@ from shardopt.checkpoint.format.manifest import (
 )
 from shardopt.checkpoint.format.shared_values import Values, decode_each
 from shardopt.checkpoint.planning.save_plan import SavePlan
-from shardopt.checkpoint.reading.read_manifest import read_manifest
+from shardopt.checkpoint.sources.read_manifest import read_manifest
 from shardopt.checkpoint.storage import Storage, is_temporary
 from shardopt.checkpoint.storage.no_space import explain_no_space
 from shardopt.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, Problem

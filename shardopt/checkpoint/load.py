@@ -25,13 +25,13 @@ from shardopt.checkpoint.matching.tied import refuse_unequal
 from shardopt.checkpoint.planning.tied import refuse_other_ties, refuse_untied, tied_in
 from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.reading.broadcast import BroadcastReads, Replicas, fingerprint, shared_among
-from shardopt.checkpoint.reading.data_file_reader import OpenFile
 from shardopt.checkpoint.reading.fetch import casts_to_check, check_all, check_casts
 from shardopt.checkpoint.reading.in_use import reading
-from shardopt.checkpoint.reading.read_plan import ReadRequest
-from shardopt.checkpoint.reading.reader import CheckpointReader, open_checkpoint
+from shardopt.checkpoint.reading.open_file import OpenFile, ReadRequest
 from shardopt.checkpoint.reading.target import fill
 from shardopt.checkpoint.reports import LoadReport, emit_report
+from shardopt.checkpoint.sources.open import open_checkpoint
+from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.errors import CheckpointError, MismatchError, Problem, ShardoptError
 from shardopt.flatten import flatten
 from shardopt.gc_pause import gc_paused

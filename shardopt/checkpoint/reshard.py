@@ -17,8 +17,9 @@ from shardopt.checkpoint.planning.describe import Geometry
 from shardopt.checkpoint.planning.save_plan import RankWrites, SavePlan, WriteRequest
 from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.reading.fetch import pieces_in_order
-from shardopt.checkpoint.reading.reader import CheckpointReader, open_checkpoint
 from shardopt.checkpoint.reports import SaveReport, emit_report
+from shardopt.checkpoint.sources.open import open_checkpoint
+from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.checkpoint.storage import storage_of
 from shardopt.checkpoint.writing.write import write_files
 from shardopt.errors import MismatchError, Problem

@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shardopt.checkpoint.format.constants import CHECKSUMS_PREFIX, DATA_SUFFIX, PER_RANK_PREFIX
-from shardopt.checkpoint.format.manifest import DataFile, Manifest, StoredTensor
+from shardopt.checkpoint.format.manifest import Manifest, StoredTensor
 from shardopt.checkpoint.progress import Counter, Progress
-from shardopt.checkpoint.reading.data_file_reader import OpenFile, form_of
 from shardopt.checkpoint.reading.fetch import damaged_segments, threads_for
-from shardopt.checkpoint.reading.read_manifest import read_manifest
+from shardopt.checkpoint.reading.open_file import form_of
 from shardopt.checkpoint.reports import emit_report
+from shardopt.checkpoint.sources.open import open_source
+from shardopt.checkpoint.sources.source import Source
 from shardopt.checkpoint.storage import Storage, storage_of
 from shardopt.errors import CorruptionError, Problem
 from shardopt.sharding.box import Box, cover_faults
@@ -76,15 +77,16 @@ def verify(url: str | os.PathLike[str], *, progress: Progress | None = None) -> 
 def _verify(storage: Storage, progress: Progress | None) -> VerifyReport:
     begin = world().monotonic()
     try:
-        manifest, _ = read_manifest(storage)
+        source = open_source(storage)
     except CorruptionError as error:
         return VerifyReport(storage.url, 0, 0, 0, error.problems, world().monotonic() - begin)
+    manifest = source.manifest
     problems = [*_cover_problems(storage, manifest)]
     members = _members_by_file(manifest)
     done = Counter(sum(file.nbytes for file in manifest.files), progress)
     with world().thread_pool(threads_for(storage), "shardopt-verify") as pool:
         checks = [
-            pool.submit(_check_file, storage, file, members[number], done) for number, file in enumerate(manifest.files)
+            pool.submit(_check_file, source, number, members[number], done) for number in range(len(manifest.files))
         ]
         for check in checks:
             problems += check.result()
@@ -125,22 +127,23 @@ def _members_by_file(manifest: Manifest) -> defaultdict[int, list[tuple[str, Sto
 
 
 def _check_file(
-    storage: Storage, file: DataFile, members: list[tuple[str, StoredTensor, Box]], done: Counter
+    source: Source, number: int, members: list[tuple[str, StoredTensor, Box]], done: Counter
 ) -> list[Problem]:
     problems: list[Problem] = []
     try:
-        opened = OpenFile(storage, file)
+        opened = source.open_file(number)
     except CorruptionError as error:
-        done.add(file.nbytes)
+        done.add(source.manifest.files[number].nbytes)
         return [*error.problems]
+    entries = dict(opened.entries)
     known = set()
     for key, tensor, box in members:
         known.add(key)
         try:
-            opened.entry(key, form_of(tensor.dtype, box))
+            entries[key] = opened.entry(key, form_of(tensor.dtype, box))
         except CorruptionError as error:
             problems += error.problems
-    for key, entry in opened.entries.items():
+    for key, entry in entries.items():
         if key.startswith(CHECKSUMS_PREFIX):
             continue
         if key not in known and not key.startswith(PER_RANK_PREFIX):

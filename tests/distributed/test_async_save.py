@@ -196,7 +196,7 @@ def save_second_beside(root):
     weight = torch.nn.Parameter(torch.arange(9.0))
     optimizer = torch.optim.SGD([weight], 0.1, momentum=0.9)
     app = test_faults.state(2) | {"weight": weight, "optimizer": optimizer}
-    path = checkpoint.Manager(root).path(2)
+    path = f"{root}/step-00000002"  # not `Manager.path`, which is local: what it meets is its own rank's affair
     checkpoint.async_save(path, app, stage="lazy", deadline_seconds=test_faults.DEADLINE_SECONDS).result()
 
 

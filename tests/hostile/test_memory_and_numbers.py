@@ -11,10 +11,10 @@ import torch
 from shardopt import checkpoint
 from shardopt.checkpoint.format.constants import DTYPES
 from shardopt.checkpoint.format.data_file import parse_header
-from shardopt.checkpoint.reading.data_file_reader import OpenFile
+from shardopt.checkpoint.reading.data_file_reader import DataFileReader
 from shardopt.checkpoint.reading.fetch import fetch
-from shardopt.checkpoint.reading.read_manifest import read_manifest
 from shardopt.checkpoint.reading.read_plan import ReadRequest
+from shardopt.checkpoint.sources.read_manifest import read_manifest
 from shardopt.checkpoint.storage import storage_of
 from shardopt.errors import CorruptionError, MismatchError
 from shardopt.sharding.box import whole
@@ -84,7 +84,7 @@ def test_wants_of_nothing_among_others(tmp_path):
     tensors = {"a": torch.ones(3), "b": torch.zeros(0), "c": torch.ones(2)}
     checkpoint.save(tmp_path / "c", tensors)
     storage = storage_of(tmp_path / "c")
-    file = OpenFile(storage, read_manifest(storage)[0].files[0])
+    file = DataFileReader(storage, read_manifest(storage)[0].files[0])
     into = {key: torch.zeros_like(tensor) for key, tensor in tensors.items()}
     boxes = {key: whole(tuple(tensor.shape)) for key, tensor in tensors.items()}
     fetch(

@@ -13,9 +13,9 @@ import torch
 
 from shardopt import checkpoint
 from shardopt.checkpoint.commit import remove_checkpoint
-from shardopt.checkpoint.reading.read_manifest import read_manifest
+from shardopt.checkpoint.sources.read_manifest import read_manifest
 from shardopt.checkpoint.storage import storage_of
-from shardopt.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError
+from shardopt.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, CorruptionError
 from tests.harness import Fault
 from tests.harness.faults import watched
 from tests.harness.schedules import orders
@@ -241,7 +241,7 @@ def test_every_order_of_two_saves(place, make, remains):
         check_saves(place, run, [0, 1])
         runs += 1
     print(f"{runs} orders")
-    assert runs > 1000
+    assert runs > 700  # a request to a remote store is one operation, what it stands for on a disk are several
 
 
 @pytest.mark.exhaustive
@@ -261,8 +261,34 @@ def test_every_order_of_two_saves_by_their_calls(tmp_path):
 @pytest.mark.parametrize("committed", [False, True])
 def test_every_order_of_a_save_a_load_and_a_removal(place, committed):
     runs = 0
-    for run in orders(a_save_a_load_and_a_removal(place, committed), place.calls, preemptions=2, kills=1):
+    for run in orders(a_save_a_load_and_a_removal(place, committed), place.calls, preemptions=2):
         check_removal(place, run)
         runs += 1
     print(f"{runs} orders")
-    assert runs > 1000
+    assert runs > 700
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("committed", [False, True])
+def test_a_kill_between_a_save_and_a_removal(place, committed):
+    """A manifest may outlive its files where one of the two is killed before it looks again: that is named as damage.
+
+    Nothing is loaded from it, and whoever removes it makes room for a save.
+    """
+    runs = damaged = 0
+    for run in orders(a_save_a_load_and_a_removal(place, committed), place.calls, preemptions=2, kills=1):
+        runs += 1
+        try:
+            check_removal(place, run)
+        except CorruptionError as error:
+            with order_noted(run):
+                assert any(each.killed for each in run.ended)
+                assert {problem.found for problem in error.problems} == {"no such file"}
+                with pytest.raises(CorruptionError, match="no such file"):
+                    loaded(place)()
+                remove_checkpoint(place.storage)
+                assert place.save(9)().save_id == place.committed()
+            damaged += 1
+    print(f"{runs} orders, {damaged} of them with a manifest alone")
+    assert runs > 1000 > 2 * damaged

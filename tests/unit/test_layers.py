@@ -53,14 +53,15 @@ FLOORS = {
     "checkpoint/storage": 22,
     "checkpoint/planning": 23,
     "checkpoint/reading": 24,
-    "checkpoint/writing": 25,
-    "checkpoint/matching": 26,
-    "checkpoint": 27,
-    "checkpoint/run": 28,
-    "checkpoint/__init__": 29,
-    "nn": 30,  # over optim, whose optimizers it runs inside of backward
-    "cli": 31,
-    "__init__": 32,
+    "checkpoint/sources": 25,
+    "checkpoint/writing": 26,
+    "checkpoint/matching": 27,
+    "checkpoint": 28,
+    "checkpoint/run": 29,
+    "checkpoint/__init__": 30,
+    "nn": 31,  # over optim, whose optimizers it runs inside of backward
+    "cli": 32,
+    "__init__": 33,
 }
 # Never import each other, whatever their floors.
 STRANGERS = {("nn", "checkpoint"), ("optim", "checkpoint"), ("checkpoint", "optim"), ("checkpoint", "algorithms")}
@@ -268,7 +269,7 @@ CAUGHT = [
     (upward_imports, "nn/table.py", "from shardopt.checkpoint import save"),
     (upward_imports, "errors.py", "from . import state"),
     (upward_imports, "ranks/channel.py", "from shardopt.brandnew import thing"),
-    (upward_imports, "checkpoint/format/manifest.py", "from shardopt.checkpoint.reading.reader import open_checkpoint"),
+    (upward_imports, "checkpoint/format/manifest.py", "from shardopt.checkpoint.sources.reader import open_checkpoint"),
     (upward_imports, "checkpoint/reading/fetch.py", "from shardopt.checkpoint.load import load"),
     (upward_imports, "checkpoint/save.py", "from shardopt.checkpoint.run.manager import Manager"),
     (upward_imports, "checkpoint/writing/write.py", "from shardopt import checkpoint"),

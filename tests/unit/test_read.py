@@ -21,8 +21,8 @@ from shardopt.checkpoint.planning.describe import Geometry
 from shardopt.checkpoint.planning.save_plan import RankWrites, SavePlan
 from shardopt.checkpoint.reading import fetch as fetch_module
 from shardopt.checkpoint.reading import read_plan as plan_module
-from shardopt.checkpoint.reading import reader as reader_module
 from shardopt.checkpoint.reading.fetch import fetch, pieces_in_order
+from shardopt.checkpoint.sources import reader as reader_module
 from shardopt.checkpoint.storage import LocalStorage, storage_of
 from shardopt.checkpoint.writing.write import from_memory, write_files
 from shardopt.errors import CheckpointError, CorruptionError, LayoutError, MismatchError

@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 from shardopt.checkpoint.format.manifest import Manifest
 from shardopt.checkpoint.matching.optimizer_state import keys_of_state
 from shardopt.checkpoint.matching.renaming import under_names_of
-from shardopt.checkpoint.reading.read_manifest import read_manifest
-from shardopt.checkpoint.storage import storage_of
+from shardopt.checkpoint.sources.open import open_checkpoint
 from shardopt.flatten import flatten
 from shardopt.ranks import Call, Ranks, as_call
 from shardopt.state import FlatState, Handback, Tied, UnsteppedStateful, is_below, join
@@ -68,7 +67,7 @@ def init_unstepped(
     """
 
     def compare() -> dict[str, _Change]:
-        manifest = read_manifest(storage_of(url))[0]
+        manifest = open_checkpoint(url).manifest
         flat = flatten(app, tied)
         names = under_names_of(manifest, flat, select, rename)
         return dict(_changes(flat, names.manifest, names.chosen))

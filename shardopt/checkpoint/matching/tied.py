@@ -10,10 +10,9 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from shardopt.checkpoint.reading.data_file_reader import OpenFile
 from shardopt.checkpoint.reading.fetch import pieces_in_order
-from shardopt.checkpoint.reading.read_plan import ReadRequest
-from shardopt.checkpoint.reading.reader import CheckpointReader
+from shardopt.checkpoint.reading.open_file import OpenFile, ReadRequest
+from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.errors import MismatchError, Problem
 from shardopt.sharding.box import Box
 from shardopt.sharding.pieces import Piece, View
@@ -47,7 +46,8 @@ def _is_equal(reader: CheckpointReader, key: str, other: str, box: Box) -> bool:
         return False
     reads, other_reads = _reads(reader, key, box, dtype), _reads(reader, other, box, dtype)
     cut_alike = [request.sizes for _, request in reads] == [request.sizes for _, request in other_reads]
-    if cut_alike and list(_checksums(reads)) == list(_checksums(other_reads)):
+    checksums = list(_checksums(reads))
+    if cut_alike and all(checksums) and checksums == list(_checksums(other_reads)):
         return True
     return all(
         torch.equal(_raw(reader.read(key, piece)), _raw(reader.read(other, piece)))

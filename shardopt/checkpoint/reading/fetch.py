@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 
 from shardopt.casts import has_fewer_exponents, lost_in_cast
-from shardopt.checkpoint.format.constants import segment_count
 from shardopt.checkpoint.format.data_file import Entry
 from shardopt.checkpoint.format.tensor_bytes import torch_dtype
 from shardopt.checkpoint.progress import Counter, Progress
-from shardopt.checkpoint.reading.data_file_reader import OpenFile
+from shardopt.checkpoint.reading.open_file import OpenFile, ReadRequest
 from shardopt.checkpoint.reading.read_plan import (
     Batch,
-    ReadRequest,
     SmallReads,
     Use,
     batches_of,
@@ -165,22 +163,23 @@ def check_casts(requests: Sequence[tuple[OpenFile, ReadRequest]], names: Mapping
 def damaged_segments(
     file: OpenFile, entry: Entry, progress: Callable[[int], object] = lambda nbytes: None
 ) -> Iterator[Problem]:
-    """Yields a problem for each segment of one stored box that fails its checksum; reads all of it.
+    """Yields a problem for each place of one stored box that fails its checksum; reads all of it.
 
     Args:
         progress: called with the bytes of each piece that was read.
     """
     step = _batch_bytes(file)
-    buffer = memoryview(bytearray(min(step, entry.end - entry.begin)))
-    segment = entry.segment
     with file.opened() as read:
-        for begin in range(entry.begin, entry.end, step):
-            chunk = buffer[: min(step, entry.end - begin)]
-            read([Span(begin, chunk)])
-            progress(chunk.nbytes)
-            for failed in file.failed_segments(segment, chunk):
-                yield from file.segment_error(entry, failed).problems
-            segment += segment_count(chunk.nbytes)
+
+        def chunks(begin: int, end: int) -> Iterator[memoryview]:
+            buffer = memoryview(bytearray(min(step, end - begin)))
+            for at in range(begin, end, step):
+                chunk = buffer[: min(step, end - at)]
+                read([Span(at, chunk)])
+                progress(chunk.nbytes)
+                yield chunk
+
+        yield from file.check(entry, chunks)
 
 
 def pieces_in_order(box: Box, itemsize: int) -> Iterator[Box]:

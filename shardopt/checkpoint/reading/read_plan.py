@@ -28,7 +28,7 @@ from shardopt.checkpoint.format.tensor_bytes import (
     tensor_over,
     torch_dtype,
 )
-from shardopt.checkpoint.reading.data_file_reader import OpenFile
+from shardopt.checkpoint.reading.open_file import OpenFile, ReadRequest
 from shardopt.checkpoint.storage import ReadInto, Span
 from shardopt.errors import CheckpointError, Problem
 from shardopt.sharding.box import Box
@@ -36,19 +36,6 @@ from shardopt.sharding.pieces import narrowed
 
 _ALIGNMENT = 64  # of what is taken from scratch, so that there can be tensors of any dtype over it
 _SMALL_READ_BYTES = 64 * 1024  # up to here a copy costs less than one more place to read to; no more than a segment
-
-
-class ReadRequest(NamedTuple):
-    """A box within a stored box, and the memory to read it into.
-
-    `wanted` is in coordinates of the stored box, whose sizes are `sizes`; `target` has just its shape.
-    """
-
-    entry: Entry
-    dtype: Dtype
-    sizes: tuple[int, ...]
-    wanted: Box
-    target: Tensor
 
 
 class _Run(NamedTuple):

@@ -9,9 +9,8 @@ from torch.autograd.graph import increment_version
 
 from shardopt.checkpoint.format.tensor_bytes import GIVEN_BACK, dtype_name, has_no_memory
 from shardopt.checkpoint.progress import Progress
-from shardopt.checkpoint.reading.data_file_reader import OpenFile
 from shardopt.checkpoint.reading.fetch import fetch
-from shardopt.checkpoint.reading.read_plan import ReadRequest
+from shardopt.checkpoint.reading.open_file import OpenFile, ReadRequest
 from shardopt.errors import Problem
 from shardopt.sharding.pieces import View, elements_overlap
 from shardopt.staging_fence import wait_for_copies

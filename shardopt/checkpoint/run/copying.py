@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from shardopt.checkpoint.commit import publish_checkpoint, remove_checkpoint
 from shardopt.checkpoint.format.constants import FILE_NAME, MANIFEST_NAME, SEGMENT_BYTES, segment_count
 from shardopt.checkpoint.format.manifest import Manifest
-from shardopt.checkpoint.reading.data_file_reader import OpenFile
-from shardopt.checkpoint.reading.read_manifest import read_manifest
+from shardopt.checkpoint.reading.data_file_reader import DataFileReader
+from shardopt.checkpoint.sources.read_manifest import read_manifest
 from shardopt.checkpoint.storage import Span, Storage, wrap_os_errors
 from shardopt.errors import CheckpointError, CheckpointExistsError, CorruptionError, Problem
 from shardopt.ranks import Ranks
@@ -56,7 +56,7 @@ def upload_files(source: Storage, target: Storage, manifest: Manifest, ranks: Ra
     """Uploads the files that this rank wrote, and its share of those of former ranks; returns the bytes."""
     with wrap_os_errors(f"copy {source.url} to {target.url}"):
         own = [file for file in manifest.files if _writer_of(file.name) % ranks.size == ranks.rank]
-        return sum(target.write(file.name, _VerifiedChunks(OpenFile(source, file))) for file in own)
+        return sum(target.write(file.name, _VerifiedChunks(DataFileReader(source, file))) for file in own)
 
 
 def _writer_of(name: str) -> int:
@@ -96,7 +96,7 @@ class _FileChunks:
 class _VerifiedChunks:
     """The bytes of a data file, none of which is handed on before its checksum is right. Iterable again."""
 
-    def __init__(self, file: OpenFile) -> None:
+    def __init__(self, file: DataFileReader) -> None:
         self._file = file
 
     def __iter__(self) -> Iterator[memoryview]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardopt.checkpoint.format.constants import METRICS_NAME, damaged, load_json
-from shardopt.checkpoint.reading.read_manifest import read_manifest
+from shardopt.checkpoint.sources.read_manifest import read_manifest
 from shardopt.checkpoint.storage import Storage
 from shardopt.errors import CheckpointNotFoundError
 

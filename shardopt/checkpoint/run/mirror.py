@@ -17,10 +17,10 @@ import xxhash
 
 from shardopt.checkpoint.commit import discard
 from shardopt.checkpoint.format.constants import MANIFEST_NAME
-from shardopt.checkpoint.reading.read_manifest import read_manifest
 from shardopt.checkpoint.reports import emit_report
 from shardopt.checkpoint.run.copying import commit_copy, is_copied, prepare_copy, upload_files
 from shardopt.checkpoint.run.steps import by_numbers
+from shardopt.checkpoint.sources.read_manifest import read_manifest
 from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
 from shardopt.ranks import DEADLINE_SECONDS, Group, Ranks, SideRanks, ranks_of
 from shardopt.world import Thread, world

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardopt.checkpoint.format.constants import MANIFEST_LIMIT_BYTES, MANIFEST_NAME, damaged
 from shardopt.checkpoint.format.manifest import Manifest, decode_manifest
-from shardopt.checkpoint.reading.not_a_checkpoint import what_is_at
+from shardopt.checkpoint.sources.not_a_checkpoint import what_is_at
 from shardopt.checkpoint.storage import Storage, wrap_os_errors
 from shardopt.errors import CheckpointNotFoundError, Problem
 

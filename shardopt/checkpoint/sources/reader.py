@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import add
 from typing import Any, NamedTuple
 
 import torch
-import xxhash
 from torch import Tensor
 
-from shardopt.checkpoint.format.constants import (
-    DTYPES,
-    PER_RANK_PREFIX,
-    Dtype,
-    damaged,
-    file_name,
-    file_stem,
-    load_json,
-    without_duplicates,
-)
+from shardopt.checkpoint.format.constants import Dtype, damaged
 from shardopt.checkpoint.format.manifest import Manifest, StoredLayout
 from shardopt.checkpoint.format.tensor_bytes import torch_dtype
-from shardopt.checkpoint.reading.data_file_reader import Form, OpenFile, form_of
 from shardopt.checkpoint.reading.fetch import fetch
-from shardopt.checkpoint.reading.read_manifest import read_manifest
-from shardopt.checkpoint.reading.read_plan import ReadRequest
+from shardopt.checkpoint.reading.open_file import Form, OpenFile, ReadRequest, form_of
 from shardopt.checkpoint.reading.target import describe_tensor, fill, memory_problem
-from shardopt.checkpoint.storage import Storage, storage_of
-from shardopt.errors import MismatchError, Problem, StateError
+from shardopt.checkpoint.sources.source import Source
+from shardopt.errors import MismatchError, Problem
 from shardopt.sharding.box import Box, cover_faults, whole
 from shardopt.sharding.pieces import Piece, narrowed
 from shardopt.sharding.view import view_of
-from shardopt.values import decode_value
 
 _MOST_OVERLAPS = 1 << 16  # that are kept, some 20 MB
 
@@ -63,28 +49,38 @@ class _Overlap(NamedTuple):
 
 
 class CheckpointReader:
-    """A committed checkpoint, open for reading. Local: no other rank takes part.
+    """A checkpoint, open for reading: what it has under which key, and any box of it. Local: no other rank takes part.
+
+    Args:
+        source: the checkpoint as it lies in its storage; `open` finds out which kind it is of.
 
     Raises:
-        CheckpointNotFoundError, CorruptionError, FormatError: on opening; see `read_manifest`.
+        CorruptionError: its boxes do not make up its tensors.
     """
 
-    def __init__(self, storage: Storage) -> None:
-        self._storage = storage
-        self._manifest, data = read_manifest(storage)
-        self.digest = xxhash.xxh3_64_hexdigest(data)
+    def __init__(self, source: Source) -> None:
+        self._source, self._manifest = source, source.manifest
         self._files: dict[int, OpenFile] = {}
         self._overlaps: dict[tuple[StoredLayout, str, Box], list[_Overlap]] = {}
         self._overlaps_kept = 0
         self._check_covers()
 
     @property
+    def source(self) -> Source:
+        return self._source
+
+    @property
+    def digest(self) -> str:
+        """A text that is equal for equal contents."""
+        return self._source.digest
+
+    @property
     def url(self) -> str:
-        return self._storage.url
+        return self._source.url
 
     @property
     def is_remote(self) -> bool:
-        return self._storage.is_remote
+        return self._source.is_remote
 
     @property
     def manifest(self) -> Manifest:
@@ -182,27 +178,12 @@ class CheckpointReader:
         for box, tensor in pieces:
             for file, form, sizes, stored, wanted in self._overlaps_with(layout, dtype, box):
                 target = tensor if wanted is None else narrowed(tensor, wanted)
-                yield file, ReadRequest(file.entry(key, form), dtype, sizes, stored, target)
+                for request in file.requests(key, form, dtype, sizes, stored, target):
+                    yield file, request
 
     def per_rank(self, rank: int) -> Mapping[str, Any]:
         """Returns the values that a rank has stored for itself as `PerRank`, decoded, by key."""
-        name = file_name(self._manifest.save_id, rank, 0)
-        number = next((i for i, file in enumerate(self._manifest.files) if file.name == name), None)
-        if number is None:
-            raise damaged(f"{self.url}/{name}", "no such file in the manifest")
-        file = self._open(number)
-        key = PER_RANK_PREFIX + file_stem(rank, 0)
-        nbytes = file.entries[key].end - file.entries[key].begin if key in file.entries else 0
-        target = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-        box = whole((nbytes,))
-        entry = file.entry(key, form_of(DTYPES["uint8"], box))
-        fetch([(file, ReadRequest(entry, DTYPES["uint8"], box.sizes, box, target))])
-        where = f"{file.where}: {key}"
-        try:
-            values = load_json(target.numpy().tobytes(), where, without_duplicates)
-            return {name: decode_value(value) for name, value in values.items()}
-        except (StateError, RecursionError) as error:
-            raise damaged(where, "a malformed value") from error
+        return self._source.per_rank(rank)
 
     def close(self) -> None:
         """Forgets the files. Nothing is held open between reads."""
@@ -218,7 +199,7 @@ class CheckpointReader:
 
     def _open(self, number: int) -> OpenFile:
         if number not in self._files:
-            self._files[number] = OpenFile(self._storage, self._manifest.files[number])
+            self._files[number] = self._source.open_file(number)
         return self._files[number]
 
     def _overlaps_with(self, layout: StoredLayout, dtype: Dtype, box: Box) -> list[_Overlap]:
@@ -257,8 +238,3 @@ class CheckpointReader:
 
 def _shifted(box: Box, offsets: tuple[int, ...]) -> Box:
     return Box(tuple(map(add, box.offsets, offsets)), box.sizes)
-
-
-def open_checkpoint(url: str | os.PathLike[str]) -> CheckpointReader:
-    """Opens a committed checkpoint for reading; use it in a `with` statement, or `close` it. Local."""
-    return CheckpointReader(storage_of(url))
