@@ -1,7 +1,7 @@
 """What a verb prints: lines of spans, plain or in colours, or one JSON document.
 
-Spans are text and never markup. What a terminal would take for a command is escaped, as keys and values come from files;
-nothing is cut to a width, so that what is piped into another program is whole.
+Spans are text and never markup. What a terminal would take for a command is escaped, as keys and values come from
+files. Nothing is cut to a width, so that what is piped into another program is whole.
 """
 
 from __future__ import annotations

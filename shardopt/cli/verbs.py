@@ -17,7 +17,7 @@ _KEEP_LAST = "the rule to keep so many of the newest"
 VERBS = (
     Verb(
         "ls",
-        "list the checkpoints of a run: when, by how many ranks, bytes, metrics, which are whole, which are kept and why",
+        "list the checkpoints of a run: when, ranks, bytes, metrics, which are whole, which are kept and why",
         "shardopt.cli.ls:ls",
         (
             argument("url", "the root of a run, or one checkpoint"),
@@ -44,7 +44,7 @@ VERBS = (
     ),
     Verb(
         "diff",
-        "compare two checkpoints, whatever ranks saved them: checksums first, then values; exit status 1 if they differ",
+        "compare two checkpoints, whatever ranks saved them, by checksums and values; status 1 if they differ",
         "shardopt.cli.diff:diff",
         (
             argument("a", "a checkpoint", metavar="A"),
