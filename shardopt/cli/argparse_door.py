@@ -38,7 +38,7 @@ def _add(command: argparse.ArgumentParser, parameter: Parameter) -> None:
     name, text = parameter.name, parameter.help.replace("%", "%%")
     if parameter.positional:
         count = ("+" if parameter.required else "*") if parameter.many else (None if parameter.required else "?")
-        command.add_argument(name, help=text, nargs=count, metavar=parameter.sign, type=parameter.kind)  # type: ignore[arg-type]  # None is argparse's own default
+        command.add_argument(name, help=text, nargs=count, metavar=parameter.sign, type=parameter.kind)
     elif parameter.kind is bool:
         command.add_argument(*parameter.flags, dest=name, help=text, action="store_true")
     else:

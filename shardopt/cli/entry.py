@@ -13,18 +13,17 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shardopt.cli import argparse_door
 from shardopt.cli.declared import Verb
 from shardopt.cli.output import Output, ReaderGone
 from shardopt.cli.verbs import VERBS
 from shardopt.errors import OptionError, ShardoptError
 
 try:
-    from shardopt.cli import typer_door as door
+    from shardopt.cli.typer_door import run
 except ModuleNotFoundError as error:  # the extra `cli` is not installed
     if str(error.name).startswith("shardopt"):
         raise
-    door = argparse_door  # type: ignore[assignment]  # another module, with the same function
+    from shardopt.cli.argparse_door import run
 
 _WRONG, _WRONG_CALL, _INTERRUPTED, _READER_GONE = 1, 2, 130, 141
 
@@ -40,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        return door.run(VERBS, arguments, _version(), call)
+        return run(VERBS, arguments, _version(), call)
     except KeyboardInterrupt:
         return _INTERRUPTED
 

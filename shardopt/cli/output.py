@@ -11,6 +11,7 @@ import math
 import os
 import sys
 import unicodedata
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TextIO
 
@@ -70,21 +71,19 @@ class Output:
         Args:
             right: the columns whose texts end in one place, as numbers do.
         """
-        rows = [[_span(cell) for cell in row] for row in rows]
-        widths = [
-            min(max((cell_width(row[i].text) for row in rows if i < len(row)), default=0), _WIDEST_PADDED)
-            for i in range(max(map(len, rows), default=0))
-        ]
         right = set(right)
-        for row in rows:
+        table = [_without_empty_end([_span(cell) for cell in row]) for row in rows]
+        widths: defaultdict[int, int] = defaultdict(int)
+        for row in table:
+            for i, cell in enumerate(row):
+                if i in right or i < len(row) - 1:  # what ends a line takes no room from other lines
+                    widths[i] = max(widths[i], min(cell_width(cell.text), _WIDEST_PADDED))
+        for row in table:
             spans: list[Span] = []
             for i, cell in enumerate(row):
-                padding = " " * (widths[i] - cell_width(cell.text))
-                last = i == len(row) - 1
+                padding = Span(" " * (widths[i] - cell_width(cell.text)))
                 spans += [Span("  ")] * (i > 0)
-                spans += [Span(padding), cell] if i in right else [cell, Span("" if last else padding)]
-            while spans and not spans[-1].text.strip():
-                spans.pop()
+                spans += [padding, cell] if i in right else [cell, padding] if i < len(row) - 1 else [cell]
             self.line(*spans)
 
     def data(self, document: Mapping[str, Any]) -> None:
@@ -173,6 +172,12 @@ def plural(count: int, word: str) -> str:
 def shortened(text: str, most: int) -> str:
     """Returns the text, or its beginning and "…" where it is longer."""
     return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def _without_empty_end(row: list[Span]) -> list[Span]:
+    while row and not row[-1].text:
+        row.pop()
+    return row
 
 
 def _span(cell: Cell) -> Span:

@@ -53,18 +53,9 @@ def under_names_of(manifest: Manifest, flat: FlatState, select: str | None, rena
     stored = (*manifest.tensors, *manifest.values, *manifest.per_rank)
     if not (select or rename or flat.tied or _keys_under_wrappers(stored, flat)):
         return Names(replace(manifest, values=_spread(manifest.values, flat)), {}, frozenset(flat.leaves), {})
-    rules = [(re.compile(pattern), into) for pattern, into in (rename or {}).items()]
     wanted = re.compile(select or "")
-
-    @cache
-    def renamed(key: str) -> str:
-        for pattern, into in rules:
-            key = pattern.sub(into, key)
-        return key
-
-    new_key = {key: renamed(key) for key in stored}
-    if rules:
-        new_key |= {key: _renamed_options(key, path, flat, renamed) for key, (path, _) in manifest.values.items()}
+    roots = [each.path for each in flat.handbacks if each.groups is not None]
+    new_key = names_by_rules(manifest, rename or {}, roots)
     unwrapped = _keys_under_wrappers(new_key.values(), flat)
     new_key = {key: unwrapped.get(name, name) for key, name in new_key.items()}
     stands_for = _aliases_among(new_key.values(), flat)
@@ -75,7 +66,7 @@ def under_names_of(manifest: Manifest, flat: FlatState, select: str | None, rena
             alone.setdefault(name, alias)
     new_key = {key: stands_for[name] if name in alone.values() else name for key, name in new_key.items()}
     aliases = {alias: name for alias, name in stands_for.items() if alias not in alone.values()}
-    _refuse_collisions(new_key.items())
+    refuse_collisions(new_key.items())
 
     def path_of(key: str, path: Path) -> Path:
         if new_key[key] == key:
@@ -99,12 +90,33 @@ def under_names_of(manifest: Manifest, flat: FlatState, select: str | None, rena
     return Names(renamed_manifest, changed, frozenset(key for key in flat.leaves if wanted.search(key)), aliases)
 
 
-def _renamed_options(key: str, path: Path, flat: FlatState, renamed: Rename) -> str:
+def names_by_rules(manifest: Manifest, rename: Mapping[str, str], roots: Collection[Path]) -> dict[str, str]:
+    """Returns stored key → new key, for all there are.
+
+    Args:
+        rename: regex → replacement, in turn.
+        roots: the paths of optimizers under the new names, whose options are renamed as their state is.
+    """
+    rules = [(re.compile(pattern), into) for pattern, into in rename.items()]
+
+    @cache
+    def renamed(key: str) -> str:
+        for pattern, into in rules:
+            key = pattern.sub(into, key)
+        return key
+
+    new_key = {key: renamed(key) for key in (*manifest.tensors, *manifest.values, *manifest.per_rank)}
+    if rules:
+        new_key |= {key: _renamed_options(key, path, roots, renamed) for key, (path, _) in manifest.values.items()}
+    return new_key
+
+
+def _renamed_options(key: str, path: Path, roots: Collection[Path], renamed: Rename) -> str:
     """Returns the new key of a plain value: of the options of a parameter, the one that goes with its state's."""
     if len(path) < 2 or path[-2] != PARAM_GROUPS:
         return renamed(key)
     new_of_state = renamed(join((*path[:-2], _STATE, path[-1])))
-    for root in [each.path for each in flat.handbacks if each.groups is not None]:
+    for root in roots:
         before = f"{join((*root, _STATE))}."
         if new_of_state.startswith(before):
             return join((*root, PARAM_GROUPS, new_of_state.removeprefix(before)))
@@ -159,7 +171,7 @@ def _spread(values: Values, flat: FlatState) -> Values:
     return values
 
 
-def _refuse_collisions(named: Iterable[tuple[str, str]]) -> None:
+def refuse_collisions(named: Iterable[tuple[str, str]]) -> None:
     """Raises MismatchError where two stored keys get one name.
 
     Args:
