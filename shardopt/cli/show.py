@@ -71,12 +71,18 @@ def show(
     return 0
 
 
-def chosen_by(glob: str | None, regex: str | None) -> Callable[[str], bool]:
-    """Returns a function that says which keys are meant. Raises OptionError for a pattern that is none."""
+def chosen_by(glob: str | None, regex: str | None, option: str = "--regex") -> Callable[[str], bool]:
+    """Returns a function that says which keys are meant. Raises OptionError for a pattern that is none.
+
+    Args:
+        glob: a pattern for all of a key, as a shell has it for names; None for any.
+        regex: a regular expression to be found in a key; None for any.
+        option: which gave it, for the error.
+    """
     try:
         pattern = re.compile(regex or "")
     except re.error as error:
-        problem = Problem("--regex", repr(regex), "a regular expression", str(error))
+        problem = Problem(option, repr(regex), "a regular expression", str(error))
         raise OptionError("arguments that cannot be meant", [problem]) from None
     matches = re.compile(fnmatch.translate("*" if glob is None else glob))
     return lambda key: bool(matches.match(key) and pattern.search(key))

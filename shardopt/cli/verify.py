@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from shardopt import checkpoint
-from shardopt.cli.output import Output, Span
+from shardopt.cli.output import Output, Span, plural
 from shardopt.errors import ShardoptError
 
 
@@ -31,7 +31,8 @@ def _verify(output: Output, url: str) -> dict[str, Any]:
         output.complain(f"{report.url}/{name}: a data file of another save, which torch's own reader takes too")
     verdict = Span("every byte is as it was written", "green")
     if not report.ok:
-        verdict = Span(f"damaged in {len(report.problems)} places", "bold red")
-    output.line(f"{report.url}: {report.tensors} tensors, {report.files} files, {report.bytes_read:,} bytes: ", verdict)
+        verdict = Span(f"damaged in {plural(len(report.problems), 'place')}", "bold red")
+    read = f"{plural(report.tensors, 'tensor')}, {plural(report.files, 'file')}, {report.bytes_read:,} bytes"
+    output.line(f"{report.url}: {read}: ", verdict)
     figures = {name: value for name, value in asdict(report).items() if name not in ("url", "problems")}
     return {"url": report.url, "ok": report.ok, **figures, "problems": [asdict(each) for each in report.problems]}

@@ -13,7 +13,7 @@ from shardopt.sharding.pieces import Piece
 def checksums_are_equal(
     reader: CheckpointReader, key: str, other_reader: CheckpointReader, other: str, box: Box
 ) -> bool:
-    """Whether a box of two stored tensors is known to have the same bytes: it is cut alike, and all checksums are equal.
+    """Whether a box of two stored tensors is known to have the same bytes: cut alike, under equal checksums.
 
     Checksums are of whole stored boxes, also of bytes not asked for, and some formats have none: False says nothing.
     """
