@@ -12,6 +12,7 @@ from shardopt.cli.output import Cell, Output, Span, nbytes_text, plural
 from shardopt.cli.statistics import Statistics, statistics_of
 
 _MOST_PRINTED = 1000  # elements
+_FEWEST_BINNED = 20  # elements: fewer are better read one by one
 _BAR = 40
 
 
@@ -57,16 +58,17 @@ def _print_statistics(output: Output, found: Statistics) -> None:
             for i, (name, count, style) in enumerate(counts)
         )
     )
+    if found.elements < _FEWEST_BINNED:
+        return
     most = max(found.counts, default=0)
     whole = isinstance(found.minimum, int) and len(found.edges) > 1 and found.edges[1] - found.edges[0] == 1
     rows: list[list[Cell]] = []
     for i, count in enumerate(found.counts):
         low, high = found.edges[i], found.edges[i + 1] if i + 1 < len(found.edges) else found.edges[i]
-        last = i == len(found.counts) - 1
-        interval = _number(int(low)) if whole else f"{_number(low)} … {_number(high)}{']' if last else ')'}"
-        rows.append(
-            [interval if whole or low == high else f"[{interval}", f"{count:,}", Span(_bar(count, most), "cyan")]
-        )
+        end = "]" if i == len(found.counts) - 1 else ")"
+        interval = _number(int(low)) if whole else f"[{_number(low)} … {_number(high)}{end}"
+        interval = _number(low) if low == high else interval
+        rows.append([interval, f"{count:,}", Span(_bar(count, most), "cyan")])
     output.table(rows, right=[0, 1])
 
 

@@ -104,7 +104,8 @@ def _fill_histogram(result: Statistics, pieces: Iterator[NDArray[np.generic]]) -
         doubles = doubles[np.isfinite(doubles)]
         places = ((doubles / 2 - float(low) / 2) / width * bins).astype(np.int64)
         counts += np.bincount(np.clip(places, 0, bins - 1), minlength=bins)
-    result.edges = [2 * (float(low) / 2 + width * i / bins) for i in range(bins + 1)]
+    shares = [i / bins for i in range(bins + 1)]
+    result.edges = [2 * (float(low) / 2 * (1 - share) + float(high) / 2 * share) for share in shares]
     result.counts = counts.tolist()
 
 

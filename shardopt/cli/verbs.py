@@ -14,6 +14,8 @@ _RULES = (
 )
 _KEEP_LAST = "the rule to keep so many of the newest"
 
+_FILE = option("out", "the file to write: .png, .svg or .pdf", required=True, metavar="FILE", short="-o")
+
 VERBS = (
     Verb(
         "ls",
@@ -92,7 +94,7 @@ VERBS = (
             _URL,
             option("world_size", "the number of ranks afterwards", kind=int, metavar="N"),
             option("glob", "only keys that match", metavar="PATTERN"),
-            option("output", "the file to write: .png, .svg or .pdf", required=True, metavar="FILE", short="-o"),
+            _FILE,
         ),
     ),
     Verb(
@@ -102,7 +104,7 @@ VERBS = (
         (
             argument("root", "the root of a run"),
             option("log", "a log of the run, which has the seconds and stalls of its saves", many=True, metavar="FILE"),
-            option("output", "the file to write: .png, .svg or .pdf", required=True, metavar="FILE", short="-o"),
+            _FILE,
         ),
     ),
 )
