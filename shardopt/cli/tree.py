@@ -118,7 +118,7 @@ def rows_of(root: Node, depth: int | None = None, most_children: int | None = No
 
     Args:
         depth: how many levels are shown; None for all.
-        most_children: how many lines are shown below one node; None for all.
+        most_children: how many lines are shown below one node, those with the most bytes; None for all.
         collapse: whether neighbours that differ in a number of their names alone, and are alike, are one line.
     """
     return [*_rows(root, 0, depth, most_children, collapse)]
@@ -128,7 +128,10 @@ def _rows(node: Node, level: int, depth: int | None, most: int | None, collapse:
     if depth is not None and level >= depth:
         return
     entries = [_chained(*entry, collapse) for entry in _entries(node, collapse)]
-    shown = entries if most is None or len(entries) <= most else entries[: most - 1]
+    shown = entries
+    if most is not None and len(entries) > most:
+        largest = sorted(range(len(entries)), key=lambda i: -entries[i][1] * entries[i][2].sums.nbytes)
+        shown = [entries[i] for i in sorted(largest[: most - 1])]
     for name, count, child in shown:
         yield Row(level, name, count, child)
         yield from _rows(child, level + 1, depth, most, collapse)
