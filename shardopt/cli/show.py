@@ -143,7 +143,7 @@ def _print_rows(output: Output, rows: list[Row]) -> None:
         node, sums = row.node, row.node.sums.times(row.copies)
         text = node.leaf.text if node.leaf is not None else ", ".join(sums.dtypes)
         of_tensors = [count_text(sums.elements), nbytes_text(sums.nbytes)] if sums.tensors else []
-        notes = [f"{row.copies} ×"] if row.copies > 1 else []
+        notes = [f"{row.copies:,} ×"] if row.copies > 1 else []
         notes += [plural(sums.tensors, "tensor")] if node.children and sums.tensors else []
         notes += [node.leaf.notes] if node.leaf is not None and node.leaf.notes else []
         style = "bold" if node.leaf is not None else "bold cyan"

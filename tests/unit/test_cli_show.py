@@ -78,7 +78,7 @@ def test_ten_thousand_tensors_stay_readable(tmp_path, capsys):
         tmp_path / "c", {"tables": unlike, "model": layers, **{f"m{i}.x{'yz'[i % 2]}": i for i in range(500)}}
     )
     lines = shown(capsys, tmp_path / "c").splitlines()
-    assert len(lines) < 200 and any("{0..69}.{0..99}.w" in line and "7000 ×, 7,000 tensors" in line for line in lines)
+    assert len(lines) < 200 and any("{0..69}.{0..99}.w" in line and line.endswith("7,000 ×") for line in lines)
     assert "(--all)" in "\n".join(lines)
     assert len(shown(capsys, tmp_path / "c", "--all").splitlines()) > 10_500
     assert len(json.loads(shown(capsys, tmp_path / "c", "--json"))["tensors"]) == 10_000
