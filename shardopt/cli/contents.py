@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -16,6 +16,7 @@ from shardopt.param_groups import PARAM_GROUPS
 from shardopt.values import encode_value
 
 _LONGEST_VALUE = 200
+_WIDEST_LINE = 60  # after which a list goes on in the next one
 _MOST_PATTERNS = 4
 _MOST_BOXES = 16
 
@@ -73,14 +74,24 @@ def _options_leaves(root: str, by_parameter: Mapping[str, dict[str, Any]], show_
         given = options.pop("given", {})
         if isinstance(given, dict) and any(options.get(name) != value for name, value in given.items()):
             options["given"] = given
-        text = ", ".join(f"{name}={value_text(value, show_all)}" for name, value in options.items())
+        texts = [f"{name}={value_text(value, show_all)}" for name, value in options.items()]
         patterns = patterns_of(names)
         shown = patterns if show_all else patterns[:_MOST_PATTERNS]
-        details = [f"of {pattern}" for pattern in shown]
+        details = [*_wrapped(texts), *(f"of {pattern}" for pattern in shown)]
         if len(shown) < len(patterns):
             details.append(f"and {len(patterns) - len(shown):,} more")
         key = f"{root}.{'each' if len(alike) == 1 else f'set {i}'}"
-        yield Leaf(key, ("options", root, i), f"of {plural(len(names), 'parameter')}: {text}", details=tuple(details))
+        yield Leaf(key, ("options", root, i), f"of {plural(len(names), 'parameter')}", details=tuple(details))
+
+
+def _wrapped(texts: Sequence[str]) -> Iterator[str]:
+    """Yields texts with commas between them, a few in each line."""
+    line = ""
+    for i, text in enumerate(texts):
+        line += text if i == len(texts) - 1 else f"{text}, "
+        if cell_width(line) > _WIDEST_LINE or i == len(texts) - 1:
+            yield line.rstrip()
+            line = ""
 
 
 def box_lines(reader: CheckpointReader, key: str, show_all: bool) -> Iterator[str]:

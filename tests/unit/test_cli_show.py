@@ -51,8 +51,10 @@ def test_show_is_a_tree_in_which_repeated_layers_are_one(model, capsys):
     sums = {name: text.split("  ") for name, text in of_model[:4]}
     assert [each.strip() for each in sums["layers"] if each.strip()] == ["float32", "5.25 K", "21 kB", "80 tensors"]
     assert [each.strip() for each in sums["{0..6,8..39}"] if each.strip()][-1] == "39 ×, 78 tensors"
-    options = [line.strip() for line in lines if "weight_decay=0.0," in line or "weight_decay=0.01" in line]
-    assert ["of 41 parameters" in options[0], "of 40 parameters" in options[1]] == [True, True]
+    sets = [i for i, line in enumerate(lines) if line.strip().startswith("set ")]
+    assert [lines[i].rstrip().endswith(f"of {n} parameters") for i, n in zip(sets, (41, 40), strict=True)] == [True] * 2
+    assert "weight_decay=0.01," in "".join(lines[sets[0] : sets[1]])
+    assert "weight_decay=0.0," in "".join(lines[sets[1] : sets[1] + 4])
     assert "      of layers.{0..39}.wo" in lines
     assert any(line.startswith("step") and line.endswith("= 7") for line in lines)
     assert any(line.startswith("seed") and line.endswith("a value of each rank") for line in lines)
