@@ -21,8 +21,8 @@ from shardopt.checkpoint.storage import storage_of
 from shardopt.cli.diff import diff
 from shardopt.cli.ls import ls
 from shardopt.cli.output import Output
-from shardopt.cli.plot_layout import plot_layout
-from shardopt.cli.plot_run import plot_run
+from shardopt.cli.plot.plot_layout import plot_layout
+from shardopt.cli.plot.plot_run import plot_run
 from shardopt.cli.show import show
 from shardopt.sharding.layout import Layout
 from shardopt.sharding.mesh import Mesh, Split, mesh_layout

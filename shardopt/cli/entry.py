@@ -13,17 +13,17 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shardopt.cli.declared import Verb
 from shardopt.cli.output import Output, ReaderGone
+from shardopt.cli.parse.declared import Verb
 from shardopt.cli.verbs import VERBS
 from shardopt.errors import OptionError, ShardoptError
 
 try:
-    from shardopt.cli.typer_door import run
+    from shardopt.cli.parse.typer_door import run
 except ModuleNotFoundError as error:  # the extra `cli` is not installed
     if str(error.name).startswith("shardopt"):
         raise
-    from shardopt.cli.argparse_door import run
+    from shardopt.cli.parse.argparse_door import run
 
 _WRONG, _WRONG_CALL, _INTERRUPTED, _READER_GONE = 1, 2, 130, 141
 

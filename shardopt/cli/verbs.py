@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardopt.cli.declared import Verb, argument, option, switch
+from shardopt.cli.parse.declared import Verb, argument, option, switch
 
 _URL = argument("url", "a path, or anything that fsspec opens")
 _RENAME = option(
@@ -89,7 +89,7 @@ VERBS = (
     Verb(
         "plot layout",
         "draw which rank holds what of the largest tensors, as stored, and on another number of ranks",
-        "shardopt.cli.plot_layout:plot_layout",
+        "shardopt.cli.plot.plot_layout:plot_layout",
         (
             _URL,
             option("world_size", "the number of ranks afterwards", kind=int, metavar="N"),
@@ -100,7 +100,7 @@ VERBS = (
     Verb(
         "plot run",
         "draw the metrics of a run over its steps, the bytes of its checkpoints, and the seconds of its saves",
-        "shardopt.cli.plot_run:plot_run",
+        "shardopt.cli.plot.plot_run:plot_run",
         (
             argument("root", "the root of a run"),
             option("log", "a log of the run, which has the seconds and stalls of its saves", many=True, metavar="FILE"),

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from shardopt import checkpoint
-from shardopt.cli import argparse_door, entry, main
+from shardopt.cli import entry, main
+from shardopt.cli.parse import argparse_door
 from shardopt.cli.verbs import VERBS
 from tests.support.source import ROOT
 
@@ -29,7 +30,7 @@ def door(request, monkeypatch):
     """Each of the two parsers of the command line."""
     run = argparse_door.run
     if request.param == "typer":
-        run = pytest.importorskip("shardopt.cli.typer_door", reason="the extra `cli` is not installed").run
+        run = pytest.importorskip("shardopt.cli.parse.typer_door", reason="the extra `cli` is not installed").run
     monkeypatch.setattr(entry, "run", run)
     return request.param
 

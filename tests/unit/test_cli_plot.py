@@ -70,9 +70,7 @@ def test_nothing_to_draw(tmp_path, capsys):
 def test_without_matplotlib_the_error_is_how_to_install_it(tmp_path, capsys, monkeypatch):
     import sys
 
-    for name in [
-        name for name in sys.modules if name.startswith(("matplotlib", "shardopt.cli.plot", "shardopt.cli.fig"))
-    ]:
+    for name in [name for name in sys.modules if name.startswith(("matplotlib", "shardopt.cli.plot"))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib.axes", None)
     monkeypatch.setitem(sys.modules, "matplotlib", None)

@@ -12,8 +12,8 @@ from shardopt import checkpoint
 from shardopt.checkpoint import CheckpointReader
 from shardopt.checkpoint.reshard import chunks_over
 from shardopt.cli.contents import dtype_text
-from shardopt.cli.figure import Axes, Figure, Rectangle, check_output, rank_color, save_figure
 from shardopt.cli.output import Output, escaped, nbytes_text, shortened
+from shardopt.cli.plot.figure import Axes, Figure, Rectangle, check_output, rank_color, save_figure
 from shardopt.cli.show import chosen_by
 from shardopt.cli.tree import patterns_of
 from shardopt.errors import MismatchError, OptionError, Problem

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from shardopt.cli.declared import Parameter, Verb
+from shardopt.cli.parse.declared import Parameter, Verb
 
 Call = Callable[[Verb, Mapping[str, Any]], int]
 """Runs a verb with its parameters by name; returns the exit status."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shardopt.cli.declared import Parameter, Verb
+from shardopt.cli.parse.declared import Parameter, Verb
 
 Call = Callable[[Verb, Mapping[str, Any]], int]
 """Runs a verb with its parameters by name; returns the exit status."""

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from shardopt.checkpoint.run.listing import Listed, list_run
 from shardopt.checkpoint.run.steps import place_of
-from shardopt.cli.figure import Axes, Figure, check_output, save_figure
 from shardopt.cli.output import Output, escaped, nbytes_text, plural, shortened
+from shardopt.cli.plot.figure import Axes, Figure, check_output, save_figure
 from shardopt.errors import CheckpointNotFoundError, Problem
 
 _SAVE = re.compile(r"\bsave url=(.+?) save_id=\S+ (.*)")  # the line of `reports.emit_report`
