@@ -17,6 +17,7 @@ from tests.support.source import PACKAGE, ROOT, Source, sources
 # Floors, from below. A room is a folder, or a file on another floor than its folder; the longest path that fits counts.
 FLOORS = {
     "errors": 0,
+    "lazy": 0,
     "names": 0,
     "casts": 0,
     "world": 0,
@@ -206,18 +207,29 @@ def pickling(source: Source) -> Iterator[str]:
 
 
 def logic_in_init(source: Source) -> Iterator[str]:
-    """Anything but a docstring, `from shardopt... import ...` and `__all__`, in an `__init__.py`."""
+    """Anything but a docstring, `from shardopt... import ...` and `__all__`, in an `__init__.py`.
+
+    The imports may be lazy: under TYPE_CHECKING for readers and type checkers, and the same by `lazy_names`.
+    """
     if not source.path.endswith("__init__.py"):
         return
     for index, node in enumerate(source.tree.body):
         match node:
             case ast.Expr(ast.Constant(str())) if index == 0:
                 pass
+            case ast.ImportFrom("typing", [ast.alias("TYPE_CHECKING", None)], 0):
+                pass
             case ast.ImportFrom(names=[*names]) if all(alias.name != "*" for alias in names):
                 if not all(name.startswith("shardopt.") for _, name in _only(node, source).imports()):
                     yield f"{source.path}:{node.lineno} imports from elsewhere"
             case ast.Assign([ast.Name("__all__")], ast.List(names)) if all(isinstance(n, ast.Constant) for n in names):
                 pass
+            case ast.If(ast.Name("TYPE_CHECKING"), shown, [ast.ImportFrom("shardopt.lazy"), ast.Assign(value=made)]):
+                offered = [name for _, name in Source(source.path, ast.Module(shown, [])).imports()]
+                table = made.args[-1] if isinstance(made, ast.Call) and made.args else ast.Dict([], [])
+                lazy = [f"{module}.{name}" for module, names in ast.literal_eval(table).items() for name in names]
+                if offered != lazy:
+                    yield f"{source.path}:{node.lineno} offers {sorted({*offered} ^ {*lazy})} in one of two places"
             case _:
                 yield f"{source.path}:{node.lineno} does more than re-export"
 
@@ -307,6 +319,13 @@ CAUGHT = [
     (logic_in_init, "optim/__init__.py", "from torch import Tensor"),
     (logic_in_init, "optim/__init__.py", "from shardopt.optim.keyed import *"),
     (logic_in_init, "optim/__init__.py", "__all__ = sorted(['a'])"),
+    (logic_in_init, "optim/__init__.py", "if TYPE_CHECKING:\n    from shardopt.a import b"),
+    (
+        logic_in_init,
+        "__init__.py",
+        "if TYPE_CHECKING:\n    from shardopt.a import b, c\n"
+        "else:\n    from shardopt.lazy import lazy_names\n    __getattr__ = lazy_names('x', {'shardopt.a': ['b']})",
+    ),
 ]
 
 ALLOWED = [
@@ -325,6 +344,12 @@ ALLOWED = [
     (world_outside, "ranks/channel.py", "from shardopt.world import Store, world\nworld().sleep(1)"),
     (world_outside, "sampler.py", "import numpy\nnumpy.random.SeedSequence(1)"),
     (logic_in_init, "optim/__init__.py", '"""Doc."""\nfrom shardopt.optim.keyed import keyed\n__all__ = ["keyed"]'),
+    (
+        logic_in_init,
+        "__init__.py",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from shardopt.a import b\n"
+        "else:\n    from shardopt.lazy import lazy_names\n    __getattr__ = lazy_names('x', {'shardopt.a': ['b']})",
+    ),
 ]
 
 
