@@ -54,11 +54,12 @@ def fetch(
     nbytes = sum(request.wanted.numel * request.dtype.itemsize for _, request in requests)
     done = Counter(nbytes, progress)
     streams = CallersStreams(request.target for _, request in requests)
-    if len(by_file) <= 1 and nbytes <= _FEW_BYTES:
+    to_check = [(file, each) for file, own in by_file.items() if file.checks_first for each in own]
+    if len(by_file) <= 1 and nbytes <= _FEW_BYTES and not to_check:
         _read_batches(batches, done, streams)
         return batches.nbytes
     with world().thread_pool(threads, "shardopt-read") as pool:
-        _check_first(pool, [(file, each) for file, own in by_file.items() if file.checks_first for each in own])
+        _check_first(pool, to_check)
         try:
             for each in [pool.submit(_read_batches, batches, done, streams) for _ in range(threads)]:
                 each.result()
