@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -24,6 +24,8 @@ from shardopt.checkpoint.matching.strictness import Strictness, strictness_of
 from shardopt.checkpoint.matching.tied import refuse_unequal
 from shardopt.checkpoint.planning.tied import refuse_other_ties, refuse_untied, tied_in
 from shardopt.checkpoint.progress import Progress
+from shardopt.checkpoint.rearrange.reader import rearranged
+from shardopt.checkpoint.rearrange.rules import AnyRule
 from shardopt.checkpoint.reading.broadcast import BroadcastReads, Replicas, fingerprint, shared_among
 from shardopt.checkpoint.reading.fetch import casts_to_check, check_all, check_casts
 from shardopt.checkpoint.reading.in_use import reading
@@ -51,6 +53,7 @@ class LoadOptions:
     strictness: Strictness
     select: str | None
     rename: Mapping[str, str] | None
+    rearrange: Sequence[AnyRule]
     transactional: bool
     replicas: Replicas
     init_state: bool
@@ -123,6 +126,7 @@ def load(
     strict: bool | Strictness = True,
     select: str | None = None,
     rename: Mapping[str, str] | None = None,
+    rearrange: Sequence[AnyRule] = (),
     transactional: bool = False,
     replicas: Replicas = "auto",
     init_state: bool = False,
@@ -150,6 +154,10 @@ def load(
             "layers.0.weight" as the key "optimizer.state.layers.0.weight". So `^model\.layers\.` renames the model
             alone, and needs `^optimizer\.state\.layers\.` beside it; `^layers\.` fits no key. Refused are rules by
             which two keys get one name. Names within plain values stay.
+        rearrange: rules by which stored tensors are joined, split, stacked, transposed, permuted, sliced or padded
+            on their way, with their optimizer state (`checkpoint.rearrange`); before `rename`. Nothing is held in memory
+            for it. Of parameters that become one the options must be equal, and the counters; state of another layout
+            than its parameter is refused. What rules leave out is listed in the report.
         transactional: verify all that will be read before the first byte is changed, at the price of reading it twice.
         replicas: what is done about boxes that several ranks hold: each holder may "read" them, or one of them reads
             and sends to the others ("exchange", over the job's process group, whose own timeout holds for the sends).
@@ -176,6 +184,7 @@ def load(
         strictness=strictness_of(strict),
         select=select,
         rename=rename,
+        rearrange=tuple(rearrange),
         transactional=transactional,
         replicas=replicas,
         init_state=init_state,
@@ -201,7 +210,16 @@ def _load(
     what = f"loading {os.fspath(url)}"
     if not options.init_state:
         return _load_into(ranks, what, url, app, options)
-    undo = init_unstepped(ranks, what, url, app, options.select, options.rename, options.deadline_seconds, options.tied)
+    undo = init_unstepped(
+        ranks,
+        what,
+        lambda: rearranged(open_checkpoint(url), options.rearrange).manifest,
+        app,
+        options.select,
+        options.rename,
+        options.deadline_seconds,
+        options.tied,
+    )
     try:
         return _load_into(ranks, what, url, app, options)
     except ShardoptError:
@@ -265,13 +283,14 @@ def _load_into(
         seconds=world().monotonic() - begin,
         world_size=plan.reader.manifest.world_size,
         saved_at=plan.reader.manifest.saved_at,
+        left_out=plan.reader.left_out,
     )
     return report, plan.match.warnings
 
 
 def _plan(url: str | os.PathLike[str], app: Mapping[str, Any], options: LoadOptions, ranks: Ranks) -> _Plan:
     """Plans this rank's reads; refuses what does not fit, or notes it, to be settled with the other ranks."""
-    reader = open_checkpoint(url)
+    reader = rearranged(open_checkpoint(url), options.rearrange)
     flat = flatten(app, options.tied)
     names = under_names_of(reader.manifest, flat, options.select, options.rename)
     views = {key: view_of(tensor, key).numbered_in(ranks.job_numbers) for key, tensor in flat.tensors().items()}

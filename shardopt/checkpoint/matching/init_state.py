@@ -7,7 +7,6 @@ parameter that the checkpoint has none for is dropped, and what was stepped is l
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +16,6 @@ from torch.optim import Optimizer
 from shardopt.checkpoint.format.manifest import Manifest
 from shardopt.checkpoint.matching.optimizer_state import keys_of_state
 from shardopt.checkpoint.matching.renaming import under_names_of
-from shardopt.checkpoint.sources.open import open_checkpoint
 from shardopt.flatten import flatten
 from shardopt.ranks import Call, Ranks, as_call
 from shardopt.state import FlatState, Handback, Tied, UnsteppedStateful, is_below, join
@@ -43,7 +41,7 @@ class _Change:
 def init_unstepped(
     ranks: Ranks,
     what: str,
-    url: str | os.PathLike[str],
+    read_manifest: Callable[[], Manifest],
     app: Mapping[str, Any],
     select: str | None,
     rename: Mapping[str, str] | None,
@@ -54,7 +52,8 @@ def init_unstepped(
 
     Args:
         what: names the load in errors.
-        url, app, select, rename, tied: as for `load`.
+        read_manifest: reads the checkpoint's manifest, as rearranged.
+        app, select, rename, tied: as for `load`.
 
     Returns:
         A function that drops the state which was made here, and makes what was dropped as it was; to be called where
@@ -67,7 +66,7 @@ def init_unstepped(
     """
 
     def compare() -> dict[str, _Change]:
-        manifest = open_checkpoint(url).manifest
+        manifest = read_manifest()
         flat = flatten(app, tied)
         names = under_names_of(manifest, flat, select, rename)
         return dict(_changes(flat, names.manifest, names.chosen))
