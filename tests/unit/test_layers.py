@@ -54,7 +54,6 @@ FLOORS = {
     "checkpoint/reading": 24,
     "checkpoint/sources": 25,
     "checkpoint/rearrange": 26,
-    "checkpoint/rearrange/families": 27,
     "checkpoint/writing": 26,
     "checkpoint/matching": 27,
     "checkpoint": 28,

@@ -98,7 +98,7 @@ def bind(manifest: Manifest, rules: Sequence[AnyRule]) -> Binding:
     stored = _stored_paths(manifest)
     problems: list[Problem] = []
     for key, path in stored.items():
-        number, found, member = _first_match(key, rules)
+        number, found, member = first_match(key, rules)
         if found is None:
             bound.keys[key], bound.paths[key] = key, path
         elif member is None:
@@ -126,7 +126,7 @@ def _rule(rules: Sequence[AnyRule], number: int) -> Rule:
     return rule
 
 
-def _first_match(key: str, rules: Sequence[AnyRule]) -> tuple[int, Found | None, _Member | None]:
+def first_match(key: str, rules: Sequence[AnyRule]) -> tuple[int, Found | None, _Member | None]:
     """Returns the first rule that names a key, and how; no member for a key that is dropped."""
     for number, rule in enumerate(rules):
         if isinstance(rule, Drop):

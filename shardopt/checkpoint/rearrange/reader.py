@@ -10,7 +10,7 @@ import xxhash
 
 from shardopt.checkpoint.format.manifest import Manifest, StoredLayout, StoredTensor, StoredTensors
 from shardopt.checkpoint.format.tensor_bytes import torch_dtype
-from shardopt.checkpoint.rearrange.binding import Binding, bind, renamed_path, unequal
+from shardopt.checkpoint.rearrange.binding import bind, first_match, renamed_path, unequal
 from shardopt.checkpoint.rearrange.notation import Name
 from shardopt.checkpoint.rearrange.reads import reads_of, views_of
 from shardopt.checkpoint.rearrange.rules import AnyRule, Tie
@@ -45,7 +45,12 @@ class RearrangedReader(CheckpointReader):
         self._reader = reader
         self._rules_digest = xxhash.xxh3_64_hexdigest(repr(list(rules)).encode())
         stored = reader.manifest
-        tied = {key for rule in rules if isinstance(rule, Tie) and rule.reverse for key in self._same(rule)}
+        tied = {
+            key
+            for rule in rules
+            if isinstance(rule, Tie) and rule.reverse
+            for key in self._same(rule, rules)
+        }
         if tied:
             stored = replace(
                 stored, tensors=StoredTensors((key, each) for key, each in stored.tensors.items() if key not in tied)
@@ -148,12 +153,12 @@ class RearrangedReader(CheckpointReader):
             self._binding.keys |= {also: self._binding.keys[key]} if key in self._binding.keys else {}
         self._manifest = replace(self._manifest, tensors=tensors)
 
-    def _same(self, rule: Tie) -> Iterator[str]:
+    def _same(self, rule: Tie, rules: Sequence[AnyRule]) -> Iterator[str]:
         """Yields the stored keys under which a parameter is once more; raises MismatchError where it is another."""
         reader = self._reader
         for key in reader.manifest.tensors:
             found = Name(rule.also).find(key)
-            if found is None or found.after:
+            if found is None or found.after or first_match(key, rules)[1] is not None:
                 continue
             name = f"{found.before}{Name(rule.name).fill(found.fields)}"
             if name not in reader.manifest.tensors:

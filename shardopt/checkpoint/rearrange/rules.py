@@ -142,8 +142,8 @@ class Rule:
 class Tie:
     """A parameter that is another one too: stored once, and loaded under both names. Both are new names.
 
-    The other way round, the second is left out where it is equal to the first, and refused where it is not. Optimizer
-    state has just the first name, as optimizers have it of tied parameters.
+    The other way round, the second is left out where it is equal to the first, and refused where it is not; unless
+    another rule names it. Optimizer state has just the first name, as optimizers have it of tied parameters.
 
     Args:
         name: of the parameter that there is.
