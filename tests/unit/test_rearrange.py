@@ -166,7 +166,7 @@ def test_what_no_rule_names_stays_and_is_unexpected(tmp_path):
     app = {"model": {"0.qk": torch.zeros(6, 3)}}
     assert set(problems_of(path, JOIN, app=app)) == {"model.0.rotary", "model.0.more.q.k"}
     assert not app["model"]["0.qk"].any()
-    report = checkpoint.load(path, app, rearrange=[JOIN, Drop("{n}.rotary"), Drop("more.q.k")])
+    report = checkpoint.load(path, app, rearrange=[JOIN, Drop("{n}.rotary"), Drop("0.more.q.k")])
     assert report.left_out == ("model.0.rotary", "model.0.more.q.k")
     assert app["model"]["0.qk"].all()
 

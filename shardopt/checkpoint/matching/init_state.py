@@ -15,10 +15,9 @@ from torch.optim import Optimizer
 
 from shardopt.checkpoint.format.manifest import Manifest
 from shardopt.checkpoint.matching.optimizer_state import keys_of_state
-from shardopt.checkpoint.matching.renaming import under_names_of
-from shardopt.flatten import flatten
+from shardopt.checkpoint.matching.renaming import Names
 from shardopt.ranks import Call, Ranks, as_call
-from shardopt.state import FlatState, Handback, Tied, UnsteppedStateful, is_below, join
+from shardopt.state import FlatState, Handback, UnsteppedStateful, is_below, join
 
 
 @dataclass(slots=True)
@@ -41,19 +40,14 @@ class _Change:
 def init_unstepped(
     ranks: Ranks,
     what: str,
-    read_manifest: Callable[[], Manifest],
-    app: Mapping[str, Any],
-    select: str | None,
-    rename: Mapping[str, str] | None,
+    look: Callable[[], tuple[Any, FlatState, Names]],
     deadline_seconds: float,
-    tied: Tied | None = None,
 ) -> Callable[[], None]:
     """Makes state where the checkpoint has some, and drops what was never stepped where it has none. Collective.
 
     Args:
         what: names the load in errors.
-        read_manifest: reads the checkpoint's manifest, as rearranged.
-        app, select, rename, tied: as for `load`.
+        look: opens the checkpoint; returns it, the app as it is, and the checkpoint under the app's names.
 
     Returns:
         A function that drops the state which was made here, and makes what was dropped as it was; to be called where
@@ -66,9 +60,7 @@ def init_unstepped(
     """
 
     def compare() -> dict[str, _Change]:
-        manifest = read_manifest()
-        flat = flatten(app, tied)
-        names = under_names_of(manifest, flat, select, rename)
+        _, flat, names = look()
         return dict(_changes(flat, names.manifest, names.chosen))
 
     def merge(reports: list[Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ that comes last would silently win.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 
@@ -45,7 +46,7 @@ def _is_equal(reader: CheckpointReader, key: str, other: str, box: Box) -> bool:
     if dtype != reader.info(other).dtype:
         return False
     reads, other_reads = _reads(reader, key, box, dtype), _reads(reader, other, box, dtype)
-    cut_alike = [request.sizes for _, request in reads] == [request.sizes for _, request in other_reads]
+    cut_alike = [*map(_geometry, reads)] == [*map(_geometry, other_reads)]
     checksums = list(_checksums(reads))
     if cut_alike and all(checksums) and checksums == list(_checksums(other_reads)):
         return True
@@ -57,6 +58,12 @@ def _is_equal(reader: CheckpointReader, key: str, other: str, box: Box) -> bool:
 
 def _reads(reader: CheckpointReader, key: str, box: Box, dtype: torch.dtype) -> list[tuple[OpenFile, ReadRequest]]:
     return list(reader.requests(key, [Piece(box, torch.empty(box.sizes, dtype=dtype, device="meta"))]))
+
+
+def _geometry(read: tuple[OpenFile, ReadRequest]) -> tuple[Any, ...]:
+    """Returns which elements of a stored box go where: equal bytes are equal tensors only if they are laid out alike."""
+    _, _, sizes, wanted, target = read[1]
+    return sizes, wanted, target.shape, target.stride(), target.storage_offset()
 
 
 def _checksums(reads: list[tuple[OpenFile, ReadRequest]]) -> Iterator[bytes]:

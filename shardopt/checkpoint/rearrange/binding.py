@@ -98,7 +98,7 @@ def bind(manifest: Manifest, rules: Sequence[AnyRule]) -> Binding:
     stored = _stored_paths(manifest)
     problems: list[Problem] = []
     for key, path in stored.items():
-        number, found, member = first_match(key, rules)
+        number, found, member = first_match(key, path, rules)
         if found is None:
             bound.keys[key], bound.paths[key] = key, path
         elif member is None:
@@ -126,16 +126,16 @@ def _rule(rules: Sequence[AnyRule], number: int) -> Rule:
     return rule
 
 
-def first_match(key: str, rules: Sequence[AnyRule]) -> tuple[int, Found | None, _Member | None]:
+def first_match(key: str, path: Path, rules: Sequence[AnyRule]) -> tuple[int, Found | None, _Member | None]:
     """Returns the first rule that names a key, and how; no member for a key that is dropped."""
     for number, rule in enumerate(rules):
         if isinstance(rule, Drop):
-            found = Rule(rule.name, rule.name).old_names[0].find(key)
+            found = Rule(rule.name, rule.name).old_names[0].find(key, path)
             if found is not None:
                 return number, found, None
         elif isinstance(rule, Rule):
             for tensor, name in enumerate(rule.old_names):
-                found = name.find(key)
+                found = name.find(key, path)
                 indices = rule.axes_in(name)
                 if found is not None and all(found.fields[each].isdecimal() for each in indices):
                     return number, found, _Member(tensor, tuple(found.fields[each] for each in indices))

@@ -19,6 +19,7 @@ from math import prod
 from typing import NamedTuple
 
 from shardopt.checkpoint.rearrange.geometry import Digit
+from shardopt.state import Path
 
 PAD = "_"
 """Begins the names of axes that only one side has: zeros where they are made, left out where they are stored."""
@@ -259,33 +260,56 @@ class Name:
         return tuple(_PLACEHOLDER.findall(self.text))
 
     @cached_property
-    def _pattern(self) -> str:
+    def _pattern(self) -> re.Pattern[str]:
         pattern = "".join(
             (r"(.+)" if part.startswith("*") else r"([^.]+)") if i % 2 else re.escape(part)
             for i, part in enumerate(_PLACEHOLDER.split(self.text))
         )
-        return f"({pattern})"
+        return re.compile(pattern)
 
     @cached_property
-    def _at_end(self) -> re.Pattern[str]:
-        return re.compile(rf"(?P<before>(?:.*?\.)??){self._pattern}")
+    def _with_entry(self) -> re.Pattern[str]:
+        return re.compile(rf"(?P<name>{self._pattern.pattern})(?P<after>\..+)")
 
     @cached_property
-    def _of_state(self) -> re.Pattern[str]:
-        return re.compile(rf"(?P<before>(?:.*?\.)??state\.(?:.*?\.)??){self._pattern}(?P<after>\..+)")
+    def _literal(self) -> str:
+        """The longest text that is in every such name: a quick look at whether a key may have it."""
+        return max(_PLACEHOLDER.split(self.text)[::2], key=len)
 
-    def find(self, key: str) -> Found | None:
-        """Finds the name in a key: at its end, or behind "state" and before an entry of it."""
-        found = self._at_end.fullmatch(key)
-        after = ""
-        if found is None:
-            found = self._of_state.fullmatch(key)
-            if found is None:
-                return None
-            after = found["after"]
-        name, *values = found.groups()[1 : 2 + len(self.fields)]
-        return Found(found["before"], dict(zip(self.fields, values, strict=True)), after, name)
+    def find(self, key: str, path: Path) -> Found | None:
+        """Finds the name at the end of a key, or behind "state" and before an entry of it.
+
+        It begins where a part of the path does; within a path of one part, as those have that tell nothing, where any
+        segment does.
+        """
+        if self._literal not in key:
+            return None
+        begins = _begins(key, path)
+        for begin in begins:
+            found = self._pattern.fullmatch(key, begin)
+            if found is not None:
+                return self._found(key, begin, found.groups(), "", found[0])
+        in_state = False
+        for begin in begins:
+            in_state = in_state or key.endswith("state.", 0, begin)
+            found = self._with_entry.fullmatch(key, begin) if in_state else None
+            if found is not None:
+                return self._found(key, begin, found.groups()[1:-1], found["after"], found["name"])
+        return None
+
+    def _found(self, key: str, begin: int, values: Sequence[str], after: str, name: str) -> Found:
+        return Found(key[:begin], dict(zip(self.fields, values, strict=True)), after, name)
 
     def fill(self, fields: Mapping[str, str]) -> str:
         """Returns the name with these in the place of its placeholders."""
         return _PLACEHOLDER.sub(lambda found: fields[found[1]], self.text)
+
+
+def _begins(key: str, path: Path) -> list[int]:
+    if len(path) == 1:
+        return [0, *(i + 1 for i, character in enumerate(key) if character == ".")]
+    begins, at = [], 0
+    for part in path:
+        begins.append(at)
+        at += len(str(part)) + 1
+    return begins

@@ -140,7 +140,7 @@ class RearrangedReader(CheckpointReader):
         """Adds the second name of each parameter that a rule ties."""
         tensors = StoredTensors(self._manifest.tensors)
         for key, tensor in self._manifest.tensors.items():
-            found = Name(rule.name).find(key)
+            found = Name(rule.name).find(key, tensor.path)
             if found is None or found.after:
                 continue
             name = Name(rule.also).fill(found.fields)
@@ -156,9 +156,9 @@ class RearrangedReader(CheckpointReader):
     def _same(self, rule: Tie, rules: Sequence[AnyRule]) -> Iterator[str]:
         """Yields the stored keys under which a parameter is once more; raises MismatchError where it is another."""
         reader = self._reader
-        for key in reader.manifest.tensors:
-            found = Name(rule.also).find(key)
-            if found is None or found.after or first_match(key, rules)[1] is not None:
+        for key, tensor in reader.manifest.tensors.items():
+            found = Name(rule.also).find(key, tensor.path)
+            if found is None or found.after or first_match(key, tensor.path, rules)[1] is not None:
                 continue
             name = f"{found.before}{Name(rule.name).fill(found.fields)}"
             if name not in reader.manifest.tensors:

@@ -28,7 +28,8 @@ class Rule:
         Rule("embed.weight", "embed.weight", "v i -> v+_pad i", {"v": 50257, "_pad": 47})
 
     Each is as good the other way round (`inverse`). It holds for what stands under the name of a parameter, whatever is
-    before it ("model.", "optimizer.param_groups."), and for state of optimizers that has the parameter's shape.
+    before it ("model.", "optimizer.param_groups."), and for state of optimizers that has the parameter's shape. Where
+    the checkpoint tells where names of parameters begin, as ours do, a name is all of one; else it may be its end.
 
     Args:
         old: names of stored parameters, or the only one. `{n}` is one segment of a name, and has the same text in all
@@ -65,7 +66,7 @@ class Rule:
         return Rule(self.new, self.old, f"{new.strip()} {arrow} {old.strip()}" if arrow else "", self.sizes)
 
     def __str__(self) -> str:
-        old, new = (" and ".join(each.text for each in names) for names in (self.old_names, self.new_names))
+        old, new = (each if isinstance(each, str) else " and ".join(each) for each in (self.old, self.new))
         return f"the rule {old} -> {new}" + (f" ({self.axes})" if self.axes else "")
 
     @cached_property
