@@ -143,3 +143,16 @@ def test_an_output_layer_that_is_the_embedding_and_is_not_stored(tmp_path, make)
     checkpoint.save(tmp_path / "theirs", {"model": published})
     checkpoint.load(tmp_path / "theirs", {"model": ours}, rearrange=rules)
     assert_same_logits(theirs, ours)
+
+
+@pytest.mark.parametrize(
+    ("make", "rules"),
+    [(llama, None), (tied_llama, None), (gpt, None), (qwen, None), (qwen_with_experts, qwen3()), (deepseek_v3, deepseek())],
+)
+def test_what_transformers_writes_itself(tmp_path, make, rules):
+    """Files as they are published: in safetensors, experts by themselves, tied output layers under one name."""
+    theirs, ours, own = make()
+    randomize(theirs, 1)
+    theirs.save_pretrained(tmp_path / "theirs")
+    checkpoint.load(tmp_path / "theirs", {"model": ours}, rearrange=rules or own, rename={"^": "model."})
+    assert_same_logits(theirs, ours)
