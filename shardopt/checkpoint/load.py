@@ -25,13 +25,13 @@ from shardopt.checkpoint.matching.strictness import Strictness, strictness_of
 from shardopt.checkpoint.matching.tied import refuse_unequal
 from shardopt.checkpoint.planning.tied import refuse_other_ties, refuse_untied, tied_in
 from shardopt.checkpoint.progress import Progress
-from shardopt.checkpoint.rearrange.reader import rearranged
-from shardopt.checkpoint.rearrange.rules import AnyRule
 from shardopt.checkpoint.reading.broadcast import BroadcastReads, Replicas, fingerprint, shared_among
 from shardopt.checkpoint.reading.fetch import casts_to_check, check_all, check_casts
 from shardopt.checkpoint.reading.in_use import reading
 from shardopt.checkpoint.reading.open_file import OpenFile, ReadRequest
 from shardopt.checkpoint.reading.target import fill
+from shardopt.checkpoint.rearrange.reader import rearranged
+from shardopt.checkpoint.rearrange.rules import AnyRule
 from shardopt.checkpoint.reports import LoadReport, emit_report
 from shardopt.checkpoint.sources.open import open_checkpoint
 from shardopt.checkpoint.sources.reader import CheckpointReader
@@ -168,9 +168,9 @@ def load(
             alone, and needs `^optimizer\.state\.layers\.` beside it; `^layers\.` fits no key. Refused are rules by
             which two keys get one name. Names within plain values stay.
         rearrange: rules by which stored tensors are joined, split, stacked, transposed, permuted, sliced or padded
-            on their way, with their optimizer state (`checkpoint.rearrange`); before all else that changes keys. Nothing
-            is held in memory for it. Of parameters that become one the options must be equal, and the counters; state
-            of another layout than its parameter is refused. What rules leave out is listed in the report.
+            on their way, with their optimizer state (`checkpoint.rearrange`); before all else that changes keys; no
+            tensor is held in memory for it. Options and counters of parameters that become one must be equal; state of
+            another layout than its parameter is refused. What rules leave out is listed in the report.
         skip: a regex; what is stored under keys in which it is found is left out, as if it were not there. Keys are the
             checkpoint's own. In one of another format it is the way around what is not known there.
         transactional: verify all that will be read before the first byte is changed, at the price of reading it twice.

@@ -57,7 +57,11 @@ class Attention(nn.Module):
             self.q_norm, self.k_norm = RMSNorm(head_dim), RMSNorm(head_dim)
 
     def forward(self, x):
-        q, k, v = heads_of(self.wq(x), self.heads), heads_of(self.wk(x), self.kv_heads), heads_of(self.wv(x), self.kv_heads)
+        q, k, v = (
+            heads_of(self.wq(x), self.heads),
+            heads_of(self.wk(x), self.kv_heads),
+            heads_of(self.wv(x), self.kv_heads),
+        )
         if hasattr(self, "q_norm"):
             q, k = self.q_norm(q), self.k_norm(k)
         if self.turn is not None:

@@ -147,7 +147,14 @@ def test_an_output_layer_that_is_the_embedding_and_is_not_stored(tmp_path, make)
 
 @pytest.mark.parametrize(
     ("make", "rules"),
-    [(llama, None), (tied_llama, None), (gpt, None), (qwen, None), (qwen_with_experts, qwen3()), (deepseek_v3, deepseek())],
+    [
+        (llama, None),
+        (tied_llama, None),
+        (gpt, None),
+        (qwen, None),
+        (qwen_with_experts, qwen3()),
+        (deepseek_v3, deepseek()),
+    ],
 )
 def test_what_transformers_writes_itself(tmp_path, make, rules):
     """Files as they are published: in safetensors, experts by themselves, tied output layers under one name."""

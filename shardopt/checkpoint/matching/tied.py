@@ -61,7 +61,7 @@ def _reads(reader: CheckpointReader, key: str, box: Box, dtype: torch.dtype) -> 
 
 
 def _geometry(read: tuple[OpenFile, ReadRequest]) -> tuple[Any, ...]:
-    """Returns which elements of a stored box go where: equal bytes are equal tensors only if they are laid out alike."""
+    """Returns the place of each element in a stored box: equal bytes laid out otherwise are not equal."""
     _, _, sizes, wanted, target = read[1]
     return sizes, wanted, target.shape, target.stride(), target.storage_offset()
 

@@ -149,7 +149,7 @@ class Run(NamedTuple):
     """An axis, or several as one: how many indices there are, how far apart in a stored dimension and in memory."""
 
     step: int
-    count: int
+    length: int
     stride: int
 
 
@@ -161,11 +161,11 @@ def joined_runs(runs: Sequence[Run]) -> list[Run]:
     """
     joined: list[Run] = []
     for run in runs:
-        if run.count == 1:
+        if run.length == 1:
             continue
         outer = joined[-1] if joined else None
-        if outer is not None and (outer.step, outer.stride) == (run.step * run.count, run.stride * run.count):
-            joined[-1] = Run(run.step, outer.count * run.count, run.stride)
+        if outer is not None and (outer.step, outer.stride) == (run.step * run.length, run.stride * run.length):
+            joined[-1] = Run(run.step, outer.length * run.length, run.stride)
         else:
             joined.append(run)
     return joined
@@ -191,11 +191,11 @@ def as_digits(size: int, first: int, runs: Sequence[Run]) -> tuple[list[int], li
             return None
         digit = first // step
         first %= step
-        if digit + run.count > outer // step:
+        if digit + run.length > outer // step:
             return None
         sizes.append(outer // step)
         offsets.append(digit)
-        counts.append(run.count)
+        counts.append(run.length)
         outer = step
     if outer > 1 or not runs:
         sizes.append(outer)

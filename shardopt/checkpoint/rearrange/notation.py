@@ -1,8 +1,8 @@
 """The notation of rules: names with placeholders, and the axes of tensors as words.
 
-    "layers.{n}.experts.{e}.w1"      a name: {n} and {e} each stand for one segment, {*rest} for one or more
-    "(g r d) i"                      axes: a dimension is an axis, or a product of several, the last of which runs fastest
-    "(g r+1+1 d) i"                  of one dimension, several in succession: r of the first tensor, 1 each of the next two
+    "layers.{n}.experts.{e}.w1"      a name: {n} and {e} stand for a segment each, {*rest} for one or more
+    "(g r d) i"                      axes: a dimension is an axis, or a product of several, the last one fastest
+    "(g r+1+1 d) i"                  sections of a dimension: r of the first tensor, 1 each of the next two
     "v+_pad i"                       the same, with a section that no other tensor has
     "o ..."                          any further dimensions
 
@@ -243,7 +243,7 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class Name:
-    """The name of a parameter, with placeholders. Raises ValueError for an empty one, or a placeholder that stands twice."""
+    """The name of a parameter, with placeholders. Raises ValueError for one that no parameter has."""
 
     text: str
 

@@ -10,13 +10,13 @@ import xxhash
 
 from shardopt.checkpoint.format.manifest import Manifest, StoredLayout, StoredTensor, StoredTensors
 from shardopt.checkpoint.format.tensor_bytes import torch_dtype
+from shardopt.checkpoint.reading.fetch import fetch, pieces_in_order
+from shardopt.checkpoint.reading.open_file import OpenFile, ReadRequest
 from shardopt.checkpoint.rearrange.binding import bind, first_match, renamed_path, unequal
 from shardopt.checkpoint.rearrange.notation import Name
 from shardopt.checkpoint.rearrange.reads import reads_of, views_of
 from shardopt.checkpoint.rearrange.rules import AnyRule, Tie
 from shardopt.checkpoint.rearrange.zeros import Zeros
-from shardopt.checkpoint.reading.fetch import fetch, pieces_in_order
-from shardopt.checkpoint.reading.open_file import OpenFile, ReadRequest
 from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.errors import MismatchError, Problem
 from shardopt.sharding.box import Box, whole
@@ -27,8 +27,8 @@ def rearranged(reader: CheckpointReader, rules: Sequence[AnyRule]) -> Checkpoint
     """Returns a reader of a checkpoint as rules rearrange it; the same reader where there are none. Local.
 
     Nothing is held in memory: whatever box of a new tensor is read, its elements come from the stored boxes that have
-    them. Keys that no rule names are as they were. Rules are bound to all keys at once, each key to the first that names
-    it; reversed ties before that, other ties after it.
+    them. Keys that no rule names are as they were. All rules are applied at once, each key goes with the first that
+    names it; reversed ties come before that, other ties after it.
 
     Raises:
         MismatchError: the checkpoint does not fit the rules; every difference is listed.
@@ -45,12 +45,7 @@ class RearrangedReader(CheckpointReader):
         self._reader = reader
         self._rules_digest = xxhash.xxh3_64_hexdigest(repr(list(rules)).encode())
         stored = reader.manifest
-        tied = {
-            key
-            for rule in rules
-            if isinstance(rule, Tie) and rule.reverse
-            for key in self._same(rule, rules)
-        }
+        tied = {key for rule in rules if isinstance(rule, Tie) and rule.reverse for key in self._same(rule, rules)}
         if tied:
             stored = replace(
                 stored, tensors=StoredTensors((key, each) for key, each in stored.tensors.items() if key not in tied)
@@ -126,7 +121,13 @@ class RearrangedReader(CheckpointReader):
             for _, keys in self._binding.equal
             for key in keys
         }
-        fetch([read for key, target in targets.items() for read in self._reader.requests(key, [Piece(Box((), ()), target)])])
+        fetch(
+            [
+                read
+                for key, target in targets.items()
+                for read in self._reader.requests(key, [Piece(Box((), ()), target)])
+            ]
+        )
         problems = [
             unequal(key, keys[0], rule)
             for rule, keys in self._binding.equal

@@ -2,8 +2,9 @@
 
     new piece  →  boxes of sections  →  boxes of a stored tensor, and strided views of the piece  →  reads of its files
 
-Where the wanted elements are a box of the stored tensor, the stored tensor's own reads do it. Where they are strided, as
-every other head, the bytes of each stored box are taken as those of a tensor of more dimensions, in which they are one.
+Where the wanted elements are a box of the stored tensor, the stored tensor's own reads do it. Where they are strided,
+as every other head, the bytes of each stored box are taken as those of a tensor of more dimensions, where they are a
+box.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from operator import add
 import torch
 from torch import Tensor
 
+from shardopt.checkpoint.reading.open_file import OpenFile, ReadRequest
 from shardopt.checkpoint.rearrange.binding import Component
 from shardopt.checkpoint.rearrange.geometry import Place, Ranges, Run, as_digits, joined_runs
-from shardopt.checkpoint.reading.open_file import OpenFile, ReadRequest
 from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.sharding.box import Box
 from shardopt.sharding.pieces import Piece
@@ -53,11 +54,11 @@ def _reads(component: Component, ranges: Ranges, memory: Tensor, reader: Checkpo
     dims = _runs(old, ranges, memory)
     first = old.first(ranges)
     if all(_is_range(runs) for runs in dims):
-        sizes = tuple(runs[0].count if runs else 1 for runs in dims)
+        sizes = tuple(runs[0].length if runs else 1 for runs in dims)
         target = memory.as_strided(sizes, [runs[0].stride if runs else 1 for runs in dims], memory.storage_offset())
         yield from reader.requests(key, [Piece(Box(first, sizes), target)])
         return
-    sizes = tuple(1 + sum(run.step * (run.count - 1) for run in runs) for runs in dims)
+    sizes = tuple(1 + sum(run.step * (run.length - 1) for run in runs) for runs in dims)
     outline = torch.empty(sizes, dtype=memory.dtype, device="meta")  # tells which request is for which elements
     requests = list(reader.requests(key, [Piece(Box(first, sizes), outline)]))
     places = [_place_of(request, outline) for _, request in requests]
@@ -68,7 +69,9 @@ def _reads(component: Component, ranges: Ranges, memory: Tensor, reader: Checkpo
         start, order = place
         stored = Box(tuple(map(add, first, start)), _sizes_of(request, order, len(sizes)))
         for part in old.ranges(stored):
-            common = {axis: (max(begin, part[axis][0]), min(end, part[axis][1])) for axis, (begin, end) in ranges.items()}
+            common = {
+                axis: (max(begin, part[axis][0]), min(end, part[axis][1])) for axis, (begin, end) in ranges.items()
+            }
             if any(begin >= end for begin, end in common.values()):
                 continue
             target = _narrowed(memory, ranges, common)
@@ -77,11 +80,11 @@ def _reads(component: Component, ranges: Ranges, memory: Tensor, reader: Checkpo
                 (size, offset, []) if dim is None else (size, offset + at[dim] - stored.offsets[dim], runs[dim])
                 for size, offset, dim in zip(request.sizes, request.wanted.offsets, order, strict=True)
             ]
-            yield from _of_box(file, request, in_box, target, target.storage_offset())
+            yield from _of_box(file, request, in_box, target, int(target.storage_offset()))
 
 
 def _runs(place: Place, ranges: Ranges, memory: Tensor) -> list[list[Run]]:
-    """Returns for each dimension of a tensor how the indices of a box of a section run through it and through memory."""
+    """Returns for each dimension of a tensor how a box of a section runs through it and through memory."""
     strides = dict(zip(ranges, memory.stride(), strict=True))
     return [
         joined_runs([Run(step, ranges[axis][1] - ranges[axis][0], strides[axis]) for axis, step in steps.items()])
@@ -154,7 +157,7 @@ def _of_box(
         digits = as_digits(size, first, runs)
         if digits is None:  # of odd cuts: each index of the outermost run by itself
             outer, *inner = runs
-            for j in range(outer.count):
+            for j in range(outer.length):
                 one = [*dims[:i], (size, first + j * outer.step, inner), *dims[i + 1 :]]
                 yield from _of_box(file, request, one, memory, at + j * outer.stride)
             return

@@ -9,10 +9,10 @@ from shardopt.checkpoint.rearrange.rules import AnyRule, Drop, Rule, Tie
 
 
 def gpt2(*, prefix: str = "transformer.") -> list[AnyRule]:
-    """Returns the rules from Hugging Face's GPT2LMHeadModel to names as torchtitan has them; `inverse` for the way back.
+    """Returns the rules from Hugging Face's GPT2LMHeadModel to names in torchtitan's style.
 
-    New names are tok_embeddings, pos_embeddings, layers.{n}.attention.{wq, wk, wv, wo}, layers.{n}.feed_forward.{w1, w2},
-    layers.{n}.attention_norm, layers.{n}.ffn_norm, norm and output, with ".weight" and ".bias". The output layer is the
+    `inverse` has those of the way back. The new names are tok_embeddings, pos_embeddings, norm and output, and in
+    layers.{n} attention.{wq, wk, wv, wo}, feed_forward.{w1, w2}, attention_norm and ffn_norm. The output layer is the
     embedding.
 
     Args:
@@ -32,7 +32,11 @@ def gpt2(*, prefix: str = "transformer.") -> list[AnyRule]:
         Rule("lm_head.weight", "output.weight"),
         Tie("tok_embeddings.weight", "output.weight"),
     ]
-    for conv, its in (("attn.c_proj", "attention.wo"), ("mlp.c_fc", "feed_forward.w1"), ("mlp.c_proj", "feed_forward.w2")):
+    for conv, its in (
+        ("attn.c_proj", "attention.wo"),
+        ("mlp.c_fc", "feed_forward.w1"),
+        ("mlp.c_proj", "feed_forward.w2"),
+    ):
         rules.append(Rule(f"{old}{conv}.weight", f"{new}{its}.weight", linear))
         rules.append(Rule(f"{old}{conv}.bias", f"{new}{its}.bias"))
     for norm, its in (("ln_1", "attention_norm"), ("ln_2", "ffn_norm")):
