@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shardopt import checkpoint
 from shardopt.checkpoint.reading.fetch import fetch
 from shardopt.checkpoint.rearrange import Rule, inverse, rearranged
-from shardopt.checkpoint.rearrange.geometry import digit_boxes
+from shardopt.checkpoint.rearrange.geometry import Run, as_digits, digit_boxes
 from shardopt.sharding.box import Box, whole
 from shardopt.sharding.pieces import Piece
 from tests.support.boxes import partitions
@@ -140,6 +140,7 @@ def test_any_box_of_any_rearranged_tensor(tmp_path_factory, rule, data):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(1800)
 @settings(FEW, max_examples=600)
 @given(rule=rules(), data=st.data())
 def test_any_box_of_very_many_rearranged_tensors(tmp_path_factory, rule, data):
@@ -196,3 +197,51 @@ def test_boxes_of_digits_are_a_range_of_numbers(radices, data):
     found = [digits for box in boxes for digits in itertools.product(*(range(*ends) for ends in box))]
     assert found == numbers[begin:end]
     assert len(boxes) <= max(2 * len(radices) - 1, 1)
+
+
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=3), st.data())
+def test_digits_of_a_stored_dimension_name_just_the_wanted_indices(factors, data):
+    """Or there are none: where a cut of the dimension, or the first index, is within a step."""
+    runs, step = [], 1
+    for factor in factors:
+        step *= factor
+        runs.insert(0, Run(step, data.draw(st.integers(2, 3)), 0))
+        step *= data.draw(st.integers(1, 3))
+    first = data.draw(st.integers(0, 7))
+    reach = 1 + first + sum(run.step * (run.length - 1) for run in runs)
+    size = reach + data.draw(st.integers(0, 5))
+    digits = as_digits(size, first, runs)
+    if digits is None:
+        return
+    radices, offsets, lengths = digits
+    assert prod(radices) == size
+    indices = []
+    for index in itertools.product(*map(range, offsets, map(sum, zip(offsets, lengths, strict=True)))):
+        number = 0
+        for radix, digit in zip(radices, index, strict=True):
+            assert digit < radix
+            number = number * radix + digit
+        indices.append(number)
+    steps = itertools.product(*([run.step * i for i in range(run.length)] for run in runs))
+    assert indices == [first + sum(each) for each in steps]
+
+
+@pytest.mark.parametrize("cuts", [[0, 16], [0, 8, 16], [0, 5, 9, 16], [0, 1, 15, 16]], ids=str)
+def test_stored_cuts_through_heads_and_pairs(tmp_path, cuts):
+    stored = torch.arange(48).reshape(16, 3)
+    boxes = [Box((begin, 0), (end - begin, 3)) for begin, end in itertools.pairwise(cuts)]
+    store(str(tmp_path / "it"), {"w": stored}, {"w": boxes})
+    for axes, shape, order in (
+        ("(h two d) i -> (h d two) i", (2, 2, 4), (0, 2, 1)),
+        ("a+a i -> (a 1+1) i", (2, 8), (1, 0)),
+    ):
+        expected = stored.reshape(*shape, 3).permute(*order, len(order)).reshape(16, 3)
+        with rearranged(checkpoint.open(tmp_path / "it"), [Rule("w", "w", axes, {"two": 2, "h": 2})]) as reader:
+            assert torch.equal(reader.read("w"), expected)
+        with rearranged(
+            checkpoint.open(tmp_path / "it"), [Rule("w", "w", axes, {"two": 2, "h": 2}).inverse()]
+        ) as reader:
+            back = stored.reshape(*(shape[i] for i in order), 3).permute(
+                *map(order.index, range(len(order))), len(order)
+            )
+            assert torch.equal(reader.read("w"), back.reshape(16, 3))
