@@ -1,17 +1,6 @@
 """Optimizers and checkpoints for sharded training, keyed by fully qualified parameter name."""
 
-from shardopt.algorithms.row_wise.row_wise import RowWiseAdagrad, RowWiseAdam
-from shardopt.optim.averaging import EMA, SWA
-from shardopt.optim.backward import in_backward
-from shardopt.optim.batch_norm import update_bn
-from shardopt.optim.clipping import GradientClipping, GradientClippingOptimizer
-from shardopt.optim.fused import EmptyFusedOptimizer, FusedOptimizer, FusedOptimizerModule
-from shardopt.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper, keyed
-from shardopt.optim.scaler import GradScaler
-from shardopt.optim.schedules import ReduceLROnPlateau
-from shardopt.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
-from shardopt.random_state import PerRankState, RandomState
-from shardopt.sampler import ResumableSampler
+from typing import TYPE_CHECKING
 
 __all__ = [
     "EMA",
@@ -39,3 +28,44 @@ __all__ = [
     "keyed",
     "update_bn",
 ]
+
+# Imported when they are first asked for: the shell's verbs are modules of this package, and their help needs no torch.
+if TYPE_CHECKING:
+    from shardopt.algorithms.row_wise.row_wise import RowWiseAdagrad, RowWiseAdam
+    from shardopt.optim.averaging import EMA, SWA
+    from shardopt.optim.backward import in_backward
+    from shardopt.optim.batch_norm import update_bn
+    from shardopt.optim.clipping import GradientClipping, GradientClippingOptimizer
+    from shardopt.optim.fused import EmptyFusedOptimizer, FusedOptimizer, FusedOptimizerModule
+    from shardopt.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper, keyed
+    from shardopt.optim.scaler import GradScaler
+    from shardopt.optim.schedules import ReduceLROnPlateau
+    from shardopt.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
+    from shardopt.random_state import PerRankState, RandomState
+    from shardopt.sampler import ResumableSampler
+else:
+    from shardopt.lazy import lazy_names as _lazy_names
+
+    __getattr__, __dir__ = _lazy_names(
+        __name__,
+        {
+            "shardopt.algorithms.row_wise.row_wise": ["RowWiseAdagrad", "RowWiseAdam"],
+            "shardopt.optim.averaging": ["EMA", "SWA"],
+            "shardopt.optim.backward": ["in_backward"],
+            "shardopt.optim.batch_norm": ["update_bn"],
+            "shardopt.optim.clipping": ["GradientClipping", "GradientClippingOptimizer"],
+            "shardopt.optim.fused": ["EmptyFusedOptimizer", "FusedOptimizer", "FusedOptimizerModule"],
+            "shardopt.optim.keyed": [
+                "CombinedOptimizer",
+                "KeyedOptimizer",
+                "KeyedOptimizerWrapper",
+                "OptimizerWrapper",
+                "keyed",
+            ],
+            "shardopt.optim.scaler": ["GradScaler"],
+            "shardopt.optim.schedules": ["ReduceLROnPlateau"],
+            "shardopt.optim.warmup": ["WarmupOptimizer", "WarmupPolicy", "WarmupStage"],
+            "shardopt.random_state": ["PerRankState", "RandomState"],
+            "shardopt.sampler": ["ResumableSampler"],
+        },
+    )

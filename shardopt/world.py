@@ -38,6 +38,7 @@ __all__ = [
     "Thread",
     "World",
     "using",
+    "utc_text",
     "world",
 ]
 
@@ -179,6 +180,14 @@ class World:
     def open_storage(self, url: str, durable: bool, opener: Callable[[str, bool], T]) -> T:
         """Opens the storage at a URL, with the opener that the real world has."""
         return opener(url, durable)
+
+
+def utc_text(seconds: float) -> str:
+    """Returns a time on the wall clock as text: "2026-11-22 15:53:21Z"."""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime(seconds))
+    except (OverflowError, ValueError, OSError):  # of no year that the system has
+        return f"{seconds:.6g} s"
 
 
 _current = World()

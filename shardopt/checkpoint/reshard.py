@@ -67,7 +67,7 @@ def reshard(
     target = storage_of(dst)
     refuse_committed(target)
     with open_checkpoint(src) as reader:
-        choose = layout or _as_stored(world_size or 0)
+        choose = layout or chunks_over(world_size or 0)
         stored = reader.manifest.tensors
         tied = {key: (each.tied_to, each.path) for key, each in stored.items() if each.tied_to is not None}
         tensors = {key: tensor for key, tensor in stored.items() if key not in tied}
@@ -100,7 +100,8 @@ def reshard(
     return report
 
 
-def _as_stored(world_size: int) -> ChooseLayout:
+def chunks_over(world_size: int) -> ChooseLayout:
+    """Returns the choice of `reshard(world_size=)`: chunks of the dimension that is stored in the most shards now."""
     mesh = Mesh((world_size,), tuple(range(world_size)))
 
     def choose(key: str, stored: StoredLayout) -> Layout:

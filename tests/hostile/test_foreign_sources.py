@@ -47,6 +47,8 @@ def read_all(path):
     tracemalloc.start()
     try:
         with checkpoint.open(path) as reader:
+            if reader.source.unread:
+                return None  # a load refuses these by name
             return dict(map(reader_item(reader), reader.keys()))
     except ShardoptError as error:
         str(error).encode()

@@ -17,10 +17,14 @@ def test_all_is_what_a_package_offers(name):
     """A submodule is an attribute of its package too, once imported; it is offered only where `__all__` has it."""
     package = importlib.import_module(name)
     offered = getattr(package, "__all__", [])
+    assert {*offered} <= {*dir(package)}
+    assert [public for public in offered if not hasattr(package, public)] == []  # and so the lazy ones are there
     public_names = {
         public
         for public, value in vars(package).items()
-        if not public.startswith("_") and (public in offered or not isinstance(value, ModuleType))
+        if not public.startswith("_")
+        and public != "TYPE_CHECKING"
+        and (public in offered or not isinstance(value, ModuleType))
     }
     assert sorted(offered) == sorted(public_names)
     assert offered == sorted(offered, key=_as_ruff_sorts)

@@ -1,7 +1,9 @@
-"""The command line: what it prints, and the status it ends with."""
+"""The command line as a whole: its parsers, statuses and errors; the verbs that need no file of tests of their own."""
 
+import json
 import os
 import pty
+import signal
 import subprocess
 import sys
 
@@ -9,7 +11,10 @@ import pytest
 import torch
 
 from shardopt import checkpoint
-from shardopt.cli import main
+from shardopt.cli import entry, main
+from shardopt.cli.parse import argparse_door
+from shardopt.cli.verbs import VERBS
+from tests.support.source import ROOT
 
 
 @pytest.fixture
@@ -20,33 +25,172 @@ def saved(tmp_path):
     return path
 
 
-def test_show_lists_what_there_is(saved, capsys):
-    assert main(["show", str(saved)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith(f"{saved}: saved by 1 ranks")
-    assert lines[1:] == ["model.w  float32 [2, 3]", "step  = 7", "seed  a value of each rank"]
+@pytest.fixture(params=["argparse", "typer"])
+def door(request, monkeypatch):
+    """Each of the two parsers of the command line."""
+    run = argparse_door.run
+    if request.param == "typer":
+        run = pytest.importorskip("shardopt.cli.parse.typer_door", reason="the extra `cli` is not installed").run
+    monkeypatch.setattr(entry, "run", run)
+    return request.param
 
 
-def test_show_prints_one_value(saved, capsys):
-    assert main(["show", str(saved), "model.w"]) == 0
-    assert capsys.readouterr().out.strip() == str(torch.arange(6.0).view(2, 3))
+def test_verbs_are_what_both_parsers_make_of_them(door, saved, tmp_path, capsys):
+    """An argument, several, a switch, an option that may be given twice, a verb of two words."""
+    other = tmp_path / "other"
+    checkpoint.save(other, {"model": {"v": torch.arange(6.0).view(2, 3)}, "step": 7, "seed": checkpoint.PerRank(3)})
+    assert main(["show", str(saved), "--flat", "--glob", "model.*"]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == ["model.w  float32 [2, 3]"]
+    assert main(["verify", str(saved), str(other)]) == 0
+    assert capsys.readouterr().out.count("every byte is as it was written") == 2
+    assert main(["diff", str(saved), str(other), "--rename", "w$=u", "--rename", "u$=v"]) == 0
+    assert main(["plot", "layout", str(saved), "-o", str(tmp_path / "x.gif")]) == 2
+    assert "found" in capsys.readouterr().err
 
 
-def test_show_lists_a_run(tmp_path, capsys):
-    manager = checkpoint.Manager(tmp_path)
-    for step in (100, 200, 300):
-        manager.save(step, {"step": step})
-    manager.restore({"step": 0}, step=200)
-    manager.save(250, {"step": 250})
-    capsys.readouterr()
-    assert main(["show", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        f"{tmp_path}: a run of 3 checkpoints, on branch 1",
-        "step 100",
-        "step 200",
-        "step 250  the newest, in step-00000250-b1",
-        "set aside, of branch 0: step 300",
-    ]
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["nonsense"],
+        ["show"],
+        ["show", "a", "b", "c"],
+        ["show", "a", "--depth", "x"],
+        ["reshard", "a", "b"],
+        ["verify"],
+        ["prune", "a"],
+        ["plot"],
+        ["plot", "layout", "a"],
+        ["ls", "a", "--nonsense"],
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_call_is_status_2(door, arguments, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    output = capsys.readouterr()
+    assert output.err or not arguments or arguments == ["plot"]  # which print help
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["show", "a", "--regex", "["],
+        ["show", "a", "--depth", "0"],
+        ["diff", "a", "b", "--rename", "x"],
+        ["diff", "a", "b", "--rename", "(=x"],
+        ["diff", "a", "b", "--rename", r"x=\9"],
+        ["diff", "a", "b", "--select", "["],
+        ["prune", "a", "--keep-last", "0"],
+        ["prune", "a", "--keep-last", "2", "--best", "loss"],
+        ["prune", "a", "--keep-last", "2", "--best", "loss:least:2"],
+        ["ls", "a", "--keep-every", "5"],
+        ["reshard", "a", "b", "--world-size", "0"],
+        ["plot", "layout", "a", "-o", "a.png", "--world-size", "0"],
+    ],
+    ids=" ".join,
+)
+def test_options_that_cannot_be_meant_are_status_2(arguments, saved, capsys):
+    if arguments[0] == "plot":
+        pytest.importorskip("matplotlib")
+    arguments = [str(saved) if each in ("a", "b") else each for each in arguments]
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("shardopt: ") and "found" in said and said.count("\n") == 1
+
+
+def test_help_and_version(door, capsys):
+    for arguments in (["--help"], ["plot", "--help"], *([*verb.name.split(), "--help"] for verb in VERBS)):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 0
+        assert "Usage" in capsys.readouterr().out.replace("usage", "Usage")
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0 and capsys.readouterr().out.startswith("shardopt ")
+
+
+WITHOUT_TORCH = """
+import os, sys
+from shardopt.cli import main
+for line in ("--help", "--version", "show", "show --help", "plot run --help", "nonsense", "ls a --nonsense"):
+    try:
+        main(line.split())
+    except SystemExit:
+        pass
+os.environ |= {"_SHARDOPT_COMPLETE": "complete_bash", "COMP_WORDS": "shardopt res", "COMP_CWORD": "1"}
+try:
+    main()
+except SystemExit:
+    pass
+heavy = {"torch", "numpy", "fsspec", "matplotlib"} & sys.modules.keys()
+sys.exit(f"imported: {heavy}" if heavy else 0)
+"""
+
+
+def test_nothing_heavy_is_imported_where_it_is_not_needed():
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    if entry.run is not argparse_door.run:
+        assert done.stdout.splitlines()[-1] == "reshard"  # completed
+
+
+def test_without_the_extra_the_verbs_print_the_same(saved, capsys):
+    calls = [["show", str(saved)], ["show", str(saved), "model.w"], ["verify", str(saved)], ["ls", str(saved)]]
+    program = "import sys; sys.modules |= {'typer': None, 'rich': None}; from shardopt.cli import main, entry\n"
+    program += f"assert entry.run.__module__.endswith('argparse_door'); sys.exit(max(map(main, {calls})))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert max(map(main, calls)) == done.returncode == 0, done.stderr
+    assert capsys.readouterr().out == done.stdout != ""
+
+
+def test_a_pipe_that_closes_is_no_error(tmp_path):
+    checkpoint.save(tmp_path / "c", {f"w{i}x{i}": torch.tensor(i) for i in range(5000)})
+    line = f'"{sys.executable}" -m shardopt.cli show {tmp_path}/c --flat | head -1; echo ${{PIPESTATUS[0]}}'
+    done = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines()[0].startswith(f"{tmp_path}/c: saved by")
+    assert (done.stdout.splitlines()[1:], done.stderr) == (["141"], "")
+
+
+HANGING = """
+import sys, time
+from shardopt import checkpoint
+from shardopt.cli import main
+def hang(url):
+    print("in", flush=True)
+    time.sleep(60)
+checkpoint.open = hang
+sys.exit(main(["show", "somewhere"]))
+"""
+
+
+def test_ctrl_c_ends_quietly():
+    command = [sys.executable, "-c", HANGING]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "in\n"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, "")
+
+
+def test_errors_are_one_line_and_one_document(tmp_path, capsys):
+    url = str(tmp_path / "nowhere")
+    for arguments in (["show", url], ["diff", url, url], ["ls", url], ["prune", url, "--keep-last", "1"]):
+        assert main(arguments) == 1
+        said = capsys.readouterr()
+        assert said.out == "" and said.err.count("\n") == 1 and said.err.startswith("shardopt: there is no")
+        assert main([*arguments, "--json"]) == 1
+        assert json.loads(capsys.readouterr().out)["error"]["type"] == "CheckpointNotFoundError"
+    assert main(["show", "nonsense://x"]) == 1
+    assert "the protocol 'nonsense'" in capsys.readouterr().err
+
+
+def test_verify_goes_on_after_one_that_is_not_there(saved, tmp_path, capsys):
+    assert main(["verify", str(tmp_path / "nowhere"), str(saved), "--json"]) == 1
+    first, second = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert (first["ok"], first["error"]["type"]) == (False, "CheckpointNotFoundError")
+    assert (second["ok"], second["tensors"], second["problems"]) == (True, 1, [])
 
 
 def test_verify_tells_of_damage_by_its_status(saved, capsys):
@@ -60,7 +204,7 @@ def test_verify_tells_of_damage_by_its_status(saved, capsys):
         file.write(bytes([byte[0] ^ 1]))
     assert main(["verify", str(saved)]) == 1
     output = capsys.readouterr()
-    assert "model.w" in output.err and "damaged in 1 places" in output.out
+    assert "model.w" in output.err and "damaged in 1 place" in output.out
 
 
 def test_reshard_writes_what_loads(saved, tmp_path, capsys):
@@ -71,14 +215,6 @@ def test_reshard_writes_what_loads(saved, tmp_path, capsys):
     with checkpoint.open(target) as reader:
         assert reader.manifest.world_size == 3
         assert torch.equal(reader.read("model.w"), torch.arange(6.0).view(2, 3))
-
-
-def test_what_is_not_there_is_an_error_without_a_traceback(tmp_path, capsys):
-    assert main(["show", str(tmp_path / "nowhere")]) == 1
-    assert "there is no checkpoint" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as caught:
-        main(["reshard", "a", "b"])
-    assert caught.value.code == 2
 
 
 def test_a_terminal_gets_a_progress_bar(saved):

@@ -299,3 +299,12 @@ def test_tensors_that_torch_saved_with_other_strides(tmp_path):
     for name, tensor in stored.items():
         expected = tensor.unflatten(0, (2, 2, -1)).transpose(1, 2).flatten(0, 2)
         assert torch.equal(app["model"][name], expected), name
+
+
+def test_a_new_tensor_is_not_the_stored_one_of_its_name(tmp_path):
+    stored = {"a": torch.ones(2, 2), "b": torch.arange(4.0).reshape(2, 2)}
+    path = saved(tmp_path / "it", {"model": stored})
+    shared = torch.zeros(2, 2)
+    app = {"model": {"a": shared, "c": shared}}
+    assert problems_of(path, Rule("a", "c"), Rule("b", "a", "i o -> o i"), app=app)
+    assert not shared.any()

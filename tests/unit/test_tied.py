@@ -142,10 +142,10 @@ def test_mirrored(saved, tmp_path):
 
 
 def test_shown(saved, capsys):
-    assert main(["show", str(saved)]) == 0
+    assert main(["show", str(saved), "--flat"]) == 0
     assert f"{HEAD}  float32 [300, 4]  tied to {EMBED}\n" in capsys.readouterr().out
     assert main(["verify", str(saved)]) == 0
-    assert "2 tensors, 1 files" in capsys.readouterr().out
+    assert "2 tensors, 1 file" in capsys.readouterr().out
 
 
 def test_damage_is_told_once(saved):

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from torch.nn import Module
 
 from shardopt.checkpoint.format.manifest import Manifest, StoredTensors
+from shardopt.checkpoint.matching.granularity import at_granularity_of
 from shardopt.errors import MismatchError, Problem
 from shardopt.names import may_have_wrappers, names_under_wrappers
 from shardopt.param_groups import PARAM_GROUPS
@@ -52,11 +53,11 @@ def under_names_of(manifest: Manifest, flat: FlatState, select: str | None, rena
     """
     stored = (*manifest.tensors, *manifest.values, *manifest.per_rank)
     if not (select or rename or flat.tied or _keys_under_wrappers(stored, flat)):
-        return Names(replace(manifest, values=_spread(manifest.values, flat)), {}, frozenset(flat.leaves), {})
-    wanted, renamed = re.compile(select or ""), renamer(rename)
-    new_key = {key: renamed(key) for key in stored}
-    if rename:
-        new_key |= {key: _renamed_options(key, path, flat, renamed) for key, (path, _) in manifest.values.items()}
+        values = at_granularity_of(flat, _spread(manifest.values, flat))
+        return Names(replace(manifest, values=values), {}, frozenset(flat.leaves), {})
+    wanted = re.compile(select or "")
+    roots = [each.path for each in flat.handbacks if each.groups is not None]
+    new_key = names_by_rules(manifest, rename or {}, roots)
     unwrapped = _keys_under_wrappers(new_key.values(), flat)
     new_key = {key: unwrapped.get(name, name) for key, name in new_key.items()}
     stands_for = _aliases_among(new_key.values(), flat)
@@ -78,13 +79,14 @@ def under_names_of(manifest: Manifest, flat: FlatState, select: str | None, rena
     def chosen(stored: Mapping[str, T]) -> Iterable[tuple[str, T]]:
         return ((key, entry) for key, entry in stored.items() if wanted.search(new_key[key]))
 
-    values = {new_key[key]: (path_of(key, path), value) for key, (path, value) in manifest.values.items()}
+    renamed_values = {new_key[key]: (path_of(key, path), value) for key, (path, value) in manifest.values.items()}
+    values = at_granularity_of(flat, _spread(renamed_values, flat))
     renamed_manifest = replace(
         manifest,
         tensors=StoredTensors(
             (new_key[key], tensor._replace(path=path_of(key, tensor.path))) for key, tensor in chosen(manifest.tensors)
         ),
-        values={key: entry for key, entry in _spread(values, flat).items() if wanted.search(key)},
+        values={key: entry for key, entry in values.items() if wanted.search(key)},
         per_rank={new_key[key]: path_of(key, path) for key, path in chosen(manifest.per_rank)},
     )
     changed = {new: key for key, new in new_key.items() if new != key}
@@ -104,12 +106,26 @@ def renamer(rename: Mapping[str, str] | None) -> Rename:
     return renamed
 
 
-def _renamed_options(key: str, path: Path, flat: FlatState, renamed: Rename) -> str:
+def names_by_rules(manifest: Manifest, rename: Mapping[str, str], roots: Collection[Path]) -> dict[str, str]:
+    """Returns stored key → new key, for all there are.
+
+    Args:
+        rename: regex → replacement, in turn.
+        roots: the paths of optimizers under the new names, whose options are renamed as their state is.
+    """
+    renamed = renamer(rename)
+    new_key = {key: renamed(key) for key in (*manifest.tensors, *manifest.values, *manifest.per_rank)}
+    if rename:
+        new_key |= {key: _renamed_options(key, path, roots, renamed) for key, (path, _) in manifest.values.items()}
+    return new_key
+
+
+def _renamed_options(key: str, path: Path, roots: Collection[Path], renamed: Rename) -> str:
     """Returns the new key of a plain value: of the options of a parameter, the one that goes with its state's."""
     if len(path) < 2 or path[-2] != PARAM_GROUPS:
         return renamed(key)
     new_of_state = renamed(join((*path[:-2], _STATE, path[-1])))
-    for root in [each.path for each in flat.handbacks if each.groups is not None]:
+    for root in roots:
         before = f"{join((*root, _STATE))}."
         if new_of_state.startswith(before):
             return join((*root, PARAM_GROUPS, new_of_state.removeprefix(before)))

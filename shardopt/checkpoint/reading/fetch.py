@@ -29,6 +29,7 @@ from shardopt.world import Executor, world
 
 _THREADS = 4
 _BATCH_BYTES = 2 << 20  # read by one thread at a time, and still in its cache when it is summed and copied
+_FEW_BYTES = 64 * 1024  # of one file, which are read before a thread has started
 _FAR_BATCH_BYTES = 8 << 20  # where each request costs a round trip; see benchmarks/results/remote.md
 _FAR_THREADS = 8
 
@@ -50,8 +51,12 @@ def fetch(
         by_file[file].append(request)
     threads = max((threads_for(file.storage) for file in by_file), default=1)
     batches = _Batches(by_file, use)
-    done = Counter(sum(request.wanted.numel * request.dtype.itemsize for _, request in requests), progress)
+    nbytes = sum(request.wanted.numel * request.dtype.itemsize for _, request in requests)
+    done = Counter(nbytes, progress)
     streams = CallersStreams(request.target for _, request in requests)
+    if len(by_file) <= 1 and nbytes <= _FEW_BYTES:
+        _read_batches(batches, done, streams)
+        return batches.nbytes
     with world().thread_pool(threads, "shardopt-read") as pool:
         _check_first(pool, [(file, each) for file, own in by_file.items() if file.checks_first for each in own])
         try:

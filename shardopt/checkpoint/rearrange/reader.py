@@ -9,14 +9,14 @@ import torch
 import xxhash
 
 from shardopt.checkpoint.format.manifest import Manifest, StoredLayout, StoredTensor, StoredTensors
-from shardopt.checkpoint.format.tensor_bytes import torch_dtype
-from shardopt.checkpoint.reading.fetch import fetch, pieces_in_order
+from shardopt.checkpoint.reading.fetch import fetch
 from shardopt.checkpoint.reading.open_file import OpenFile, ReadRequest
 from shardopt.checkpoint.rearrange.binding import bind, first_match, renamed_path, unequal
 from shardopt.checkpoint.rearrange.notation import Name
 from shardopt.checkpoint.rearrange.reads import reads_of, views_of
 from shardopt.checkpoint.rearrange.rules import AnyRule, Tie
 from shardopt.checkpoint.rearrange.zeros import Zeros
+from shardopt.checkpoint.sources.equality import bytes_are_equal
 from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.errors import MismatchError, Problem
 from shardopt.sharding.box import Box, whole
@@ -69,7 +69,9 @@ class RearrangedReader(CheckpointReader):
 
     def key_in_files(self, key: str) -> str:
         stored = self._binding.keys.get(key)
-        return super().key_in_files(key) if stored is None else self._reader.key_in_files(stored)
+        if stored is not None:
+            return self._reader.key_in_files(stored)
+        return f"{super().key_in_files(key)} (rearranged)"  # no file has it, and it is no other one of that name
 
     def requests(self, key: str, pieces: Sequence[Piece]) -> Iterator[tuple[OpenFile, ReadRequest]]:
         stored = self._binding.keys.get(key)
@@ -164,22 +166,9 @@ class RearrangedReader(CheckpointReader):
             name = f"{found.before}{Name(rule.name).fill(found.fields)}"
             if name not in reader.manifest.tensors:
                 continue
-            if not _is_equal(reader, key, name):
+            shape = tensor.layout.shape
+            alike = shape == reader.info(name).shape and bytes_are_equal(reader, key, name, whole(shape))
+            if not alike:
                 problem = Problem(key, f"other values than {name}", f"the same, for {rule}", "leave the tie out")
                 raise MismatchError("the checkpoint does not fit the rules; nothing was changed", [problem])
             yield key
-
-
-def _is_equal(reader: CheckpointReader, key: str, other: str) -> bool:
-    """Whether two stored tensors are the same; read piece by piece where they are not one tensor in the files."""
-    if reader.key_in_files(key) == reader.key_in_files(other):
-        return True
-    info, of_other = reader.info(key), reader.info(other)
-    if (info.shape, info.dtype) != (of_other.shape, of_other.dtype):
-        return False
-    pieces = pieces_in_order(whole(info.shape), torch_dtype(reader.manifest.tensors[key].dtype).itemsize)
-    return all(torch.equal(_raw(reader.read(key, piece)), _raw(reader.read(other, piece))) for piece in pieces)
-
-
-def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)

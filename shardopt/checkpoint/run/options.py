@@ -34,14 +34,27 @@ def check_run_options(
         [
             *_root_problems(root, mirror),
             *_count_problem("every", every, 1),
-            *_optional_count_problem("keep_last", keep_last, 1),
-            *_optional_count_problem("keep_every", keep_every, 1),
-            *_best_problem(best),
+            *_rules_problems(keep_last, keep_every, best),
             *_choice_problem("stage", stage, (None, "now", "lazy")),
             *_stop_problems(stop_on, exit_code, stop_seconds),
             *_seconds_problem("deadline_seconds", deadline_seconds),
         ]
     )
+
+
+def check_rules(keep_last: Any, keep_every: Any, best: Any) -> Rules:
+    """Checks the rules of retention, and returns them. Raises OptionError."""
+    _refuse(_rules_problems(keep_last, keep_every, best))
+    return rules_of(keep_last, keep_every, best)
+
+
+def _rules_problems(keep_last: Any, keep_every: Any, best: Any) -> list[Problem]:
+    """Returns the problems of the rules of retention."""
+    return [
+        *_optional_count_problem("keep_last", keep_last, 1),
+        *_optional_count_problem("keep_every", keep_every, 1),
+        *_best_problem(best),
+    ]
 
 
 def check_step(step: Any) -> None:

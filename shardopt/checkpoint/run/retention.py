@@ -37,22 +37,42 @@ def steps_to_keep(
     metrics: Mapping[int, Mapping[str, float]],
     pinned: Collection[int] = (),
 ) -> frozenset[int]:
-    """The steps whose checkpoints stay.
+    """The steps whose checkpoints stay; see `reasons_to_keep`."""
+    return frozenset(reasons_to_keep(committed, rules, metrics, dict.fromkeys(pinned, "pinned")))
+
+
+def reasons_to_keep(
+    committed: Collection[int],
+    rules: Rules,
+    metrics: Mapping[int, Mapping[str, float]],
+    pinned: Mapping[int, str] | None = None,
+) -> dict[int, list[str]]:
+    """The steps whose checkpoints stay, ascending, and why: a few words for each rule that keeps it.
 
     Args:
         committed: of checkpoints that are committed, and not known to be damaged; in any order.
         metrics: numbers by name, by step. A checkpoint without the metric, or where it is no number, is never one of
             the best; of equal ones the newer is better.
-        pinned: steps that stay in any case: that which the run was resumed from, and that which it has just saved.
+        pinned: steps that stay in any case, and why: that which the run was resumed from, and that which it has just
+            saved.
     """
+    steps = sorted(committed)
+    rules_and_steps: list[tuple[str, Collection[int]]] = [("newest", steps[-1:])]
     if rules.keep_last is None:
-        return frozenset(committed)
-    keep = set(sorted(committed)[-max(rules.keep_last, 1) :])
-    if rules.keep_every is not None:
-        keep |= {step for step in committed if step % rules.keep_every == 0}
-    if rules.best is not None:
-        keep |= set(_best(committed, rules.best, metrics))
-    return frozenset(keep.union(set(committed).intersection(pinned)))
+        rules_and_steps.append(("no rule", steps[:-1]))
+    else:
+        rules_and_steps.append((f"last {rules.keep_last}", steps[-max(rules.keep_last, 1) :]))
+        if rules.keep_every is not None:
+            every = rules.keep_every
+            rules_and_steps.append((f"every {every}", [step for step in steps if step % every == 0]))
+        if rules.best is not None:
+            rules_and_steps.append((f"best {rules.best.metric}", _best(steps, rules.best, metrics)))
+    rules_and_steps += [(why, {step}.intersection(steps)) for step, why in (pinned or {}).items()]
+    reasons: dict[int, list[str]] = {}
+    for why, kept in rules_and_steps:
+        for step in kept:
+            reasons.setdefault(step, []).append(why)
+    return dict(sorted(reasons.items()))
 
 
 def _best(committed: Collection[int], best: Best, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:

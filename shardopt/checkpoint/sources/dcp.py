@@ -21,7 +21,7 @@ from shardopt.checkpoint.sources.archives import ArchivedTensors, plain_value
 from shardopt.checkpoint.sources.source import Source
 from shardopt.checkpoint.storage import Storage, wrap_os_errors
 from shardopt.errors import FormatError
-from shardopt.state import Path
+from shardopt.state import Index, Path
 
 METADATA_NAME = ".metadata"
 _WRITER = re.compile(r"__(\d+)_\d+\.distcp", re.ASCII)
@@ -118,7 +118,7 @@ class DcpSource(Source):
             boxes = tuple(chunk.box for chunk in tensor.chunks)
             layout = (tensor.shape, boxes, tuple(files))
             stored = layouts.setdefault(layout, StoredLayout(*layout))
-            tensors[key] = StoredTensor((key,), tensor.dtype, stored)
+            tensors[key] = StoredTensor(_path_of(key, metadata), tensor.dtype, stored)
         return tensors
 
     def _read_values(self, metadata: DcpMetadata) -> tuple[dict[str, tuple[Path, Any]], dict[str, str]]:
@@ -140,7 +140,7 @@ class DcpSource(Source):
             if reason:
                 unread[key] = reason
             else:
-                values[key] = metadata.paths.get(key) or (key,), plain
+                values[key] = _path_of(key, metadata), plain
         return values, unread
 
     def _bytes_of_values(self, entries: Mapping[str, DcpEntry]) -> Iterator[tuple[str, DcpEntry, bytes]]:
@@ -168,3 +168,9 @@ class DcpSource(Source):
         for key, entry in group:
             begin = entry.offset - first.offset
             yield key, entry, data[begin : begin + entry.length]
+
+
+def _path_of(key: str, metadata: DcpMetadata) -> Path:
+    """Returns the path of a key in the nested state. Keys of dicts are str there, so that numbers are positions."""
+    parts = metadata.paths.get(key) or (key,)
+    return tuple(Index(part) if isinstance(part, int) else part for part in parts)

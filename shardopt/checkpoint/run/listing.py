@@ -1,0 +1,147 @@
+"""Lists the checkpoints of a run as they lie in its root: when they were saved, what they have, which are whole."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from shardopt.checkpoint.reading.fetch import threads_for
+from shardopt.checkpoint.run.branches import Branches, branches_of
+from shardopt.checkpoint.run.metrics import metrics_of
+from shardopt.checkpoint.run.retention import Rules, reasons_to_keep
+from shardopt.checkpoint.run.root import Root
+from shardopt.checkpoint.run.steps import Place
+from shardopt.checkpoint.sources.read_manifest import read_manifest
+from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
+from shardopt.checkpoint.verify import verify
+from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError, Problem
+from shardopt.world import world
+
+Condition = Literal["whole", "committed", "damaged", "unfinished", "unreadable"]
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A checkpoint, as far as its manifest and the names and sizes of its files tell.
+
+    Args:
+        url: where it is.
+        condition: "whole": every byte was compared with its checksum. "committed": there is a manifest, and all files
+            that it names, on a local disk of the sizes that it names. "damaged": something of that is not so.
+            "unfinished": there is no manifest. "unreadable": it could not be looked at, or needs a newer reader.
+        problems: why it is damaged or unreadable.
+        place: its step and branch; None for a checkpoint that is not in the root of a run.
+        in_run: whether it is part of the run; it is not where the run was taken back to an earlier step.
+        to_be_removed: whether it was to be removed when the run was taken back.
+        saved_at: seconds since 1970 began; None where that is not known, and so for what follows.
+        world_size: of the job that saved it.
+        tensors: how many it has.
+        nbytes: of all data files.
+        metrics: numbers by name.
+    """
+
+    url: str
+    condition: Condition
+    problems: tuple[Problem, ...] = ()
+    place: Place | None = None
+    in_run: bool = True
+    to_be_removed: bool = False
+    saved_at: float | None = None
+    world_size: int | None = None
+    tensors: int | None = None
+    nbytes: int | None = None
+    metrics: Mapping[str, float] | None = None
+
+    @property
+    def counts(self) -> bool:
+        """Whether it may take a place among those that are kept: it is committed, and not known to be damaged."""
+        return self.condition in ("whole", "committed")
+
+
+@dataclass(frozen=True, slots=True)
+class RunListing:
+    """The checkpoints of a run by step, then by branch, and its branches."""
+
+    url: str
+    branches: Branches
+    checkpoints: tuple[Listed, ...]
+
+    def reasons_to_keep(self, rules: Rules) -> dict[Place, list[str]]:
+        """Returns the places of the run whose checkpoints stay, and why: by the rules, or as branches begin there."""
+        run = {each.place.step: each for each in self.checkpoints if each.place and each.in_run and each.counts}
+        metrics = {step: each.metrics or {} for step, each in run.items()}
+        begins = {each.from_step: f"branch {each.number} begins here" for each in self.branches.values()}
+        kept = reasons_to_keep(run, rules, metrics, begins)
+        return {place: why for step, why in kept.items() if (place := run[step].place) is not None}
+
+
+def list_run(url: str | os.PathLike[str], verify_bytes: bool = False) -> RunListing:
+    """Lists what lies in the root of a run; no checkpoints where it is not one. Local, changes nothing.
+
+    Args:
+        verify_bytes: whether to read every byte of each checkpoint.
+
+    Raises:
+        CheckpointError: the root cannot be read.
+        CorruptionError: the record of a branch is damaged or missing.
+    """
+    root = Root(storage_of(url))
+    contents = root.contents()
+    branches = branches_of(contents.records.values())
+
+    def look(place: Place) -> Listed:
+        storage = root.checkpoint(place)
+        return look_at(storage, verify_bytes, place, branches.has(place), branches.is_removed(place))
+
+    with world().thread_pool(threads_for(root.storage), "shardopt-list") as pool:
+        return RunListing(root.url, branches, tuple(pool.map(look, contents.places)))
+
+
+def look_at(
+    storage: Storage,
+    verify_bytes: bool = False,
+    place: Place | None = None,
+    in_run: bool = True,
+    to_be_removed: bool = False,
+) -> Listed:
+    """Describes one checkpoint. Local. Raises nothing for one that is damaged or not there."""
+
+    def listed(condition: Condition, problems: tuple[Problem, ...] = ()) -> Listed:
+        return Listed(storage.url, condition, problems, place, in_run, to_be_removed)
+
+    try:
+        with wrap_os_errors(f"look into {storage.url}"):
+            manifest, _ = read_manifest(storage)
+            metrics = manifest.metrics if manifest.metrics is not None else metrics_of(storage)
+            there = set(storage.names())
+            problems = [
+                Problem(f"{storage.url}/{file.name}", "no such file", "what was written", "restore from another one")
+                for file in manifest.files
+                if file.name not in there and not storage.exists(file.name)  # listings may be old
+            ]
+            if not storage.is_remote:
+                sizes = [(file, storage.size(file.name)) for file in manifest.files if file.name in there]
+                problems += [
+                    Problem(f"{storage.url}/{file.name}", f"{size} bytes", f"{file.nbytes}", "restore from another one")
+                    for file, size in sizes
+                    if size != file.nbytes
+                ]
+        if verify_bytes:
+            problems = [*verify(storage.url).problems]
+    except CheckpointNotFoundError:
+        return listed("unfinished")
+    except CorruptionError as error:
+        return listed("damaged", error.problems or (Problem(storage.url, error.message, "its bytes", "take another"),))
+    except CheckpointError as error:
+        return listed("unreadable", error.problems or (Problem(storage.url, error.message, "a checkpoint", "look"),))
+    condition: Condition = "damaged" if problems else "whole" if verify_bytes else "committed"
+    return replace(
+        listed(condition, tuple(problems)),
+        saved_at=manifest.saved_at,
+        world_size=manifest.world_size,
+        tensors=len(manifest.tensors),
+        nbytes=sum(file.nbytes for file in manifest.files),
+        metrics=dict(metrics),
+    )

@@ -1,0 +1,50 @@
+"""Compares stored tensors by their checksums, and where these do not tell, by their bytes."""
+
+from __future__ import annotations
+
+import torch
+
+from shardopt.checkpoint.reading.fetch import pieces_in_order
+from shardopt.checkpoint.sources.reader import CheckpointReader
+from shardopt.sharding.box import Box
+from shardopt.sharding.pieces import Piece
+
+
+def checksums_are_equal(
+    reader: CheckpointReader, key: str, other_reader: CheckpointReader, other: str, box: Box
+) -> bool:
+    """Whether a box of two stored tensors is known to have the same bytes: cut alike, under equal checksums.
+
+    Checksums are of whole stored boxes, also of bytes not asked for, and some formats have none: False says nothing.
+    """
+    if reader.info(key).dtype != other_reader.info(other).dtype:
+        return False
+    cuts, sums = _cuts_and_checksums(reader, key, box)
+    other_cuts, other_sums = _cuts_and_checksums(other_reader, other, box)
+    return cuts == other_cuts and all(sums) and sums == other_sums
+
+
+def bytes_are_equal(reader: CheckpointReader, key: str, other: str, box: Box) -> bool:
+    """Whether a box of two tensors of a checkpoint has the same dtype and bytes."""
+    if reader.key_in_files(key) == reader.key_in_files(other) or checksums_are_equal(reader, key, reader, other, box):
+        return True
+    dtype = reader.info(key).dtype
+    return dtype == reader.info(other).dtype and all(
+        torch.equal(raw_bytes(reader.read(key, piece)), raw_bytes(reader.read(other, piece)))
+        for piece in pieces_in_order(box, dtype.itemsize)
+    )
+
+
+def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the bytes of a contiguous tensor, in its memory."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _cuts_and_checksums(reader: CheckpointReader, key: str, box: Box) -> tuple[list[object], list[bytes]]:
+    """Returns for each stored box that has a share in `box` what it is of both, and its checksums."""
+    wanted = torch.empty(box.sizes, dtype=reader.info(key).dtype, device="meta")
+    reads = list(reader.requests(key, [Piece(box, wanted)]))
+    targets = [read.target for _, read in reads]
+    strides = [(target.storage_offset(), target.stride()) for target in targets]  # a transposed tensor is another one
+    cuts: list[object] = [(read.sizes, read.wanted, at) for (_, read), at in zip(reads, strides, strict=True)]
+    return cuts, [file.checksums(read.entry) for file, read in reads]

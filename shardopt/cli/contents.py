@@ -1,0 +1,165 @@
+"""The contents of an open checkpoint as leaves of a tree, and as JSON has them."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+from shardopt.checkpoint import CheckpointReader
+from shardopt.cli.output import cell_width, nbytes_text, plural, shortened
+from shardopt.cli.tree import Leaf, patterns_of
+from shardopt.errors import StateError
+from shardopt.param_groups import PARAM_GROUPS
+from shardopt.values import encode_value
+
+_LONGEST_VALUE = 200
+_WIDEST_LINE = 60  # after which a list goes on in the next one
+_MOST_PATTERNS = 4
+_MOST_BOXES = 16
+
+
+def leaves_of(
+    reader: CheckpointReader, wanted: Callable[[str], bool], show_all: bool = False, boxes: bool = False
+) -> Iterator[Leaf]:
+    """Yields a leaf for each key that is wanted; one for all parameters of an optimizer that have equal options.
+
+    Args:
+        show_all: whether long texts are whole.
+        boxes: whether each tensor has a line for each box.
+    """
+    stored = reader.manifest
+    alike_boxes: dict[Hashable, int] = {}
+    for key in filter(wanted, stored.tensors):
+        info = reader.info(key)
+        # One number for equal cuts, which are the same object for most tensors of a checkpoint.
+        cuts = alike_boxes.setdefault(id(info.boxes), alike_boxes.setdefault(info.boxes, len(alike_boxes)))
+        dtype = dtype_text(info.dtype)
+        elements = prod(info.shape)
+        notes = [f"in {plural(len(info.boxes), 'box')}"] if len(info.boxes) > 1 else []
+        notes += [f"tied to {info.tied_to}"] if info.tied_to is not None else []
+        counted = elements if info.tied_to is None else 0
+        yield Leaf(
+            key=key,
+            alike=("tensor", dtype, info.shape, cuts, info.tied_to),
+            text=f"{dtype} {list(info.shape)}",
+            notes=", ".join(notes),
+            dtype=dtype,
+            elements=counted,
+            nbytes=counted * info.dtype.itemsize,
+            details=tuple(box_lines(reader, key, show_all)) if boxes else (),
+        )
+    options: defaultdict[tuple[str, ...], dict[str, Any]] = defaultdict(dict)
+    for key in filter(wanted, stored.values):
+        path, value = stored.values[key]
+        if len(path) > 1 and path[-2] == PARAM_GROUPS and isinstance(value, dict):
+            options[tuple(map(str, path[:-1]))][str(path[-1])] = value
+        else:
+            yield Leaf(key, ("value", text := value_text(value, show_all)), f"= {text}")
+    for root, by_parameter in options.items():
+        yield from _options_leaves(".".join(root), by_parameter, show_all)
+    for key in filter(wanted, stored.per_rank):
+        yield Leaf(key, "per rank", "a value of each rank")
+
+
+def _options_leaves(root: str, by_parameter: Mapping[str, dict[str, Any]], show_all: bool) -> Iterator[Leaf]:
+    """Yields a leaf for each distinct set of options, with the parameters that have it."""
+    alike: defaultdict[str, list[str]] = defaultdict(list)
+    for name, options in by_parameter.items():
+        alike[json.dumps(typed(options, name), sort_keys=True)].append(name)
+    for i, names in enumerate(alike.values(), 1):
+        options = dict(by_parameter[names[0]])
+        given = options.pop("given", {})
+        if isinstance(given, dict) and any(options.get(name) != value for name, value in given.items()):
+            options["given"] = given
+        texts = [f"{name}={value_text(value, show_all)}" for name, value in options.items()]
+        patterns = patterns_of(names)
+        shown = patterns if show_all else patterns[:_MOST_PATTERNS]
+        details = [*_wrapped(texts), *(f"of {pattern}" for pattern in shown)]
+        if len(shown) < len(patterns):
+            details.append(f"and {len(patterns) - len(shown):,} more")
+        key = f"{root}.{'each' if len(alike) == 1 else f'set {i}'}"
+        yield Leaf(key, ("options", root, i), f"of {plural(len(names), 'parameter')}", details=tuple(details))
+
+
+def _wrapped(texts: Sequence[str]) -> Iterator[str]:
+    """Yields texts with commas between them, a few in each line."""
+    line = ""
+    for i, text in enumerate(texts):
+        line += text if i == len(texts) - 1 else f"{text}, "
+        if cell_width(line) > _WIDEST_LINE or i == len(texts) - 1:
+            yield line.rstrip()
+            line = ""
+
+
+def box_lines(reader: CheckpointReader, key: str, show_all: bool) -> Iterator[str]:
+    """Yields a line for each box of a tensor, and the file that has it."""
+    layout = reader.manifest.tensors[key].layout
+    pairs = list(zip(layout.boxes, layout.files, strict=True))
+    for box, file in pairs if show_all else pairs[:_MOST_BOXES]:
+        yield f"{box} in {reader.manifest.files[file].name}"
+    if len(pairs) > _MOST_BOXES and not show_all:
+        yield f"and {len(pairs) - _MOST_BOXES:,} more (--all)"
+
+
+def dtype_text(dtype: Any) -> str:
+    """Returns the name of a dtype of torch: "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def value_text(value: Any, show_all: bool = False) -> str:
+    """Returns a plain value in one line."""
+    text = repr(value)
+    text = " ".join(text.split()) if "\n" in text else text  # of an array
+    return text if show_all or cell_width(text) <= _LONGEST_VALUE else shortened(text, _LONGEST_VALUE)
+
+
+def typed(value: Any, key: str) -> Any:
+    """Returns a plain value as docs/format.md has it in JSON; its text where it has no such form."""
+    try:
+        return encode_value(value, key)
+    except StateError:  # of another format's checkpoint
+        return {"text": repr(value)}
+
+
+def head_line(reader: CheckpointReader) -> str:
+    """Returns what there is to say of all of a checkpoint, after its URL."""
+    stored = reader.manifest
+    nbytes = sum(file.nbytes for file in stored.files)
+    saved = f"saved by {plural(stored.world_size, 'rank')} as {stored.save_id}"
+    return f"{saved}, {plural(len(stored.files), 'file')}, {nbytes_text(nbytes)}"
+
+
+def tensor_document(reader: CheckpointReader, key: str) -> dict[str, Any]:
+    """Returns all about a tensor but its bytes, as JSON has it."""
+    info, layout = reader.info(key), reader.manifest.tensors[key].layout
+    names = [reader.manifest.files[file].name for file in layout.files]
+    return {
+        "dtype": dtype_text(info.dtype),
+        "shape": list(info.shape),
+        "elements": prod(info.shape),
+        "bytes": prod(info.shape) * info.dtype.itemsize,
+        "tied_to": info.tied_to,
+        "boxes": [
+            {"offsets": list(box.offsets), "sizes": list(box.sizes), "file": name}
+            for box, name in zip(info.boxes, names, strict=True)
+        ],
+    }
+
+
+def document(reader: CheckpointReader, wanted: Callable[[str], bool]) -> dict[str, Any]:
+    """Returns the contents of a checkpoint as JSON has them."""
+    stored = reader.manifest
+    return {
+        "url": reader.url,
+        "save_id": stored.save_id,
+        "saved_at": stored.saved_at,
+        "world_size": stored.world_size,
+        "metrics": stored.metrics,
+        "files": [{"name": file.name, "bytes": file.nbytes} for file in stored.files],
+        "tensors": {key: tensor_document(reader, key) for key in filter(wanted, sorted(stored.tensors))},
+        "values": {key: typed(stored.values[key][1], key) for key in filter(wanted, sorted(stored.values))},
+        "per_rank": sorted(filter(wanted, stored.per_rank)),
+    }

@@ -1,0 +1,145 @@
+"""The difference of two stored tensors: checksums first, then their elements, piece by piece."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from shardopt.checkpoint import CheckpointReader
+from shardopt.checkpoint.reading.fetch import pieces_in_order
+from shardopt.checkpoint.sources.equality import checksums_are_equal, raw_bytes
+from shardopt.cli.contents import dtype_text
+from shardopt.cli.statistics import as_array
+from shardopt.sharding.box import whole
+
+Kind = Literal["equal", "shape", "dtype", "values", "bits"]
+
+
+@dataclass(slots=True)
+class TensorDifference:
+    """How a tensor of one checkpoint differs from that of another.
+
+    Args:
+        kind: "equal": the same bytes. "shape": of other shapes, whose values were not compared. "dtype": of other
+            dtypes, with or without other values. "values": there are elements that differ. "bits": none does, but
+            some have other bits (a zero of the other sign, another NaN).
+        by_checksum: whether the checksums have said so, and no element was read.
+        a, b: dtype and shape of each.
+        elements: of the tensor.
+        differing: how many elements are not equal; NaN is equal to NaN.
+        maximum: the greatest absolute difference; NaN where one of two elements is.
+        norm: the 2-norm of the difference.
+        relative: that, as a share of the 2-norm of the tensor of A.
+    """
+
+    kind: Kind
+    by_checksum: bool
+    a: str
+    b: str
+    elements: int = 0
+    differing: int = 0
+    maximum: float = 0.0
+    norm: float = 0.0
+    relative: float = 0.0
+
+
+class _Of(NamedTuple):
+    """Of the differences of some elements: how many are none, the greatest, the sum of squares."""
+
+    differing: int
+    maximum: float
+    squares: float
+
+
+def difference_of(
+    a: CheckpointReader, key_a: str, b: CheckpointReader, key_b: str, done: Callable[[int], object]
+) -> TensorDifference:
+    """Compares two tensors. Local; some MiB of each are in memory.
+
+    Args:
+        done: called with the bytes of A that are compared.
+
+    Raises:
+        CorruptionError: what is stored is not what was written.
+    """
+    info, other = a.info(key_a), b.info(key_b)
+    found = TensorDifference(
+        "equal",
+        by_checksum=True,
+        a=f"{dtype_text(info.dtype)} {list(info.shape)}",
+        b=f"{dtype_text(other.dtype)} {list(other.shape)}",
+        elements=math.prod(info.shape),
+    )
+    nbytes = found.elements * info.dtype.itemsize
+    if info.shape != other.shape:
+        found.kind, found.by_checksum = "shape", False
+        done(nbytes)
+        return found
+    if checksums_are_equal(a, key_a, b, key_b, whole(info.shape)):
+        done(nbytes)
+        return found
+    found.by_checksum = False
+    squares = squares_of_a = 0.0
+    same_bits = info.dtype == other.dtype
+    for box in info.boxes:
+        for piece in pieces_in_order(box, max(info.dtype.itemsize, other.dtype.itemsize)):
+            x, y = a.read(key_a, piece), b.read(key_b, piece)
+            squares_of_a += _squares(x)
+            if info.dtype != other.dtype or not torch.equal(raw_bytes(x), raw_bytes(y)):
+                same_bits = False
+                of_piece = _compare(x, y)
+                found.differing += of_piece.differing
+                found.maximum = float(np.maximum(found.maximum, of_piece.maximum))  # which keeps a NaN
+                squares += of_piece.squares
+            done(x.nbytes)
+    found.norm, of_a = math.sqrt(squares), math.sqrt(squares_of_a)
+    found.relative = found.norm / of_a if of_a else (math.inf if found.norm else 0.0)
+    if info.dtype != other.dtype:
+        found.kind = "dtype"
+    elif not same_bits:
+        found.kind = "values" if found.differing else "bits"
+    return found
+
+
+def _compare(x: torch.Tensor, y: torch.Tensor) -> _Of:
+    """Compares tensors of one shape, element by element."""
+    one, other = as_array(x).reshape(-1), as_array(y).reshape(-1)
+    kinds = {one.dtype.kind, other.dtype.kind}
+    if kinds <= {"b", "i"} or kinds <= {"b", "u"}:
+        return _compare_integers(one, other)
+    wide: Any = np.complex128 if "c" in kinds else np.float64
+    one, other = one.astype(wide), other.astype(wide)
+    unequal = ~((one == other) | (np.isnan(one) & np.isnan(other)))
+    with np.errstate(invalid="ignore", over="ignore"):
+        distances = np.abs(one[unequal] - other[unequal])
+        return _summed(distances.astype(np.float64))
+
+
+def _compare_integers(one: NDArray[Any], other: NDArray[Any]) -> _Of:
+    """Compares integers without loss: their distances are less than 2^64."""
+    wide: Any = np.uint64 if {one.dtype.kind, other.dtype.kind} <= {"b", "u"} else np.int64
+    one, other = one.astype(wide), other.astype(wide)
+    unequal = one != other
+    one, other = one[unequal], other[unequal]
+    distances = np.maximum(one, other).view(np.uint64) - np.minimum(one, other).view(np.uint64)
+    return _summed(distances.astype(np.float64))
+
+
+def _summed(distances: NDArray[np.float64]) -> _Of:
+    if not distances.size:
+        return _Of(0, 0.0, 0.0)
+    with np.errstate(over="ignore"):
+        return _Of(distances.size, float(distances.max()), float((distances**2).sum()))
+
+
+def _squares(x: torch.Tensor) -> float:
+    """Returns the sum of the squares of what is finite."""
+    magnitudes = np.abs(as_array(x).astype(np.complex128 if x.dtype.is_complex else np.float64))
+    with np.errstate(over="ignore", invalid="ignore"):
+        return float((magnitudes[np.isfinite(magnitudes)] ** 2).sum())

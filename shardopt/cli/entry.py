@@ -1,0 +1,85 @@
+"""The command line: a parser, a verb, and an exit status.
+
+0, 1 where something is wrong (a checkpoint is damaged, two differ, one is not there), 2 for a wrong call, 130 after
+Ctrl-C, 141 where the reader of a pipe has ended: as shells have these.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shardopt.cli.output import Output, ReaderGone
+from shardopt.cli.parse.declared import Verb
+from shardopt.cli.verbs import VERBS
+from shardopt.errors import OptionError, ShardoptError
+
+try:
+    from shardopt.cli.parse.typer_door import run
+except ModuleNotFoundError as error:  # the extra `cli` is not installed
+    if str(error.name).startswith("shardopt"):
+        raise
+    from shardopt.cli.parse.argparse_door import run
+
+_WRONG, _WRONG_CALL, _INTERRUPTED, _READER_GONE = 1, 2, 130, 141
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit status.
+
+    Args:
+        arguments: without the name of the program; None for those of this process.
+
+    Raises:
+        SystemExit: a wrong call (2), or help or the version was printed.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        return run(VERBS, arguments, _version(), call)
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+
+
+def call(verb: Verb, values: Mapping[str, Any]) -> int:
+    """Runs a verb; returns the exit status. Errors of this package and of the system are printed as one line."""
+    output = Output(values["json"])
+    try:
+        module, _, name = verb.function.partition(":")
+        function = getattr(importlib.import_module(module), name)
+        status: int = function(output, **{name: value for name, value in values.items() if name != "json"})
+        output.finish()
+        return status
+    except ReaderGone:
+        return _end_of_pipe()
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except (ShardoptError, OSError) as error:
+        return _fail(output, error)
+
+
+def _fail(output: Output, error: Exception) -> int:
+    try:
+        output.fail(error)
+        output.finish()
+    except (ReaderGone, BrokenPipeError):
+        return _end_of_pipe()
+    return _WRONG_CALL if isinstance(error, OptionError) else _WRONG
+
+
+def _end_of_pipe() -> int:
+    """Ends quietly: what is still in buffers must not fail once more when the interpreter writes it out."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+    return _READER_GONE
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("shardopt")
+    except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
+        return "(not installed)"

@@ -1,0 +1,208 @@
+"""What a verb prints: lines of spans, plain or in colours, or one JSON document.
+
+Spans are text and never markup. What a terminal would take for a command is escaped, as keys and values come from
+files. Nothing is cut to a width, so that what is piped into another program is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import unicodedata
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TextIO
+
+from shardopt.errors import ShardoptError
+
+try:
+    from rich.console import Console
+    from rich.text import Text
+except ModuleNotFoundError:  # of the extra `cli`
+    HAS_RICH = False
+else:
+    HAS_RICH = True
+
+_WIDEST_PADDED = 60  # a column of one very long key does not push away those beside it in all other rows
+
+
+class Span(NamedTuple):
+    """A text with a style of rich: "bold", "dim", "red" or others; "" for none."""
+
+    text: str
+    style: str = ""
+
+
+Cell = str | Span
+Line = Sequence[Cell]
+
+
+class ReaderGone(Exception):
+    """The program that was to read the output has ended."""
+
+
+class Output:
+    """Prints what a verb has to say.
+
+    Args:
+        as_json: whether `data` prints, and lines do not.
+        console: of rich, to print to; None for stdout, in colours where that is a terminal.
+    """
+
+    def __init__(self, as_json: bool = False, console: Console | None = None) -> None:
+        self.as_json = as_json
+        self._console = console if console is not None else _terminal()
+
+    def line(self, *spans: Cell) -> None:
+        """Prints a line."""
+        if not self.as_json:
+            self._print(spans)
+
+    def text(self, text: str) -> None:
+        """Prints a text of several lines."""
+        for line in text.split("\n"):
+            self.line(line)
+
+    def table(self, rows: Sequence[Line], right: Iterable[int] = ()) -> None:
+        """Prints rows with their columns one below the other.
+
+        Args:
+            right: the columns whose texts end in one place, as numbers do.
+        """
+        right = set(right)
+        table = [_without_empty_end([_span(cell) for cell in row]) for row in rows]
+        widths: defaultdict[int, int] = defaultdict(int)
+        for row in table:
+            for i, cell in enumerate(row):
+                if i in right or i < len(row) - 1:  # what ends a line takes no room from other lines
+                    widths[i] = max(widths[i], min(cell_width(cell.text), _WIDEST_PADDED))
+        for row in table:
+            spans: list[Span] = []
+            for i, cell in enumerate(row):
+                padding = Span(" " * (widths[i] - cell_width(cell.text)))
+                spans += [Span("  ")] * (i > 0)
+                spans += [padding, cell] if i in right else [cell, padding] if i < len(row) - 1 else [cell]
+            self.line(*spans)
+
+    def data(self, document: Mapping[str, Any]) -> None:
+        """Prints the JSON document of the verb, where that was asked for."""
+        if self.as_json:
+            self._write(json.dumps(_json_form(document), indent=2, allow_nan=False) + "\n")
+
+    def fail(self, error: BaseException) -> None:
+        """Prints an error on stderr; its JSON form on stdout, where that was asked for."""
+        self.complain(_one_line(error) if isinstance(error, ShardoptError) else str(error) or type(error).__name__)
+        if self.as_json:
+            known = isinstance(error, ShardoptError)
+            wire = error.to_json() if known else {"type": type(error).__name__, "message": str(error), "problems": []}  # type: ignore[attr-defined]  # `known`
+            self.data({"error": wire})
+
+    def complain(self, text: str) -> None:
+        """Prints a text on stderr."""
+        for i, line in enumerate(text.split("\n")):
+            print(_encodable("shardopt: " * (i == 0) + escaped(line), sys.stderr), file=sys.stderr, flush=True)
+
+    def finish(self) -> None:
+        """Writes out what is still held back."""
+        self._write("")
+
+    def _print(self, spans: Sequence[Cell]) -> None:
+        plain = [Span(escaped(span.text), span.style) for span in map(_span, spans)]
+        if self._console is None:
+            self._write("".join(span.text for span in plain).rstrip() + "\n")
+        else:
+            self._console.print(Text.assemble(*plain), soft_wrap=True, highlight=False)
+
+    def _write(self, text: str) -> None:
+        try:
+            sys.stdout.write(_encodable(text, sys.stdout))
+            if not text:
+                sys.stdout.flush()
+        except BrokenPipeError:
+            raise ReaderGone from None
+
+
+def _terminal() -> Console | None:
+    """Returns a console for colours, where stdout is a terminal that has them."""
+    if not HAS_RICH or not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return None
+    return Console(markup=False, emoji=False, highlight=False)
+
+
+def escaped(text: str) -> str:
+    """Returns a text in which control characters and others that are not printable are escaped, as in a literal."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
+
+
+def cell_width(text: str) -> int:
+    """Returns how many columns of a terminal a text takes."""
+    text = escaped(text)
+    if text.isascii():
+        return len(text)
+    return sum(0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF") for c in text)
+
+
+def nbytes_text(nbytes: float) -> str:
+    """Returns a number of bytes in units of 10³: "1.34 GB"."""
+    return _scaled(nbytes, ("B", "kB", "MB", "GB", "TB", "PB"), " ")
+
+
+def count_text(count: float) -> str:
+    """Returns a count in units of 10³: "124 M"."""
+    return _scaled(count, ("", "K", "M", "B", "T"), " ")
+
+
+def _scaled(number: float, units: Sequence[str], space: str) -> str:
+    unit = 0
+    while number >= 999.5 and unit < len(units) - 1:
+        number, unit = number / 1000, unit + 1
+    digits = f"{number:.0f}" if unit == 0 or number >= 99.95 else f"{number:.3g}"
+    return f"{digits}{space if units[unit] else ''}{units[unit]}"
+
+
+def plural(count: int, word: str) -> str:
+    """Returns "1 tensor", "2 tensors", "2 boxes"."""
+    return f"{count:,} {word}{'' if count == 1 else 'es' if word.endswith('x') else 's'}"
+
+
+def shortened(text: str, most: int) -> str:
+    """Returns the text, or its beginning and "…" where it is longer."""
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def _without_empty_end(row: list[Span]) -> list[Span]:
+    while row and not row[-1].text:
+        row.pop()
+    return row
+
+
+def _span(cell: Cell) -> Span:
+    return cell if isinstance(cell, Span) else Span(cell)
+
+
+def _one_line(error: ShardoptError) -> str:
+    """Returns an error of one problem as one line."""
+    if len(error.problems) == 1:
+        return f"{error.message}: {error.problems[0]}"
+    return str(error)
+
+
+def _encodable(text: str, stream: TextIO) -> str:
+    """Returns the text with what the stream's encoding does not have escaped."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def _json_form(value: Any) -> Any:
+    """Returns a value as JSON has it: numbers that JSON has no form of become "nan", "inf" and "-inf"."""
+    if isinstance(value, Mapping):
+        return {str(key): _json_form(each) for key, each in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_json_form(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

@@ -1,0 +1,1 @@
+"""Verbs as data, and the parsers that are made of them."""

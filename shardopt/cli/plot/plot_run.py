@@ -1,0 +1,97 @@
+"""`shardopt plot run`: the metrics of a run over its steps, the bytes of its checkpoints, the seconds of its saves."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+
+from shardopt.checkpoint.run.listing import Listed, list_run
+from shardopt.checkpoint.run.steps import place_of
+from shardopt.cli.output import Output, escaped, nbytes_text, plural, shortened
+from shardopt.cli.plot.figure import Axes, Figure, check_output, save_figure
+from shardopt.errors import CheckpointNotFoundError, Problem
+
+_SAVE = re.compile(r"\bsave url=(.+?) save_id=\S+ (.*)")  # the line of `reports.emit_report`
+_FIGURE = re.compile(r"(\w+)=([-+.\deE]+|inf|nan)(?:\s|$)")
+_LINES = {"seconds": "of a save", "stall_seconds": "of which the training stood still"}
+
+
+def plot_run(output: Output, *, root: str, log: Sequence[str] | None, out: str) -> int:
+    """Draws a run; what was set aside as points of no line."""
+    check_output(out)
+    listing = list_run(root)
+    saved = [each for each in listing.checkpoints if each.counts and each.place is not None]
+    if not saved:
+        problem = Problem(listing.url, "no committed checkpoint of a run", "some", "give the root of a run")
+        raise CheckpointNotFoundError("there is nothing to draw", [problem])
+    seconds = seconds_in(log or ())
+    figure = _draw(listing.url, saved, seconds)
+    save_figure(figure, out)
+    output.line(f"{out}: {plural(len(saved), 'checkpoint')}, {plural(len(seconds), 'save')} in logs")
+    metrics = [{"step": each.place.step, "bytes": each.nbytes, "metrics": each.metrics} for each in saved if each.place]
+    output.data({"output": out, "checkpoints": metrics, "saves": seconds})
+    return 0
+
+
+def seconds_in(logs: Sequence[str]) -> dict[int, dict[str, float]]:
+    """Returns the seconds of saves by step, of the slowest rank, as logs of `shardopt` at INFO have them."""
+    found: dict[int, dict[str, float]] = {}
+    for path in logs:
+        with open(path, encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                match = _SAVE.search(line)
+                place = place_of(match[1].rstrip("/").rpartition("/")[2]) if match else None
+                if match is None or place is None:
+                    continue
+                of_step = found.setdefault(place.step, {})
+                for name, value in _FIGURE.findall(match[2]):
+                    if name in _LINES:
+                        of_step[name] = max(float(value), of_step.get(name, 0.0))
+    return dict(sorted(found.items()))
+
+
+def _draw(url: str, saved: Sequence[Listed], seconds: dict[int, dict[str, float]]) -> Figure:
+    metrics = list(dict.fromkeys(name for each in saved for name in each.metrics or {}))
+    panels = [*metrics, "bytes", *(["seconds"] if seconds else [])]
+    figure = Figure(figsize=(7, 1.8 * len(panels) + 0.6), layout="constrained")
+    figure.suptitle(escaped(shortened(url, 90)).replace("$", r"\$"), fontsize=10)
+    axes = figure.subplots(len(panels), 1, squeeze=False, sharex=True)[:, 0]
+    for name, panel in zip(metrics, axes, strict=False):
+        _points(panel, saved, [(each.metrics or {}).get(name) for each in saved])
+        panel.set_ylabel(escaped(shortened(name, 30)).replace("$", r"\$"), fontsize=9)
+    of_bytes = axes[len(metrics)]
+    _points(of_bytes, saved, [each.nbytes for each in saved])
+    of_bytes.set_ylim(bottom=0)
+    of_bytes.set_ylabel("bytes", fontsize=9)
+    if of_bytes.get_legend_handles_labels()[0]:
+        of_bytes.legend(fontsize=7, loc="lower right")
+    of_bytes.yaxis.set_major_formatter(lambda value, _: nbytes_text(value))
+    if seconds:
+        by_name: defaultdict[str, list[tuple[int, float]]] = defaultdict(list)
+        for step, figures in seconds.items():
+            for name, value in figures.items():
+                by_name[name].append((step, value))
+        for name, points in by_name.items():
+            axes[-1].plot(*zip(*points, strict=True), "o-", markersize=3, linewidth=1, label=_LINES[name])
+        axes[-1].set_ylim(bottom=0)
+        axes[-1].set_ylabel("seconds", fontsize=9)
+        axes[-1].legend(fontsize=7)
+    axes[-1].set_xlabel("step")
+    return figure
+
+
+def _points(panel: Axes, saved: Sequence[Listed], values: Sequence[float | None]) -> None:
+    """Draws values over steps: a line for the run, and points for what is set aside."""
+    points = [
+        (each.place.step, value, each.in_run)
+        for each, value in zip(saved, values, strict=True)
+        if each.place is not None and value is not None
+    ]
+    run = [(step, value) for step, value, in_run in points if in_run]
+    aside = [(step, value) for step, value, in_run in points if not in_run]
+    if run:
+        panel.plot(*zip(*run, strict=True), "o-", markersize=3, linewidth=1, color="#4c78a8")
+    if aside:
+        panel.plot(*zip(*aside, strict=True), "x", markersize=4, color="#bab0ac", label="set aside")
+    panel.tick_params(labelsize=7)

@@ -1,0 +1,153 @@
+"""`shardopt show`: what a checkpoint holds, as a tree; one tensor of it, or one value."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable
+
+from shardopt import checkpoint
+from shardopt.checkpoint import CheckpointReader
+from shardopt.checkpoint.run.listing import list_run
+from shardopt.checkpoint.run.retention import Rules
+from shardopt.cli import ls
+from shardopt.cli.contents import document, head_line, leaves_of, typed, value_text
+from shardopt.cli.output import Cell, Output, Span, count_text, nbytes_text, plural
+from shardopt.cli.show_tensor import show_tensor
+from shardopt.cli.tree import Row, rows_of, tree_of
+from shardopt.errors import CheckpointNotFoundError, MismatchError, OptionError, Problem
+from shardopt.world import utc_text
+
+_MOST_ROWS = 200  # that are shown unless more are asked for
+_MOST_CHILDREN = 60
+
+
+def show(
+    output: Output,
+    *,
+    url: str,
+    key: str | None,
+    glob: str | None,
+    regex: str | None,
+    depth: int | None,
+    flat: bool,
+    all: bool,
+    boxes: bool,
+    no_stats: bool,
+) -> int:
+    """Shows a checkpoint, all below a key of it, one key; or the checkpoints of a run."""
+    wanted = chosen_by(glob, regex)
+    if depth is not None and depth < 1:
+        raise OptionError("there is no such tree", [Problem("--depth", str(depth), "at least 1", "give more levels")])
+    try:
+        reader = checkpoint.open(url)
+    except CheckpointNotFoundError:
+        listing = list_run(url)
+        if key is not None or not (listing.checkpoints or listing.branches):
+            raise
+        kept = listing.reasons_to_keep(Rules())
+        ls.print_listing(output, listing, Rules(), kept)
+        output.data(ls.document(listing, Rules(), kept))
+        return 0
+    with reader:
+        if key is None:
+            _show_all(output, reader, wanted, depth, flat, all, boxes)
+        elif key in reader.manifest.tensors:
+            show_tensor(output, reader, key, statistics=not no_stats, show_all=all)
+        elif key in reader.manifest.values:
+            value = reader.read(key)
+            output.text(value if isinstance(value, str) else str(value))
+            output.data({"url": reader.url, "key": key, "value": typed(value, key)})
+        elif key in reader.manifest.per_rank:
+            values = {rank: reader.per_rank(rank).get(key) for rank in range(reader.manifest.world_size)}
+            for rank, value in values.items():
+                output.line(f"rank {rank}: {value_text(value, show_all=True)}")
+            output.data({"url": reader.url, "key": key, "ranks": [typed(value, key) for value in values.values()]})
+        else:
+            below = f"{key}."
+            if not any(each.startswith(below) for each in (*reader.keys(), *reader.manifest.per_rank)):
+                reader.read(key)  # which says what there is
+            _show_all(output, reader, lambda name: name.startswith(below) and wanted(name), depth, flat, all, boxes)
+    return 0
+
+
+def chosen_by(glob: str | None, regex: str | None, option: str = "--regex") -> Callable[[str], bool]:
+    """Returns a function that says which keys are meant. Raises OptionError for a pattern that is none.
+
+    Args:
+        glob: a pattern for all of a key, as a shell has it for names; None for any.
+        regex: a regular expression to be found in a key; None for any.
+        option: which gave it, for the error.
+    """
+    try:
+        pattern = re.compile(regex or "")
+    except re.error as error:
+        problem = Problem(option, repr(regex), "a regular expression", str(error))
+        raise OptionError("arguments that cannot be meant", [problem]) from None
+    matches = re.compile(fnmatch.translate("*" if glob is None else glob))
+    return lambda key: bool(matches.match(key) and pattern.search(key))
+
+
+def _show_all(
+    output: Output,
+    reader: CheckpointReader,
+    wanted: Callable[[str], bool],
+    depth: int | None,
+    flat: bool,
+    show_all: bool,
+    boxes: bool,
+) -> None:
+    stored = reader.manifest
+    if not any(map(wanted, (*stored.tensors, *stored.values, *stored.per_rank))) and (stored.tensors or stored.values):
+        problem = Problem(reader.url, "no key that matches", "some", "see all by `shardopt show`")
+        raise MismatchError("there is nothing to show", [problem])
+    if output.as_json:
+        output.data(document(reader, wanted))
+        return
+    saved_at = "" if stored.saved_at is None else f", {utc_text(stored.saved_at)}"
+    output.line(Span(reader.url, "bold"), f": {head_line(reader)}{saved_at}")
+    if stored.metrics:
+        output.line("metrics: " + ", ".join(f"{name} {value:.6g}" for name, value in stored.metrics.items()))
+    if flat:
+        for leaf in sorted(leaves_of(reader, wanted, show_all, boxes), key=lambda leaf: leaf.key):
+            output.line(Span(leaf.key, "bold"), f"  {leaf.text}", f"  {leaf.notes}" if leaf.notes else "")
+            for line in leaf.details:
+                output.line(Span(f"    {line}", "dim"))
+        return
+    root = tree_of(leaves_of(reader, wanted, show_all, boxes))
+    sums = root.sums
+    output.line(
+        f"{plural(sums.tensors, 'tensor')}, {count_text(sums.elements)} elements, {nbytes_text(sums.nbytes)}",
+        f" of {', '.join(sums.dtypes)}" if sums.dtypes else "",
+    )
+    most = None if show_all or depth is not None else _MOST_CHILDREN
+    rows = rows_of(root, depth, most, collapse=not show_all)
+    cut_at = None
+    if most is not None and len(rows) > _MOST_ROWS:
+        deepest = max(row.level for row in rows) + 1
+        by_depth = [(level, rows_of(root, level, most)) for level in range(1, deepest)]
+        cut_at, rows = next(((level, few) for level, few in reversed(by_depth) if len(few) <= _MOST_ROWS), by_depth[0])
+    _print_rows(output, rows)
+    if cut_at is not None:
+        hint = f"the first {plural(cut_at, 'level')}; more by --depth, --glob, a module as KEY, or --all"
+        output.line(Span(hint, "dim"))
+
+
+def _print_rows(output: Output, rows: list[Row]) -> None:
+    cells: list[list[Cell]] = []
+    for row in rows:
+        indent = "  " * row.level
+        if row.left_out:
+            cells.append([f"{indent}… {row.left_out:,} more (--all)"])
+            continue
+        node, sums = row.node, row.node.sums.times(row.copies)
+        text = node.leaf.text if node.leaf is not None else ", ".join(sums.dtypes)
+        of_tensors = [count_text(sums.elements), nbytes_text(sums.nbytes)] if sums.tensors else []
+        notes = [f"{row.copies:,} ×"] if row.copies > 1 else []
+        notes += [plural(sums.tensors, "tensor")] if node.children and sums.tensors else []
+        notes += [node.leaf.notes] if node.leaf is not None and node.leaf.notes else []
+        style = "bold" if node.leaf is not None else "bold cyan"
+        cells.append([Span(indent + row.name, style), text, *of_tensors, Span(", ".join(notes), "dim")])
+        details = node.leaf.details if node.leaf is not None else ()
+        cells += [[Span(f"{indent}  {line}", "dim")] for line in details]
+    output.table(cells, right=[2, 3])

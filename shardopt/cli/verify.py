@@ -1,0 +1,38 @@
+"""`shardopt verify`: every byte of checkpoints against its checksums."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from shardopt import checkpoint
+from shardopt.cli.output import Output, Span, plural
+from shardopt.errors import ShardoptError
+
+
+def verify(output: Output, *, urls: Sequence[str]) -> int:
+    """Verifies each checkpoint, also after one that is damaged or not there; status 1 if there is any of these."""
+    results = [_verify(output, url) for url in urls]
+    output.data({"checkpoints": results})
+    return 0 if all(result["ok"] for result in results) else 1
+
+
+def _verify(output: Output, url: str) -> dict[str, Any]:
+    try:
+        with checkpoint.progress_bar("verifying") as progress:
+            report = checkpoint.verify(url, progress=progress)
+    except ShardoptError as error:
+        output.complain(str(error))
+        return {"url": url, "ok": False, "error": error.to_json()}
+    for problem in report.problems:
+        output.complain(str(problem))
+    for name in report.remains:
+        output.complain(f"{report.url}/{name}: a data file of another save, which torch's own reader takes too")
+    verdict = Span("every byte is as it was written", "green")
+    if not report.ok:
+        verdict = Span(f"damaged in {plural(len(report.problems), 'place')}", "bold red")
+    read = f"{plural(report.tensors, 'tensor')}, {plural(report.files, 'file')}, {report.bytes_read:,} bytes"
+    output.line(f"{report.url}: {read}: ", verdict)
+    figures = {name: value for name, value in asdict(report).items() if name not in ("url", "problems")}
+    return {"url": report.url, "ok": report.ok, **figures, "problems": [asdict(each) for each in report.problems]}

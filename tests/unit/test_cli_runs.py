@@ -1,0 +1,197 @@
+"""`shardopt ls` and `shardopt prune`: what a run has, and what rules would leave of it."""
+
+import json
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardopt import checkpoint
+from shardopt.checkpoint.run.listing import list_run
+from shardopt.checkpoint.run.retention import Best, Rules, reasons_to_keep, steps_to_keep
+from shardopt.cli import main
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Steps 100 to 500 with a loss, of which 300 is the best."""
+    manager = checkpoint.Manager(tmp_path / "run")
+    for step in range(100, 600, 100):
+        loss = 0.1 if step == 300 else 1 / step
+        manager.save(step, {"w": torch.arange(5000.0), "step": step}, metrics={"loss": loss + 1})
+    return tmp_path / "run"
+
+
+def listed(capsys, *arguments, status=0):
+    capsys.readouterr()
+    assert main([*map(str, arguments), "--json"]) == status
+    return json.loads(capsys.readouterr().out)
+
+
+def steps_in(root):
+    return checkpoint.Manager(root).steps()
+
+
+def damage(directory):
+    (file,) = directory.glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[5000] ^= 1
+    file.write_bytes(data)
+
+
+def test_ls_tells_all_of_each_checkpoint(run, capsys):
+    (run / "step-00000600").mkdir()
+    document = listed(capsys, "ls", run)
+    assert (document["url"], document["branch"], document["branches"]) == (str(run), 0, [])
+    first = document["checkpoints"][0]
+    with checkpoint.open(run / "step-00000100") as reader:
+        stored = reader.manifest
+    assert first == {
+        "step": 100,
+        "branch": 0,
+        "url": f"{run}/step-00000100",
+        "condition": "committed",
+        "problems": [],
+        "in_run": True,
+        "to_be_removed": False,
+        "saved_at": stored.saved_at,
+        "world_size": 1,
+        "tensors": 1,
+        "nbytes": sum(file.nbytes for file in stored.files),
+        "metrics": {"loss": 1.01},
+        "kept": None,
+        "why": [],
+    }
+    assert [each["condition"] for each in document["checkpoints"]] == ["committed"] * 5 + ["unfinished"]
+    assert document["checkpoints"][4]["why"] == ["newest"]
+    assert main(["ls", str(run)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"{run}: a run of 5 checkpoints, ") and lines[1].split()[:2] == ["step", "saved"]
+    assert lines[2].split()[0] == "100" and " 1.01  " in lines[2]
+
+
+def test_ls_finds_damage(run, capsys):
+    """Of files that are missing or cut short at once, of bytes by `--verify`."""
+    damage(run / "step-00000100")
+    (file,) = (run / "step-00000200").glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1])
+    (file,) = (run / "step-00000300").glob("*.safetensors")
+    file.unlink()
+    (run / "step-00000400" / "manifest.json").write_text("{}")
+    found = listed(capsys, "ls", run, status=1)["checkpoints"]
+    assert [each["condition"] for each in found] == ["committed", *["damaged"] * 3, "committed"]
+    assert all(each["problems"] for each in found[1:4])
+    found = listed(capsys, "ls", run, "--verify", status=1)["checkpoints"]
+    assert [each["condition"] for each in found] == [*["damaged"] * 4, "whole"]
+    assert main(["ls", str(run)]) == 1
+    assert "step-00000400/manifest.json" in capsys.readouterr().err
+
+
+def test_ls_says_what_rules_would_keep(run, capsys):
+    rules = ["--keep-last", "1", "--keep-every", "200", "--best", "loss:min:1"]
+    found = {each["step"]: each for each in listed(capsys, "ls", run, *rules)["checkpoints"]}
+    assert {step: each["why"] for step, each in found.items() if each["kept"]} == {
+        200: ["every 200"],
+        400: ["every 200"],
+        500: ["newest", "last 1", "best loss"],
+    }
+    assert main(["ls", str(run), *rules]) == 0
+    assert capsys.readouterr().out.splitlines()[2].endswith("  no")
+
+
+def test_ls_of_one_checkpoint_and_of_a_run_on_another_storage(run, capsys):
+    (one,) = listed(capsys, "ls", run / "step-00000300", "--verify")["checkpoints"]
+    assert (one["step"], one["condition"], one["metrics"]) == (None, "whole", {"loss": 1.1})
+    url = "memory://cli-runs/run"
+    manager = checkpoint.Manager(url)
+    for step in (1, 2):
+        manager.save(step, {"w": torch.ones(2)})
+    found = listed(capsys, "ls", url)["checkpoints"]
+    assert [(each["step"], each["condition"]) for each in found] == [(1, "committed"), (2, "committed")]
+
+
+def test_prune_is_dry_by_default(run, capsys):
+    before = sorted(run.rglob("*"))
+    document = listed(capsys, "prune", run, "--keep-last", "2", "--best", "loss:max:1")
+    assert [url[-3:] for url in document["unwanted"]] == ["100", "200"] and document["removed"] == []
+    assert sorted(run.rglob("*")) == before
+    assert main(["prune", str(run), "--keep-last", "2"]) == 0
+    assert "would remove 3 checkpoints" in capsys.readouterr().out
+
+
+def test_prune_removes_what_a_manager_would(run, tmp_path, capsys):
+    """The same rules, once behind a save and once by the shell."""
+    rules = {"keep_last": 2, "keep_every": 200, "best": ("loss", "max", 1)}
+    other = checkpoint.Manager(tmp_path / "other", **rules)
+    for step in range(100, 600, 100):
+        other.save(step, {"step": step}, metrics={"loss": 1.1 if step == 300 else 1 / step + 1})
+    document = listed(capsys, "prune", run, "--keep-last", "2", "--keep-every", "200", "--best", "loss:max:1", "--yes")
+    assert steps_in(run) == other.steps() == [200, 300, 400, 500]
+    assert document["removed"] == document["unwanted"] == [f"{run}/step-00000100"]
+    assert not (run / "step-00000100").exists()
+    assert checkpoint.Manager(run).restore({"w": torch.zeros(5000), "step": 0}) == 500
+
+
+def test_prune_leaves_what_branches_need_and_what_is_set_aside(run, capsys):
+    manager = checkpoint.Manager(run)
+    app = {"w": torch.zeros(5000), "step": 0}
+    manager.restore(app, step=300)
+    manager.save(350, app)
+    manager.restore(app, step=200, beyond="remove")
+    manager.save(250, app)
+    assert {each.place.name for each in list_run(run).checkpoints if not each.in_run} == {
+        *("step-00000400", "step-00000500")
+    }
+    document = listed(capsys, "prune", run, "--keep-last", "1", "--yes")
+    assert document["removed"] == [f"{run}/step-00000100"]
+    assert checkpoint.Manager(run).steps() == [200, 250]
+    assert checkpoint.Manager(run).set_aside() == {0: [400, 500]}
+    assert checkpoint.Manager(run).restore(app, step=400, branch=0) == 400
+
+
+def test_prune_gives_no_place_to_what_is_damaged_and_leaves_it(run, capsys):
+    (run / "step-00000500" / "manifest.json").write_text("{}")
+    damage(run / "step-00000400")
+    (run / "step-00000050").mkdir()
+    document = listed(capsys, "prune", run, "--keep-last", "1", "--verify", "--yes")
+    assert [url[-3:] for url in document["removed"]] == ["100", "200"]
+    assert {path.name[-3:] for path in run.iterdir()} == {"050", "300", "400", "500"}
+
+
+def test_prune_of_a_run_that_changes_removes_nothing(run, monkeypatch, capsys):
+    from shardopt.cli import prune
+
+    seen = []
+
+    def changing(root, verify_bytes=False):
+        if seen:
+            checkpoint.Manager(root).restore({"w": torch.zeros(5000), "step": 0}, step=200)
+        seen.append(list_run(root, verify_bytes))
+        return seen[-1]
+
+    monkeypatch.setattr(prune, "list_run", changing)
+    assert main(["prune", str(run), "--keep-last", "1", "--yes"]) == 1
+    assert "changed meanwhile" in capsys.readouterr().err and len(list_run(run).checkpoints) == 5
+
+
+@given(
+    st.sets(st.integers(0, 40), max_size=12),
+    st.builds(
+        Rules,
+        st.none() | st.integers(1, 4),
+        st.none() | st.integers(1, 9),
+        st.none() | st.builds(Best, st.just("loss"), st.sampled_from(["min", "max"]), st.integers(1, 3)),
+    ),
+    st.dictionaries(st.integers(0, 40), st.floats(allow_nan=True)),
+)
+def test_reasons_are_of_the_steps_that_stay(steps, rules, losses):
+    metrics = {step: {"loss": loss} for step, loss in losses.items()}
+    pinned = dict.fromkeys([step for step in steps if step % 7 == 0], "in use")
+    reasons = reasons_to_keep(steps, rules, metrics, pinned)
+    assert frozenset(reasons) == steps_to_keep(steps, rules, metrics, pinned)
+    assert all(reasons.values()) and list(reasons) == sorted(reasons)
+    assert [step for step, why in reasons.items() if "newest" in why] == sorted(steps)[-1:]
+    best = [step for step, why in reasons.items() if "best loss" in why]
+    assert not any(math.isnan(losses.get(step, math.nan)) for step in best)
