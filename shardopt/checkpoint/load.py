@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
 from typing import Any, NamedTuple
@@ -30,6 +30,8 @@ from shardopt.checkpoint.reading.fetch import casts_to_check, check_all, check_c
 from shardopt.checkpoint.reading.in_use import reading
 from shardopt.checkpoint.reading.open_file import OpenFile, ReadRequest
 from shardopt.checkpoint.reading.target import fill
+from shardopt.checkpoint.rearrange.reader import rearranged
+from shardopt.checkpoint.rearrange.rules import AnyRule
 from shardopt.checkpoint.reports import LoadReport, emit_report
 from shardopt.checkpoint.sources.open import open_checkpoint
 from shardopt.checkpoint.sources.reader import CheckpointReader
@@ -54,6 +56,7 @@ class LoadOptions:
     strictness: Strictness
     select: str | None
     rename: Mapping[str, str] | None
+    rearrange: Sequence[AnyRule]
     skip: str | None
     transactional: bool
     replicas: Replicas
@@ -135,6 +138,7 @@ def load(
     strict: bool | Strictness = True,
     select: str | None = None,
     rename: Mapping[str, str] | None = None,
+    rearrange: Sequence[AnyRule] = (),
     skip: str | None = None,
     transactional: bool = False,
     replicas: Replicas = "auto",
@@ -163,6 +167,10 @@ def load(
             "layers.0.weight" as the key "optimizer.state.layers.0.weight". So `^model\.layers\.` renames the model
             alone, and needs `^optimizer\.state\.layers\.` beside it; `^layers\.` fits no key. Refused are rules by
             which two keys get one name. Names within plain values stay.
+        rearrange: rules by which stored tensors are joined, split, stacked, transposed, permuted, sliced or padded
+            on their way, with their optimizer state (`checkpoint.rearrange`); before all else that changes keys; no
+            tensor is held in memory for it. Options and counters of parameters that become one must be equal; state of
+            another layout than its parameter is refused. What rules leave out is listed in the report.
         skip: a regex; what is stored under keys in which it is found is left out, as if it were not there. Keys are the
             checkpoint's own. In one of another format it is the way around what is not known there.
         transactional: verify all that will be read before the first byte is changed, at the price of reading it twice.
@@ -191,6 +199,7 @@ def load(
         strictness=strictness_of(strict),
         select=select,
         rename=rename,
+        rearrange=tuple(rearrange),
         skip=skip,
         transactional=transactional,
         replicas=replicas,
@@ -218,7 +227,7 @@ def _load(
 
     @cache
     def opened() -> CheckpointReader:  # in a round, as all that may fail
-        return open_checkpoint(url)
+        return rearranged(open_checkpoint(url), options.rearrange)
 
     def look() -> _Look:
         reader, flat = opened(), flatten(app, options.tied)
@@ -290,6 +299,7 @@ def _load_into(
         seconds=world().monotonic() - begin,
         world_size=plan.reader.manifest.world_size,
         saved_at=plan.reader.manifest.saved_at,
+        left_out=plan.reader.left_out,
     )
     return report, plan.match.warnings
 

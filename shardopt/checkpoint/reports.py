@@ -68,6 +68,7 @@ class LoadReport:
         seconds: on this rank.
         world_size: of the job that saved it.
         saved_at: when it was saved, in seconds since 1970 began; None where that is not known.
+        left_out: stored keys, and sections of tensors, that rules of `rearrange` leave out.
     """
 
     url: str
@@ -82,6 +83,7 @@ class LoadReport:
     seconds: float
     world_size: int
     saved_at: float | None
+    left_out: tuple[str, ...] = ()
 
 
 def add_listener(listener: Listener) -> Callable[[], None]:

@@ -12,6 +12,17 @@ from tests.support.layout_runs import LAYOUTS
 from tests.support.source import ROOT
 
 
+def test_the_example_of_rearranging_gives_back_what_was_stored(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    program, _ = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "rearrange.md").read_text(), re.DOTALL)
+    names = {}
+    exec(compile(program, "docs/rearrange.md", "exec"), names)
+    assert capsys.readouterr().out.strip() == "True ('model.embed.weight (_padding: 14)',)"
+    queries = names["stored"]["layers.0.q.weight"].reshape(2, 4, 4, 16)
+    assert torch.equal(names["model"]["layers.0.qkv.weight"].reshape(2, 6, 4, 16)[:, :4], queries)
+    assert not names["model"]["embed.weight"][50:].any()
+
+
 @pytest.fixture
 def lion(monkeypatch, capsys):
     """Runs what the page on algorithms defines, and forgets it afterwards."""

@@ -56,6 +56,7 @@ FLOORS = {
     "checkpoint/planning": 23,
     "checkpoint/reading": 24,
     "checkpoint/sources": 25,
+    "checkpoint/rearrange": 26,
     "checkpoint/writing": 26,
     "checkpoint/matching": 27,
     "checkpoint": 28,

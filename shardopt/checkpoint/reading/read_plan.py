@@ -185,7 +185,8 @@ class SmallReads:
     def _spans(self, memory: memoryview) -> list[Span]:
         """Returns the spans to read: one for all boxes that follow one another in the file."""
         spans = []
-        at = begin = offset = end = 0
+        at = begin = offset = 0
+        end = -1  # before any entry, also one that begins where its file does
         for entry, _ in self._members:
             if entry.begin != end:
                 spans.append(Span(offset, memory[begin:at]))

@@ -44,5 +44,7 @@ def _cuts_and_checksums(reader: CheckpointReader, key: str, box: Box) -> tuple[l
     """Returns for each stored box that has a share in `box` what it is of both, and its checksums."""
     wanted = torch.empty(box.sizes, dtype=reader.info(key).dtype, device="meta")
     reads = list(reader.requests(key, [Piece(box, wanted)]))
-    cuts: list[object] = [(read.sizes, read.wanted, read.target.storage_offset()) for _, read in reads]
+    targets = [read.target for _, read in reads]
+    strides = [(target.storage_offset(), target.stride()) for target in targets]  # a transposed tensor is another one
+    cuts: list[object] = [(read.sizes, read.wanted, at) for (_, read), at in zip(reads, strides, strict=True)]
     return cuts, [file.checksums(read.entry) for file, read in reads]

@@ -86,6 +86,11 @@ class CheckpointReader:
     def manifest(self) -> Manifest:
         return self._manifest
 
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """What is stored and not among the keys, by the choice of the caller."""
+        return ()
+
     def keys(self) -> list[str]:
         """Returns the keys of all tensors and plain values, sorted."""
         return sorted([*self._manifest.tensors, *self._manifest.values])

@@ -1,0 +1,174 @@
+"""A checkpoint as rules rearrange it: a reader of the new tensors, which reads boxes of the stored ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+import xxhash
+
+from shardopt.checkpoint.format.manifest import Manifest, StoredLayout, StoredTensor, StoredTensors
+from shardopt.checkpoint.reading.fetch import fetch
+from shardopt.checkpoint.reading.open_file import OpenFile, ReadRequest
+from shardopt.checkpoint.rearrange.binding import bind, first_match, renamed_path, unequal
+from shardopt.checkpoint.rearrange.notation import Name
+from shardopt.checkpoint.rearrange.reads import reads_of, views_of
+from shardopt.checkpoint.rearrange.rules import AnyRule, Tie
+from shardopt.checkpoint.rearrange.zeros import Zeros
+from shardopt.checkpoint.sources.equality import bytes_are_equal
+from shardopt.checkpoint.sources.reader import CheckpointReader
+from shardopt.errors import MismatchError, Problem
+from shardopt.sharding.box import Box, whole
+from shardopt.sharding.pieces import Piece
+
+
+def rearranged(reader: CheckpointReader, rules: Sequence[AnyRule]) -> CheckpointReader:
+    """Returns a reader of a checkpoint as rules rearrange it; the same reader where there are none. Local.
+
+    Nothing is held in memory: whatever box of a new tensor is read, its elements come from the stored boxes that have
+    them. Keys that no rule names are as they were. All rules are applied at once, each key goes with the first that
+    names it; reversed ties come before that, other ties after it.
+
+    Raises:
+        MismatchError: the checkpoint does not fit the rules; every difference is listed.
+        CorruptionError: counters that were read to be compared are not what was written.
+    """
+    return RearrangedReader(reader, rules) if rules else reader
+
+
+class RearrangedReader(CheckpointReader):
+    """See `rearranged`."""
+
+    def __init__(self, reader: CheckpointReader, rules: Sequence[AnyRule]) -> None:
+        super().__init__(reader.source)
+        self._reader = reader
+        self._rules_digest = xxhash.xxh3_64_hexdigest(repr(list(rules)).encode())
+        stored = reader.manifest
+        tied = {key for rule in rules if isinstance(rule, Tie) and rule.reverse for key in self._same(rule, rules)}
+        if tied:
+            stored = replace(
+                stored, tensors=StoredTensors((key, each) for key, each in stored.tensors.items() if key not in tied)
+            )
+        self._binding = bind(stored, rules)
+        self._refuse_unequal_counters()
+        self._manifest = self._new_manifest(stored)
+        for rule in rules:
+            if isinstance(rule, Tie) and not rule.reverse:
+                self._tie(rule)
+        self._zeros = Zeros(reader.source.storage, "zeros")
+
+    @property
+    def digest(self) -> str:
+        return f"{self._reader.digest} {self._rules_digest}"
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """The stored keys, and sections of tensors, that rules leave out."""
+        return (*self._reader.left_out, *self._binding.left_out)
+
+    def key_in_files(self, key: str) -> str:
+        stored = self._binding.keys.get(key)
+        if stored is not None:
+            return self._reader.key_in_files(stored)
+        return f"{super().key_in_files(key)} (rearranged)"  # no file has it, and it is no other one of that name
+
+    def requests(self, key: str, pieces: Sequence[Piece]) -> Iterator[tuple[OpenFile, ReadRequest]]:
+        stored = self._binding.keys.get(key)
+        if stored is not None:
+            yield from self._reader.requests(stored, pieces)
+            return
+        tensor = self._binding.tensors[key]
+        for piece in pieces:
+            for component in tensor.components:
+                if component.key is not None:
+                    yield from reads_of(component, piece, self._reader)
+                else:
+                    for _, memory in views_of(component, piece):
+                        yield self._zeros, self._zeros.request(key, tensor.dtype, memory)
+
+    def close(self) -> None:
+        self._reader.close()
+        super().close()
+
+    def _new_manifest(self, stored: Manifest) -> Manifest:
+        """Returns the manifest with the new keys. A tensor that is made of others is one box there."""
+        bound = self._binding
+        tensors = StoredTensors()
+        new_of = {old: new for new, old in bound.keys.items()}
+        layouts: dict[tuple[int, ...], StoredLayout] = {}
+        for new, path in bound.paths.items():
+            old = stored.tensors.get(bound.keys.get(new, ""))
+            if old is not None:
+                tied_to = None if old.tied_to is None else new_of.get(old.tied_to)
+                tensors[new] = old._replace(path=path, tied_to=tied_to)
+            elif new in bound.tensors:
+                made = bound.tensors[new]
+                layout = layouts.setdefault(made.shape, StoredLayout(made.shape, (whole(made.shape),), (0,)))
+                tensors[new] = StoredTensor(path, made.dtype, layout)
+        values = {
+            new: (path, stored.values[bound.keys[new]][1])
+            for new, path in bound.paths.items()
+            if bound.keys.get(new) in stored.values
+        }
+        per_rank = {new: path for new, path in bound.paths.items() if bound.keys.get(new) in stored.per_rank}
+        return replace(stored, tensors=tensors, values=values, per_rank=per_rank)
+
+    def _refuse_unequal_counters(self) -> None:
+        """Reads the counters that are joined, and raises MismatchError where they are not the same."""
+        if not self._binding.equal:
+            return
+        targets = {
+            key: torch.empty((), dtype=self._reader.info(key).dtype, device="cpu")
+            for _, keys in self._binding.equal
+            for key in keys
+        }
+        fetch(
+            [
+                read
+                for key, target in targets.items()
+                for read in self._reader.requests(key, [Piece(Box((), ()), target)])
+            ]
+        )
+        problems = [
+            unequal(key, keys[0], rule)
+            for rule, keys in self._binding.equal
+            for key in keys[1:]
+            if not torch.equal(targets[key], targets[keys[0]])
+        ]
+        if problems:
+            raise MismatchError("the checkpoint does not fit the rules for rearranging; nothing was changed", problems)
+
+    def _tie(self, rule: Tie) -> None:
+        """Adds the second name of each parameter that a rule ties."""
+        tensors = StoredTensors(self._manifest.tensors)
+        for key, tensor in self._manifest.tensors.items():
+            found = Name(rule.name).find(key, tensor.path)
+            if found is None or found.after:
+                continue
+            name = Name(rule.also).fill(found.fields)
+            also = f"{found.before}{name}"
+            if also in tensors:
+                continue
+            path = renamed_path(tensor.path, len(found.before), len(found.name), name)
+            tensors[also] = tensor._replace(path=path, tied_to=key)
+            self._binding.tensors |= {also: self._binding.tensors[key]} if key in self._binding.tensors else {}
+            self._binding.keys |= {also: self._binding.keys[key]} if key in self._binding.keys else {}
+        self._manifest = replace(self._manifest, tensors=tensors)
+
+    def _same(self, rule: Tie, rules: Sequence[AnyRule]) -> Iterator[str]:
+        """Yields the stored keys under which a parameter is once more; raises MismatchError where it is another."""
+        reader = self._reader
+        for key, tensor in reader.manifest.tensors.items():
+            found = Name(rule.also).find(key, tensor.path)
+            if found is None or found.after or first_match(key, tensor.path, rules)[1] is not None:
+                continue
+            name = f"{found.before}{Name(rule.name).fill(found.fields)}"
+            if name not in reader.manifest.tensors:
+                continue
+            shape = tensor.layout.shape
+            alike = shape == reader.info(name).shape and bytes_are_equal(reader, key, name, whole(shape))
+            if not alike:
+                problem = Problem(key, f"other values than {name}", f"the same, for {rule}", "leave the tie out")
+                raise MismatchError("the checkpoint does not fit the rules; nothing was changed", [problem])
+            yield key

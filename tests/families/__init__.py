@@ -1,0 +1,1 @@
+"""Families of models: rules for rearranging, against models of transformers."""
