@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from shardopt import checkpoint
-from shardopt.checkpoint.dcp.grouping import StoredOptions, in_parts, parts_of, path_of, regrouped
+from shardopt.checkpoint.dcp.grouping import StoredOptions, in_parts, parts_of
 from shardopt.checkpoint.matching.granularity import at_granularity_of
+from shardopt.checkpoint.sources.grouping import path_of, regrouped
 from shardopt.errors import MismatchError
 from shardopt.flatten import flatten
 from shardopt.state import Index, join

@@ -358,10 +358,32 @@ def test_over_any_storage(tmp_path, trained):
         assert all(torch.equal(weights["model"].state_dict()[key], v) for key, v in trained[0].state_dict().items())
 
 
-def test_reshard_makes_our_own_of_any(tmp_path, trained):
+@pytest.mark.parametrize("save", KINDS)
+def test_reshard_makes_our_own_of_any(tmp_path, trained, losses_to_come, save):
+    save(tmp_path / "saved.pt", *trained)
+    checkpoint.reshard(tmp_path / "saved.pt", tmp_path / "own", world_size=3)
+    assert checkpoint.verify(tmp_path / "own").ok
+    model, optimizer, app = make_app()
+    app = {"net": model, "opt": optimizer, "step": 0, "cfg": app["cfg"]}
+    checkpoint.load(tmp_path / "own", app, init_state=True, rename={"^model": "net", "^optim": "opt"})
+    assert train(model, optimizer) == pytest.approx(losses_to_come, rel=1e-6)
+    assert {key: app[key] for key in VALUES} == VALUES
+
+
+def test_numbers_in_a_checkpoint_of_our_own_are_understood_too(tmp_path, trained, losses_to_come):
+    app = {"model": trained[0], "optim": trained[1], "mine": checkpoint.PerRank(3)}
+    checkpoint.save(tmp_path / "own", app)
+    model, optimizer, _ = make_app()
+    app = {"net": model, "opt": optimizer, "my": checkpoint.PerRank(0)}
+    rename = {"^model": "net", "^optim": "opt", "^mine$": "my"}
+    checkpoint.load(tmp_path / "own", app, init_state=True, rename=rename)
+    assert app["my"].value == 3
+    assert train(model, optimizer) == pytest.approx(losses_to_come, rel=1e-6)
+
+
+def test_reshard_keeps_what_is_there(tmp_path, trained):
     save_nested(tmp_path / "d", *trained)
     checkpoint.reshard(tmp_path / "d", tmp_path / "own", world_size=3)
-    assert checkpoint.verify(tmp_path / "own").ok
     with checkpoint.open(tmp_path / "own") as reader:
         for name, value in trained[0].state_dict().items():
             assert torch.equal(reader.read(f"model.{name}"), value)

@@ -12,22 +12,17 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from shardopt.checkpoint.format.shared_values import Values
 from shardopt.errors import MismatchError, Problem
-from shardopt.param_groups import IMPLEMENTATION_OPTIONS, PARAM_GROUPS, PARAMS, UNTOUCHED, are_named, options_by_member
-from shardopt.state import Index, Path, join, nest
+from shardopt.param_groups import IMPLEMENTATION_OPTIONS, PARAM_GROUPS, PARAMS, UNTOUCHED
+from shardopt.state import Index, Path, join
 from shardopt.values import canonical, encode_value
 
 _STATE = "state"
 _NOTES = ("algorithm", "given")  # that keyed optimizers add to the options of a group, and torch's do not
-
-
-def path_of(parts: Sequence[str | int]) -> Path:
-    """Returns a path as it is here: of DCP's, in which every int is a position in a list."""
-    return tuple(Index(part) if isinstance(part, int) else part for part in parts)
 
 
 def parts_of(path: Path) -> tuple[str | int, ...]:
@@ -49,86 +44,6 @@ def in_parts(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
 
 def _is_one_value(value: Any) -> bool:
     return not isinstance(value, Mapping) and (not isinstance(value, list) or all(map(_is_one_value, value)))
-
-
-class Regrouped(NamedTuple):
-    """Paths of tensors by key, and plain values, as a save of this library would have them."""
-
-    tensors: Mapping[str, Path]
-    values: Values
-
-
-def regrouped(tensors: Mapping[str, Path], values: Values) -> Regrouped:
-    """Puts the options of optimizers' groups together by parameter, and cuts the paths of flattened state as here.
-
-    Groups whose parameters are positions, or that hold tensors, are left as they are.
-    """
-    of_lists: defaultdict[Path, dict[Path, Any]] = defaultdict(dict)
-    of_members: defaultdict[Path, dict[str, dict[str, Any]]] = defaultdict(dict)
-    taken: defaultdict[Path, list[str]] = defaultdict(list)
-    for key, (path, value) in values.items():
-        at = next((i for i, part in enumerate(path) if _is_section(part, PARAM_GROUPS)), None)
-        if at is None:
-            continue
-        root, section, rest = path[:at], str(path[at]), path[at + 1 :]
-        if section == PARAM_GROUPS and rest and isinstance(rest[0], Index):
-            of_lists[root][rest] = value
-        elif section != PARAM_GROUPS and not rest:
-            name, _, option = section.removeprefix(f"{PARAM_GROUPS}.").rpartition(".")
-            of_members[root].setdefault(name, {})[option] = value
-        else:
-            continue
-        taken[root].append(key)
-    found: dict[Path, Mapping[str, Any]] = {}
-    for root in taken:
-        if any(_is_section(path[len(root)], PARAM_GROUPS) for path in tensors.values() if _is_within(path, root)):
-            continue
-        groups = nest(of_lists[root]) if root in of_lists else []
-        if are_named(groups):
-            found[root] = {**options_by_member(groups), **_shared(of_members[root])}
-    left = {key for root in found for key in taken[root]}
-    options = {
-        join((*root, PARAM_GROUPS, name)): ((*root, PARAM_GROUPS, name), each)
-        for root, by_member in found.items()
-        for name, each in by_member.items()
-    }
-    cut = _Cuts({root: by_member.keys() for root, by_member in found.items()})
-    kept = {key: (cut(path), value) for key, (path, value) in values.items() if key not in left}
-    return Regrouped({key: cut(path) for key, path in tensors.items()}, {**kept, **options})
-
-
-class _Cuts:
-    """Cuts paths of flattened state ("state.layers.0.weight.exp_avg") into section, parameter, and entry."""
-
-    def __init__(self, names: Mapping[Path, Iterable[str]]) -> None:
-        self._names = {root: sorted(each, key=len, reverse=True) for root, each in names.items()}
-        self._known = {root: set(each) for root, each in self._names.items()}
-
-    def __call__(self, path: Path) -> Path:
-        for root, known in self._known.items():
-            if len(path) == len(root) + 1 and path[: len(root)] == root and _is_section(path[-1], f"{_STATE}."):
-                words = str(path[-1]).split(".")[1:]
-                for end in range(len(words) - 1, 0, -1):
-                    if ".".join(words[:end]) in known:
-                        return (*root, _STATE, ".".join(words[:end]), *words[end:])
-        return path
-
-
-def _is_section(part: str | int, section: str) -> bool:
-    return isinstance(part, str) and (part == section or part.startswith(f"{section.removesuffix('.')}."))
-
-
-def _is_within(path: Path, root: Path) -> bool:
-    return len(path) > len(root) and path[: len(root)] == root
-
-
-def _shared(by_member: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Returns the same options, equal ones as one object, which is stored once."""
-    first: dict[str, Mapping[str, Any]] = {}
-    return {
-        name: first.setdefault(canonical(encode_value(dict(sorted(options.items())), name)), options)
-        for name, options in by_member.items()
-    }
 
 
 class StoredOptions:

@@ -26,12 +26,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from shardopt.checkpoint.commit import commit, discard, refuse_committed
-from shardopt.checkpoint.dcp.grouping import path_of, regrouped
 from shardopt.checkpoint.dcp.plan import box_of, plan_of, without_nothing
 from shardopt.checkpoint.format.manifest import DataFile
 from shardopt.checkpoint.format.shared_values import encode_each
 from shardopt.checkpoint.format.tensor_bytes import stored_dtype
 from shardopt.checkpoint.planning.save_plan import RankWrites, SavePlan, WriteRequest
+from shardopt.checkpoint.sources.grouping import path_of, regrouped
 from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
 from shardopt.checkpoint.storage.common_storage import remove_marker, wait_for_marker, write_marker
 from shardopt.checkpoint.writing.write import chunks_in, write_files

@@ -10,7 +10,7 @@ Others have the groups of an optimizer as a list, or by parameter and option, an
 All of these become `optim.param_groups.<name>`, a dict, and `optim.state.<name>.exp_avg`. Numbers become names by
 "param_names" in the groups, or in the order of the app's own groups, where these are as many and as large. One group
 may also be in the order of the parameters of the app's models; where that is another one, numbers could mean either,
-and are refused. Plain values are put together, or divided, as the app has them.
+and are refused. Plain values are divided as the app has them (`granularity.py` puts them together).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from torch import Tensor
 from torch.nn import Module
 
 from shardopt.checkpoint.format.manifest import Manifest, StoredTensors
-from shardopt.checkpoint.matching.renaming import Names, refuse_collisions, renamer, under_names_of
+from shardopt.checkpoint.matching.renaming import Names, names_by_rules, refuse_collisions, under_names_of
 from shardopt.errors import MismatchError, Problem
 from shardopt.param_groups import PARAM_GROUPS, PARAMS, Groups
-from shardopt.state import FlatState, Handback, Path, PerRank, join
+from shardopt.state import FlatState, Handback, Index, Path, join
 
 _NAMES_OF_TORCH = "param_names"
 _STATE = "state"
@@ -74,9 +74,9 @@ def foreign_under_names_of(
     Raises:
         MismatchError: two stored keys get one name; or parameters have numbers, and it is not clear which are meant.
     """
-    new_key = renamer(rename)
-    prefix = _prefix_of_only_module([*map(new_key, manifest.tensors)], flat)
-    named = {key: prefix + new_key(key) for key in chain(manifest.tensors, manifest.values)}
+    new_key = names_by_rules(manifest, rename or {}, [each.path for each in flat.handbacks if each.groups is not None])
+    prefix = _prefix_of_only_module([new_key[key] for key in manifest.tensors], flat)
+    named = {key: prefix + new for key, new in new_key.items()}
     refuse_collisions(named.items())
     stored = _Stored(
         tensors={named[key]: key for key in manifest.tensors},
@@ -86,18 +86,22 @@ def foreign_under_names_of(
     for handback in flat.handbacks:
         if handback.groups is not None:
             _name_parameters(handback, flat, stored)
-    values = dict(_in_pieces_of_app(stored.values, flat))
+    values = dict(chain.from_iterable(_divided(key, value, flat) for key, value in stored.values.items()))
     roots = {join(each.path): (each.path, frozenset(_names_in(each.groups))) for each in flat.handbacks}
+    paths = {named[key]: _tail(path, named[key]) for key, (path, _) in manifest.values.items()}
     adapted = replace(
         manifest,
         tensors=StoredTensors(
-            (key, manifest.tensors[old]._replace(path=_path_of(key, flat, roots)))
+            (key, manifest.tensors[old]._replace(path=_path_of(key, (), flat, roots)))
             for key, old in stored.tensors.items()
         ),
-        values={key: (_path_of(key, flat, roots), value) for key, value in values.items()},
+        values={key: (_path_of(key, paths.get(key, ()), flat, roots), value) for key, value in values.items()},
+        per_rank={named[key]: _tail(path, named[key]) for key, path in manifest.per_rank.items()},
     )
     names = under_names_of(adapted, flat, select, None)
     old_key = {key: stored.tensors[names.renamed.get(key, key)] for key in names.manifest.tensors}
+    old_per_rank = {new: key for key, new in named.items() if key in manifest.per_rank}
+    old_key |= {key: old_per_rank[names.renamed.get(key, key)] for key in names.manifest.per_rank}
     return replace(names, renamed={key: old for key, old in old_key.items() if key != old})
 
 
@@ -110,14 +114,31 @@ def _prefix_of_only_module(keys: Collection[str], flat: FlatState) -> str:
     return prefix if any(prefix + key in flat.leaves for key in keys) else ""
 
 
-def _path_of(key: str, flat: FlatState, roots: Mapping[str, tuple[Path, Collection[str]]]) -> Path:
-    """Returns the path that a key has in the app, or would have if it were there."""
+def _tail(path: Path, new_key: str) -> Path:
+    """Returns the path of a key that is renamed, with the parts of the old one, positions in lists among them, where
+    both keys end alike."""
+    kept: list[str | int] = []
+    rest = new_key
+    for part in reversed(path):
+        if rest != str(part) and not rest.endswith(f".{part}"):
+            break
+        kept.append(part)
+        rest = rest[: -len(str(part))].removesuffix(".")
+    return (*filter(None, rest.split(".")), *reversed(kept))
+
+
+def _path_of(key: str, path: Path, flat: FlatState, roots: Mapping[str, tuple[Path, Collection[str]]]) -> Path:
+    """Returns the path that a key has in the app, or would have if it were there.
+
+    Args:
+        path: of the key outside of optimizers, as far as it is known.
+    """
     if key in flat.leaves:
         return flat.leaves[key].path
-    for root, (path, known) in roots.items():
-        if key.startswith(f"{root}."):
-            return (*path, *_path_within(key.removeprefix(f"{root}."), known))
-    return tuple(key.split("."))
+    for root, (at, known) in roots.items():
+        if known and key.startswith(f"{root}."):
+            return (*at, *_path_within(key.removeprefix(f"{root}."), known))
+    return path or tuple(key.split("."))
 
 
 def _path_within(key: str, known: Collection[str]) -> Path:
@@ -249,19 +270,6 @@ def _names_of_modules(flat: FlatState) -> Iterator[str]:
             yield from (handback.plain_names.get(name, name) for name, _ in handback.target.named_parameters())
 
 
-def _in_pieces_of_app(values: Mapping[str, Any], flat: FlatState) -> Iterator[tuple[str, Any]]:
-    """Yields plain values cut as the app has them: put together to its containers, or divided to what is in them."""
-    rest = dict(values)
-    for key, leaf in flat.leaves.items():
-        if key in rest or isinstance(leaf.value, Tensor | PerRank):
-            continue
-        pieces = {tuple(each[len(key) + 1 :].split(".")): each for each in rest if each.startswith(f"{key}.")}
-        if pieces and isinstance(leaf.value, dict | list | tuple):
-            yield key, _nested({path: rest.pop(each) for path, each in pieces.items()}, leaf.value)
-    for key, value in rest.items():
-        yield from _divided(key, value, flat)
-
-
 def _divided(key: str, value: Any, flat: FlatState) -> Iterator[tuple[str, Any]]:
     """Yields a value as it is, or what is in it where the app has leaves of their own for that."""
     below = f"{key}."
@@ -273,21 +281,22 @@ def _divided(key: str, value: Any, flat: FlatState) -> Iterator[tuple[str, Any]]
         yield from _divided(f"{below}{part}", child, flat)
 
 
-def _nested(pieces: Mapping[Path, Any], like: Any = None) -> Any:
-    """Nests values by path; lists where the parts are positions, or where `like` is one."""
+def _nested(pieces: Mapping[Path, Any]) -> Any:
+    """Nests values by path; lists where the parts are positions."""
     if () in pieces:
         return pieces[()]
     branches: dict[str, dict[Path, Any]] = {}
     for (part, *rest), value in pieces.items():
         branches.setdefault(str(part), {})[tuple(rest)] = value
-    positions = sorted(branches, key=int) if all(part.isdecimal() for part in branches) else None
-    are_positions = positions == [*map(str, range(len(branches)))]
-    if are_positions and not isinstance(like, dict):
-        known = like if isinstance(like, list | tuple) and len(like) == len(branches) else [None] * len(branches)
-        items = [_nested(branches[part], known[i]) for i, part in enumerate(positions or ())]
-        return tuple(items) if type(like) is tuple else items
-    known_keys = {str(key): key for key in like} if isinstance(like, dict) else {}
-    return {
-        known_keys.get(part, part): _nested(each, like[known_keys[part]] if part in known_keys else None)
-        for part, each in branches.items()
-    }
+    positions = [*map(str, range(len(branches)))]
+    if all(each in branches for each in positions):
+        return [_nested(branches[each]) for each in positions]
+    return {part: _nested(each) for part, each in branches.items()}
+
+
+def has_numbers(manifest: Manifest) -> bool:
+    """Whether a checkpoint has groups of parameters by number, as torch's own optimizers save them."""
+    return any(
+        PARAM_GROUPS in path and isinstance([*path, value][path.index(PARAM_GROUPS) + 1], Index | list)
+        for path, value in manifest.values.values()
+    )

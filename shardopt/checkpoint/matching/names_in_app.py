@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from shardopt.checkpoint.format.manifest import Manifest, StoredTensors
-from shardopt.checkpoint.matching.foreign import foreign_under_names_of
+from shardopt.checkpoint.matching.foreign import foreign_under_names_of, has_numbers
 from shardopt.checkpoint.matching.renaming import Names, under_names_of
 from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.errors import FormatError, Problem
@@ -31,7 +31,7 @@ def names_in_app(
         MismatchError: the rules of `rename` give two keys one name.
     """
     manifest = contents(reader, skip)
-    if reader.source.is_foreign:
+    if reader.source.is_foreign or has_numbers(manifest):
         return foreign_under_names_of(manifest, flat, select, rename, reader.read)
     return under_names_of(manifest, flat, select, rename)
 

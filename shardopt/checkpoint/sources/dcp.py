@@ -18,10 +18,11 @@ from shardopt.checkpoint.format.manifest import DataFile, Manifest, StoredLayout
 from shardopt.checkpoint.pickled.dcp_metadata import DcpChunk, DcpEntry, DcpMetadata, DcpTensor, read_metadata
 from shardopt.checkpoint.pickled.torch_archive import TensorRecord, read_archive
 from shardopt.checkpoint.sources.archives import ArchivedTensors, plain_value
+from shardopt.checkpoint.sources.grouping import path_of, with_options_by_member
 from shardopt.checkpoint.sources.source import Source
 from shardopt.checkpoint.storage import Storage, wrap_os_errors
 from shardopt.errors import FormatError
-from shardopt.state import Index, Path
+from shardopt.state import Path
 
 METADATA_NAME = ".metadata"
 _WRITER = re.compile(r"__(\d+)_\d+\.distcp", re.ASCII)
@@ -68,15 +69,15 @@ class DcpSource(Source):
         metadata = read_metadata(data, where)
         self._sizes = self._sizes_of_files(metadata)
         self._files: list[tuple[str, dict[str, tuple[DcpTensor, DcpChunk]]]] = []
-        tensors = self._place(metadata)
         values, unread = self._read_values(metadata)
+        tensors, grouped = with_options_by_member(self._place(metadata), values)
         self.unread = dict(metadata.unsupported) | unread
         self.manifest = Manifest(
             save_id=self.digest,
             world_size=1 + max((int(found[1]) for found in map(_WRITER.fullmatch, self._sizes) if found), default=0),
             files=tuple(DataFile(name, self._sizes[name], "") for name, _ in self._files),
             tensors=tensors,
-            values=values,
+            values=grouped,
         )
 
     def open_file(self, number: int) -> _Chunks:
@@ -172,5 +173,4 @@ class DcpSource(Source):
 
 def _path_of(key: str, metadata: DcpMetadata) -> Path:
     """Returns the path of a key in the nested state. Keys of dicts are str there, so that numbers are positions."""
-    parts = metadata.paths.get(key) or (key,)
-    return tuple(Index(part) if isinstance(part, int) else part for part in parts)
+    return path_of(metadata.paths.get(key) or (key,))

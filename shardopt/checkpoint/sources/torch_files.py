@@ -17,6 +17,7 @@ from shardopt.checkpoint.format.manifest import DataFile, Manifest, StoredLayout
 from shardopt.checkpoint.pickled.stand_ins import Unknown
 from shardopt.checkpoint.pickled.torch_archive import TensorRecord, read_archive
 from shardopt.checkpoint.sources.archives import ArchivedTensors, plain_value
+from shardopt.checkpoint.sources.grouping import with_options_by_member
 from shardopt.checkpoint.sources.source import Source, ambiguous
 from shardopt.checkpoint.storage import Storage, wrap_os_errors
 from shardopt.errors import FormatError, Problem
@@ -142,12 +143,13 @@ class TorchSource(Source):
                     values[key] = path, plain
                     digest.update(f"{key}\0{plain!r}\0".encode())
         self.unread, self.digest = unread, digest.hexdigest()
+        tensors, grouped = with_options_by_member(tensors, values)
         self.manifest = Manifest(
             save_id=self.digest,
             world_size=1,
             files=tuple(DataFile(file.name, file.nbytes, "") for file in self._files),
             tensors=tensors,
-            values=values,
+            values=grouped,
         )
 
     def open_file(self, number: int) -> _TorchFile:
