@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,12 +19,13 @@ from shardopt.checkpoint.format.constants import (
     load_json,
     without_duplicates,
 )
+from shardopt.checkpoint.format.manifest import DataFile
 from shardopt.checkpoint.reading.data_file_reader import DataFileReader
 from shardopt.checkpoint.reading.fetch import fetch
 from shardopt.checkpoint.reading.open_file import ReadRequest, form_of
 from shardopt.checkpoint.sources.read_manifest import read_manifest
 from shardopt.checkpoint.sources.source import Source
-from shardopt.checkpoint.storage import Storage
+from shardopt.checkpoint.storage import Storage, storage_of
 from shardopt.errors import StateError
 from shardopt.sharding.box import whole
 from shardopt.values import decode_value
@@ -32,23 +34,40 @@ from shardopt.values import decode_value
 class OwnSource(Source):
     """A committed checkpoint.
 
+    Args:
+        base_root: the directory that has the checkpoints which this one refers to; None for the one that it is in.
+
     Raises:
         CheckpointNotFoundError, CorruptionError, FormatError: see `read_manifest`.
     """
 
     format_name = FORMAT_NAME
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(self, storage: Storage, base_root: str | os.PathLike[str] | None = None) -> None:
         super().__init__(storage)
         self.manifest, data = read_manifest(storage)
         self.digest = xxhash.xxh3_64_hexdigest(data)
+        self._base_root = None if base_root is None else storage_of(base_root)
 
     def open_file(self, number: int) -> DataFileReader:
-        return DataFileReader(self.storage, self.manifest.files[number])
+        file = self.manifest.files[number]
+        return DataFileReader(self.directory_of(file), file)
+
+    def directory_of(self, file: DataFile) -> Storage:
+        """Returns the directory that has one of the manifest's files: the checkpoint's own, or one beside it."""
+        if file.directory is None:
+            return self.storage
+        root = self._base_root
+        if root is None:
+            parent = self.storage.parent()
+            if parent is None:
+                raise damaged(self.url, f"a reference to {file.path}, where no directory is above")
+            root = parent[0]
+        return root.child(file.directory)
 
     def per_rank(self, rank: int) -> Mapping[str, Any]:
         name = file_name(self.manifest.save_id, rank, 0)
-        number = next((i for i, file in enumerate(self.manifest.files) if file.name == name), None)
+        number = next((i for i, file in enumerate(self.manifest.files) if file.path == name), None)
         if number is None:
             raise damaged(f"{self.url}/{name}", "no such file in the manifest")
         file = self.open_file(number)
