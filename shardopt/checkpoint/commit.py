@@ -27,7 +27,7 @@ from shardopt.checkpoint.format.shared_values import Values, decode_each
 from shardopt.checkpoint.planning.save_plan import SavePlan
 from shardopt.checkpoint.refer import Unchanged, refer
 from shardopt.checkpoint.sources.read_manifest import read_manifest
-from shardopt.checkpoint.sources.referred import References, referred_in, references_under
+from shardopt.checkpoint.sources.referred import References, references_under, referred_in
 from shardopt.checkpoint.storage import Storage, is_temporary
 from shardopt.checkpoint.storage.no_space import explain_no_space
 from shardopt.checkpoint.writing.unchanged import Base
@@ -258,12 +258,15 @@ def remove_checkpoints(storages: Sequence[Storage]) -> None:
     """
     for storage in storages:
         storage.remove_durably(MANIFEST_NAME)  # durably first: without it nobody takes the rest for a checkpoint
-    files = {storage: [name for name in storage.names() if FILE_NAME.fullmatch(name)] for storage in storages}
+    names = {
+        storage: [name for name in storage.names() if FILE_NAME.fullmatch(name) or is_temporary(name)]
+        for storage in storages
+    }
     # After the manifests: from now on no save can refer to what only they had.
-    referred = _referred_in([storage for storage in storages if files[storage]])
+    referred = _referred_in([storage for storage in storages if names[storage]])
     for storage in storages:
-        for name in storage.names():
-            if is_temporary(name) or (name in files[storage] and name not in referred[storage]):
+        for name in names[storage]:
+            if name not in referred[storage]:
                 storage.remove(name)
         storage.remove_durably(MANIFEST_NAME)  # of a save that was taken for dead, and committed what is gone now
         storage.remove_if_empty()

@@ -58,6 +58,7 @@ class LoadOptions:
     deadline_seconds: float
     group: Group | None
     tied: Tied | None
+    base_root: str | os.PathLike[str] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +131,7 @@ def load(
     deadline_seconds: float = DEADLINE_SECONDS,
     group: Group | None = None,
     tied: Tied | None = None,
+    base_root: str | os.PathLike[str] | None = None,
 ) -> LoadReport:
     r"""Loads a checkpoint into `app`, whatever ranks, meshes and placements it was saved from. Collective.
 
@@ -162,6 +164,7 @@ def load(
         group: the ranks that load, where they are not all of the job: a process group, or a device mesh. Others make no
             call. It need not be the group that saved.
         tied: as for `save`. Where the checkpoint has both names apart, they must be equal.
+        base_root: as for `open`.
 
     Raises:
         OptionError: this rank is not in `group`.
@@ -183,6 +186,7 @@ def load(
         deadline_seconds=deadline_seconds,
         group=group,
         tied=tied,
+        base_root=base_root,
     )
     # Around a call, so that the collector finds the plan gone when it wakes.
     with reading(url), ranks_of(group).beating(deadline_seconds), gc_paused():
@@ -271,7 +275,7 @@ def _load_into(
 
 def _plan(url: str | os.PathLike[str], app: Mapping[str, Any], options: LoadOptions, ranks: Ranks) -> _Plan:
     """Plans this rank's reads; refuses what does not fit, or notes it, to be settled with the other ranks."""
-    reader = open_checkpoint(url)
+    reader = open_checkpoint(url, options.base_root)
     flat = flatten(app, options.tied)
     names = under_names_of(reader.manifest, flat, options.select, options.rename)
     views = {key: view_of(tensor, key).numbered_in(ranks.job_numbers) for key, tensor in flat.tensors().items()}

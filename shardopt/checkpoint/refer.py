@@ -22,12 +22,10 @@ class Unchanged:
 
 
 _Found = tuple[Part, ...] | int | None
-"""What was found for one box: parts; the number of the base's box, where none has changed; None where all was written."""
+"""What was found for a box: parts; the number of the base's box where nothing has changed; None where all has."""
 
 
-def refer(
-    plan: SavePlan, unchanged: Unchanged
-) -> tuple[list[tuple[int, int]], tuple[DataFile, ...], StoredTensors]:
+def refer(plan: SavePlan, unchanged: Unchanged) -> tuple[list[tuple[int, int]], tuple[DataFile, ...], StoredTensors]:
     """Returns the rank and slot of each file that was written, the files that are referred to, and all tensors."""
     found: dict[str, list[_Found]] = {key: [None] * len(each.boxes) for key, each in plan.assigned.items()}
     writers = []
@@ -74,9 +72,7 @@ class _Files:
         return self._numbers[number]
 
 
-def _layout(
-    assignment: Assignment, base: StoredLayout | None, found: Sequence[_Found], files: _Files
-) -> StoredLayout:
+def _layout(assignment: Assignment, base: StoredLayout | None, found: Sequence[_Found], files: _Files) -> StoredLayout:
     boxes: list[Box] = []
     numbers: list[int] = []
     entries: list[StoredEntry] = []

@@ -40,7 +40,6 @@ from shardopt.sharding.box import Box, grid_boxes, grid_cuts, whole
 from shardopt.state import Path, join
 from shardopt.values import decode_value, encode_value
 
-
 _BESIDE = "../"  # begins the names of files in other directories under the root of a run
 
 
@@ -109,9 +108,7 @@ class StoredTensors(dict[str, StoredTensor]):
             if number == len(distinct):
                 distinct.append(layout)
             tensors[key] = (dtype.name, number, encode_path(key, path))
-        excess = _limit_exceeded(
-            [(len(layout.boxes) + len(layout.entries), len(layout.shape)) for layout in distinct]
-        )
+        excess = _limit_exceeded([(len(layout.boxes) + len(layout.entries), len(layout.shape)) for layout in distinct])
         if excess:
             problem = Problem("manifest", excess, "layouts within the limit", "have fewer dimensions, ranks or layouts")
             raise StateError("the manifest would be unreadable", [problem])
@@ -289,6 +286,8 @@ def _encode_layout(layout: StoredLayout) -> dict[str, Any]:
 
 def _decode_layout(wire: Mapping[str, Any], file_count: int) -> StoredLayout:
     shape, files = read_sizes(wire["shape"]), read_sizes(wire["files"])
+    if "entries" not in wire and len(set(files)) < len(files):
+        raise ValueError("two boxes of a tensor in one file")
     if "cuts" in wire:
         cuts = [read_sizes(points) for points in wire["cuts"]]
         if len(cuts) != len(shape) or prod(len(points) - 1 for points in cuts) != len(files):
@@ -305,15 +304,13 @@ def _decode_layout(wire: Mapping[str, Any], file_count: int) -> StoredLayout:
     if any(len(box.offsets) != len(shape) or min(box.sizes, default=0) < 0 for box in boxes):
         raise ValueError("a box that is not within its tensor")
     entries = _decode_entries(wire["entries"], shape, boxes) if "entries" in wire else ()
-    as_they_are = [file for i, file in enumerate(files) if not entries or entries[i] == (boxes[i], False)]
-    if len(set(as_they_are)) < len(as_they_are):
+    of_files = {(file, entry.box) for file, entry in zip(files, entries, strict=False) if not entry.is_patch}
+    if len({file for file, _ in of_files}) < len(of_files):
         raise ValueError("two boxes of a tensor in one file")
     return StoredLayout(shape, boxes, files, entries)
 
 
-def _decode_entries(
-    wire: Sequence[Any], shape: tuple[int, ...], boxes: Sequence[Box]
-) -> tuple[StoredEntry, ...]:
+def _decode_entries(wire: Sequence[Any], shape: tuple[int, ...], boxes: Sequence[Box]) -> tuple[StoredEntry, ...]:
     entries = []
     for box, entry in zip(boxes, wire, strict=True):
         if entry is None:

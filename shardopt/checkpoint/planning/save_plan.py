@@ -70,7 +70,6 @@ class SavePlan:
             if writer == rank:
                 yield box, slot
 
-
     @cached_property
     def boxes_in_order(self) -> Mapping[tuple[int, int], Sequence[tuple[str, int]]]:
         """The boxes of each data file, by rank and slot, in the order of their bytes: key, and number in its tensor."""

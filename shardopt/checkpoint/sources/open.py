@@ -23,9 +23,7 @@ def open_source(storage: Storage, base_root: str | os.PathLike[str] | None = Non
     return OwnSource(storage, base_root)
 
 
-def open_checkpoint(
-    url: str | os.PathLike[str], base_root: str | os.PathLike[str] | None = None
-) -> CheckpointReader:
+def open_checkpoint(url: str | os.PathLike[str], base_root: str | os.PathLike[str] | None = None) -> CheckpointReader:
     """Opens a checkpoint for reading; use it in a `with` statement, or `close` it. Local.
 
     Args:

@@ -25,8 +25,8 @@ from shardopt.checkpoint.reading.fetch import fetch
 from shardopt.checkpoint.reading.open_file import ReadRequest, form_of
 from shardopt.checkpoint.sources.read_manifest import read_manifest
 from shardopt.checkpoint.sources.source import Source
-from shardopt.checkpoint.storage import Storage, storage_of
-from shardopt.errors import StateError
+from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
+from shardopt.errors import CorruptionError, Problem, StateError
 from shardopt.sharding.box import whole
 from shardopt.values import decode_value
 
@@ -51,7 +51,16 @@ class OwnSource(Source):
 
     def open_file(self, number: int) -> DataFileReader:
         file = self.manifest.files[number]
-        return DataFileReader(self.directory_of(file), file)
+        directory = self.directory_of(file)
+        try:
+            return DataFileReader(directory, file)
+        except CorruptionError:
+            with wrap_os_errors(f"read {directory.url}/{file.name}"):
+                if file.directory is None or directory.exists(file.name):
+                    raise
+        remedy = "name the directory that has its directory by base_root=, or restore from another checkpoint"
+        problem = Problem(f"{directory.url}/{file.name}", "no such file", f"what {self.url} refers to", remedy)
+        raise CorruptionError("a checkpoint lacks what it refers to", [problem])
 
     def directory_of(self, file: DataFile) -> Storage:
         """Returns the directory that has one of the manifest's files: the checkpoint's own, or one beside it."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import gcd, prod
 from typing import Any, NamedTuple
 
@@ -35,6 +35,8 @@ from shardopt.sharding.pieces import View
 _SAMPLED_SEGMENTS = 16  # of a box: where all of them have changed, the others are not looked at
 _LEAST_SHARE = 16  # of a box's bytes, one in so many: fewer in a row are not worth a cut
 _MOST_PARTS = 64  # of a box, or it is written whole again: manifests are not to grow with the number of saves
+
+_LEAST_USE = 4  # of a file's bytes, one in so many: else all of it is kept for the sake of a few
 
 _log = logging.getLogger("shardopt.checkpoint")
 
@@ -123,7 +125,11 @@ class Base:
                 self._files[number] = None
                 self._files[number] = self.source.open_file(number)
             file = self._files[number]
-            return None if file is None else file.checksums(file.entry(entry.key(request.key), form_of(request.dtype, entry.box)))
+            return (
+                None
+                if file is None
+                else file.checksums(file.entry(entry.key(request.key), form_of(request.dtype, entry.box)))
+            )
         except CheckpointError as error:
             _log.warning("what an earlier save has is written again: %s", error)
             return None
@@ -138,24 +144,48 @@ def cut_by_changes(
         The writes that are left; by slot and position there, the parts of each box of which something is referred to;
         and the bytes of tensors that are.
     """
+    found = {
+        (slot, position): _parts_of(base, request, memory_of(request, views))
+        for slot, requests in writes.slots.items()
+        for position, request in enumerate(requests)
+    }
+    used = _files_in_use(base, writes, found)
     left: dict[int, list[WriteRequest]] = {}
     parts: defaultdict[int, dict[int, list[Part]]] = defaultdict(dict)
     unchanged_bytes = 0
     for slot, requests in writes.slots.items():
         left[slot] = []
         for position, request in enumerate(requests):
-            of_box = _parts_of(base, request, memory_of(request, views))
-            if of_box is None:
+            of_box = _parts_in(used, base, request, found[slot, position])
+            if not of_box:
                 left[slot].append(request)
                 continue
-            parts[slot][position] = of_box
-            row_bytes = _row_bytes(request)
+            parts[slot][position] = of_box = _with_changed(of_box, *_rows_of(request.box))
             for part in of_box:
                 if part.unchanged_in is None:
                     left[slot].append(_patch(request, part))
                 else:
-                    unchanged_bytes += (part.end - part.begin) * row_bytes
+                    unchanged_bytes += (part.end - part.begin) * _row_bytes(request)
     return writes.only(left), parts, unchanged_bytes
+
+
+def _files_in_use(base: Base, writes: RankWrites, found: Mapping[tuple[int, int], Sequence[Part]]) -> frozenset[int]:
+    """Returns the numbers of the base's files of which enough is in use still."""
+    used: defaultdict[int, int] = defaultdict(int)
+    for (slot, position), of_box in found.items():
+        request = writes.slots[slot][position]
+        layout = base.layout_of(request)
+        for part in of_box if layout is not None else ():
+            used[layout.files[part.unchanged_in or 0]] += (part.end - part.begin) * _row_bytes(request)
+    return frozenset(
+        number for number, nbytes in used.items() if nbytes * _LEAST_USE >= base.manifest.files[number].nbytes
+    )
+
+
+def _parts_in(used: Collection[int], base: Base, request: WriteRequest, parts: Sequence[Part]) -> list[Part]:
+    """Returns the unchanged parts of a box that lie in some of the base's files."""
+    layout = base.layout_of(request)
+    return [] if layout is None else [part for part in parts if layout.files[part.unchanged_in or 0] in used]
 
 
 PartsBySlot = Mapping[int, Mapping[int, Sequence[Part]]]
@@ -193,11 +223,11 @@ def unpack_parts(wire: Mapping[str, Any]) -> dict[int, dict[int, list[Part] | in
     return parts
 
 
-def _parts_of(base: Base, request: WriteRequest, tensor: Tensor) -> list[Part] | None:
-    """Returns the parts of a box, in order; None where all of it is to be written."""
+def _parts_of(base: Base, request: WriteRequest, tensor: Tensor) -> list[Part]:
+    """Returns the parts of a box that did not change, in order; none where all of it is to be written."""
     layout = base.layout_of(request)
     if layout is None:
-        return None
+        return []
     first, last = _rows_of(request.box)
     same: list[Part] = []
     memory = _Memory(tensor)
@@ -216,8 +246,11 @@ def _parts_of(base: Base, request: WriteRequest, tensor: Tensor) -> list[Part] |
             if unchanged == rows or (unchanged[1] - unchanged[0]) * _LEAST_SHARE >= last - first:
                 same.append(Part(*unchanged, number))
     same = _joined(same, layout)
-    if not 0 < len(same) <= _MOST_PARTS:
-        return None
+    return same if len(same) <= _MOST_PARTS else []
+
+
+def _with_changed(same: Sequence[Part], first: int, last: int) -> list[Part]:
+    """Returns unchanged parts, and between them those that have changed, so that they make up the rows of a box."""
     parts: list[Part] = []
     row = first
     for part in same:
