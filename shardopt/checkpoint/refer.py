@@ -35,7 +35,8 @@ def refer(plan: SavePlan, unchanged: Unchanged) -> tuple[list[tuple[int, int]], 
         for position, of_box in parts.items():
             key, number = boxes[position]
             found[key][number] = of_box if isinstance(of_box, int) else (*of_box,)
-        is_written = len(parts) < len(boxes) or any(not isinstance(of_box, int) for of_box in parts.values())
+        some = (part for of_box in parts.values() if not isinstance(of_box, int) for part in of_box)
+        is_written = len(parts) < len(boxes) or any(part.unchanged_in is None for part in some)
         if is_written or (plan.geometry.per_rank and slot == 0):
             writers.append((rank, slot))
     files = _Files(unchanged.base, writers)

@@ -1,8 +1,8 @@
 """The data files to which checkpoints beside them refer: they stay where they are when their own checkpoint goes.
 
-Who removes a checkpoint takes its manifest away first, then looks here, and leaves the files that are named. Who commits
-one that refers to files of others looks, once its manifest is there, whether these files and the manifest by which it
-found them still are, and otherwise takes its own back. Of the two one comes last, and sees the other's work.
+Who removes a checkpoint takes its manifest away first, then looks here, and leaves the files that are named. Who
+commits one that refers to files of others looks, once its manifest is there, whether these files and the manifest by
+which it found them still are, and otherwise takes its own back. Of the two one comes last, and sees the other's work.
 """
 
 from __future__ import annotations

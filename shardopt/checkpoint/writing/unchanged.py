@@ -98,6 +98,12 @@ class Base:
         file = self.manifest.files[number]
         return DataFile(file.name, file.nbytes, file.digest, file.directory or self.directory)
 
+    def bytes_in(self, number: int) -> int:
+        """Returns the bytes of tensors in one of the base's files, which must have been opened."""
+        file = self._files.get(number)
+        entries = [] if file is None else [*file.entries.values()]
+        return entries[-1].begin - entries[0].begin if entries else 0
+
     def layout_of(self, request: WriteRequest) -> StoredLayout | None:
         """Returns the layout that the base has of a tensor; None where it has none of its name and dtype."""
         tensor = self.manifest.tensors.get(request.key)
@@ -177,9 +183,7 @@ def _files_in_use(base: Base, writes: RankWrites, found: Mapping[tuple[int, int]
         layout = base.layout_of(request)
         for part in of_box if layout is not None else ():
             used[layout.files[part.unchanged_in or 0]] += (part.end - part.begin) * _row_bytes(request)
-    return frozenset(
-        number for number, nbytes in used.items() if nbytes * _LEAST_USE >= base.manifest.files[number].nbytes
-    )
+    return frozenset(number for number, nbytes in used.items() if nbytes * _LEAST_USE >= base.bytes_in(number))
 
 
 def _parts_in(used: Collection[int], base: Base, request: WriteRequest, parts: Sequence[Part]) -> list[Part]:
@@ -233,13 +237,15 @@ def _parts_of(base: Base, request: WriteRequest, tensor: Tensor) -> list[Part]:
     memory = _Memory(tensor)
     for begin, end, number in base.rows_like(layout, request.box):
         entry = layout.entry(number)
-        if not request.box.numel:
-            if layout.boxes[number] == request.box:
-                return [Part(first, last, number)]
+        if request.box.numel and min(end, last) <= max(begin, first):
             continue
-        if min(end, last) <= max(begin, first) or _columns_of(entry.box) != _columns_of(request.box):
+        if not request.box.numel and layout.boxes[number] != request.box:
+            continue
+        if _columns_of(entry.box) != _columns_of(request.box):
             continue
         sums = base.checksums(layout.files[number], request, entry)
+        if sums is not None and not request.box.numel:
+            return [Part(first, last, number)]
         rows = max(begin, first), min(end, last)
         for unchanged in _unchanged_rows(request, entry, rows, sums, memory) if sums is not None else ():
             # What was cut before stays as it is, however short: it would be written again and again.
