@@ -117,8 +117,6 @@ def test_a_save_beside_the_removal_of_its_base_at_every_call_of_the_system(root)
     check_orders(root, base_is_removed(root), root.operations, preemptions=1)
 
 
-
-
 def save_on(root):
     """A job that is started again: goes on from step 2, keeps one, and saves twice."""
     with Manager(root.url, keep_last=1, incremental=True) as manager:
@@ -129,7 +127,7 @@ def save_on(root):
 
 
 def check_kills(root, operations):
-    """And whoever goes on then ends as if there had been none, but for what is kept for the one it was restored from."""
+    """And whoever goes on then ends as if there had been none, but for what the restored one is kept for."""
 
     def tasks():
         root.renew([1, 2])

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import gcd, prod
 from typing import Any, NamedTuple
 
@@ -113,6 +113,12 @@ class Base:
             return None
         return tensor.layout
 
+    def file_of(self, request: WriteRequest, part: Part) -> int:
+        """Returns the number of the base's file that has an unchanged part of a box."""
+        layout = self.layout_of(request)
+        assert layout is not None and part.unchanged_in is not None
+        return layout.files[part.unchanged_in]
+
     def rows_like(self, layout: StoredLayout, box: Box) -> list[tuple[int, int, int]]:
         """Returns first and last row (exclusive) and number of those stored boxes that have a box's columns."""
         if layout not in self._columns:
@@ -162,7 +168,7 @@ def cut_by_changes(
     for slot, requests in writes.slots.items():
         left[slot] = []
         for position, request in enumerate(requests):
-            of_box = _parts_in(used, base, request, found[slot, position])
+            of_box = [part for part in found[slot, position] if base.file_of(request, part) in used]
             if not of_box:
                 left[slot].append(request)
                 continue
@@ -180,16 +186,9 @@ def _files_in_use(base: Base, writes: RankWrites, found: Mapping[tuple[int, int]
     used: defaultdict[int, int] = defaultdict(int)
     for (slot, position), of_box in found.items():
         request = writes.slots[slot][position]
-        layout = base.layout_of(request)
-        for part in of_box if layout is not None else ():
-            used[layout.files[part.unchanged_in or 0]] += (part.end - part.begin) * _row_bytes(request)
+        for part in of_box:
+            used[base.file_of(request, part)] += (part.end - part.begin) * _row_bytes(request)
     return frozenset(number for number, nbytes in used.items() if nbytes * _LEAST_USE >= base.bytes_in(number))
-
-
-def _parts_in(used: Collection[int], base: Base, request: WriteRequest, parts: Sequence[Part]) -> list[Part]:
-    """Returns the unchanged parts of a box that lie in some of the base's files."""
-    layout = base.layout_of(request)
-    return [] if layout is None else [part for part in parts if layout.files[part.unchanged_in or 0] in used]
 
 
 PartsBySlot = Mapping[int, Mapping[int, Sequence[Part]]]
