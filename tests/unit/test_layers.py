@@ -50,6 +50,7 @@ FLOORS = {
     "checkpoint/progress": 20,
     "checkpoint/format": 21,
     "checkpoint/storage": 22,
+    "checkpoint/pickled": 23,
     "checkpoint/planning": 23,
     "checkpoint/reading": 24,
     "checkpoint/sources": 25,

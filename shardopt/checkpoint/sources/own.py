@@ -12,6 +12,7 @@ import xxhash
 from shardopt.checkpoint.format.constants import (
     DTYPES,
     FORMAT_NAME,
+    MANIFEST_NAME,
     PER_RANK_PREFIX,
     damaged,
     file_name,
@@ -19,7 +20,7 @@ from shardopt.checkpoint.format.constants import (
     load_json,
     without_duplicates,
 )
-from shardopt.checkpoint.format.manifest import DataFile
+from shardopt.checkpoint.format.manifest import DataFile, decode_manifest
 from shardopt.checkpoint.reading.data_file_reader import DataFileReader
 from shardopt.checkpoint.reading.fetch import fetch
 from shardopt.checkpoint.reading.open_file import ReadRequest, form_of
@@ -35,6 +36,7 @@ class OwnSource(Source):
     """A committed checkpoint.
 
     Args:
+        data: the bytes of its manifest; None where they are yet to be read.
         base_root: the directory that has the checkpoints which this one refers to; None for the one that it is in.
 
     Raises:
@@ -42,10 +44,16 @@ class OwnSource(Source):
     """
 
     format_name = FORMAT_NAME
+    is_foreign = False
 
-    def __init__(self, storage: Storage, base_root: str | os.PathLike[str] | None = None) -> None:
+    def __init__(
+        self, storage: Storage, data: bytes | None = None, base_root: str | os.PathLike[str] | None = None
+    ) -> None:
         super().__init__(storage)
-        self.manifest, data = read_manifest(storage)
+        if data is None:
+            self.manifest, data = read_manifest(storage)
+        else:
+            self.manifest = decode_manifest(data, f"{storage.url}/{MANIFEST_NAME}")
         self.digest = xxhash.xxh3_64_hexdigest(data)
         self._base_root = None if base_root is None else storage_of(base_root)
 
