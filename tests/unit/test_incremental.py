@@ -15,7 +15,15 @@ from shardopt.checkpoint.format.constants import SEGMENT_BYTES, seal
 from shardopt.checkpoint.format.manifest import decode_manifest, encode_manifest
 from shardopt.checkpoint.sources.read_manifest import read_manifest
 from shardopt.checkpoint.storage import LocalStorage, storage_of
-from shardopt.errors import CheckpointNotFoundError, CorruptionError, FormatError, OptionError, StateError
+from shardopt.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CorruptionError,
+    FormatError,
+    MismatchError,
+    OptionError,
+    StateError,
+)
 from tests.harness import Fault
 from tests.harness.faults import watched
 
@@ -415,3 +423,59 @@ def test_only_what_is_selected_is_saved(tmp_path):
     assert not (tmp_path / "step-00000002" / "manifest.json").exists()
     pending = checkpoint.async_save(tmp_path / "step-00000003", app, select="adapter")
     assert pending.result().tensors == 2
+
+
+class Adapted(torch.nn.Module):
+    """A linear layer with a low-rank adapter."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.linear = torch.nn.Linear(6, 4)
+        self.lora_A = torch.nn.Linear(6, rank, bias=False)
+        self.lora_B = torch.nn.Linear(rank, 4, bias=False)
+
+
+def test_adapters_are_exported_as_peft_has_them(tmp_path):
+    model = torch.nn.ModuleDict({"q_proj": Adapted(2), "v_proj": Adapted(3), "k_proj": Adapted(2)})
+    for step in (1, 2):
+        save(tmp_path, step, base=step - 1 or None, app={"model": model, "step": step})
+    config = {"lora_alpha": 4, "base_model_name_or_path": "base"}
+    checkpoint.export_peft(tmp_path / "step-00000002", tmp_path / "peft", config)
+    with safe_open(tmp_path / "peft" / "adapter_model.safetensors", "pt") as opened:
+        assert sorted(opened.keys()) == [
+            f"base_model.model.{name}_proj.lora_{part}.weight" for name in "kqv" for part in "AB"
+        ]
+        for key in opened.keys():  # noqa: SIM118  # no dict
+            assert torch.equal(opened.get_tensor(key), model.state_dict()[key.removeprefix("base_model.model.")])
+    written = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert (written["r"], written["rank_pattern"], written["lora_alpha"]) == (2, {"v_proj": 3}, 4)
+    assert written["target_modules"] == ["k_proj", "q_proj", "v_proj"] and written["peft_type"] == "LORA"
+    with pytest.raises(CheckpointExistsError):
+        checkpoint.export_peft(tmp_path / "step-00000002", tmp_path / "peft", config)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "options", "said"),
+    [
+        ({"x.weight": (2, 2)}, {}, "lora_A"),
+        ({"x.lora_A.weight": (2, 3)}, {}, "other half"),
+        ({"x.lora_A.weight": (2, 3), "x.lora_B.weight": (4, 2)}, {"config": {}}, "lora_alpha"),
+        ({"x.lora_A.weight": (2, 3), "x.lora_B.weight": (4, 2)}, {"config": {"r": 8, "lora_alpha": 1}}, "r of x"),
+        ({f"x.lora_{part}.{name}.weight": (2, 2) for part in "AB" for name in ("a", "b")}, {}, "adapter="),
+    ],
+)
+def test_what_is_no_adapter_is_refused(tmp_path, tensors, options, said):
+    save(tmp_path, 1, app={"model": {key: torch.ones(shape) for key, shape in tensors.items()}})
+    with pytest.raises(MismatchError, match=said):
+        checkpoint.export_peft(
+            tmp_path / "step-00000001", tmp_path / "peft", **{"config": {"lora_alpha": 1}, **options}
+        )
+    assert not (tmp_path / "peft").exists()
+
+
+def test_an_adapter_of_several_is_exported_by_its_name(tmp_path):
+    tensors = {f"base_model.model.x.lora_{part}.{name}.weight": torch.ones(2, 2) for part in "AB" for name in "ab"}
+    save(tmp_path, 1, app={"model": tensors})
+    checkpoint.export_peft(tmp_path / "step-00000001", tmp_path / "peft", {"lora_alpha": 1}, adapter="b")
+    with safe_open(tmp_path / "peft" / "adapter_model.safetensors", "pt") as opened:
+        assert sorted(opened.keys()) == [f"base_model.model.x.lora_{part}.weight" for part in "AB"]
