@@ -161,7 +161,8 @@ def _remove_remains(storage: Storage, manifest: Manifest, there: set[str]) -> No
 
     They are of a save that died, or of one that will find the path taken. The checkpoint is whole without this.
     """
-    own = {file.name for file in manifest.own_files}
+    # Among those that it refers to may be remains here, of what was removed and is saved once more.
+    own = {file.name for file in manifest.files}
     remains = [name for name in sorted(there - own) if FILE_NAME.fullmatch(name)]
     try:
         referred = referred_in(storage) if remains else ()
@@ -274,6 +275,8 @@ def remove_checkpoints(storages: Sequence[Storage]) -> None:
 
 def _referred_in(storages: Sequence[Storage]) -> dict[Storage, frozenset[str]]:
     """Returns the names of files in these directories to which checkpoints beside them refer."""
+    if len(storages) == 1:
+        return {storages[0]: referred_in(storages[0])}
     of_roots: dict[str, References] = {}
     referred: dict[Storage, frozenset[str]] = {}
     for storage in storages:

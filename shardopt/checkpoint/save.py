@@ -270,7 +270,10 @@ class _Bases:
             except CheckpointError as error:
                 _log.warning("all that this rank has is written anew: %s", error)
                 return None
-        return self._base if self._base.digest == digest else None
+        if self._base.digest != digest:
+            _log.warning("all that this rank has is written anew: it sees another checkpoint at %s than rank 0", url)
+            return None
+        return self._base
 
 
 class _Written(NamedTuple):

@@ -39,7 +39,9 @@ class Root:
         """A root with steps, each of which refers to the one before."""
         number = next(self.numbers)
         if self.remote:
-            fsspec.filesystem("memory").store.clear()
+            memory = fsspec.filesystem("memory")
+            memory.store.clear()
+            memory.pseudo_dirs[:] = [""]  # else each root of an order that is over would be listed beside the next
             self.url = f"memory://removed-bases/{number}"
         else:
             shutil.rmtree(self.path / str(number - 1), ignore_errors=True)
@@ -111,13 +113,14 @@ def test_a_save_beside_the_removal_of_its_base(tmp_path):
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
 def test_a_save_beside_the_removal_of_its_base_by_all_calls(root):
-    check_orders(root, base_is_removed(root), root.calls, preemptions=2)
+    check_orders(root, base_is_removed(root), root.calls, preemptions=1)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3600)
-def test_a_save_beside_two_removals_by_more_orders(root):
-    check_orders(root, bases_are_removed_by_two(root), root.calls, preemptions=2)
+def test_a_save_beside_two_removals(root):
+    prefix = REMOTE if root.remote else LOCAL
+    check_orders(root, bases_are_removed_by_two(root), [prefix + name for name in DECIDING], preemptions=2)
 
 
 @pytest.mark.exhaustive

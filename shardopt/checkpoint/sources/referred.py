@@ -26,8 +26,11 @@ _known: OrderedDict[tuple[str, int, bytes], frozenset[tuple[str, str]]] = Ordere
 """By the manifest's URL, size and seal: manifests do not change, and those of large models are long."""
 
 
-def references_under(root: Storage) -> References:
+def references_under(root: Storage, but: str | None = None) -> References:
     """Returns the files to which committed checkpoints in the directories under a root refer.
+
+    Args:
+        but: a directory that is not looked into.
 
     Raises:
         CheckpointError: a manifest that is there cannot be read: nobody knows then what may be removed.
@@ -36,16 +39,22 @@ def references_under(root: Storage) -> References:
     # Twice, for others may be at work: while one checkpoint is looked at that has not been committed yet, the one that
     # it took its references from may be removed before that is looked at in its turn. The second look sees the first.
     for _ in range(2):
-        for directory in root.names():
+        directories = [name for name in root.names() if name != but]
+        for directory in directories:
             for beside, name in _references_of(root.child(directory)):
                 referred[beside].add(name)
+        if not directories:
+            break  # nor was there anything to take references from
     return {directory: frozenset(names) for directory, names in referred.items()}
 
 
 def referred_in(storage: Storage) -> frozenset[str]:
     """Returns the names of the files in a checkpoint's directory to which checkpoints beside it refer."""
     parent = storage.parent()
-    return frozenset() if parent is None else references_under(parent[0]).get(parent[1], frozenset())
+    if parent is None:
+        return frozenset()
+    root, directory = parent
+    return references_under(root, but=directory).get(directory, frozenset())
 
 
 def _references_of(checkpoint: Storage) -> frozenset[tuple[str, str]]:
