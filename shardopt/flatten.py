@@ -52,7 +52,7 @@ from shardopt.state import (
 )
 from shardopt.values import OnAnyRank, canonical, encode_value
 
-RESERVED_PREFIXES = ("__xxh3__.", "__per_rank__.")
+RESERVED_PREFIXES = ("__xxh3__.", "__per_rank__.", "__rows__.")
 RESERVED_KEYS = ("__metadata__",)  # safetensors keeps its own notes under this name
 
 

@@ -6,13 +6,14 @@ The protocols here are what objects in an app may have beside `state_dict` and `
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 
-from shardopt.errors import Problem, StateError
+from shardopt.errors import OptionError, Problem, StateError
 from shardopt.param_groups import (
     PARAM_GROUPS,
     Groups,
@@ -173,6 +174,13 @@ class FlatState:
     def per_rank(self) -> dict[str, PerRank]:
         return {key: leaf.value for key, leaf in self.leaves.items() if isinstance(leaf.value, PerRank)}
 
+    def selected(self, regex: str | None) -> FlatState:
+        """Returns the same with those leaves alone in whose keys a regex is found; None for all."""
+        if regex is None:
+            return self
+        found = re.compile(regex).search
+        return replace(self, leaves={key: leaf for key, leaf in self.leaves.items() if found(key)})
+
     def name_here(self, part: Any, names: Collection[Any]) -> Any:
         """Returns the one of the names of an object that a part of a path stands for; the part itself if none does."""
         if part in names or not self.tied:
@@ -187,6 +195,17 @@ class FlatState:
             if isinstance(each.target, GroupedStateful)
             for problem in each.target.unmatched_patterns()
         ]
+
+
+def refuse_no_regex(name: str, regex: str | None) -> None:
+    """Raises OptionError where an argument of this name is no regex."""
+    try:
+        if regex is not None:
+            re.compile(regex)
+    except (re.error, TypeError) as error:
+        raise OptionError(
+            "arguments that cannot be meant", [Problem(name, repr(regex), "a regex", str(error))]
+        ) from None
 
 
 def refuse_chains(tied: Tied) -> None:

@@ -3,6 +3,7 @@
 from shardopt.checkpoint.async_save import async_save
 from shardopt.checkpoint.load import load
 from shardopt.checkpoint.matching.strictness import Strictness
+from shardopt.checkpoint.peft import export_peft
 from shardopt.checkpoint.progress import progress_bar
 from shardopt.checkpoint.reports import LoadReport, SaveReport, add_listener, figures
 from shardopt.checkpoint.reshard import reshard
@@ -31,6 +32,7 @@ __all__ = [
     "VerifyReport",
     "add_listener",
     "async_save",
+    "export_peft",
     "figures",
     "load",
     "open",

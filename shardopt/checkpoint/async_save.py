@@ -118,7 +118,7 @@ class AsyncSaver:
             # waits for it, and then reports that it should have waited itself.
             self._thread = world().thread(background.run, "shardopt-save")
             self._thread.start()
-            staged = self._stage(app, stage, metrics, pending, ranks.job_numbers, options.tied)
+            staged = self._stage(app, stage, metrics, pending, ranks.job_numbers, options)
             background.hand_over(staged)
         except BaseException as error:
             # The other ranks go into the thread's first round, in which all are to raise this.
@@ -206,13 +206,14 @@ class AsyncSaver:
         metrics: Mapping[str, float] | None,
         pending: PendingSave,
         members: tuple[int, ...] | None,
-        tied: Tied | None,
+        options: SaveOptions,
     ) -> _Staged | BaseException:
         """Returns the staged state; or the error, which all ranks will raise in the thread."""
         try:
             numbers = None if metrics is None else numbers_of(metrics)
             with gc_paused():
-                staging = Staging(app, self._memory, lazily=stage == "lazy", members=members, tied=tied)
+                tied, select = options.tied, options.select
+                staging = Staging(app, self._memory, stage == "lazy", members, tied, select)
             hold_steps(staging.optimizers, pending, self._hooks)
             if staging.is_lazy:
                 copying_until(pending.staged)
@@ -327,6 +328,8 @@ def async_save(
     deadline_seconds: float = DEADLINE_SECONDS,
     group: Group | None = None,
     tied: Tied | None = None,
+    base: str | os.PathLike[str] | None = None,
+    select: str | None = None,
 ) -> PendingSave:
     """Saves as `save` does, but returns once the state is copied to host memory; a thread writes and commits it.
 
@@ -346,7 +349,7 @@ def async_save(
             fused kernels, nor through `.data`, nor by steps replayed from a CUDA graph, which call no hooks.
         in_flight: what to do while an earlier save of these ranks is in flight: "wait" for it, or "refuse" this one on
             all of them.
-        durable, check_replicas, deadline_seconds, group, tied: as for `save`.
+        durable, check_replicas, deadline_seconds, group, tied, base, select: as for `save`.
         progress: as for `save`, but called from the thread, beside the program; an error that it raises fails the save.
 
     Raises:
@@ -358,7 +361,10 @@ def async_save(
     next save, or the next step of an optimizer in `app`, whichever is the first. Ranks may come to different steps
     until then; the next save is in step again, and raises on all of them if it was not reported on one yet.
     """
-    options = SaveOptions(durable, check_replicas, progress, deadline_seconds, group, tied)
+    base_url = None if base is None else os.fspath(base)
+    options = SaveOptions(
+        durable, check_replicas, progress, deadline_seconds, group, tied, base=base_url, select=select
+    )
     return _saver_of(group).save(url, app, options, stage=stage, in_flight=in_flight)
 
 

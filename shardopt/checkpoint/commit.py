@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -24,9 +25,12 @@ from shardopt.checkpoint.format.manifest import (
 )
 from shardopt.checkpoint.format.shared_values import Values, decode_each
 from shardopt.checkpoint.planning.save_plan import SavePlan
+from shardopt.checkpoint.refer import Unchanged, refer
 from shardopt.checkpoint.sources.read_manifest import read_manifest
+from shardopt.checkpoint.sources.referred import References, references_under, referred_in
 from shardopt.checkpoint.storage import Storage, is_temporary
 from shardopt.checkpoint.storage.no_space import explain_no_space
+from shardopt.checkpoint.writing.unchanged import Base
 from shardopt.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, Problem
 from shardopt.world import world
 
@@ -53,6 +57,7 @@ def commit(
     reports: Sequence[Sequence[Sequence[Any]]],
     metrics: bytes | None = None,
     saved_at: float | None = None,
+    unchanged: Unchanged | None = None,
 ) -> int:
     """Commits a checkpoint, once every rank has reported its files. On rank 0 only.
 
@@ -61,21 +66,22 @@ def commit(
         reports: by rank, the name, bytes and digest of each file that it wrote.
         metrics: numbers by name, as `pack_metrics` gives them.
         saved_at: when it was saved, in seconds since 1970 began; None for now.
+        unchanged: what it refers to an earlier save for; None where that is nothing.
 
     Returns:
-        The bytes of all data files.
+        The bytes of all data files that were written.
     """
     manifest = replace(
-        manifest_of(save_id, plan, values, reports),
+        manifest_of(save_id, plan, values, reports, unchanged),
         saved_at=world().wall_clock() if saved_at is None else saved_at,
         metrics={} if metrics is None else json.loads(metrics),
     )
     data = encode_manifest(manifest)
-    publish_checkpoint(storage, manifest, data)
-    return sum(file.nbytes for file in manifest.files)
+    publish_checkpoint(storage, manifest, data, unchanged.base if unchanged is not None else None)
+    return sum(file.nbytes for file in manifest.own_files)
 
 
-def publish_checkpoint(storage: Storage, manifest: Manifest, data: bytes) -> None:
+def publish_checkpoint(storage: Storage, manifest: Manifest, data: bytes, base: Base | None = None) -> None:
     """Writes the manifest of a checkpoint whose data files are there, unless the path was taken meanwhile.
 
     Others may be at work here: another save to this path, which it saw free as well, or a job that clears away what it
@@ -83,13 +89,18 @@ def publish_checkpoint(storage: Storage, manifest: Manifest, data: bytes) -> Non
     can be; and afterwards the data files must still be there, or the manifest is removed again. `remove_checkpoint`
     looks for a manifest once more after all else is removed: whichever comes last of the two sees the other's work.
 
+    Of files that it refers to the same is true: they may be removed with a checkpoint beside it until the manifest is
+    there, and no longer. `sources/referred.py` is the other half of this.
+
     Args:
         data: the manifest's bytes.
+        base: by whose manifest the save has found what it refers to.
 
     Raises:
         CheckpointExistsError: another checkpoint was committed here.
         CheckpointError: files of the manifest are not there.
     """
+    _refuse_gone(_missing_referred(storage, manifest))
     _, missing = _look_for_files(storage, manifest)
     if missing:
         refuse_committed(storage)  # whose commit has removed them
@@ -102,9 +113,13 @@ def publish_checkpoint(storage: Storage, manifest: Manifest, data: bytes) -> Non
     except FileExistsError:
         raise _taken(storage) from None
     there, missing = _look_for_files(storage, manifest)
-    if missing:
+    gone = _missing_referred(storage, manifest)
+    if manifest.referred_files and base is not None and not base.is_there():
+        gone.append(f"{base.source.url}/{MANIFEST_NAME}")
+    if missing or gone:
         if storage.read(MANIFEST_NAME) == data:
             storage.remove_durably(MANIFEST_NAME)
+        _refuse_gone(gone)
         remedy = "give each job a path of its own"
         problems = [Problem(each, "no such file any more", "what was written", remedy) for each in missing]
         raise CheckpointError("files of the checkpoint were removed while it was committed", problems)
@@ -114,9 +129,31 @@ def publish_checkpoint(storage: Storage, manifest: Manifest, data: bytes) -> Non
 
 def _look_for_files(storage: Storage, manifest: Manifest) -> tuple[set[str], list[str]]:
     """Returns the names of all files that are there, and the URLs of those of the manifest that are not."""
-    wanted, there = {file.name for file in manifest.files}, set(storage.names())
+    wanted, there = {file.name for file in manifest.own_files}, set(storage.names())
     # A listing may be older than a file (NFS keeps them for a while): a name that is not in it is looked up.
     return there, [f"{storage.url}/{name}" for name in sorted(wanted - there) if not storage.exists(name)]
+
+
+def _missing_referred(storage: Storage, manifest: Manifest) -> list[str]:
+    """Returns the URLs of files in directories beside this one that are not there."""
+    by_directory: defaultdict[str, set[str]] = defaultdict(set)
+    for file in manifest.referred_files:
+        by_directory[file.directory or ""].add(file.name)
+    parent = storage.parent()
+    missing = []
+    for directory, wanted in by_directory.items():
+        beside = storage if parent is None else parent[0].child(directory)
+        absent = sorted(wanted - set(beside.names()))
+        missing += [f"{beside.url}/{name}" for name in absent if not beside.exists(name)]
+    return missing
+
+
+def _refuse_gone(gone: Sequence[str]) -> None:
+    """Raises CheckpointError where something that a save refers to is not there any more."""
+    remedy = "save once more; nothing but this run's own rules may remove what is under its root"
+    if gone:
+        problems = [Problem(each, "removed meanwhile", "what an earlier save has", remedy) for each in gone]
+        raise CheckpointError("what the checkpoint refers to was removed while it was saved", problems)
 
 
 def _remove_remains(storage: Storage, manifest: Manifest, there: set[str]) -> None:
@@ -124,16 +161,25 @@ def _remove_remains(storage: Storage, manifest: Manifest, there: set[str]) -> No
 
     They are of a save that died, or of one that will find the path taken. The checkpoint is whole without this.
     """
+    # Among those that it refers to may be remains here, of what was removed and is saved once more.
     own = {file.name for file in manifest.files}
+    remains = [name for name in sorted(there - own) if FILE_NAME.fullmatch(name)]
     try:
-        for name in sorted(there - own):
-            if FILE_NAME.fullmatch(name):
+        referred = referred_in(storage) if remains else ()
+        for name in remains:
+            if name not in referred:
                 storage.remove(name)
     except (OSError, CheckpointError) as error:
         _log.warning("remains of other saves could not be removed from %s: %s", storage.url, error)
 
 
-def manifest_of(save_id: str, plan: SavePlan, values: Values, reports: Sequence[Sequence[Sequence[Any]]]) -> Manifest:
+def manifest_of(
+    save_id: str,
+    plan: SavePlan,
+    values: Values,
+    reports: Sequence[Sequence[Sequence[Any]]],
+    unchanged: Unchanged | None = None,
+) -> Manifest:
     """Returns the manifest of the files that the ranks have reported.
 
     Raises:
@@ -141,9 +187,15 @@ def manifest_of(save_id: str, plan: SavePlan, values: Values, reports: Sequence[
     """
     files = tuple(DataFile(*file) for report in reports for file in report)
     names = [file.name for file in files]
-    if plan.stored is None:
-        plan.stored = _stored_tensors(plan)
-    wanted = [file_name(save_id, rank, slot) for rank, slot in plan.files]
+    writers: Sequence[tuple[int, int]] = plan.files
+    if unchanged is not None:
+        writers, referred, tensors = refer(plan, unchanged)
+        files += referred
+    else:
+        if plan.stored is None:
+            plan.stored = _stored_tensors(plan)
+        tensors = plan.stored
+    wanted = [file_name(save_id, rank, slot) for rank, slot in writers]
     if names != wanted:
         problem = Problem("data files", f"{sorted(set(names) ^ set(wanted))}", "what was assigned", "report this")
         raise CheckpointError("ranks did not write what they were to write", [problem])
@@ -151,7 +203,7 @@ def manifest_of(save_id: str, plan: SavePlan, values: Values, reports: Sequence[
         save_id=save_id,
         world_size=len(reports),
         files=files,
-        tensors=plan.stored,
+        tensors=tensors,
         values=decode_each(values),
         per_rank=plan.geometry.per_rank,
     )
@@ -182,19 +234,54 @@ def discard(storage: Storage, save_id: str) -> None:
         except CheckpointNotFoundError:
             committed = None
         if committed != save_id and not storage.may_appear(MANIFEST_NAME):
-            for name in storage.names():
-                if FILE_NAME.fullmatch(name) and name.startswith(f"{save_id}-"):
+            own = [name for name in storage.names() if FILE_NAME.fullmatch(name) and name.startswith(f"{save_id}-")]
+            referred = referred_in(storage) if own else ()  # to the first copies of what is copied again
+            for name in own:
+                if name not in referred:
                     storage.remove(name)
 
 
 def remove_checkpoint(storage: Storage) -> None:
     """Removes a checkpoint, or the remains of one. Killed at any point, it leaves none, or one that is whole.
 
-    Only files that saves write are removed; the directory too, unless somebody else has put something there.
+    Only files that saves write are removed; the directory too, unless somebody else has put something there. Data files
+    to which checkpoints beside it refer stay, without a manifest, until the last of these is removed.
     """
-    storage.remove_durably(MANIFEST_NAME)  # durably first: without it nobody takes the rest for a checkpoint
-    for name in storage.names():
-        if FILE_NAME.fullmatch(name) or is_temporary(name):
-            storage.remove(name)
-    storage.remove_durably(MANIFEST_NAME)  # of a save that was taken for dead, and committed meanwhile what is gone now
-    storage.remove_if_empty()
+    remove_checkpoints([storage])
+
+
+def remove_checkpoints(storages: Sequence[Storage]) -> None:
+    """Removes several checkpoints in the directory of one run as `remove_checkpoint` does; looks once for references.
+
+    Raises:
+        CheckpointError: a manifest beside them cannot be read. They are no checkpoints any more then, and have all
+            their data files.
+    """
+    for storage in storages:
+        storage.remove_durably(MANIFEST_NAME)  # durably first: without it nobody takes the rest for a checkpoint
+    names = {
+        storage: [name for name in storage.names() if FILE_NAME.fullmatch(name) or is_temporary(name)]
+        for storage in storages
+    }
+    # After the manifests: from now on no save can refer to what only they had.
+    referred = _referred_in([storage for storage in storages if names[storage]])
+    for storage in storages:
+        for name in names[storage]:
+            if name not in referred[storage]:
+                storage.remove(name)
+        storage.remove_durably(MANIFEST_NAME)  # of a save that was taken for dead, and committed what is gone now
+        storage.remove_if_empty()
+
+
+def _referred_in(storages: Sequence[Storage]) -> dict[Storage, frozenset[str]]:
+    """Returns the names of files in these directories to which checkpoints beside them refer."""
+    if len(storages) == 1:
+        return {storages[0]: referred_in(storages[0])}
+    of_roots: dict[str, References] = {}
+    referred: dict[Storage, frozenset[str]] = {}
+    for storage in storages:
+        parent = storage.parent()
+        if parent is not None and parent[0].url not in of_roots:
+            of_roots[parent[0].url] = references_under(parent[0])
+        referred[storage] = frozenset() if parent is None else of_roots[parent[0].url].get(parent[1], frozenset())
+    return referred

@@ -65,6 +65,7 @@ class LoadOptions:
     deadline_seconds: float
     group: Group | None
     tied: Tied | None
+    base_root: str | os.PathLike[str] | None
 
 
 class _Look(NamedTuple):
@@ -147,6 +148,7 @@ def load(
     deadline_seconds: float = DEADLINE_SECONDS,
     group: Group | None = None,
     tied: Tied | None = None,
+    base_root: str | os.PathLike[str] | None = None,
 ) -> LoadReport:
     r"""Loads a checkpoint into `app`, whatever ranks, meshes and placements it was saved from. Collective.
 
@@ -185,6 +187,7 @@ def load(
         group: the ranks that load, where they are not all of the job: a process group, or a device mesh. Others make no
             call. It need not be the group that saved.
         tied: as for `save`. Where the checkpoint has both names apart, they must be equal.
+        base_root: as for `open`.
 
     Raises:
         OptionError: this rank is not in `group`.
@@ -208,6 +211,7 @@ def load(
         deadline_seconds=deadline_seconds,
         group=group,
         tied=tied,
+        base_root=base_root,
     )
     # Around a call, so that the collector finds the plan gone when it wakes.
     with reading(url), ranks_of(group).beating(deadline_seconds), gc_paused():
@@ -227,7 +231,7 @@ def _load(
 
     @cache
     def opened() -> CheckpointReader:  # in a round, as all that may fail
-        return rearranged(open_checkpoint(url), options.rearrange)
+        return rearranged(open_checkpoint(url, options.base_root), options.rearrange)
 
     def look() -> _Look:
         reader, flat = opened(), flatten(app, options.tied)

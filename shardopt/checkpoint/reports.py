@@ -38,6 +38,7 @@ class SaveReport:
             itself, and before a step that came while state was still being copied.
         staging_seconds: from the call until all of this rank's state was copied to host memory; `save` copies nothing.
         writing_seconds: for writing the data files, and until every rank had written and the manifest was there.
+        bytes_unchanged: of tensors that this rank did not write, since an earlier save has them (`base=`).
     """
 
     url: str
@@ -49,6 +50,7 @@ class SaveReport:
     stall_seconds: float = 0.0
     staging_seconds: float = 0.0
     writing_seconds: float = 0.0
+    bytes_unchanged: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,7 @@ def reshard(
     layout: ChooseLayout | None = None,
     drop_per_rank: bool = False,
     progress: Progress | None = None,
+    base_root: str | os.PathLike[str] | None = None,
 ) -> SaveReport:
     """Writes the checkpoint at `src` to `dst` as other ranks would have written it. Local; needs no accelerator.
 
@@ -54,6 +55,7 @@ def reshard(
         layout: instead of `world_size`, chooses the layout of each tensor.
         drop_per_rank: leave out values per rank; they cannot be kept where the number of ranks changes.
         progress: called with the bytes of tensors that are written and those there are.
+        base_root: as for `open`. What `src` refers to is written to `dst` as all else: that one is whole by itself.
 
     Raises:
         CheckpointNotFoundError, CorruptionError, FormatError: as for `open`.
@@ -66,7 +68,7 @@ def reshard(
     begin = world().monotonic()
     target = storage_of(dst)
     refuse_committed(target)
-    with open_checkpoint(src) as reader:
+    with open_checkpoint(src, base_root) as reader:
         choose = layout or chunks_over(world_size or 0)
         stored = reader.manifest.tensors
         tied = {key: (each.tied_to, each.path) for key, each in stored.items() if each.tied_to is not None}

@@ -9,6 +9,7 @@ that communicate apart from those of the program. Each step is a function of the
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,17 +22,21 @@ from shardopt.checkpoint.format.metrics import pack_metrics
 from shardopt.checkpoint.planning.describe import Description, describe
 from shardopt.checkpoint.planning.replica_check import CheckReplicas, refuse_unknown_choice
 from shardopt.checkpoint.progress import Progress
+from shardopt.checkpoint.refer import Unchanged
 from shardopt.checkpoint.reports import SaveReport, emit_report
 from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
 from shardopt.checkpoint.storage.common_storage import remove_marker, wait_for_marker, write_marker
 from shardopt.checkpoint.writing.pending import raise_failures
+from shardopt.checkpoint.writing.unchanged import Base, PartsBySlot, cut_by_changes, pack_parts
 from shardopt.checkpoint.writing.write import from_memory, with_progress, write_files
+from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError, Problem, StateError
 from shardopt.flatten import flatten
 from shardopt.gc_pause import gc_paused
 from shardopt.ranks import DEADLINE_SECONDS, Group, Ranks, call_on, ranks_of, refuse_lone_processes
-from shardopt.state import Tied
+from shardopt.state import Tied, refuse_no_regex
 from shardopt.world import world
 
+_log = logging.getLogger("shardopt.checkpoint")
 _kept: Kept = {}
 
 
@@ -39,8 +44,11 @@ _kept: Kept = {}
 class SaveOptions:
     """The options that `save` and `async_save` share, with the meanings that they have there.
 
+    `base_required` is whether it is an error that there is no such base, or a damaged one; otherwise all is written.
+
     Raises:
         ValueError: `check_replicas` is none of its values.
+        OptionError: `select` is no regex.
     """
 
     durable: bool = True
@@ -49,9 +57,13 @@ class SaveOptions:
     deadline_seconds: float = DEADLINE_SECONDS
     group: Group | None = None
     tied: Tied | None = None
+    base: str | None = None
+    base_required: bool = True
+    select: str | None = None
 
     def __post_init__(self) -> None:
         refuse_unknown_choice(self.check_replicas)
+        refuse_no_regex("select", self.select)
 
 
 DEFAULT_OPTIONS = SaveOptions()
@@ -67,6 +79,8 @@ def save(
     deadline_seconds: float = DEADLINE_SECONDS,
     group: Group | None = None,
     tied: Tied | None = None,
+    base: str | os.PathLike[str] | None = None,
+    select: str | None = None,
 ) -> SaveReport:
     """Writes the state of `app` to a new checkpoint at `url`. Collective: every rank (of `group`) must call it.
 
@@ -101,7 +115,11 @@ def save(
         CheckpointError: a rank could not write.
         RankError: a rank failed in another way, died, or did not make the call.
     """
-    return save_now(url, app, SaveOptions(durable, check_replicas, progress, deadline_seconds, group, tied))
+    base_url = None if base is None else os.fspath(base)
+    options = SaveOptions(
+        durable, check_replicas, progress, deadline_seconds, group, tied, base=base_url, select=select
+    )
+    return save_now(url, app, options)
 
 
 def save_now(
@@ -123,7 +141,7 @@ def save_now(
     ranks = ranks_of(options.group)
 
     def described() -> Described:
-        flat = flatten(app, options.tied)
+        flat = flatten(app, options.tied).selected(options.select)
         description = describe(flat, replicas_to_check(options.check_replicas, ranks), ranks.job_numbers)
         if raise_earlier:
             raise_failures()  # after the state was taken, which may be collective: only some ranks may raise
@@ -169,6 +187,7 @@ def save_described(
     """
     begin = world().monotonic()
     call = call_on("saving", url)
+    bases = _Bases(options)
 
     def describe_here() -> tuple[Description, str, Storage, bytes | None]:
         state, metrics = described()
@@ -179,7 +198,7 @@ def save_described(
         call,
         work=describe_here,
         report=lambda done: report_state(*done[:2], ranks.rank, kept),
-        decide=lambda reports: _begin(storage_of(url, options.durable), reports),
+        decide=lambda reports: _begin(storage_of(url, options.durable), reports, bases),
         deadline_seconds=options.deadline_seconds,
     )
     save_id, comparison = decision["save_id"], Comparison.from_json(decision["comparison"])
@@ -187,11 +206,15 @@ def save_described(
     try:
         planned = planning.plan_or_error(kept)
         begin_writing = world().monotonic()
-        files, committed = ranks.agree(
+        written, committed = ranks.agree(
             call,
-            work=lambda: _write(storage, save_id, planned, description, options.progress, ranks.rank),
-            report=lambda files: [[[file.name, file.nbytes, file.digest] for file in files], planning.report(planned)],
-            decide=lambda reports: _commit(storage, save_id, planning, planned, reports, metrics_json),
+            work=lambda: _write(
+                storage, save_id, planned, description, options.progress, ranks.rank, bases.agreed(storage, decision)
+            ),
+            report=lambda written: [written.report(), planning.report(planned)],
+            decide=lambda reports: _commit(
+                storage, save_id, planning, planned, reports, metrics_json, bases.agreed(storage, decision), options
+            ),
             deadline_seconds=options.deadline_seconds,
         )
         if committed["drifted"]:
@@ -207,23 +230,75 @@ def save_described(
         url=storage.url,
         save_id=save_id,
         tensors=committed["tensors"],
-        bytes_written=sum(file.nbytes for file in files),
+        bytes_written=sum(file.nbytes for file in written.files),
         bytes_total=committed["bytes"],
         seconds=end - begin,
         writing_seconds=end - begin_writing,
+        bytes_unchanged=written.unchanged_bytes,
     )
 
 
-def _begin(storage: Storage, reports: Sequence[Any]) -> dict[str, Any]:
+class _Bases:
+    """The earlier save that this one refers to, if it does; opened once on each rank."""
+
+    def __init__(self, options: SaveOptions) -> None:
+        self._options = options
+        self._base: Base | None = None
+
+    def begin(self, storage: Storage) -> list[str] | None:
+        """Opens it on rank 0; returns its URL and digest, for all ranks. None where there is none."""
+        options = self._options
+        if options.base is None:
+            return None
+        try:
+            self._base = Base(options.base, storage)
+        except (CheckpointNotFoundError, CorruptionError) as error:
+            if options.base_required:
+                raise
+            _log.warning("everything is written anew: %s", error)
+            return None
+        return [options.base, self._base.digest]
+
+    def agreed(self, storage: Storage, decision: Mapping[str, Any]) -> Base | None:
+        """Returns it, as rank 0 has opened it; None where there is none, or this rank cannot see the same."""
+        if decision["base"] is None:
+            return None
+        url, digest = decision["base"]
+        if self._base is None:
+            try:
+                self._base = Base(url, storage)
+            except CheckpointError as error:
+                _log.warning("all that this rank has is written anew: %s", error)
+                return None
+        if self._base.digest != digest:
+            _log.warning("all that this rank has is written anew: it sees another checkpoint at %s than rank 0", url)
+            return None
+        return self._base
+
+
+class _Written(NamedTuple):
+    """What a rank has written, and what it has left out for an earlier save has it."""
+
+    files: list[DataFile]
+    parts: PartsBySlot
+    unchanged_bytes: int
+
+    def report(self) -> list[Any]:
+        """Returns it as JSON for rank 0."""
+        return [[[file.name, file.nbytes, file.digest] for file in self.files], pack_parts(self.parts)]
+
+
+def _begin(storage: Storage, reports: Sequence[Any], bases: _Bases) -> dict[str, Any]:
     """Begins a save, on rank 0: refuses a taken path, names the save, and compares what ranks describe."""
     comparison = compare_reports(reports)
     save_id = world().random_name(6)
     with wrap_os_errors(f"make {storage.url}"):
         refuse_committed(storage)
+        base = bases.begin(storage)
         storage.make()
         if len(reports) > 1:
             write_marker(storage, save_id)
-    return {"save_id": save_id, "comparison": comparison.to_json()}
+    return {"save_id": save_id, "comparison": comparison.to_json(), "base": base}
 
 
 def _write(
@@ -233,7 +308,8 @@ def _write(
     description: Description,
     progress: Progress | None,
     rank: int,
-) -> list[DataFile]:
+    base: Base | None,
+) -> _Written:
     if isinstance(planned, BaseException):
         raise planned
     plan, writes, _ = planned
@@ -241,8 +317,13 @@ def _write(
     with wrap_os_errors(f"write to {storage.url}"):
         if rank > 0:
             wait_for_marker(storage, save_id)
+        parts: PartsBySlot = {}
+        unchanged_bytes = 0
+        if base is not None:
+            writes, parts, unchanged_bytes = cut_by_changes(base, writes, description.views)
         chunks_of = with_progress(from_memory(description.views), writes, progress)
-        return write_files(storage, save_id, writes, chunks_of, per_rank)
+        files = write_files(storage, save_id, writes, chunks_of, per_rank)
+        return _Written(files, parts, unchanged_bytes)
 
 
 def _commit(
@@ -252,14 +333,24 @@ def _commit(
     planned: Planned | BaseException,
     reports: Sequence[Any],
     metrics: bytes | None,
+    base: Base | None,
+    options: SaveOptions,
 ) -> dict[str, Any]:
     assert isinstance(planned, Planned)  # else this rank had failed, and would not commit
     values, drifted = planning.judge([report for _, report in reports], planned)
     if drifted:
         return {"drifted": drifted}
+    geometry = planned.plan.geometry
+    if options.select is not None and not (geometry.members or geometry.per_rank or values):
+        problem = Problem("select", repr(options.select), "a regex that is found in some key", "mend the regex")
+        raise StateError("there is nothing to save", [problem])
+    written = [of_rank for of_rank, _ in reports]
+    unchanged = None
+    if base is not None and any(parts for _, parts in written):
+        unchanged = Unchanged(base, [parts for _, parts in written])
     with wrap_os_errors(f"commit {storage.url}"):
         if len(reports) > 1:
             remove_marker(storage, save_id)
-        nbytes = commit(storage, save_id, planned.plan, values, [files for files, _ in reports], metrics)
-    geometry = planned.plan.geometry
+        files = [files for files, _ in written]
+        nbytes = commit(storage, save_id, planned.plan, values, files, metrics, unchanged=unchanged)
     return {"drifted": [], "bytes": nbytes, "tensors": len(geometry.members) + len(geometry.tied)}

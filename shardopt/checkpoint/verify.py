@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from shardopt.checkpoint.format.constants import CHECKSUMS_PREFIX, DATA_SUFFIX, PER_RANK_PREFIX
-from shardopt.checkpoint.format.manifest import Manifest, StoredTensor
+from shardopt.checkpoint.format.manifest import DataFile, Manifest, StoredTensor
 from shardopt.checkpoint.progress import Counter, Progress
 from shardopt.checkpoint.reading.fetch import damaged_segments, threads_for
 from shardopt.checkpoint.reading.open_file import form_of
 from shardopt.checkpoint.reports import emit_report
 from shardopt.checkpoint.sources.open import open_source
+from shardopt.checkpoint.sources.referred import referred_in
 from shardopt.checkpoint.sources.source import Source
 from shardopt.checkpoint.storage import Storage, storage_of
 from shardopt.errors import CorruptionError, Problem
@@ -57,33 +58,37 @@ class VerifyReport:
             raise CorruptionError(f"the checkpoint at {self.url} is damaged", self.problems)
 
 
-def verify(url: str | os.PathLike[str], *, progress: Progress | None = None) -> VerifyReport:
+def verify(
+    url: str | os.PathLike[str], *, progress: Progress | None = None, base_root: str | os.PathLike[str] | None = None
+) -> VerifyReport:
     """Reads all of a committed checkpoint and checks structure, coverage, sizes and every checksum. Local.
 
-    It goes on after damage, and reports all of it. At most a few pieces of 8 MiB are in memory.
+    It goes on after damage, and reports all of it. At most a few pieces of 8 MiB are in memory. What the checkpoint
+    refers to is a part of it; what else is in the same files is not.
 
     Args:
         progress: called with the bytes done and the bytes there are, now and then, from several threads.
+        base_root: as for `open`.
 
     Raises:
         CheckpointNotFoundError: there is no committed checkpoint here.
         FormatError: it needs a newer reader.
     """
-    report = _verify(storage_of(url), progress)
+    report = _verify(storage_of(url), progress, base_root)
     emit_report("verify", report)
     return report
 
 
-def _verify(storage: Storage, progress: Progress | None) -> VerifyReport:
+def _verify(storage: Storage, progress: Progress | None, base_root: str | os.PathLike[str] | None) -> VerifyReport:
     begin = world().monotonic()
     try:
-        source = open_source(storage)
+        source = open_source(storage, base_root)
     except CorruptionError as error:
         return VerifyReport(storage.url, 0, 0, 0, error.problems, world().monotonic() - begin)
     manifest = source.manifest
     problems = [*_cover_problems(storage, manifest)]
     members = _members_by_file(manifest)
-    done = Counter(sum(file.nbytes for file in manifest.files), progress)
+    done = Counter(sum(_bytes_to_read(file, members[i]) for i, file in enumerate(manifest.files)), progress)
     with world().thread_pool(threads_for(storage), "shardopt-verify") as pool:
         checks = [
             pool.submit(_check_file, source, number, members[number], done) for number in range(len(manifest.files))
@@ -112,33 +117,45 @@ def _cover_problems(storage: Storage, manifest: Manifest) -> Iterator[Problem]:
 
 
 def _remains(storage: Storage, manifest: Manifest) -> Iterator[str]:
-    known = {file.name for file in manifest.files}
-    yield from (name for name in storage.names() if name.endswith(DATA_SUFFIX) and name not in known)
+    known = {file.name for file in manifest.own_files}
+    remains = [name for name in storage.names() if name.endswith(DATA_SUFFIX) and name not in known]
+    referred = referred_in(storage) if remains else ()
+    yield from (name for name in remains if name not in referred)
 
 
-def _members_by_file(manifest: Manifest) -> defaultdict[int, list[tuple[str, StoredTensor, Box]]]:
-    members: defaultdict[int, list[tuple[str, StoredTensor, Box]]] = defaultdict(list)
+Members = Mapping[str, tuple[StoredTensor, Box]]
+"""What a manifest takes from one of its files: by the key there the tensor, and the box of it that the file has."""
+
+
+def _members_by_file(manifest: Manifest) -> defaultdict[int, dict[str, tuple[StoredTensor, Box]]]:
+    members: defaultdict[int, dict[str, tuple[StoredTensor, Box]]] = defaultdict(dict)
     for key, tensor in manifest.tensors.items():
         if tensor.tied_to is not None:
             continue  # it is stored as the tensor that it is tied to
-        for box, file in zip(tensor.layout.boxes, tensor.layout.files, strict=True):
-            members[file].append((tensor.stored_as or key, tensor, box))
+        layout = tensor.layout
+        for i, file in enumerate(layout.files):
+            entry = layout.entry(i)
+            members[file][entry.key(tensor.stored_as or key)] = tensor, entry.box
     return members
 
 
-def _check_file(
-    source: Source, number: int, members: list[tuple[str, StoredTensor, Box]], done: Counter
-) -> list[Problem]:
+def _bytes_to_read(file: DataFile, members: Members) -> int:
+    if file.directory is None:
+        return file.nbytes
+    return sum(box.numel * tensor.dtype.itemsize for tensor, box in members.values())
+
+
+def _check_file(source: Source, number: int, members: Members, done: Counter) -> list[Problem]:
     problems: list[Problem] = []
+    file = source.manifest.files[number]
     try:
         opened = source.open_file(number)
     except CorruptionError as error:
-        done.add(source.manifest.files[number].nbytes)
+        done.add(_bytes_to_read(file, members))
         return [*error.problems]
-    entries = dict(opened.entries)
-    known = set()
-    for key, tensor, box in members:
-        known.add(key)
+    # Of a file that is referred to, what other checkpoints have in it is theirs.
+    entries = dict(opened.entries) if file.directory is None else {}
+    for key, (tensor, box) in members.items():
         try:
             entries[key] = opened.entry(key, form_of(tensor.dtype, box))
         except CorruptionError as error:
@@ -146,7 +163,7 @@ def _check_file(
     for key, entry in entries.items():
         if key.startswith(CHECKSUMS_PREFIX):
             continue
-        if key not in known and not key.startswith(PER_RANK_PREFIX):
+        if key not in members and not key.startswith(PER_RANK_PREFIX):
             problems.append(Problem(opened.where, f"{key!r}", "only what the manifest has", _REMEDY))
         try:
             problems += damaged_segments(opened, entry, done.add)

@@ -12,7 +12,9 @@ from tests.harness import run_ranks
 
 
 def save(path):
-    checkpoint.save(path, STATES[FORMAT_VERSION]())
+    base = str(Path(path).parent / f"base_of_v{FORMAT_VERSION}")
+    checkpoint.save(base, STATES[FORMAT_VERSION](changed=False))
+    checkpoint.save(path, STATES[FORMAT_VERSION](), base=base)
 
 
 if __name__ == "__main__":

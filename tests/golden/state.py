@@ -135,4 +135,16 @@ def optimizer_state():
     return {**tied_state(), "optimizer": stepped_optimizer()}
 
 
-STATES = {1: state, 2: tied_state, 3: optimizer_state}
+def referring_state(changed=True):
+    """State of which version 4 refers to much in an earlier save; that is saved first, with `changed=False`."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    table = torch.arange(768 * 256, dtype=torch.int32).reshape(768, 256)
+    adapter = torch.arange(6.0).reshape(2, 3)
+    if changed:
+        table[300] += 1  # of 1 KiB a row: in the second segment of three
+        adapter += 0.5
+    frozen = distribute_tensor(torch.arange(30_000.0).reshape(300, 100), mesh, [Shard(0)], src_data_rank=None)
+    return {"frozen": frozen, "table": table, "adapter": adapter, "step": int(changed)}
+
+
+STATES = {1: state, 2: tied_state, 3: optimizer_state, 4: referring_state}

@@ -25,7 +25,7 @@ from tests.golden.state import (
 from tests.harness import run_ranks
 
 VERSIONS = sorted(Path(__file__).parent.glob("v*"))
-V1, V2, V3 = (Path(__file__).parent / name for name in ("v1", "v2", "v3"))
+V1, V2, V3, V4 = (Path(__file__).parent / name for name in ("v1", "v2", "v3", "v4"))
 
 
 def same_bits(left, right):
@@ -107,6 +107,21 @@ def test_version_3_has_the_options_of_parameters():
         assert reader.read("optimizer.param_groups.blocks.1.bias")["lr"] == 0.0625
     stored = json.loads((V3 / "manifest.json").read_bytes())
     assert len(stored["shared_values"]) == 3 and len(stored["shared"]) == 6
+
+
+def test_version_4_is_read_through_its_references():
+    stored = json.loads((V4 / "manifest.json").read_bytes())
+    assert stored["min_reader_version"] == 4
+    assert sum(name.startswith("../base_of_v4/") for name, _, _ in stored["files"]) == 2
+    table = torch.arange(768 * 256, dtype=torch.int32).reshape(768, 256)
+    table[300] += 1
+    with checkpoint.open(V4) as reader:
+        assert torch.equal(reader.read("frozen"), torch.arange(30_000.0).reshape(300, 100))
+        assert torch.equal(reader.read("table"), table)
+        assert [box.offsets[0] for box in reader.info("table").boxes] == [0, 256, 512]
+        assert torch.equal(reader.read("adapter"), torch.arange(6.0).reshape(2, 3) + 0.5)
+    patched = [key for file in V4.glob("*.safetensors") for key in safe_open(file, "pt").keys()]  # noqa: SIM118
+    assert "__rows__.256.table" in patched and "frozen" not in patched
 
 
 def load_tied(path):

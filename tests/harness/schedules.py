@@ -154,6 +154,10 @@ def _run(functions: Sequence[Callable[[], Any]], operations: Sequence[str], pref
                 if len(run.steps) < len(prefix)
                 else Choice(able[0] if running is None else running)
             )
+            if choice.task not in able:
+                for task in tasks:
+                    _end(task)
+                raise AssertionError(f"the tasks did not do what they did before: {choice} of {able}\n{run}")
             task = tasks[choice.task]
             run.steps.append(Step(choice, running, able, task.operation))
             task.killed = choice.kill
@@ -161,6 +165,13 @@ def _run(functions: Sequence[Callable[[], Any]], operations: Sequence[str], pref
             running = choice.task
     run.ended = [task.ended for task in tasks if task.ended is not None]
     return run
+
+
+def _end(task: _Task) -> None:
+    """Kills a task that has stopped, and waits for its end."""
+    task.killed = True
+    while task.ended is None:
+        task.go_on()
 
 
 @contextmanager

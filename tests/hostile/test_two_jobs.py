@@ -40,7 +40,9 @@ class Place:
     def renew(self):
         number = next(self.numbers)
         if self.remote:
-            fsspec.filesystem("memory").store.clear()
+            memory = fsspec.filesystem("memory")
+            memory.store.clear()
+            memory.pseudo_dirs[:] = [""]  # else each root of an order that is over would be listed beside the next
             self.path = f"memory://two-jobs/{number}"
         else:
             shutil.rmtree(self.root / str(number - 1), ignore_errors=True)

@@ -37,7 +37,7 @@ PHASES = {
     "commit": ("shardopt.checkpoint.save:commit", STORAGE + "LocalStorage.publish_new", "os:link"),
     "retention": (
         "shardopt.checkpoint.run.keeper:steps_to_keep",
-        "shardopt.checkpoint.run.keeper:remove_checkpoint",
+        "shardopt.checkpoint.run.keeper:remove_checkpoints",
         "os:unlink",
         "os:rmdir",
     ),

@@ -6,6 +6,7 @@ A checkpoint is a directory:
     <save_id>-r00000-1.safetensors     the second box of tensors of which a rank writes two, and so on
     manifest.json                      written last: its existence is the commit
 
+Boxes that have not changed may lie in data files of an earlier save, in a directory beside this one.
 docs/format.md is the specification of the format.
 """
 
@@ -22,7 +23,7 @@ import xxhash
 from shardopt.errors import CorruptionError, Problem
 
 FORMAT_NAME = "shardopt"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 """The version that is written, and the newest that is read."""
 
 MANIFEST_NAME = "manifest.json"
@@ -40,6 +41,7 @@ SEAL_BYTES = len(',"xxh3":"0123456789abcdef"}')
 
 CHECKSUMS_PREFIX = "__xxh3__."
 PER_RANK_PREFIX = "__per_rank__."
+PATCH_PREFIX = "__rows__."
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,10 @@ FILE_NAME = re.compile(r"[0-9A-Za-z]{1,64}-r\d{5,9}(-[1-9]\d{0,8})?" + re.escape
 """Matches the names that `file_name` returns. No other file that a manifest or listing names is opened or removed."""
 
 
+DIRECTORY_NAME = re.compile(r"[0-9A-Za-z_=+,@~-][0-9A-Za-z_=+,@~. -]{0,254}", re.ASCII)
+"""Matches the names of directories whose files other checkpoints may refer to: none leads elsewhere on any storage."""
+
+
 def file_name(save_id: str, rank: int, slot: int) -> str:
     """Returns the name of a data file: the save, the rank that wrote it, and which of the rank's files it is."""
     return f"{save_id}-{file_stem(rank, slot)}{DATA_SUFFIX}"
@@ -81,6 +87,11 @@ def file_name(save_id: str, rank: int, slot: int) -> str:
 def file_stem(rank: int, slot: int) -> str:
     """Returns the section of a data file's name that tells it from the other files of a save, such as "r00003-1"."""
     return f"r{rank:05d}" + (f"-{slot}" if slot else "")
+
+
+def patch_key(key: str, row: int) -> str:
+    """Returns the key under which a data file has some rows of a box, from this row of the tensor on."""
+    return f"{PATCH_PREFIX}{row}.{key}"
 
 
 def segment_count(nbytes: int) -> int:

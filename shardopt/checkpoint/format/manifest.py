@@ -11,6 +11,7 @@ from math import isfinite, prod
 from typing import Any, NamedTuple
 
 from shardopt.checkpoint.format.constants import (
+    DIRECTORY_NAME,
     DTYPES,
     FILE_NAME,
     FORMAT_NAME,
@@ -24,6 +25,7 @@ from shardopt.checkpoint.format.constants import (
     damaged,
     is_sealed,
     load_json,
+    patch_key,
     read_size,
     read_sizes,
     seal,
@@ -34,18 +36,39 @@ from shardopt.checkpoint.format.paths import decode_path, encode_path
 from shardopt.checkpoint.format.shared_values import decode_each, encode_each, pack, unpack
 from shardopt.errors import FormatError, Problem, StateError
 from shardopt.gc_pause import gc_paused
-from shardopt.sharding.box import Box, grid_boxes, grid_cuts
+from shardopt.sharding.box import Box, grid_boxes, grid_cuts, whole
 from shardopt.state import Path, join
 from shardopt.values import decode_value, encode_value
+
+_BESIDE = "../"  # begins the names of files in other directories under the root of a run
+
+
+class StoredEntry(NamedTuple):
+    """What a data file has that a box is taken from: a box that contains it, under the tensor's key or as a patch."""
+
+    box: Box
+    is_patch: bool
+
+    def key(self, key: str) -> str:
+        """Returns the key in the file, of a tensor that data files have under `key`."""
+        return patch_key(key, self.box.offsets[0]) if self.is_patch else key
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredLayout:
-    """The boxes of a tensor and their files. `files[i]`, an index into the manifest's files, holds `boxes[i]`."""
+    """The boxes of a tensor and their files. `files[i]`, an index into the manifest's files, holds `boxes[i]`.
+
+    `entries[i]` says as what it does; without `entries` each file has just the box.
+    """
 
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
     files: tuple[int, ...]
+    entries: tuple[StoredEntry, ...] = ()
+
+    def entry(self, number: int) -> StoredEntry:
+        """Returns the entry that a box, by its number, is taken from."""
+        return self.entries[number] if self.entries else StoredEntry(self.boxes[number], False)
 
 
 class StoredTensor(NamedTuple):
@@ -85,7 +108,7 @@ class StoredTensors(dict[str, StoredTensor]):
             if number == len(distinct):
                 distinct.append(layout)
             tensors[key] = (dtype.name, number, encode_path(key, path))
-        excess = _limit_exceeded([(len(layout.boxes), len(layout.shape)) for layout in distinct])
+        excess = _limit_exceeded([(len(layout.boxes) + len(layout.entries), len(layout.shape)) for layout in distinct])
         if excess:
             problem = Problem("manifest", excess, "layouts within the limit", "have fewer dimensions, ranks or layouts")
             raise StateError("the manifest would be unreadable", [problem])
@@ -95,11 +118,20 @@ class StoredTensors(dict[str, StoredTensor]):
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """One data file: its whole size, and the hash of its header and its checksum tensor."""
+    """One data file: its whole size, and the hash of its header and its checksum tensor.
+
+    `directory` is None for a file of the checkpoint's own; else the name of the directory beside it that has the file.
+    """
 
     name: str
     nbytes: int
     digest: str
+    directory: str | None = None
+
+    @property
+    def path(self) -> str:
+        """The path of the file, from the checkpoint's own directory."""
+        return self.name if self.directory is None else f"{_BESIDE}{self.directory}/{self.name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +152,21 @@ class Manifest:
     saved_at: float | None = None
     metrics: Mapping[str, float] | None = None
 
+    @property
+    def own_files(self) -> tuple[DataFile, ...]:
+        """The files that lie in the checkpoint's own directory."""
+        return tuple(file for file in self.files if file.directory is None)
+
+    @property
+    def referred_files(self) -> tuple[DataFile, ...]:
+        """The files that lie in directories beside it, which earlier saves wrote."""
+        return tuple(file for file in self.files if file.directory is not None)
+
+    @property
+    def min_reader_version(self) -> int:
+        """The least version of the format that a reader of its files and tensors must know."""
+        return 4 if self.referred_files else self.tensors.min_reader_version
+
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """Encodes a manifest as sealed JSON. Raises StateError where it is too large for readers."""
@@ -127,10 +174,10 @@ def encode_manifest(manifest: Manifest) -> bytes:
     head = {
         "format": FORMAT_NAME,
         "version": FORMAT_VERSION,
-        "min_reader_version": max(manifest.tensors.min_reader_version, 3 if "shared" in values else 1),
+        "min_reader_version": max(manifest.min_reader_version, 3 if "shared" in values else 1),
         "save_id": manifest.save_id,
         "world_size": manifest.world_size,
-        "files": [[file.name, file.nbytes, file.digest] for file in manifest.files],
+        "files": [[file.path, file.nbytes, file.digest] for file in manifest.files],
         **values,
         "per_rank": {key: encode_path(key, path) for key, path in manifest.per_rank.items()},
     }
@@ -161,6 +208,24 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
         return _decode(data, where)
 
 
+def references_in(data: bytes, where: str) -> frozenset[tuple[str, str]]:
+    """Returns directory and name of each file of other directories that a manifest names; reads nothing else of it.
+
+    Raises:
+        CorruptionError: the bytes are no manifest.
+    """
+    if not is_sealed(data):
+        raise damaged(where, "bytes that fail the seal at their end (torn or changed)")
+    if b'"' + _BESIDE.encode() not in data:
+        return frozenset()
+    try:
+        paths = [str(name) for name, *_ in load_json(data, where)["files"]]
+    except (LookupError, TypeError, ValueError) as error:
+        raise damaged(where, f"no list of files ({error})") from None
+    beside = (path.removeprefix(_BESIDE).partition("/") for path in paths if path.startswith(_BESIDE))
+    return frozenset((directory, name) for directory, _, name in beside)
+
+
 def _decode(data: bytes, where: str) -> Manifest:
     if len(data) > MANIFEST_LIMIT_BYTES:
         raise damaged(where, f"{len(data)} bytes, more than the limit of {MANIFEST_LIMIT_BYTES}")
@@ -175,9 +240,10 @@ def _decode(data: bytes, where: str) -> Manifest:
         raise FormatError("the checkpoint needs a newer reader", [problem])
     try:
         files = tuple(_decode_file(*file) for file in body["files"])
-        _check_limits([(len(layout["files"]), len(layout["shape"])) for layout in body["layouts"]], where)
+        sizes = [(len(each["files"]) + len(each.get("entries", ())), len(each["shape"])) for each in body["layouts"]]
+        _check_limits(sizes, where)
         layouts = [_decode_layout(layout, len(files)) for layout in body["layouts"]]
-        if len({file.name for file in files}) < len(files) or type(body["save_id"]) is not str:
+        if len({file.path for file in files}) < len(files) or type(body["save_id"]) is not str:
             raise ValueError("a file that stands twice, or a save_id that is no string")
         tensors = _decode_tensors(body["tensors"], layouts)
         _add_tied(tensors, body.get("tied", {}))
@@ -204,15 +270,23 @@ def _decode(data: bytes, where: str) -> Manifest:
 
 def _encode_layout(layout: StoredLayout) -> dict[str, Any]:
     cuts = grid_cuts(layout.shape, layout.boxes)
+    wire: dict[str, Any] = {"shape": layout.shape}
     if cuts is not None and layout.boxes == grid_boxes(cuts):
-        return {"shape": layout.shape, "cuts": cuts, "files": layout.files}
-    boxes = [[box.offsets, box.sizes] for box in layout.boxes]
-    return {"shape": layout.shape, "boxes": boxes, "files": layout.files}
+        wire["cuts"] = cuts
+    else:
+        wire["boxes"] = [[box.offsets, box.sizes] for box in layout.boxes]
+    wire["files"] = layout.files
+    if layout.entries:
+        wire["entries"] = [
+            None if not is_patch and box == own else [box.offsets, box.sizes, is_patch]
+            for own, (box, is_patch) in zip(layout.boxes, layout.entries, strict=True)
+        ]
+    return wire
 
 
 def _decode_layout(wire: Mapping[str, Any], file_count: int) -> StoredLayout:
     shape, files = read_sizes(wire["shape"]), read_sizes(wire["files"])
-    if len(set(files)) < len(files):
+    if "entries" not in wire and len(set(files)) < len(files):
         raise ValueError("two boxes of a tensor in one file")
     if "cuts" in wire:
         cuts = [read_sizes(points) for points in wire["cuts"]]
@@ -229,7 +303,26 @@ def _decode_layout(wire: Mapping[str, Any], file_count: int) -> StoredLayout:
         raise ValueError(f"the shape {list(shape)}")
     if any(len(box.offsets) != len(shape) or min(box.sizes, default=0) < 0 for box in boxes):
         raise ValueError("a box that is not within its tensor")
-    return StoredLayout(shape, boxes, files)
+    entries = _decode_entries(wire["entries"], shape, boxes) if "entries" in wire else ()
+    of_files = {(file, entry.box) for file, entry in zip(files, entries, strict=False) if not entry.is_patch}
+    if len({file for file, _ in of_files}) < len(of_files):
+        raise ValueError("two boxes of a tensor in one file")
+    return StoredLayout(shape, boxes, files, entries)
+
+
+def _decode_entries(wire: Sequence[Any], shape: tuple[int, ...], boxes: Sequence[Box]) -> tuple[StoredEntry, ...]:
+    entries = []
+    for box, entry in zip(boxes, wire, strict=True):
+        if entry is None:
+            entries.append(StoredEntry(box, False))
+            continue
+        offsets, sizes, is_patch = entry
+        stored = Box(read_sizes(offsets), read_sizes(sizes))
+        fits = len(stored.offsets) == len(stored.sizes) == len(shape) and stored.contains(box)
+        if type(is_patch) is not bool or not shape or not fits or not whole(shape).contains(stored):
+            raise ValueError("an entry of a file that a box cannot be taken from")
+        entries.append(StoredEntry(stored, is_patch))
+    return tuple(entries)
 
 
 def _check_limits(sizes: Sequence[tuple[int, int]], where: str) -> None:
@@ -291,6 +384,13 @@ def _decode_metrics(wire: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _decode_file(name: Any, nbytes: Any, digest: Any) -> DataFile:
-    if type(name) is not str or not FILE_NAME.fullmatch(name) or type(digest) is not str:
+    if type(name) is not str or type(digest) is not str:
         raise ValueError("a file name or digest that is none")
-    return DataFile(name, read_size(nbytes), digest)
+    directory = None
+    if name.startswith(_BESIDE):
+        directory, _, name = name.removeprefix(_BESIDE).partition("/")
+        if not DIRECTORY_NAME.fullmatch(directory):
+            raise ValueError("a file that is referred to elsewhere than in a directory beside this one")
+    if not FILE_NAME.fullmatch(name):
+        raise ValueError("a file name that is none")
+    return DataFile(name, read_size(nbytes), digest, directory)

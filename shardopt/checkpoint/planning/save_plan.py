@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from types import MappingProxyType
 from typing import NamedTuple
 
-from shardopt.checkpoint.format.constants import DTYPES, PER_RANK_PREFIX, Dtype, file_stem, segment_count
+from shardopt.checkpoint.format.constants import DTYPES, PER_RANK_PREFIX, Dtype, file_stem, patch_key, segment_count
 from shardopt.checkpoint.format.data_file import build_header
 from shardopt.checkpoint.format.manifest import StoredTensors
 from shardopt.checkpoint.planning.assign import Assignment, assign
@@ -17,13 +19,23 @@ from shardopt.sharding.pieces import View
 
 
 class WriteRequest(NamedTuple):
-    """One box of a tensor that this rank writes: `piece` of its view, narrowed to `inner` if that is not all of it."""
+    """One box of a tensor that this rank writes: `piece` of its view, narrowed to `inner` if that is not all of it.
+
+    `is_patch` for some rows of what the plan has as one box, the rest of which an earlier save has: they get a key of
+    their own in the data file.
+    """
 
     key: str
     dtype: Dtype
     box: Box
     piece: int
     inner: Box | None
+    is_patch: bool = False
+
+    @property
+    def name(self) -> str:
+        """The key in the data file."""
+        return patch_key(self.key, self.box.offsets[0]) if self.is_patch else self.key
 
 
 class SavePlan:
@@ -58,6 +70,18 @@ class SavePlan:
             if writer == rank:
                 yield box, slot
 
+    @cached_property
+    def boxes_in_order(self) -> Mapping[tuple[int, int], Sequence[tuple[str, int]]]:
+        """The boxes of each data file, by rank and slot, in the order of their bytes: key, and number in its tensor."""
+        boxes: defaultdict[tuple[int, int], list[tuple[str, int]]] = defaultdict(list)
+        for key, assignment in self.assigned.items():
+            for number, writer in enumerate(assignment.writers):
+                boxes[writer].append((key, number))
+        members = self.geometry.members
+        for of_file in boxes.values():
+            of_file.sort(key=lambda box: (-members[box[0]].dtype.itemsize, box[0]))
+        return boxes
+
 
 class RankWrites:
     """The writes of one rank, by the slot of the data file and in the order of the bytes there.
@@ -73,16 +97,26 @@ class RankWrites:
             for box, slot in plan.boxes_of(rank, key):
                 piece, inner = (0, None) if views is None else _place_in(views[key], box)
                 self.slots[slot].append(WriteRequest(key, plan.geometry.members[key].dtype, box, piece, inner))
-        for requests in self.slots.values():
-            requests.sort(key=lambda request: (-request.dtype.itemsize, request.key))
+        for requests in self.slots.values():  # as `SavePlan.boxes_in_order`
+            requests.sort(key=_place_in_file)
         self._headers: dict[int, tuple[int, bytes]] = {}  # by slot: `per_rank_bytes`, and the header for it
+
+    def only(self, slots: Mapping[int, Sequence[WriteRequest]]) -> RankWrites:
+        """Returns the same with other requests: some of these, or patches of them. Slots without any have no file."""
+        writes = copy.copy(self)
+        writes.slots = defaultdict(list)
+        for slot, requests in slots.items():
+            if requests:
+                writes.slots[slot] = sorted(requests, key=_place_in_file)
+        writes._headers = {}
+        return writes
 
     def header(self, slot: int, per_rank_bytes: int) -> bytes:
         """Returns the header of one of this rank's data files, whose values per rank take so many bytes."""
         made_for, header = self._headers.get(slot, (-1, b""))
         if made_for != per_rank_bytes:
             stem = file_stem(self.rank, slot)
-            members = [(request.key, request.dtype, request.box) for request in self.slots.get(slot, ())]
+            members = [(request.name, request.dtype, request.box) for request in self.slots.get(slot, ())]
             if per_rank_bytes:
                 members.append((PER_RANK_PREFIX + stem, DTYPES["uint8"], whole((per_rank_bytes,))))
             header = build_header(stem, members)
@@ -94,6 +128,10 @@ class RankWrites:
         bodies = [request.box.numel * request.dtype.itemsize for request in self.slots.get(slot, ())] + [per_rank_bytes]
         checksums = 8 * sum(map(segment_count, bodies))
         return len(self.header(slot, per_rank_bytes)) + sum(bodies) + checksums
+
+
+def _place_in_file(request: WriteRequest) -> tuple[int, str]:
+    return -request.dtype.itemsize, request.name
 
 
 def _place_in(view: View, box: Box) -> tuple[int, Box | None]:

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 
 from shardopt.checkpoint.commit import publish_checkpoint, remove_checkpoint
 from shardopt.checkpoint.format.constants import FILE_NAME, MANIFEST_NAME, SEGMENT_BYTES, segment_count
-from shardopt.checkpoint.format.manifest import Manifest
+from shardopt.checkpoint.format.manifest import DataFile, Manifest
 from shardopt.checkpoint.reading.data_file_reader import DataFileReader
 from shardopt.checkpoint.sources.read_manifest import read_manifest
+from shardopt.checkpoint.sources.referred import referred_in
 from shardopt.checkpoint.storage import Span, Storage, wrap_os_errors
 from shardopt.errors import CheckpointError, CheckpointExistsError, CorruptionError, Problem
 from shardopt.ranks import Ranks
@@ -42,21 +43,53 @@ def is_copied(source: Storage, target: Storage) -> bool:
 
 
 def prepare_copy(source: Storage, target: Storage, manifest: Manifest, digests: list[str]) -> None:
-    """On rank 0: makes the directory, without remains of an earlier copy; refuses ranks that see other manifests."""
+    """On rank 0: makes the directories, without remains of an earlier copy; refuses ranks that see other manifests.
+
+    Files to which other copies refer already are no remains.
+    """
     if len(set(digests)) > 1:
         problem = Problem(source.url, "not the same checkpoint on every rank", "one", "give all ranks the same path")
         raise CheckpointError("ranks do not see the same checkpoint", [problem])
     with wrap_os_errors(f"make {target.url}"):
         target.make()
-        for file in manifest.files:  # of a copy of it that was not finished
-            target.remove(file.name)
+        beside = {file.directory: _place_of(file, target) for file in manifest.referred_files}
+        for storage in beside.values():
+            storage.make()
+        there = set(target.names())
+        own = [file.name for file in manifest.own_files if file.name in there]  # of a copy that was not finished
+        referred = referred_in(target) if own else ()
+        for name in own:
+            if name not in referred:
+                target.remove(name)
 
 
 def upload_files(source: Storage, target: Storage, manifest: Manifest, ranks: Ranks) -> int:
-    """Uploads the files that this rank wrote, and its share of those of former ranks; returns the bytes."""
+    """Uploads the files that this rank wrote, and its share of those of former ranks; returns the bytes.
+
+    Files that the checkpoint refers to go into directories beside the copy's, where they are not there yet: then the
+    copy refers to them as the checkpoint does.
+    """
     with wrap_os_errors(f"copy {source.url} to {target.url}"):
         own = [file for file in manifest.files if _writer_of(file.name) % ranks.size == ranks.rank]
-        return sum(target.write(file.name, _VerifiedChunks(DataFileReader(source, file))) for file in own)
+        return sum(_upload(file, _place_of(file, source), _place_of(file, target)) for file in own)
+
+
+def _upload(file: DataFile, source: Storage, target: Storage) -> int:
+    """Uploads a file if it is not there; returns the bytes that were uploaded."""
+    if target.exists(file.name):
+        try:
+            DataFileReader(target, file)  # its size, and the digest of header and checksums
+            return 0
+        except CorruptionError as error:
+            _log.warning("%s: it is copied anew", error)
+            target.remove(file.name)
+    return target.write(file.name, _VerifiedChunks(DataFileReader(source, file)))
+
+
+def _place_of(file: DataFile, checkpoint: Storage) -> Storage:
+    """Returns the directory of one of a checkpoint's files."""
+    parent = checkpoint.parent()
+    return checkpoint if file.directory is None or parent is None else parent[0].child(file.directory)
 
 
 def _writer_of(name: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping
 
-from shardopt.checkpoint.commit import remove_checkpoint
+from shardopt.checkpoint.commit import remove_checkpoint, remove_checkpoints
 from shardopt.checkpoint.reading.in_use import urls_being_read
 from shardopt.checkpoint.run.branches import Branches
 from shardopt.checkpoint.run.metrics import metrics_of
@@ -112,11 +112,11 @@ class Keeper:
         # A checkpoint that a background save of this process writes may lie anywhere; a copy is read until it is done,
         # and what is loaded until all ranks have it.
         busy = {storage_of(url).url for url in tracked_urls()} | urls_being_read()
-        names = self._mirror.uploading() if self._mirror is not None else ()
-        for place in places:
-            storage = root.checkpoint(place)
-            if storage.url not in busy and place.name not in names:
-                remove_checkpoint(storage)
+        names: Collection[str] = ()
+        if self._mirror is not None:
+            names = self._mirror.uploading() | (self._mirror.filling() if root is self._copies else frozenset())
+        storages = [root.checkpoint(place) for place in places if place.name not in names]
+        remove_checkpoints([storage for storage in storages if storage.url not in busy])
 
     def _warn_of_later(self, newest: int) -> None:
         if self._saved is not None and newest > self._saved.step and not self._warned:

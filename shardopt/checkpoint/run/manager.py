@@ -40,7 +40,7 @@ from shardopt.checkpoint.storage import storage_of
 from shardopt.checkpoint.writing.pending import PendingSave, take_failures
 from shardopt.errors import ShardoptError, StateError
 from shardopt.ranks import DEADLINE_SECONDS, Group, ranks_of
-from shardopt.state import Tied
+from shardopt.state import Tied, refuse_no_regex
 from shardopt.stopping import Stop
 
 _log = logging.getLogger("shardopt.checkpoint")
@@ -76,6 +76,10 @@ class Manager:
         group: the ranks of the run, where they are not all of the job: a process group, or a device mesh. Others make
             no Manager for its root. Making it is collective then, as is its use.
         tied: parameters that are tied across ranks, as for `checkpoint.save`.
+        incremental: whether a save refers to the one before for what has not changed since, as by `save(..., base=)`;
+            the first one, or one after which the one before is gone, writes everything. Files that are referred to stay
+            as long as a checkpoint that does, whatever the rules say of their own.
+        select: a regex; only keys in which it is found are saved, as by `save(..., select=)`.
 
     Raises:
         OptionError: arguments of the wrong type or out of their range; all of them are listed. Or this rank is not in
@@ -98,11 +102,16 @@ class Manager:
         deadline_seconds: float = DEADLINE_SECONDS,
         group: Group | None = None,
         tied: Tied | None = None,
+        incremental: bool = False,
+        select: str | None = None,
     ) -> None:
         check_run_options(
             root, mirror, every, keep_last, keep_every, best, stage, stop_on, exit_code, stop_seconds, deadline_seconds
         )
         self._group, self._tied = group, tied
+        self._incremental, self._select = incremental, select
+        refuse_no_regex("select", select)
+        self._base: str | None = None  # the URL of the last checkpoint that is known under the root
         ranks_of(group)  # which refuses a rank that is not in it
         self._root = Root(storage_of(root))
         self._copies = None if mirror is None else Root(storage_of(mirror))
@@ -274,6 +283,8 @@ class Manager:
         if step is not None or branch is not None:
             self._take_back(place.step, seen_from, beyond)
         self._known = {place: restored.candidate.url}
+        is_here = restored.candidate.url == self._root.checkpoint(place).url  # and not a copy elsewhere
+        self._base = restored.candidate.url if is_here else None
         self._last = None
         self._keeper.restored(place, restored.damaged)
         self._upload_newest(restored.damaged)
@@ -387,10 +398,12 @@ class Manager:
         numbers = _numbers_or_none(metrics)
         if self._stage is not None and stop is None:
             self._saver = self._saver or AsyncSaver()
+            if self._incremental:
+                self._saver.wait()  # for what this one may refer to
             pending = self._saver.save(
                 url,
                 app,
-                SaveOptions(deadline_seconds=self._deadline_seconds, group=self._group, tied=self._tied),
+                self._save_options(self._deadline_seconds),
                 stage=self._stage,
                 metrics=metrics,
                 afterwards=lambda: self._after_commit(place, url, numbers),
@@ -400,15 +413,25 @@ class Manager:
         if self._saver is not None and stop is None:
             self._saver.wait()
         deadline_seconds = min(self._deadline_seconds, stop.deadline_seconds if stop else math.inf)
-        options = SaveOptions(deadline_seconds=deadline_seconds, group=self._group, tied=self._tied)
+        options = self._save_options(deadline_seconds)
         report = save_now(url, app, options, metrics, raise_earlier=stop is None)
         self._after_commit(place, url, numbers)
         self._last = place, report
         return report
 
+    def _save_options(self, deadline_seconds: float) -> SaveOptions:
+        return SaveOptions(
+            deadline_seconds=deadline_seconds,
+            group=self._group,
+            tied=self._tied,
+            base=self._base if self._incremental else None,
+            base_required=False,
+            select=self._select,
+        )
+
     def _after_commit(self, place: Place, url: str, metrics: Mapping[str, float]) -> None:
         """Begins to copy the new checkpoint, and removes those no longer wanted. No save is under way then."""
-        self._known[place] = url
+        self._known[place] = self._base = url
         if self._mirror is not None:
             self._upload(place)
         self._keeper.tidy(place, metrics)

@@ -17,6 +17,7 @@ import xxhash
 
 from shardopt.checkpoint.commit import discard
 from shardopt.checkpoint.format.constants import MANIFEST_NAME
+from shardopt.checkpoint.format.manifest import Manifest
 from shardopt.checkpoint.reports import emit_report
 from shardopt.checkpoint.run.copying import commit_copy, is_copied, prepare_copy, upload_files
 from shardopt.checkpoint.run.steps import by_numbers
@@ -36,7 +37,7 @@ class UploadReport:
         url: of the copy.
         save_id: of the checkpoint.
         bytes_written: by this rank.
-        bytes_total: by all ranks.
+        bytes_total: of the checkpoint's own files, by all ranks; what it refers to is copied once for several.
         seconds: on this rank, from its turn to the commit.
     """
 
@@ -71,6 +72,7 @@ class Mirror:
         self._side = SideRanks("copies of checkpoints")
         self._lock = world().lock()
         self._waiting: list[str] = []
+        self._referred: frozenset[str] = frozenset()  # directories that get what the one being copied refers to
         self._last: Thread | None = None
         self._failure: BaseException | None = None
         self.report: UploadReport | None = None  # of the last upload that was made
@@ -111,6 +113,14 @@ class Mirror:
         """Returns the names of checkpoints that are being copied or wait for it, which must not be removed. Local."""
         with self._lock:
             return frozenset(self._waiting)
+
+    def filling(self) -> frozenset[str]:
+        """Returns the names of directories of copies that get files to which the one being copied refers. Local.
+
+        They must not be removed: the copy that refers to them is not there yet.
+        """
+        with self._lock:
+            return self._referred
 
     def committed(self) -> list[tuple[str, str]]:
         """Returns the name and URL of every committed checkpoint of both roots, newest first. Collective.
@@ -162,6 +172,7 @@ class Mirror:
                 if before is not None:
                     before.join()
                 report = self._copy(ranks, name)
+                self._fill(frozenset())
                 if report is not None:
                     self.report = report
                     afterwards(self._remote)
@@ -169,6 +180,7 @@ class Mirror:
             _log.error("copying %s to %s failed: %s", self._local.child(name).url, self._remote.url, error)
             self._failure = error
         finally:
+            self._fill(frozenset())
             with self._lock:
                 self._waiting.remove(name)
 
@@ -186,7 +198,7 @@ class Mirror:
             return None
         (manifest, data), _ = ranks.agree(
             what,
-            work=lambda: read_manifest(source),
+            work=lambda: self._read_manifest(source),
             report=lambda read: xxhash.xxh3_64_hexdigest(read[1]),
             decide=lambda digests: prepare_copy(source, target, read_manifest(source)[0], digests),
             deadline_seconds=self._deadline_seconds,
@@ -202,10 +214,19 @@ class Mirror:
             if ranks.rank == 0:  # as a save: it is the one that could still commit, and has now failed to
                 discard(target, manifest.save_id)
             raise
-        total = sum(file.nbytes for file in manifest.files)
+        total = sum(file.nbytes for file in manifest.own_files)
         report = UploadReport(target.url, manifest.save_id, nbytes, total, world().monotonic() - begin)
         emit_report("upload", report)
         return report
+
+    def _read_manifest(self, source: Storage) -> tuple[Manifest, bytes]:
+        manifest, data = read_manifest(source)
+        self._fill(frozenset(file.directory for file in manifest.referred_files if file.directory))
+        return manifest, data
+
+    def _fill(self, directories: frozenset[str]) -> None:
+        with self._lock:
+            self._referred = directories
 
     def _is_newest_waiting(self, name: str) -> bool:
         with self._lock:

@@ -15,8 +15,11 @@ from shardopt.checkpoint.sources.torch_files import SUFFIXES, TorchSource, is_to
 from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
 
 
-def open_source(storage: Storage) -> Source:
+def open_source(storage: Storage, base_root: str | os.PathLike[str] | None = None) -> Source:
     """Opens what lies in a storage.
+
+    Args:
+        base_root: as for `open_checkpoint`.
 
     Raises:
         CheckpointNotFoundError, CorruptionError, FormatError: there is nothing to read, or it is damaged, or its
@@ -24,7 +27,7 @@ def open_source(storage: Storage) -> Source:
     """
     data = manifest_bytes(storage)
     if data is not None:
-        return OwnSource(storage, data)
+        return OwnSource(storage, data, base_root)
     with wrap_os_errors(f"look into {storage.url}"):
         file = storage.as_file()
         source = _directory(storage) if file is None else _file(*file, storage.url)
@@ -52,6 +55,12 @@ def _file(directory: Storage, name: str, url: str) -> Source | None:
     return None
 
 
-def open_checkpoint(url: str | os.PathLike[str]) -> CheckpointReader:
-    """Opens a checkpoint for reading; use it in a `with` statement, or `close` it. Local."""
-    return CheckpointReader(open_source(storage_of(url)))
+def open_checkpoint(url: str | os.PathLike[str], base_root: str | os.PathLike[str] | None = None) -> CheckpointReader:
+    """Opens a checkpoint for reading; use it in a `with` statement, or `close` it. Local.
+
+    Args:
+        url: of a committed checkpoint.
+        base_root: where it refers to files of earlier saves, the directory that has their directories; None for the one
+            that it lies in itself, as all checkpoints of a run do. Nothing is ever read from elsewhere.
+    """
+    return CheckpointReader(open_source(storage_of(url), base_root))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,14 +20,14 @@ from shardopt.checkpoint.format.constants import (
     load_json,
     without_duplicates,
 )
-from shardopt.checkpoint.format.manifest import decode_manifest
+from shardopt.checkpoint.format.manifest import DataFile, decode_manifest
 from shardopt.checkpoint.reading.data_file_reader import DataFileReader
 from shardopt.checkpoint.reading.fetch import fetch
 from shardopt.checkpoint.reading.open_file import ReadRequest, form_of
 from shardopt.checkpoint.sources.read_manifest import read_manifest
 from shardopt.checkpoint.sources.source import Source
-from shardopt.checkpoint.storage import Storage
-from shardopt.errors import StateError
+from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
+from shardopt.errors import CorruptionError, Problem, StateError
 from shardopt.sharding.box import whole
 from shardopt.values import decode_value
 
@@ -36,6 +37,7 @@ class OwnSource(Source):
 
     Args:
         data: the bytes of its manifest; None where they are yet to be read.
+        base_root: the directory that has the checkpoints which this one refers to; None for the one that it is in.
 
     Raises:
         CheckpointNotFoundError, CorruptionError, FormatError: see `read_manifest`.
@@ -44,20 +46,45 @@ class OwnSource(Source):
     format_name = FORMAT_NAME
     is_foreign = False
 
-    def __init__(self, storage: Storage, data: bytes | None = None) -> None:
+    def __init__(
+        self, storage: Storage, data: bytes | None = None, base_root: str | os.PathLike[str] | None = None
+    ) -> None:
         super().__init__(storage)
         if data is None:
             self.manifest, data = read_manifest(storage)
         else:
             self.manifest = decode_manifest(data, f"{storage.url}/{MANIFEST_NAME}")
         self.digest = xxhash.xxh3_64_hexdigest(data)
+        self._base_root = None if base_root is None else storage_of(base_root)
 
     def open_file(self, number: int) -> DataFileReader:
-        return DataFileReader(self.storage, self.manifest.files[number])
+        file = self.manifest.files[number]
+        directory = self.directory_of(file)
+        try:
+            return DataFileReader(directory, file)
+        except CorruptionError:
+            with wrap_os_errors(f"read {directory.url}/{file.name}"):
+                if file.directory is None or directory.exists(file.name):
+                    raise
+        remedy = "name the directory that has its directory by base_root=, or restore from another checkpoint"
+        problem = Problem(f"{directory.url}/{file.name}", "no such file", f"what {self.url} refers to", remedy)
+        raise CorruptionError("a checkpoint lacks what it refers to", [problem])
+
+    def directory_of(self, file: DataFile) -> Storage:
+        """Returns the directory that has one of the manifest's files: the checkpoint's own, or one beside it."""
+        if file.directory is None:
+            return self.storage
+        root = self._base_root
+        if root is None:
+            parent = self.storage.parent()
+            if parent is None:
+                raise damaged(self.url, f"a reference to {file.path}, where no directory is above")
+            root = parent[0]
+        return root.child(file.directory)
 
     def per_rank(self, rank: int) -> Mapping[str, Any]:
         name = file_name(self.manifest.save_id, rank, 0)
-        number = next((i for i, file in enumerate(self.manifest.files) if file.name == name), None)
+        number = next((i for i, file in enumerate(self.manifest.files) if file.path == name), None)
         if number is None:
             raise damaged(f"{self.url}/{name}", "no such file in the manifest")
         file = self.open_file(number)

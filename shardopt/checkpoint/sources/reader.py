@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardopt.checkpoint.format.constants import Dtype, damaged
-from shardopt.checkpoint.format.manifest import Manifest, StoredLayout
+from shardopt.checkpoint.format.manifest import Manifest, StoredEntry, StoredLayout
 from shardopt.checkpoint.format.tensor_bytes import torch_dtype
 from shardopt.checkpoint.reading.fetch import fetch
 from shardopt.checkpoint.reading.open_file import Form, OpenFile, ReadRequest, form_of
@@ -39,9 +39,13 @@ class TensorInfo:
 
 
 class _Overlap(NamedTuple):
-    """The elements that a stored box shares with a wanted one: where in the stored, and in the wanted (None: all)."""
+    """The elements that a stored box shares with a wanted one: where in the stored, and in the wanted (None: all).
+
+    `entry` is what the file has, of which the stored box is all or some.
+    """
 
     file: OpenFile
+    entry: StoredEntry
     form: Form
     sizes: tuple[int, ...]
     stored: Box
@@ -181,9 +185,9 @@ class CheckpointReader:
         _, dtype, layout, *_ = self._manifest.tensors[key]
         key = self.key_in_files(key)
         for box, tensor in pieces:
-            for file, form, sizes, stored, wanted in self._overlaps_with(layout, dtype, box):
+            for file, entry, form, sizes, stored, wanted in self._overlaps_with(layout, dtype, box):
                 target = tensor if wanted is None else narrowed(tensor, wanted)
-                for request in file.requests(key, form, dtype, sizes, stored, target):
+                for request in file.requests(entry.key(key), form, dtype, sizes, stored, target):
                     yield file, request
 
     def per_rank(self, rank: int) -> Mapping[str, Any]:
@@ -212,12 +216,13 @@ class CheckpointReader:
         overlaps = self._overlaps.get((layout, dtype.name, box))
         if overlaps is None:
             overlaps = []
-            for stored, file in zip(layout.boxes, layout.files, strict=True):
+            for i, (stored, file) in enumerate(zip(layout.boxes, layout.files, strict=True)):
                 common = stored.intersect(box)
                 if common is not None:
                     wanted = None if common == box else common.within(box)
-                    form = form_of(dtype, stored)
-                    overlaps.append(_Overlap(self._open(file), form, stored.sizes, common.within(stored), wanted))
+                    entry = layout.entry(i)
+                    form, within = form_of(dtype, entry.box), common.within(entry.box)
+                    overlaps.append(_Overlap(self._open(file), entry, form, entry.box.sizes, within, wanted))
             self._overlaps_kept += 1 + len(overlaps)
             if self._overlaps_kept > _MOST_OVERLAPS:  # of one who reads through a checkpoint box by box
                 self._overlaps.clear()

@@ -108,6 +108,10 @@ class Storage(ABC):
     def child(self, name: str) -> Storage:
         """Returns the storage of the directory of that name within this one."""
 
+    def parent(self) -> tuple[Storage, str] | None:
+        """Returns the directory that this one is in, and its name there; None where there is none above it."""
+        return None
+
     def as_file(self) -> tuple[Storage, str] | None:
         """Returns the directory and the name of the file at this path; None where it is no file."""
         return None

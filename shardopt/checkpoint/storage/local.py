@@ -183,6 +183,10 @@ class LocalStorage(Storage):
     def child(self, name: str) -> Storage:
         return LocalStorage(self._path(name), self._durable)
 
+    def parent(self) -> tuple[Storage, str] | None:
+        directory, name = os.path.split(self.url)
+        return (LocalStorage(directory, self._durable), name) if name else None
+
     def as_file(self) -> tuple[Storage, str] | None:
         if not os.path.isfile(self.url):
             return None

@@ -218,6 +218,10 @@ class RemoteStorage(Storage):
             with suppress(OSError):  # an object store has nothing by this name
                 self._requests.once("rmdir", self._root)
 
+    def parent(self) -> tuple[Storage, str] | None:
+        directory, _, name = self._root.rpartition("/")
+        return (RemoteStorage(self._fs, directory), name) if directory and name else None
+
     def as_file(self) -> tuple[Storage, str] | None:
         directory, _, name = self._root.rpartition("/")
         parent = RemoteStorage(self._fs, directory)

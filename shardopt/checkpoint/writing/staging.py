@@ -47,7 +47,7 @@ class Staging:
         memory: for the copies; nobody else uses it while this staging and its descriptions are in use.
         lazily: whether state that only a step changes is left to `finish`.
         members: as for `describe`.
-        tied: as for `save`.
+        tied, select: as for `save`.
 
     Attributes:
         optimizers: those in `app`, which have to wait with their steps for `finish`.
@@ -63,8 +63,9 @@ class Staging:
         lazily: bool,
         members: tuple[int, ...] | None = None,
         tied: Tied | None = None,
+        select: str | None = None,
     ) -> None:
-        flat = flatten(app, tied)
+        flat = flatten(app, tied).selected(select)
         live = describe(flat, "none", members)
         later = changed_by_steps_alone(flat) if lazily else frozenset()
         later -= {first for key, first in live.tied.items() if key not in later}

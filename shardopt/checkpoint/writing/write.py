@@ -54,21 +54,24 @@ def write_files(
     return files
 
 
+def memory_of(request: WriteRequest, views: Mapping[str, View]) -> Tensor:
+    """Returns this rank's memory of the box that a request is for."""
+    tensor = views[request.key].pieces[request.piece].tensor
+    return tensor if request.inner is None else narrowed(tensor, request.inner)
+
+
 def from_memory(views: Mapping[str, View]) -> Chunks:
     """Takes bytes from the tensors' own memory; without a copy where that is plain."""
 
     def chunks_of(request: WriteRequest) -> Iterator[memoryview]:
-        tensor = views[request.key].pieces[request.piece].tensor
-        if request.inner is not None:
-            tensor = narrowed(tensor, request.inner)
-        return chunks_in(tensor)
+        return chunks_in(memory_of(request, views))
 
     return chunks_of
 
 
 def chunks_in(tensor: Tensor) -> Iterator[memoryview]:
     """Yields the bytes of a tensor, as `Chunks` has them; without a copy where its memory is plain."""
-    memory = bytes_of(tensor if is_plain_memory(tensor) else _to_host(tensor))
+    memory = bytes_of(tensor if is_plain_memory(tensor) else to_host(tensor))
     if memory.nbytes <= _CHUNK_BYTES:
         return iter((memory,))
     return (memory[begin : begin + _CHUNK_BYTES] for begin in range(0, memory.nbytes, _CHUNK_BYTES))
@@ -130,5 +133,6 @@ def _checksums(chunk: memoryview) -> list[bytes]:
     return [xxhash.xxh3_64_digest(chunk[i : i + SEGMENT_BYTES]) for i in range(0, chunk.nbytes, SEGMENT_BYTES)]
 
 
-def _to_host(tensor: Tensor) -> Tensor:
+def to_host(tensor: Tensor) -> Tensor:
+    """Returns a copy of a tensor in plain memory of the host, whatever it is and wherever it lies."""
     return tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
