@@ -1,6 +1,7 @@
 """Checkpoints of sharded state: saved by all ranks, committed by one manifest, loaded in place onto any layout."""
 
 from shardopt.checkpoint.async_save import async_save
+from shardopt.checkpoint.convert.convert import ConvertReport, convert
 from shardopt.checkpoint.load import load
 from shardopt.checkpoint.matching.strictness import Strictness
 from shardopt.checkpoint.progress import progress_bar
@@ -19,6 +20,7 @@ from shardopt.state import PerRank
 __all__ = [
     "Box",
     "CheckpointReader",
+    "ConvertReport",
     "LoadReport",
     "Manager",
     "Mirror",
@@ -31,6 +33,7 @@ __all__ = [
     "VerifyReport",
     "add_listener",
     "async_save",
+    "convert",
     "figures",
     "load",
     "open",

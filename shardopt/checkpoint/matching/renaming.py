@@ -53,17 +53,9 @@ def under_names_of(manifest: Manifest, flat: FlatState, select: str | None, rena
     stored = (*manifest.tensors, *manifest.values, *manifest.per_rank)
     if not (select or rename or flat.tied or _keys_under_wrappers(stored, flat)):
         return Names(replace(manifest, values=_spread(manifest.values, flat)), {}, frozenset(flat.leaves), {})
-    rules = [(re.compile(pattern), into) for pattern, into in (rename or {}).items()]
-    wanted = re.compile(select or "")
-
-    @cache
-    def renamed(key: str) -> str:
-        for pattern, into in rules:
-            key = pattern.sub(into, key)
-        return key
-
+    wanted, renamed = re.compile(select or ""), renaming_by(rename)
     new_key = {key: renamed(key) for key in stored}
-    if rules:
+    if rename:
         new_key |= {key: _renamed_options(key, path, flat, renamed) for key, (path, _) in manifest.values.items()}
     unwrapped = _keys_under_wrappers(new_key.values(), flat)
     new_key = {key: unwrapped.get(name, name) for key, name in new_key.items()}
@@ -75,7 +67,7 @@ def under_names_of(manifest: Manifest, flat: FlatState, select: str | None, rena
             alone.setdefault(name, alias)
     new_key = {key: stands_for[name] if name in alone.values() else name for key, name in new_key.items()}
     aliases = {alias: name for alias, name in stands_for.items() if alias not in alone.values()}
-    _refuse_collisions(new_key.items())
+    refuse_collisions(new_key.items())
 
     def path_of(key: str, path: Path) -> Path:
         if new_key[key] == key:
@@ -97,6 +89,19 @@ def under_names_of(manifest: Manifest, flat: FlatState, select: str | None, rena
     )
     changed = {new: key for key, new in new_key.items() if new != key}
     return Names(renamed_manifest, changed, frozenset(key for key in flat.leaves if wanted.search(key)), aliases)
+
+
+def renaming_by(rename: Mapping[str, str] | None) -> Rename:
+    """Returns the function that gives a stored key its new name: regex → replacement, in turn."""
+    rules = [(re.compile(pattern), into) for pattern, into in (rename or {}).items()]
+
+    @cache
+    def renamed(key: str) -> str:
+        for pattern, into in rules:
+            key = pattern.sub(into, key)
+        return key
+
+    return renamed
 
 
 def _renamed_options(key: str, path: Path, flat: FlatState, renamed: Rename) -> str:
@@ -159,7 +164,7 @@ def _spread(values: Values, flat: FlatState) -> Values:
     return values
 
 
-def _refuse_collisions(named: Iterable[tuple[str, str]]) -> None:
+def refuse_collisions(named: Iterable[tuple[str, str]]) -> None:
     """Raises MismatchError where two stored keys get one name.
 
     Args:

@@ -1,0 +1,165 @@
+"""Streams tensors of a source through a bounded window of memory, a window ahead of the writer.
+
+windows   one after the other of at most 8 MiB: as many pieces of tensors as go in, read with one call
+memory    a window that is read, one that is being taken, what storage holds back, and scratch of the reading
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import xxhash
+
+from shardopt.checkpoint.convert.choosing import ChosenTensor
+from shardopt.checkpoint.format.constants import Dtype
+from shardopt.checkpoint.format.tensor_bytes import bytes_of, torch_dtype
+from shardopt.checkpoint.reading.fetch import fetch
+from shardopt.checkpoint.reading.open_file import OpenFile, ReadRequest
+from shardopt.checkpoint.sources.reader import CheckpointReader
+from shardopt.sharding.box import Box, cut_in_order, whole
+from shardopt.sharding.pieces import Piece
+from shardopt.world import Future, world
+
+WINDOW_BYTES = 8 << 20
+_ALIGNMENT_BYTES = 64
+_MOST_PIECES = 4096  # of a window
+
+
+class Part(NamedTuple):
+    """A box of a tensor whose bytes, in C order, stand in a file that is written.
+
+    Args:
+        key: under which it is written.
+        stored: its key in the source.
+        dtype: in which it is written; it is cast where another is stored.
+    """
+
+    key: str
+    stored: str
+    dtype: Dtype
+    box: Box
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.numel * self.dtype.itemsize
+
+
+class _PiecePlace(NamedTuple):
+    number: int  # of the part
+    box: Box
+    begin: int  # in the window
+
+
+def read_parts(reader: CheckpointReader, parts: Sequence[Part]) -> Iterator[tuple[int, memoryview]]:
+    """Yields the bytes of parts, one after the other in C order: the number of the part, and a chunk of it.
+
+    Chunks stay as they are; but who keeps many keeps their windows. Not to be used beside other reads of this reader.
+
+    Raises:
+        CorruptionError: stored bytes are not what was written.
+        CheckpointError: a number cannot be cast.
+    """
+    ahead: deque[Future[list[tuple[int, memoryview]]]] = deque()
+    with world().thread_pool(1, "shardopt-convert") as pool:
+        for window in _windows(parts):
+            ahead.append(pool.submit(_read_window, reader, parts, window))
+            if len(ahead) > 1:
+                yield from ahead.popleft().result()
+        while ahead:
+            yield from ahead.popleft().result()
+
+
+def _windows(parts: Sequence[Part]) -> Iterator[list[_PiecePlace]]:
+    window: list[_PiecePlace] = []
+    used = 0
+    for number, part in enumerate(parts):
+        for box in cut_in_order(part.box, WINDOW_BYTES // part.dtype.itemsize):
+            nbytes = box.numel * part.dtype.itemsize
+            if window and (used + nbytes > WINDOW_BYTES or len(window) >= _MOST_PIECES):
+                yield window
+                window, used = [], 0
+            window.append(_PiecePlace(number, box, used))
+            used += -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    if window:
+        yield window
+
+
+def _read_window(
+    reader: CheckpointReader, parts: Sequence[Part], window: Sequence[_PiecePlace]
+) -> list[tuple[int, memoryview]]:
+    last = window[-1]
+    buffer = torch.empty(
+        last.begin + last.box.numel * parts[last.number].dtype.itemsize, dtype=torch.uint8, device="cpu"
+    )
+    requests: list[tuple[OpenFile, ReadRequest]] = []
+    chunks = []
+    for number, box, begin in window:
+        part = parts[number]
+        memory = buffer[begin : begin + box.numel * part.dtype.itemsize]
+        target = memory.view(torch_dtype(part.dtype)).reshape(box.sizes)
+        requests += reader.requests(part.stored, [Piece(box, target)])
+        chunks.append((number, bytes_of(memory)))
+    fetch(requests)
+    return chunks
+
+
+class PartReader:
+    """Hands out parts one after the other, and computes the digests of tensors on the way.
+
+    Args:
+        shapes: by key; a tensor has a digest where its parts follow one another and make up the whole in C order.
+    """
+
+    def __init__(self, reader: CheckpointReader, parts: Sequence[Part], shapes: dict[str, tuple[int, ...]]) -> None:
+        self._chunks = read_parts(reader, parts)
+        self._waiting: tuple[int, memoryview] | None = None
+        self._parts, self._number = parts, -1
+        self._hashes = {key: xxhash.xxh3_128() for key in keys_in_order(parts, shapes)}
+
+    def take(self) -> Iterator[memoryview]:
+        """Yields the bytes of the next part."""
+        self._number += 1
+        digest = self._hashes.get(self._parts[self._number].key)
+        if self._waiting is None:
+            self._waiting = next(self._chunks, None)
+        while self._waiting is not None and self._waiting[0] == self._number:
+            chunk = self._waiting[1]
+            if digest is not None:
+                digest.update(chunk)
+            yield chunk
+            self._waiting = next(self._chunks, None)
+
+    def digests(self) -> dict[str, str]:
+        """Returns the digests of tensors by key, once all parts were taken."""
+        return {key: digest.hexdigest() for key, digest in self._hashes.items()}
+
+
+def keys_in_order(parts: Sequence[Part], shapes: dict[str, tuple[int, ...]]) -> set[str]:
+    """Returns the keys of tensors whose parts, as they follow one another, are the whole tensor in C order."""
+    rows: dict[str, int] = {}  # that have come, of the first dimension; all of a tensor without dimensions is one
+    broken: set[str] = set()
+    for i, (key, _, _, box) in enumerate(parts):
+        follows = key not in rows or parts[i - 1].key == key
+        offsets, sizes = (box.offsets, box.sizes) if box.sizes else ((0,), (1,))
+        shape = shapes[key] or (1,)
+        if not follows or offsets[0] != rows.get(key, 0) or sizes[1:] != shape[1:]:
+            broken.add(key)
+        rows[key] = offsets[0] + sizes[0]
+    return {key for key, count in rows.items() if key not in broken and count == (shapes[key] or (1,))[0]}
+
+
+def digests_of(reader: CheckpointReader, tensors: Sequence[ChosenTensor], stored: bool) -> dict[str, str]:
+    """Reads whole tensors; returns the xxh3-128 of the bytes of each in C order, in hexadecimal digits, by new key.
+
+    Args:
+        stored: whether the reader has them under the keys of the source, and not under the new ones.
+    """
+    parts = [Part(each.key, each.stored if stored else each.key, each.dtype, whole(each.shape)) for each in tensors]
+    taking = PartReader(reader, parts, {each.key: each.shape for each in tensors})
+    for _ in parts:
+        for _ in taking.take():
+            pass
+    return taking.digests()
