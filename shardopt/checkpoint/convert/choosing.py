@@ -167,19 +167,31 @@ def _renamed_value(key: str, path: Path, renamed: Rename) -> str:
 
 
 def renamed_path(path: Path, new_key: str) -> Path:
-    """Returns the path of a key that was renamed: the parts that both names begin and end with stay parts."""
+    """Returns the path of a key that was renamed: parts that are in the new one too stay parts, first and last ones
+    above all, and what stands between two of them is one part."""
     if join(path) == new_key:
         return path
-    first, last, rest = 0, len(path), new_key
-    while first < last - 1 and rest.startswith(f"{path[first]}."):
-        rest = rest.removeprefix(f"{path[first]}.")
+    first, rest, end = 0, new_key.split("."), len(path)
+    tail: list[str | int] = []
+    while first < end and rest[: len(_segments(path[first]))] == _segments(path[first]):
+        rest = rest[len(_segments(path[first])) :]
         first += 1
-    while last > first + 1 and rest.endswith(f".{path[last - 1]}"):
-        last -= 1
-        rest = rest.removesuffix(f".{path[last]}")
-    if last - first > 1 and rest == str(path[last - 1]):  # what stood before it is gone
-        return *path[:first], *path[last - 1 :]
-    return *path[:first], rest, *path[last:]
+    while first < end and rest and rest[-len(_segments(path[end - 1])) :] == _segments(path[end - 1]):
+        end -= 1
+        rest = rest[: -len(_segments(path[end]))]
+        tail.insert(0, path[end])
+    middle: list[str | int] = []
+    for part in path[first:end]:
+        segments = _segments(part)
+        at = next((i for i in range(len(rest)) if rest[i : i + len(segments)] == segments), None)
+        if at is not None:
+            middle += [".".join(rest[:at]), part] if at else [part]
+            rest = rest[at + len(segments) :]
+    return *path[:first], *middle, *([".".join(rest)] if rest else []), *tail
+
+
+def _segments(part: str | int) -> list[str]:
+    return str(part).split(".")
 
 
 def _tied_among(reader: CheckpointReader, keys: Sequence[str]) -> dict[str, str]:

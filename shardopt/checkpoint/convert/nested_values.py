@@ -29,8 +29,8 @@ def split_options(values: Values) -> tuple[dict[Path, Any], dict[Path, dict[str,
 
 
 _UNSAID = {"foreach": None, "capturable": False, "differentiable": False, "fused": None}
-"""Options of torch's optimizers of how they compute, with their defaults: a keyed optimizer chooses that for itself, and
-does not save them, while `dcp.load` into a torch optimizer asks for each."""
+"""Options of torch's optimizers of how they compute, with their defaults: a keyed optimizer chooses that for itself,
+and does not save them, while `dcp.load` into a torch optimizer asks for each."""
 
 
 def _unsaid(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,13 +12,17 @@ from typing import NamedTuple
 
 import torch
 import xxhash
+from torch import Tensor
 
+from shardopt.casts import lost_in_cast
 from shardopt.checkpoint.convert.choosing import ChosenTensor
 from shardopt.checkpoint.format.constants import Dtype
-from shardopt.checkpoint.format.tensor_bytes import bytes_of, torch_dtype
+from shardopt.checkpoint.format.data_file import Entry
+from shardopt.checkpoint.format.tensor_bytes import bytes_of, dtype_name, torch_dtype
 from shardopt.checkpoint.reading.fetch import fetch
 from shardopt.checkpoint.reading.open_file import OpenFile, ReadRequest
 from shardopt.checkpoint.sources.reader import CheckpointReader
+from shardopt.errors import CheckpointError, Problem
 from shardopt.sharding.box import Box, cut_in_order, whole
 from shardopt.sharding.pieces import Piece
 from shardopt.world import Future, world
@@ -102,8 +106,17 @@ def _read_window(
         target = memory.view(torch_dtype(part.dtype)).reshape(box.sizes)
         requests += reader.requests(part.stored, [Piece(box, target)])
         chunks.append((number, bytes_of(memory)))
-    fetch(requests)
+    fetch(requests, use=_cast)
     return chunks
+
+
+def _cast(entry: Entry, target: Tensor, source: Tensor) -> None:
+    lost = None if source.dtype == target.dtype else lost_in_cast(source, target.dtype)
+    if lost is not None:
+        required = f"numbers that {dtype_name(target.dtype)} can hold, of at most {torch.finfo(target.dtype).max}"
+        problem = Problem(entry.key, f"{lost} in {dtype_name(source.dtype)}", required, "take another dtype")
+        raise CheckpointError("a number cannot be cast", [problem])
+    target.copy_(source)
 
 
 class PartReader:

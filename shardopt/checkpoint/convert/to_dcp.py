@@ -75,12 +75,13 @@ class DcpPlan(OutPlan):
         for path, value in self._values.items():
             key = join(path)
             paths[key] = _plain(path)
-            box = whole(value.shape) if isinstance(value, Tensor) else None
-            if box is not None:
-                entries[key] = _tensor_record(stored_dtype(value.dtype, key), box.sizes, (box,))
+            if isinstance(value, Tensor):
+                all_of_it = whole(value.shape)
+                entries[key] = _tensor_record(stored_dtype(value.dtype, key), all_of_it.sizes, (all_of_it,))
+                index = _index(key, all_of_it, 0)
             else:
-                entries[key] = Instance(Global(_RECORDS, "BytesStorageMetadata"))
-            stored.append((_index(key, box, None if box is None else 0), _place(*of_values[path])))
+                entries[key], index = Instance(Global(_RECORDS, "BytesStorageMetadata")), _index(key, None, None)
+            stored.append((index, _place(*of_values[path])))
         records = {"state_dict_metadata": entries, "planner_data": paths, "storage_data": Pairs(stored)}
         return Instance(Global(_RECORDS, "Metadata"), {**records, "storage_meta": None})
 
