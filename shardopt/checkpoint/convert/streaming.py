@@ -6,6 +6,9 @@ memory    a window that is read, one that is being taken, what storage holds bac
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -17,8 +20,7 @@ from torch import Tensor
 from shardopt.casts import lost_in_cast
 from shardopt.checkpoint.convert.choosing import ChosenTensor
 from shardopt.checkpoint.format.constants import Dtype
-from shardopt.checkpoint.format.data_file import Entry
-from shardopt.checkpoint.format.tensor_bytes import bytes_of, dtype_name, torch_dtype
+from shardopt.checkpoint.format.tensor_bytes import dtype_name, tensor_over
 from shardopt.checkpoint.reading.fetch import fetch
 from shardopt.checkpoint.reading.open_file import OpenFile, ReadRequest
 from shardopt.checkpoint.sources.reader import CheckpointReader
@@ -67,21 +69,23 @@ def read_parts(reader: CheckpointReader, parts: Sequence[Part]) -> Iterator[tupl
         CheckpointError: a number cannot be cast.
     """
     ahead: deque[Future[list[tuple[int, memoryview]]]] = deque()
+    blocks = _Blocks()
     with world().thread_pool(1, "shardopt-convert") as pool:
-        for window in _windows(parts):
-            ahead.append(pool.submit(_read_window, reader, parts, window))
+        for window in _windows(reader, parts):
+            ahead.append(pool.submit(_read_window, reader, parts, window, blocks))
             if len(ahead) > 1:
                 yield from ahead.popleft().result()
         while ahead:
             yield from ahead.popleft().result()
 
 
-def _windows(parts: Sequence[Part]) -> Iterator[list[_PiecePlace]]:
+def _windows(reader: CheckpointReader, parts: Sequence[Part]) -> Iterator[list[_PiecePlace]]:
     window: list[_PiecePlace] = []
     used = 0
     for number, part in enumerate(parts):
-        for box in cut_in_order(part.box, WINDOW_BYTES // part.dtype.itemsize):
-            nbytes = box.numel * part.dtype.itemsize
+        itemsize = max(part.dtype.itemsize, reader.manifest.tensors[part.stored].dtype.itemsize)
+        for box in cut_in_order(part.box, WINDOW_BYTES // itemsize):
+            nbytes = box.numel * itemsize
             if window and (used + nbytes > WINDOW_BYTES or len(window) >= _MOST_PIECES):
                 yield window
                 window, used = [], 0
@@ -91,30 +95,63 @@ def _windows(parts: Sequence[Part]) -> Iterator[list[_PiecePlace]]:
         yield window
 
 
+class _Block(ctypes.c_ubyte * WINDOW_BYTES):
+    """Memory of a window; a class of its own, since only such instances tell when nobody uses them any more."""
+
+
+class _Blocks:
+    """Memory that is used again once all views of it are gone.
+
+    Not the allocator's: what passes through that from thread to thread stays with it, several times over.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[mmap.mmap] = []
+
+    def take(self) -> _Block:
+        try:
+            memory = self._free.pop()
+        except IndexError:
+            memory = mmap.mmap(-1, WINDOW_BYTES)
+        block = _Block.from_buffer(memory)
+        weakref.finalize(block, self._free.append, memory)
+        return block
+
+
 def _read_window(
-    reader: CheckpointReader, parts: Sequence[Part], window: Sequence[_PiecePlace]
+    reader: CheckpointReader, parts: Sequence[Part], window: Sequence[_PiecePlace], blocks: _Blocks
 ) -> list[tuple[int, memoryview]]:
-    last = window[-1]
-    buffer = torch.empty(
-        last.begin + last.box.numel * parts[last.number].dtype.itemsize, dtype=torch.uint8, device="cpu"
-    )
+    block = blocks.take()
+    before_casts: _Block | None = None  # what is cast is read as it is stored, to the same offsets of a block beside
     requests: list[tuple[OpenFile, ReadRequest]] = []
+    casts: list[tuple[str, Tensor, Tensor]] = []
     chunks = []
+    view = memoryview(block).cast("B")
     for number, box, begin in window:
-        part = parts[number]
-        memory = buffer[begin : begin + box.numel * part.dtype.itemsize]
-        target = memory.view(torch_dtype(part.dtype)).reshape(box.sizes)
-        requests += reader.requests(part.stored, [Piece(box, target)])
-        chunks.append((number, bytes_of(memory)))
-    fetch(requests, use=_cast)
+        part, stored = parts[number], reader.manifest.tensors[parts[number].stored].dtype
+        target = source = _tensor_over(block, begin, part.dtype, box)
+        if stored.name != part.dtype.name:
+            before_casts = before_casts or blocks.take()
+            source = _tensor_over(before_casts, begin, stored, box)
+            casts.append((part.stored, target, source))
+        requests += reader.requests(part.stored, [Piece(box, source)])
+        chunks.append((number, view[begin : begin + box.numel * part.dtype.itemsize]))
+    fetch(requests)
+    with torch.no_grad():  # a thread has a grad mode of its own
+        for key, target, source in casts:
+            _cast(key, target, source)
     return chunks
 
 
-def _cast(entry: Entry, target: Tensor, source: Tensor) -> None:
-    lost = None if source.dtype == target.dtype else lost_in_cast(source, target.dtype)
+def _tensor_over(block: _Block, begin: int, dtype: Dtype, box: Box) -> Tensor:
+    return tensor_over(memoryview(block).cast("B"), begin, dtype, box.sizes)
+
+
+def _cast(key: str, target: Tensor, source: Tensor) -> None:
+    lost = lost_in_cast(source, target.dtype)
     if lost is not None:
         required = f"numbers that {dtype_name(target.dtype)} can hold, of at most {torch.finfo(target.dtype).max}"
-        problem = Problem(entry.key, f"{lost} in {dtype_name(source.dtype)}", required, "take another dtype")
+        problem = Problem(key, f"{lost} in {dtype_name(source.dtype)}", required, "take another dtype")
         raise CheckpointError("a number cannot be cast", [problem])
     target.copy_(source)
 
