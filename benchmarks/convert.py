@@ -8,13 +8,17 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import statistics
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from benchmarks.peers import interleaved, write_table
+from benchmarks.peers import write_table
 from shardopt import checkpoint
 from shardopt.sharding.mesh import Mesh, Split, mesh_layout
 
@@ -63,27 +67,50 @@ def peak_over(work: Callable[[], object]) -> int:
     return resident_bytes("VmHWM") - before
 
 
-def conversions(folder: Path, outputs: Iterator[int]) -> dict[str, Callable[[int], object]]:
-    """Returns what is timed, by name; each writes to a place of its own, and removes what it wrote before."""
-
-    def fresh(name: str) -> Path:
-        path = folder / f"{name}-{next(outputs)}"
-        for earlier in folder.glob(f"{name}-*"):
-            shutil.rmtree(earlier) if earlier.is_dir() else earlier.unlink()
-        return path
-
-    source = folder / "src"
+def conversions(source: Path, target: Path) -> dict[str, Callable[[], object]]:
+    """Returns what is measured, by name."""
+    convert = checkpoint.convert
     return {
-        "raw copy": lambda _: copy(source, fresh("copy")),
-        "shardopt": lambda _: checkpoint.convert(source, fresh("shardopt")),
-        "dcp": lambda _: checkpoint.convert(source, fresh("dcp"), to="dcp"),
-        "huggingface": lambda _: checkpoint.convert(source, fresh("huggingface"), to="huggingface"),
-        "huggingface, bf16": lambda _: checkpoint.convert(
-            source, fresh("bf16"), to="huggingface", dtype=torch.bfloat16
-        ),
-        "torch": lambda _: checkpoint.convert(source, fresh("torch"), to="torch"),
-        "huggingface, check": lambda _: checkpoint.convert(source, fresh("checked"), to="huggingface", check=True),
+        "raw copy": lambda: copy(source, target),
+        "shardopt": lambda: convert(source, target),
+        "dcp": lambda: convert(source, target, to="dcp"),
+        "huggingface": lambda: convert(source, target, to="huggingface"),
+        "huggingface, bf16": lambda: convert(source, target, to="huggingface", dtype=torch.bfloat16),
+        "torch": lambda: convert(source, target, to="torch"),
+        "huggingface, check": lambda: convert(source, target, to="huggingface", check=True),
     }
+
+
+def measure(name: str, folder: Path) -> tuple[float, int]:
+    """Returns the seconds that a conversion takes, and its memory; on a small checkpoint first, where all is made that
+    is made once."""
+    target = folder / "out"
+    seconds: list[float] = []
+
+    def timed() -> None:
+        begin = time.perf_counter()
+        conversions(folder / "src", target)[name]()
+        seconds.append(time.perf_counter() - begin)
+
+    conversions(folder / "small", target)[name]()
+    remove(target)
+    peak = peak_over(timed)
+    remove(target)
+    return seconds[0], peak
+
+
+def remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def measure_apart(name: str, folder: Path) -> tuple[float, int]:
+    """Measures in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.convert", "--measure", name, "--folder", str(folder)]
+    seconds, peak = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-2:]
+    return float(seconds), int(peak)
 
 
 def main() -> None:
@@ -91,29 +118,33 @@ def main() -> None:
     parser.add_argument("--gib", type=int, default=4)
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--folder", default=None)
+    parser.add_argument("--measure")
     args = parser.parse_args()
+    if args.measure:
+        print(*measure(args.measure, Path(args.folder)))
+        return
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)
         save_source(folder, args.gib)
-        small = folder / "small"
-        checkpoint.save(small, {"w": torch.ones(3)})
-        for to in ("shardopt", "dcp", "huggingface", "torch"):  # what is imported and made once is no cost of each
-            checkpoint.convert(small, folder / f"small-{to}", to)  # type: ignore[arg-type]
-        loads = [os.getloadavg()[0]]
-        outputs = iter(range(10**6))
-        peers = conversions(folder, outputs)
-        peaks = {peer: peak_over(lambda run=run: run(0)) for peer, run in peers.items()}  # type: ignore[misc]
-        seconds = interleaved(peers, args.repetitions, warm_up=0)
-        loads.append(os.getloadavg()[0])
+        checkpoint.save(folder / "small", {"w": torch.ones(6_000_000)})
+        load_before = os.getloadavg()[0]
+        measured: dict[str, list[tuple[float, int]]] = {peer: [] for peer in conversions(folder, folder)}
+        for _ in range(args.repetitions):
+            for peer, those in measured.items():
+                those.append(measure_apart(peer, folder))
+        load_after = os.getloadavg()[0]
+    seconds = {peer: statistics.median(took for took, _ in those) for peer, those in measured.items()}
+    peaks = {peer: max(peak for _, peak in those) for peer, those in measured.items()}
     raw = seconds["raw copy"]
     rows = [
         [peer, f"{took:.1f}", f"{args.gib / took:.2f}", f"{raw / took:.2f}", f"{peaks[peer] / MIB:.0f}"]
         for peer, took in seconds.items()
     ]
     notes = (
-        f"{args.gib} GiB of fp32 in {16 * args.gib} tensors, each in two boxes, to a local disk with fsync; one process. "
-        f"Medians of {args.repetitions}; the load average was {loads[0]:.1f} before and {loads[1]:.1f} after. Memory is "
-        f"the most that is resident over what was before. `python -m benchmarks.convert`"
+        f"{args.gib} GiB of fp32 in {16 * args.gib} tensors, each in two boxes, to a local disk with fsync, by one "
+        f"process. Medians of {args.repetitions}; the load average of the machine, which others used too, was "
+        f"{load_before:.1f} before and {load_after:.1f} after. Memory is the most that is resident over what was "
+        "before, each time in a fresh process. `python -m benchmarks.convert`"
     )
     print(
         write_table("convert", "Conversions", ["to", "seconds", "GiB/s", "of a raw copy", "memory, MiB"], rows, notes)

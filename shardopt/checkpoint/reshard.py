@@ -33,7 +33,7 @@ def reshard(
     """Writes the checkpoint at `src` to `dst` as other ranks would have written it. Local; needs no accelerator.
 
     A load reshards anyway: this is for handing a checkpoint on in another shape, or for reading it once instead of at
-    every start. At most some 50 MiB of tensors are in memory at a time.
+    every start. At most some 40 MiB of tensors are in memory at a time.
 
     Args:
         src: of a committed checkpoint.
