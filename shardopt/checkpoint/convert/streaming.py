@@ -11,7 +11,7 @@ import mmap
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -95,8 +95,9 @@ def _windows(reader: CheckpointReader, parts: Sequence[Part]) -> Iterator[list[_
         yield window
 
 
-class _Block(ctypes.c_ubyte * WINDOW_BYTES):
-    """Memory of a window; a class of its own, since only such instances tell when nobody uses them any more."""
+_Block = ctypes.Array[ctypes.c_ubyte]
+_BLOCK_TYPE: Any = type("Block", (ctypes.c_ubyte * WINDOW_BYTES,), {})
+"""Memory of a window; a class of its own, since only objects of such tell when nobody uses them any more."""
 
 
 class _Blocks:
@@ -113,7 +114,7 @@ class _Blocks:
             memory = self._free.pop()
         except IndexError:
             memory = mmap.mmap(-1, WINDOW_BYTES)
-        block = _Block.from_buffer(memory)
+        block: _Block = _BLOCK_TYPE.from_buffer(memory)
         weakref.finalize(block, self._free.append, memory)
         return block
 
