@@ -131,6 +131,7 @@ def assert_nothing_beside(path, to):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("to", FORMATS)
 def test_kills_at_every_operation(source, expected, tmp_path, to):

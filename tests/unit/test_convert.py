@@ -473,6 +473,7 @@ def test_pickles_of_plain_values():
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(900)
 def test_archives_beyond_4_gib(tmp_path):
     """A member of more, members behind it, and many of them: what zip64 is for."""
     large = (4 << 30) + 5
