@@ -20,6 +20,9 @@ UNTOUCHED = "untouched"
 member: whether it is one of them."""
 ELSEWHERE = "elsewhere"
 """In a group that is loaded and has no parameters here: the parameters on other ranks that have its options."""
+IMPLEMENTATION_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""Options that say how this process computes a step, not what: they belong to its device and are neither saved nor
+loaded, or a job resumed on other hardware would run with what the old one asked for."""
 
 _NAME_LISTS = (PARAMS, UNTOUCHED, ELSEWHERE)
 

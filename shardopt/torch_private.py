@@ -44,6 +44,12 @@ def step_without_hooks(optimizer: type[Optimizer]) -> Callable[..., Any]:
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]  # functools.wraps sets it on every hooked step
 
 
+def without_hooks(step: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Marks a `step` that torch's Optimizer is not to wrap: what it calls fires the hooks of steps."""
+    step.hooked = True  # type: ignore[attr-defined]  # by which torch knows one that is wrapped already
+    return step
+
+
 def step_nested(optimizer: Optimizer) -> Any:
     """Steps an optimizer within another optimizer's step, without a closure.
 
@@ -306,6 +312,17 @@ def inverse_scale(scaler: torch.amp.GradScaler) -> Tensor:
     scale = scaler._scale
     assert scale is not None
     return scale.double().reciprocal().float()
+
+
+def is_torchs_getter_asking() -> bool:
+    """Whether the caller's caller was called by torch's `get_optimizer_state_dict` and its kin; for optimizers alone.
+
+    They take every optimizer to go by position, and hand it nothing that tells where they are from.
+    """
+    frame = inspect.currentframe()
+    for _ in range(3):
+        frame = frame and frame.f_back
+    return frame is not None and frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
 
 
 def scaler_that_steps() -> torch.amp.GradScaler | None:

@@ -8,18 +8,19 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
-from typing import Any
+from functools import cache, cached_property
+from typing import Any, NamedTuple
 
 import xxhash
 from torch.optim import Optimizer
 
 from shardopt.checkpoint.matching.compare import Match, compare, judge_unexpected, weights_first
 from shardopt.checkpoint.matching.init_state import init_unstepped
+from shardopt.checkpoint.matching.names_in_app import names_in_app
 from shardopt.checkpoint.matching.partial_load import mark_partial_load, unmark_partial_load
-from shardopt.checkpoint.matching.renaming import Names, under_names_of
+from shardopt.checkpoint.matching.renaming import Names
 from shardopt.checkpoint.matching.strictness import Strictness, strictness_of
 from shardopt.checkpoint.matching.tied import refuse_unequal
 from shardopt.checkpoint.planning.tied import refuse_other_ties, refuse_untied, tied_in
@@ -43,6 +44,8 @@ from shardopt.sharding.view import view_of
 from shardopt.state import FlatState, Handback, PartialStateful, PerRank, Tied
 from shardopt.world import world
 
+_LOADING = "loading "
+
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
@@ -51,6 +54,7 @@ class LoadOptions:
     strictness: Strictness
     select: str | None
     rename: Mapping[str, str] | None
+    skip: str | None
     transactional: bool
     replicas: Replicas
     init_state: bool
@@ -58,6 +62,14 @@ class LoadOptions:
     deadline_seconds: float
     group: Group | None
     tied: Tied | None
+
+
+class _Look(NamedTuple):
+    """An open checkpoint, the app as it is, and the checkpoint under the app's names."""
+
+    reader: CheckpointReader
+    flat: FlatState
+    names: Names
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +135,7 @@ def load(
     strict: bool | Strictness = True,
     select: str | None = None,
     rename: Mapping[str, str] | None = None,
+    skip: str | None = None,
     transactional: bool = False,
     replicas: Replicas = "auto",
     init_state: bool = False,
@@ -150,6 +163,8 @@ def load(
             "layers.0.weight" as the key "optimizer.state.layers.0.weight". So `^model\.layers\.` renames the model
             alone, and needs `^optimizer\.state\.layers\.` beside it; `^layers\.` fits no key. Refused are rules by
             which two keys get one name. Names within plain values stay.
+        skip: a regex; what is stored under keys in which it is found is left out, as if it were not there. Keys are the
+            checkpoint's own. In one of another format it is the way around what is not known there.
         transactional: verify all that will be read before the first byte is changed, at the price of reading it twice.
         replicas: what is done about boxes that several ranks hold: each holder may "read" them, or one of them reads
             and sends to the others ("exchange", over the job's process group, whose own timeout holds for the sends).
@@ -176,6 +191,7 @@ def load(
         strictness=strictness_of(strict),
         select=select,
         rename=rename,
+        skip=skip,
         transactional=transactional,
         replicas=replicas,
         init_state=init_state,
@@ -198,26 +214,35 @@ def _load(
 ) -> tuple[LoadReport, list[Problem]]:
     """Loads, with state made for optimizers where `init_state` asks for it; returns what to warn of as well."""
     ranks = ranks_of(options.group)
-    what = f"loading {os.fspath(url)}"
+    what = f"{_LOADING}{os.fspath(url)}"
+
+    @cache
+    def opened() -> CheckpointReader:  # in a round, as all that may fail
+        return open_checkpoint(url)
+
+    def look() -> _Look:
+        reader, flat = opened(), flatten(app, options.tied)
+        return _Look(reader, flat, names_in_app(reader, flat, options.select, options.rename, options.skip))
+
     if not options.init_state:
-        return _load_into(ranks, what, url, app, options)
-    undo = init_unstepped(ranks, what, url, app, options.select, options.rename, options.deadline_seconds, options.tied)
+        return _load_into(ranks, what, look, options)
+    undo = init_unstepped(ranks, what, look, options.deadline_seconds)
     try:
-        return _load_into(ranks, what, url, app, options)
+        return _load_into(ranks, what, look, options)
     except ShardoptError:
         undo()
         raise
 
 
 def _load_into(
-    ranks: Ranks, what: str, url: str | os.PathLike[str], app: Mapping[str, Any], options: LoadOptions
+    ranks: Ranks, what: str, look: Callable[[], _Look], options: LoadOptions
 ) -> tuple[LoadReport, list[Problem]]:
     """Loads into the state that `app` has, step by step; returns what to warn of as well."""
     deadline_seconds = options.deadline_seconds
     begin = world().monotonic()
     plan, opened = ranks.agree(
         what,
-        work=lambda: _plan(url, app, options, ranks),
+        work=lambda: _plan(look(), options, ranks),
         report=lambda plan: [
             plan.reader.digest,
             fingerprint(plan.shared),
@@ -226,7 +251,7 @@ def _load_into(
             plan.flat.unmatched_patterns(),
             dict(plan.flat.tied),
         ],
-        decide=lambda reports: _compare_ranks(str(url), reports),
+        decide=lambda reports: _compare_ranks(what.removeprefix(_LOADING), reports),
         deadline_seconds=deadline_seconds,
     )
     if opened["with_differences"]:
@@ -269,11 +294,9 @@ def _load_into(
     return report, plan.match.warnings
 
 
-def _plan(url: str | os.PathLike[str], app: Mapping[str, Any], options: LoadOptions, ranks: Ranks) -> _Plan:
+def _plan(look: _Look, options: LoadOptions, ranks: Ranks) -> _Plan:
     """Plans this rank's reads; refuses what does not fit, or notes it, to be settled with the other ranks."""
-    reader = open_checkpoint(url)
-    flat = flatten(app, options.tied)
-    names = under_names_of(reader.manifest, flat, options.select, options.rename)
+    reader, flat, names = look
     views = {key: view_of(tensor, key).numbered_in(ranks.job_numbers) for key, tensor in flat.tensors().items()}
     refuse_untied(flat, views)
     match = compare(flat, views, names, options.strictness, ranks.size)

@@ -11,6 +11,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from shardopt.errors import MismatchError, Problem, ShardoptError, StateError
+from shardopt.optim.by_position import ByPosition
 from shardopt.optim.related import RelatedOptimizer
 from shardopt.optim.state_dict.agreement import differences
 from shardopt.optim.state_dict.groups import (
@@ -40,6 +41,7 @@ from shardopt.torch_private import (
     before_load_state_dict,
     before_state_dict,
     changes_what_is_loaded,
+    is_torchs_getter_asking,
 )
 
 StateDict = dict[str, Any]
@@ -96,6 +98,28 @@ class KeyedOptimizer(RelatedOptimizer):
         """FQN → parameter, every name of a tied one."""
         return self._params
 
+    @property
+    def state(self) -> Any:
+        """Parameter → its state, live."""
+        self._refuse_torchs_getters()
+        return self.__dict__["state"]
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.__dict__["state"] = state
+
+    def as_torch(self) -> ByPosition:
+        """Returns a view of this optimizer by position, for torch's `get_optimizer_state_dict` and its kin.
+
+        It is a `torch.optim.Optimizer` over the same parameters, state and groups:
+
+            get_optimizer_state_dict(model, optimizer.as_torch(), options=StateDictOptions(full_state_dict=True))
+
+        Names are then those that the model has. State is made as by `init_state` where torch would take a step with
+        gradients of zeros to make it, so that no counter moves.
+        """
+        return ByPosition(self)
+
     def state_dict(self) -> StateDict:
         """`{"state": {fqn: {name: value}}}`, and with `save_param_groups(True)` also "param_groups".
 
@@ -105,12 +129,11 @@ class KeyedOptimizer(RelatedOptimizer):
         `fused`, `capturable`, `differentiable`) are left out, and a tensor of one element is a number. Local to the
         rank.
 
-        torch's `get_optimizer_state_dict` takes parameters by position: of a keyed optimizer it gives positions where
-        there are names here, and raises KeyError without groups. Call this in its place.
-
         Raises:
-            StateError: groups are saved, and one has an option that cannot be stored.
+            StateError: groups are saved, and one has an option that cannot be stored; or torch's
+                `get_optimizer_state_dict` asks, which needs positions and so the optimizer's `as_torch()`.
         """
+        self._refuse_torchs_getters()
         before_state_dict(self)
         return after_state_dict(self, self._gather())
 
@@ -200,6 +223,14 @@ class KeyedOptimizer(RelatedOptimizer):
     def work_with(self, group: SharedGroup) -> None:
         """From now on takes these for the ranks that train the parameters."""
         self._shared_group = group
+
+    def _refuse_torchs_getters(self) -> None:
+        """Refuses functions of torch's that would take names for positions; called by what they call first."""
+        if is_torchs_getter_asking():
+            required = "positions, of which they make names"
+            remedy = "pass optimizer.as_torch() in its place"
+            problem = Problem(type(self).__name__, "an optimizer whose state goes by name", required, remedy)
+            raise StateError("torch's getters and setters of optimizer state go by position", [problem])
 
     def _keep_options(self, names: set[str]) -> None:
         self._kept_options |= names

@@ -67,6 +67,7 @@ class CombinedOptimizer(CompositeOptimizer):
     @property
     def state(self) -> Any:
         """Parameter → its state in the child that has it; looking one up takes constant time."""
+        self._refuse_torchs_getters()
         return CombinedState(self)
 
     @state.setter

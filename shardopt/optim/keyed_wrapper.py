@@ -51,6 +51,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
     @property
     def state(self) -> Any:
         """Parameter → its state, live; another mapping that is set here is taken over entry by entry."""
+        self._refuse_torchs_getters()
         return self.__dict__["state"]
 
     @state.setter

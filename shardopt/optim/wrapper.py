@@ -50,6 +50,7 @@ class OptimizerWrapper(CompositeOptimizer):
     @property
     def state(self) -> Any:
         """The wrapped optimizer's."""
+        self._refuse_torchs_getters()
         return self._optimizer.state
 
     @state.setter

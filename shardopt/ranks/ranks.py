@@ -50,18 +50,20 @@ class Ranks:
         self._broken: str | None = None
 
     @classmethod
-    def meeting(cls, job: dist.ProcessGroup, members: tuple[int, ...]) -> Ranks:
+    def meeting(cls, job: dist.ProcessGroup, members: tuple[int, ...], session: str = "") -> Ranks:
         """Makes ranks of a job which have no process group yet: they can `agree`, and nothing else.
 
         Args:
-            members: their numbers in the job, ascending; this rank's is among them.
+            members: their numbers in the job, in the order of their ranks; this rank's is among them.
+            session: a name that no other meeting has, where all of them know one: they then meet beside whatever the
+                program does, in any thread, with a connection to the store that closes when they are let go.
         """
         ranks = cls(None)
         ranks.rank, ranks.size, ranks.members = members.index(job.rank()), len(members), members
         ranks._group = _no_group  # what needs one raises, and is not done by each rank alone
-        place = blake2b(repr(members).encode(), digest_size=16).hexdigest()
-        store = world().store_of(job, f"shardopt-{place}")
-        ranks._channel = Channel(store, ranks.rank, ranks.members)
+        place = session or blake2b(repr(members).encode(), digest_size=16).hexdigest()
+        store = world().store_of(job, f"shardopt-{place}", own_connection=bool(session))
+        ranks._channel = Channel(store, ranks.rank, ranks.members, session)
         return ranks
 
     def side_channel(self, what: str, deadline_seconds: float = DEADLINE_SECONDS) -> Ranks:

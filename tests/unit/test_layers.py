@@ -45,11 +45,13 @@ FLOORS = {
     "optim/state_dict": 20,
     "optim/gradients": 21,
     "optim/local": 22,
+    "optim/schedule": 22,
     "optim": 23,
     "checkpoint/reports": 20,
     "checkpoint/progress": 20,
     "checkpoint/format": 21,
     "checkpoint/storage": 22,
+    "checkpoint/pickled": 23,
     "checkpoint/planning": 23,
     "checkpoint/reading": 24,
     "checkpoint/sources": 25,
@@ -59,6 +61,7 @@ FLOORS = {
     "checkpoint/convert": 29,
     "checkpoint/reshard": 30,
     "checkpoint/run": 31,
+    "checkpoint/dcp": 31,  # over the front doors, for torch's; imported by nobody
     "checkpoint/__init__": 32,
     "nn": 33,  # over optim, whose optimizers it runs inside of backward
     "cli": 34,
@@ -109,6 +112,8 @@ WORLD_MODULES = {
 }
 WORLD_NAMES = re.compile(r"(.*\.)?(\w*Store|get_group_store|_get_default_store|urandom|getrandom)")
 
+# The files that may make a pickle, and what for. None reads one.
+PICKLING_PLACES = {"checkpoint/dcp/reader.py": "torch's planners take a plain value in no other form; in memory alone"}
 PICKLING_MODULES = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 PICKLING_NAMES = re.compile(r"torch\.(load|save)|.*_object(_list)?|allow_pickle")
 
@@ -244,6 +249,7 @@ def test_package_keeps(rule):
         problem
         for source in sources()
         if not (rule is private_parts and source.path in PRIVATE_PLACES)
+        and not (rule is pickling and source.path in PICKLING_PLACES)
         for problem in rule(source)
     ]
     assert broken == []
@@ -259,7 +265,8 @@ CAUGHT = [
     (upward_imports, "nn/table.py", "from shardopt.checkpoint import save"),
     (upward_imports, "errors.py", "from . import state"),
     (upward_imports, "ranks/channel.py", "from shardopt.brandnew import thing"),
-    (upward_imports, "checkpoint/format/manifest.py", "from shardopt.checkpoint.sources.reader import open_checkpoint"),
+    (upward_imports, "checkpoint/format/manifest.py", "from shardopt.checkpoint.sources.reader import TensorInfo"),
+    (upward_imports, "checkpoint/pickled/unpickle.py", "from shardopt.checkpoint.reading.fetch import fetch"),
     (upward_imports, "checkpoint/reading/fetch.py", "from shardopt.checkpoint.load import load"),
     (upward_imports, "checkpoint/save.py", "from shardopt.checkpoint.run.manager import Manager"),
     (upward_imports, "checkpoint/writing/write.py", "from shardopt import checkpoint"),
@@ -278,6 +285,7 @@ CAUGHT = [
     (private_parts, "checkpoint/save.py", "from torch.distributed.tensor.placement_types import _StridedShard"),
     (private_parts, "optim/keyed.py", "def f(o, g): o._init_group(g, [])"),
     (pickling, "ranks/channel.py", "import pickle"),
+    (pickling, "checkpoint/pickled/unpickle.py", "from pickle import Unpickler"),
     (pickling, "ranks/channel.py", "from pickle import dumps"),
     (pickling, "ranks/channel.py", "import torch\ntorch.save(1, 'x')"),
     (pickling, "ranks/channel.py", "from torch import load"),

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.amp.grad_scaler import OptState
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from shardopt.algorithms import StepsOn, algorithms
@@ -19,12 +20,14 @@ from shardopt.torch_private import (
     in_forward_of_ddp,
     inverse_scale,
     is_flattened,
+    is_torchs_getter_asking,
     lazy_state,
     reduced_by_ddp,
     scale_and_look,
     scaler_that_steps,
     step_with_lists,
     step_without_hooks,
+    without_hooks,
 )
 from tests.support.fake_rank import fake_rank
 
@@ -212,6 +215,46 @@ def test_a_scaler_is_known_in_its_step_and_tells_what_it_has_unscaled():
     other = torch.optim.SGD([weight])
     stages.set(other, OptState.UNSCALED, {torch.device("cpu"): torch.ones(())})
     assert scaler.step(other) is None  # not finite, as it was told
+
+
+def test_torchs_getters_are_known_by_where_they_ask_from():
+    seen = []
+
+    class Asked(torch.optim.SGD):
+        @property
+        def state(self):
+            return self._look()
+
+        @state.setter
+        def state(self, state):
+            pass
+
+        def _look(self):
+            seen.append(is_torchs_getter_asking())
+            return {None: None}
+
+        def state_dict(self):
+            self._look()
+            return {"state": {}, "param_groups": []}
+
+    model = torch.nn.Linear(1, 1)
+    optimizer = Asked(model.parameters())
+    seen.clear()
+    optimizer.state, optimizer.state_dict()
+    assert seen == [False, False]
+    get_optimizer_state_dict(model, optimizer)
+    assert seen[2:] == [True, True]  # before a step with gradients of zeros, which state that is there spares it
+
+
+def test_a_step_that_is_marked_gets_no_hooks():
+    class Passing(torch.optim.SGD):
+        @without_hooks
+        def step(self, closure=None):
+            return closure
+
+    optimizer = Passing([torch.zeros(1)])
+    optimizer.register_step_pre_hook(lambda *_: pytest.fail("a hook fired"))
+    assert optimizer.step(3) == 3
 
 
 def test_fsdp1_marks_what_it_takes_up():

@@ -474,36 +474,31 @@ def test_options_are_those_of_the_groups_own_algorithm():
 
 
 @pytest.mark.parametrize("groups", [True, False])
-@pytest.mark.parametrize("initialized", [True, False])
-@pytest.mark.parametrize("flatten", [True, False])
 @pytest.mark.parametrize(
     "wrap", [lambda o: o, OptimizerWrapper, lambda o: CombinedOptimizer([o]), lambda o: CombinedOptimizer([("m", o)])]
 )
-def test_torchs_getters_and_setters_are_not_for_keyed_optimizers(groups, initialized, flatten, wrap):
+def test_torchs_getters_and_setters_take_the_view_whatever_is_saved(groups, wrap):
     model, twin = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
-    optimizer = wrap(shardopt.keyed("adamw", model.named_parameters()))
+    optimizer = wrap(shardopt.keyed("adamw", model.named_parameters(), foreach=None))
     optimizer.save_param_groups(groups)
-    if initialized:
-        optimizer.init_state()
-    before = copy.deepcopy((model.state_dict(), optimizer.state_dict() if initialized else None))
-    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
-    for getter in (get_optimizer_state_dict, get_state_dict) if not groups else ():
-        with pytest.raises((KeyError, TypeError)):  # with groups they swap names and positions, and give the latter
-            getter(model, optimizer, options=options)
-    plain = torch.optim.AdamW(twin.parameters())
-    saved = get_optimizer_state_dict(twin, plain, options=options)
-    assert all(torch.equal(value, before[0][name]) for name, value in model.state_dict().items())
-    try:  # it finds the names of the model in groups, where they are those of the optimizer
-        set_optimizer_state_dict(model, optimizer, saved, options=options)
-    except (KeyError, TypeError, MismatchError):
-        assert not groups or [*optimizer.params] != [name for name, _ in model.named_parameters()]
-    else:
-        for name, parameter in twin.named_parameters():
-            assert same(dict(optimizer.state[model.get_parameter(name)]), dict(plain.state[parameter]))
-        return
-    assert all(torch.equal(value, before[0][name]) for name, value in model.state_dict().items())
-    if initialized:
-        assert same(optimizer.state_dict(), before[1])
+    plain = torch.optim.AdamW(twin.parameters(), lr=0.5)
+    saved = get_optimizer_state_dict(twin, plain)
+    for call in (
+        lambda: get_optimizer_state_dict(model, optimizer),
+        lambda: get_state_dict(model, optimizer),
+        lambda: set_optimizer_state_dict(model, optimizer, saved),
+    ):
+        with pytest.raises(StateError, match=r"as_torch\(\)"):
+            call()
+    assert not optimizer.state_dict()["state"]
+    set_optimizer_state_dict(model, optimizer.as_torch(), saved)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5]
+    for name, parameter in twin.named_parameters():
+        assert same(dict(optimizer.state[model.get_parameter(name)]), dict(plain.state[parameter]))
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    view = get_optimizer_state_dict(model, optimizer.as_torch(), options=options)
+    assert same(view, get_optimizer_state_dict(twin, plain, options=options))
+    assert ("param_groups" in optimizer.state_dict()) == groups
 
 
 # --- fused -----------------------------------------------------------------------------------------------------------

@@ -6,11 +6,10 @@ import sys
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
 
 from shardopt import checkpoint
 from shardopt.cli import main
-from shardopt.errors import CheckpointError, CheckpointNotFoundError
+from shardopt.errors import CheckpointError, CheckpointNotFoundError, FormatError
 from tests.harness import Fault
 from tests.harness.faults import watched
 
@@ -56,26 +55,23 @@ def test_a_file_of_a_checkpoint(run):
 
 def test_files_and_directories_of_others(tmp_path):
     model = torch.nn.Linear(1, 1)
-    torch.save(model.state_dict(), tmp_path / "model.pt")
-    assert refused(tmp_path / "model.pt").startswith('a file of torch.save / load it by torch.load("model.pt"')
     torch.save(model.state_dict(), tmp_path / "old.bin", _use_new_zipfile_serialization=False)
-    assert refused(tmp_path / "old.bin").startswith("a file of torch.save")
-    assert refused(tmp_path).startswith("files of torch.save, such as model.pt")
+    with pytest.raises(FormatError, match=r"old.bin.*1\.6"):
+        checkpoint.open(tmp_path / "old.bin")
     (tmp_path / "notes").write_text("mine")
-    assert refused(tmp_path / "notes") == "a file / give the directory of a checkpoint"
+    assert refused(tmp_path / "notes").startswith("a file / give the directory of a checkpoint")
 
     with pytest.warns(UserWarning, match="single process"):
         dcp.save(model.state_dict(), checkpoint_id=tmp_path / "dcp", no_dist=True)
-    assert refused(tmp_path / "dcp").startswith("a checkpoint of torch.distributed.checkpoint / load it by torch.dist")
-    (tmp_path / "hf").mkdir()
-    save_file(model.state_dict(), tmp_path / "hf" / "model-00001-of-00002.safetensors")
-    assert refused(tmp_path / "hf").startswith("a checkpoint of Hugging Face / load it by from_pretrained")
-    assert refused(tmp_path / "hf" / "model-00001-of-00002.safetensors").startswith("a file of safetensors")
+    (tmp_path / "dcp" / ".metadata").unlink()
+    assert refused(tmp_path / "dcp").startswith("files of torch.distributed.checkpoint without their .metadata")
 
     (tmp_path / "other").mkdir()
     assert refused(tmp_path / "other") == "nothing / give another path"
     (tmp_path / "other" / "readme.md").write_text("")
     assert refused(tmp_path / "other").startswith("1 files and directories, none of a checkpoint, such as readme.md")
+    (tmp_path / "other" / "model.pt").write_text("no file of torch")
+    assert refused(tmp_path / "other").startswith("2 files and directories, none of a checkpoint")
     assert refused(tmp_path / "nowhere") == "nothing / give another path"
 
 
@@ -84,9 +80,12 @@ def test_the_remains_of_a_save(tmp_path):
     assert refused(tmp_path).startswith("1 files of a save that was not finished")
 
 
-def test_what_cannot_be_looked_at_is_no_checkpoint_all_the_same(tmp_path):
-    with watched([Fault(0, "os:listdir", action="EIO", times=9)], []):
-        assert "Input/output error" in refused(tmp_path)
+def test_what_cannot_be_looked_at_may_be_a_checkpoint(tmp_path):
+    for call in (lambda: checkpoint.load(tmp_path, {"x": torch.ones(1)}), lambda: checkpoint.open(tmp_path)):
+        with watched([Fault(0, "os:listdir", action="EIO", times=9)], []):
+            with pytest.raises(CheckpointError, match="Input/output error") as caught:
+                call()
+            assert not isinstance(caught.value, CheckpointNotFoundError)
 
 
 @pytest.mark.parametrize("call", ["save", "load", "open", "verify"])

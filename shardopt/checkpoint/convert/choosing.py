@@ -11,7 +11,7 @@ import torch
 
 from shardopt.checkpoint.format.constants import Dtype
 from shardopt.checkpoint.format.tensor_bytes import dtype_name, stored_dtype, torch_dtype
-from shardopt.checkpoint.matching.renaming import Rename, refuse_collisions, renaming_by
+from shardopt.checkpoint.matching.renaming import Rename, refuse_collisions, renamer
 from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.errors import MismatchError, Problem
 from shardopt.param_groups import PARAM_GROUPS
@@ -78,7 +78,7 @@ def choose(
         problem = Problem("dtype", dtype_name(dtype), "a floating-point dtype", "leave it out to keep what is stored")
         raise MismatchError("tensors cannot be cast", [problem])
     manifest = reader.manifest
-    renamed = renaming_by(rename)
+    renamed = renamer(rename)
     roots = optimizer_roots((*manifest.tensors, *manifest.values))
     new_key = {key: renamed(key) for key in (*manifest.tensors, *manifest.per_rank)}
     new_key |= {key: _renamed_value(key, path, renamed) for key, (path, _) in manifest.values.items()}

@@ -14,6 +14,7 @@ from shardopt.checkpoint.format.tensor_bytes import torch_dtype
 from shardopt.checkpoint.matching.optimizer_state import keys_of_state, state_key
 from shardopt.checkpoint.matching.renaming import Names
 from shardopt.checkpoint.matching.strictness import Choice, Strictness
+from shardopt.checkpoint.planning.tied import tied_in
 from shardopt.checkpoint.reading.target import describe_tensor, memory_problem
 from shardopt.errors import Problem, ShardoptError
 from shardopt.param_groups import PARAM_GROUPS, PARAMS, Groups, groups_elsewhere, groups_of, with_options
@@ -71,7 +72,8 @@ def compare(flat: FlatState, views: Mapping[str, View], names: Names, strictness
     manifest = names.manifest
     stored = dict(_stored_paths(manifest))
     missing = [key for key in flat.leaves if key in names.chosen and key not in stored]
-    match = Match(missing=[key for key in missing if not _is_filled_elsewhere(flat.leaves[key], stored)])
+    missing = [key for key in missing if not _is_filled_elsewhere(flat.leaves[key], stored)]
+    match = Match(missing=list(_without_tied(missing, views, stored, names)))
     problems = match.problems
     reported: list[Path] = []  # objects with a problem as a whole, which stands for those of their single keys
     for handback in flat.handbacks:
@@ -112,6 +114,15 @@ def _is_filled_elsewhere(leaf: Leaf, stored: Mapping[str, Path]) -> bool:
     if type(leaf.value) not in (dict, list, tuple) or leaf.value:
         return False
     return any(len(path) > len(leaf.path) and is_below(path, leaf.path) for path in stored.values())
+
+
+def _without_tied(
+    missing: list[str], views: Mapping[str, View], stored: Collection[str], names: Names
+) -> Iterator[str]:
+    """Yields missing keys but for those of tensors that are filled under another name: both are one memory here."""
+    tied = tied_in(views) if any(key in views for key in missing) else {}
+    filled = {tied.get(key, key) for key in views if key in stored and key in names.chosen} if tied else set()
+    yield from (key for key in missing if tied.get(key, key) not in filled)
 
 
 def weights_first(problems: Iterable[Problem]) -> list[Problem]:

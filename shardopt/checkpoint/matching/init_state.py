@@ -7,7 +7,6 @@ parameter that the checkpoint has none for is dropped, and what was stepped is l
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,11 +15,9 @@ from torch.optim import Optimizer
 
 from shardopt.checkpoint.format.manifest import Manifest
 from shardopt.checkpoint.matching.optimizer_state import keys_of_state
-from shardopt.checkpoint.matching.renaming import under_names_of
-from shardopt.checkpoint.sources.open import open_checkpoint
-from shardopt.flatten import flatten
+from shardopt.checkpoint.matching.renaming import Names
 from shardopt.ranks import Call, Ranks, as_call
-from shardopt.state import FlatState, Handback, Tied, UnsteppedStateful, is_below, join
+from shardopt.state import FlatState, Handback, UnsteppedStateful, is_below, join
 
 
 @dataclass(slots=True)
@@ -43,18 +40,14 @@ class _Change:
 def init_unstepped(
     ranks: Ranks,
     what: str,
-    url: str | os.PathLike[str],
-    app: Mapping[str, Any],
-    select: str | None,
-    rename: Mapping[str, str] | None,
+    look: Callable[[], tuple[Any, FlatState, Names]],
     deadline_seconds: float,
-    tied: Tied | None = None,
 ) -> Callable[[], None]:
     """Makes state where the checkpoint has some, and drops what was never stepped where it has none. Collective.
 
     Args:
         what: names the load in errors.
-        url, app, select, rename, tied: as for `load`.
+        look: opens the checkpoint; returns it, the app as it is, and the checkpoint under the app's names.
 
     Returns:
         A function that drops the state which was made here, and makes what was dropped as it was; to be called where
@@ -67,9 +60,7 @@ def init_unstepped(
     """
 
     def compare() -> dict[str, _Change]:
-        manifest = open_checkpoint(url).manifest
-        flat = flatten(app, tied)
-        names = under_names_of(manifest, flat, select, rename)
+        _, flat, names = look()
         return dict(_changes(flat, names.manifest, names.chosen))
 
     def merge(reports: list[Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from torch.nn import Module
 
 from shardopt.checkpoint.format.manifest import Manifest, StoredTensors
+from shardopt.checkpoint.matching.granularity import at_granularity_of
 from shardopt.errors import MismatchError, Problem
 from shardopt.names import may_have_wrappers, names_under_wrappers
 from shardopt.param_groups import PARAM_GROUPS
@@ -52,8 +53,9 @@ def under_names_of(manifest: Manifest, flat: FlatState, select: str | None, rena
     """
     stored = (*manifest.tensors, *manifest.values, *manifest.per_rank)
     if not (select or rename or flat.tied or _keys_under_wrappers(stored, flat)):
-        return Names(replace(manifest, values=_spread(manifest.values, flat)), {}, frozenset(flat.leaves), {})
-    wanted, renamed = re.compile(select or ""), renaming_by(rename)
+        values = at_granularity_of(flat, _spread(manifest.values, flat))
+        return Names(replace(manifest, values=values), {}, frozenset(flat.leaves), {})
+    wanted, renamed = re.compile(select or ""), renamer(rename)
     new_key = {key: renamed(key) for key in stored}
     if rename:
         new_key |= {key: _renamed_options(key, path, flat, renamed) for key, (path, _) in manifest.values.items()}
@@ -78,21 +80,22 @@ def under_names_of(manifest: Manifest, flat: FlatState, select: str | None, rena
     def chosen(stored: Mapping[str, T]) -> Iterable[tuple[str, T]]:
         return ((key, entry) for key, entry in stored.items() if wanted.search(new_key[key]))
 
-    values = {new_key[key]: (path_of(key, path), value) for key, (path, value) in manifest.values.items()}
+    renamed_values = {new_key[key]: (path_of(key, path), value) for key, (path, value) in manifest.values.items()}
+    values = at_granularity_of(flat, _spread(renamed_values, flat))
     renamed_manifest = replace(
         manifest,
         tensors=StoredTensors(
             (new_key[key], tensor._replace(path=path_of(key, tensor.path))) for key, tensor in chosen(manifest.tensors)
         ),
-        values={key: entry for key, entry in _spread(values, flat).items() if wanted.search(key)},
+        values={key: entry for key, entry in values.items() if wanted.search(key)},
         per_rank={new_key[key]: path_of(key, path) for key, path in chosen(manifest.per_rank)},
     )
     changed = {new: key for key, new in new_key.items() if new != key}
     return Names(renamed_manifest, changed, frozenset(key for key in flat.leaves if wanted.search(key)), aliases)
 
 
-def renaming_by(rename: Mapping[str, str] | None) -> Rename:
-    """Returns the function that gives a stored key its new name: regex → replacement, in turn."""
+def renamer(rename: Mapping[str, str] | None) -> Rename:
+    """Returns the function that the rules of `rename` (regex → replacement, in turn) are."""
     rules = [(re.compile(pattern), into) for pattern, into in (rename or {}).items()]
 
     @cache

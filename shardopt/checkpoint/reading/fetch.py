@@ -25,7 +25,7 @@ from shardopt.checkpoint.storage import Span, Storage
 from shardopt.errors import CorruptionError, MismatchError, Problem
 from shardopt.sharding.box import Box, cut_in_order
 from shardopt.streams import CallersStreams
-from shardopt.world import world
+from shardopt.world import Executor, world
 
 _THREADS = 4
 _BATCH_BYTES = 2 << 20  # read by one thread at a time, and still in its cache when it is summed and copied
@@ -53,12 +53,36 @@ def fetch(
     done = Counter(sum(request.wanted.numel * request.dtype.itemsize for _, request in requests), progress)
     streams = CallersStreams(request.target for _, request in requests)
     with world().thread_pool(threads, "shardopt-read") as pool:
+        _check_first(pool, [(file, each) for file, own in by_file.items() if file.checks_first for each in own])
         try:
             for each in [pool.submit(_read_batches, batches, done, streams) for _ in range(threads)]:
                 each.result()
         finally:
             batches.stop()  # where one has failed, or the caller was interrupted, the others are not to go on
     return batches.nbytes
+
+
+def _check_first(pool: Executor, requests: Sequence[tuple[OpenFile, ReadRequest]]) -> None:
+    """Checks what has one checksum for more than a segment, before any of it is used.
+
+    Raises:
+        CorruptionError: with all that is damaged.
+    """
+    unchecked: dict[tuple[int, int], tuple[OpenFile, Entry]] = {}
+    for file, request in requests:
+        number = file.summed_with(request.entry)
+        if number is not None and number not in file.checked:
+            unchecked[id(file), number] = file, request.entry
+    checks = [pool.submit(_problems, *each) for each in unchecked.values()]
+    problems = [problem for check in checks for problem in check.result()]
+    if problems:
+        raise CorruptionError("a checkpoint is damaged; nothing was changed", problems)
+    for (_, number), (file, _) in unchecked.items():
+        file.checked.add(number)
+
+
+def _problems(file: OpenFile, entry: Entry) -> list[Problem]:
+    return list(damaged_segments(file, entry))
 
 
 class _Batches:

@@ -53,12 +53,14 @@ class OpenFile(ABC):
         name: of the file.
     """
 
-    sums_whole_entries = False
-    """Whether the bytes of an entry have one checksum for all, by which they are checked before any of them is used."""
+    checks_first = False
+    """Whether there are checksums for more than a segment, which are compared before any of the bytes is used."""
 
     def __init__(self, storage: Storage, name: str) -> None:
         self.storage, self.name = storage, name
         self.where = f"{storage.url}/{name}"
+        self.checked: set[int] = set()
+        """The numbers (`summed_with`) of bytes that were found intact."""
 
     @property
     def entries(self) -> Mapping[str, Entry]:
@@ -82,6 +84,10 @@ class OpenFile(ABC):
             segment: number in the file.
         """
         return True
+
+    def summed_with(self, entry: Entry) -> int | None:
+        """Returns a number for the bytes that have one checksum with an entry's, if there are such."""
+        return None
 
     @abstractmethod
     def check(self, entry: Entry, read: ReadChunks) -> Iterator[Problem]:

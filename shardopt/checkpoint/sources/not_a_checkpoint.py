@@ -1,18 +1,16 @@
-"""Recognizes other things at the path of a checkpoint: those of other libraries, roots of runs; with a remedy."""
+"""Recognizes what is at a path and no checkpoint: remains of saves, roots of runs, other files; with a remedy."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 
-from shardopt.checkpoint.format.constants import DATA_SUFFIX, FILE_NAME, MANIFEST_NAME
+from shardopt.checkpoint.format.constants import FILE_NAME, MANIFEST_NAME
 from shardopt.checkpoint.storage import Storage, is_temporary
 from shardopt.errors import CheckpointError
 
 _MOST_LOOKED_INTO = 64  # of directories within one, the last by number and name
-_TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
-_ZIP, _PICKLE = b"PK\x03\x04", b"\x80"
-_HUGGING_FACE = re.compile(r"(model|pytorch_model|adapter_model)([.-].*)?\.(safetensors|bin)(\.index\.json)?")
+_UNFINISHED = "give another path: a save that was not finished is none"
 
 
 def what_is_at(storage: Storage) -> tuple[str, str]:
@@ -30,42 +28,23 @@ def _what_is_at(storage: Storage) -> tuple[str, str]:
     names = storage.names()
     if not names:
         return "nothing", "give another path"
-    if ".metadata" in names or any(name.endswith(".distcp") for name in names):
-        return (
-            "a checkpoint of torch.distributed.checkpoint",
-            "load it by torch.distributed.checkpoint.load(app, checkpoint_id=...), then save it with this package",
-        )
+    if any(name.endswith(".distcp") for name in names):
+        return "files of torch.distributed.checkpoint without their .metadata", _UNFINISHED
     within = _checkpoints_within(storage, names)
     if within:
         others = f" and {len(within) - 1} more" if len(within) > 1 else ""
         remedy = f"give one of them, such as {storage.child(within[0]).url}, or use Manager(...).restore(app)"
         return f"a directory of checkpoints: {within[0]}{others}", remedy
-    if any(_HUGGING_FACE.fullmatch(name) for name in names):
-        remedy = "load it by from_pretrained(...), or by safetensors.torch.load_file and load_state_dict"
-        return "a checkpoint of Hugging Face", remedy
     unfinished = [name for name in names if FILE_NAME.fullmatch(name) or is_temporary(name)]
     if unfinished:
-        remedy = "give another path: a save that was not finished is none"
-        return f"{len(unfinished)} files of a save that was not finished", remedy
-    files = [name for name in names if name.endswith(_TORCH_SUFFIXES)]
-    if files:
-        return f"files of torch.save, such as {files[0]}", _load_by_torch(files[0])
+        return f"{len(unfinished)} files of a save that was not finished", _UNFINISHED
     return f"{len(names)} files and directories, none of a checkpoint, such as {names[0]}", "give another path"
 
 
 def _what_file(directory: Storage, name: str) -> tuple[str, str]:
     if name == MANIFEST_NAME or FILE_NAME.fullmatch(name):
         return "a file of a checkpoint", f"give the directory that it is in: {directory.url}"
-    if name.endswith(DATA_SUFFIX):
-        return "a file of safetensors", "load it by safetensors.torch.load_file and load_state_dict"
-    begin = directory.read(name, 0, 4)
-    if begin == _ZIP or (begin[:1] == _PICKLE and name.endswith(_TORCH_SUFFIXES)):
-        return "a file of torch.save", _load_by_torch(name)
-    return "a file", "give the directory of a checkpoint"
-
-
-def _load_by_torch(name: str) -> str:
-    return f'load it by torch.load("{name}", map_location="cpu") and load_state_dict, then save it with this package'
+    return "a file", "give the directory of a checkpoint, or a file of safetensors or torch.save"
 
 
 def _checkpoints_within(storage: Storage, names: Sequence[str]) -> list[str]:

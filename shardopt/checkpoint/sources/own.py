@@ -11,6 +11,7 @@ import xxhash
 from shardopt.checkpoint.format.constants import (
     DTYPES,
     FORMAT_NAME,
+    MANIFEST_NAME,
     PER_RANK_PREFIX,
     damaged,
     file_name,
@@ -18,6 +19,7 @@ from shardopt.checkpoint.format.constants import (
     load_json,
     without_duplicates,
 )
+from shardopt.checkpoint.format.manifest import decode_manifest
 from shardopt.checkpoint.reading.data_file_reader import DataFileReader
 from shardopt.checkpoint.reading.fetch import fetch
 from shardopt.checkpoint.reading.open_file import ReadRequest, form_of
@@ -32,15 +34,22 @@ from shardopt.values import decode_value
 class OwnSource(Source):
     """A committed checkpoint.
 
+    Args:
+        data: the bytes of its manifest; None where they are yet to be read.
+
     Raises:
         CheckpointNotFoundError, CorruptionError, FormatError: see `read_manifest`.
     """
 
     format_name = FORMAT_NAME
+    is_foreign = False
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(self, storage: Storage, data: bytes | None = None) -> None:
         super().__init__(storage)
-        self.manifest, data = read_manifest(storage)
+        if data is None:
+            self.manifest, data = read_manifest(storage)
+        else:
+            self.manifest = decode_manifest(data, f"{storage.url}/{MANIFEST_NAME}")
         self.digest = xxhash.xxh3_64_hexdigest(data)
 
     def open_file(self, number: int) -> DataFileReader:

@@ -9,6 +9,26 @@ from shardopt.checkpoint.storage import Storage, wrap_os_errors
 from shardopt.errors import CheckpointNotFoundError, Problem
 
 
+def manifest_bytes(storage: Storage) -> bytes | None:
+    """Returns the bytes of the manifest, None where there is none. Raises CorruptionError where it is too large."""
+    where = f"{storage.url}/{MANIFEST_NAME}"
+    with wrap_os_errors(f"read {where}"):
+        try:
+            nbytes = storage.size(MANIFEST_NAME)
+            if nbytes > MANIFEST_LIMIT_BYTES:
+                raise damaged(where, f"{nbytes} bytes, more than the limit of {MANIFEST_LIMIT_BYTES}")
+            return storage.read(MANIFEST_NAME, 0, nbytes)
+        except FileNotFoundError:
+            return None
+
+
+def not_found(storage: Storage) -> CheckpointNotFoundError:
+    """Returns the error for a place without a checkpoint, which says what is there instead."""
+    contents, remedy = what_is_at(storage)
+    problem = Problem(storage.url, contents, f"a committed checkpoint (with {MANIFEST_NAME})", remedy)
+    return CheckpointNotFoundError("there is no checkpoint", [problem])
+
+
 def read_manifest(storage: Storage) -> tuple[Manifest, bytes]:
     """Returns the manifest of a committed checkpoint, decoded, and its bytes.
 
@@ -16,15 +36,7 @@ def read_manifest(storage: Storage) -> tuple[Manifest, bytes]:
         CheckpointNotFoundError: there is none; what lies in the directory besides does not matter.
         CorruptionError, FormatError: it is damaged, or for a newer reader.
     """
-    where = f"{storage.url}/{MANIFEST_NAME}"
-    with wrap_os_errors(f"read {where}"):
-        try:
-            nbytes = storage.size(MANIFEST_NAME)
-            if nbytes > MANIFEST_LIMIT_BYTES:
-                raise damaged(where, f"{nbytes} bytes, more than the limit of {MANIFEST_LIMIT_BYTES}")
-            data = storage.read(MANIFEST_NAME, 0, nbytes)
-        except FileNotFoundError:
-            contents, remedy = what_is_at(storage)
-            problem = Problem(storage.url, contents, f"a committed checkpoint (with {MANIFEST_NAME})", remedy)
-            raise CheckpointNotFoundError("there is no checkpoint", [problem]) from None
-    return decode_manifest(data, where), data
+    data = manifest_bytes(storage)
+    if data is None:
+        raise not_found(storage)
+    return decode_manifest(data, f"{storage.url}/{MANIFEST_NAME}"), data

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from shardopt.checkpoint.format.manifest import Manifest
 from shardopt.checkpoint.reading.open_file import OpenFile
 from shardopt.checkpoint.storage import Storage
+from shardopt.errors import FormatError, Problem
 
 
 class Source(ABC):
@@ -19,21 +21,23 @@ class Source(ABC):
 
     Args:
         storage: the directory that the checkpoint is, or the one that its only file is in.
+        url: of the checkpoint, where that is such a file.
     """
 
     format_name: str
     """What writes such checkpoints, for messages."""
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(self, storage: Storage, url: str | None = None) -> None:
         self.storage = storage
+        self.url = storage.url if url is None else url
 
     manifest: Manifest
+    is_foreign = True
+    """Whether its keys and plain values are those of another library, and not as ours are."""
+    unread: Mapping[str, str] = MappingProxyType({})
+    """The keys of what is stored in a way that is not known, each with what it is."""
     digest: str
     """A text that is equal for equal contents, by which ranks see whether they read the same."""
-
-    @property
-    def url(self) -> str:
-        return self.storage.url
 
     @property
     def is_remote(self) -> bool:
@@ -46,3 +50,9 @@ class Source(ABC):
     def per_rank(self, rank: int) -> Mapping[str, Any]:
         """Returns the values that a rank has stored for itself as `PerRank`, decoded, by key."""
         return {}
+
+
+def ambiguous(storage: Storage, contents: str) -> FormatError:
+    """Returns the error for a directory in which there is more than one thing that could be read."""
+    problem = Problem(storage.url, contents, "one checkpoint", "give the path of one of the files")
+    return FormatError("which checkpoint is meant is not clear", [problem])

@@ -61,12 +61,17 @@ def from_memory(views: Mapping[str, View]) -> Chunks:
         tensor = views[request.key].pieces[request.piece].tensor
         if request.inner is not None:
             tensor = narrowed(tensor, request.inner)
-        memory = bytes_of(tensor if is_plain_memory(tensor) else _to_host(tensor))
-        if memory.nbytes <= _CHUNK_BYTES:
-            return iter((memory,))
-        return (memory[begin : begin + _CHUNK_BYTES] for begin in range(0, memory.nbytes, _CHUNK_BYTES))
+        return chunks_in(tensor)
 
     return chunks_of
+
+
+def chunks_in(tensor: Tensor) -> Iterator[memoryview]:
+    """Yields the bytes of a tensor, as `Chunks` has them; without a copy where its memory is plain."""
+    memory = bytes_of(tensor if is_plain_memory(tensor) else _to_host(tensor))
+    if memory.nbytes <= _CHUNK_BYTES:
+        return iter((memory,))
+    return (memory[begin : begin + _CHUNK_BYTES] for begin in range(0, memory.nbytes, _CHUNK_BYTES))
 
 
 def with_progress(chunks_of: Chunks, writes: RankWrites, progress: Progress | None) -> Chunks:

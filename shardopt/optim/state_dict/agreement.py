@@ -14,8 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from shardopt.errors import Problem
-from shardopt.optim.state_dict.options import IMPLEMENTATION_OPTIONS
-from shardopt.param_groups import PARAMS, refuse_unmatched
+from shardopt.param_groups import IMPLEMENTATION_OPTIONS, PARAMS, refuse_unmatched
 from shardopt.ranks import Ranks
 from shardopt.ranks.kinds import exchange, kinds_of, number_of_kind, pack_kinds, unpack_kinds
 from shardopt.sharding.gradients import takes_gradient

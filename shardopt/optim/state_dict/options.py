@@ -19,10 +19,7 @@ from torch.optim import Optimizer
 
 from shardopt.errors import AlgorithmError, Problem, StateError
 from shardopt.optim.state_dict.load_plan import like
-
-IMPLEMENTATION_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""Options that say how this process computes a step, not what: they belong to its device and are neither saved nor
-loaded, or a job resumed on other hardware would run with what the old one asked for."""
+from shardopt.param_groups import IMPLEMENTATION_OPTIONS
 
 _NOT_SAVED = IMPLEMENTATION_OPTIONS | {"params"}
 _MOST_LINES = 20

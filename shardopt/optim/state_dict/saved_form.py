@@ -20,7 +20,6 @@ from shardopt.errors import StateError
 from shardopt.optim.state_dict.groups import listed
 from shardopt.optim.state_dict.load_plan import LoadPlan, is_stateful, like
 from shardopt.optim.state_dict.options import (
-    IMPLEMENTATION_OPTIONS,
     as_number,
     is_equal_option,
     overridden,
@@ -28,6 +27,7 @@ from shardopt.optim.state_dict.options import (
 )
 from shardopt.param_groups import (
     ELSEWHERE,
+    IMPLEMENTATION_OPTIONS,
     PARAM_GROUPS,
     PARAMS,
     UNTOUCHED,

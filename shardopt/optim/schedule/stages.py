@@ -10,7 +10,7 @@ from enum import Enum, unique
 from typing import NamedTuple
 
 from shardopt.errors import Problem, StateError
-from shardopt.optim import multipliers
+from shardopt.optim.schedule import multipliers
 
 
 @unique
@@ -35,7 +35,7 @@ class WarmupPolicy(Enum):
 
     INTERPOLATE: v + (end_value − v)·(i − a)/(N − a), a = start_interpolating_iters; v before a.
 
-    The sources, and how later stages differ from torchrec's, stand at the functions of `shardopt.optim.multipliers`.
+    The sources, and how later stages differ from torchrec's, stand in `multipliers.py`.
     """
 
     NONE = "none"

@@ -1,0 +1,228 @@
+"""Plain values of torch.distributed.checkpoint (DCP), which takes containers apart to the last value, and those here.
+
+    optim.param_groups.0.params, optim.param_groups.0.lr        DCP, of groups in a list
+    optim.param_groups.layers.0.weight.lr                       DCP, of flattened optimizer state
+    optim.param_groups.layers.0.weight                          here: all options of a parameter, a dict
+
+What else is one value here, such as the state of a schedule, stays in parts: `checkpoint.load` puts them together as
+the app has them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from shardopt.checkpoint.format.shared_values import Values
+from shardopt.errors import MismatchError, Problem
+from shardopt.param_groups import IMPLEMENTATION_OPTIONS, PARAM_GROUPS, PARAMS, UNTOUCHED, are_named, options_by_member
+from shardopt.state import Index, Path, join, nest
+from shardopt.values import canonical, encode_value
+
+_STATE = "state"
+_NOTES = ("algorithm", "given")  # that keyed optimizers add to the options of a group, and torch's do not
+
+
+def path_of(parts: Sequence[str | int]) -> Path:
+    """Returns a path as it is here: of DCP's, in which every int is a position in a list."""
+    return tuple(Index(part) if isinstance(part, int) else part for part in parts)
+
+
+def parts_of(path: Path) -> tuple[str | int, ...]:
+    """Returns a path as DCP has it, in which every key of a dict is a str."""
+    return tuple(int(part) if isinstance(part, Index) else str(part) for part in path)
+
+
+def in_parts(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
+    """Yields a plain value in the parts that DCP takes it apart into, with their paths; none of empty dicts."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from in_parts((*path, str(name)), inner)
+    elif isinstance(value, list) and not _is_one_value(value):
+        for i, inner in enumerate(value):
+            yield from in_parts((*path, Index(i)), inner)
+    else:
+        yield path, value
+
+
+def _is_one_value(value: Any) -> bool:
+    return not isinstance(value, Mapping) and (not isinstance(value, list) or all(map(_is_one_value, value)))
+
+
+class Regrouped(NamedTuple):
+    """Paths of tensors by key, and plain values, as a save of this library would have them."""
+
+    tensors: Mapping[str, Path]
+    values: Values
+
+
+def regrouped(tensors: Mapping[str, Path], values: Values) -> Regrouped:
+    """Puts the options of optimizers' groups together by parameter, and cuts the paths of flattened state as here.
+
+    Groups whose parameters are positions, or that hold tensors, are left as they are.
+    """
+    of_lists: defaultdict[Path, dict[Path, Any]] = defaultdict(dict)
+    of_members: defaultdict[Path, dict[str, dict[str, Any]]] = defaultdict(dict)
+    taken: defaultdict[Path, list[str]] = defaultdict(list)
+    for key, (path, value) in values.items():
+        at = next((i for i, part in enumerate(path) if _is_section(part, PARAM_GROUPS)), None)
+        if at is None:
+            continue
+        root, section, rest = path[:at], str(path[at]), path[at + 1 :]
+        if section == PARAM_GROUPS and rest and isinstance(rest[0], Index):
+            of_lists[root][rest] = value
+        elif section != PARAM_GROUPS and not rest:
+            name, _, option = section.removeprefix(f"{PARAM_GROUPS}.").rpartition(".")
+            of_members[root].setdefault(name, {})[option] = value
+        else:
+            continue
+        taken[root].append(key)
+    found: dict[Path, Mapping[str, Any]] = {}
+    for root in taken:
+        if any(_is_section(path[len(root)], PARAM_GROUPS) for path in tensors.values() if _is_within(path, root)):
+            continue
+        groups = nest(of_lists[root]) if root in of_lists else []
+        if are_named(groups):
+            found[root] = {**options_by_member(groups), **_shared(of_members[root])}
+    left = {key for root in found for key in taken[root]}
+    options = {
+        join((*root, PARAM_GROUPS, name)): ((*root, PARAM_GROUPS, name), each)
+        for root, by_member in found.items()
+        for name, each in by_member.items()
+    }
+    cut = _Cuts({root: by_member.keys() for root, by_member in found.items()})
+    kept = {key: (cut(path), value) for key, (path, value) in values.items() if key not in left}
+    return Regrouped({key: cut(path) for key, path in tensors.items()}, {**kept, **options})
+
+
+class _Cuts:
+    """Cuts paths of flattened state ("state.layers.0.weight.exp_avg") into section, parameter, and entry."""
+
+    def __init__(self, names: Mapping[Path, Iterable[str]]) -> None:
+        self._names = {root: sorted(each, key=len, reverse=True) for root, each in names.items()}
+        self._known = {root: set(each) for root, each in self._names.items()}
+
+    def __call__(self, path: Path) -> Path:
+        for root, known in self._known.items():
+            if len(path) == len(root) + 1 and path[: len(root)] == root and _is_section(path[-1], f"{_STATE}."):
+                words = str(path[-1]).split(".")[1:]
+                for end in range(len(words) - 1, 0, -1):
+                    if ".".join(words[:end]) in known:
+                        return (*root, _STATE, ".".join(words[:end]), *words[end:])
+        return path
+
+
+def _is_section(part: str | int, section: str) -> bool:
+    return isinstance(part, str) and (part == section or part.startswith(f"{section.removesuffix('.')}."))
+
+
+def _is_within(path: Path, root: Path) -> bool:
+    return len(path) > len(root) and path[: len(root)] == root
+
+
+def _shared(by_member: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Returns the same options, equal ones as one object, which is stored once."""
+    first: dict[str, Mapping[str, Any]] = {}
+    return {
+        name: first.setdefault(canonical(encode_value(dict(sorted(options.items())), name)), options)
+        for name, options in by_member.items()
+    }
+
+
+class StoredOptions:
+    """The options of optimizers' parameters in a checkpoint, as DCP asks for them.
+
+    Args:
+        values: of the checkpoint.
+    """
+
+    def __init__(self, values: Values) -> None:
+        self._of: defaultdict[str, dict[str, Mapping[str, Any]]] = defaultdict(dict)  # section → by member
+        for path, value in values.values():
+            if len(path) > 1 and path[-2] == PARAM_GROUPS and isinstance(value, Mapping):
+                self._of[join(path[:-1])][str(path[-1])] = value
+        sections = "|".join(map(re.escape, sorted(self._of, key=len, reverse=True)))
+        self._pattern = re.compile(rf"({sections})\.(.+)") if sections else None
+
+    def has(self, key: str) -> bool:
+        """Whether a key is one of groups in a list, or of an option that says how to compute and is not stored."""
+        found = self._split(key)
+        return found is not None and (found[1] is not None or found[2].rpartition(".")[2] in IMPLEMENTATION_OPTIONS)
+
+    def read(self, key: str, given: Mapping[str, Any]) -> tuple[bool, Any]:
+        """Returns whether a key of those that `has` names is stored, and its value; of groups those of their members.
+
+        Args:
+            given: by key, the values of the state that is loaded into: the members of its groups.
+
+        Raises:
+            MismatchError: parameters of a group have no options in the checkpoint, or have different ones.
+        """
+        found = self._split(key)
+        assert found is not None
+        section, position, option = found
+        if position is None or option == PARAMS or option in IMPLEMENTATION_OPTIONS:
+            return False, None
+        members = given.get(f"{section}.{position}.{PARAMS}")
+        if not isinstance(members, list | tuple) or not members:
+            return False, None
+        stored = self._of[section]
+        unknown = [name for name in members if name not in stored]
+        if unknown:
+            remedy = "load what was saved from the same parameters"
+            problems = [
+                Problem(f"{section}.{name}", "no options in the checkpoint", "some", remedy) for name in unknown
+            ]
+            raise MismatchError("the checkpoint does not fit", problems)
+        if option == UNTOUCHED:
+            return True, [name for name in members if stored[name].get(UNTOUCHED)]
+        values = {name: _within(stored[name], option) for name in members}
+        first = values[members[0]]
+        other = next((name for name, value in values.items() if not _is_same(value, first)), None)
+        if other is not None:
+            several = f"{_told(first)} of {members[0]}, {_told(values[other])} of {other}"
+            remedy = "put these parameters into groups of their own"
+            problem = Problem(f"{section}.{members[0]}.{option}", several, "one value for all of a group", remedy)
+            raise MismatchError("the checkpoint does not fit", [problem])
+        if first is _NOTHING and option.partition(".")[0] not in _NOTES:
+            problem = Problem(
+                key, "no such option in the checkpoint", "one", "load what was saved with the same options"
+            )
+            raise MismatchError("the checkpoint does not fit", [problem])
+        return first is not _NOTHING, None if first is _NOTHING else first
+
+    def _split(self, key: str) -> tuple[str, int | None, str] | None:
+        """Returns section, position of the group (None by member) and option of a key; None for one of none."""
+        found = self._pattern.fullmatch(key) if self._pattern else None
+        if found is None:
+            return None
+        section, rest = found.groups()
+        position, _, option = rest.partition(".")
+        if position.isdecimal() and option and rest.rpartition(".")[0] not in self._of[section]:
+            return section, int(position), option
+        return section, None, rest
+
+
+_NOTHING: Any = object()
+
+
+def _told(value: Any) -> str:
+    return "nothing" if value is _NOTHING else repr(value)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if one is _NOTHING or other is _NOTHING:
+        return one is other
+    return bool(canonical(encode_value(one)) == canonical(encode_value(other)))
+
+
+def _within(options: Mapping[str, Any], option: str) -> Any:
+    """Returns an option, or an entry of one that is a dict ("given.lr"); _NOTHING where there is none."""
+    value: Any = options
+    for part in option.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return _NOTHING
+        value = value[part]
+    return value

@@ -1,0 +1,293 @@
+"""A checkpoint of others in the form that ours would have for an app.
+
+Others have the groups of an optimizer as a list, or by parameter and option, and its state maybe by numbers:
+
+    optim.param_groups.0.params, optim.param_groups.0.lr      as torch.distributed.checkpoint flattens nested state
+    optim.param_groups.layers.0.weight.lr                     as torch's `flatten_optimizer_state_dict` does
+    optim.param_groups                                        one list, as in a file of torch.save
+    optim.state.0.exp_avg                                     the first parameter of the first group
+
+All of these become `optim.param_groups.<name>`, a dict, and `optim.state.<name>.exp_avg`. Numbers become names by
+"param_names" in the groups, or in the order of the app's own groups, where these are as many and as large. One group
+may also be in the order of the parameters of the app's models; where that is another one, numbers could mean either,
+and are refused. Plain values are put together, or divided, as the app has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+
+from shardopt.checkpoint.format.manifest import Manifest, StoredTensors
+from shardopt.checkpoint.matching.renaming import Names, refuse_collisions, renamer, under_names_of
+from shardopt.errors import MismatchError, Problem
+from shardopt.param_groups import PARAM_GROUPS, PARAMS, Groups
+from shardopt.state import FlatState, Handback, Path, PerRank, join
+
+_NAMES_OF_TORCH = "param_names"
+_STATE = "state"
+
+ReadTensor = Callable[[str], Tensor]
+"""Returns a stored tensor, by its key in the checkpoint."""
+
+
+@dataclass(slots=True)
+class _Stored:
+    """What is stored, under keys that become those of the app.
+
+    Args:
+        tensors: key → key in the checkpoint.
+        values: key → plain value.
+        read: gives small tensors that are to become part of a plain value.
+    """
+
+    tensors: dict[str, str]
+    values: dict[str, Any]
+    read: ReadTensor
+
+    def below(self, root: str) -> list[str]:
+        """Returns the keys below a root."""
+        return [key for key in chain(self.tensors, self.values) if key.startswith(f"{root}.")]
+
+    def take(self, key: str) -> Any:
+        """Removes a value, or a tensor that is to become one, and returns it."""
+        return self.values.pop(key) if key in self.values else self.read(self.tensors.pop(key))
+
+    def move(self, key: str, new: str) -> None:
+        """Gives a tensor or value another key."""
+        entries: dict[str, Any] = self.tensors if key in self.tensors else self.values
+        entries[new] = entries.pop(key)
+
+
+def foreign_under_names_of(
+    manifest: Manifest, flat: FlatState, select: str | None, rename: Mapping[str, str] | None, read: ReadTensor
+) -> Names:
+    """As `under_names_of`, of a checkpoint of another format.
+
+    A checkpoint of the state of a module alone, without a name for it, is that of the only module in the app.
+
+    Raises:
+        MismatchError: two stored keys get one name; or parameters have numbers, and it is not clear which are meant.
+    """
+    new_key = renamer(rename)
+    prefix = _prefix_of_only_module([*map(new_key, manifest.tensors)], flat)
+    named = {key: prefix + new_key(key) for key in chain(manifest.tensors, manifest.values)}
+    refuse_collisions(named.items())
+    stored = _Stored(
+        tensors={named[key]: key for key in manifest.tensors},
+        values={named[key]: value for key, (_, value) in manifest.values.items()},
+        read=read,
+    )
+    for handback in flat.handbacks:
+        if handback.groups is not None:
+            _name_parameters(handback, flat, stored)
+    values = dict(_in_pieces_of_app(stored.values, flat))
+    roots = {join(each.path): (each.path, frozenset(_names_in(each.groups))) for each in flat.handbacks}
+    adapted = replace(
+        manifest,
+        tensors=StoredTensors(
+            (key, manifest.tensors[old]._replace(path=_path_of(key, flat, roots)))
+            for key, old in stored.tensors.items()
+        ),
+        values={key: (_path_of(key, flat, roots), value) for key, value in values.items()},
+    )
+    names = under_names_of(adapted, flat, select, None)
+    old_key = {key: stored.tensors[names.renamed.get(key, key)] for key in names.manifest.tensors}
+    return replace(names, renamed={key: old for key, old in old_key.items() if key != old})
+
+
+def _prefix_of_only_module(keys: Collection[str], flat: FlatState) -> str:
+    """Returns what keys lack to be those of the app's only module; nothing where some are the app's as they are."""
+    modules = [join(each.path) for each in flat.handbacks if isinstance(each.target, Module)]
+    if len(modules) != 1 or any(key in flat.leaves for key in keys):
+        return ""
+    prefix = f"{modules[0]}."
+    return prefix if any(prefix + key in flat.leaves for key in keys) else ""
+
+
+def _path_of(key: str, flat: FlatState, roots: Mapping[str, tuple[Path, Collection[str]]]) -> Path:
+    """Returns the path that a key has in the app, or would have if it were there."""
+    if key in flat.leaves:
+        return flat.leaves[key].path
+    for root, (path, known) in roots.items():
+        if key.startswith(f"{root}."):
+            return (*path, *_path_within(key.removeprefix(f"{root}."), known))
+    return tuple(key.split("."))
+
+
+def _path_within(key: str, known: Collection[str]) -> Path:
+    """Returns the path that a key has within an object: names of parameters have dots in them."""
+    section, _, rest = key.partition(".")
+    name, entry = _owner(rest, known)
+    if name and section in (_STATE, PARAM_GROUPS):
+        return (section, name, entry) if entry else (section, name)
+    return tuple(key.split("."))
+
+
+def _owner(key: str, names: Collection[str]) -> tuple[str, str]:
+    """Returns the longest of some names of parameters with which a key begins, and what follows; ("", "") for none."""
+    name = key
+    while name and name not in names:
+        name = name.rpartition(".")[0]
+    return (name, key[len(name) + 1 :]) if name else ("", "")
+
+
+def _names_in(groups: Groups | None) -> list[str]:
+    return [] if groups is None else [name for group in groups for name in group[PARAMS]]
+
+
+def _name_parameters(handback: Handback, flat: FlatState, stored: _Stored) -> None:
+    """Puts the groups and the state of an optimizer under the names of its parameters."""
+    root = join(handback.path)
+    section = f"{root}.{PARAM_GROUPS}"
+    known = frozenset(_names_in(handback.groups))
+    stored_groups = _take_groups(section, stored)
+    options = [
+        {name: value for name, value in group.items() if name not in (PARAMS, _NAMES_OF_TORCH)}
+        for group in stored_groups
+    ]
+    names = _names_of_numbers(stored_groups, handback, flat)
+    for group, own in zip(stored_groups, options, strict=True):
+        for member in group[PARAMS]:
+            stored.values[f"{section}.{names.get(member, member)}"] = own
+    _join_options(section, known, stored)
+    for key in stored.below(f"{root}.{_STATE}"):
+        number, _, entry = key.removeprefix(f"{root}.{_STATE}.").partition(".")
+        if number.isdecimal() and number not in known and int(number) in names:
+            stored.move(key, f"{root}.{_STATE}.{names[int(number)]}.{entry}")
+
+
+def _take_groups(section: str, stored: _Stored) -> list[dict[str, Any]]:
+    """Takes the groups of an optimizer where they are a list, or its entries by number; else there are none."""
+    whole = stored.values.get(section)
+    if isinstance(whole, list) and all(isinstance(group, dict) and PARAMS in group for group in whole):
+        del stored.values[section]
+        return [{**group, PARAMS: list(group[PARAMS])} for group in whole]
+    entries: dict[int, dict[str, str]] = {}
+    for key in stored.below(section):
+        number, _, option = key.removeprefix(f"{section}.").partition(".")
+        if number.isdecimal() and option:
+            entries.setdefault(int(number), {})[option] = key
+    if not entries or any(not any(_is_or_below(option, PARAMS) for option in each) for each in entries.values()):
+        return []
+    return [_taken(each, stored) for _, each in sorted(entries.items())]
+
+
+def _taken(keys: Mapping[str, str], stored: _Stored) -> dict[str, Any]:
+    """Takes the values of some keys and nests them.
+
+    Args:
+        keys: name of each value in the result, with dots → its key.
+    """
+    values: dict[str, Any] = _nested({tuple(name.split(".")): stored.take(key) for name, key in keys.items()})
+    return values
+
+
+def _is_or_below(key: str, root: str) -> bool:
+    return key == root or key.startswith(f"{root}.")
+
+
+def _join_options(section: str, known: Collection[str], stored: _Stored) -> None:
+    """Makes one value for each parameter of options that are stored one by one."""
+    options: dict[str, dict[str, str]] = {}
+    for key in stored.below(section):
+        name, option = _owner(key.removeprefix(f"{section}."), known)
+        if name and option:
+            options.setdefault(name, {})[option] = key
+    equal: dict[str, Any] = {}  # one object for options that are equal, as they were one group
+    for name, keys in options.items():
+        own = _taken(keys, stored)
+        stored.values[f"{section}.{name}"] = equal.setdefault(repr(sorted(own.items())), own)
+
+
+def _names_of_numbers(stored: Sequence[Mapping[str, Any]], handback: Handback, flat: FlatState) -> dict[Any, str]:
+    """Returns the name of each parameter that stored groups have by its number; empty where they have names.
+
+    Raises:
+        MismatchError: the order of the parameters is not clear.
+    """
+    numbers = [number for group in stored for number in group[PARAMS]]
+    if not all(type(number) is int for number in numbers):
+        return {}
+    if all(len(group.get(_NAMES_OF_TORCH) or ()) == len(group[PARAMS]) for group in stored):
+        return dict(zip(numbers, (name for group in stored for name in group[_NAMES_OF_TORCH]), strict=True))
+    orders = []
+    own = [group for group in _own_order(handback.target) if group]
+    if [len(group[PARAMS]) for group in stored if group[PARAMS]] == [len(group) for group in own]:
+        orders.append(dict(zip(numbers, chain.from_iterable(own), strict=True)))
+    known = frozenset(_names_in(handback.groups))
+    ordered = [name for name in _names_of_modules(flat) if name in known]
+    if len(stored) == 1 and len(ordered) == len(numbers):
+        orders.append(dict(zip(sorted(numbers), ordered, strict=True)))
+    if len(orders) == 2 and orders[0] != orders[1]:
+        number, name = next((number, name) for number, name in orders[0].items() if orders[1][number] != name)
+        found = f"parameter {number}, which is {name} in the order of the groups and {orders[1][number]} in the model's"
+        remedy = "save it with names (param_names), or give the groups in the order in which it was saved"
+        raise MismatchError("numbers of parameters", [Problem(join(handback.path), found, "one meaning", remedy)])
+    return orders[0] if orders else {}
+
+
+def _own_order(optimizer: Any) -> Iterator[list[str]]:
+    """Yields the names of the parameters in each group of an optimizer, in their order there."""
+    parameters = getattr(optimizer, "params", None)
+    if not isinstance(parameters, Mapping):
+        return
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    for group in optimizer.param_groups:
+        yield [names[id(parameter)] for parameter in group[PARAMS] if id(parameter) in names]
+
+
+def _names_of_modules(flat: FlatState) -> Iterator[str]:
+    """Yields the names of the parameters of the app's modules in their order."""
+    for handback in flat.handbacks:
+        if isinstance(handback.target, Module):
+            yield from (handback.plain_names.get(name, name) for name, _ in handback.target.named_parameters())
+
+
+def _in_pieces_of_app(values: Mapping[str, Any], flat: FlatState) -> Iterator[tuple[str, Any]]:
+    """Yields plain values cut as the app has them: put together to its containers, or divided to what is in them."""
+    rest = dict(values)
+    for key, leaf in flat.leaves.items():
+        if key in rest or isinstance(leaf.value, Tensor | PerRank):
+            continue
+        pieces = {tuple(each[len(key) + 1 :].split(".")): each for each in rest if each.startswith(f"{key}.")}
+        if pieces and isinstance(leaf.value, dict | list | tuple):
+            yield key, _nested({path: rest.pop(each) for path, each in pieces.items()}, leaf.value)
+    for key, value in rest.items():
+        yield from _divided(key, value, flat)
+
+
+def _divided(key: str, value: Any, flat: FlatState) -> Iterator[tuple[str, Any]]:
+    """Yields a value as it is, or what is in it where the app has leaves of their own for that."""
+    below = f"{key}."
+    in_app = key not in flat.leaves and any(each.startswith(below) for each in flat.leaves)
+    if not in_app or not isinstance(value, dict | list):
+        yield key, value
+        return
+    for part, child in value.items() if isinstance(value, dict) else enumerate(value):
+        yield from _divided(f"{below}{part}", child, flat)
+
+
+def _nested(pieces: Mapping[Path, Any], like: Any = None) -> Any:
+    """Nests values by path; lists where the parts are positions, or where `like` is one."""
+    if () in pieces:
+        return pieces[()]
+    branches: dict[str, dict[Path, Any]] = {}
+    for (part, *rest), value in pieces.items():
+        branches.setdefault(str(part), {})[tuple(rest)] = value
+    positions = sorted(branches, key=int) if all(part.isdecimal() for part in branches) else None
+    are_positions = positions == [*map(str, range(len(branches)))]
+    if are_positions and not isinstance(like, dict):
+        known = like if isinstance(like, list | tuple) and len(like) == len(branches) else [None] * len(branches)
+        items = [_nested(branches[part], known[i]) for i, part in enumerate(positions or ())]
+        return tuple(items) if type(like) is tuple else items
+    known_keys = {str(key): key for key in like} if isinstance(like, dict) else {}
+    return {
+        known_keys.get(part, part): _nested(each, like[known_keys[part]] if part in known_keys else None)
+        for part, each in branches.items()
+    }

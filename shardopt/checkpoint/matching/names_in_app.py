@@ -1,0 +1,62 @@
+"""A checkpoint, of whatever format, under the names of an app."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+from shardopt.checkpoint.format.manifest import Manifest, StoredTensors
+from shardopt.checkpoint.matching.foreign import foreign_under_names_of
+from shardopt.checkpoint.matching.renaming import Names, under_names_of
+from shardopt.checkpoint.sources.reader import CheckpointReader
+from shardopt.errors import FormatError, Problem
+from shardopt.state import FlatState
+
+
+def names_in_app(
+    reader: CheckpointReader,
+    flat: FlatState,
+    select: str | None,
+    rename: Mapping[str, str] | None,
+    skip: str | None,
+) -> Names:
+    """Returns what is stored, under the names of an app.
+
+    Args:
+        select, rename, skip: as for `load`.
+
+    Raises:
+        FormatError: something is stored in a way that is not known, and not to be skipped.
+        MismatchError: the rules of `rename` give two keys one name.
+    """
+    manifest = contents(reader, skip)
+    if reader.source.is_foreign:
+        return foreign_under_names_of(manifest, flat, select, rename, reader.read)
+    return under_names_of(manifest, flat, select, rename)
+
+
+def contents(reader: CheckpointReader, skip: str | None) -> Manifest:
+    """Returns the manifest of a checkpoint without the keys in which the regex `skip` is found.
+
+    Raises:
+        FormatError: something is stored in a way that is not known, and not to be skipped.
+    """
+    manifest = reader.manifest
+    skipped = None if skip is None else re.compile(skip)
+    remedy = "leave it out with skip=..., a regex of keys in the checkpoint"
+    problems = [
+        Problem(key, found, "a tensor or plain value", remedy)
+        for key, found in sorted(reader.source.unread.items())
+        if skipped is None or not skipped.search(key)
+    ]
+    if problems:
+        raise FormatError(f"{reader.url} has what is not known to be read", problems)
+    if skipped is None:
+        return manifest
+    return replace(
+        manifest,
+        tensors=StoredTensors((key, each) for key, each in manifest.tensors.items() if not skipped.search(key)),
+        values={key: each for key, each in manifest.values.items() if not skipped.search(key)},
+        per_rank={key: each for key, each in manifest.per_rank.items() if not skipped.search(key)},
+    )

@@ -1,0 +1,1 @@
+"""torch's own files, read without running their pickles."""

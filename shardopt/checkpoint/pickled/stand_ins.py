@@ -1,0 +1,60 @@
+"""What stands in a pickle's result for the objects and globals that are not made: data, which does nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+class Unknown:
+    """An object that is not made. `name` is that of its class or function: "module.qualname"."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r})"
+
+
+class Known(Unknown):
+    """A global with a function that stands in for it. Where it is left as a value, it is as unknown as others."""
+
+    __slots__ = ("call",)
+
+    def __init__(self, name: str, call: Callable[..., Any]) -> None:
+        super().__init__(name)
+        self.call = call
+
+
+class ByteArray(Unknown):
+    """The bytes of a bytearray, in which the latest protocol has arrays. Where it is left as a value, it is unknown."""
+
+    __slots__ = ("data",)
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__("builtins.bytearray")
+        self.data = data
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+
+class StandIn(Unknown):
+    """An object that gets its state after it was made. Where it is left as a value, it is as unknown as others."""
+
+    __slots__ = ()
+
+    def build(self, state: Any) -> None:
+        """Takes the state. Raises TypeError or ValueError for one that it does not take."""
+        raise TypeError(f"state for {self.name}")
+
+    def settled(self) -> Any:
+        """Returns the object that this one stands for, from the time on when it is whole."""
+        return self
+
+
+def settled(value: Any) -> Any:
+    """Returns what a stand-in stands for, once it is whole, and any other value as it is."""
+    return value.settled() if isinstance(value, StandIn) else value

@@ -1,0 +1,175 @@
+"""Tensors within archives of torch.save, as boxes that can be read, and the plain values beside them.
+
+The bytes of a storage have one CRC32. It is compared before any of them is used: torch itself does not look at it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from abc import abstractmethod
+from collections.abc import Iterator
+from itertools import product
+from math import prod
+from operator import add, mul
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardopt.checkpoint.format.constants import Dtype, damaged
+from shardopt.checkpoint.format.data_file import Entry
+from shardopt.checkpoint.format.tensor_bytes import torch_dtype
+from shardopt.checkpoint.pickled.stand_ins import Unknown
+from shardopt.checkpoint.pickled.torch_archive import TensorRecord
+from shardopt.checkpoint.pickled.zip_archive import Read
+from shardopt.checkpoint.reading.open_file import Form, OpenFile, ReadChunks, ReadRequest
+from shardopt.checkpoint.storage import Storage
+from shardopt.errors import Problem, StateError
+from shardopt.sharding.box import Box, whole
+from shardopt.values import encode_value
+
+_MOST_RUNS = 1 << 16  # of elements that lie side by side, of a tensor that has gaps between them
+_MOST_VALUE_BYTES = 16 << 20  # of a tensor within a plain value
+
+
+class ArchivedTensors(OpenFile):
+    """A file with tensors in archives, each of which is found when it is asked for."""
+
+    checks_first = True
+
+    def __init__(self, storage: Storage, name: str) -> None:
+        super().__init__(storage, name)
+        self._records: dict[str, TensorRecord] = {}
+
+    @abstractmethod
+    def find(self, key: str) -> TensorRecord:
+        """Returns the place of a tensor in the file. Raises CorruptionError, FormatError."""
+
+    def read_bytes(self, begin: int, end: int) -> bytes:
+        """Returns bytes of the file; the `Read` of archives."""
+        return self.storage.read(self.name, begin, end)
+
+    def record(self, key: str) -> TensorRecord:
+        """Returns the place of a tensor in the file, found once."""
+        if key not in self._records:
+            self._records[key] = self.find(key)
+        return self._records[key]
+
+    def entry(self, key: str, form: Form) -> Entry:
+        """Returns the bytes from a tensor's first element to its last. Elements may have gaps between them."""
+        record = self.record(key)
+        if 0 in record.sizes:
+            return Entry(key, form.dtype, record.sizes, record.begin, record.begin, 0)
+        last = sum((size - 1) * stride for size, stride in zip(record.sizes, record.strides, strict=True))
+        return Entry(key, form.dtype, record.sizes, record.begin, record.begin + (last + 1) * record.dtype.itemsize, 0)
+
+    def requests(
+        self, key: str, form: Form, dtype: Dtype, sizes: tuple[int, ...], wanted: Box, target: Tensor
+    ) -> Iterator[ReadRequest]:
+        record = self.record(key)
+        entry = self.entry(key, form)
+        order = _order_in_memory(record)
+        if _is_contiguous([(record.sizes[d], record.strides[d]) for d in order]):
+            # Its dimensions in the order of memory: the bytes are those of a tensor in C order.
+            yield ReadRequest(
+                entry,
+                dtype,
+                tuple(sizes[d] for d in order),
+                Box(tuple(wanted.offsets[d] for d in order), tuple(wanted.sizes[d] for d in order)),
+                target.permute(order),
+            )
+        else:
+            yield from self._run_by_run(entry, record, wanted, target)
+
+    def _run_by_run(self, entry: Entry, record: TensorRecord, wanted: Box, target: Tensor) -> Iterator[ReadRequest]:
+        """Yields a request for each run of elements that lie side by side."""
+        inner = len(record.sizes)  # from here on the wanted elements lie side by side
+        while inner and record.strides[inner - 1] == prod(wanted.sizes[inner:]) == prod(record.sizes[inner:]):
+            inner -= 1
+        outer, run = wanted.sizes[:inner], wanted.sizes[inner:]
+        if prod(outer) > _MOST_RUNS:
+            fault = f"a tensor of strides {list(record.strides)}, in {prod(outer)} runs"
+            raise damaged(f"{self.where}: {entry.key}", fault)
+        itemsize = record.dtype.itemsize
+        for index in product(*map(range, outer)):
+            first = (*map(add, index, wanted.offsets), *wanted.offsets[inner:])
+            begin = record.begin + itemsize * sum(map(mul, first, record.strides))
+            of_run = entry._replace(shape=run, begin=begin, end=begin + itemsize * prod(run))
+            yield ReadRequest(of_run, record.dtype, run, whole(run), target[index])
+
+    def summed_with(self, entry: Entry) -> int | None:
+        record = self.record(entry.key)
+        return None if record.crc32 is None else record.storage_begin
+
+    def check(self, entry: Entry, read: ReadChunks) -> Iterator[Problem]:
+        record = self.record(entry.key)
+        if record.crc32 is None:
+            return
+        crc = 0
+        for chunk in read(record.storage_begin, record.storage_begin + record.storage_nbytes):
+            crc = zlib.crc32(chunk, crc)
+        if crc != record.crc32:
+            yield from damaged(self.where, f"bytes of {entry.key!r} that fail their checksum").problems
+
+
+def _order_in_memory(record: TensorRecord) -> list[int]:
+    """Returns the dimensions by falling stride; those of size 1 where they are."""
+    return sorted(range(len(record.sizes)), key=lambda d: (-record.strides[d], d)) if record.strides else []
+
+
+def _is_contiguous(dims: list[tuple[int, int]]) -> bool:
+    """Whether a tensor of these sizes and strides has its elements in C order without gaps."""
+    expected = 1
+    for size, stride in reversed(dims):
+        if size != 1 and stride != expected:
+            return False
+        expected *= max(size, 1)
+    return True
+
+
+def plain_value(value: Any, read: Read, where: str) -> tuple[Any, str]:
+    """Returns what was unpickled as a plain value that can be stored, or the reason why it is none.
+
+    Args:
+        read: gives bytes of the file that it is in, for small tensors within it.
+    """
+    try:
+        plain = _without_records(value, read, where)
+        encode_value(plain)
+    except _NotPlainError as error:
+        return None, str(error)
+    except StateError as error:
+        return None, error.problems[0].found if error.problems else str(error)
+    return plain, ""
+
+
+class _NotPlainError(Exception):
+    """A value has something in it that is not known."""
+
+
+def _without_records(value: Any, read: Read, where: str) -> Any:
+    if isinstance(value, Unknown):
+        raise _NotPlainError(f"an object of {value.name}")
+    if isinstance(value, TensorRecord):
+        return _read_tensor(value, read, where)
+    if type(value) is dict:
+        return {key: _without_records(each, read, where) for key, each in value.items()}
+    if type(value) in (list, tuple, set):
+        return type(value)(_without_records(each, read, where) for each in value)
+    return value
+
+
+def _read_tensor(record: TensorRecord, read: Read, where: str) -> Tensor:
+    """Returns a small tensor in memory of its own."""
+    if record.storage_nbytes > _MOST_VALUE_BYTES:
+        raise _NotPlainError(f"a tensor of {record.storage_nbytes} bytes within a plain value")
+    data = bytearray(read(record.storage_begin, record.storage_begin + record.storage_nbytes))
+    if len(data) != record.storage_nbytes or (record.crc32 is not None and zlib.crc32(data) != record.crc32):
+        raise damaged(where, "bytes of a tensor that fail their checksum")
+    dtype = torch_dtype(record.dtype)
+    if 0 in record.sizes:
+        return torch.empty(record.sizes, dtype=dtype, device="cpu")
+    storage = torch.frombuffer(data, dtype=torch.uint8)
+    elements = storage[: len(data) - len(data) % dtype.itemsize].view(dtype)
+    offset = (record.begin - record.storage_begin) // dtype.itemsize
+    return elements.as_strided(record.sizes, record.strides, offset).clone(memory_format=torch.contiguous_format)

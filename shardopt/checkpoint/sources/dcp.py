@@ -1,0 +1,176 @@
+"""Checkpoints of torch.distributed.checkpoint (DCP) as a source. None of their pickles is run.
+
+.metadata          which tensor has which boxes, and where the archive of each is; and of each plain value
+__0_0.distcp       archives of torch.save, one after the other: of rank 0, in its file 0
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import xxhash
+
+from shardopt.checkpoint.format.constants import MANIFEST_LIMIT_BYTES, damaged
+from shardopt.checkpoint.format.manifest import DataFile, Manifest, StoredLayout, StoredTensor, StoredTensors
+from shardopt.checkpoint.pickled.dcp_metadata import DcpChunk, DcpEntry, DcpMetadata, DcpTensor, read_metadata
+from shardopt.checkpoint.pickled.torch_archive import TensorRecord, read_archive
+from shardopt.checkpoint.sources.archives import ArchivedTensors, plain_value
+from shardopt.checkpoint.sources.source import Source
+from shardopt.checkpoint.storage import Storage, wrap_os_errors
+from shardopt.errors import FormatError
+from shardopt.state import Index, Path
+
+METADATA_NAME = ".metadata"
+_WRITER = re.compile(r"__(\d+)_\d+\.distcp", re.ASCII)
+_READ_BYTES = 8 << 20  # at a time, of plain values that lie side by side
+
+
+class _Chunks(ArchivedTensors):
+    """Boxes in one `.distcp` file, at most one of each tensor. The archive of each is parsed when it is read."""
+
+    def __init__(self, storage: Storage, name: str, chunks: Mapping[str, tuple[DcpTensor, DcpChunk]]) -> None:
+        super().__init__(storage, name)
+        self._chunks = chunks
+
+    def find(self, key: str) -> TensorRecord:
+        tensor, chunk = self._chunks[key]
+        with self.reading():
+            record = read_archive(self.read_bytes, chunk.offset, chunk.offset + chunk.length, f"{self.where}: {key}")
+        if not isinstance(record, TensorRecord):
+            raise damaged(f"{self.where}: {key}", f"a {type(record).__name__} where a tensor was written")
+        if (record.dtype, record.sizes) != (tensor.dtype, chunk.box.sizes):
+            fault = f"{record.dtype.name} {list(record.sizes)} for a box of {tensor.dtype.name} {list(chunk.box.sizes)}"
+            raise damaged(f"{self.where}: {key}", fault)
+        return record
+
+
+class DcpSource(Source):
+    """What `torch.distributed.checkpoint.save` has written.
+
+    Raises:
+        CorruptionError, FormatError: see `read_metadata`; or files are missing, or too short.
+    """
+
+    format_name = "torch.distributed.checkpoint"
+
+    def __init__(self, storage: Storage) -> None:
+        super().__init__(storage)
+        where = f"{storage.url}/{METADATA_NAME}"
+        with wrap_os_errors(f"read {where}"):
+            nbytes = storage.size(METADATA_NAME)
+            if nbytes > MANIFEST_LIMIT_BYTES:
+                raise damaged(where, f"{nbytes} bytes, more than the limit of {MANIFEST_LIMIT_BYTES}")
+            data = storage.read(METADATA_NAME, 0, nbytes)
+        self.digest = xxhash.xxh3_64_hexdigest(data)
+        metadata = read_metadata(data, where)
+        self._sizes = self._sizes_of_files(metadata)
+        self._files: list[tuple[str, dict[str, tuple[DcpTensor, DcpChunk]]]] = []
+        tensors = self._place(metadata)
+        values, unread = self._read_values(metadata)
+        self.unread = dict(metadata.unsupported) | unread
+        self.manifest = Manifest(
+            save_id=self.digest,
+            world_size=1 + max((int(found[1]) for found in map(_WRITER.fullmatch, self._sizes) if found), default=0),
+            files=tuple(DataFile(name, self._sizes[name], "") for name, _ in self._files),
+            tensors=tensors,
+            values=values,
+        )
+
+    def open_file(self, number: int) -> _Chunks:
+        return _Chunks(self.storage, *self._files[number])
+
+    def _sizes_of_files(self, metadata: DcpMetadata) -> dict[str, int]:
+        """Returns the bytes of each file, which must be there and have all that is said to be in it."""
+        ends: defaultdict[str, int] = defaultdict(int)
+        places: list[DcpChunk | DcpEntry] = [chunk for each in metadata.tensors.values() for chunk in each.chunks]
+        for place in [*places, *metadata.values.values()]:
+            ends[place.file] = max(ends[place.file], place.offset + place.length)
+        sizes = {}
+        for name, end in sorted(ends.items()):
+            where = f"{self.url}/{name}"
+            with wrap_os_errors(f"read {where}"):
+                try:
+                    sizes[name] = self.storage.size(name)
+                except FileNotFoundError:
+                    raise damaged(where, "no such file") from None
+            if sizes[name] < end:
+                raise damaged(where, f"{sizes[name]} bytes where {end} were written")
+        return sizes
+
+    def _place(self, metadata: DcpMetadata) -> StoredTensors:
+        """Returns the tensors; makes of each `.distcp` file as many as it has boxes of one tensor."""
+        numbers: dict[tuple[str, int], int] = {}
+        layouts: dict[tuple[Any, ...], StoredLayout] = {}
+        tensors = StoredTensors()
+        for key, tensor in metadata.tensors.items():
+            slots: defaultdict[str, int] = defaultdict(int)
+            files = []
+            for chunk in tensor.chunks:
+                number = numbers.setdefault((chunk.file, slots[chunk.file]), len(numbers))
+                slots[chunk.file] += 1
+                if number == len(self._files):
+                    self._files.append((chunk.file, {}))
+                self._files[number][1][key] = tensor, chunk
+                files.append(number)
+            boxes = tuple(chunk.box for chunk in tensor.chunks)
+            layout = (tensor.shape, boxes, tuple(files))
+            stored = layouts.setdefault(layout, StoredLayout(*layout))
+            tensors[key] = StoredTensor(_path_of(key, metadata), tensor.dtype, stored)
+        return tensors
+
+    def _read_values(self, metadata: DcpMetadata) -> tuple[dict[str, tuple[Path, Any]], dict[str, str]]:
+        """Returns the plain values, and the reason for each that is none."""
+        values: dict[str, tuple[Path, Any]] = {}
+        unread: dict[str, str] = {}
+        for key, entry, data in self._bytes_of_values(metadata.values):
+
+            def read(begin: int, end: int, data: bytes = data, offset: int = entry.offset) -> bytes:
+                return data[begin - offset : end - offset]
+
+            where = f"{self.url}/{entry.file}: {key}"
+            try:
+                value = read_archive(read, entry.offset, entry.offset + entry.length, where)
+            except FormatError as error:
+                unread[key] = str(error.problems[0].found if error.problems else error)
+                continue
+            plain, reason = plain_value(value, read, where)
+            if reason:
+                unread[key] = reason
+            else:
+                values[key] = _path_of(key, metadata), plain
+        return values, unread
+
+    def _bytes_of_values(self, entries: Mapping[str, DcpEntry]) -> Iterator[tuple[str, DcpEntry, bytes]]:
+        """Yields each value's archive; those that lie side by side are read in one go."""
+        total = sum(entry.length for entry in entries.values())
+        if total > MANIFEST_LIMIT_BYTES:
+            raise damaged(f"{self.url}/{METADATA_NAME}", f"{total} bytes of plain values")
+        group: list[tuple[str, DcpEntry]] = []
+        for key, entry in sorted(entries.items(), key=lambda item: (item[1].file, item[1].offset)):
+            if group and (
+                entry.file != group[0][1].file
+                or entry.offset != group[-1][1].offset + group[-1][1].length
+                or entry.offset + entry.length - group[0][1].offset > _READ_BYTES
+            ):
+                yield from self._read_group(group)
+                group = []
+            group.append((key, entry))
+        if group:
+            yield from self._read_group(group)
+
+    def _read_group(self, group: Sequence[tuple[str, DcpEntry]]) -> Iterator[tuple[str, DcpEntry, bytes]]:
+        first, last = group[0][1], group[-1][1]
+        with wrap_os_errors(f"read {self.url}/{first.file}"):
+            data = self.storage.read(first.file, first.offset, last.offset + last.length)
+        for key, entry in group:
+            begin = entry.offset - first.offset
+            yield key, entry, data[begin : begin + entry.length]
+
+
+def _path_of(key: str, metadata: DcpMetadata) -> Path:
+    """Returns the path of a key in the nested state. Keys of dicts are str there, so that numbers are positions."""
+    parts = metadata.paths.get(key) or (key,)
+    return tuple(Index(part) if isinstance(part, int) else part for part in parts)

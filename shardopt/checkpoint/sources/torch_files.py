@@ -1,0 +1,158 @@
+"""Files of torch.save as a source: one, or a set of numbered ones with the tensors of a model. No pickle is run.
+
+model.pt                                    a nested dict of tensors and plain values; or
+pytorch_model-00001-of-00002.bin, …         dicts with different keys
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import xxhash
+
+from shardopt.checkpoint.format.constants import damaged
+from shardopt.checkpoint.format.manifest import DataFile, Manifest, StoredLayout, StoredTensor, StoredTensors
+from shardopt.checkpoint.pickled.stand_ins import Unknown
+from shardopt.checkpoint.pickled.torch_archive import TensorRecord, read_archive
+from shardopt.checkpoint.sources.archives import ArchivedTensors, plain_value
+from shardopt.checkpoint.sources.source import Source, ambiguous
+from shardopt.checkpoint.storage import Storage, wrap_os_errors
+from shardopt.errors import FormatError, Problem
+from shardopt.sharding.box import whole
+from shardopt.state import Index, Path, join
+
+SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
+_ZIP = b"PK\x03\x04"
+_NUMBERED = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<of>\d{5})(?P<suffix>\.\w+)", re.ASCII)
+
+
+class _TorchFile(ArchivedTensors):
+    """One file of torch.save; `leaves` is what is in it, by path."""
+
+    def __init__(self, storage: Storage, name: str) -> None:
+        super().__init__(storage, name)
+        with self.reading():
+            self.nbytes = storage.size(name)
+            state = read_archive(self.read_bytes, 0, self.nbytes, self.where)
+        if not isinstance(state, dict):
+            kind = state.name if isinstance(state, Unknown) else type(state).__name__
+            problem = Problem(self.where, f"a {kind}", "a dict by name", "save state_dict() and not the object itself")
+            raise FormatError("a file of torch.save has no names in it", [problem])
+        self.leaves: dict[Path, Any] = {}
+        try:
+            self._descend(state, ())
+        except RecursionError:
+            raise damaged(self.where, "containers nested without end") from None
+
+    def find(self, key: str) -> TensorRecord:
+        raise AssertionError(f"{key} was found when the file was opened")
+
+    def _descend(self, node: Any, path: Path) -> None:
+        if isinstance(node, dict) and (node or not path):
+            for part, child in node.items():
+                if type(part) not in (str, int):
+                    raise damaged(self.where, f"a dict key of type {type(part).__name__} in {join(path) or 'the file'}")
+                self._descend(child, (*path, part))
+        elif isinstance(node, list | tuple) and not isinstance(node, TensorRecord) and _holds_tensors(node):
+            for i, child in enumerate(node):
+                self._descend(child, (*path, Index(i)))
+        else:
+            self.leaves[path] = node
+            if isinstance(node, TensorRecord):
+                self._records[join(path)] = node
+
+
+def _holds_tensors(node: Any) -> bool:
+    if isinstance(node, TensorRecord):
+        return True
+    if isinstance(node, dict):
+        return any(map(_holds_tensors, node.values()))
+    return isinstance(node, list | tuple) and any(map(_holds_tensors, node))
+
+
+def torch_files(storage: Storage, names: Sequence[str]) -> list[str] | None:
+    """Returns the files of torch.save of a directory; None where there are none.
+
+    Raises:
+        CorruptionError: files of a numbered set are missing.
+        FormatError: there are several that do not belong together.
+    """
+    files = [name for name in names if name.endswith(SUFFIXES) and is_torch_file(storage, name)]
+    if len(files) <= 1:
+        return files or None
+    numbered = [_NUMBERED.fullmatch(name) for name in files]
+    sets = {(found["stem"], found["of"], found["suffix"]) for found in numbered if found}
+    if len(sets) != 1 or not all(numbered):
+        raise ambiguous(storage, f"several files of torch.save ({', '.join(files[:4])})")
+    ((stem, of, suffix),) = sets
+    if len(files) != int(of):
+        there = set(files)
+        missing = next(
+            name for i in range(1, len(files) + 2) if (name := f"{stem}-{i:05d}-of-{of}{suffix}") not in there
+        )
+        raise damaged(f"{storage.url}/{missing}", "no such file")
+    return files
+
+
+def is_torch_file(storage: Storage, name: str) -> bool:
+    """Whether a file begins as those of torch.save do."""
+    begin = storage.read(name, 0, len(_ZIP))
+    return begin == _ZIP or begin[:1] == b"\x80"
+
+
+class TorchSource(Source):
+    """The state in files of torch.save.
+
+    Args:
+        files: names; the same key must not be in two of them.
+        url: where it is one file that was asked for, its own.
+
+    Raises:
+        CorruptionError, FormatError: see `read_archive`; or a key is twice there.
+    """
+
+    format_name = "torch.save"
+
+    def __init__(self, storage: Storage, files: Sequence[str], url: str | None = None) -> None:
+        super().__init__(storage, url)
+        with wrap_os_errors(f"read {self.url}"):
+            self._files = [_TorchFile(storage, name) for name in sorted(files)]
+        tensors = StoredTensors()
+        values: dict[str, tuple[Path, Any]] = {}
+        unread: dict[str, str] = {}
+        digest = xxhash.xxh3_64()
+        for number, file in enumerate(self._files):
+            stored_at: dict[tuple[Any, ...], str] = {}
+            for path, leaf in file.leaves.items():
+                key = join(path)
+                if key in tensors or key in values or key in unread:
+                    raise damaged(f"{file.where}: {key}", "two entries of this name")
+                if isinstance(leaf, TensorRecord):
+                    tied_to = stored_at.setdefault((leaf.begin, leaf.sizes, leaf.strides, leaf.dtype), key)
+                    layout = tensors[tied_to].layout if tied_to in tensors else _in_one_box(leaf, number)
+                    tensors[key] = StoredTensor(path, leaf.dtype, layout, tied_to if tied_to != key else None)
+                    digest.update(f"{key}\0{leaf.crc32}\0{leaf.dtype.name}\0{leaf.sizes}\0".encode())
+                    continue
+                plain, reason = plain_value(leaf, file.read_bytes, f"{file.where}: {key}")
+                if reason:
+                    unread[key] = reason
+                else:
+                    values[key] = path, plain
+                    digest.update(f"{key}\0{plain!r}\0".encode())
+        self.unread, self.digest = unread, digest.hexdigest()
+        self.manifest = Manifest(
+            save_id=self.digest,
+            world_size=1,
+            files=tuple(DataFile(file.name, file.nbytes, "") for file in self._files),
+            tensors=tensors,
+            values=values,
+        )
+
+    def open_file(self, number: int) -> _TorchFile:
+        return self._files[number]
+
+
+def _in_one_box(record: TensorRecord, number: int) -> StoredLayout:
+    return StoredLayout(record.sizes, (whole(record.sizes),), (number,))

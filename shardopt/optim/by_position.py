@@ -1,0 +1,311 @@
+"""A keyed optimizer by position, as torch's own are: for functions that turn positions into names themselves.
+
+    {"state": {0: {name: value}, 1: {...}}, "param_groups": [{"params": [0, 1], option: value, ...}]}
+
+Positions count the parameters of `param_groups`, one group after the other. State that belongs to no parameter (of a
+warm-up, of L-BFGS) rides with that of the first trained one, as a dict under the name that it has; what is neither a
+tensor, a number nor a dict in it goes as the bytes of its typed JSON, because torch flattens nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from itertools import chain
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardopt.errors import MismatchError, Problem, StateError
+from shardopt.optim.scaler import refuse_torchs_scaler
+from shardopt.optim.state_dict.groups import first_names
+from shardopt.optim.state_dict.options import as_number
+from shardopt.optim.state_dict.positions import REMEDY, different_groups, from_torch, is_same_memory, to_torch
+from shardopt.optim.state_dict.saved_form import STATE
+from shardopt.param_groups import PARAM_GROUPS, PARAMS, UNTOUCHED
+from shardopt.torch_private import (
+    after_load_state_dict,
+    after_state_dict,
+    before_load_state_dict,
+    before_state_dict,
+    without_hooks,
+)
+
+if TYPE_CHECKING:
+    from shardopt.optim.base import KeyedOptimizer
+
+StateDict = dict[str, Any]
+
+
+class ByPosition(Optimizer):
+    """A view of a keyed optimizer whose `state_dict` goes by position: `KeyedOptimizer.as_torch` makes it.
+
+    Parameters, state and groups are the keyed optimizer's, live; steps, hooks of steps and `zero_grad` are passed on to
+    it. State is made as by `init_state` where a function asks whether there is any, so that none has to take a step to
+    make some.
+
+    Args:
+        optimizer: is viewed, and kept alive.
+    """
+
+    def __init__(self, optimizer: KeyedOptimizer) -> None:
+        super().__init__([{PARAMS: []}], {})
+        self._optimizer = optimizer
+
+    @property
+    def state(self) -> Any:
+        """Parameter → its state, live."""
+        return _MadeState(self)
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        if self._made:
+            raise self._refused("state")
+
+    @property
+    def param_groups(self) -> Any:
+        """The keyed optimizer's own groups."""
+        return self._optimizer.param_groups if self._made else self.__dict__["param_groups"]
+
+    @param_groups.setter
+    def param_groups(self, param_groups: Any) -> None:
+        if self._made:
+            raise self._refused("param_groups")
+        self.__dict__["param_groups"] = param_groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The keyed optimizer's."""
+        return self._optimizer.defaults if self._made else self.__dict__["defaults"]
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        if self._made:
+            raise self._refused("defaults")
+        self.__dict__["defaults"] = defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group to the keyed optimizer, which needs names: `{"params": {fqn: parameter}, ...}`."""
+        if self._made:
+            self._optimizer.add_param_group(param_group)
+
+    @without_hooks
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Takes one step of the keyed optimizer, whose hooks run; returns the closure's loss."""
+        return self._optimizer.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops or zeroes the gradients of the keyed optimizer."""
+        self._optimizer.zero_grad(set_to_none)
+
+    def register_step_pre_hook(self, hook: Any) -> Any:
+        """Registers a hook with the keyed optimizer, which it is called with."""
+        return self._optimizer.register_step_pre_hook(hook)
+
+    def register_step_post_hook(self, hook: Any) -> Any:
+        """Registers a hook with the keyed optimizer, which it is called with."""
+        return self._optimizer.register_step_post_hook(hook)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """torch's GradScaler asks for this before it steps an optimizer."""
+        refuse_torchs_scaler(self.param_groups)
+        return False
+
+    def init_state(self) -> None:
+        """Makes the state of every trained parameter that has none; see `KeyedOptimizer.init_state`."""
+        self._optimizer.init_state()
+
+    def state_dict(self) -> StateDict:
+        """`{"state": {position: {name: value}}, "param_groups": [{"params": [positions], option: value, ...}, ...]}`.
+
+        The tensors are the optimizer's own. Groups have every option of the live ones, those that say how to compute
+        among them, as torch's have; a tensor of one element is a number. Local to the rank. Hooks of the keyed
+        optimizer's `state_dict` run, then those that are registered here.
+
+        Raises:
+            StateError: there is state of no parameter, and no parameter is trained.
+        """
+        before_state_dict(self)
+        position = {parameter: i for i, parameter in enumerate(self._parameters())}
+        groups = [
+            {
+                PARAMS: [position[parameter] for parameter in group[PARAMS]],
+                **{name: as_number(value) for name, value in group.items() if name != PARAMS},
+            }
+            for group in self.param_groups
+        ]
+        named = self._optimizer.state_dict()[STATE]
+        state = {position[parameter]: entries for parameter, entries in self._by_parameter(named).items()}
+        return after_state_dict(self, {STATE: state, PARAM_GROUPS: groups})
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads in place and all or nothing, as `KeyedOptimizer.load_state_dict` does. Local to the rank.
+
+        As with torch's optimizers, parameters are matched by their order in the groups, whatever keys stand for them,
+        and the state that is given replaces what is there: a parameter without any has none afterwards, and one that
+        has none yet gets it.
+
+        Raises:
+            MismatchError: groups of other numbers of parameters, or state or options that do not fit; nothing was
+                changed.
+        """
+        offered = before_load_state_dict(self, state_dict)
+        named = self._named(offered)
+        optimizer = self._optimizer
+        live = self._live()
+        of_parameters = set(first_names(optimizer.params).values())
+        state = named[STATE]
+        absent = [name for name, entries in live.items() if name not in state and name in of_parameters and entries]
+        new = [name for name, entries in state.items() if entries and not live.get(name)]
+        optimizer._init_named((), [name for name in new if name in of_parameters])
+        try:
+            unstepped = self._unstepped(state)
+            for group in named[PARAM_GROUPS]:
+                group[UNTOUCHED] = [name for name in group[PARAMS] if name in unstepped]
+            with _groups_saved(optimizer):
+                optimizer.load_state_dict({**named, STATE: {**{name: live[name] for name in absent}, **state}})
+        except BaseException:
+            optimizer.drop_state([name for name in new if name in of_parameters])
+            raise
+        optimizer.drop_state(absent)
+        after_load_state_dict(self)
+
+    def __repr__(self) -> str:
+        return f"{self._optimizer!r} by position"
+
+    def __reduce__(self) -> Any:
+        return type(self), (self._optimizer,)
+
+    @property
+    def _made(self) -> bool:
+        return "_optimizer" in self.__dict__
+
+    def _refused(self, name: str) -> StateError:
+        problem = Problem(name, f"another {name}", "the keyed optimizer's own", "set it there")
+        return StateError("a view has nothing of its own to replace", [problem])
+
+    def _parameters(self) -> list[Tensor]:
+        """Returns the parameters of all groups in their order."""
+        return list(chain.from_iterable(group[PARAMS] for group in self.param_groups))
+
+    def _carrier(self) -> Tensor | None:
+        """Returns the parameter with whose state that of no parameter rides."""
+        return next((parameter for parameter in self._parameters() if parameter.requires_grad), None)
+
+    def by_parameter(self) -> dict[Tensor, dict[str, Any]]:
+        """Returns parameter → its state, of those that have any."""
+        return self._by_parameter(self._live())
+
+    def _live(self) -> StateDict:
+        """Returns the state by name, before the keyed optimizer's own hooks see it."""
+        state: StateDict = self._optimizer._gather()[STATE]
+        return state
+
+    def _by_parameter(self, named: StateDict) -> dict[Tensor, dict[str, Any]]:
+        """Returns state by parameter, of those that have any; takes it out of `named`."""
+        names = first_names(self._optimizer.params)
+        state = {parameter: dict(named.pop(name)) for parameter, name in names.items() if name in named}
+        state = {parameter: entries for parameter, entries in state.items() if entries}
+        if named:
+            carrier = self._carrier()
+            if carrier is None:
+                found, required = "state of no parameter, and no trained one", "a parameter that it can go with"
+                problems = [Problem(name, found, required, "save it through shardopt.checkpoint") for name in named]
+                raise StateError("state cannot be given by position", problems)
+            state.setdefault(carrier, {}).update({name: to_torch(entries, name) for name, entries in named.items()})
+        return state
+
+    def _named(self, offered: Mapping[str, Any]) -> StateDict:
+        """Returns what is offered by position, or under other names, as a keyed optimizer has it.
+
+        Raises:
+            MismatchError: it does not have the groups that are here.
+        """
+        here, given = self.param_groups, offered.get(PARAM_GROUPS)
+        problems = different_groups(here, given)
+        given = [] if problems else cast("list[Mapping[str, Any]]", given)
+        name_of = first_names(self._optimizer.params)
+        names = [name_of[parameter] for parameter in self._parameters()]
+        keys = list(chain.from_iterable(group[PARAMS] for group in given))
+        name_here = dict(zip(keys, names, strict=False))
+        state = offered.get(STATE)
+        if not isinstance(state, Mapping):
+            problems.append(Problem(STATE, f"a {type(state).__name__}", "a mapping by parameter", REMEDY))
+            state = {}
+        problems += [
+            Problem(f"{STATE}.{key}", "state", "that of a parameter in param_groups", REMEDY)
+            for key in state
+            if key not in name_here and not problems
+        ]
+        if problems:
+            raise MismatchError("the state does not fit this optimizer; nothing was changed", problems)
+        named = {name_here[key]: dict(entries) for key, entries in state.items()}
+        own = {name: entries for name, entries in self._live().items() if name not in names}
+        carrier = self._carrier()
+        carried = named.get(name_of[carrier], {}) if carrier is not None else {}
+        of_none = {name: from_torch(carried.pop(name), entries) for name, entries in own.items() if name in carried}
+        groups = []
+        for group in given:
+            options = {option: value for option, value in group.items() if option not in (PARAMS, "param_names")}
+            groups.append({PARAMS: [name_here[key] for key in group[PARAMS]], **options})
+        return {STATE: named | of_none, PARAM_GROUPS: groups}
+
+    def _unstepped(self, state: Mapping[str, Mapping[str, Any]]) -> set[str]:
+        """Returns the names whose state never had a step, and is offered as the very memory that is here.
+
+        A load of what a getter gave is then none: the first step settles what it would have settled before.
+        """
+        unstepped = self._optimizer.unstepped_state(state)
+        live = self._live() if unstepped else {}
+        return {name for name in unstepped if is_same_memory(state[name], live[name])}
+
+
+class _MadeState(MutableMapping[Tensor, Any]):
+    """Parameter → its state, live, with that of no parameter in that of the first trained one."""
+
+    def __init__(self, view: ByPosition) -> None:
+        self._view = view
+
+    def __bool__(self) -> bool:
+        # torch's getters and setters ask for this, and where there is none take a step with gradients of zeros.
+        self._view.init_state()
+        return True
+
+    def __getitem__(self, parameter: Tensor) -> Any:
+        if parameter is self._view._carrier():
+            return self._view.by_parameter().get(parameter, {})
+        return self._view._optimizer.state[parameter]
+
+    def __setitem__(self, parameter: Tensor, entries: Any) -> None:
+        self._view._optimizer.state[parameter] = entries
+
+    def __delitem__(self, parameter: Tensor) -> None:
+        del self._view._optimizer.state[parameter]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._view.by_parameter())
+
+    def __len__(self) -> int:
+        return len(self._view.by_parameter())
+
+
+@contextmanager
+def _groups_saved(optimizer: KeyedOptimizer) -> Iterator[None]:
+    """Lets an optimizer, and those that it is made of, save and load groups while this is open."""
+    ahead, leaves = [optimizer], []
+    while ahead:
+        each = ahead.pop()
+        children = each.__dict__.get("_children")
+        if children is None:
+            leaves.append((each, each._save_param_groups))
+        else:
+            ahead += children
+    try:
+        for each, _ in leaves:
+            each.save_param_groups(True)
+        yield
+    finally:
+        for each, saves in leaves:
+            each.save_param_groups(saves)

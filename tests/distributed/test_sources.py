@@ -1,0 +1,111 @@
+"""Runs of torch.distributed.checkpoint on some ranks and placements go on in our optimizers on others, exactly."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import shardopt
+from shardopt import checkpoint
+from shardopt.errors import CorruptionError
+from tests.harness import run_ranks
+
+STYLES = ("fsdp", "hsdp", "tp", "plain")
+PAIRS = [(2, "fsdp", 3, "fsdp"), (2, "tp", 2, "fsdp"), (3, "fsdp", 2, "tp")]
+
+
+def make_model(style, seed):
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 12), torch.nn.Tanh(), torch.nn.Linear(12, 7), torch.nn.LayerNorm(7))
+    model = model.double()
+    ranks = dist.get_world_size()
+    if style == "tp":
+        mesh = init_device_mesh("cpu", (ranks,))
+        parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    elif style == "fsdp":
+        fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)))
+    elif style == "hsdp":
+        rows = 2 if ranks % 2 == 0 else 1
+        fully_shard(model, mesh=init_device_mesh("cpu", (rows, ranks // rows), mesh_dim_names=("replicas", "shards")))
+    return model
+
+
+def train(model, optimizer, first, steps):
+    losses = []
+    for step in range(first, first + steps):
+        inputs = torch.randn(12, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        loss = model(inputs).sin().mean()  # all ranks see the same data, so that their means are equal
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def save(path, style, flattened):
+    model = make_model(style, 0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    before = train(model, optimizer, 0, 3)
+    weights, state = get_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=flattened))
+    dcp.save({"model": weights, "optim": state, "step": 3}, checkpoint_id=path)
+    return before, train(model, optimizer, 3, 3)
+
+
+def go_on(path, style):
+    model = make_model(style, 1)
+    optimizer = shardopt.keyed("adamw", dict(model.named_parameters()), lr=0.9)
+    app = {"model": model, "optim": optimizer, "step": 0}
+    checkpoint.load(path, app, init_state=True)
+    return train(model, optimizer, app["step"], 3)
+
+
+def check(tmp_path, writers, style, readers, other, flattened=False):
+    path = str(tmp_path / f"{writers}{style}{readers}{other}{flattened}")
+    _, expected = run_ranks(writers, save, path, style, flattened)[0]
+    for losses in run_ranks(readers, go_on, path, other):
+        assert losses == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize(("writers", "style", "readers", "other"), PAIRS)
+def test_a_run_goes_on_from_dcp(tmp_path, writers, style, readers, other):
+    check(tmp_path, writers, style, readers, other, flattened=style == "tp")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("writers", [1, 2, 3, 4])
+def test_any_ranks_and_placements(tmp_path, writers, style):
+    """Each checkpoint is written once for both forms of state, and loaded by 1 to 4 ranks in all styles."""
+    for flattened in (False, True):
+        path = str(tmp_path / str(flattened))
+        _, expected = run_ranks(writers, save, path, style, flattened)[0]
+        for readers in (1, 2, 3, 4):
+            for other in STYLES:
+                for losses in run_ranks(readers, go_on, path, other):
+                    assert losses == pytest.approx(expected, abs=1e-12), (readers, other)
+
+
+def load_damaged(path):
+    app = {"x": torch.zeros(1000), "mine": torch.zeros(4)}
+    try:
+        checkpoint.load(path, app)
+    except CorruptionError as error:
+        return str(error), app["x"].any().item()
+    return None
+
+
+def test_damage_is_named_on_all_ranks_before_anything_is_changed(tmp_path):
+    path = tmp_path / "d"
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.save({"x": torch.arange(1000.0), "mine": torch.ones(4)}, checkpoint_id=path, no_dist=True)
+    (file,) = path.glob("*.distcp")
+    data = bytearray(file.read_bytes())
+    data[data.index(torch.arange(500.0, 510.0).numpy().tobytes()) + 1] ^= 4
+    file.write_bytes(data)
+    for message, changed in run_ranks(2, load_damaged, str(path)):
+        assert "'x' that fail their checksum" in message and not changed

@@ -1,0 +1,368 @@
+"""Checkpoints of others, read without a pickle being run; what is damaged or unknown is named."""
+
+import copy
+import json
+import struct
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+import shardopt
+from shardopt import checkpoint
+from shardopt.errors import CheckpointNotFoundError, CorruptionError, FormatError, MismatchError
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+VALUES = {"step": 7, "cfg": {"sizes": [1, 2, {"b": 3}], "pair": (1, 2), "name": "a.b", "none": None}}
+
+
+def make_model(seed=0):
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
+    model[0].weight.data = torch.randn(8, 16).T  # its memory is not in C order
+    return model
+
+
+def train(model, optimizer, steps=3):
+    losses = []
+    for step in range(steps):
+        inputs = torch.randn(5, 8, generator=torch.Generator().manual_seed(step))
+        loss = model(inputs).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.fixture(scope="module")
+def trained():
+    model = make_model()
+    decay, rest = [m.weight for m in model], [m.bias for m in model]
+    optimizer = torch.optim.AdamW([{"params": decay}, {"params": rest, "weight_decay": 0.0}], lr=0.1)
+    train(model, optimizer)
+    return model, optimizer
+
+
+@pytest.fixture(scope="module")
+def losses_to_come(trained):
+    model, optimizer = make_model(), None
+    model.load_state_dict(trained[0].state_dict())
+    optimizer = torch.optim.AdamW(
+        [{"params": [m.weight for m in model]}, {"params": [m.bias for m in model], "weight_decay": 0.0}], lr=0.1
+    )
+    optimizer.load_state_dict(copy.deepcopy(trained[1].state_dict()))  # or both would share their state
+    return train(model, optimizer)
+
+
+def save_nested(path, model, optimizer):
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optim": state} | VALUES, checkpoint_id=path, no_dist=True)
+
+
+def save_flattened(path, model, optimizer):
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    weights, state = get_state_dict(model, optimizer, options=options)
+    dcp.save({"model": weights, "optim": state} | VALUES, checkpoint_id=path, no_dist=True)
+
+
+def save_numbered(path, model, optimizer):
+    state = {"model": model.state_dict(), "optim": optimizer.state_dict()} | VALUES
+    dcp.save(state, checkpoint_id=path, no_dist=True)
+
+
+def save_file_of_torch(path, model, optimizer):
+    torch.save({"model": model.state_dict(), "optim": optimizer.state_dict()} | VALUES, path)
+
+
+def save_file_with_names(path, model, optimizer):
+    state = optimizer.state_dict()
+    for group, kind in zip(state["param_groups"], ("weight", "bias"), strict=True):
+        group["param_names"] = [f"{i}.{kind}" for i in range(3)]
+    torch.save({"model": model.state_dict(), "optim": state} | VALUES, path)
+
+
+KINDS = [save_nested, save_flattened, save_numbered, save_file_of_torch, save_file_with_names]
+
+
+def make_app():
+    model = make_model(5)
+    optimizer = shardopt.keyed(
+        "adamw",
+        dict(model.named_parameters()),
+        lr=0.5,
+        groups=[{"match": r"weight$"}, {"match": r"bias$", "weight_decay": 0.3}],
+    )
+    cfg = {"sizes": [0], "pair": (0, 0), "name": "", "none": 1}
+    return model, optimizer, {"model": model, "optim": optimizer, "step": 0, "cfg": cfg}
+
+
+@pytest.mark.parametrize("save", KINDS)
+def test_a_run_goes_on_from_any_form(tmp_path, trained, losses_to_come, save, caplog):
+    save(tmp_path / "saved.pt", *trained)
+    model, optimizer, app = make_app()
+    checkpoint.load(tmp_path / "saved.pt", app, init_state=True)
+    assert {key: app[key] for key in VALUES} == VALUES
+    assert train(model, optimizer) == pytest.approx(losses_to_come, rel=1e-6)  # another implementation steps
+    assert [group["weight_decay"] for group in optimizer.param_groups[:2]] == [0.01, 0.0]
+
+
+def test_one_group_by_number_takes_the_order_of_the_model(tmp_path):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    train(model, optimizer)
+    torch.save({"optim": optimizer.state_dict(), "model": model.state_dict()}, tmp_path / "a.pt")
+    expected = train(model, optimizer)
+    other = make_model(1)
+    groups = [{"match": r"weight$"}, {"match": r"bias$"}]
+    keyed = shardopt.keyed("sgd", dict(other.named_parameters()), lr=0.1, momentum=0.9, groups=groups)
+    checkpoint.load(tmp_path / "a.pt", {"optim": keyed, "model": other}, init_state=True)
+    assert train(other, keyed) == pytest.approx(expected, rel=1e-6)
+
+    backwards = dict(reversed(dict(other.named_parameters()).items()))
+    app = {"optim": shardopt.keyed("sgd", backwards, lr=0.1, momentum=0.9), "model": other}
+    with pytest.raises(MismatchError, match=r"parameter 0, which is 2\.bias in .* groups and 0\.weight in"):
+        checkpoint.load(tmp_path / "a.pt", app, init_state=True)
+
+
+@pytest.mark.parametrize("save", KINDS)
+def test_all_there_is_has_the_bytes_that_were_saved(tmp_path, trained, save):
+    save(tmp_path / "saved.pt", *trained)
+    assert checkpoint.verify(tmp_path / "saved.pt").ok
+    with checkpoint.open(tmp_path / "saved.pt") as reader:
+        for name, value in trained[0].state_dict().items():
+            assert torch.equal(reader.read(f"model.{name}"), value)
+            box = checkpoint.Box(tuple(size // 3 for size in value.shape), tuple(size // 2 for size in value.shape))
+            part = value[tuple(slice(o, o + s) for o, s in zip(*box, strict=True))]
+            assert torch.equal(reader.read(f"model.{name}", box), part)
+        assert reader.read("step") == 7
+
+
+def test_tensors_of_any_kind(tmp_path):
+    base = torch.arange(48.0).reshape(6, 8)
+    state = {
+        "bf16": torch.randn(5, 3, dtype=torch.bfloat16),
+        "fp8": torch.randn(4, 4).to(torch.float8_e4m3fn),
+        "bool": torch.tensor([True, False]),
+        "complex": torch.randn(3, dtype=torch.complex64),
+        "scalar": torch.tensor(3.5, dtype=torch.float64),
+        "empty": torch.empty(0, 4),
+        "transposed": base.T,
+        "cube": torch.randn(2, 3, 4).permute(2, 0, 1),
+        "int": torch.arange(5),
+    }
+    gaps = {
+        "columns": base[:, 2:6],
+        "every other": base[::2],
+        "expanded": torch.ones(1, 3).expand(4, 3),
+        "last": base[5],
+    }
+    torch.save(state | gaps | {"same": state["bf16"]}, tmp_path / "a.pt")
+    dcp.save(dict(state | gaps), checkpoint_id=tmp_path / "dcp", no_dist=True)
+    plain = {key: value.contiguous() for key, value in state.items() if key not in ("scalar",)}
+    save_file(plain, tmp_path / "a.safetensors")
+    for path, keys in (("a.pt", [*state, *gaps, "same"]), ("dcp", [*state, *gaps]), ("a.safetensors", plain)):
+        with checkpoint.open(tmp_path / path) as reader:
+            assert sorted(keys) == [*reader.keys()]
+            for key in keys:
+                expected = {**state, **gaps, "same": state["bf16"]}[key]
+                value = reader.read(key)
+                assert value.dtype == expected.dtype and value.shape == expected.shape
+                assert torch.equal(value.contiguous().reshape(-1).view(torch.uint8), as_bytes(expected)), (path, key)
+                target = torch.zeros([*reversed(expected.shape)], dtype=expected.dtype)
+                target = target.permute(tuple(reversed(range(expected.dim()))))
+                reader.read_into(key, target)
+                assert torch.equal(as_bytes(target), as_bytes(expected))
+    with checkpoint.open(tmp_path / "a.pt") as reader:
+        assert reader.info("same").tied_to == "bf16"
+
+
+def as_bytes(tensor):
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def test_hugging_face_with_an_index(tmp_path):
+    state = {f"layers.{i}.weight": torch.randn(4, 3) for i in range(4)}
+    names = [*state]
+    save_file({name: state[name] for name in names[:2]}, tmp_path / "model-00001-of-00002.safetensors")
+    save_file({name: state[name] for name in names[2:]}, tmp_path / "model-00002-of-00002.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    app = {"layers": {str(i): {"weight": torch.zeros(4, 3)} for i in range(4)}}
+    checkpoint.load(tmp_path, app)  # without an index: all files of the set
+    assert all(torch.equal(app["layers"][str(i)]["weight"], state[f"layers.{i}.weight"]) for i in range(4))
+
+    index = {name: f"model-0000{1 + i // 2}-of-00002.safetensors" for i, name in enumerate(names)}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    checkpoint.load(tmp_path, app)
+    assert checkpoint.verify(tmp_path).ok
+
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": index | {"x": "../x.safetensors"}})
+    )
+    with pytest.raises(CorruptionError, match=r"'\.\./x\.safetensors' as the file of 'x'"):
+        checkpoint.open(tmp_path)
+    index["more"] = index[names[0]]
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    with pytest.raises(CorruptionError, match="nothing under 'more'"):
+        checkpoint.open(tmp_path)
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(CorruptionError, match=r"model-00002-of-00002.safetensors: found no such file"):
+        checkpoint.open(tmp_path)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    with pytest.raises(CorruptionError, match=r"model-00002-of-00002.safetensors: found no such file"):
+        checkpoint.open(tmp_path)
+
+
+def test_weights_without_a_name_are_those_of_the_only_model(tmp_path):
+    model, other = make_model(), make_model(1)
+    save_file({key: value.contiguous() for key, value in model.state_dict().items()}, tmp_path / "model.safetensors")
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    for path in ("model.safetensors", "model.pt"):
+        checkpoint.load(tmp_path / path, {"model": other})
+        assert all(torch.equal(other.state_dict()[key], value) for key, value in model.state_dict().items())
+        other = make_model(2)
+        checkpoint.load(tmp_path / path, other.state_dict())
+        assert all(torch.equal(other.state_dict()[key], value) for key, value in model.state_dict().items())
+        with pytest.raises(MismatchError, match=r"0\.bias"):
+            checkpoint.load(tmp_path / path, {"one": make_model(), "two": make_model()})
+
+
+def test_a_tied_weight_that_is_stored_once_is_no_missing_one(tmp_path):
+    class Tied(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = torch.nn.Embedding(7, 3), torch.nn.Linear(3, 7, bias=False)
+            self.head.weight = self.embed.weight
+
+    model, other = Tied(), Tied()
+    save_file({"embed.weight": model.embed.weight.detach()}, tmp_path / "model.safetensors")
+    checkpoint.load(tmp_path / "model.safetensors", {"model": other})
+    assert torch.equal(other.head.weight, model.embed.weight)
+    other.head.weight = torch.nn.Parameter(torch.zeros(7, 3))
+    with pytest.raises(MismatchError, match=r"model.head.weight: found nothing in the checkpoint"):
+        checkpoint.load(tmp_path / "model.safetensors", {"model": other})
+
+
+class Custom:
+    """An object that no reader knows."""
+
+
+def test_what_is_not_known_is_listed_and_can_be_skipped(tmp_path):
+    torch.save({"x": torch.ones(3), "args": Custom(), "fine": 1}, tmp_path / "a.pt")
+    dcp.save({"x": torch.ones(3), "args": Custom(), "fine": 1}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    for path in ("a.pt", "dcp"):
+        app = {"x": torch.zeros(3), "fine": 0}
+        with pytest.raises(FormatError, match=r"args: found an object of .*Custom.*skip="):
+            checkpoint.load(tmp_path / path, app)
+        assert app["fine"] == 0
+        checkpoint.load(tmp_path / path, app, skip="^args$")
+        assert app["fine"] == 1 and torch.equal(app["x"], torch.ones(3))
+    torch.save(make_model(), tmp_path / "whole.pt")
+    with pytest.raises(FormatError, match="save state_dict"):
+        checkpoint.open(tmp_path / "whole.pt")
+
+
+def test_skip_leaves_out_of_our_own_checkpoints_too(tmp_path):
+    checkpoint.save(tmp_path / "c", {"a": torch.ones(2), "b": torch.ones(2), "n": 1})
+    app = {"a": torch.zeros(2)}
+    checkpoint.load(tmp_path / "c", app, skip="^(b|n)$")
+    assert torch.equal(app["a"], torch.ones(2))
+    with pytest.raises(MismatchError, match="a: found nothing in the checkpoint"):
+        checkpoint.load(tmp_path / "c", app, skip=".")
+
+
+@pytest.mark.parametrize("kind", ["dcp", "pt"])
+def test_a_flipped_byte_is_found_before_anything_is_changed(tmp_path, kind):
+    state = {"x": torch.arange(4096.0), "y": torch.arange(10.0)}
+    if kind == "dcp":
+        dcp.save(state, checkpoint_id=tmp_path / "saved", no_dist=True)
+        file = next((tmp_path / "saved").glob("*.distcp"))
+    else:
+        torch.save(state, tmp_path / "saved")
+        file = tmp_path / "saved.pt"
+        (tmp_path / "saved").rename(file)
+    path = file if kind == "pt" else tmp_path / "saved"
+    data = bytearray(file.read_bytes())
+    at = data.index(struct.pack("<3f", 100.0, 101.0, 102.0))
+    data[at + 2] ^= 1
+    file.write_bytes(data)
+    app = {"x": torch.zeros(4096), "y": torch.zeros(10)}
+    with pytest.raises(CorruptionError, match="'x' that fail their checksum"):
+        checkpoint.load(path, app)
+    assert not app["x"].any() and not app["y"].any()
+    report = checkpoint.verify(path)
+    assert len(report.problems) == 1 and "'x'" in report.problems[0].found
+    if kind == "dcp":
+        dcp.load(app, checkpoint_id=path, no_dist=True)
+        assert app["x"][100] != 100  # which torch does not notice
+
+
+def test_files_that_do_not_belong_together(tmp_path):
+    torch.save({"x": torch.ones(1)}, tmp_path / "a.pt")
+    checkpoint.load(tmp_path, {"x": torch.zeros(1)})
+    torch.save({"y": torch.ones(1)}, tmp_path / "b.pt")
+    with pytest.raises(FormatError, match=r"several files of torch.save \(a.pt, b.pt\)"):
+        checkpoint.open(tmp_path)
+    for i, key in enumerate("xyz"):
+        torch.save({key: torch.ones(1)}, tmp_path / f"part-0000{i + 1}-of-00003.bin")
+    (tmp_path / "a.pt").unlink()
+    (tmp_path / "b.pt").unlink()
+    app = {key: torch.zeros(1) for key in "xyz"}
+    checkpoint.load(tmp_path, app)
+    assert all(app.values())
+    torch.save({"x": torch.ones(1)}, tmp_path / "part-00002-of-00003.bin")
+    with pytest.raises(CorruptionError, match="x: found two entries of this name"):
+        checkpoint.open(tmp_path)
+    (tmp_path / "part-00002-of-00003.bin").unlink()
+    with pytest.raises(CorruptionError, match=r"part-00002-of-00003.bin: found no such file"):
+        checkpoint.open(tmp_path)
+
+
+def test_data_files_of_a_dead_save_are_not_taken_for_those_of_others(tmp_path):
+    checkpoint.save(tmp_path / "c", {"x": torch.ones(1)})
+    (file,) = (tmp_path / "c").glob("*.safetensors")
+    (tmp_path / "c" / "manifest.json").unlink()
+    with pytest.raises(CheckpointNotFoundError, match="1 files of a save that was not finished"):
+        checkpoint.open(tmp_path / "c")
+    file.rename(tmp_path / "c" / "model.safetensors")
+    with pytest.raises(CheckpointNotFoundError, match="a data file without its manifest"):
+        checkpoint.open(tmp_path / "c")
+
+
+def test_files_of_dcp_that_are_missing_or_short(tmp_path):
+    dcp.save({"x": torch.ones(100)}, checkpoint_id=tmp_path / "d", no_dist=True)
+    (file,) = (tmp_path / "d").glob("*.distcp")
+    data = file.read_bytes()
+    file.write_bytes(data[:-1])
+    with pytest.raises(CorruptionError, match=f"{len(data) - 1} bytes where {len(data)} were written"):
+        checkpoint.open(tmp_path / "d")
+    file.unlink()
+    with pytest.raises(CorruptionError, match="distcp: found no such file"):
+        checkpoint.open(tmp_path / "d")
+
+
+def test_over_any_storage(tmp_path, trained):
+    import fsspec
+
+    save_nested(tmp_path / "d", *trained)
+    save_file_of_torch(tmp_path / "a.pt", *trained)
+    fs = fsspec.filesystem("memory")
+    fs.put(str(tmp_path / "d"), "/sources/d", recursive=True)
+    fs.put(str(tmp_path / "a.pt"), "/sources/a.pt")
+    for url in ("memory://sources/d", "memory://sources/a.pt"):
+        weights = {"model": make_model(3)}
+        checkpoint.load(url, weights, skip="^(?!model)")
+        assert all(torch.equal(weights["model"].state_dict()[key], v) for key, v in trained[0].state_dict().items())
+
+
+def test_reshard_makes_our_own_of_any(tmp_path, trained):
+    save_nested(tmp_path / "d", *trained)
+    checkpoint.reshard(tmp_path / "d", tmp_path / "own", world_size=3)
+    assert checkpoint.verify(tmp_path / "own").ok
+    with checkpoint.open(tmp_path / "own") as reader:
+        for name, value in trained[0].state_dict().items():
+            assert torch.equal(reader.read(f"model.{name}"), value)
+        assert reader.read("cfg.sizes.2.b") == 3
