@@ -98,7 +98,7 @@ def convert(
 ) -> ConvertReport:
     """Writes the checkpoint at `src` to `dst` in another format. Collective where torch.distributed is initialized.
 
-    Tensors are streamed: some 40 MiB of them are in a process's memory at a time, however large they are. Processes
+    Tensors are streamed: some 40 MiB of them are in a process's memory at a time, more where they are cast. Processes
     share the files, by bytes. Nothing at `dst` is a checkpoint before all of it is durable; if a process fails, all
     raise the same error. What was killed goes on when it is called again with the same arguments: files that are whole,
     to the last byte, are not written again.
