@@ -1,6 +1,7 @@
 """Checkpoints of sharded state: saved by all ranks, committed by one manifest, loaded in place onto any layout."""
 
 from shardopt.checkpoint.async_save import async_save
+from shardopt.checkpoint.convert.convert import ConvertReport, convert
 from shardopt.checkpoint.load import load
 from shardopt.checkpoint.matching.strictness import Strictness
 from shardopt.checkpoint.peft import export_peft
@@ -20,6 +21,7 @@ from shardopt.state import PerRank
 __all__ = [
     "Box",
     "CheckpointReader",
+    "ConvertReport",
     "LoadReport",
     "Manager",
     "Mirror",
@@ -32,6 +34,7 @@ __all__ = [
     "VerifyReport",
     "add_listener",
     "async_save",
+    "convert",
     "export_peft",
     "figures",
     "load",

@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 Listener = Callable[[str, Any], object]
-"""Called with the kind of operation ("save", "load", "verify", "reshard", "upload") and its report."""
+"""Called with the kind of operation ("save", "load", "verify", "reshard", "convert", "upload") and its report."""
 
 _log = logging.getLogger("shardopt")
 _listeners: list[Listener] = []

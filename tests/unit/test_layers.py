@@ -60,12 +60,14 @@ FLOORS = {
     "checkpoint/writing": 26,
     "checkpoint/matching": 27,
     "checkpoint": 28,
-    "checkpoint/run": 29,
-    "checkpoint/dcp": 29,  # over the front doors, for torch's; imported by nobody
-    "checkpoint/__init__": 30,
-    "nn": 31,  # over optim, whose optimizers it runs inside of backward
-    "cli": 32,
-    "__init__": 33,
+    "checkpoint/convert": 29,
+    "checkpoint/reshard": 30,
+    "checkpoint/run": 31,
+    "checkpoint/dcp": 31,  # over the front doors, for torch's; imported by nobody
+    "checkpoint/__init__": 32,
+    "nn": 33,  # over optim, whose optimizers it runs inside of backward
+    "cli": 34,
+    "__init__": 35,
 }
 # Never import each other, whatever their floors.
 STRANGERS = {("nn", "checkpoint"), ("optim", "checkpoint"), ("checkpoint", "optim"), ("checkpoint", "algorithms")}

@@ -68,6 +68,11 @@ class Storage(ABC):
                 iterated again, a remote store that has lost a file gets it once more.
         """
 
+    def write_atomically(self, name: str, buffers: Iterable[memoryview]) -> int:
+        """Writes a file as `write` does, in the place of one that may be there: under its name there is never half of
+        it. On object stores every write is such."""
+        return self.write(name, buffers)
+
     @abstractmethod
     def publish(self, name: str, data: bytes) -> None:
         """Writes a small file in one atomic step: at no time does half of it exist under its name."""

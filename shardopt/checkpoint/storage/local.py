@@ -130,6 +130,18 @@ class LocalStorage(Storage):
             _sync_file_range(fd, offset, nbytes, _SYNC_FILE_RANGE_WRITE)
         return nbytes
 
+    def write_atomically(self, name: str, buffers: Iterable[memoryview]) -> int:
+        temporary = f".{name}.{world().random_name(6)}.tmp"
+        try:
+            nbytes = self.write(temporary, buffers)
+            os.replace(self._path(temporary), self._path(name))
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(self._path(temporary))
+            raise
+        self._sync_directory(self.url)
+        return nbytes
+
     def publish(self, name: str, data: bytes) -> None:
         temporary = self._write_temporary(name, data)
         os.replace(temporary, self._path(name))

@@ -1,0 +1,203 @@
+"""What of a checkpoint is converted, under which names and in which dtypes: `select`, `skip`, `rename` and `dtype`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from shardopt.checkpoint.format.constants import Dtype
+from shardopt.checkpoint.format.tensor_bytes import dtype_name, stored_dtype, torch_dtype
+from shardopt.checkpoint.matching.renaming import Rename, refuse_collisions, renamer
+from shardopt.checkpoint.sources.reader import CheckpointReader
+from shardopt.errors import MismatchError, Problem
+from shardopt.param_groups import PARAM_GROUPS
+from shardopt.sharding.box import Box
+from shardopt.state import Path, join
+
+_STATE = "state"
+
+
+class ChosenTensor(NamedTuple):
+    """A tensor that is converted.
+
+    Args:
+        key, path: its new name, and its place in nested state.
+        stored: its key in the source.
+        dtype: in which it is written.
+        boxes: in which it is stored, ascending by offsets.
+        tied_to: the key of the chosen tensor that is one memory with it and stands for both, if there is one.
+    """
+
+    key: str
+    path: Path
+    stored: str
+    dtype: Dtype
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    tied_to: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What is converted, by new name; `left_out` has the stored keys of all else."""
+
+    reader: CheckpointReader
+    tensors: Mapping[str, ChosenTensor]
+    values: Mapping[str, tuple[Path, Any]]
+    per_rank: Mapping[str, Path]
+    left_out: tuple[str, ...] = ()
+    stored_per_rank: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def written(self) -> list[ChosenTensor]:
+        """The tensors whose bytes are written: all but those that another stands for."""
+        return [tensor for tensor in self.tensors.values() if tensor.tied_to is None]
+
+
+def choose(
+    reader: CheckpointReader,
+    select: str | None = None,
+    skip: str | None = None,
+    rename: Mapping[str, str] | None = None,
+    dtype: torch.dtype | None = None,
+    tensors_of_models_alone: bool = False,
+) -> Choice:
+    """Applies `rename` to stored keys, then `select` and `skip` to the new ones; see `convert`.
+
+    Args:
+        tensors_of_models_alone: leave out plain values, and the state of optimizers where there is no `select`.
+
+    Raises:
+        MismatchError: two keys get one name, nothing is left, or `dtype` is no floating-point one.
+    """
+    if dtype is not None and not dtype.is_floating_point:
+        problem = Problem("dtype", dtype_name(dtype), "a floating-point dtype", "leave it out to keep what is stored")
+        raise MismatchError("tensors cannot be cast", [problem])
+    manifest = reader.manifest
+    renamed = renamer(rename)
+    roots = optimizer_roots((*manifest.tensors, *manifest.values))
+    new_key = {key: renamed(key) for key in (*manifest.tensors, *manifest.per_rank)}
+    new_key |= {key: _renamed_value(key, path, renamed) for key, (path, _) in manifest.values.items()}
+    wanted, unwanted = re.compile(select or ""), None if skip is None else re.compile(skip)
+    own_choice = tensors_of_models_alone and select is None
+
+    def is_chosen(key: str) -> bool:
+        name = new_key[key]
+        if own_choice and is_optimizer_state(key, roots):
+            return False
+        return bool(wanted.search(name)) and not (unwanted is not None and unwanted.search(name))
+
+    keys = [key for key in manifest.tensors if is_chosen(key)]
+    values = [key for key in manifest.values if is_chosen(key) and not tensors_of_models_alone]
+    per_rank = [key for key in manifest.per_rank if is_chosen(key) and not tensors_of_models_alone]
+    chosen = {*keys, *values, *per_rank}
+    refuse_collisions((key, name) for key, name in new_key.items() if key in chosen)
+    if not keys and not values:
+        names = ", ".join(sorted(new_key.values())[:20])
+        problem = Problem(f"select={select!r}, skip={skip!r}", "nothing", "a key at least", f"there are: {names}")
+        raise MismatchError("there is nothing to convert", [problem])
+    tied = _tied_among(reader, keys)
+    tensors = {}
+    for key in keys:
+        path, stored, layout, *_ = manifest.tensors[key]
+        cast = dtype is not None and torch_dtype(stored).is_floating_point and not is_optimizer_state(key, roots)
+        tensors[new_key[key]] = ChosenTensor(
+            new_key[key],
+            renamed_path(path, new_key[key]),
+            key,
+            stored_dtype(dtype, key) if cast and dtype is not None else stored,
+            layout.shape,
+            tuple(sorted(layout.boxes)),
+            new_key[tied[key]] if key in tied else None,
+        )
+    return Choice(
+        reader,
+        tensors,
+        {
+            new_key[key]: (renamed_path(manifest.values[key][0], new_key[key]), manifest.values[key][1])
+            for key in values
+        },
+        {new_key[key]: renamed_path(manifest.per_rank[key], new_key[key]) for key in per_rank},
+        tuple(sorted(key for key in new_key if key not in chosen)),
+        {new_key[key]: key for key in per_rank},
+    )
+
+
+def whole_choice(reader: CheckpointReader) -> Choice:
+    """Returns the choice of all that a checkpoint has, as it is; of nothing, too."""
+    manifest = reader.manifest
+    tensors = {
+        key: ChosenTensor(key, each.path, key, each.dtype, each.layout.shape, each.layout.boxes, each.tied_to)
+        for key, each in manifest.tensors.items()
+    }
+    return Choice(reader, tensors, manifest.values, manifest.per_rank, (), {key: key for key in manifest.per_rank})
+
+
+def optimizer_roots(keys: Iterable[str]) -> set[tuple[str, ...]]:
+    """Returns the places of optimizers: those under which there are options of groups, "param_groups"."""
+    roots = set()
+    for key in keys:
+        segments = key.split(".")
+        if PARAM_GROUPS in segments:
+            roots.add(tuple(segments[: segments.index(PARAM_GROUPS)]))
+    return roots
+
+
+def is_optimizer_state(key: str, roots: set[tuple[str, ...]]) -> bool:
+    """Whether a key is of an optimizer: its state, or the options of its groups."""
+    segments = key.split(".")
+    return any(segment in (_STATE, PARAM_GROUPS) and tuple(segments[:i]) in roots for i, segment in enumerate(segments))
+
+
+def _renamed_value(key: str, path: Path, renamed: Rename) -> str:
+    """Returns the new key of a plain value: that of the options of a parameter goes with its state's."""
+    if len(path) < 2 or path[-2] != PARAM_GROUPS:
+        return renamed(key)
+    state = renamed(join((*path[:-2], _STATE, path[-1])))
+    before = join((*path[:-2], _STATE)) + "."
+    if not state.startswith(before):  # the optimizer has another name as well
+        before = f"{_STATE}." if state.startswith(f"{_STATE}.") else f"{state.partition(f'.{_STATE}.')[0]}.{_STATE}."
+    if not state.startswith(before):
+        return renamed(key)
+    return f"{before.removesuffix(f'{_STATE}.')}{PARAM_GROUPS}.{state.removeprefix(before)}"
+
+
+def renamed_path(path: Path, new_key: str) -> Path:
+    """Returns the path of a key that was renamed: parts that are in the new one too stay parts, first and last ones
+    above all, and what stands between two of them is one part."""
+    if join(path) == new_key:
+        return path
+    first, rest, end = 0, new_key.split("."), len(path)
+    tail: list[str | int] = []
+    while first < end and rest[: len(_segments(path[first]))] == _segments(path[first]):
+        rest = rest[len(_segments(path[first])) :]
+        first += 1
+    while first < end and rest and rest[-len(_segments(path[end - 1])) :] == _segments(path[end - 1]):
+        end -= 1
+        rest = rest[: -len(_segments(path[end]))]
+        tail.insert(0, path[end])
+    middle: list[str | int] = []
+    for part in path[first:end]:
+        segments = _segments(part)
+        at = next((i for i in range(len(rest)) if rest[i : i + len(segments)] == segments), None)
+        if at is not None:
+            middle += [".".join(rest[:at]), part] if at else [part]
+            rest = rest[at + len(segments) :]
+    return *path[:first], *middle, *([".".join(rest)] if rest else []), *tail
+
+
+def _segments(part: str | int) -> list[str]:
+    return str(part).split(".")
+
+
+def _tied_among(reader: CheckpointReader, keys: Sequence[str]) -> dict[str, str]:
+    """Maps chosen keys to the chosen one that is one memory with them: the one that is stored, or the first."""
+    tensors = reader.manifest.tensors
+    first: dict[str, str] = {}
+    for key in sorted(keys, key=lambda key: tensors[key].tied_to is not None):  # stable: those that are stored first
+        first.setdefault(tensors[key].tied_to or key, key)
+    return {key: name for key in keys if (name := first[tensors[key].tied_to or key]) != key}

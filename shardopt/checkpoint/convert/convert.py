@@ -1,0 +1,318 @@
+"""Converts a checkpoint to the format of others, or anew to our own:
+
+    open → choose → plan → write → commit → check
+
+Each process plans all and writes its share of the files; rank 0 commits.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+import xxhash
+
+from shardopt.checkpoint.convert.choosing import Choice, ChosenTensor, choose
+from shardopt.checkpoint.convert.out_files import (
+    Written,
+    deal,
+    find_written,
+    keep_receipt,
+    nbytes_of,
+    remove_notes,
+    write_file,
+)
+from shardopt.checkpoint.convert.plan import OutOptions, OutPlan
+from shardopt.checkpoint.convert.streaming import digests_of, keys_in_order
+from shardopt.checkpoint.convert.to_dcp import plan_dcp
+from shardopt.checkpoint.convert.to_huggingface import plan_huggingface
+from shardopt.checkpoint.convert.to_own import OwnPlan, chunked_layout, plan_own
+from shardopt.checkpoint.convert.to_torch import plan_torch
+from shardopt.checkpoint.convert.written import WrittenSource
+from shardopt.checkpoint.progress import Counter, Progress
+from shardopt.checkpoint.reports import emit_report
+from shardopt.checkpoint.sources.open import open_checkpoint
+from shardopt.checkpoint.sources.reader import CheckpointReader
+from shardopt.checkpoint.storage import storage_of, wrap_os_errors
+from shardopt.checkpoint.storage.no_space import explain_no_space
+from shardopt.errors import CorruptionError, MismatchError, OptionError, Problem
+from shardopt.ranks import DEADLINE_SECONDS, Group, Ranks, call_on, ranks_of, refuse_lone_processes
+from shardopt.sharding.layout import Layout
+from shardopt.world import world
+
+Format = Literal["shardopt", "dcp", "huggingface", "torch"]
+MAX_FILE_BYTES = 5_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertReport:
+    """The report of a conversion.
+
+    Args:
+        url: what was written.
+        to: its format.
+        tensors: how many tensors it holds, tied ones included.
+        files: how many files with tensors it has.
+        bytes_written: by this process.
+        bytes_total: of these files.
+        bytes_reused: of files among them that an earlier conversion, which was killed, had written.
+        seconds: on this process.
+        digests: key → the xxh3-128 of the tensor's bytes in C order, in hexadecimal digits: whatever boxes and files it
+            is stored in. A tied tensor has that of the one that stands for it.
+        left_out: stored keys that were not converted, by `select`, `skip` or for want of a form.
+    """
+
+    url: str
+    to: str
+    tensors: int
+    files: int
+    bytes_written: int
+    bytes_total: int
+    bytes_reused: int
+    seconds: float
+    digests: Mapping[str, str]
+    left_out: tuple[str, ...]
+
+
+def convert(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    to: Format = "shardopt",
+    *,
+    select: str | None = None,
+    skip: str | None = None,
+    rename: Mapping[str, str] | None = None,
+    dtype: torch.dtype | None = None,
+    max_file_bytes: float = MAX_FILE_BYTES,
+    world_size: int | None = None,
+    drop_per_rank: bool = False,
+    check: bool = False,
+    durable: bool = True,
+    progress: Progress | None = None,
+    deadline_seconds: float = DEADLINE_SECONDS,
+    group: Group | None = None,
+) -> ConvertReport:
+    """Writes the checkpoint at `src` to `dst` in another format. Collective where torch.distributed is initialized.
+
+    Tensors are streamed: some 40 MiB of them are in a process's memory at a time, more where they are cast. Processes
+    share the files, by bytes. Nothing at `dst` is a checkpoint before all of it is durable; if a process fails, all
+    raise the same error. What was killed goes on when it is called again with the same arguments: files that are whole,
+    to the last byte, are not written again.
+
+    - "shardopt": as `world_size` ranks would have saved it.
+    - "dcp": a directory that `torch.distributed.checkpoint.load` reads, with the boxes that are stored.
+    - "huggingface": `model.safetensors`, or several such files and their index, which `from_pretrained` reads. Tied
+      tensors are written once. Plain values are left out, and so is the state of optimizers where there is no `select`.
+    - "torch": one file, nested as the app was, which `torch.load(weights_only=True)` reads. One process writes it.
+
+    Args:
+        src: of a committed checkpoint.
+        dst: a directory without a checkpoint; for "torch" a path without a file.
+        select: a regex; only keys, as `rename` has made them, in which it is found are converted.
+        skip: a regex; keys in which it is found are not.
+        rename: regex → replacement, applied in turn, as by `re.sub`, to stored keys: `{r"^model\\.": ""}` takes the
+            app's prefix away. Options of a parameter are renamed as its state is.
+        dtype: of floating-point tensors that are no state of an optimizer; None keeps what is stored.
+        max_file_bytes: of tensors in a file, for "dcp" and "huggingface"; a tensor that is larger has a file of its
+            own. Several processes make files small enough that each has one.
+        world_size: for "shardopt", the ranks that share the tensors and the files; default: as many as convert.
+        drop_per_rank: leave out values per rank, which only "shardopt" has, for the number of ranks that saved them.
+        check: read all that was written, and compare its digests.
+        durable: whether local files are flushed to the disk.
+        progress: called with the bytes that this process has written, and those that it is to write.
+        deadline_seconds: how long a process may show no sign of life before the others give up and name it.
+        group: the processes that convert, where they are not all of the job.
+
+    Raises:
+        CheckpointNotFoundError, CorruptionError, FormatError: as for `open`; with `check`, what was written is damaged.
+        CheckpointExistsError: there is a checkpoint at `dst` already.
+        MismatchError: names collide, nothing is left to convert, or values per rank have no place.
+        StateError: a value or dtype has no form in the format.
+        CheckpointError: a number cannot be cast, or files cannot be written.
+        RankError: a process died, or did not make the call.
+    """
+    begin = world().monotonic()
+    dst = os.fspath(dst)
+    refuse_lone_processes(f"converting to {dst}")
+    _refuse_options(to, max_file_bytes, world_size)
+    ranks, call = ranks_of(group), call_on("converting to", dst)
+    with ranks.beating(deadline_seconds), ExitStack() as stack:
+
+        def plan_here() -> OutPlan:
+            reader = stack.enter_context(open_checkpoint(src))
+            choice = choose(reader, select, skip, rename, dtype, to == "huggingface")
+            total = sum(map(nbytes_of, choice.written))
+            most_bytes = max(min(int(max_file_bytes), -(-total // ranks.size)), 1)
+            options = OutOptions(most_bytes, world_size or ranks.size, drop_per_rank)
+            planned.append(plan_for(to, choice, dst, durable, options))
+            return planned[0]
+
+        planned: list[OutPlan] = []
+        plan, _ = ranks.agree(
+            call, plan_here, _fingerprint, lambda reports: _begin(planned[0], reports), deadline_seconds
+        )
+        writing = Writing(plan, ranks)
+        written, done = ranks.agree(
+            call,
+            lambda: writing.write(progress),
+            writing.report,
+            lambda reports: _commit(plan, reports),
+            deadline_seconds,
+        )
+        if check:
+            ranks.agree(call, lambda: writing.check(done["digests"]), deadline_seconds=deadline_seconds)
+    report = ConvertReport(
+        url=plan.url,
+        to=to,
+        tensors=len(plan.choice.tensors),
+        files=len(plan.files),
+        bytes_written=sum(file.nbytes for file in written.values() if not file.reused),
+        bytes_total=sum(file.nbytes for file in plan.files),
+        bytes_reused=done["bytes_reused"],
+        seconds=world().monotonic() - begin,
+        digests=done["digests"],
+        left_out=plan.choice.left_out,
+    )
+    emit_report("convert", report)
+    return report
+
+
+def plan_for(to: Format, choice: Choice, dst: str, durable: bool, options: OutOptions) -> OutPlan:
+    """Plans the files of a format."""
+    if to == "shardopt":
+        tensors = choice.tensors
+
+        def layout_of(key: str) -> Layout:
+            return chunked_layout(tensors[key].shape, tensors[key].boxes, options.world_size)
+
+        return plan_own(choice, storage_of(dst, durable), layout_of, options.world_size, None, options.drop_per_rank)
+    return _PLANS[to](choice, dst, durable, options)
+
+
+_PLANS = {"dcp": plan_dcp, "huggingface": plan_huggingface, "torch": plan_torch}
+
+
+class Writing:
+    """The share of a conversion that one process does.
+
+    Args:
+        plan: the same in every process.
+    """
+
+    def __init__(self, plan: OutPlan, ranks: Ranks) -> None:
+        self.plan, self._rank, self._size = plan, ranks.rank, ranks.size
+        owners = deal(plan.files, ranks.size)
+        self._files = [file for file, owner in zip(plan.files, owners, strict=True) if owner == ranks.rank]
+        in_files = {key for file in plan.files for key in keys_in_order(file.parts, plan.shapes)}
+        # What is cut over several files, or not in C order, is read once more for its digest.
+        self._scattered = self._share([each for each in plan.choice.written if each.key not in in_files])
+        self._digests: dict[str, str] = {}
+
+    def write(self, progress: Progress | None) -> dict[str, Written]:
+        """Writes this process's files, but those that are whole already; returns all of them by name."""
+        plan, written = self.plan, dict[str, Written]()
+        total = sum(file.nbytes for file in self._files)
+        done = Counter(total, progress)
+        reader = plan.choice.reader
+        with (
+            wrap_os_errors(f"write to {plan.url}"),
+            explain_no_space(
+                plan.storage,
+                "the files of this process",
+                lambda: total,
+                lambda: sum(file.nbytes for file in written.values()),
+            ),
+        ):
+            for file in self._files:
+                fingerprint = file.fingerprint(reader.digest)
+                before = find_written(plan.storage, file, fingerprint, done.add) if plan.resumes else None
+                written[file.name] = before or write_file(plan.storage, file, reader, plan.shapes, done.add)
+                if plan.resumes and before is None:
+                    keep_receipt(plan.storage, written[file.name], fingerprint)
+        self._digests = digests_of(reader, self._scattered, stored=True)
+        return written
+
+    def report(self, written: Mapping[str, Written]) -> Any:
+        """Returns what rank 0 must know, as JSON."""
+        return [[asdict(file) for file in written.values()], self._digests]
+
+    def check(self, digests: Mapping[str, str]) -> None:
+        """Reads this process's share of what was written, and compares it. Raises CorruptionError."""
+        plan = self.plan
+        with self._open_written() as reader:
+            mine = self._share(plan.choice.written)
+            read = digests_of(reader, mine, stored=False)
+        problems = [
+            Problem(f"{plan.url}: {key}", f"bytes with the digest {digest}", digests[key], "convert it again")
+            for key, digest in read.items()
+            if digest != digests[key]
+        ]
+        if problems:
+            raise CorruptionError("what was written is not what was read", problems)
+
+    def _open_written(self) -> CheckpointReader:
+        if isinstance(self.plan, OwnPlan):
+            return open_checkpoint(self.plan.url)
+        return CheckpointReader(WrittenSource(self.plan))
+
+    def _share(self, tensors: Sequence[ChosenTensor]) -> list[ChosenTensor]:
+        """Returns this process's share of tensors, by bytes."""
+        load, mine = [0] * self._size, []
+        for tensor in sorted(tensors, key=nbytes_of, reverse=True):
+            rank = load.index(min(load))
+            load[rank] += nbytes_of(tensor)
+            if rank == self._rank:
+                mine.append(tensor)
+        return mine
+
+
+def _fingerprint(plan: OutPlan) -> str:
+    source = plan.choice.reader.digest
+    return xxhash.xxh3_128_hexdigest("".join(file.fingerprint(source) for file in plan.files).encode())
+
+
+def _begin(plan: OutPlan, fingerprints: Sequence[str]) -> None:
+    if len(set(fingerprints)) > 1:
+        strangers = [rank for rank, each in enumerate(fingerprints) if each != fingerprints[0]]
+        problem = Problem(
+            f"ranks {strangers}", "another source, or other arguments", "those of rank 0", "pass the same everywhere"
+        )
+        raise MismatchError("processes are to convert different things", [problem])
+    with wrap_os_errors(f"make {plan.url}"):
+        plan.refuse_taken()
+        plan.begin()
+
+
+def _commit(plan: OutPlan, reports: Sequence[Any]) -> dict[str, Any]:
+    files = {file["name"]: Written(**file) for files, _ in reports for file in files}
+    written = [files[file.name] for file in plan.files]
+    digests = {key: digest for _, scattered in reports for key, digest in scattered.items()}
+    for file in written:
+        digests |= file.digests
+    digests |= {key: digests[each.tied_to] for key, each in plan.choice.tensors.items() if each.tied_to is not None}
+    with wrap_os_errors(f"commit {plan.url}"):
+        plan.commit(written)
+        if plan.resumes:
+            remove_notes(plan.storage)
+    return {
+        "digests": dict(sorted(digests.items())),
+        "bytes_reused": sum(file.nbytes for file in written if file.reused),
+    }
+
+
+def _refuse_options(to: str, max_file_bytes: float, world_size: int | None) -> None:
+    problems = []
+    if to not in ("shardopt", *_PLANS):
+        problems.append(Problem("to", repr(to), f"one of {', '.join(('shardopt', *_PLANS))}", "name one of them"))
+    if not max_file_bytes >= 1:
+        problems.append(Problem("max_file_bytes", str(max_file_bytes), "a number of bytes", "leave it out for 5e9"))
+    if world_size is not None and world_size < 1:
+        problems.append(Problem("world_size", str(world_size), "1 at least", "leave it out"))
+    if world_size is not None and to != "shardopt":
+        problems.append(Problem("world_size", str(world_size), 'to="shardopt"', "leave it out"))
+    if problems:
+        raise OptionError("a checkpoint cannot be converted so", problems)

@@ -1,0 +1,89 @@
+"""Chosen state as others have it: options of parameters as a list of groups, and values in nested dicts."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from shardopt.errors import MismatchError, Problem
+from shardopt.param_groups import PARAM_GROUPS, PARAMS, OptionsByMember, groups_of
+from shardopt.state import Index, Path, join, nest
+from shardopt.values import canonical, encode_value
+
+Values = Mapping[str, tuple[Path, Any]]
+
+
+def split_options(values: Values) -> tuple[dict[Path, Any], dict[Path, dict[str, Mapping[str, Any]]]]:
+    """Splits plain values: those that are no options by path; options as place of the optimizer → name → options."""
+    others: dict[Path, Any] = {}
+    options: dict[Path, dict[str, Mapping[str, Any]]] = {}
+    for path, value in values.values():
+        if len(path) > 1 and path[-2] == PARAM_GROUPS and isinstance(path[-1], str) and isinstance(value, Mapping):
+            options.setdefault(path[:-2], {})[path[-1]] = {**_unsaid(value), **value}
+        else:
+            others[path] = value
+    return others, options
+
+
+_UNSAID = {"foreach": None, "capturable": False, "differentiable": False, "fused": None}
+"""Options of torch's optimizers of how they compute, with their defaults: a keyed optimizer chooses that for itself,
+and does not save them, while `dcp.load` into a torch optimizer asks for each."""
+
+
+def _unsaid(options: Mapping[str, Any]) -> dict[str, Any]:
+    algorithm = getattr(torch.optim, str(options.get("algorithm", "")), None)
+    if not (isinstance(algorithm, type) and issubclass(algorithm, torch.optim.Optimizer)):
+        return {}
+    return {name: value for name, value in _UNSAID.items() if name in inspect.signature(algorithm).parameters}
+
+
+def groups_of_equal(options: OptionsByMember, keys: Iterable[str]) -> list[dict[str, Any]]:
+    """Returns groups, one for all parameters with equal options, with their names under "params".
+
+    Args:
+        keys: of tensors; parameters stand in the order of theirs, which a model's are in that of the model, since
+            torch's own `load_state_dict` of optimizers goes by position.
+    """
+    numbers: dict[str, int] = {}
+    for number, key in enumerate(keys):
+        segments = key.split(".")
+        for i in range(len(segments)):
+            numbers.setdefault(".".join(segments[i:]), number)
+    order = {
+        name: i for i, name in enumerate(sorted(options, key=lambda name: (numbers.get(name, len(numbers)), name)))
+    }
+    first: dict[str, Mapping[str, Any]] = {}
+    groups = groups_of(
+        {name: first.setdefault(canonical(encode_value(dict(options[name]), name)), options[name]) for name in order}
+    )
+    return [{**group, PARAMS: sorted(group[PARAMS], key=order.__getitem__)} for group in groups]
+
+
+def nested(leaves: Mapping[Path, Any]) -> Any:
+    """Nests leaves by path.
+
+    Raises:
+        MismatchError: a place is a value and has others within it, or a list lacks some of its elements.
+    """
+    inner = {path[:length] for path in leaves for length in range(len(path))}
+    problems = [
+        Problem(join(path), "a value, and others within it", "one of the two", "rename or skip one of them")
+        for path in leaves
+        if path in inner
+    ]
+    positions: dict[Path, set[int]] = {}
+    for path in leaves:
+        for i, part in enumerate(path):
+            if isinstance(part, Index):
+                positions.setdefault(path[:i], set()).add(part)
+    problems += [
+        Problem(join(path), f"elements {sorted(those)} of a list", "all of them", "take or leave the whole list")
+        for path, those in positions.items()
+        if those != set(range(len(those)))
+    ]
+    if problems:
+        raise MismatchError("what was chosen cannot be nested", problems)
+    return nest(leaves)

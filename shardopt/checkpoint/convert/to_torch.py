@@ -1,0 +1,98 @@
+"""Writes one file as `torch.save` does, nested as the app was, which `torch.load(weights_only=True)` reads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardopt.checkpoint.convert.choosing import Choice
+from shardopt.checkpoint.convert.nested_values import groups_of_equal, nested, split_options
+from shardopt.checkpoint.convert.out_files import OutFile, Written
+from shardopt.checkpoint.convert.pickle_bytes import StoredElsewhere, pickle_of
+from shardopt.checkpoint.convert.plan import OutOptions, OutPlan
+from shardopt.checkpoint.convert.streaming import Part
+from shardopt.checkpoint.convert.zip_bytes import Take, ZipArchive, torch_members
+from shardopt.checkpoint.storage import storage_of
+from shardopt.errors import MismatchError, Problem
+from shardopt.param_groups import PARAM_GROUPS
+from shardopt.sharding.box import whole
+from shardopt.state import Path
+
+
+def plan_torch(choice: Choice, dst: str, durable: bool, options: OutOptions) -> OutPlan:
+    """Plans a file.
+
+    Raises:
+        StateError: a plain value has no form in it. MismatchError: values per rank, or what cannot be nested.
+    """
+    refuse_per_rank(choice, options)
+    folder, _, name = dst.rstrip("/").rpartition("/")
+    if not name:
+        problem = Problem("dst", dst, "the path of a file", "name it: model.pt")
+        raise MismatchError("there is no file to write", [problem])
+    in_root = dst.startswith("/") and not folder
+    file = TorchFile(name, choice)
+    return TorchPlan(storage_of(folder or ("/" if in_root else os.curdir), durable), choice, [file], [name])
+
+
+class TorchPlan(OutPlan):
+    """A file, which is whole as soon as it has its name."""
+
+    @property
+    def url(self) -> str:
+        return f"{self.storage.url}/{self.commits[0]}"
+
+    def commit(self, written: Sequence[Written]) -> None:
+        pass
+
+
+class TorchFile(OutFile):
+    """An archive with one pickle, and a record for each tensor; tied tensors have one together."""
+
+    def __init__(self, name: str, choice: Choice) -> None:
+        numbers = {tensor.key: str(i) for i, tensor in enumerate(choice.written)}
+        records: list[tuple[str, bytes | int]] = []
+        parts = []
+        for tensor in choice.written:
+            parts.append(Part(tensor.key, tensor.stored, tensor.dtype, whole(tensor.shape)))
+            records.append((numbers[tensor.key], parts[-1].nbytes))
+
+        def keep(value: Tensor) -> str:
+            records.append((str(len(records)), raw_bytes(value)))
+            return str(len(records) - 1)
+
+        others, options = split_options(choice.values)
+        leaves: dict[Path, Any] = {
+            tensor.path: StoredElsewhere(numbers[tensor.tied_to or tensor.key], tensor.dtype, tensor.shape)
+            for tensor in choice.tensors.values()
+        }
+        lists = {
+            (*root, PARAM_GROUPS): groups_of_equal(by_member, choice.tensors) for root, by_member in options.items()
+        }
+        data_pkl = pickle_of(nested({**leaves, **others, **lists}), name, keep)
+        self._archive = ZipArchive(torch_members(data_pkl, records))
+        streamed = zip(self._archive.members, self._archive.begins, strict=True)
+        begins = [begin for member, begin in streamed if member.data is None]
+        known = b"".join(member.data for member in self._archive.members if member.data is not None)
+        super().__init__(name, parts, begins, self._archive.nbytes, known)
+
+    def body(self, take: Take) -> Iterator[memoryview]:
+        return self._archive.body(take)
+
+
+def raw_bytes(tensor: Tensor) -> bytes:
+    """Returns the bytes of a small tensor in C order."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+
+
+def refuse_per_rank(choice: Choice, options: OutOptions) -> None:
+    """Raises MismatchError where there are values per rank, which others do not know, unless they are dropped."""
+    if choice.per_rank and not options.drop_per_rank:
+        found = f"values of each of {choice.reader.manifest.world_size} ranks"
+        problem = Problem(", ".join(choice.per_rank), found, "values of the whole job", "drop_per_rank=True, or skip=")
+        raise MismatchError("the format has no values per rank", [problem])
