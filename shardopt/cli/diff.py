@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
@@ -18,9 +17,9 @@ from shardopt.checkpoint.run.steps import by_numbers
 from shardopt.cli.contents import head_line, typed, value_text
 from shardopt.cli.difference import TensorDifference, difference_of
 from shardopt.cli.output import Cell, Output, Span, plural
+from shardopt.cli.rules import parse_rename
 from shardopt.cli.show import chosen_by
 from shardopt.cli.tree import patterns_of
-from shardopt.errors import OptionError, Problem
 from shardopt.param_groups import PARAM_GROUPS
 
 _MOST_LINES = 100
@@ -64,28 +63,12 @@ class Comparison(NamedTuple):
 
 def diff(output: Output, *, a: str, b: str, rename: Sequence[str] | None, select: str | None, all: bool) -> int:
     """Compares two checkpoints; status 1 where they differ."""
-    rules = _parse_rename(rename or ())
+    rules = parse_rename(rename or ())
     with checkpoint.open(a) as reader_a, checkpoint.open(b) as reader_b:
         found = compare(reader_a, reader_b, rules, select)
         _print(output, reader_a, reader_b, found, all)
         output.data(_document(reader_a, reader_b, found))
     return 0 if found.is_equal else 1
-
-
-def _parse_rename(rename: Sequence[str]) -> dict[str, str]:
-    rules: dict[str, str] = {}
-    for each in rename:
-        pattern, equals, into = each.rpartition("=")  # of a pattern's own there may be some: (?=…)
-        try:
-            re.compile(pattern).sub(into, "")
-            wrong = "" if equals and pattern else "no PATTERN=INTO"
-        except (re.error, IndexError) as error:
-            wrong = str(error)
-        if wrong:
-            problem = Problem("--rename", repr(each), "PATTERN=INTO, with a regular expression", wrong)
-            raise OptionError("arguments that cannot be meant", [problem])
-        rules[pattern] = into
-    return rules
 
 
 def compare(a: CheckpointReader, b: CheckpointReader, rename: Mapping[str, str], select: str | None) -> Comparison:

@@ -1,6 +1,9 @@
-"""The rules of retention as the command line has them, which `ls` shows and `prune` carries out."""
+"""Rules as the command line has them: those of retention, which `ls` shows and `prune` carries out, and of renaming."""
 
 from __future__ import annotations
+
+import re
+from collections.abc import Sequence
 
 from shardopt.checkpoint.run.options import check_rules
 from shardopt.checkpoint.run.retention import Rules
@@ -21,3 +24,19 @@ def _parse_best(text: str) -> tuple[str, str, int]:
         problem = Problem("--best", repr(text), "METRIC:min:N or METRIC:max:N", "give it as in --best loss:min:2")
         raise OptionError("arguments that cannot be meant", [problem])
     return metric, mode, int(n)
+
+
+def parse_rename(rename: Sequence[str]) -> dict[str, str]:
+    rules: dict[str, str] = {}
+    for each in rename:
+        pattern, equals, into = each.rpartition("=")  # of a pattern's own there may be some: (?=…)
+        try:
+            re.compile(pattern).sub(into, "")
+            wrong = "" if equals and pattern else "no PATTERN=INTO"
+        except (re.error, IndexError) as error:
+            wrong = str(error)
+        if wrong:
+            problem = Problem("--rename", repr(each), "PATTERN=INTO, with a regular expression", wrong)
+            raise OptionError("arguments that cannot be meant", [problem])
+        rules[pattern] = into
+    return rules

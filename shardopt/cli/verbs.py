@@ -73,7 +73,25 @@ VERBS = (
             switch("drop_per_rank", "leave out values that each rank has for itself"),
         ),
     ),
-    # `convert`, which writes a checkpoint in a format of others, goes here.
+    Verb(
+        "convert",
+        "write a checkpoint, of whatever format, in another one",
+        "shardopt.cli.convert:convert",
+        (
+            argument("src", "a checkpoint: ours, or of torch.distributed.checkpoint, Hugging Face, torch.save"),
+            argument("dst", "where the other one is to be"),
+            option("to", "shardopt, dcp, huggingface or torch", required=True, metavar="FORMAT"),
+            option("rename", "a regular expression and what to put for it", many=True, metavar="PATTERN=INTO"),
+            option("select", "only keys in which this regular expression is found, after renaming", metavar="PATTERN"),
+            option("skip", "leave out keys in which this regular expression is found, as stored", metavar="PATTERN"),
+            option("dtype", "of floating-point tensors outside of optimizers, such as bfloat16", metavar="DTYPE"),
+            option("max_file_bytes", "of tensors in a file; 5e9 where it is left out", kind=int, metavar="BYTES"),
+            option("world_size", "for shardopt: the number of ranks that share the tensors", kind=int, metavar="N"),
+            switch("drop_per_rank", "leave out values that each rank has for itself"),
+            switch("check", "read what was written, and compare the digest of each tensor"),
+            switch("digests", "print the digest of each tensor"),
+        ),
+    ),
     Verb(
         "prune",
         "list the checkpoints of a run that rules would not keep, and with --yes remove them",

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 import shardopt
 from shardopt import checkpoint
+from shardopt.checkpoint.rearrange import Rule
 from shardopt.errors import CheckpointNotFoundError, CorruptionError, FormatError, MismatchError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -388,3 +389,68 @@ def test_reshard_keeps_what_is_there(tmp_path, trained):
         for name, value in trained[0].state_dict().items():
             assert torch.equal(reader.read(f"model.{name}"), value)
         assert reader.read("cfg.sizes.2.b") == 3
+
+
+TARGETS = {save_nested: "dcp", save_flattened: "dcp", save_file_of_torch: "torch", save_file_with_names: "torch"}
+
+
+def digests(reader):
+    return {
+        key: reader.read(key).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for key in tensors(reader)
+    }
+
+
+def tensors(reader):
+    return reader.manifest.tensors
+
+
+@pytest.mark.parametrize("save", TARGETS)
+def test_there_and_back(tmp_path, trained, losses_to_come, save):
+    """To our own format and back to that of others, which torch and we read alike."""
+    save(tmp_path / "saved.pt", *trained)
+    own = checkpoint.convert(tmp_path / "saved.pt", tmp_path / "own", world_size=2, check=True)
+    back = checkpoint.convert(tmp_path / "own", tmp_path / "back.pt", to=TARGETS[save], check=True)
+    assert own.digests == back.digests and not own.left_out and not back.left_out
+    with checkpoint.open(tmp_path / "saved.pt") as saved, checkpoint.open(tmp_path / "back.pt") as returned:
+        assert digests(saved) == digests(returned)
+    model, optimizer, app = make_app()
+    checkpoint.load(tmp_path / "back.pt", app, init_state=True)
+    assert {key: app[key] for key in VALUES} == VALUES
+    assert train(model, optimizer) == pytest.approx(losses_to_come, rel=1e-6)
+
+
+def test_hugging_face_there_and_back(tmp_path, trained):
+    state = {f"model.{key}": value.contiguous() for key, value in trained[0].state_dict().items()}
+    save_file(state, tmp_path / "model.safetensors")
+    own = checkpoint.convert(tmp_path / "model.safetensors", tmp_path / "own", world_size=3, check=True)
+    back = checkpoint.convert(
+        tmp_path / "own", tmp_path / "back", to="huggingface", max_file_bytes=800, check=True, dtype=torch.float32
+    )
+    assert own.digests == back.digests and back.files > 1
+    assert checkpoint.verify(tmp_path / "back").ok
+    (tmp_path / "back" / "model.safetensors.index.json").unlink()
+    assert checkpoint.verify(tmp_path / "back").ok  # all of the set is there
+    (tmp_path / "back" / ".conversion").write_text("[]")
+    with pytest.raises(CheckpointNotFoundError, match="a conversion that was not finished"):
+        checkpoint.open(tmp_path / "back")
+
+
+def test_what_is_not_known_is_not_left_out_silently_by_a_conversion(tmp_path):
+    torch.save({"x": torch.ones(3), "args": Custom()}, tmp_path / "a.pt")
+    for call in (checkpoint.convert, checkpoint.reshard):
+        with pytest.raises(FormatError, match=r"args: found an object of"):
+            call(tmp_path / "a.pt", tmp_path / "own", world_size=1)
+    report = checkpoint.convert(tmp_path / "a.pt", tmp_path / "own", skip="^args$")
+    assert report.left_out == ("args",)
+
+
+def test_rules_rearrange_what_is_converted(tmp_path):
+    qkv = {name: torch.randn(4, 3) for name in ("q.weight", "k.weight", "v.weight")}
+    save_file(qkv, tmp_path / "model.safetensors")
+    rule = Rule(tuple(qkv), "qkv.weight", "o i, o i, o i -> o+o+o i")
+    checkpoint.convert(tmp_path / "model.safetensors", tmp_path / "out", to="huggingface", rearrange=[rule], check=True)
+    with checkpoint.open(tmp_path / "out") as reader:
+        assert torch.equal(reader.read("qkv.weight"), torch.cat([*qkv.values()]))
+    checkpoint.convert(tmp_path / "out", tmp_path / "again", to="huggingface", rearrange=[rule.inverse()])
+    with checkpoint.open(tmp_path / "again") as reader:
+        assert all(torch.equal(reader.read(key), value) for key, value in qkv.items())

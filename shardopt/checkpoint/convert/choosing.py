@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ import torch
 
 from shardopt.checkpoint.format.constants import Dtype
 from shardopt.checkpoint.format.tensor_bytes import dtype_name, stored_dtype, torch_dtype
+from shardopt.checkpoint.matching.names_in_app import contents
 from shardopt.checkpoint.matching.renaming import Rename, refuse_collisions, renamer
 from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.errors import MismatchError, Problem
@@ -66,30 +67,30 @@ def choose(
     dtype: torch.dtype | None = None,
     tensors_of_models_alone: bool = False,
 ) -> Choice:
-    """Applies `rename` to stored keys, then `select` and `skip` to the new ones; see `convert`.
+    """Leaves out the stored keys of `skip`, renames the others, and selects among the new ones; see `convert`.
 
     Args:
         tensors_of_models_alone: leave out plain values, and the state of optimizers where there is no `select`.
 
     Raises:
         MismatchError: two keys get one name, nothing is left, or `dtype` is no floating-point one.
+        FormatError: something is stored in a way that is not known, and not to be skipped.
     """
     if dtype is not None and not dtype.is_floating_point:
         problem = Problem("dtype", dtype_name(dtype), "a floating-point dtype", "leave it out to keep what is stored")
         raise MismatchError("tensors cannot be cast", [problem])
-    manifest = reader.manifest
+    manifest = contents(reader, skip)
     renamed = renamer(rename)
     roots = optimizer_roots((*manifest.tensors, *manifest.values))
     new_key = {key: renamed(key) for key in (*manifest.tensors, *manifest.per_rank)}
     new_key |= {key: _renamed_value(key, path, renamed) for key, (path, _) in manifest.values.items()}
-    wanted, unwanted = re.compile(select or ""), None if skip is None else re.compile(skip)
+    wanted = re.compile(select or "")
     own_choice = tensors_of_models_alone and select is None
 
     def is_chosen(key: str) -> bool:
-        name = new_key[key]
         if own_choice and is_optimizer_state(key, roots):
             return False
-        return bool(wanted.search(name)) and not (unwanted is not None and unwanted.search(name))
+        return bool(wanted.search(new_key[key]))
 
     keys = [key for key in manifest.tensors if is_chosen(key)]
     values = [key for key in manifest.values if is_chosen(key) and not tensors_of_models_alone]
@@ -122,14 +123,23 @@ def choose(
             for key in values
         },
         {new_key[key]: renamed_path(manifest.per_rank[key], new_key[key]) for key in per_rank},
-        tuple(sorted(key for key in new_key if key not in chosen)),
+        tuple(sorted({*_all_keys(reader)} - chosen)),
         {new_key[key]: key for key in per_rank},
     )
 
 
+def _all_keys(reader: CheckpointReader) -> Iterator[str]:
+    yield from (*reader.manifest.tensors, *reader.manifest.values, *reader.manifest.per_rank)
+    yield from (*reader.source.unread, *reader.left_out)
+
+
 def whole_choice(reader: CheckpointReader) -> Choice:
-    """Returns the choice of all that a checkpoint has, as it is; of nothing, too."""
-    manifest = reader.manifest
+    """Returns the choice of all that a checkpoint has, as it is; of nothing, too.
+
+    Raises:
+        FormatError: something is stored in a way that is not known.
+    """
+    manifest = contents(reader, None)
     tensors = {
         key: ChosenTensor(key, each.path, key, each.dtype, each.layout.shape, each.layout.boxes, each.tied_to)
         for key, each in manifest.tensors.items()

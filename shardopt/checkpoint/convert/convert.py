@@ -30,13 +30,13 @@ from shardopt.checkpoint.convert.plan import OutOptions, OutPlan
 from shardopt.checkpoint.convert.streaming import digests_of, keys_in_order
 from shardopt.checkpoint.convert.to_dcp import plan_dcp
 from shardopt.checkpoint.convert.to_huggingface import plan_huggingface
-from shardopt.checkpoint.convert.to_own import OwnPlan, chunked_layout, plan_own
+from shardopt.checkpoint.convert.to_own import chunked_layout, plan_own
 from shardopt.checkpoint.convert.to_torch import plan_torch
-from shardopt.checkpoint.convert.written import WrittenSource
 from shardopt.checkpoint.progress import Counter, Progress
+from shardopt.checkpoint.rearrange.reader import rearranged
+from shardopt.checkpoint.rearrange.rules import AnyRule
 from shardopt.checkpoint.reports import emit_report
 from shardopt.checkpoint.sources.open import open_checkpoint
-from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.checkpoint.storage import storage_of, wrap_os_errors
 from shardopt.checkpoint.storage.no_space import explain_no_space
 from shardopt.errors import CorruptionError, MismatchError, OptionError, Problem
@@ -83,9 +83,10 @@ def convert(
     dst: str | os.PathLike[str],
     to: Format = "shardopt",
     *,
+    rearrange: Sequence[AnyRule] = (),
+    rename: Mapping[str, str] | None = None,
     select: str | None = None,
     skip: str | None = None,
-    rename: Mapping[str, str] | None = None,
     dtype: torch.dtype | None = None,
     max_file_bytes: float = MAX_FILE_BYTES,
     world_size: int | None = None,
@@ -112,10 +113,12 @@ def convert(
     Args:
         src: of a committed checkpoint.
         dst: a directory without a checkpoint; for "torch" a path without a file.
-        select: a regex; only keys, as `rename` has made them, in which it is found are converted.
-        skip: a regex; keys in which it is found are not.
+        rearrange: rules by which tensors are joined, split, stacked, transposed, … on their way (as for `load`); first.
         rename: regex → replacement, applied in turn, as by `re.sub`, to stored keys: `{r"^model\\.": ""}` takes the
             app's prefix away. Options of a parameter are renamed as its state is.
+        select: a regex; only keys, as `rename` has made them, in which it is found are converted.
+        skip: a regex; keys as they are stored (and rearranged) in which it is found are not. What is stored in a way
+            that is not known has to be skipped so.
         dtype: of floating-point tensors that are no state of an optimizer; None keeps what is stored.
         max_file_bytes: of tensors in a file, for "dcp" and "huggingface"; a tensor that is larger has a file of its
             own. Several processes make files small enough that each has one.
@@ -143,7 +146,7 @@ def convert(
     with ranks.beating(deadline_seconds), ExitStack() as stack:
 
         def plan_here() -> OutPlan:
-            reader = stack.enter_context(open_checkpoint(src))
+            reader = stack.enter_context(rearranged(open_checkpoint(src), rearrange))
             choice = choose(reader, select, skip, rename, dtype, to == "huggingface")
             total = sum(map(nbytes_of, choice.written))
             most_bytes = max(min(int(max_file_bytes), -(-total // ranks.size)), 1)
@@ -243,7 +246,7 @@ class Writing:
     def check(self, digests: Mapping[str, str]) -> None:
         """Reads this process's share of what was written, and compares it. Raises CorruptionError."""
         plan = self.plan
-        with self._open_written() as reader:
+        with open_checkpoint(plan.url) as reader:
             mine = self._share(plan.choice.written)
             read = digests_of(reader, mine, stored=False)
         problems = [
@@ -253,11 +256,6 @@ class Writing:
         ]
         if problems:
             raise CorruptionError("what was written is not what was read", problems)
-
-    def _open_written(self) -> CheckpointReader:
-        if isinstance(self.plan, OwnPlan):
-            return open_checkpoint(self.plan.url)
-        return CheckpointReader(WrittenSource(self.plan))
 
     def _share(self, tensors: Sequence[ChosenTensor]) -> list[ChosenTensor]:
         """Returns this process's share of tensors, by bytes."""

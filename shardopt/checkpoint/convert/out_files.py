@@ -14,10 +14,10 @@ import xxhash
 from shardopt.checkpoint.convert.choosing import ChosenTensor
 from shardopt.checkpoint.convert.streaming import Part, PartReader
 from shardopt.checkpoint.convert.zip_bytes import Take
+from shardopt.checkpoint.format.constants import JOURNAL_NAME
 from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.checkpoint.storage import Span, Storage
 
-JOURNAL_NAME = ".conversion"
 _RECEIPT_SUFFIX = ".converted"
 _READ_BYTES = 4 << 20
 

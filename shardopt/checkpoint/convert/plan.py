@@ -9,13 +9,13 @@ from typing import NoReturn
 
 from shardopt.checkpoint.convert.choosing import Choice
 from shardopt.checkpoint.convert.out_files import (
-    JOURNAL_NAME,
     OutFile,
     Written,
     begin_journal,
     files_of_earlier,
     receipt_name,
 )
+from shardopt.checkpoint.format.constants import JOURNAL_NAME
 from shardopt.checkpoint.storage import Storage, is_temporary
 from shardopt.errors import CheckpointExistsError, Problem
 

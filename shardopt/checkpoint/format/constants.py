@@ -28,6 +28,8 @@ FORMAT_VERSION = 4
 
 MANIFEST_NAME = "manifest.json"
 METRICS_NAME = "metrics.json"
+JOURNAL_NAME = ".conversion"
+"""Of a conversion that is not committed yet."""
 DATA_SUFFIX = ".safetensors"
 
 SEGMENT_BYTES = 256 * 1024  # of a tensor's bytes in one file, under one checksum

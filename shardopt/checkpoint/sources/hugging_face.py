@@ -23,6 +23,7 @@ from shardopt.checkpoint.format.constants import (
     DATA_SUFFIX,
     DTYPES,
     FILE_NAME,
+    JOURNAL_NAME,
     MANIFEST_LIMIT_BYTES,
     Dtype,
     all_sizes,
@@ -126,6 +127,7 @@ def safetensors_files(storage: Storage, names: Sequence[str]) -> dict[str, list[
     Raises:
         CorruptionError: the index is malformed, or a file is missing that it names, or that a numbered set has.
         FormatError: there are several indices, or several sets of files without one.
+        CheckpointNotFoundError: a conversion of ours was not finished.
     """
     indices = [name for name in names if name.endswith(_INDEX_SUFFIX)]
     files = [name for name in names if name.endswith(DATA_SUFFIX) and not FILE_NAME.fullmatch(name)]
@@ -135,6 +137,10 @@ def safetensors_files(storage: Storage, names: Sequence[str]) -> dict[str, list[
         raise ambiguous(storage, f"{len(indices)} indices ({', '.join(indices[:3])})")
     if indices:
         return dict(_read_index(storage, indices[0], set(names)))
+    if JOURNAL_NAME in names:
+        remedy = "give another path, or call convert again: it goes on"
+        problem = Problem(storage.url, "a conversion that was not finished", "a whole checkpoint", remedy)
+        raise CheckpointNotFoundError("there is no checkpoint", [problem])
     sets = {(found["stem"], found["of"]) for found in map(_NUMBERED.fullmatch, files) if found}
     if len(sets) > 1 or (sets and not all(map(_NUMBERED.fullmatch, files))):
         raise ambiguous(storage, f"several sets of files ({', '.join(files[:4])})")

@@ -11,7 +11,7 @@ from shardopt.checkpoint.sources.own import OwnSource
 from shardopt.checkpoint.sources.read_manifest import manifest_bytes, not_found
 from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.checkpoint.sources.source import Source
-from shardopt.checkpoint.sources.torch_files import SUFFIXES, TorchSource, is_torch_file, torch_files
+from shardopt.checkpoint.sources.torch_files import TorchSource, is_torch_file, torch_files
 from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
 
 
@@ -50,7 +50,7 @@ def _directory(storage: Storage) -> Source | None:
 def _file(directory: Storage, name: str, url: str) -> Source | None:
     if name.endswith(DATA_SUFFIX) and not FILE_NAME.fullmatch(name):
         return HuggingFaceSource(directory, {name: None}, url)
-    if name.endswith(SUFFIXES) and is_torch_file(directory, name):
+    if is_torch_file(directory, name):
         return TorchSource(directory, [name], url)
     return None
 

@@ -98,9 +98,9 @@ def torch_files(storage: Storage, names: Sequence[str]) -> list[str] | None:
 
 
 def is_torch_file(storage: Storage, name: str) -> bool:
-    """Whether a file begins as those of torch.save do."""
+    """Whether a file begins as those of torch.save do; those of old versions only under a name that torch's have."""
     begin = storage.read(name, 0, len(_ZIP))
-    return begin == _ZIP or begin[:1] == b"\x80"
+    return begin == _ZIP or (begin[:1] == b"\x80" and name.endswith(SUFFIXES))
 
 
 class TorchSource(Source):

@@ -1,0 +1,59 @@
+"""`shardopt convert`: a checkpoint in another format."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from shardopt import checkpoint
+from shardopt.checkpoint.convert.convert import MAX_FILE_BYTES
+from shardopt.cli.output import Output
+from shardopt.cli.rules import parse_rename
+from shardopt.errors import OptionError, Problem
+
+
+def convert(
+    output: Output,
+    *,
+    src: str,
+    dst: str,
+    to: Any,
+    rename: Sequence[str] | None,
+    select: str | None,
+    skip: str | None,
+    dtype: str | None,
+    max_file_bytes: int | None,
+    world_size: int | None,
+    drop_per_rank: bool,
+    check: bool,
+    digests: bool,
+) -> int:
+    """Writes the checkpoint at `src` to `dst` in the format `to`."""
+    wanted = None if dtype is None else getattr(torch, dtype.removeprefix("torch."), None)
+    if dtype is not None and not isinstance(wanted, torch.dtype):
+        raise OptionError("there is no such dtype", [Problem("--dtype", dtype, "a dtype of torch", "such as bfloat16")])
+    with checkpoint.progress_bar("converting") as progress:
+        report = checkpoint.convert(
+            src,
+            dst,
+            to,
+            rename=parse_rename(rename or ()),
+            select=select,
+            skip=skip,
+            dtype=wanted,
+            world_size=world_size,
+            drop_per_rank=drop_per_rank,
+            check=check,
+            progress=progress,
+            max_file_bytes=MAX_FILE_BYTES if max_file_bytes is None else max_file_bytes,
+        )
+    for key, digest in report.digests.items() if digests else ():
+        output.line(f"{digest}  {key}")
+    checked = ", compared with what was read" if check else ""
+    left_out = f"; {len(report.left_out)} keys left out" if report.left_out else ""
+    output.line(f"{report.url}: {report.tensors} tensors, {report.bytes_total:,} bytes as {to}{checked}{left_out}")
+    output.data(asdict(report))
+    return 0
