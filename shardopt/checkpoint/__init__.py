@@ -8,6 +8,7 @@ from shardopt.checkpoint.peft import export_peft
 from shardopt.checkpoint.progress import progress_bar
 from shardopt.checkpoint.reports import LoadReport, SaveReport, add_listener, figures
 from shardopt.checkpoint.reshard import reshard
+from shardopt.checkpoint.run.export import Export
 from shardopt.checkpoint.run.manager import Manager
 from shardopt.checkpoint.run.mirror import Mirror, UploadReport
 from shardopt.checkpoint.save import save
@@ -22,6 +23,7 @@ __all__ = [
     "Box",
     "CheckpointReader",
     "ConvertReport",
+    "Export",
     "LoadReport",
     "Manager",
     "Mirror",

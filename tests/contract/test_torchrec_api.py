@@ -20,7 +20,9 @@ REQUIRED = inspect.Parameter.empty
 
 def names(module):
     """The namespace that `from shardopt.optim.<module> import *` or, for "", `from shardopt import *` would give."""
-    return vars(importlib.import_module(f"shardopt.optim.{module}" if module else "shardopt"))
+    there = importlib.import_module(f"shardopt.optim.{module}" if module else "shardopt")
+    offered = getattr(there, "__all__", vars(there))  # some are imported when they are asked for
+    return {name: getattr(there, name) for name in offered}
 
 
 # Module of torchrec.optim → class → arguments of its constructor with their defaults, in order.

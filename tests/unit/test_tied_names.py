@@ -76,7 +76,8 @@ def test_whoever_has_which_of_the_names(tmp_path, saved, loaded, nested):
     )
     train(app)
     checkpoint.save(tmp_path / "c", app, tied=tied)
-    if load_tied is None and saved in ("the name alone", "the alias alone, its optimizer under it"):
+    fills_both = saved == "the name alone" and len(names) == 2  # one weight here, stored under the name of its state
+    if load_tied is None and saved in ("the name alone", "the alias alone, its optimizer under it") and not fills_both:
         with pytest.raises(MismatchError, match=r"head\.weight|embed\.weight"):
             checkpoint.load(tmp_path / "c", other, init_state=True)
         return

@@ -78,6 +78,22 @@ class ConvertReport:
     left_out: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class ConvertOptions:
+    """What is converted, and how; the options of `convert`."""
+
+    rearrange: Sequence[AnyRule] = ()
+    rename: Mapping[str, str] | None = None
+    select: str | None = None
+    skip: str | None = None
+    dtype: torch.dtype | None = None
+    max_file_bytes: float = MAX_FILE_BYTES
+    world_size: int | None = None
+    drop_per_rank: bool = False
+    check: bool = False
+    durable: bool = True
+
+
 def convert(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],
@@ -138,20 +154,45 @@ def convert(
         CheckpointError: a number cannot be cast, or files cannot be written.
         RankError: a process died, or did not make the call.
     """
+    refuse_lone_processes(f"converting to {os.fspath(dst)}")
+    options = ConvertOptions(
+        rearrange=tuple(rearrange),
+        rename=rename,
+        select=select,
+        skip=skip,
+        dtype=dtype,
+        max_file_bytes=max_file_bytes,
+        world_size=world_size,
+        drop_per_rank=drop_per_rank,
+        check=check,
+        durable=durable,
+    )
+    return convert_on(ranks_of(group), src, dst, to, options, progress, deadline_seconds)
+
+
+def convert_on(
+    ranks: Ranks,
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    to: Format,
+    options: ConvertOptions,
+    progress: Progress | None = None,
+    deadline_seconds: float = DEADLINE_SECONDS,
+) -> ConvertReport:
+    """Converts a checkpoint by some ranks, which all call, or by a process for itself; see `convert`."""
     begin = world().monotonic()
     dst = os.fspath(dst)
-    refuse_lone_processes(f"converting to {dst}")
-    _refuse_options(to, max_file_bytes, world_size)
-    ranks, call = ranks_of(group), call_on("converting to", dst)
+    _refuse_options(to, options.max_file_bytes, options.world_size)
+    call = call_on("converting to", dst)
     with ranks.beating(deadline_seconds), ExitStack() as stack:
 
         def plan_here() -> OutPlan:
-            reader = stack.enter_context(rearranged(open_checkpoint(src), rearrange))
-            choice = choose(reader, select, skip, rename, dtype, to == "huggingface")
+            reader = stack.enter_context(rearranged(open_checkpoint(src), options.rearrange))
+            choice = choose(reader, options.select, options.skip, options.rename, options.dtype, to == "huggingface")
             total = sum(map(nbytes_of, choice.written))
-            most_bytes = max(min(int(max_file_bytes), -(-total // ranks.size)), 1)
-            options = OutOptions(most_bytes, world_size or ranks.size, drop_per_rank)
-            planned.append(plan_for(to, choice, dst, durable, options))
+            most_bytes = max(min(int(options.max_file_bytes), -(-total // ranks.size)), 1)
+            of_files = OutOptions(most_bytes, options.world_size or ranks.size, options.drop_per_rank)
+            planned.append(plan_for(to, choice, dst, options.durable, of_files))
             return planned[0]
 
         planned: list[OutPlan] = []
@@ -166,7 +207,7 @@ def convert(
             lambda reports: _commit(plan, reports),
             deadline_seconds,
         )
-        if check:
+        if options.check:
             ranks.agree(call, lambda: writing.check(done["digests"]), deadline_seconds=deadline_seconds)
     report = ConvertReport(
         url=plan.url,

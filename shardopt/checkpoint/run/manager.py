@@ -19,6 +19,7 @@ from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.reading.broadcast import Replicas
 from shardopt.checkpoint.reports import LoadReport, SaveReport, announce
 from shardopt.checkpoint.run.branches import Beyond, Branches
+from shardopt.checkpoint.run.export import Export, Exporter
 from shardopt.checkpoint.run.history import History
 from shardopt.checkpoint.run.keeper import Keeper
 from shardopt.checkpoint.run.metrics import metrics_of
@@ -80,6 +81,8 @@ class Manager:
             the first one, or one after which the one before is gone, writes everything. Files that are referred to stay
             as long as a checkpoint that does, whatever the rules say of their own.
         select: a regex; only keys in which it is found are saved, as by `save(..., select=)`.
+        export: the last or best checkpoint is also written as a folder that Hugging Face's `from_pretrained` reads, by
+            rank 0 behind the training. A failure is logged, and raised by `close` on that rank.
 
     Raises:
         OptionError: arguments of the wrong type or out of their range; all of them are listed. Or this rank is not in
@@ -104,6 +107,7 @@ class Manager:
         tied: Tied | None = None,
         incremental: bool = False,
         select: str | None = None,
+        export: Export | None = None,
     ) -> None:
         check_run_options(
             root, mirror, every, keep_last, keep_every, best, stage, stop_on, exit_code, stop_seconds, deadline_seconds
@@ -117,6 +121,7 @@ class Manager:
         self._copies = None if mirror is None else Root(storage_of(mirror))
         self._mirror = None if mirror is None else Mirror(root, mirror, deadline_seconds=deadline_seconds, group=group)
         self._failed_copy: ShardoptError | None = None
+        self._exporter = None if export is None or ranks_of(group).rank else Exporter(export)
         self._every = int(every)
         self._keeper = Keeper(self._root, self._copies, rules_of(keep_last, keep_every, best), self._mirror, group)
         self._stage = stage
@@ -313,6 +318,8 @@ class Manager:
             finally:
                 if self._stop is not None:
                     self._stop.close()  # not before: the signal would end the process, and what is being saved with it
+                if self._exporter is not None:
+                    self._exporter.close()
         self._raise_failed_copy()
 
     def __enter__(self) -> Manager:
@@ -434,6 +441,8 @@ class Manager:
         self._known[place] = self._base = url
         if self._mirror is not None:
             self._upload(place)
+        if self._exporter is not None:
+            self._exporter.offer(place, url, metrics)
         self._keeper.tidy(place, metrics)
 
     def _upload(self, place: Place) -> None:

@@ -1,0 +1,175 @@
+"""The last or best checkpoint of a run as a Hugging Face folder, written by rank 0 behind the training.
+
+    <url>/step-00000500/model.safetensors        the export, as `convert` writes it
+    <url>/export.json                            {"name": "step-00000500", "value": 0.5}: written once it is whole
+
+The one before is removed only then. Exports may lag behind the saves: of those that wait only the newest is made.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from shardopt.checkpoint.convert.convert import MAX_FILE_BYTES, ConvertOptions, convert_on
+from shardopt.checkpoint.format.constants import DATA_SUFFIX, JOURNAL_NAME
+from shardopt.checkpoint.reading.in_use import reading
+from shardopt.checkpoint.rearrange.rules import AnyRule
+from shardopt.checkpoint.run.retention import Mode
+from shardopt.checkpoint.run.steps import Place, place_of
+from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
+from shardopt.errors import OptionError, Problem
+from shardopt.ranks import Ranks
+from shardopt.world import Thread, world
+
+RECORD_NAME = "export.json"
+_log = logging.getLogger("shardopt.checkpoint")
+_OWN_FILES = re.compile(
+    rf"model(-\d{{5}}-of-\d{{5}})?{re.escape(DATA_SUFFIX)}(\.index\.json)?|{re.escape(JOURNAL_NAME)}.*"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """Which checkpoint of a run is also written as a Hugging Face folder, where, and how.
+
+    Args:
+        url: of a directory, in which each export has a directory of its own, named as the checkpoint is.
+        best: `(metric, mode)`: only a checkpoint whose metric is better than that of the export there is ("min" or
+            "max"); None for every checkpoint, so that the last one stays.
+        rearrange, rename, select, dtype, max_file_bytes: as for `checkpoint.convert`.
+    """
+
+    url: str | os.PathLike[str]
+    best: tuple[str, Mode] | None = None
+    rearrange: Sequence[AnyRule] = ()
+    rename: Mapping[str, str] | None = None
+    select: str | None = None
+    dtype: torch.dtype | None = None
+    max_file_bytes: float = MAX_FILE_BYTES
+
+    def __post_init__(self) -> None:
+        if self.best is not None and (len(self.best) != 2 or self.best[1] not in ("min", "max")):
+            problem = Problem("best", repr(self.best), "(metric, mode)", 'as in ("loss", "min")')
+            raise OptionError("an export that cannot be meant", [problem])
+
+
+class _Wanted(NamedTuple):
+    """A checkpoint to be exported: its directory's name, its URL, its metric where that decides, and what keeps it
+    from being removed until it is closed."""
+
+    name: str
+    url: str
+    value: float | None
+    hold: ExitStack
+
+
+class Exporter:
+    """Writes the exports of a run, in a thread of rank 0. Other ranks make none."""
+
+    def __init__(self, export: Export) -> None:
+        self._export = export
+        self._root = storage_of(export.url)
+        self._lock = world().lock()
+        self._waiting: _Wanted | None = None
+        self._thread: Thread | None = None
+        self._failure: BaseException | None = None
+
+    def offer(self, place: Place, url: str, metrics: Mapping[str, float]) -> None:
+        """Takes a checkpoint that was just committed, to be exported if it is to be. Does not wait."""
+        value = None if self._export.best is None else metrics.get(self._export.best[0])
+        if self._export.best is not None and value is None:
+            return
+        with self._lock:
+            if self._waiting is not None and not self._is_better(value, self._waiting.value):
+                return
+            if self._waiting is not None:
+                self._waiting.hold.close()
+            self._waiting = _Wanted(place.name, url, value, ExitStack())
+            self._waiting.hold.enter_context(reading(url))
+            if self._thread is None:
+                # Not a daemon: a program that ends waits for it.
+                self._thread = world().thread(self._run, "shardopt-export")
+                self._thread.start()
+
+    def close(self) -> None:
+        """Waits for the export that is being written. Raises the failure of the last one."""
+        with self._lock:
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _is_better(self, value: float | None, than: float | None) -> bool:
+        if self._export.best is None or value is None or than is None:
+            return True
+        return value < than if self._export.best[1] == "min" else value > than
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                wanted, self._waiting = self._waiting, None
+                if wanted is None:
+                    self._thread = None
+                    return
+            try:
+                self._failure = None
+                with wanted.hold:
+                    self._write(wanted)
+            except BaseException as error:  # raised by `close`; the training goes on meanwhile
+                _log.error("exporting %s to %s failed: %s", wanted.url, self._root.url, error)
+                self._failure = error
+
+    def _write(self, wanted: _Wanted) -> None:
+        if not self._is_better(wanted.value, self._value_of_export()):
+            return
+        export = self._export
+        options = ConvertOptions(
+            rearrange=tuple(export.rearrange),
+            rename=export.rename,
+            select=export.select,
+            dtype=export.dtype,
+            max_file_bytes=export.max_file_bytes,
+        )
+        target = self._root.child(wanted.name)
+        if not _is_whole(target):
+            convert_on(Ranks(None), wanted.url, target.url, "huggingface", options)
+        with wrap_os_errors(f"write to {self._root.url}"):
+            self._root.publish(RECORD_NAME, json.dumps({"name": wanted.name, "value": wanted.value}).encode())
+            for name in self._root.names():
+                if name != wanted.name and place_of(name) is not None:
+                    _remove(self._root.child(name))
+
+    def _value_of_export(self) -> float | None:
+        """Returns the metric of the export that is there; None where there is none that counts."""
+        try:
+            with wrap_os_errors(f"read {self._root.url}/{RECORD_NAME}"):
+                record = json.loads(self._root.read(RECORD_NAME)) if self._root.exists(RECORD_NAME) else None
+            if record is None or record["value"] is None or not _is_whole(self._root.child(str(record["name"]))):
+                return None
+            return float(record["value"])
+        except (ValueError, TypeError, LookupError) as error:
+            _log.warning("%s/%s is not what was written (%s): written anew", self._root.url, RECORD_NAME, error)
+            return None
+
+
+def _is_whole(export: Storage) -> bool:
+    names = export.names()
+    return f"model{DATA_SUFFIX}" in names or f"model{DATA_SUFFIX}.index.json" in names
+
+
+def _remove(export: Storage) -> None:
+    """Removes an export; what makes it one comes first. Files of others stay, and the directory with them."""
+    for name in sorted(filter(_OWN_FILES.fullmatch, export.names()), key=lambda name: not name.endswith(".json")):
+        export.remove(name)
+    export.remove_if_empty()
