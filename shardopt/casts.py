@@ -43,7 +43,10 @@ def lost_in_cast(source: Tensor, target: torch.dtype) -> float | None:
     target = _real(target)
     for run in (torch.view_as_real(source) if source.is_complex() else source).reshape(-1).split(_RUN):  # type: ignore[no-untyped-call]  # torch leaves it untyped
         wide = run.to(torch.promote_types(run.dtype, torch.float32) if run.itemsize > 1 else torch.float32)
-        if not wide.numel() or bool(wide.abs().max() <= torch.finfo(target).max):  # NaN is not
+        if not wide.numel():
+            continue
+        least, greatest = torch.aminmax(wide)  # in one pass, without a copy
+        if bool(torch.maximum(-least, greatest) <= torch.finfo(target).max):  # NaN is not
             continue
         back = run.to(target).to(wide.dtype)
         # A conversion may stop at the largest number; torch's to float8_e4m3fn does, for infinities too.

@@ -32,6 +32,7 @@ from shardopt.world import Future, world
 WINDOW_BYTES = 8 << 20
 _ALIGNMENT_BYTES = 64
 _MOST_PIECES = 4096  # of a window
+_CAST_AT_ONCE = 128 * 1024  # elements
 
 
 class Part(NamedTuple):
@@ -149,12 +150,15 @@ def _tensor_over(block: _Block, begin: int, dtype: Dtype, box: Box) -> Tensor:
 
 
 def _cast(key: str, target: Tensor, source: Tensor) -> None:
-    lost = lost_in_cast(source, target.dtype)
-    if lost is not None:
-        required = f"numbers that {dtype_name(target.dtype)} can hold, of at most {torch.finfo(target.dtype).max}"
-        problem = Problem(key, f"{lost} in {dtype_name(source.dtype)}", required, "take another dtype")
-        raise CheckpointError("a number cannot be cast", [problem])
-    target.copy_(source)
+    """Casts contiguous elements, a few at a time: they are still in the cache when they are copied."""
+    sources, targets = (tensor.reshape(-1).split(_CAST_AT_ONCE) for tensor in (source, target))
+    for some, into in zip(sources, targets, strict=True):
+        lost = lost_in_cast(some, target.dtype)
+        if lost is not None:
+            required = f"numbers that {dtype_name(target.dtype)} can hold, of at most {torch.finfo(target.dtype).max}"
+            problem = Problem(key, f"{lost} in {dtype_name(source.dtype)}", required, "take another dtype")
+            raise CheckpointError("a number cannot be cast", [problem])
+        into.copy_(some)
 
 
 class PartReader:
