@@ -16,9 +16,11 @@ from shardopt.checkpoint.commit import remove_checkpoint
 from shardopt.checkpoint.sources.read_manifest import read_manifest
 from shardopt.checkpoint.storage import storage_of
 from shardopt.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, CorruptionError
+from shardopt.world import using, world
 from tests.harness import Fault
 from tests.harness.faults import watched
 from tests.harness.schedules import orders
+from tests.support.worlds import RepeatedNames
 
 LOCAL, REMOTE = "shardopt.checkpoint.storage:LocalStorage.", "shardopt.checkpoint.storage:RemoteStorage."
 SYSTEM = ["os:mkdir", "os:open", "os:link", "os:listdir", "os:unlink", "os:rmdir", "os:stat", "os:preadv", "os:writev"]
@@ -38,6 +40,7 @@ class Place:
         self.root, self.remote, self.numbers = root, remote, itertools.count()
 
     def renew(self):
+        world().restart()
         number = next(self.numbers)
         if self.remote:
             memory = fsspec.filesystem("memory")
@@ -84,6 +87,13 @@ class Place:
     def operations(self):
         """The operations that the methods are made of."""
         return REQUESTS if self.remote else SYSTEM
+
+
+@pytest.fixture(autouse=True)
+def names_that_repeat():
+    """Orders are run again up to some step: the tasks must then do the same."""
+    with using(RepeatedNames()):
+        yield
 
 
 @pytest.fixture(params=["disk", "memory"])

@@ -1,5 +1,7 @@
 """Worlds that tests put in the place of the real one: with a clock that goes only where it is waited."""
 
+import xxhash
+
 from shardopt.world import World
 
 
@@ -27,3 +29,20 @@ class FakeClock(World):
 
     def jitter(self, low: float, high: float) -> float:
         return high
+
+
+class RepeatedNames(World):
+    """Draws the same names each time it is restarted, in the order in which they are asked for.
+
+    Names decide in which order files are listed, and so removed.
+    """
+
+    def __init__(self) -> None:
+        self._drawn = 0
+
+    def restart(self) -> None:
+        self._drawn = 0
+
+    def random_name(self, nbytes: int) -> str:
+        self._drawn += 1
+        return xxhash.xxh3_128_hexdigest(str(self._drawn).encode())[: 2 * nbytes].ljust(2 * nbytes, "0")

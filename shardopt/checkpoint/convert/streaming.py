@@ -151,7 +151,7 @@ def _tensor_over(block: _Block, begin: int, dtype: Dtype, box: Box) -> Tensor:
 
 def _cast(key: str, target: Tensor, source: Tensor) -> None:
     """Casts contiguous elements, a few at a time: they are still in the cache when they are copied."""
-    sources, targets = (tensor.reshape(-1).split(_CAST_AT_ONCE) for tensor in (source, target))
+    sources, targets = (torch.split(tensor.reshape(-1), _CAST_AT_ONCE) for tensor in (source, target))
     for some, into in zip(sources, targets, strict=True):
         lost = lost_in_cast(some, target.dtype)
         if lost is not None:
