@@ -74,8 +74,9 @@ def test_ranks_refer_to_what_others_wrote(tmp_path, steps_on):
         by_rank = run_ranks(ranks, save_and_load, str(tmp_path), steps)
         for i, step in enumerate(steps):
             unchanged, total = sum(of_rank[i][0] for of_rank in by_rank), by_rank[0][i][1]
-            if i > 0:  # on as many ranks as before
-                assert unchanged > 0.8 * nbytes and total < 0.2 * nbytes
+            if i > 0:  # on as many ranks as before; of rows that others wrote only whole segments are referred to
+                least = 0.8 if step == 2 else 0.7
+                assert unchanged > least * nbytes and total < (1 - least) * nbytes
             elif step > 1:  # rows, as far as they lie in files of which much is in use
                 assert unchanged > 0.2 * nbytes
             checkpoint.verify(tmp_path / str(step)).raise_if_damaged()
