@@ -32,9 +32,9 @@ class FakeClock(World):
 
 
 class RepeatedNames(World):
-    """Draws the same names each time it is restarted, in the order in which they are asked for.
+    """Draws the same names each time it is restarted, in the order in which they are asked for; time stands still.
 
-    Names decide in which order files are listed, and so removed.
+    Names decide in which order files are listed, and so removed; times of day decide how long a manifest is.
     """
 
     def __init__(self) -> None:
@@ -42,6 +42,9 @@ class RepeatedNames(World):
 
     def restart(self) -> None:
         self._drawn = 0
+
+    def wall_clock(self) -> float:
+        return 1e9
 
     def random_name(self, nbytes: int) -> str:
         self._drawn += 1
