@@ -454,3 +454,19 @@ def test_rules_rearrange_what_is_converted(tmp_path):
     checkpoint.convert(tmp_path / "out", tmp_path / "again", to="huggingface", rearrange=[rule.inverse()])
     with checkpoint.open(tmp_path / "again") as reader:
         assert all(torch.equal(reader.read(key), value) for key, value in qkv.items())
+
+
+def test_numbers_of_parameters_that_are_called_by_numbers(tmp_path):
+    def make():
+        return torch.nn.ParameterList([torch.nn.Parameter(torch.ones(2)) for _ in range(3)])
+
+    model, other = make(), make()
+    optimizer = torch.optim.SGD([{"params": [model[2]]}, {"params": [model[0], model[1]]}], lr=0.1, momentum=0.9)
+    for i, parameter in enumerate(model):
+        parameter.grad = torch.full((2,), float(i))
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, tmp_path / "a.pt")
+    groups = [{"match": "^2$"}, {"match": "^[01]$"}]
+    keyed = shardopt.keyed("sgd", dict(other.named_parameters()), lr=0.1, momentum=0.9, groups=groups)
+    checkpoint.load(tmp_path / "a.pt", {"model": other, "optim": keyed}, init_state=True)
+    assert [keyed.state[parameter]["momentum_buffer"][0].item() for parameter in other] == [0.0, 1.0, 2.0]

@@ -58,10 +58,12 @@ class _Stored:
         """Removes a value, or a tensor that is to become one, and returns it."""
         return self.values.pop(key) if key in self.values else self.read(self.tensors.pop(key))
 
-    def move(self, key: str, new: str) -> None:
-        """Gives a tensor or value another key."""
-        entries: dict[str, Any] = self.tensors if key in self.tensors else self.values
-        entries[new] = entries.pop(key)
+    def move(self, new_keys: Mapping[str, str]) -> None:
+        """Gives tensors and values other keys, all at once: one may get the key that another has had."""
+        sections: tuple[dict[str, Any], ...] = self.tensors, self.values
+        for entries in sections:
+            moved = {new: entries.pop(key) for key, new in new_keys.items() if key in entries}
+            entries.update(moved)
 
 
 def foreign_under_names_of(
@@ -177,10 +179,13 @@ def _name_parameters(handback: Handback, flat: FlatState, stored: _Stored) -> No
         for member in group[PARAMS]:
             stored.values[f"{section}.{names.get(member, member)}"] = own
     _join_options(section, known, stored)
+    new_keys = {}
     for key in stored.below(f"{root}.{_STATE}"):
         number, _, entry = key.removeprefix(f"{root}.{_STATE}.").partition(".")
-        if number.isdecimal() and number not in known and int(number) in names:
-            stored.move(key, f"{root}.{_STATE}.{names[int(number)]}.{entry}")
+        # Where groups have numbers, so has the state: also where parameters are called "0" and "1" here.
+        if number.isdecimal() and int(number) in names:
+            new_keys[key] = f"{root}.{_STATE}.{names[int(number)]}.{entry}"
+    stored.move(new_keys)
 
 
 def _take_groups(section: str, stored: _Stored) -> list[dict[str, Any]]:
