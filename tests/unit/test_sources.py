@@ -470,3 +470,42 @@ def test_numbers_of_parameters_that_are_called_by_numbers(tmp_path):
     keyed = shardopt.keyed("sgd", dict(other.named_parameters()), lr=0.1, momentum=0.9, groups=groups)
     checkpoint.load(tmp_path / "a.pt", {"model": other, "optim": keyed}, init_state=True)
     assert [keyed.state[parameter]["momentum_buffer"][0].item() for parameter in other] == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("with_tensor", [False, True])
+def test_names_that_groups_tell_are_renamed_as_state_is(tmp_path, trained, with_tensor):
+    model, optimizer = trained
+    state = copy.deepcopy(optimizer.state_dict())
+    for group, kind in zip(state["param_groups"], ("weight", "bias"), strict=True):
+        group["param_names"] = [f"module.{i}.{kind}" for i in range(3)]
+        group["lr"] = torch.tensor(0.1) if with_tensor else 0.1
+    torch.save({"net": model.state_dict(), "opt": state}, tmp_path / "a.pt")
+    inner, outer = make_model(4), torch.nn.Module()
+    outer.layers = inner
+    groups = [{"match": r"weight$"}, {"match": r"bias$"}]
+    keyed = shardopt.keyed("adamw", dict(outer.named_parameters()), lr=0.1, groups=groups)
+    rename = {r"^net\.": "model.layers.", r"^opt\.state\.module\.": "optim.state.layers.", r"^opt\.": "optim."}
+    checkpoint.load(tmp_path / "a.pt", {"model": outer, "optim": keyed}, rename=rename, init_state=True)
+    for mine, other in zip(inner.parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine, other)
+        assert torch.equal(keyed.state[mine]["exp_avg"], optimizer.state[other]["exp_avg"])
+    assert [group["weight_decay"] for group in keyed.param_groups[:2]] == [0.01, 0.0]
+
+
+def test_names_that_groups_tell_may_have_those_of_wrappers_in_them(tmp_path, trained):
+    save_file_with_names(tmp_path / "a.pt", *trained)
+    state = torch.load(tmp_path / "a.pt")
+    for group in state["optim"]["param_groups"]:
+        group["param_names"] = [f"module.{name}" for name in group["param_names"]]
+    torch.save(state, tmp_path / "a.pt")
+    _, optimizer, app = make_app()
+    checkpoint.load(tmp_path / "a.pt", app, init_state=True)
+    assert len(optimizer.state) == 6
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
+def test_weights_of_a_wrapped_model_without_a_name_are_those_of_the_only_model(tmp_path, prefix):
+    model, other = make_model(), make_model(1)
+    torch.save({prefix + key: value for key, value in model.state_dict().items()}, tmp_path / "a.pt")
+    checkpoint.load(tmp_path / "a.pt", {"model": other})
+    assert all(torch.equal(other.state_dict()[key], value) for key, value in model.state_dict().items())

@@ -24,8 +24,9 @@ from torch import Tensor
 from torch.nn import Module
 
 from shardopt.checkpoint.format.manifest import Manifest, StoredTensors
-from shardopt.checkpoint.matching.renaming import Names, names_by_rules, refuse_collisions, under_names_of
+from shardopt.checkpoint.matching.renaming import Names, name_by_rules, names_by_rules, refuse_collisions, under_names_of
 from shardopt.errors import MismatchError, Problem
+from shardopt.names import names_under_wrappers
 from shardopt.param_groups import PARAM_GROUPS, PARAMS, Groups
 from shardopt.state import FlatState, Handback, Index, Path, join
 
@@ -76,7 +77,10 @@ def foreign_under_names_of(
     Raises:
         MismatchError: two stored keys get one name; or parameters have numbers, and it is not clear which are meant.
     """
-    new_key = names_by_rules(manifest, rename or {}, [each.path for each in flat.handbacks if each.groups is not None])
+    optimizers = [each.path for each in flat.handbacks if each.groups is not None]
+    new_key = names_by_rules(manifest, rename or {}, optimizers)
+    if rename:
+        manifest = _with_names_by_rules(manifest, rename, optimizers)
     prefix = _prefix_of_only_module([new_key[key] for key in manifest.tensors], flat)
     named = {key: prefix + new for key, new in new_key.items()}
     refuse_collisions(named.items())
@@ -107,13 +111,36 @@ def foreign_under_names_of(
     return replace(names, renamed={key: old for key, old in old_key.items() if key != old})
 
 
+def _with_names_by_rules(manifest: Manifest, rename: Mapping[str, str], roots: Sequence[Path]) -> Manifest:
+    """Renames the parameters that groups by number tell the names of."""
+    values = {}
+    for key, (path, value) in manifest.values.items():
+        at = path.index(PARAM_GROUPS) if PARAM_GROUPS in path else len(path)
+
+        def renamed(names: Any, root: Path = path[:at]) -> Any:
+            return [name_by_rules(name, root, rename, roots) for name in names]
+
+        if path[at + 2 :] == (_NAMES_OF_TORCH,) and isinstance(value, list):
+            value = renamed(value)
+        elif len(path) == at + 1 and isinstance(value, list):
+            value = [
+                {**group, _NAMES_OF_TORCH: renamed(group[_NAMES_OF_TORCH])}
+                if isinstance(group, dict) and isinstance(group.get(_NAMES_OF_TORCH), list)
+                else group
+                for group in value
+            ]
+        values[key] = path, value
+    return replace(manifest, values=values)
+
+
 def _prefix_of_only_module(keys: Collection[str], flat: FlatState) -> str:
     """Returns what keys lack to be those of the app's only module; nothing where some are the app's as they are."""
     modules = [join(each.path) for each in flat.handbacks if isinstance(each.target, Module)]
     if len(modules) != 1 or any(key in flat.leaves for key in keys):
         return ""
     prefix = f"{modules[0]}."
-    return prefix if any(prefix + key in flat.leaves for key in keys) else ""
+    own = {key.removeprefix(prefix) for key in flat.leaves if key.startswith(prefix)}
+    return prefix if any(key in own for key in keys) or names_under_wrappers(keys, own) else ""
 
 
 def _tail(path: Path, new_key: str) -> Path:
@@ -241,7 +268,9 @@ def _names_of_numbers(stored: Sequence[Mapping[str, Any]], handback: Handback, f
     if not all(type(number) is int for number in numbers):
         return {}
     if all(len(group.get(_NAMES_OF_TORCH) or ()) == len(group[PARAMS]) for group in stored):
-        return dict(zip(numbers, (name for group in stored for name in group[_NAMES_OF_TORCH]), strict=True))
+        names = [name for group in stored for name in group[_NAMES_OF_TORCH]]
+        plain = names_under_wrappers(names, frozenset(_names_in(handback.groups)))
+        return dict(zip(numbers, (plain.get(name, name) for name in names), strict=True))
     orders = []
     own = [group for group in _own_order(handback.target) if group]
     if [len(group[PARAMS]) for group in stored if group[PARAMS]] == [len(group) for group in own]:
