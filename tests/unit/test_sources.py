@@ -217,6 +217,17 @@ def test_hugging_face_with_an_index(tmp_path):
         checkpoint.open(tmp_path)
 
 
+@pytest.mark.parametrize(("other", "key"), [("model.fp16", "w"), ("adapter_model", "lora_A.weight")])
+def test_several_files_of_hugging_face_that_do_not_belong_together(tmp_path, other, key):
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    save_file({key: torch.zeros(2)}, tmp_path / f"{other}.safetensors")
+    with pytest.raises(FormatError, match="several sets of files"):
+        checkpoint.open(tmp_path)
+    app = {"w": torch.zeros(2)}
+    checkpoint.load(tmp_path / "model.safetensors", app)
+    assert app["w"].all()
+
+
 def test_weights_without_a_name_are_those_of_the_only_model(tmp_path):
     model, other = make_model(), make_model(1)
     save_file({key: value.contiguous() for key, value in model.state_dict().items()}, tmp_path / "model.safetensors")
