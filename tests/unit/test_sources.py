@@ -125,8 +125,10 @@ def test_one_group_by_number_takes_the_order_of_the_model(tmp_path):
 
     backwards = dict(reversed(dict(other.named_parameters()).items()))
     app = {"optim": shardopt.keyed("sgd", backwards, lr=0.1, momentum=0.9), "model": other}
-    with pytest.raises(MismatchError, match=r"parameter 0, which is 2\.bias in .* groups and 0\.weight in"):
-        checkpoint.load(tmp_path / "a.pt", app, init_state=True)
+    averaged = app | {"average": make_model(2)}  # which has the same names
+    for each in (app, averaged):
+        with pytest.raises(MismatchError, match=r"parameter 0, which is 2\.bias in .* groups and 0\.weight in"):
+            checkpoint.load(tmp_path / "a.pt", each, init_state=True)
 
 
 @pytest.mark.parametrize("save", KINDS)

@@ -276,7 +276,8 @@ def _names_of_numbers(stored: Sequence[Mapping[str, Any]], handback: Handback, f
     if [len(group[PARAMS]) for group in stored if group[PARAMS]] == [len(group) for group in own]:
         orders.append(dict(zip(numbers, chain.from_iterable(own), strict=True)))
     known = frozenset(_names_in(handback.groups))
-    ordered = [name for name in _names_of_modules(flat) if name in known]
+    # An average of the model has the same names: once is enough.
+    ordered = [name for name in dict.fromkeys(_names_of_modules(flat)) if name in known]
     if len(stored) == 1 and len(ordered) == len(numbers):
         orders.append(dict(zip(sorted(numbers), ordered, strict=True)))
     if len(orders) == 2 and orders[0] != orders[1]:
