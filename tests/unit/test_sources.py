@@ -522,3 +522,19 @@ def test_weights_of_a_wrapped_model_without_a_name_are_those_of_the_only_model(t
     torch.save({prefix + key: value for key, value in model.state_dict().items()}, tmp_path / "a.pt")
     checkpoint.load(tmp_path / "a.pt", {"model": other})
     assert all(torch.equal(other.state_dict()[key], value) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("state", [{}, {"scale": 3}])
+def test_an_empty_dict_which_dcp_does_not_store_is_no_missing_one(tmp_path, state):
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    saved = {"x": torch.ones(2), "extra": dict(state), "scaler": scaler.state_dict(), "deep": {"none": {}, "n": 1}}
+    dcp.save(saved, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    app = {"x": torch.zeros(2), "extra": {}, "scaler": scaler, "deep": {"none": {}, "n": 0}}
+    if state:
+        with pytest.raises(MismatchError, match="extra"):
+            checkpoint.load(tmp_path / "dcp", app)
+        return
+    checkpoint.load(tmp_path / "dcp", app)
+    assert app["x"].all() and app["deep"] == {"none": {}, "n": 1} and app["extra"] == {}
+    with pytest.raises(MismatchError, match=r"more\.a: found nothing"):
+        checkpoint.load(tmp_path / "dcp", app | {"more": {"a": 1}})

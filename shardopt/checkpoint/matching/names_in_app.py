@@ -32,8 +32,19 @@ def names_in_app(
     """
     manifest = contents(reader, skip)
     if reader.source.is_foreign or has_numbers(manifest):
-        return foreign_under_names_of(manifest, flat, select, rename, reader.read)
+        names = foreign_under_names_of(manifest, flat, select, rename, reader.read)
+        return names if reader.source.keeps_empty_dicts else _with_empty_dicts(names, flat)
     return under_names_of(manifest, flat, select, rename)
+
+
+def _with_empty_dicts(names: Names, flat: FlatState) -> Names:
+    """Adds the dicts of an app that have nothing in them, and of which nothing is stored."""
+    manifest = names.manifest
+    empty = {key for key, leaf in flat.leaves.items() if type(leaf.value) is dict and not leaf.value}
+    stored = (*manifest.tensors, *manifest.values, *manifest.per_rank) if empty else ()
+    empty -= {key for key in empty if any(each == key or each.startswith(f"{key}.") for each in stored)}
+    values = {key: (flat.leaves[key].path, {}) for key in sorted(empty & names.chosen)}
+    return replace(names, manifest=replace(manifest, values={**manifest.values, **values})) if values else names
 
 
 def contents(reader: CheckpointReader, skip: str | None) -> Manifest:
