@@ -538,3 +538,21 @@ def test_an_empty_dict_which_dcp_does_not_store_is_no_missing_one(tmp_path, stat
     assert app["x"].all() and app["deep"] == {"none": {}, "n": 1} and app["extra"] == {}
     with pytest.raises(MismatchError, match=r"more\.a: found nothing"):
         checkpoint.load(tmp_path / "dcp", app | {"more": {"a": 1}})
+
+
+def test_an_optimizer_of_torch_is_not_given_groups_by_name(tmp_path):
+    model, other = make_model(), make_model(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, optimizer)
+    save_nested(tmp_path / "d", model, optimizer)
+    before = other[0].weight.detach().clone()
+    app = {"model": other, "optim": torch.optim.SGD(other.parameters(), lr=0.2)}
+    with pytest.raises(MismatchError, match=r"optim: found nothing"):
+        checkpoint.load(tmp_path / "d", app, skip="^(step|cfg)")
+    assert torch.equal(other[0].weight, before)
+
+
+def test_a_dict_does_not_become_a_list(tmp_path):
+    dcp.save({"x": torch.ones(2), "sizes": {"a": 1}}, checkpoint_id=tmp_path / "d", no_dist=True)
+    with pytest.raises(MismatchError, match=r"sizes: found nothing"):
+        checkpoint.load(tmp_path / "d", {"x": torch.zeros(2), "sizes": [3]})

@@ -24,7 +24,13 @@ from torch import Tensor
 from torch.nn import Module
 
 from shardopt.checkpoint.format.manifest import Manifest, StoredTensors
-from shardopt.checkpoint.matching.renaming import Names, name_by_rules, names_by_rules, refuse_collisions, under_names_of
+from shardopt.checkpoint.matching.renaming import (
+    Names,
+    name_by_rules,
+    names_by_rules,
+    refuse_collisions,
+    under_names_of,
+)
 from shardopt.errors import MismatchError, Problem
 from shardopt.names import names_under_wrappers
 from shardopt.param_groups import PARAM_GROUPS, PARAMS, Groups
