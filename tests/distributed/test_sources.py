@@ -7,6 +7,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardopt
@@ -88,6 +89,24 @@ def test_any_ranks_and_placements(tmp_path, writers, style):
             for other in STYLES:
                 for losses in run_ranks(readers, go_on, path, other):
                     assert losses == pytest.approx(expected, abs=1e-12), (readers, other)
+
+
+def save_as_hugging_face(path):
+    mesh = init_device_mesh("cpu", (2,))
+    rows = distribute_tensor(torch.arange(21.0).view(7, 3), mesh, [Shard(0)])
+    both = distribute_tensor(torch.arange(4.0), mesh, [Replicate()])
+    writer = dcp.HuggingFaceStorageWriter(path=path, save_distributed=True)
+    dcp.save({"rows": rows, "both": both}, storage_writer=writer)
+
+
+def test_files_of_several_ranks_in_the_layout_of_hugging_face(tmp_path):
+    run_ranks(2, save_as_hugging_face, str(tmp_path))
+    app = {"rows": torch.zeros(7, 3), "both": torch.zeros(4)}
+    checkpoint.load(tmp_path, app)
+    assert torch.equal(app["rows"], torch.arange(21.0).view(7, 3)) and torch.equal(app["both"], torch.arange(4.0))
+    (tmp_path / "shard-00001-model-00001-of-00001.safetensors").unlink()
+    with pytest.raises(CorruptionError, match="rows"):
+        checkpoint.load(tmp_path, app)
 
 
 def load_damaged(path):

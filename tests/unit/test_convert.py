@@ -503,3 +503,16 @@ def test_archives_beyond_4_gib(tmp_path):
         for chunk in whole.body(take):
             file.write(chunk)
     assert torch.load(state, weights_only=True, mmap=True).shape == (large,)
+
+
+@pytest.mark.parametrize("to", ["dcp", "huggingface"])
+def test_a_directory_that_is_a_checkpoint_of_another_format_is_taken(tmp_path, to):
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.save({"x": torch.ones(2)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    checkpoint.save(tmp_path / "own", {"x": torch.ones(2)})
+    for path in (tmp_path / "dcp", tmp_path / "own"):
+        before = sorted(path.iterdir())
+        with pytest.raises(CheckpointExistsError, match="is taken"):
+            checkpoint.convert(tmp_path / "own", path, to, check=True)
+        assert sorted(path.iterdir()) == before
+    checkpoint.convert(tmp_path / "own", tmp_path / "own" / "model.pt", "torch", check=True)

@@ -125,8 +125,10 @@ def test_one_group_by_number_takes_the_order_of_the_model(tmp_path):
 
     backwards = dict(reversed(dict(other.named_parameters()).items()))
     app = {"optim": shardopt.keyed("sgd", backwards, lr=0.1, momentum=0.9), "model": other}
-    with pytest.raises(MismatchError, match=r"parameter 0, which is 2\.bias in .* groups and 0\.weight in"):
-        checkpoint.load(tmp_path / "a.pt", app, init_state=True)
+    averaged = app | {"average": make_model(2)}  # which has the same names
+    for each in (app, averaged):
+        with pytest.raises(MismatchError, match=r"parameter 0, which is 2\.bias in .* groups and 0\.weight in"):
+            checkpoint.load(tmp_path / "a.pt", each, init_state=True)
 
 
 @pytest.mark.parametrize("save", KINDS)
@@ -215,6 +217,17 @@ def test_hugging_face_with_an_index(tmp_path):
     (tmp_path / "model.safetensors.index.json").unlink()
     with pytest.raises(CorruptionError, match=r"model-00002-of-00002.safetensors: found no such file"):
         checkpoint.open(tmp_path)
+
+
+@pytest.mark.parametrize(("other", "key"), [("model.fp16", "w"), ("adapter_model", "lora_A.weight")])
+def test_several_files_of_hugging_face_that_do_not_belong_together(tmp_path, other, key):
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    save_file({key: torch.zeros(2)}, tmp_path / f"{other}.safetensors")
+    with pytest.raises(FormatError, match="several sets of files"):
+        checkpoint.open(tmp_path)
+    app = {"w": torch.zeros(2)}
+    checkpoint.load(tmp_path / "model.safetensors", app)
+    assert app["w"].all()
 
 
 def test_weights_without_a_name_are_those_of_the_only_model(tmp_path):
@@ -454,3 +467,92 @@ def test_rules_rearrange_what_is_converted(tmp_path):
     checkpoint.convert(tmp_path / "out", tmp_path / "again", to="huggingface", rearrange=[rule.inverse()])
     with checkpoint.open(tmp_path / "again") as reader:
         assert all(torch.equal(reader.read(key), value) for key, value in qkv.items())
+
+
+def test_numbers_of_parameters_that_are_called_by_numbers(tmp_path):
+    def make():
+        return torch.nn.ParameterList([torch.nn.Parameter(torch.ones(2)) for _ in range(3)])
+
+    model, other = make(), make()
+    optimizer = torch.optim.SGD([{"params": [model[2]]}, {"params": [model[0], model[1]]}], lr=0.1, momentum=0.9)
+    for i, parameter in enumerate(model):
+        parameter.grad = torch.full((2,), float(i))
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, tmp_path / "a.pt")
+    groups = [{"match": "^2$"}, {"match": "^[01]$"}]
+    keyed = shardopt.keyed("sgd", dict(other.named_parameters()), lr=0.1, momentum=0.9, groups=groups)
+    checkpoint.load(tmp_path / "a.pt", {"model": other, "optim": keyed}, init_state=True)
+    assert [keyed.state[parameter]["momentum_buffer"][0].item() for parameter in other] == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("with_tensor", [False, True])
+def test_names_that_groups_tell_are_renamed_as_state_is(tmp_path, trained, with_tensor):
+    model, optimizer = trained
+    state = copy.deepcopy(optimizer.state_dict())
+    for group, kind in zip(state["param_groups"], ("weight", "bias"), strict=True):
+        group["param_names"] = [f"module.{i}.{kind}" for i in range(3)]
+        group["lr"] = torch.tensor(0.1) if with_tensor else 0.1
+    torch.save({"net": model.state_dict(), "opt": state}, tmp_path / "a.pt")
+    inner, outer = make_model(4), torch.nn.Module()
+    outer.layers = inner
+    groups = [{"match": r"weight$"}, {"match": r"bias$"}]
+    keyed = shardopt.keyed("adamw", dict(outer.named_parameters()), lr=0.1, groups=groups)
+    rename = {r"^net\.": "model.layers.", r"^opt\.state\.module\.": "optim.state.layers.", r"^opt\.": "optim."}
+    checkpoint.load(tmp_path / "a.pt", {"model": outer, "optim": keyed}, rename=rename, init_state=True)
+    for mine, other in zip(inner.parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine, other)
+        assert torch.equal(keyed.state[mine]["exp_avg"], optimizer.state[other]["exp_avg"])
+    assert [group["weight_decay"] for group in keyed.param_groups[:2]] == [0.01, 0.0]
+
+
+def test_names_that_groups_tell_may_have_those_of_wrappers_in_them(tmp_path, trained):
+    save_file_with_names(tmp_path / "a.pt", *trained)
+    state = torch.load(tmp_path / "a.pt")
+    for group in state["optim"]["param_groups"]:
+        group["param_names"] = [f"module.{name}" for name in group["param_names"]]
+    torch.save(state, tmp_path / "a.pt")
+    _, optimizer, app = make_app()
+    checkpoint.load(tmp_path / "a.pt", app, init_state=True)
+    assert len(optimizer.state) == 6
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
+def test_weights_of_a_wrapped_model_without_a_name_are_those_of_the_only_model(tmp_path, prefix):
+    model, other = make_model(), make_model(1)
+    torch.save({prefix + key: value for key, value in model.state_dict().items()}, tmp_path / "a.pt")
+    checkpoint.load(tmp_path / "a.pt", {"model": other})
+    assert all(torch.equal(other.state_dict()[key], value) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("state", [{}, {"scale": 3}])
+def test_an_empty_dict_which_dcp_does_not_store_is_no_missing_one(tmp_path, state):
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    saved = {"x": torch.ones(2), "extra": dict(state), "scaler": scaler.state_dict(), "deep": {"none": {}, "n": 1}}
+    dcp.save(saved, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    app = {"x": torch.zeros(2), "extra": {}, "scaler": scaler, "deep": {"none": {}, "n": 0}}
+    if state:
+        with pytest.raises(MismatchError, match="extra"):
+            checkpoint.load(tmp_path / "dcp", app)
+        return
+    checkpoint.load(tmp_path / "dcp", app)
+    assert app["x"].all() and app["deep"] == {"none": {}, "n": 1} and app["extra"] == {}
+    with pytest.raises(MismatchError, match=r"more\.a: found nothing"):
+        checkpoint.load(tmp_path / "dcp", app | {"more": {"a": 1}})
+
+
+def test_an_optimizer_of_torch_is_not_given_groups_by_name(tmp_path):
+    model, other = make_model(), make_model(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, optimizer)
+    save_nested(tmp_path / "d", model, optimizer)
+    before = other[0].weight.detach().clone()
+    app = {"model": other, "optim": torch.optim.SGD(other.parameters(), lr=0.2)}
+    with pytest.raises(MismatchError, match=r"optim: found nothing"):
+        checkpoint.load(tmp_path / "d", app, skip="^(step|cfg)")
+    assert torch.equal(other[0].weight, before)
+
+
+def test_a_dict_does_not_become_a_list(tmp_path):
+    dcp.save({"x": torch.ones(2), "sizes": {"a": 1}}, checkpoint_id=tmp_path / "d", no_dist=True)
+    with pytest.raises(MismatchError, match=r"sizes: found nothing"):
+        checkpoint.load(tmp_path / "d", {"x": torch.zeros(2), "sizes": [3]})

@@ -15,7 +15,8 @@ from shardopt.checkpoint.convert.out_files import (
     files_of_earlier,
     receipt_name,
 )
-from shardopt.checkpoint.format.constants import JOURNAL_NAME
+from shardopt.checkpoint.format.constants import JOURNAL_NAME, MANIFEST_NAME
+from shardopt.checkpoint.sources.dcp import METADATA_NAME
 from shardopt.checkpoint.storage import Storage, is_temporary
 from shardopt.errors import CheckpointExistsError, Problem
 
@@ -47,6 +48,9 @@ class OutPlan(ABC):
         commits: names of the files of which one makes it a checkpoint.
     """
 
+    not_beside: tuple[str, ...] = (MANIFEST_NAME, METADATA_NAME)
+    """What makes a directory a checkpoint of another format, which would be the one that is opened, and checked."""
+
     def __init__(self, storage: Storage, choice: Choice, files: Sequence[OutFile], commits: Sequence[str]) -> None:
         self.storage, self.choice, self.files, self.commits = storage, choice, files, commits
 
@@ -70,7 +74,7 @@ class OutPlan(ABC):
     def refuse_taken(self) -> None:
         """Raises CheckpointExistsError where there is a checkpoint, or a file that no conversion was to write."""
         earlier = set(files_of_earlier(self.storage))
-        for name in [*self.commits, *(file.name for file in self.files if file.name not in earlier)]:
+        for name in [*self.not_beside, *self.commits, *(file.name for file in self.files if file.name not in earlier)]:
             if self.storage.exists(name):
                 self.refuse(name)
 

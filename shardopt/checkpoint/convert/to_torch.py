@@ -42,6 +42,8 @@ def plan_torch(choice: Choice, dst: str, durable: bool, options: OutOptions) -> 
 class TorchPlan(OutPlan):
     """A file, which is whole as soon as it has its name."""
 
+    not_beside = ()  # it is opened by its own path
+
     @property
     def url(self) -> str:
         return f"{self.storage.url}/{self.commits[0]}"

@@ -24,8 +24,15 @@ from torch import Tensor
 from torch.nn import Module
 
 from shardopt.checkpoint.format.manifest import Manifest, StoredTensors
-from shardopt.checkpoint.matching.renaming import Names, names_by_rules, refuse_collisions, under_names_of
+from shardopt.checkpoint.matching.renaming import (
+    Names,
+    name_by_rules,
+    names_by_rules,
+    refuse_collisions,
+    under_names_of,
+)
 from shardopt.errors import MismatchError, Problem
+from shardopt.names import names_under_wrappers
 from shardopt.param_groups import PARAM_GROUPS, PARAMS, Groups
 from shardopt.state import FlatState, Handback, Index, Path, join
 
@@ -58,10 +65,12 @@ class _Stored:
         """Removes a value, or a tensor that is to become one, and returns it."""
         return self.values.pop(key) if key in self.values else self.read(self.tensors.pop(key))
 
-    def move(self, key: str, new: str) -> None:
-        """Gives a tensor or value another key."""
-        entries: dict[str, Any] = self.tensors if key in self.tensors else self.values
-        entries[new] = entries.pop(key)
+    def move(self, new_keys: Mapping[str, str]) -> None:
+        """Gives tensors and values other keys, all at once: one may get the key that another has had."""
+        sections: tuple[dict[str, Any], ...] = self.tensors, self.values
+        for entries in sections:
+            moved = {new: entries.pop(key) for key, new in new_keys.items() if key in entries}
+            entries.update(moved)
 
 
 def foreign_under_names_of(
@@ -74,7 +83,10 @@ def foreign_under_names_of(
     Raises:
         MismatchError: two stored keys get one name; or parameters have numbers, and it is not clear which are meant.
     """
-    new_key = names_by_rules(manifest, rename or {}, [each.path for each in flat.handbacks if each.groups is not None])
+    optimizers = [each.path for each in flat.handbacks if each.groups is not None]
+    new_key = names_by_rules(manifest, rename or {}, optimizers)
+    if rename:
+        manifest = _with_names_by_rules(manifest, rename, optimizers)
     prefix = _prefix_of_only_module([new_key[key] for key in manifest.tensors], flat)
     named = {key: prefix + new for key, new in new_key.items()}
     refuse_collisions(named.items())
@@ -105,13 +117,36 @@ def foreign_under_names_of(
     return replace(names, renamed={key: old for key, old in old_key.items() if key != old})
 
 
+def _with_names_by_rules(manifest: Manifest, rename: Mapping[str, str], roots: Sequence[Path]) -> Manifest:
+    """Renames the parameters that groups by number tell the names of."""
+    values = {}
+    for key, (path, value) in manifest.values.items():
+        at = path.index(PARAM_GROUPS) if PARAM_GROUPS in path else len(path)
+
+        def renamed(names: Any, root: Path = path[:at]) -> Any:
+            return [name_by_rules(name, root, rename, roots) for name in names]
+
+        if path[at + 2 :] == (_NAMES_OF_TORCH,) and isinstance(value, list):
+            value = renamed(value)
+        elif len(path) == at + 1 and isinstance(value, list):
+            value = [
+                {**group, _NAMES_OF_TORCH: renamed(group[_NAMES_OF_TORCH])}
+                if isinstance(group, dict) and isinstance(group.get(_NAMES_OF_TORCH), list)
+                else group
+                for group in value
+            ]
+        values[key] = path, value
+    return replace(manifest, values=values)
+
+
 def _prefix_of_only_module(keys: Collection[str], flat: FlatState) -> str:
     """Returns what keys lack to be those of the app's only module; nothing where some are the app's as they are."""
     modules = [join(each.path) for each in flat.handbacks if isinstance(each.target, Module)]
     if len(modules) != 1 or any(key in flat.leaves for key in keys):
         return ""
     prefix = f"{modules[0]}."
-    return prefix if any(prefix + key in flat.leaves for key in keys) else ""
+    own = {key.removeprefix(prefix) for key in flat.leaves if key.startswith(prefix)}
+    return prefix if any(key in own for key in keys) or names_under_wrappers(keys, own) else ""
 
 
 def _tail(path: Path, new_key: str) -> Path:
@@ -177,10 +212,13 @@ def _name_parameters(handback: Handback, flat: FlatState, stored: _Stored) -> No
         for member in group[PARAMS]:
             stored.values[f"{section}.{names.get(member, member)}"] = own
     _join_options(section, known, stored)
+    new_keys = {}
     for key in stored.below(f"{root}.{_STATE}"):
         number, _, entry = key.removeprefix(f"{root}.{_STATE}.").partition(".")
-        if number.isdecimal() and number not in known and int(number) in names:
-            stored.move(key, f"{root}.{_STATE}.{names[int(number)]}.{entry}")
+        # Where groups have numbers, so has the state: also where parameters are called "0" and "1" here.
+        if number.isdecimal() and int(number) in names:
+            new_keys[key] = f"{root}.{_STATE}.{names[int(number)]}.{entry}"
+    stored.move(new_keys)
 
 
 def _take_groups(section: str, stored: _Stored) -> list[dict[str, Any]]:
@@ -236,13 +274,16 @@ def _names_of_numbers(stored: Sequence[Mapping[str, Any]], handback: Handback, f
     if not all(type(number) is int for number in numbers):
         return {}
     if all(len(group.get(_NAMES_OF_TORCH) or ()) == len(group[PARAMS]) for group in stored):
-        return dict(zip(numbers, (name for group in stored for name in group[_NAMES_OF_TORCH]), strict=True))
+        names = [name for group in stored for name in group[_NAMES_OF_TORCH]]
+        plain = names_under_wrappers(names, frozenset(_names_in(handback.groups)))
+        return dict(zip(numbers, (plain.get(name, name) for name in names), strict=True))
     orders = []
     own = [group for group in _own_order(handback.target) if group]
     if [len(group[PARAMS]) for group in stored if group[PARAMS]] == [len(group) for group in own]:
         orders.append(dict(zip(numbers, chain.from_iterable(own), strict=True)))
     known = frozenset(_names_in(handback.groups))
-    ordered = [name for name in _names_of_modules(flat) if name in known]
+    # An average of the model has the same names: once is enough.
+    ordered = [name for name in dict.fromkeys(_names_of_modules(flat)) if name in known]
     if len(stored) == 1 and len(ordered) == len(numbers):
         orders.append(dict(zip(sorted(numbers), ordered, strict=True)))
     if len(orders) == 2 and orders[0] != orders[1]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardopt.checkpoint.format.shared_values import Values
-from shardopt.state import FlatState, Path, nest
+from shardopt.state import FlatState, Path, is_below, nest
 
 
 def at_granularity_of(flat: FlatState, values: Values) -> Values:
@@ -19,7 +19,8 @@ def at_granularity_of(flat: FlatState, values: Values) -> Values:
 
     Only where nothing is stored under the container's own key, and it is not empty: an empty one may be that of a rank
     which has nothing of what others have there. An empty container within one of which other parts are stored stays
-    as the app has it, for it has no parts that could be.
+    as the app has it, for it has no parts that could be. Nor are entries by name put together for a list, or elements
+    of a list for a dict: these are differences, as any.
     """
     whole = {
         leaf.path: key
@@ -38,8 +39,23 @@ def at_granularity_of(flat: FlatState, values: Values) -> Values:
             parts[whole[path[:at]]][path[at:]] = value
             del left[key]
     for key, within in parts.items():
-        left[key] = flat.leaves[key].path, _like(flat.leaves[key].value, nest(within))
+        here, nested = flat.leaves[key], nest(within)
+        if _is_of_kinds(here.value, nested):
+            left[key] = here.path, _like(here.value, nested)
+        else:
+            left |= {name: each for name, each in values.items() if name not in left and is_below(each[0], here.path)}
     return left
+
+
+def _is_of_kinds(here: Any, stored: Any) -> bool:
+    """Whether nested parts are lists and dicts where the app has such; what is empty there may become either."""
+    if not here or not isinstance(here, Mapping | list) or not isinstance(stored, dict | list):
+        return True
+    if isinstance(here, list) or isinstance(stored, list):
+        both = isinstance(here, list) and isinstance(stored, list)
+        return both and all(map(_is_of_kinds, here, stored))
+    named = {str(name): each for name, each in here.items()}
+    return all(_is_of_kinds(named.get(str(name)), each) for name, each in stored.items())
 
 
 def _like(here: Any, stored: Any) -> Any:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from shardopt.checkpoint.format.manifest import Manifest, StoredTensors
 from shardopt.checkpoint.matching.foreign import foreign_under_names_of, has_numbers
 from shardopt.checkpoint.matching.renaming import Names, under_names_of
 from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.errors import FormatError, Problem
-from shardopt.state import FlatState
+from shardopt.state import FlatState, Path
 
 
 def names_in_app(
@@ -32,8 +33,19 @@ def names_in_app(
     """
     manifest = contents(reader, skip)
     if reader.source.is_foreign or has_numbers(manifest):
-        return foreign_under_names_of(manifest, flat, select, rename, reader.read)
+        names = foreign_under_names_of(manifest, flat, select, rename, reader.read)
+        return names if reader.source.keeps_empty_dicts else _with_empty_dicts(names, flat)
     return under_names_of(manifest, flat, select, rename)
+
+
+def _with_empty_dicts(names: Names, flat: FlatState) -> Names:
+    """Adds the dicts of an app that have nothing in them, and of which nothing is stored."""
+    manifest = names.manifest
+    empty = {key for key, leaf in flat.leaves.items() if type(leaf.value) is dict and not leaf.value}
+    stored = (*manifest.tensors, *manifest.values, *manifest.per_rank) if empty else ()
+    empty -= {key for key in empty if any(each == key or each.startswith(f"{key}.") for each in stored)}
+    values: dict[str, tuple[Path, Any]] = {key: (flat.leaves[key].path, {}) for key in sorted(empty & names.chosen)}
+    return replace(names, manifest=replace(manifest, values={**manifest.values, **values})) if values else names
 
 
 def contents(reader: CheckpointReader, skip: str | None) -> Manifest:

@@ -120,6 +120,19 @@ def names_by_rules(manifest: Manifest, rename: Mapping[str, str], roots: Collect
     return new_key
 
 
+def name_by_rules(name: str, root: Path, rename: Mapping[str, str], roots: Collection[Path]) -> str:
+    """Returns the new name of a parameter, as the rules make it of the keys of its state.
+
+    Args:
+        root: the stored path of its optimizer.
+        roots: the paths of optimizers under the new names.
+    """
+    options = (*root, PARAM_GROUPS, name)
+    new_key = _renamed_options(join(options), options, roots, renamer(rename))
+    before = next((at for each in roots if new_key.startswith(at := f"{join((*each, PARAM_GROUPS))}.")), None)
+    return name if before is None else new_key.removeprefix(before)
+
+
 def _renamed_options(key: str, path: Path, roots: Collection[Path], renamed: Rename) -> str:
     """Returns the new key of a plain value: of the options of a parameter, the one that goes with its state's."""
     if len(path) < 2 or path[-2] != PARAM_GROUPS:

@@ -56,6 +56,7 @@ class DcpSource(Source):
     """
 
     format_name = "torch.distributed.checkpoint"
+    keeps_empty_dicts = False
 
     def __init__(self, storage: Storage) -> None:
         super().__init__(storage)

@@ -4,7 +4,10 @@
     model-00001-of-00002.safetensors, …                     and
     model.safetensors.index.json                            {"weight_map": {key: file}}
 
-torch's own writer of this layout cuts tensors into boxes: then the notes in each file say where its boxes begin.
+torch's own writer of this layout cuts tensors into boxes: then the notes in each file say where its boxes begin. Where
+several ranks write, each has files of its own, with boxes of any tensors, and there is no index:
+
+    shard-00001-model-00001-of-00001.safetensors, shard-00002-model-00001-of-00001.safetensors, …
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ from shardopt.errors import CheckpointNotFoundError, FormatError, Problem
 from shardopt.sharding.box import Box, whole
 
 _INDEX_SUFFIX = ".safetensors.index.json"
+_OF_RANK = re.compile(r"shard-\d{5}-(?P<stem>.+)-\d{5}-of-(?P<of>\d{5})\.safetensors", re.ASCII)
 _NUMBERED = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<of>\d{5})\.safetensors", re.ASCII)
 _NAMES = {dtype.safetensors: dtype for dtype in DTYPES.values() if dtype.safetensors} | {
     "F8_E8M0": DTYPES["float8_e8m0fnu"],
@@ -141,8 +145,11 @@ def safetensors_files(storage: Storage, names: Sequence[str]) -> dict[str, list[
         remedy = "give another path, or call convert again: it goes on"
         problem = Problem(storage.url, "a conversion that was not finished", "a whole checkpoint", remedy)
         raise CheckpointNotFoundError("there is no checkpoint", [problem])
+    of_ranks = [*map(_OF_RANK.fullmatch, files)]
+    if all(of_ranks) and len({(found["stem"], found["of"]) for found in of_ranks if found}) == 1:
+        return dict.fromkeys(files)  # a rank without a box has no file, so that numbers may be missing
     sets = {(found["stem"], found["of"]) for found in map(_NUMBERED.fullmatch, files) if found}
-    if len(sets) > 1 or (sets and not all(map(_NUMBERED.fullmatch, files))):
+    if len(sets) > 1 or (len(files) > 1 and not all(map(_NUMBERED.fullmatch, files))):
         raise ambiguous(storage, f"several sets of files ({', '.join(files[:4])})")
     for stem, of in sets:
         wanted = [f"{stem}-{number:05d}-of-{of}{DATA_SUFFIX}" for number in range(1, int(of) + 1)]

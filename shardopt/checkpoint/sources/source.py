@@ -34,6 +34,8 @@ class Source(ABC):
     manifest: Manifest
     is_foreign = True
     """Whether its keys and plain values are those of another library, and not as ours are."""
+    keeps_empty_dicts = True
+    """Whether a dict without entries is stored. Where it is not, an empty one of an app lacks nothing."""
     unread: Mapping[str, str] = MappingProxyType({})
     """The keys of what is stored in a way that is not known, each with what it is."""
     digest: str
