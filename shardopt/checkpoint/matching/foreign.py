@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from shardopt.checkpoint.format.manifest import Manifest, StoredTensors
+from shardopt.checkpoint.matching.numbers import names_in, names_of_numbers
 from shardopt.checkpoint.matching.renaming import (
     Names,
     name_by_rules,
@@ -31,9 +32,8 @@ from shardopt.checkpoint.matching.renaming import (
     refuse_collisions,
     under_names_of,
 )
-from shardopt.errors import MismatchError, Problem
 from shardopt.names import names_under_wrappers
-from shardopt.param_groups import PARAM_GROUPS, PARAMS, Groups
+from shardopt.param_groups import PARAM_GROUPS, PARAMS
 from shardopt.state import FlatState, Handback, Index, Path, join
 
 _NAMES_OF_TORCH = "param_names"
@@ -99,7 +99,7 @@ def foreign_under_names_of(
         if handback.groups is not None:
             _name_parameters(handback, flat, stored)
     values = dict(chain.from_iterable(_divided(key, value, flat) for key, value in stored.values.items()))
-    roots = {join(each.path): (each.path, frozenset(_names_in(each.groups))) for each in flat.handbacks}
+    roots = {join(each.path): (each.path, frozenset(names_in(each.groups))) for each in flat.handbacks}
     paths = {named[key]: _tail(path, named[key]) for key, (path, _) in manifest.values.items()}
     adapted = replace(
         manifest,
@@ -193,21 +193,17 @@ def _owner(key: str, names: Collection[str]) -> tuple[str, str]:
     return (name, key[len(name) + 1 :]) if name else ("", "")
 
 
-def _names_in(groups: Groups | None) -> list[str]:
-    return [] if groups is None else [name for group in groups for name in group[PARAMS]]
-
-
 def _name_parameters(handback: Handback, flat: FlatState, stored: _Stored) -> None:
     """Puts the groups and the state of an optimizer under the names of its parameters."""
     root = join(handback.path)
     section = f"{root}.{PARAM_GROUPS}"
-    known = frozenset(_names_in(handback.groups))
+    known = frozenset(names_in(handback.groups))
     stored_groups = _take_groups(section, stored)
     options = [
         {name: value for name, value in group.items() if name not in (PARAMS, _NAMES_OF_TORCH)}
         for group in stored_groups
     ]
-    names = _names_of_numbers(stored_groups, handback, flat)
+    names = names_of_numbers(stored_groups, handback, flat)
     for group, own in zip(stored_groups, options, strict=True):
         for member in group[PARAMS]:
             stored.values[f"{section}.{names.get(member, member)}"] = own
@@ -262,53 +258,6 @@ def _join_options(section: str, known: Collection[str], stored: _Stored) -> None
     for name, keys in options.items():
         own = _taken(keys, stored)
         stored.values[f"{section}.{name}"] = equal.setdefault(repr(sorted(own.items())), own)
-
-
-def _names_of_numbers(stored: Sequence[Mapping[str, Any]], handback: Handback, flat: FlatState) -> dict[Any, str]:
-    """Returns the name of each parameter that stored groups have by its number; empty where they have names.
-
-    Raises:
-        MismatchError: the order of the parameters is not clear.
-    """
-    numbers = [number for group in stored for number in group[PARAMS]]
-    if not all(type(number) is int for number in numbers):
-        return {}
-    if all(len(group.get(_NAMES_OF_TORCH) or ()) == len(group[PARAMS]) for group in stored):
-        names = [name for group in stored for name in group[_NAMES_OF_TORCH]]
-        plain = names_under_wrappers(names, frozenset(_names_in(handback.groups)))
-        return dict(zip(numbers, (plain.get(name, name) for name in names), strict=True))
-    orders = []
-    own = [group for group in _own_order(handback.target) if group]
-    if [len(group[PARAMS]) for group in stored if group[PARAMS]] == [len(group) for group in own]:
-        orders.append(dict(zip(numbers, chain.from_iterable(own), strict=True)))
-    known = frozenset(_names_in(handback.groups))
-    # An average of the model has the same names: once is enough.
-    ordered = [name for name in dict.fromkeys(_names_of_modules(flat)) if name in known]
-    if len(stored) == 1 and len(ordered) == len(numbers):
-        orders.append(dict(zip(sorted(numbers), ordered, strict=True)))
-    if len(orders) == 2 and orders[0] != orders[1]:
-        number, name = next((number, name) for number, name in orders[0].items() if orders[1][number] != name)
-        found = f"parameter {number}, which is {name} in the order of the groups and {orders[1][number]} in the model's"
-        remedy = "save it with names (param_names), or give the groups in the order in which it was saved"
-        raise MismatchError("numbers of parameters", [Problem(join(handback.path), found, "one meaning", remedy)])
-    return orders[0] if orders else {}
-
-
-def _own_order(optimizer: Any) -> Iterator[list[str]]:
-    """Yields the names of the parameters in each group of an optimizer, in their order there."""
-    parameters = getattr(optimizer, "params", None)
-    if not isinstance(parameters, Mapping):
-        return
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    for group in optimizer.param_groups:
-        yield [names[id(parameter)] for parameter in group[PARAMS] if id(parameter) in names]
-
-
-def _names_of_modules(flat: FlatState) -> Iterator[str]:
-    """Yields the names of the parameters of the app's modules in their order."""
-    for handback in flat.handbacks:
-        if isinstance(handback.target, Module):
-            yield from (handback.plain_names.get(name, name) for name, _ in handback.target.named_parameters())
 
 
 def _divided(key: str, value: Any, flat: FlatState) -> Iterator[tuple[str, Any]]:
