@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -74,6 +74,71 @@ def check(tmp_path, writers, style, readers, other, flattened=False):
 @pytest.mark.parametrize(("writers", "style", "readers", "other"), PAIRS)
 def test_a_run_goes_on_from_dcp(tmp_path, writers, style, readers, other):
     check(tmp_path, writers, style, readers, other, flattened=style == "tp")
+
+
+def as_stages(path, saved):
+    """Each rank has some layers of the run, under the names that they have in the whole model, and saves them."""
+    full = make_model("plain", 1)
+    layers = {0: ("0",), 1: ("2", "3")}[dist.get_rank()]
+    stage = torch.nn.ModuleDict({name: full[int(name)] for name in layers})
+    optimizer = shardopt.keyed("adamw", stage.named_parameters(), lr=0.9)
+    app = {"model": stage, "optim": optimizer, "step": 0}
+    checkpoint.load(path, app, init_state=True)
+    with checkpoint.open(path) as reader:
+        for name, parameter in stage.named_parameters():
+            assert torch.equal(parameter, reader.read(f"model.{name}"))
+            assert torch.equal(
+                optimizer.state_dict()["state"][name]["exp_avg"], reader.read(f"optim.state.{name}.exp_avg")
+            )
+    checkpoint.save(saved, app)
+
+
+def test_stages_of_a_pipeline_take_what_is_theirs_and_give_it_back(tmp_path):
+    path, saved = str(tmp_path / "dcp"), str(tmp_path / "stages")
+    _, expected = run_ranks(2, save, path, "fsdp", False)[0]
+    run_ranks(2, as_stages, path, saved)
+    for losses in run_ranks(2, go_on, saved, "tp"):
+        assert losses == pytest.approx(expected, abs=1e-12)
+
+
+def save_keyed(path, style):
+    model = make_model(style, 0)
+    optimizer = shardopt.keyed("adamw", dict(model.named_parameters()), lr=0.05)
+    train(model, optimizer, 0, 3)
+    checkpoint.save(path, {"model": model, "optim": optimizer, "step": 3})
+    return train(model, optimizer, 3, 3)
+
+
+def go_on_in_torch(path, style):
+    model = make_model(style, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.9)
+    weights, state = get_state_dict(model, optimizer)
+    app = {"model": weights, "optim": state, "step": 0}
+    dcp.load(app, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=app["model"], optim_state_dict=app["optim"])
+    return train(model, optimizer, app["step"], 3)
+
+
+def check_the_way_back(tmp_path, writers, style, others):
+    path = tmp_path / f"{writers}{style}"
+    expected = run_ranks(writers, save_keyed, str(path), style)[0]
+    checkpoint.convert(path, f"{path}-dcp", to="dcp", check=True)
+    for readers, other in others:
+        for losses in run_ranks(readers, go_on_in_torch, f"{path}-dcp", other):
+            assert losses == pytest.approx(expected, abs=1e-12), (readers, other)
+
+
+def test_a_run_of_ours_goes_on_in_torch(tmp_path):
+    check_the_way_back(tmp_path, 2, "fsdp", [(3, "fsdp")])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("style", STYLES)
+def test_any_run_of_ours_goes_on_in_torch(tmp_path, style):
+    for writers in (1, 2, 3, 4):
+        others = [(readers, other) for readers in (1, 2, 3, 4) for other in STYLES]
+        check_the_way_back(tmp_path, writers, style, others)
 
 
 @pytest.mark.exhaustive
