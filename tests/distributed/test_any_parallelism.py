@@ -158,6 +158,7 @@ def pipeline_path(tmp_path_factory):
     return str(made)
 
 
+@pytest.mark.exhaustive
 def test_losses_go_on_where_gradients_are_summed(pipeline_path):
     """Forward and backward through stages, and losses and gradients added up over ranks."""
     first, second = Split(stages=2, shards=2), Split(experts=2, shards=2, style="tp")

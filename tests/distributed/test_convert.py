@@ -68,6 +68,7 @@ def is_checkpoint(path, to):
     return (path if to == "torch" else path / COMMITS[to]).exists()
 
 
+@pytest.mark.exhaustive  # of what ranks share when one was killed, a default test is below
 def test_processes_share_the_files(source, expected, tmp_path):
     def check(to, results):
         digests, written, _, totals = zip(*results, strict=True)

@@ -217,6 +217,7 @@ def test_reshard_writes_what_loads(saved, tmp_path, capsys):
         assert torch.equal(reader.read("model.w"), torch.arange(6.0).view(2, 3))
 
 
+@pytest.mark.exhaustive
 def test_a_terminal_gets_a_progress_bar(saved):
     pytest.importorskip("rich")
     controller, terminal = pty.openpty()

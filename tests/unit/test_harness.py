@@ -374,6 +374,7 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.exhaustive
 def test_no_rank_outlives_its_test(tmp_path):
     program = INTERRUPTED_THEN_KILLED.replace("FOLDER", str(tmp_path))
     (tmp_path / "interrupted").mkdir()
