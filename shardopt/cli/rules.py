@@ -27,6 +27,7 @@ def _parse_best(text: str) -> tuple[str, str, int]:
 
 
 def parse_rename(rename: Sequence[str]) -> dict[str, str]:
+    """Returns regex → replacement of options "PATTERN=INTO", in their order. Raises OptionError."""
     rules: dict[str, str] = {}
     for each in rename:
         pattern, equals, into = each.rpartition("=")  # of a pattern's own there may be some: (?=…)

@@ -16,10 +16,9 @@ from shardopt.checkpoint.commit import remove_checkpoint
 from shardopt.checkpoint.run.manager import Manager
 from shardopt.checkpoint.storage import storage_of
 from shardopt.errors import CheckpointError
-from shardopt.world import using, world
+from shardopt.world import world
 from tests.harness.schedules import orders
-from tests.hostile.test_two_jobs import LOCAL, METHODS, REMOTE, SYSTEM, order_noted
-from tests.support.worlds import RepeatedNames
+from tests.hostile.test_two_jobs import LOCAL, METHODS, REMOTE, SYSTEM, names_that_repeat, order_noted  # noqa: F401  # the second last is a fixture
 
 DECIDING = ["names", "publish_new", "remove"]  # calls that tell of others, or of which others tell
 REQUESTS = ["shardopt.checkpoint.storage.retry:Requests.once"]
@@ -72,13 +71,6 @@ class Root:
                     assert all(torch.equal(reader.read(key), value) for key, value in app(step).items())
                 steps.append(step)
         return steps
-
-
-@pytest.fixture(autouse=True)
-def names_that_repeat():
-    """Orders are run again up to some step: the tasks must then do the same."""
-    with using(RepeatedNames()):
-        yield
 
 
 @pytest.fixture(params=["disk", "memory"])

@@ -131,6 +131,7 @@ def find_written(storage: Storage, file: OutFile, fingerprint: str, progress: Ad
 
 
 def receipt_name(name: str) -> str:
+    """Returns the name of the note that a file is whole, which stands beside it until the conversion is committed."""
     return f".{name}{_RECEIPT_SUFFIX}"
 
 
