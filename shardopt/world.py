@@ -1,7 +1,8 @@
-"""The clock, waiting, threads, random names, the job's store and storage: all that a simulator has to put in its place.
+"""The clock, waiting, threads, random names, sockets, the job's store and storage: what a simulator puts in its place.
 
-Nothing else in the package imports `time`, `threading`, `concurrent.futures`, `random` or `secrets`, or makes a store
-of torch.distributed (a test holds that; it lists the exceptions). Code asks the current world at the moment of use:
+Nothing else in the package imports `time`, `threading`, `concurrent.futures`, `random`, `secrets`, `socket` or
+`selectors`, or makes a store of torch.distributed (a test holds that; it lists the exceptions). Code asks the current
+world at the moment of use:
 
     begin = world().monotonic()
 
@@ -12,6 +13,8 @@ from __future__ import annotations
 
 import random
 import secrets
+import selectors
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -176,6 +179,45 @@ class World:
     def local_store(self) -> Store:
         """Returns a store of this process alone."""
         return HashStore()
+
+    def listen(self, host: str, backlog: int = 1024) -> socket.socket:
+        """Returns a socket that listens at an address of this host, at a free port. It does not block.
+
+        Raises:
+            OSError: this host has no such address, or no descriptor is free.
+        """
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listener.bind((host, 0))
+            listener.listen(backlog)
+            listener.setblocking(False)
+        except BaseException:
+            listener.close()
+            raise
+        return listener
+
+    def connect(self, host: str, port: int, timeout_seconds: float) -> socket.socket:
+        """Returns a socket that is connected to a listener, sends without delay, and does not block from then on.
+
+        Raises:
+            OSError: nobody listens there, or it was not reached in time.
+        """
+        connected = socket.create_connection((host, port), timeout_seconds)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connected.setblocking(False)
+        return connected
+
+    def selector(self) -> selectors.BaseSelector:
+        """Returns what waits for several sockets at once."""
+        return selectors.DefaultSelector()
+
+    def socket_pair(self) -> tuple[socket.socket, socket.socket]:
+        """Returns two sockets, connected with each other, that do not block: one wakes who waits for the other."""
+        pair = socket.socketpair()
+        for end in pair:
+            end.setblocking(False)
+        return pair
 
     def open_storage(self, url: str, durable: bool, opener: Callable[[str, bool], T]) -> T:
         """Opens the storage at a URL, with the opener that the real world has."""

@@ -111,6 +111,7 @@ WORLD_PLACES = {
 WORLD_MODULES = {
     *("time", "datetime", "sched", "threading", "_thread", "queue", "concurrent", "asyncio", "multiprocessing"),
     *("random", "secrets", "uuid", "tempfile"),
+    *("socket", "selectors", "select"),
 }
 WORLD_NAMES = re.compile(r"(.*\.)?(\w*Store|get_group_store|_get_default_store|urandom|getrandom)")
 
@@ -313,6 +314,7 @@ CAUGHT = [
     (world_outside, "checkpoint/save.py", "import os\nos.urandom(6)"),
     (world_outside, "checkpoint/save.py", "from tempfile import mkdtemp"),
     (world_outside, "checkpoint/storage/retry.py", "import random as r"),
+    (world_outside, "ranks/channel.py", "import socket"),
     (world_outside, "checkpoint/reading/fetch.py", "from concurrent.futures import ThreadPoolExecutor"),
     (world_outside, "checkpoint/reading/fetch.py", "import concurrent.futures"),
     (world_outside, "ranks/ranks.py", "from torch.distributed import HashStore"),

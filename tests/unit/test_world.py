@@ -89,6 +89,27 @@ def test_storage_is_what_it_opens(tmp_path):
     assert checkpoint.verify(tmp_path / "somewhere" / "a").ok
 
 
+def test_sockets_wait_for_nobody_but_a_selector():
+    listener = world().listen("127.0.0.1")
+    selector = world().selector()
+    selector.register(listener, 1)
+    one = world().connect(*listener.getsockname(), timeout_seconds=5.0)
+    assert selector.select(5.0)
+    other = listener.accept()[0]
+    other.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        other.recv(1)
+    one.send(b"here")
+    selector.modify(listener, 1)
+    selector.register(other, 1)
+    assert [key.fileobj for key, _ in selector.select(5.0)] == [other]
+    assert other.recv(9) == b"here"
+    one.close()
+    assert selector.select(5.0) and other.recv(9) == b""
+    for each in (listener, other, selector, *world().socket_pair()):
+        each.close()
+
+
 def test_threads_are_those_that_it_makes(tmp_path):
     class Named(World):
         def __init__(self):
