@@ -86,8 +86,10 @@ class Channel:
         try:
             answer = self._decided(message, decide)
             data = pack(answer)
-        except StoreError:
-            raise
+        except StoreError as error:
+            lost = RankError(f"{self.call}: the job's store is lost: {error}")
+            answer = {"error": lost.to_json(), "broken": True}
+            data = pack(answer)
         except BaseException as error:
             interrupt = None if isinstance(error, Exception) else error
             failure = numbered_in_group(describe(error), self._members)
@@ -276,15 +278,14 @@ class Channel:
         may_be_recorded = node.session is not None and (node.tree.leader or not centre.answered)
         if may_be_recorded and (answer := self._recorded(node.session.name)):
             return answer
-        lost = Lost(self._members[0])
         if not centre.answered:
             lost = Lost(self._members[node.reached])
         else:
-            found = self._witness.ask(self._round, [0, node.tree.leader or 0], self.deadline_seconds)
-            if node.session is not None and node.tree.leader and (answer := self._recorded(node.session.name)):
-                return answer
-            silent = 0 if found[node.tree.leader or 0] else node.tree.leader or 0
-            lost = Lost(self._members[silent], stack=found[silent])
+            leader = node.tree.leader or 0
+            found = self._witness.ask(self._round, [0, leader], self.deadline_seconds)
+            if leader and not found[leader]:
+                return self._after_cut(leader, found[leader])
+            lost = Lost(self._members[0], stack=found[0])
         with node.changed:
             answer = self._take_answer()
             if not centre.answered:
@@ -301,10 +302,13 @@ class Channel:
             return None if error is None else {"error": error, "broken": True}
         return None
 
-    def _after_cut(self, above: int) -> dict[str, Any]:
-        """Returns the answer, where the rank is known by whose end this one was cut off.
+    def _after_cut(self, above: int, stack: str | None = None) -> dict[str, Any]:
+        """Returns the answer, where the rank is known by whose end or silence this one was cut off.
 
         Where that is a leader, rank 0 names it to all others, if it is in this call, and writes it down for this one.
+
+        Args:
+            stack: "" where that rank is silent, None where it has ended.
         """
         watch = Silence(self.deadline_seconds)
         pause = 0.01
@@ -315,7 +319,8 @@ class Channel:
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
             if watch.due() and watch.silent({0: 0}):
                 break
-        raise Silent(lost_text([Lost(self._members[above], ended=True)], self.deadline_seconds))
+        lost = Lost(self._members[above], ended=stack is None, stack=stack)
+        raise Silent(lost_text([lost], self.deadline_seconds))
 
     def _wait(self, have: Callable[[], T | None], look: Callable[[Silence], T | None]) -> T:
         """Waits until `have` or `look` returns something, and returns that.

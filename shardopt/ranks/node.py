@@ -79,9 +79,15 @@ class Node:
         except OSError as error:
             raise RuntimeError(str(error)) from error
         thread = world().thread(self._run, f"shardopt-ranks-{self.tree.rank}", daemon=True)
-        _nodes[next(_numbers)] = self
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:
+            for end in self._wake:
+                end.close()
+            self._wake = None
+            raise
         self._thread = thread
+        _nodes[next(_numbers)] = self
 
     def stop(self) -> None:
         """Has the thread close all connections and end. Never waits, so that a finalizer can call it anywhere."""
