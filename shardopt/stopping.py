@@ -1,9 +1,9 @@
 """Stopping a job by a signal to any of its ranks: all ranks leave off after the same step.
 
-Ranks ask once a step, each for itself, by one question to the job's store: no collective, no waiting. A cell there
-says how far the foremost rank has come, "past 7", and a rank makes it "past 8" before it goes on after its eighth
-question. The rank that got the signal makes it "stop 9" instead: a place that none has passed, since the cell changes
-in one step. Questions are counted, not the program's own steps, of which a program may leave some out.
+Ranks ask once a step, each for itself, and as long as none of them got the signal nothing is sent and nobody waits. The
+one that did has the others say how far they have come, by the threads that serve their connections, and all stop at the
+next place, which none has passed (`ranks/halting.py`). Questions are counted, not the program's own steps, of which a
+program may leave some out.
 
 Nobody answers for a rank that never comes to ask. So a process that gets the signal, or sees "stop", ends after a
 deadline, whatever it is in: a thread ends it (`signals.py`).
@@ -17,7 +17,7 @@ import sys
 from functools import partial
 from typing import NoReturn
 
-from shardopt.ranks import Ranks, SharedCell
+from shardopt.ranks import Halt, Ranks
 from shardopt.signals import Listener
 from shardopt.world import world
 
@@ -37,7 +37,7 @@ class Stop:
     def __init__(self, signum: signal.Signals, exit_code: int, deadline_seconds: float) -> None:
         self.signum, self.exit_code, self.deadline_seconds = signum, exit_code, deadline_seconds
         self._signaled = world().event()
-        self._cell: SharedCell | None = None
+        self._halt: Halt | None = None
         self._asked = 0  # questions so far
         self._asked_for: int | None = None  # the step of the last one
         self._stops_at: int | None = None
@@ -50,7 +50,7 @@ class Stop:
         Every rank asks for the same steps, in the same order; the first question is collective, the others are not.
 
         Raises:
-            RankError: the store is lost; at the first question, also a rank that did not ask.
+            RankError: at the first question, a rank that did not ask; once all are to stop, one that does not answer.
         """
         if step != self._asked_for:
             self._asked_for = step
@@ -63,18 +63,9 @@ class Stop:
 
     def _ask(self, ranks: Ranks) -> int | None:
         """Returns the question after which all stop; None while there is none: this rank is past this one then."""
-        if self._cell is None:
-            self._cell = ranks.shared_cell(_QUESTION, "past 0")
-        signaled = self._signaled.is_set()
-        past = self._asked - 1
-        while True:
-            wanted = f"stop {past + 1}" if signaled else f"past {past + 1}"
-            verb, _, count = self._cell.replace(f"past {past}", wanted).partition(" ")
-            if verb == "stop":
-                return int(count)
-            if not signaled:
-                return None
-            past = int(count)
+        if self._halt is None:
+            self._halt = ranks.halt(_QUESTION)
+        return self._halt.at(self._asked, self._signaled.is_set())
 
     def leave(self) -> NoReturn:
         """Raises SystemExit with the exit code, so that the program clears up on its way out."""

@@ -13,9 +13,9 @@ these together), kinds (exchanges by kinds of ranks), groups (which ranks there 
 from shardopt.ranks.calls import Call, as_call, call_on
 from shardopt.ranks.collectives import Exchange
 from shardopt.ranks.groups import Group, SharedGroup, ranks_among, ranks_of, refuse_lone_processes
+from shardopt.ranks.halt import Halt
 from shardopt.ranks.heartbeat import DEADLINE_SECONDS
 from shardopt.ranks.ranks import Ranks
-from shardopt.ranks.shared_cell import SharedCell
 from shardopt.ranks.side import SideRanks
 
 __all__ = [
@@ -23,8 +23,8 @@ __all__ = [
     "Call",
     "Exchange",
     "Group",
+    "Halt",
     "Ranks",
-    "SharedCell",
     "SharedGroup",
     "SideRanks",
     "as_call",

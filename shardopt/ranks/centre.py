@@ -14,6 +14,8 @@ WHERE      any           any           what is your main thread in?
 HERE       any           any           this
 PULL       any           rank 0        wants a section; a leader asks once, and keeps it until the next answer
 SECTION    rank 0        any           this
+
+HALT, FREEZE, PASSED and HALT_AT: `halting.py`.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from shardopt.ranks.tree import Tree, pack_runs, unpack_runs
 from shardopt.world import Condition, world
 
 _NUMBER = struct.Struct("!I")
+_PLACE = struct.Struct("!Q")
 _STACK_LINES = 20
 
 
@@ -79,6 +82,7 @@ class Centre:
     def repeat(self) -> None:
         """Reports once more what was reported before there was a connection, or on one that is gone."""
         for name, session in self.sessions.items():
+            session.gatherings.clear()  # of this rank's own reports, which may have been passed on to nobody
             for number, report in session.own.items():
                 self._report(name, number, report)
 
@@ -120,6 +124,15 @@ class Centre:
         """Any rank but 0: wants a section, which comes to `got` of the session."""
         self._pull(name, number, section, self.tree.rank)
 
+    def halt(self, name: bytes) -> None:
+        """Wants all ranks to stop at one place."""
+        halting = self.session(name).halting
+        if self.tree.rank == 0:
+            self._freeze(name)
+        elif not halting.wanted:
+            self._send_up(Message(Kind.HALT, name))
+        halting.wanted = True
+
     # What others say.
 
     def take(self, rank: int, message: Message) -> None:
@@ -157,6 +170,10 @@ class Centre:
             self.notify()
         elif kind == Kind.SECTION:
             self._got_section(name, number, *_NUMBER.unpack_from(data), data[_NUMBER.size :])
+        elif kind == Kind.FREEZE:
+            self._freeze(name)
+        elif kind == Kind.HALT_AT:
+            self._halt_at(name, *_PLACE.unpack(data))
         elif kind in (Kind.WHERE, Kind.HERE):
             self._take_question(message)
         else:
@@ -183,6 +200,11 @@ class Centre:
             self.notify()
         elif kind == Kind.PULL:
             self._pull(name, number, *_NUMBER.unpack(data), rank)
+        elif kind == Kind.HALT:
+            self.halt(name)
+        elif kind == Kind.PASSED:
+            session.halting.answer(rank, *_PLACE.unpack(data))
+            self._tell_foremost(name)
         elif kind in (Kind.WHERE, Kind.HERE):
             self._take_question(message)
         else:
@@ -209,6 +231,10 @@ class Centre:
                         if rank in gathering.reported:
                             self._pass_reports_on(name, number)
                 self._send_up(Message(Kind.ENDED, data=json.dumps([rank, 1]).encode()))
+            for name, session in self.sessions.items():
+                if rank in session.halting.waits_for:
+                    session.halting.answer(rank, 0)  # it passes nothing any more
+                    self._tell_foremost(name)
         self.notify()
 
     def _gather(self, name: bytes, number: int, report: bytes, ranks: list[int]) -> None:
@@ -260,6 +286,29 @@ class Centre:
             self.notify()
         else:
             self._send([rank], Message(Kind.SECTION, name, number, _NUMBER.pack(section) + data))
+
+    def _freeze(self, name: bytes) -> None:
+        halting = self.session(name).halting
+        if halting.frozen:
+            return
+        halting.freeze(rank for rank in self.tree.children if rank in self.links)
+        self._send(self.tree.children, Message(Kind.FREEZE, name))
+        self._tell_foremost(name)
+
+    def _tell_foremost(self, name: bytes) -> None:
+        halting = self.session(name).halting
+        if not halting.frozen or halting.waits_for or halting.at is not None:
+            return
+        if self.tree.rank == 0:
+            self._halt_at(name, halting.foremost + 1)
+        else:
+            self._send_up(Message(Kind.PASSED, name, data=_PLACE.pack(halting.foremost)))
+
+    def _halt_at(self, name: bytes, place: int) -> None:
+        halting = self.session(name).halting
+        halting.frozen, halting.at = True, place
+        self._send(self.tree.children, Message(Kind.HALT_AT, name, data=_PLACE.pack(place)))
+        self.notify()
 
     def _take_question(self, message: Message) -> None:
         asker, asked, *text = json.loads(message.data)

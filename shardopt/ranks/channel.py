@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from shardopt.errors import RankError
 from shardopt.ranks.calls import Call
-from shardopt.ranks.failures import describe, different_calls, merge, numbered_in_group
+from shardopt.ranks.failures import describe, different_calls, merge, names_of, numbered_in_group
 from shardopt.ranks.frames import MAIN
 from shardopt.ranks.heartbeat import Silence
 from shardopt.ranks.join import delete, leader_key, read_record, record, within
@@ -155,6 +155,38 @@ class Channel:
         if not section:
             raise Silent("another call was decided before this rank had its section of the one before")
         return section
+
+    def halts_at(self, place: int, wanted: bool, deadline_seconds: float) -> int | None:
+        """Any rank, before it passes a place: where all stop; None where that is not known, and this one is passed.
+
+        Waits only once some rank wants all to stop.
+
+        Args:
+            wanted: whether this rank does.
+        """
+        centre = self.node.centre
+        halting = centre.session(self._session).halting
+
+        def known() -> int | dict[str, Any] | None:
+            return self._cut_off() if halting.at is None else halting.at
+
+        def look(watch: Silence) -> None:
+            if watch.silent({0: 0}):
+                silent = sorted(self._members[rank] for rank in halting.waits_for)
+                who = f"{names_of(silent)} did" if silent else "the others did"
+                raise Silent(f"{who} not say for {deadline_seconds:g} s how far they have come")
+
+        with self.node.changed:
+            if not wanted and halting.passes(place):
+                return halting.at
+            if wanted:
+                centre.halt(self._session)
+                self.node.wake()
+        self.deadline_seconds = deadline_seconds
+        found = self._wait(known, look)
+        if isinstance(found, dict):
+            raise Silent(found["error"]["message"])
+        return found
 
     # Rank 0.
 

@@ -46,6 +46,10 @@ class Kind(IntEnum):
     HERE = 19
     PULL = 20
     SECTION = 21
+    HALT = 22  # these four: `halting.py`
+    FREEZE = 23
+    PASSED = 24
+    HALT_AT = 25
 
 
 class Message(NamedTuple):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from shardopt.ranks.halting import Halting
+
 
 class Gathering:
     """The reports of one round: equal ones are counted, and each is passed on once with the ranks that have it."""
@@ -39,6 +41,7 @@ class Session:
         got: sections for the thread that waits here.
         intervals: of all that show life here at present, in seconds.
         beaten: when the last beat was sent.
+        halting: where all stop, in sessions for that.
         told: for which round this rank was asked where it is, and what it said.
     """
 
@@ -53,6 +56,7 @@ class Session:
         self.got: dict[tuple[int, int], bytes] = {}
         self.intervals: list[float] = []
         self.beaten = 0.0
+        self.halting = Halting()
         self.told: tuple[int, str] = (0, "")
 
     def gathering(self, number: int) -> Gathering:

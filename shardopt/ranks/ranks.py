@@ -18,7 +18,7 @@ from shardopt.ranks.channel import Channel, Silent
 from shardopt.ranks.collectives import Exchange, accelerator_of, begin_exchange
 from shardopt.ranks.failures import describe, names_of
 from shardopt.ranks.heartbeat import DEADLINE_SECONDS
-from shardopt.ranks.shared_cell import SharedCell
+from shardopt.ranks.halt import Halt
 from shardopt.world import StoreError, world
 
 T = TypeVar("T")
@@ -93,24 +93,19 @@ class Ranks:
         """
         return nullcontext() if self._channel is None else self._channel.beating(deadline_seconds)
 
-    def shared_cell(self, what: str | Call, first: str, deadline_seconds: float = DEADLINE_SECONDS) -> SharedCell:
-        """Makes a text that all of these ranks can read and replace at any time, each for itself. Collective.
+    def halt(self, what: str, deadline_seconds: float = DEADLINE_SECONDS) -> Halt:
+        """Makes what has all of these ranks stop at one place. Collective.
 
         Args:
             what: what it is for, as for `agree`.
-            first: what it is at first, on rank 0.
         """
+        _, session = self.agree(
+            what, work=lambda: None, decide=lambda _: world().random_name(8), deadline_seconds=deadline_seconds
+        )
         channel = self._channel
-        if channel is None:
-            return SharedCell(world().local_store(), "notice", first)
-
-        def post(_: list[Any]) -> str:
-            key = f"notice/{world().random_name(8)}"
-            SharedCell(channel.store, key, first)
-            return key
-
-        _, key = self.agree(what, work=lambda: None, decide=post, deadline_seconds=deadline_seconds)
-        return SharedCell(channel.store, key)
+        if channel is not None:
+            channel = Channel(channel.store, self.rank, self.members, channel, session)
+        return Halt(what, channel, deadline_seconds)
 
     @property
     def job_numbers(self) -> tuple[int, ...] | None:

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 import shardopt
 from shardopt import checkpoint
 from shardopt.errors import RankError
-from shardopt.ranks import ranks_of
+from shardopt.ranks import ranks_of, tree
 from tests.harness import Fault, run_ranks, run_ranks_outcomes
 
 RANKS, TOLD, STEPS, EVERY = 4, 2, 12, 5
@@ -175,19 +175,88 @@ def test_a_save_on_the_way_out_waits_no_longer_than_the_deadline(tmp_path):
     assert checkpoint.Manager(tmp_path).steps() == []
 
 
-def words():
-    cell = ranks_of().shared_cell("testing", "first")
-    other = ranks_of().shared_cell("testing", "another")
+def come_to_places(places, wanted):
+    """Passes so many places, each rank its own number; then some want to stop. Where, and where in a later series."""
+    rank = dist.get_rank()
+    halt = ranks_of().halt("testing")
+    for place in range(1, places[rank] + 1):
+        assert halt.at(place, False) is None
     dist.barrier()
-    own = cell.replace("first", f"of {dist.get_rank()}")
-    dist.barrier()
-    return own, cell.replace("no such", "never"), other.replace("no such", "never")
+    return come_on(halt, places[rank], rank in wanted), ranks_of().halt("testing").at(1, True)
 
 
-def test_a_notice_is_replaced_by_one_rank():
-    replies = run_ranks(3, words)
-    assert len({own for own, _, _ in replies}) == 1
-    assert {(now, other) for _, now, other in replies} == {(replies[0][0], "another")}
+def come_on(halt, place, wanted):
+    """Passes further places, until it is known where to stop."""
+    at = None
+    while at is None:
+        place += 1
+        at = halt.at(place, wanted)
+    return at
+
+
+@pytest.mark.parametrize("wanted", [(0,), (3,), (0, 2), (0, 1, 2, 3, 4)])
+def test_all_stop_at_the_place_after_the_foremost(monkeypatch, wanted):
+    places = (2, 0, 5, 1, 5)
+    found = run_ranks(5, in_small_blocks, come_to_places, places, wanted)
+    # Those who do not want to may pass more, until they hear of it.
+    assert len({at for at, _ in found}) == 1 and found[0][0] > max(places)
+    if len(wanted) == len(places):
+        assert found[0][0] == max(places) + 1
+    assert {later for _, later in found} == {1}
+
+
+def in_small_blocks(function, *args):
+    tree.RANKS_PER_BLOCK = 2
+    return function(*args)
+
+
+def do_not_answer(stopped):
+    """One rank is stopped, and another wants all to stop."""
+    halt = ranks_of().halt("testing", deadline_seconds=1.5)
+    assert halt.at(1, False) is None
+    dist.barrier()
+    if dist.get_rank() == stopped:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(0.5)
+    try:
+        return come_on(halt, 1, dist.get_rank() == 2)
+    except RankError as error:
+        return str(error)
+
+
+def test_a_rank_that_is_stopped_keeps_nobody_for_longer_than_the_deadline():
+    outcomes = run_ranks_outcomes(3, freed_later, do_not_answer, 1, deadline_seconds=40.0)
+    assert "rank 1 did not say for 1.5 s how far" in outcomes[0].value
+    assert "not say for 1.5 s how far" in outcomes[2].value
+
+
+def freed_later(function, stopped):
+    """Rank 0 has the stopped one go on at the end, as the harness waits for all."""
+    pids = [None] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+    result = function(stopped)
+    if dist.get_rank() == 0:
+        time.sleep(1.0)
+        os.kill(pids[stopped], signal.SIGCONT)
+    return result
+
+
+def die_before_it_answers(dead):
+    halt = ranks_of().halt("testing", deadline_seconds=30.0)
+    assert halt.at(1, False) is None
+    dist.barrier()
+    if dist.get_rank() == dead:
+        assert halt.at(2, False) is None
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.5)
+    return come_on(halt, 1, dist.get_rank() == 0)
+
+
+@pytest.mark.parametrize("dead", [1, 3])  # one that leads nobody, in small blocks, and a member of another's block
+def test_a_rank_that_was_killed_is_not_waited_for(dead):
+    outcomes = run_ranks_outcomes(4, in_small_blocks, die_before_it_answers, dead)
+    at = {outcomes[rank].value for rank in range(4) if rank != dead}
+    assert len(at) == 1 and at.pop() >= 2
 
 
 def lose_the_other(root, stage):

@@ -442,7 +442,7 @@ def test_a_word_that_is_agreed_upon_is_a_call_too(job):
     outcomes = together(
         job.start(),
         lambda here: then_once_more(
-            here, lambda here: here.shared_cell("stopping", "") if here.rank else here.side_channel("background")
+            here, lambda here: here.halt("stopping") if here.rank else here.side_channel("background")
         ),
     )
     assert "background on rank 0; stopping on ranks 1, 2" in alike(outcomes, RankError)
