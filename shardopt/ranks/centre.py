@@ -197,7 +197,7 @@ class Centre:
         del self.links[rank]
         self.to_flush.pop(rank, None)
         if rank == self.tree.leader:
-            self.above = rank
+            self.above = rank if self.above is None else self.above
             if self.tree.leads:
                 self._send(self.tree.children, Message(Kind.CUT_OFF))
         else:

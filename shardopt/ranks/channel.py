@@ -26,6 +26,7 @@ T = TypeVar("T")
 
 _STORE_SECONDS = 5.0  # for what the store is asked only once something has failed
 _LONGEST_PAUSE_SECONDS = 1.0
+_RECORD_SECONDS = 3.0  # in which rank 0 asks where those are that it has given up, and writes it down
 
 
 class Silent(Exception):
@@ -280,16 +281,23 @@ class Channel:
             return answer
         if not centre.answered:
             lost = Lost(self._members[node.reached])
-        else:
-            leader = node.tree.leader or 0
-            found = self._witness.ask(self._round, [0, leader], self.deadline_seconds)
-            if leader and not found[leader]:
-                return self._after_cut(leader, found[leader])
-            lost = Lost(self._members[0], stack=found[0])
-        with node.changed:
+            if node.reached:
+                return self._after_cut(node.reached, lost)
+            if node.session is not None and node.tree.members:
+                self._record(RankError(f"{self.call}: {lost_text([lost], self.deadline_seconds)}").to_json())
+            return self._give_up(lost)
+        leader = node.tree.leader or 0
+        found = self._witness.ask(self._round, [0, leader], self.deadline_seconds)
+        if leader and not found[leader]:
+            return self._after_cut(leader, Lost(self._members[leader], stack=""))
+        return self._give_up(Lost(self._members[0], stack=found[0]))
+
+    def _give_up(self, lost: Lost) -> dict[str, Any]:
+        """Returns the answer if it has come after all; else raises Silent."""
+        with self.node.changed:
             answer = self._take_answer()
-            if not centre.answered:
-                node.stop()  # not to report after all, in a round that this rank does not wait for
+            if not self.node.centre.answered:
+                self.node.stop()  # not to report after all, in a round that this rank does not wait for
         if isinstance(answer, bytes):
             return dict(unpack(answer))
         raise Silent(lost_text([lost], self.deadline_seconds))
@@ -302,15 +310,12 @@ class Channel:
             return None if error is None else {"error": error, "broken": True}
         return None
 
-    def _after_cut(self, above: int, stack: str | None = None) -> dict[str, Any]:
+    def _after_cut(self, above: int, lost: Lost) -> dict[str, Any]:
         """Returns the answer, where the rank is known by whose end or silence this one was cut off.
 
         Where that is a leader, rank 0 names it to all others, if it is in this call, and writes it down for this one.
-
-        Args:
-            stack: "" where that rank is silent, None where it has ended.
         """
-        watch = Silence(self.deadline_seconds)
+        watch = Silence(self.deadline_seconds + _RECORD_SECONDS)
         pause = 0.01
         while above and self.node.session is not None:
             if answer := self._recorded(self.node.session.name):
@@ -319,8 +324,7 @@ class Channel:
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
             if watch.due() and watch.silent({0: 0}):
                 break
-        lost = Lost(self._members[above], ended=stack is None, stack=stack)
-        raise Silent(lost_text([lost], self.deadline_seconds))
+        return self._give_up(lost)
 
     def _wait(self, have: Callable[[], T | None], look: Callable[[Silence], T | None]) -> T:
         """Waits until `have` or `look` returns something, and returns that.
@@ -343,7 +347,8 @@ class Channel:
             if found is None and watch.due():
                 found = look(watch)
             if isinstance(found, dict) and "above" in found:
-                return self._after_cut(found["above"])  # type: ignore[return-value]  # as `have` returns it too
+                above = found["above"]
+                return self._after_cut(above, Lost(self._members[above], ended=True))  # type: ignore[return-value]  # as `have` returns it too
             if found is not None:
                 return found
 
