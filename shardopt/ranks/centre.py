@@ -169,11 +169,13 @@ class Centre:
             self.above = 0
             self.notify()
         elif kind == Kind.SECTION:
-            self._got_section(name, number, *_NUMBER.unpack_from(data), data[_NUMBER.size :])
+            (section,) = _NUMBER.unpack_from(data)
+            self._got_section(name, number, section, data[_NUMBER.size :])
         elif kind == Kind.FREEZE:
             self._freeze(name)
         elif kind == Kind.HALT_AT:
-            self._halt_at(name, *_PLACE.unpack(data))
+            (place,) = _PLACE.unpack(data)
+            self._halt_at(name, place)
         elif kind in (Kind.WHERE, Kind.HERE):
             self._take_question(message)
         else:
@@ -199,11 +201,13 @@ class Centre:
             self.ended.update(unpack_runs(json.loads(data), self.tree.block_of(rank)))
             self.notify()
         elif kind == Kind.PULL:
-            self._pull(name, number, *_NUMBER.unpack(data), rank)
+            (section,) = _NUMBER.unpack(data)
+            self._pull(name, number, section, rank)
         elif kind == Kind.HALT:
             self.halt(name)
         elif kind == Kind.PASSED:
-            session.halting.answer(rank, *_PLACE.unpack(data))
+            (passed,) = _PLACE.unpack(data)
+            session.halting.answer(rank, passed)
             self._tell_foremost(name)
         elif kind in (Kind.WHERE, Kind.HERE):
             self._take_question(message)
@@ -219,7 +223,7 @@ class Centre:
         del self.links[rank]
         self.to_flush.pop(rank, None)
         if rank == self.tree.leader:
-            self.above = rank
+            self.above = rank if self.above is None else self.above
             if self.tree.leads:
                 self._send(self.tree.children, Message(Kind.CUT_OFF))
         else:

@@ -105,7 +105,8 @@ def connect(
 
 
 def _prove(link: Link, meeting: Meeting, goes_on: Callable[[], bool]) -> list[Message]:
-    side, came = Connecting(meeting), []
+    side = Connecting(meeting)
+    came: list[Message] = []
     with closing(world().selector()) as selector:
         selector.register(link.socket, READ)
 
