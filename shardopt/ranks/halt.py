@@ -18,10 +18,10 @@ class Halt:
         self._what, self._channel, self._deadline_seconds = what, channel, deadline_seconds
 
     def at(self, place: int, wanted: bool) -> int | None:
-        """Returns where all stop, which no rank has passed; None where nobody wants to, and this place is passed. Local.
+        """Returns where all stop, which no rank has passed; None where nobody wants to: this place is passed then.
 
-        Sends nothing and waits for nobody before one of the ranks wants to stop; then it takes one exchange between the
-        threads that serve the ranks' connections, whatever the programs are in.
+        Local: nothing is sent, and nobody waited for, before one of the ranks wants to stop. Then it takes one exchange
+        between the threads that serve the ranks' connections, whatever the programs are in.
 
         Args:
             place: the number of the place that this rank comes to: 1, 2 and so on, each once.

@@ -1,8 +1,8 @@
 """Where ranks that count their steps stop together: nobody asks anybody, until one of them wants to.
 
-Each rank notes here which place it has passed. One that wants all to stop says so to rank 0, which has every rank freeze:
-from then on nobody passes another place, and the threads of all ranks say, without the program, how far it has come. The
-place after the foremost is where all stop, and those behind go on up to it.
+Each rank notes here which place it has passed. One that wants all to stop says so to rank 0, which has every rank
+freeze: from then on nobody passes another place, and the threads of all ranks say, without the program, how far it has
+come. The place after the foremost is where all stop, and those behind go on up to it.
 
 message    from          to            what
 HALT       any           rank 0        all are to stop
