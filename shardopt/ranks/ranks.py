@@ -1,4 +1,4 @@
-"""The ranks of a process group: rounds of agreement, all-reduce, all-to-all, shared cells and side channels."""
+"""The ranks of a process group: rounds of agreement, all-reduce, all-to-all, halts and side channels."""
 
 from __future__ import annotations
 
