@@ -20,7 +20,7 @@ from tests.simulation.world import SimulatedGroup, SimulatedWorld, kept_by_proce
 
 ROOT = "/sim/run"
 MIRROR = f"{PROTOCOL}://bucket/run"
-_SHARED, _STAGES = ("w", "v"), 4
+_SHARED, _LAYERS = ("w",), 4
 
 
 @dataclass
@@ -48,7 +48,7 @@ class App:
 
     def __init__(self, job: Job, number: int, rank: int) -> None:
         self.tensors = {name: torch.zeros(3) for name in _SHARED}
-        self.stage = {f"layer{i}": torch.zeros(2) for i in range(_STAGES) if i % job.ranks == rank}
+        self.stage = {f"layer{i}": torch.zeros(2) for i in range(_LAYERS) if not job.stages or i % job.ranks == rank}
         self.state = {
             "model": _Slow({**self.tensors}, job.state_seconds),
             "stage": dict(self.stage),

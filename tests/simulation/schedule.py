@@ -15,6 +15,7 @@ class Job:
     Args:
         ranks: how many.
         saves: for how many steps.
+        stages: whether each rank has tensors of its own, as in a pipeline.
         stage, mirror, incremental, keep_last: options of its Manager.
         new_store: whether it has a store of its own, and not that of the job before.
         back: by how many steps it takes the run back when it restores.
@@ -28,6 +29,7 @@ class Job:
 
     ranks: int = 2
     saves: int = 2
+    stages: bool = False
     stage: str | None = None
     mirror: bool = False
     incremental: bool = False
@@ -88,17 +90,18 @@ def _brief(made: Job | Fault) -> str:
 def draw(seed: int) -> Schedule:
     """Draws a schedule."""
     chance = random.Random(seed)
-    jobs = tuple(_draw_job(chance, number) for number in range(chance.choice((1, 1, 1, 2, 2, 3))))
+    jobs = tuple(_draw_job(chance, number) for number in range(chance.choice((1, 1, 1, 1, 2, 2, 2, 3))))
     faults = [_draw_fault(chance, jobs) for _ in range(chance.choice((0, 1, 1, 1, 2, 2, 3)))]
     return Schedule(seed, _with_mirrors(jobs), tuple(faults))
 
 
 def _draw_job(chance: random.Random, number: int) -> Job:
-    ranks = chance.choice((1, 2, 2, 2, 3, 3, 4))
+    ranks = chance.choice((1, 2, 2, 2, 2, 3, 3, 4))
     stage = chance.choice((None, None, "now", "lazy"))
     job = Job(
         ranks=ranks,
-        saves=chance.choice((1, 2, 2, 3)) if ranks < 4 else chance.choice((1, 2)),
+        saves=chance.choice((1, 1, 2, 2, 3)) if ranks < 4 else chance.choice((1, 1, 2)),
+        stages=chance.random() < 0.4,
         stage=stage,
         mirror=chance.random() < 0.2,
         incremental=chance.random() < 0.2,
@@ -132,7 +135,7 @@ def _draw_fault(chance: random.Random, jobs: tuple[Job, ...]) -> Fault:
     kinds = ["kill"] * 4 + ["stop"] * 4 + ["disk"] * 3 + ["cut", "cut", "power", "store"] + ["unreadable"] * (number > 0)
     kind = chance.choice(kinds + ["object"] * (6 * jobs[0].mirror))
     rank = chance.choice((0, chance.randrange(job.ranks)))
-    at = int(chance.triangular(1, 60 + 55 * job.saves, 60))
+    at = int(chance.triangular(1, 60 + 45 * job.saves, 60))
     if kind in ("stop", "cut"):
         seconds = chance.choice((0.05, 0.5, 1.5 * DEADLINE_SECONDS, 1.5 * DEADLINE_SECONDS, 15.0))
         return Fault(kind, number, rank, at, 0.0 if kind == "stop" and chance.random() < 0.2 else seconds)

@@ -29,6 +29,7 @@ class Network:
     def cut_off(self, process: Process, seconds: float) -> None:
         """Cuts a process off from all others."""
         self._scheduler.note(process.name, f"is cut off for {seconds:g} s")
+        self._scheduler.changed = True
         self.cut[process] = max(self.cut.get(process, 0.0), self._scheduler.now + seconds)
 
     def seconds_cut(self, process: Process) -> float:

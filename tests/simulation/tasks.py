@@ -65,6 +65,7 @@ class Process:
         if not self.dead:
             self.dead, self.stopped = True, False
             self.scheduler.note(self.name, "is gone")
+            self.scheduler.changed = True
             for task in self.tasks:
                 if not task.ended and task is not self.scheduler.current:
                     self.scheduler.push(self.scheduler.now, task)
@@ -75,7 +76,7 @@ class Process:
     def stop(self) -> None:
         """Stops it, as by SIGSTOP."""
         if not self.dead:
-            self.stopped = True
+            self.stopped = self.scheduler.changed = True
             self.scheduler.note(self.name, "stops")
 
     def go_on(self) -> None:
@@ -120,7 +121,7 @@ class Task:
         except BaseException as error:
             self.process.scheduler.escaped(self, error)
         finally:
-            self.ended = True
+            self.ended = self.process.scheduler.changed = True
             if self in self.process.tasks and not self.process.dead:
                 self.process.tasks.remove(self)
             for task in self._waiting:
@@ -158,7 +159,7 @@ class Scheduler:
         self.hub = getcurrent()
         self.current: Task | None = None
         self.errors: list[str] = []
-        self.tasks_run = 0
+        self.changed = True  # whether something was that may end a run: a process or a thread has ended, or stopped
         self._due: list[tuple[float, int, Task | Callable[[], None], int]] = []
         self._pushed = 0
         self._loaded: Process | None = None
@@ -238,9 +239,14 @@ class Scheduler:
 
     def run(self, done: Callable[[], bool], until: float) -> bool:
         """Runs all that is due until it is done; returns False where it is not, at a time or with nothing due."""
-        while not done():
+        self.changed = True
+        while True:
+            if self.changed:
+                self.changed = False
+                if done():
+                    return True
             if not self._due or self._due[0][0] > until:
-                return False
+                return done()
             then, _, what, token = heapq.heappop(self._due)
             if then > self.now:
                 self.now = then
@@ -249,7 +255,7 @@ class Scheduler:
                     self._resume(what)
             else:
                 what()
-        return True
+                self.changed = True
 
     def _resume(self, task: Task) -> None:
         process = task.process
@@ -257,7 +263,6 @@ class Scheduler:
             process.hold(task)
             return
         task.token += 1
-        self.tasks_run += 1
         if process is not self._loaded:
             for namespace, name, value in process.keeps:
                 namespace[name] = value

@@ -170,6 +170,9 @@ def simulated(world: SimulatedWorld) -> Iterator[None]:
         ("shardopt.checkpoint.storage.local", "_sync_file_range", None),
         ("shardopt.checkpoint.run.root", "os", fake_os),
         ("shardopt.checkpoint.storage.retry", "RETRY_POLICY", _POLICY),
+        # Buffers of their own size would cost more than all else that is done with so few bytes.
+        ("shardopt.checkpoint.reading.fetch", "_BATCH_BYTES", 1 << 12),
+        ("shardopt.checkpoint.reading.fetch", "_FAR_BATCH_BYTES", 1 << 12),
         ("shardopt.ranks.channel", "this_process", this_process),
         ("shardopt.ranks.process", "_place", lambda: world._process().host),
         ("shardopt.ranks.process", "_started", started),
