@@ -12,6 +12,7 @@ import torch
 
 from shardopt.checkpoint.run.manager import Manager
 from shardopt.errors import MismatchError, RankError, ShardoptError
+from tests.simulation.files import Inode
 from tests.simulation.objects import PROTOCOL
 from tests.simulation.schedule import DEADLINE_SECONDS, Fault, Job, Schedule
 from tests.simulation.store import StoreServer
@@ -50,7 +51,7 @@ class App:
         self.tensors = {name: torch.zeros(3) for name in _SHARED}
         self.stage = {f"layer{i}": torch.zeros(2) for i in range(_LAYERS) if not job.stages or i % job.ranks == rank}
         self.state = {
-            "model": _Slow({**self.tensors}, job.state_seconds),
+            "model": _Slow({**self.tensors}, job.state_seconds if rank == job.slow_rank else 0.0),
             "stage": dict(self.stage),
             "frozen": torch.arange(4.0),
             "job": number,
@@ -104,6 +105,7 @@ class Ledger:
         self.least = 0  # a restore must give this step, or a later one
         self.committed: dict[int, int] = {}  # step → the job by which it was reported as committed
         self.unreadable: set[int] = set()  # steps that were damaged
+        self.files_of_user: list[str] = []
         self.current = 0  # the job that is the last one
 
     def commits(self, job: int, step: int) -> None:
@@ -132,12 +134,18 @@ class RunningJob:
         for rank in range(self.job.ranks):
             self._start(rank)
 
+    def goes_on_beside(self, job: RunningJob) -> None:
+        """Has ranks that are stopped go on beside another job, at their operation of its rank 0."""
+        for fault in self.schedule.faults:
+            if fault.job == self.number and fault.kind == "stop" and fault.beside:
+                job.processes[0].at_operation[fault.beside].append(self.processes[fault.rank].go_on)
+
     def _start(self, rank: int) -> None:
         scheduler = self.world.scheduler
         process = Process(scheduler, f"job {self.number} rank {rank}", f"host{self.number}.{rank // 2}")
         process.number = self.number * 100 + rank  # type: ignore[attr-defined]
         process.job_size = self.job.ranks  # type: ignore[attr-defined]
-        process.planning_seconds = self.job.planning_seconds  # type: ignore[attr-defined]
+        process.planning_seconds = self.job.planning_seconds if rank == self.job.slow_rank else 0.0  # type: ignore[attr-defined]
         process.at_end.append(lambda: self.world.gone.add(process.number))  # type: ignore[attr-defined]
         for fault in self.schedule.faults:
             if fault.job == self.number and fault.rank == rank:
@@ -154,7 +162,7 @@ class RunningJob:
                 process.kill()
             elif fault.kind == "stop":
                 process.stop()
-                if fault.seconds:
+                if not fault.beside:
                     scheduler.at(scheduler.now + fault.seconds, process.go_on)
             elif fault.kind == "cut":
                 self.world.network.cut_off(process, fault.seconds)
@@ -173,7 +181,7 @@ class RunningJob:
         elif fault.kind == "object":
             self.world.objects.failing[process.name, fault.at] = fault.detail
         elif fault.kind != "unreadable":
-            process.at_operation[fault.at] = strike
+            process.at_operation[fault.at].append(strike)
 
     def _damage_newest(self) -> None:
         """Makes a data file of the newest checkpoint unreadable."""
@@ -223,7 +231,7 @@ class RunningJob:
                 step += 1
                 app.become(self.number, step)
                 self._save(manager, app, rank, number, step)
-            self._call(rank, "close", manager.close, ends=False)
+            self._call(rank, "close", manager.close)
 
     def _restore(self, manager: Manager, app: App, rank: int) -> int:
         wanted = None
@@ -269,6 +277,15 @@ class RunningJob:
             report = self._call(rank, f"result {number}", report.result)
         if report is not None and (not job.stage or rank in job.hears):
             self.ledger.commits(self.number, passed)
+            if rank == 0:
+                self._put_file_of_user(manager.path(passed))
+
+    def _put_file_of_user(self, directory: str) -> None:
+        """Puts a file of the user's own beside a checkpoint: nobody may ever remove it."""
+        there = self.world.files.find(directory)
+        if there is not None and self.number == self.ledger.current:
+            there.entries["metrics.json"] = there.flushed_entries["metrics.json"] = Inode(is_directory=False)
+            self.ledger.files_of_user.append(f"{directory}/metrics.json")
 
     def _call(
         self, rank: int, call: str, function: Callable[[], Any], ends: bool = False, compared: bool = True

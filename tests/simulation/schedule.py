@@ -23,7 +23,8 @@ class Job:
         hears: the ranks that wait for the result of each save in the background.
         bad_metrics: at which of its saves rank 0 gives a metric that is no number; 0 for none.
         astray: rank and number of the save for which it passes another step than the others; None for none.
-        planning_seconds, state_seconds: for how long ranks make plans, and for how long objects give their state.
+        slow_rank: the rank that takes the seconds of the next two.
+        planning_seconds, state_seconds: for how long it makes plans, and for how long its objects give their state.
         leaves_stopped: whether ranks that are stopped at its end are left, and may go on beside the next job.
     """
 
@@ -40,6 +41,7 @@ class Job:
     hears: tuple[int, ...] = ()
     bad_metrics: int = 0
     astray: tuple[int, int] | None = None
+    slow_rank: int = 0
     planning_seconds: float = 0.0
     state_seconds: float = 0.0
     leaves_stopped: bool = False
@@ -50,10 +52,11 @@ class Fault:
     """A fault, at an operation of a rank.
 
     Args:
-        kind: "kill", "stop" (goes on after `seconds`; 0 for never), "cut" (off the network, for `seconds`),
+        kind: "kill", "stop" (goes on after `seconds`, or beside the next job), "cut" (off the network, for `seconds`),
             "power" (of all hosts and disks), "store" (is lost), "disk" (error `detail` of one operation on files),
             "object" (`detail` of one request), "unreadable" (the newest checkpoint, from the beginning of the job).
         at: the number of the operation; of those on files or objects for "disk" and "object".
+        beside: the operation of rank 0 of the next job at which a stopped rank goes on; 0 for none.
     """
 
     kind: str
@@ -61,6 +64,7 @@ class Fault:
     rank: int = 0
     at: int = 1
     seconds: float = 0.0
+    beside: int = 0
     detail: str = ""
 
 
@@ -118,9 +122,9 @@ def _draw_job(chance: random.Random, number: int) -> Job:
     if ranks > 1 and chance.random() < 0.05:
         job = replace(job, astray=(chance.randrange(ranks), chance.randint(1, job.saves)))
     if chance.random() < 0.06:
-        job = replace(job, planning_seconds=1.6 * DEADLINE_SECONDS)
+        job = replace(job, slow_rank=chance.randrange(ranks), planning_seconds=1.6 * DEADLINE_SECONDS)
     if chance.random() < 0.06:
-        job = replace(job, state_seconds=1.6 * DEADLINE_SECONDS)
+        job = replace(job, slow_rank=chance.randrange(ranks), state_seconds=1.6 * DEADLINE_SECONDS)
     return job
 
 
@@ -135,14 +139,16 @@ def _draw_fault(chance: random.Random, jobs: tuple[Job, ...]) -> Fault:
     kinds = ["kill"] * 4 + ["stop"] * 4 + ["disk"] * 3 + ["cut", "cut", "power", "store"] + ["unreadable"] * (number > 0)
     kind = chance.choice(kinds + ["object"] * (6 * jobs[0].mirror))
     rank = chance.choice((0, chance.randrange(job.ranks)))
-    at = int(chance.triangular(1, 60 + 45 * job.saves, 60))
+    at = chance.randint(1, 15 + 45 * job.saves)
+    if kind == "stop" and chance.random() < 0.6:
+        return Fault(kind, number, rank, at, beside=chance.randint(1, 120))
     if kind in ("stop", "cut"):
         seconds = chance.choice((0.05, 0.5, 1.5 * DEADLINE_SECONDS, 1.5 * DEADLINE_SECONDS, 15.0))
-        return Fault(kind, number, rank, at, 0.0 if kind == "stop" and chance.random() < 0.2 else seconds)
+        return Fault(kind, number, rank, at, seconds)
     if kind == "disk":
         detail = chance.choice(("EIO", "EIO", "ENOSPC", "ESTALE"))
-        return Fault(kind, number, rank, int(chance.triangular(1, 20 + 25 * job.saves, 10)), detail=detail)
+        return Fault(kind, number, rank, chance.randint(1, 10 + 30 * job.saves), detail=detail)
     if kind == "object":
         detail = chance.choice(("before", "after", "hang", "late", "twice"))
-        return Fault(kind, number, rank, int(chance.triangular(1, 25 * job.saves, 8)), detail=detail)
+        return Fault(kind, number, rank, chance.randint(1, 25 * job.saves), detail=detail)
     return Fault(kind, number, rank, at)

@@ -12,6 +12,7 @@ from tests.simulation.tasks import Process, Scheduler, Task
 T = TypeVar("T")
 
 _SECONDS = 100e-6  # for a question to reach the server, and for its answer
+_LOOKS = ("store check", "store add")  # what waits, and what beats
 _CONNECTION_SECONDS = 20.0  # after which a connection without an answer breaks
 
 
@@ -95,7 +96,7 @@ class SimulatedStore:
             raise StoreError("the connection to the store timed out")
         if cut:
             server.scheduler.pause(cut)
-        server.scheduler.operate(what, _SECONDS)
+        server.scheduler.operate(what, _SECONDS, looks_only=what.startswith(_LOOKS))
 
     def set(self, key: str, value: str | bytes) -> None:
         key, data = f"{self._prefix}/{key}", value.encode() if isinstance(value, str) else bytes(value)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import random
 import traceback
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -38,7 +39,7 @@ class Process:
         self.tasks: list[Task] = []
         self.main: Task | None = None
         self.keeps: list[tuple[dict[str, Any], str, Any]] = []
-        self.at_operation: dict[int, Callable[[], None]] = {}
+        self.at_operation: defaultdict[int, list[Callable[[], None]]] = defaultdict(list)
         self.at_end: list[Callable[[], None]] = []
         self._held: list[tuple[Task, int]] = []
 
@@ -217,8 +218,11 @@ class Scheduler:
             task.woken = True
             self.push(self.now + self.draw(10e-6), task)
 
-    def operate(self, what: str, seconds: float) -> None:
+    def operate(self, what: str, seconds: float, looks_only: bool = False) -> None:
         """Stops the current task before an operation that others may see, for as long as it takes on its way.
+
+        Args:
+            looks_only: whether it may be repeated any number of times while it waits: those are not counted.
 
         Raises:
             Killed: the process was killed before it.
@@ -228,11 +232,11 @@ class Scheduler:
         process = task.process
         if process.dead:
             raise Killed
-        process.operations += 1
         self.trace.append((self.now, process.name, what))
-        fault = process.at_operation.get(process.operations)
-        if fault is not None:
-            fault()
+        if not looks_only:
+            process.operations += 1
+            for function in process.at_operation.pop(process.operations, ()):
+                function()
             if process.dead:
                 raise Killed
         self.pause(self.draw(seconds))
