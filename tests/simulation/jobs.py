@@ -144,6 +144,7 @@ class RunningJob:
         scheduler = self.world.scheduler
         process = Process(scheduler, f"job {self.number} rank {rank}", f"host{self.number}.{rank // 2}")
         process.number = self.number * 100 + rank  # type: ignore[attr-defined]
+        process.address = f"10.0.{self.number}.{rank // 2 + 1}"  # type: ignore[attr-defined]
         process.job_size = self.job.ranks  # type: ignore[attr-defined]
         process.planning_seconds = self.job.planning_seconds if rank == self.job.slow_rank else 0.0  # type: ignore[attr-defined]
         process.at_end.append(lambda: self.world.gone.add(process.number))  # type: ignore[attr-defined]
@@ -238,12 +239,12 @@ class RunningJob:
         if self.job.back:
             steps = self._call(rank, "steps", manager.steps, compared=False) or []
             # All ranks take the run back to the same step: what rank 0 sees is read once.
-            wanted = self.__dict__.setdefault("wanted", max(steps[-1] - self.job.back, steps[0]) if steps else 0) or None
+            wanted = (
+                self.__dict__.setdefault("wanted", max(steps[-1] - self.job.back, steps[0]) if steps else 0) or None
+            )
             if wanted is not None:
                 self.ledger.takes_back(wanted)
-        told = self._call(
-            rank, "restore", lambda: manager.restore(app.state, step=wanted, replicas="read"), ends=True
-        )
+        told = self._call(rank, "restore", lambda: manager.restore(app.state, step=wanted, replicas="read"), ends=True)
         step = int(told or 0)
         if step:
             self._judge_restored(app, rank, step)

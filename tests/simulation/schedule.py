@@ -136,7 +136,9 @@ def _with_mirrors(jobs: tuple[Job, ...]) -> tuple[Job, ...]:
 def _draw_fault(chance: random.Random, jobs: tuple[Job, ...]) -> Fault:
     number = chance.randrange(len(jobs))
     job = jobs[number]
-    kinds = ["kill"] * 4 + ["stop"] * 4 + ["disk"] * 3 + ["cut", "cut", "power", "store"] + ["unreadable"] * (number > 0)
+    kinds = (
+        ["kill"] * 4 + ["stop"] * 4 + ["disk"] * 3 + ["cut", "cut", "power", "store"] + ["unreadable"] * (number > 0)
+    )
     kind = chance.choice(kinds + ["object"] * (6 * jobs[0].mirror))
     rank = chance.choice((0, chance.randrange(job.ranks)))
     at = chance.randint(1, 15 + 45 * job.saves)

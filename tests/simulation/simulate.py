@@ -144,7 +144,7 @@ def _judge(schedule: Schedule, ledger: Ledger, jobs: list[RunningJob]) -> list[s
         if len({_meaning(told) for told in all_told}) > 1:
             each = "\n".join(f"  rank {told.rank}: {told.text}" for told in all_told)
             problems.append(f"{call} of job {job} told ranks differently:\n{each}")
-    stopped = any(fault.beside and fault.job == len(schedule.jobs) - 1 for fault in schedule.faults)
+    stopped = any(fault.kind in ("stop", "cut") for fault in schedule.faults)
     for told in ledger.told:
         was_first = stopped and told.text.startswith("CheckpointExistsError")  # a rank of the job before, at last
         if told.job == len(jobs) - 1 and not told.ok and not ledger.unreadable and not was_first:

@@ -149,9 +149,7 @@ class SimulatedStore:
 
         def swap() -> bytes:
             data = self._server.data
-            if key not in data and not expected:
-                data[key] = wanted.encode()
-            elif data.get(key) == expected.encode():
+            if (key not in data and not expected) or data.get(key) == expected.encode():
                 data[key] = wanted.encode()
             self._server.changed(key)
             return data.get(key, expected.encode())

@@ -20,6 +20,7 @@ from shardopt.checkpoint.storage.retry import RetryPolicy
 from shardopt.world import World, using
 from tests.simulation.files import FileSystem, SimulatedOs
 from tests.simulation.objects import PROTOCOL, ObjectFileSystem, ObjectStore
+from tests.simulation.sockets import Fabric, SimulatedSelector, SimulatedSocket
 from tests.simulation.store import Network, SimulatedStore, StoreServer
 from tests.simulation.tasks import Process, Scheduler
 from tests.simulation.threads import (
@@ -47,9 +48,9 @@ class SimulatedWorld(World):
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self.network = Network(scheduler)
+        self.fabric = Fabric(scheduler, self.network)
         self.files = FileSystem(scheduler)
         self.objects = ObjectStore(scheduler)
-        self._drawn = 0
 
     def _process(self) -> Process:
         assert self.scheduler.current is not None
@@ -116,6 +117,35 @@ class SimulatedWorld(World):
 
     def store_of(self, group: Any, prefix: str, own_connection: bool = False) -> Any:
         return SimulatedStore(group.server, group.process, prefix)
+
+    def listen(self, host: str, backlog: int = 1024) -> Any:
+        return self.fabric.listen(self._process(), host)
+
+    def connect(self, host: str, port: int, timeout_seconds: float) -> Any:
+        return self.fabric.connect(self._process(), host, port, timeout_seconds)
+
+    def accept(self, listener: SimulatedSocket) -> Any:
+        return listener.accept()[0]
+
+    def route_to(self, host: str) -> str:
+        address: str = self._process().address  # type: ignore[attr-defined]  # given by the job
+        return address
+
+    def host_name(self) -> str:
+        return self._process().host
+
+    def store_host(self, store: Any) -> str | None:
+        return "store"
+
+    def main_thread_stack(self, most_lines: int) -> str:
+        main = self._process().main
+        return "" if main is None else "\n".join(main.stack().splitlines()[-most_lines:])
+
+    def selector(self) -> Any:
+        return SimulatedSelector(self.scheduler, self._process())
+
+    def socket_pair(self) -> Any:
+        return self.fabric.pair(self._process())
 
     def open_storage(self, url: str, durable: bool, opener: Callable[[str, bool], Any]) -> Any:
         if url.startswith(f"{PROTOCOL}://"):
