@@ -15,8 +15,10 @@ import random
 import secrets
 import selectors
 import socket
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -28,14 +30,20 @@ from torch.distributed import (  # type: ignore[attr-defined]  # from a compiled
     PrefixStore,
     ProcessGroup,
     Store,
+    TCPStore,
 )
 
 __all__ = [
+    "READ",
+    "SHUT_WR",
+    "WRITE",
     "Condition",
     "Event",
     "Executor",
     "Future",
     "Lock",
+    "Selector",
+    "Socket",
     "Store",
     "StoreError",
     "Thread",
@@ -47,8 +55,14 @@ __all__ = [
 
 T = TypeVar("T")
 
+Socket = socket.socket
+Selector = selectors.BaseSelector
+
 StoreError = DistError
 """What a store raises that cannot be reached."""
+
+READ, WRITE, SHUT_WR = selectors.EVENT_READ, selectors.EVENT_WRITE, socket.SHUT_WR
+"""What a selector waits for: something to read, room to write; and the half of a connection that sends."""
 
 
 class Lock(Protocol):
@@ -165,16 +179,9 @@ class World:
         """Returns a number between the two, by which ranks do not all do the same at one time."""
         return random.uniform(low, high)
 
-    def store_of(self, group: ProcessGroup, prefix: str, own_connection: bool = False) -> Store:
-        """Returns the store of a process group, with a prefix before all keys.
-
-        Args:
-            own_connection: a client answers one question at a time, so threads that ask beside others need their own.
-        """
-        store = group.get_group_store()
-        if own_connection:
-            store = store.clone()  # type: ignore[attr-defined]  # torch's stubs do not have it
-        return PrefixStore(prefix, store)
+    def store_of(self, group: ProcessGroup, prefix: str) -> Store:
+        """Returns the store of a process group, with a prefix before all keys."""
+        return PrefixStore(prefix, group.get_group_store())
 
     def local_store(self) -> Store:
         """Returns a store of this process alone."""
@@ -207,6 +214,50 @@ class World:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected.setblocking(False)
         return connected
+
+    def accept(self, listener: socket.socket) -> socket.socket:
+        """Returns the connection of the next peer of a listener; it sends without delay, and does not block.
+
+        Raises:
+            OSError: there is none (BlockingIOError), it has gone again, or no descriptor is free.
+        """
+        accepted, _ = listener.accept()
+        try:
+            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            accepted.setblocking(False)
+        except BaseException:
+            accepted.close()
+            raise
+        return accepted
+
+    def route_to(self, host: str) -> str:
+        """Returns the address of this host from which packets to another host leave. Nothing is sent.
+
+        Raises:
+            OSError: the name is unknown, or there is no way to it.
+        """
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+
+    def host_name(self) -> str:
+        """Returns what this host calls itself."""
+        return socket.gethostname()
+
+    def store_host(self, store: Store) -> str | None:
+        """Returns the host of a store as its clients name it; "" where it is this process; None for a file."""
+        while isinstance(store, PrefixStore):
+            store = store.underlying_store
+        if isinstance(store, HashStore):
+            return ""
+        return str(store.host) if isinstance(store, TCPStore) else None
+
+    def main_thread_stack(self, most_lines: int) -> str:
+        """Returns where the main thread is: the innermost lines of its stack."""
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        lines = "".join(traceback.format_stack(frame)).splitlines() if frame is not None else []
+        return "\n".join(lines[-most_lines:])
 
     def selector(self) -> selectors.BaseSelector:
         """Returns what waits for several sockets at once."""

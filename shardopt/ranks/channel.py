@@ -1,28 +1,31 @@
-"""Rounds of agreement in the job's store.
+"""Rounds of agreement: what the threads of the program do in them, over the connections of a `Node`.
 
-Reports and decisions travel as JSON through the job's store (the one that `init_process_group` made), not through a
-collective: when a peer is dead a collective fails without a name or hangs, while the store, which lives outside the
-ranks, still shows who has not answered.
-
-A store may outlive the job that filled it: torchrun restarts ranks on the same one. What is left there must not be
-taken for an answer, so every job talks under a random session name, which its ranks agree on in their first round.
+Reports and decisions travel as JSON over connections of their own, not through a collective: when a peer is dead a
+collective fails without a name or hangs, while here it is known who has not answered, and who is connected.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+import json
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
 
 from shardopt.errors import RankError
 from shardopt.ranks.calls import Call
-from shardopt.ranks.failures import describe, different_calls, merge, names_of, numbered_in_group
-from shardopt.ranks.heartbeat import Heartbeat, PeerHeartbeats
-from shardopt.ranks.parts import are_put, get, get_bytes, pack, put, set_bytes
-from shardopt.ranks.process import Processes, this_process
+from shardopt.ranks.failures import describe, different_calls, merge, numbered_in_group
+from shardopt.ranks.frames import MAIN
+from shardopt.ranks.heartbeat import Silence
+from shardopt.ranks.join import delete, leader_key, read_record, record, within
+from shardopt.ranks.lost import Lost, Witness, lost_text
+from shardopt.ranks.node import Node
 from shardopt.world import Store, StoreError, world
 
-_POLL_SECONDS = (0.0005, 0.01)  # first pause between two looks at the store, and the longest
+T = TypeVar("T")
+
+_STORE_SECONDS = 5.0  # for what the store is asked only once something has failed
+_LONGEST_PAUSE_SECONDS = 1.0
 
 
 class Silent(Exception):
@@ -30,42 +33,47 @@ class Silent(Exception):
 
 
 class Channel:
-    """Rounds of `agree` in the store.
-
-    Keys: `session`, `<session>/welcome/<rank>`, `beat/<rank>`; and in parts, as values may be large, reports
-    `<session>/<round>/r<rank>/…`, answers `<session>/<round>/answer/…` and sections of them that only some ranks need,
-    `<session>/<round>/section<number>/…`.
+    """Rounds of `agree` in one session of the ranks of a tree.
 
     Errors name ranks by their numbers in the job.
 
     Args:
         members: the numbers in the job, by rank.
-        session: the name of a session that all ranks know already; "" where they have to agree on one.
-        processes: those of the ranks, where they are known already.
+        beside: another channel of the same ranks, whose connections this one uses too.
+        session: the name of this one then, as 16 hexadecimal digits.
     """
 
     def __init__(
-        self,
-        store: Store,
-        rank: int,
-        members: Sequence[int],
-        session: str = "",
-        processes: Processes | None = None,
+        self, store: Store, rank: int, members: Sequence[int], beside: Channel | None = None, session: str = ""
     ) -> None:
         self.store, self.rank, self.size = store, rank, len(members)
-        self._members = members
         self.reported = False  # whether the others have all that they need of this rank in this round
-        self._joined = bool(session)
-        self._session = session or (world().random_name(8) if rank == 0 else "")
+        self._members = members
+        self._connections = _Connections(Node(store, rank, len(members))) if beside is None else beside._connections
+        self.node = self._connections.node
+        self._session = bytes.fromhex(session) or MAIN
+        weakref.finalize(self, _forget, self.node, self._session)
         self._round = 0
-        self._spent: list[str] = []  # keys that all have read once all have reported in the next round
-        self._heartbeat = Heartbeat(store, f"beat/{rank}")
-        self._introduces = processes is None
-        self.processes = Processes() if processes is None else processes
+        self._witness = Witness(self.node, self._session)
+        self._store_error: StoreError | None = None
+        self._asks_store = False
 
-    def beating(self, deadline_seconds: float) -> AbstractContextManager[None]:
-        """Shows life while this is open, in rounds and between them."""
-        return self._heartbeat.beating(deadline_seconds)
+    @contextmanager
+    def beating(self, deadline_seconds: float) -> Iterator[None]:
+        """Shows life while this is open, in rounds and between them. Connects with the others where that is not done.
+
+        Raises:
+            RankError: this process can have no thread or descriptor more.
+        """
+        beating = self.node.beating(self._session, deadline_seconds)
+        try:
+            beating.__enter__()
+        except RuntimeError as error:
+            raise RankError(f"ranks cannot communicate: {error}") from error
+        try:
+            yield
+        finally:
+            beating.__exit__(None, None, None)
 
     def begin_round(self, call: Call, deadline_seconds: float) -> None:
         self._round += 1
@@ -77,16 +85,25 @@ class Channel:
         interrupt: BaseException | None = None
         try:
             answer = self._decided(message, decide)
-            data = pack(self._introduced(answer))
-        except StoreError:
-            raise
+            data = pack(answer)
+        except StoreError as error:
+            lost = RankError(f"{self.call}: the job's store is lost: {error}")
+            answer = {"error": lost.to_json(), "broken": True}
+            data = pack(answer)
         except BaseException as error:
             interrupt = None if isinstance(error, Exception) else error
             failure = numbered_in_group(describe(error), self._members)
             answer = {"error": merge(str(self.call), [(self._members[0], failure)], self.size)}
-            data = pack(self._introduced(answer))
-        self._spent += put(self.store, self._key("answer"), data)
+            data = pack(answer)
+        with self.node.changed:
+            self.node.centre.answer(self._session, self._round, data)
+            if answer.get("broken") and self._session == MAIN:
+                self.node.refuse()
+            self.node.wake()
         self.reported = True
+        self.node.wait_until_handed_over(self.deadline_seconds)
+        if answer.get("broken"):
+            self._record(answer["error"])
         if interrupt is not None:
             raise interrupt
         return answer
@@ -94,30 +111,52 @@ class Channel:
     def follow(self, message: dict[str, Any]) -> dict[str, Any]:
         """Any other rank: reports, and waits for the answer."""
         extra = {"call": self.call.same}
-        if not self._joined:
-            extra["token"] = world().random_name(8)
         try:
-            data = pack(self._introduced({**message, **extra}))
+            data = pack({**message, **extra})
         except Exception as error:  # a report that is not JSON
-            data = pack(self._introduced({"error": describe(error), **extra}))
-        if self._joined:
-            put(self.store, self._key(f"r{self.rank}"), data)
-        else:
-            self._join(data, extra["token"].encode())
+            data = pack({"error": describe(error), **extra})
+        with self.node.changed:
+            self.node.centre.report(self._session, self._round, data)
+            self.node.wake()
         self.reported = True
-        # Rank 0 waits up to a deadline for the others, and beats all the while.
-        self._wait_for_rank_0(lambda: are_put(self.store, [self._key("answer")]))
-        answer: dict[str, Any] = get(self.store, self._key("answer"))[0]
-        self._meet(0, answer)
+        # Rank 0 waits up to a deadline for the others, and shows life all the while.
+        got = self._wait(self._take_answer, self._look_for_rank_0)
+        answer: dict[str, Any] = unpack(got) if isinstance(got, bytes) else got
+        self.node.wait_until_handed_over(self.deadline_seconds)
         return answer
 
     def put_section(self, number: int, data: bytes) -> None:
-        """Rank 0, while it decides: posts what only some ranks need of the answer; not empty."""
-        self._spent += put(self.store, self._key(f"section{number}"), data)
+        """Rank 0, while it decides: keeps what only some ranks need of the answer; not empty."""
+        with self.node.changed:
+            self.node.centre.session(self._session).sections[self._round, number] = data
 
     def get_section(self, number: int) -> bytes:
-        """Any rank that has the answer: reads a section of it, until the next round begins."""
-        return get_bytes(self.store, self._key(f"section{number}"))[0]
+        """Any rank but 0 that has the answer: gets a section of it, until the next round is decided."""
+        key = (self._round, number)
+
+        def take() -> bytes | dict[str, Any] | None:
+            section = centre.session(self._session).got.pop(key, None)
+            return self._cut_off() if section is None else section
+
+        def look(watch: Silence) -> None:
+            with self.node.changed:
+                link = centre.links.get(centre.tree.leader or 0)
+                heard = 0 if link is None else link.heard
+            if watch.silent({0: heard}):
+                raise Silent(lost_text([Lost(self._members[0])], self.deadline_seconds))
+
+        centre = self.node.centre
+        with self.node.changed:
+            centre.pull(self._session, self._round, number)
+            self.node.wake()
+        section = self._wait(take, look)
+        if not isinstance(section, bytes):
+            raise Silent(section["error"]["message"])
+        if not section:
+            raise Silent("another call was decided before this rank had its section of the one before")
+        return section
+
+    # Rank 0.
 
     def _decided(self, message: dict[str, Any], decide: Callable[[list[Any]], Any]) -> dict[str, Any]:
         reports, lost = self._gather()
@@ -139,124 +178,194 @@ class Channel:
 
         Reports are missing where ranks were lost, or where one is in another call, for which nobody has to wait.
         """
-        if not self._joined:
-            set_bytes(self.store, "session", self._session.encode())
-        got: dict[int, tuple[dict[str, Any], list[str]]] = {}
+        centre, first = self.node.centre, self._round == 1 and self._session == MAIN
+        reports: dict[int, dict[str, Any]] = {}
+        others = range(1, self.size)
 
-        def are_there(ranks: Sequence[int]) -> bool:
-            return are_put(self.store, [self._key(f"r{rank}") for rank in ranks])
+        def read() -> bool:
+            """Reads reports that have come; returns whether one is of another call."""
+            with self.node.changed:
+                came = centre.session(self._session).gathering(self._round).take()
+            differs = False
+            for data, ranks in came:
+                report = unpack(data)
+                differs |= report["call"] != self.call.same
+                reports.update(dict.fromkeys(ranks, report))
+            return differs
 
-        def read(ranks: Iterable[int]) -> bool:
-            """Reads reports that are there; returns whether there is no need to wait for the others."""
-            new = {rank: get(self.store, self._key(f"r{rank}")) for rank in ranks if rank not in got}
-            got.update(new)
-            # Not in the first round, in which each rank waits to be welcomed.
-            return self._joined and any(report["call"] != self.call.same for report, _ in new.values())
+        def have() -> str | None:
+            reported = centre.session(self._session).gathering(self._round).reported
+            if len(reported) == len(others):
+                return ""
+            ended = sorted(centre.ended - reported)
+            return lost_text([Lost(self._members[rank], ended=True) for rank in ended], 0.0) if ended else None
 
-        ranks = range(1, self.size)
-        lost = self._wait(ranks, are_there, read)
-        missing = [rank for rank in ranks if rank not in got]
-        if not missing:
-            for key in self._spent:
-                self.store.delete_key(key)
-            self._spent = []
-        self._spent += [key for _, keys in got.values() for key in keys]
-        self._spent += [f"{self._key(f'r{rank}')}/0" for rank in missing]
-        for rank, (report, _) in got.items():
-            self._meet(rank, report)
-            if not self._joined:
-                set_bytes(self.store, f"{self._session}/welcome/{rank}", report["token"].encode())
-                self._spent.append(f"{self._session}/welcome/{rank}")
-        self._joined = True
-        return {rank: report for rank, (report, _) in got.items()}, lost
+        def look(watch: Silence) -> str | None:
+            # Not in the first round, for whose answer all must be connected.
+            if read() and not first:
+                return ""
+            with self.node.changed:
+                missing = centre.session(self._session).missing(self._round, others)
+                centre.ask(self._session, self._round, missing)
+                self.node.wake()
+            if silent := self._witness.silent(watch, missing):
+                found = self._witness.ask(self._round, silent, self.deadline_seconds)
+                with self.node.changed:  # looked at once more: some may have come meanwhile
+                    silent = centre.session(self._session).missing(self._round, silent)
+                if silent:
+                    lost = [Lost(self._members[rank], stack=found.get(rank)) for rank in silent]
+                    return lost_text(lost, self.deadline_seconds)
+            self._ask_store()
+            return None
 
-    def _join(self, data: bytes, token: bytes) -> None:
-        """Reports in the session whose rank 0 welcomes this rank; the first one may be of a job that is gone."""
+        lost = self._wait(have, look)
+        read()
+        if first and not lost and self.node.session is not None:
+            keys = [leader_key(self.node.session.name, rank) for rank in centre.tree.children]
+            with suppress(TimeoutError):
+                within(_STORE_SECONDS, lambda: delete(self.store, keys, self.node.session))
+        return reports, lost
 
-        def is_welcome() -> bool:
-            welcome = f"{self._session}/welcome/{self.rank}"
-            return self.store.check([welcome]) and self.store.get(welcome) == token
+    def _record(self, error: dict[str, Any]) -> None:
+        """Writes down a failure for those ranks that cannot be told."""
+        session = self.node.session
+        if session is not None:
+            with suppress(TimeoutError, StoreError):
+                within(_STORE_SECONDS, lambda: record(self.store, session.name, self._session, error))
 
-        def welcomed() -> bool:
-            session = self.store.get("session").decode() if self.store.check(["session"]) else ""
-            # Rank 0 may have welcomed this rank, and opened its next session, since the last look: asked again after
-            # the session was read, the welcome of the session before is there, and this round belongs to that one.
-            if session != self._session and not is_welcome():
-                self._session = session
-                put(self.store, self._key(f"r{self.rank}"), data)
-            return is_welcome()
+    def _ask_store(self) -> None:
+        """Finds out in a thread of its own whether the job's store is lost; raises StoreError some looks later."""
+        if self._store_error is not None:
+            raise self._store_error
+        if self._asks_store:
+            return
+        self._asks_store = True
 
-        self._wait_for_rank_0(welcomed)
-        self._joined = True
+        def ask() -> None:
+            try:
+                self.store.check(["session"])
+                self._asks_store = False
+            except StoreError as error:
+                self._store_error = error
 
-    def _wait_for_rank_0(self, there: Callable[[], bool]) -> None:
-        lost = self._wait([0], lambda _: there(), lambda _: False)
-        if lost:
-            raise Silent(lost)
+        world().thread(ask, "shardopt-store", daemon=True).start()
 
-    def _wait(
-        self,
-        ranks: Sequence[int],
-        are_there: Callable[[Sequence[int]], bool],
-        read: Callable[[Iterable[int]], bool],
-    ) -> str:
-        """Waits for messages of `ranks`, and has them read; gives up once some will not come.
+    # Any other rank.
+
+    def _take_answer(self) -> bytes | dict[str, Any] | None:
+        session = self.node.centre.session(self._session)
+        for number in [number for number in session.answers if number < self._round]:
+            del session.answers[number]  # of a round in which this rank was interrupted
+        answer = session.answers.pop(self._round, None)
+        return self._cut_off() if answer is None else answer
+
+    def _cut_off(self) -> dict[str, Any] | None:
+        """With the lock held: what is known where the way to rank 0 has ended; None where it has not."""
+        above = self.node.centre.above
+        if above is None:
+            return None
+        return {"error": RankError("").to_json(), "above": above}
+
+    def _look_for_rank_0(self, watch: Silence) -> dict[str, Any] | None:
+        node, centre = self.node, self.node.centre
+        with node.changed:
+            signs = centre.session(self._session).signs.get(0, 0)
+            left = node.left
+        if left is not None and (answer := self._recorded(left.name)):
+            return answer  # rank 0 had taken this rank, and has found another dead
+        if not watch.silent({0: signs}):
+            return None
+        may_be_recorded = node.session is not None and (node.tree.leader or not centre.answered)
+        if may_be_recorded and (answer := self._recorded(node.session.name)):
+            return answer
+        if not centre.answered:
+            lost = Lost(self._members[node.reached])
+        else:
+            leader = node.tree.leader or 0
+            found = self._witness.ask(self._round, [0, leader], self.deadline_seconds)
+            if leader and not found[leader]:
+                return self._after_cut(leader, found[leader])
+            lost = Lost(self._members[0], stack=found[0])
+        with node.changed:
+            answer = self._take_answer()
+            if not centre.answered:
+                node.stop()  # not to report after all, in a round that this rank does not wait for
+        if isinstance(answer, bytes):
+            return dict(unpack(answer))
+        raise Silent(lost_text([lost], self.deadline_seconds))
+
+    def _recorded(self, name: str) -> dict[str, Any] | None:
+        """Returns the answer to all who could not be told, where there is one."""
+        with suppress(TimeoutError):
+            seconds = min(_STORE_SECONDS, self.deadline_seconds)
+            error = within(seconds, lambda: read_record(self.store, name, self._session))
+            return None if error is None else {"error": error, "broken": True}
+        return None
+
+    def _after_cut(self, above: int, stack: str | None = None) -> dict[str, Any]:
+        """Returns the answer, where the rank is known by whose end or silence this one was cut off.
+
+        Where that is a leader, rank 0 names it to all others, if it is in this call, and writes it down for this one.
 
         Args:
-            are_there: whether what is wanted of some ranks is there.
-            read: gets ranks of which it is, again and again; where it is true, the others are waited for no longer.
-
-        Returns:
-            The error text for those that will not come; "" where all have come, or need not be waited for.
+            stack: "" where that rank is silent, None where it has ended.
         """
-        heartbeats = PeerHeartbeats(self.store, self.deadline_seconds)
-        pause, longest = _POLL_SECONDS
-        while not are_there(ranks):
-            if heartbeats.due():
-                missing = _missing(ranks, are_there)
-                if read(rank for rank in ranks if rank not in missing):
-                    return ""
-                silent, ended = heartbeats.silent(sorted(missing)), self.processes.ended(missing)
-                # Looked at once more: what a rank has put may be there although nothing more will ever come of it.
-                missing = _missing(ranks, are_there) if silent or ended else set()
-                if not missing.isdisjoint([*silent, *ended]):
-                    read(rank for rank in ranks if rank not in missing)
-                    return self._lost_text(missing.intersection(ended), missing.intersection(silent))
+        watch = Silence(self.deadline_seconds)
+        pause = 0.01
+        while above and self.node.session is not None:
+            if answer := self._recorded(self.node.session.name):
+                return answer
             world().sleep(pause)
-            pause = min(2 * pause, longest)
-        read(ranks)
-        return ""
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            if watch.due() and watch.silent({0: 0}):
+                break
+        lost = Lost(self._members[above], ended=stack is None, stack=stack)
+        raise Silent(lost_text([lost], self.deadline_seconds))
 
-    def _introduced(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Adds what the others need to know the process of this rank, in the first round."""
-        return {**message, "process": this_process()} if self._round == 1 and self._introduces else message
+    def _wait(self, have: Callable[[], T | None], look: Callable[[Silence], T | None]) -> T:
+        """Waits until `have` or `look` returns something, and returns that.
 
-    def _meet(self, rank: int, message: dict[str, Any]) -> None:
-        if "process" in message:
-            self.processes.meet(rank, message["process"])
+        Args:
+            have: with the lock held, whenever something has come.
+            look: again and again after a while; gets what counts signs of life.
+        """
+        watch = Silence(self.deadline_seconds)
+        while True:
+            with self.node.changed:
+                found = have()
+                if found is None:
+                    failure = self.node.failure
+                    if failure is None:
+                        self.node.changed.wait(max(0.0, watch.left()))
+                        found = have()
+            if found is None and failure is not None:
+                raise failure if isinstance(failure, StoreError) else Silent(f"this rank cannot communicate: {failure}")
+            if found is None and watch.due():
+                found = look(watch)
+            if isinstance(found, dict) and "above" in found:
+                return self._after_cut(found["above"])  # type: ignore[return-value]  # as `have` returns it too
+            if found is not None:
+                return found
 
-    def _lost_text(self, ended: set[int], silent: set[int]) -> str:
-        """Returns the error text for ranks that will not come."""
-        ended, silent = ({self._members[rank] for rank in ranks} for ranks in (ended, silent))
-        texts = []
-        if ended:
-            texts.append(f"{names_of(sorted(ended))} died, or ended before this call")
-        if silent - ended:
-            texts.append(
-                f"{names_of(sorted(silent - ended))} gave no sign of life for {self.deadline_seconds:g} s: dead, cut "
-                "off, or not in this call (every rank of the group must make it)"
-            )
-        return "; ".join(texts)
 
-    def _key(self, name: str) -> str:
-        return f"{self._session}/{self._round}/{name}"
+def pack(value: Any) -> bytes:
+    """Encodes JSON. Raises TypeError and ValueError."""
+    return json.dumps(value, separators=(",", ":")).encode()
 
 
-def _missing(ranks: Sequence[int], are_there: Callable[[Sequence[int]], bool]) -> set[int]:
-    """Finds the ranks of which something is not there, by halves: of many ranks a few are late."""
-    if are_there(ranks):
-        return set()
-    if len(ranks) == 1:
-        return set(ranks)
-    middle = len(ranks) // 2
-    return _missing(ranks[:middle], are_there) | _missing(ranks[middle:], are_there)
+def unpack(data: bytes) -> Any:
+    """Decodes what `pack` encoded."""
+    return json.loads(data)
+
+
+class _Connections:
+    """Keeps a node going for as long as any channel uses it."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        weakref.finalize(self, node.stop)
+
+
+def _forget(node: Node, session: bytes) -> None:
+    """Drops a session whose channel is gone; wherever that is noticed, so without a lock."""
+    node.forgotten.append(session)

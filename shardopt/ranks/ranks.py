@@ -56,20 +56,20 @@ class Ranks:
         Args:
             members: their numbers in the job, in the order of their ranks; this rank's is among them.
             session: a name that no other meeting has, where all of them know one: they then meet beside whatever the
-                program does, in any thread, with a connection to the store that closes when they are let go.
+                program does, in any thread, with connections that close when they are let go.
         """
         ranks = cls(None)
         ranks.rank, ranks.size, ranks.members = members.index(job.rank()), len(members), members
         ranks._group = _no_group  # what needs one raises, and is not done by each rank alone
         place = session or blake2b(repr(members).encode(), digest_size=16).hexdigest()
-        store = world().store_of(job, f"shardopt-{place}", own_connection=bool(session))
-        ranks._channel = Channel(store, ranks.rank, ranks.members, session)
+        store = world().store_of(job, f"shardopt-{place}")
+        ranks._channel = Channel(store, ranks.rank, ranks.members)
         return ranks
 
     def side_channel(self, what: str, deadline_seconds: float = DEADLINE_SECONDS) -> Ranks:
         """Makes the same ranks once more, to `agree` in another thread: in rounds of their own. Collective.
 
-        They have their own connection to the store, which closes when they are let go.
+        They use the connections that these ranks have.
 
         Args:
             what: what they will do, as for `agree`.
@@ -80,8 +80,7 @@ class Ranks:
         group = self._process_group()
         ranks = Ranks(group)
         if group is not None and self._channel is not None:
-            store = world().store_of(group, f"shardopt-{session}", own_connection=True)
-            ranks._channel = Channel(store, self.rank, self.members, session, self._channel.processes)
+            ranks._channel = Channel(self._channel.store, self.rank, self.members, self._channel, session)
         return ranks
 
     def beating(self, deadline_seconds: float = DEADLINE_SECONDS) -> AbstractContextManager[None]:
@@ -249,8 +248,8 @@ class Ranks:
             return result, decision, sections[number]
         try:
             return result, decision, self._channel.get_section(number)
-        except StoreError as error:
-            self._broken = f"the job's store is lost: {error}"
+        except (Silent, StoreError) as error:
+            self._broken = str(error) if isinstance(error, Silent) else f"the job's store is lost: {error}"
             raise RankError(f"{what}: {self._broken}") from error
 
     def _process_group(self) -> dist.ProcessGroup | None:

@@ -15,7 +15,7 @@ from shardopt.errors import RankError
 from shardopt.ranks import Ranks, ranks_among, ranks_of
 from tests.harness import Fault, each_operation, run_ranks, run_ranks_outcomes
 
-TALK = ["shardopt.ranks.channel:put", "shardopt.ranks.channel:get"]
+TALK = ["shardopt.ranks.channel:pack", "shardopt.ranks.channel:unpack"]
 
 
 def rounds(count, deadline_seconds=1.0):

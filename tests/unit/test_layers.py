@@ -99,8 +99,9 @@ PRIVATE_PLACES = {
     "ranks/groups.py": "how many process groups there are, by which torch names a new one",
     "torch_private.py": "the lazy state of torch's optimizers, made without a step",
 }
-# Private by name only: torch's multi-tensor operations, a tensor's version counter, what a namedtuple offers, os._exit.
-NOT_PRIVATE = re.compile(r"_foreach_\w+|_version|_exit|_asdict|_replace|_fields|_make")
+# Private by name only: torch's multi-tensor operations, a tensor's version counter, what a namedtuple offers, os._exit,
+# stacks of other threads.
+NOT_PRIVATE = re.compile(r"_current_frames|_foreach_\w+|_version|_exit|_asdict|_replace|_fields|_make")
 
 # The files that may reach for the clock, threads, random names and stores themselves, and why.
 WORLD_PLACES = {

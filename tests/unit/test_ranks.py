@@ -3,6 +3,7 @@
 What only processes can show (death, real process groups) is in tests/distributed/test_ranks.py.
 """
 
+import gc
 import threading
 import time
 from collections.abc import Callable
@@ -14,7 +15,9 @@ import torch.distributed as dist
 from shardopt.errors import CheckpointError, CheckpointExistsError, MismatchError, Problem, RankError, StateError
 from shardopt.ranks import Ranks, call_on, heartbeat, ranks_of
 from shardopt.ranks import ranks as ranks_module
+from shardopt.ranks.frames import MAIN
 from shardopt.ranks.kinds import decompress, exchange, kinds_of, number_of_kind
+from shardopt.ranks.node import Node
 from shardopt.world import using
 from tests.support.worlds import FakeClock
 
@@ -161,10 +164,7 @@ def test_every_rank_reads_the_section_that_it_needs(any_job):
         for result, decision, section in outcome:
             assert (result, decision) == (rank, [0, 1, 0])
             assert section == (b"\1" * (1 + (9 << 20)) if rank == 1 else b"\0")
-    store = job[0]._channel.store
-    assert not any(
-        store.check([f"{job[0]._channel._session}/{number}/section{n}/0"]) for number in (1, 2) for n in (0, 1)
-    )
+    assert all(not here._channel.node.centre.session(MAIN).sections for here in job)
 
 
 def test_one_process_alone_has_a_section():
@@ -451,6 +451,15 @@ def test_a_word_that_is_agreed_upon_is_a_call_too(job):
 # Life between rounds.
 
 
+def no_threads_are_left():
+    """Of ranks that nobody has any more."""
+    gc.collect()
+    for thread in threading.enumerate():
+        if thread.name.startswith("shardopt-"):
+            thread.join(10)
+            assert not thread.is_alive(), thread.name
+
+
 def test_beats_reach_from_the_first_line_to_the_last(job):
     def call(here):
         with here.beating(0.2):
@@ -461,64 +470,71 @@ def test_beats_reach_from_the_first_line_to_the_last(job):
             time.sleep(0.6 if here.rank == 0 else 0)
             return here.agree("x", lambda: None, deadline_seconds=0.2)
 
-    before = threading.active_count()
     assert together(job.start(), call) == [(None, None)] * 3
-    assert threading.active_count() == before
+    no_threads_are_left()
 
 
-def beats(store):
-    return store.add("beat/0", 0)
+class Beats:
+    """Counts what a node sends to show life; nobody is connected with it."""
+
+    def __init__(self):
+        self.node = Node(dist.HashStore(), 0, 2)
+        self.count = 0
+        self.node.centre.beat = self.beat
+
+    def beat(self, name):
+        self.count += 1
 
 
-def test_a_heartbeat_is_one_thread_however_many_want_it():
+@pytest.fixture
+def beats():
+    beats = Beats()
+    yield beats
+    beats.node.stop()
+    beats.node.join(10)
+
+
+def test_life_is_shown_by_one_thread_however_many_want_it(beats):
     """Blocks that overlap, as of two threads in turn, and one of which a shorter deadline is asked."""
-    store = dist.HashStore()
-    heart = heartbeat.Heartbeat(store, "beat/0")
     before = threading.active_count()
-    first, second, third = heart.beating(100), heart.beating(0.05), heart.beating(1)
+    first, second, third = (beats.node.beating(MAIN, seconds) for seconds in (100, 0.05, 1))
     first.__enter__()
     time.sleep(0.1)
-    assert beats(store) == 0
+    assert beats.count == 0
     second.__enter__()
     third.__enter__()
     first.__exit__(None, None, None)
-    while beats(store) < 5:
+    while beats.count < 5:
         time.sleep(0.001)
     assert threading.active_count() == before + 1
     second.__exit__(None, None, None)
     third.__exit__(None, None, None)
-    assert threading.active_count() == before
-    count = beats(store)
+    count = beats.count
     time.sleep(0.1)
-    assert beats(store) == count
+    assert beats.count <= count + 1  # one that was under way
 
 
-def test_without_another_thread_ranks_agree_all_the_same(job, monkeypatch):
+def test_without_another_thread_a_rank_says_so(job, monkeypatch):
     ranks, start = job.start(), threading.Thread.start
 
     def no_more(thread):
-        if thread.name == "shardopt-heartbeat":
+        if thread.name == "shardopt-ranks-1":
             raise RuntimeError("can't start new thread")
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", no_more)
-
-    def call(here):
-        with here.beating(1.0):
-            return here.agree("x", lambda: None)
-
-    assert together(ranks, call) == [(None, None)] * 3
+    outcomes = together(ranks, lambda here: here.agree("x", lambda: None, deadline_seconds=0.5))
+    assert "ranks cannot communicate: can't start new thread" in str(outcomes.pop(1))
+    assert "x: rank 1 gave no sign of life" in alike(outcomes, RankError)
 
 
-def test_many_short_blocks_within_a_long_one_do_not_keep_it_from_beating():
-    store = dist.HashStore()
-    heart = heartbeat.Heartbeat(store, "beat/0")
-    with heart.beating(0.5):
+def test_many_short_blocks_within_a_long_one_do_not_keep_it_from_beating(beats):
+    with beats.node.beating(MAIN, 0.5):
         until = time.monotonic() + 0.5
         while time.monotonic() < until:
-            with heart.beating(0.4):
+            with beats.node.beating(MAIN, 0.4):
                 time.sleep(0.001)
-    assert beats(store) >= 2
+    assert beats.count >= 2
 
 
 # Ranks that are silent.
@@ -592,16 +608,6 @@ def test_a_lost_store_is_an_error(tmp_path):
         ranks[0].agree("x", lambda: None)
 
 
-class Counts:
-    """A store that has heartbeats only."""
-
-    def __init__(self):
-        self.beats = {}
-
-    def add(self, key, amount):
-        return self.beats.get(key, 0)
-
-
 @pytest.fixture
 def clock():
     with using(FakeClock()) as clock:
@@ -609,30 +615,26 @@ def clock():
 
 
 def test_only_ranks_that_do_not_beat_are_silent(clock):
-    store = Counts()
-    signs = heartbeat.PeerHeartbeats(store, 5.0)
+    watch = heartbeat.Silence(5.0)
     named = []
     for second in range(1, 12):
         clock.now += 1
-        store.beats = {"beat/1": second, "beat/3": min(second, 3)}
-        assert signs.due()
-        named.append(signs.silent([1, 2, 3]))
-    assert named == [[]] * 5 + [[2]] * 3 + [[2, 3]] * 3
+        assert watch.due()
+        named.append(watch.silent({1: second, 2: 0, 3: min(second, 3)}))
+    assert named == [[]] * 6 + [[2]] * 2 + [[2, 3]] * 3
 
 
 @pytest.mark.parametrize("before", [0, 3])
 def test_who_was_stopped_itself_calls_nobody_dead(clock, before):
     """A process, or a machine with all its ranks, that stood still for long: nobody could beat, or be heard."""
-    store = Counts()
-    signs = heartbeat.PeerHeartbeats(store, 5.0)
+    watch = heartbeat.Silence(5.0)
     for _ in range(before):
         clock.now += 1
-        assert signs.silent([1]) == []
+        assert watch.silent({1: 0}) == []
     clock.now += 1000
-    assert signs.silent([1]) == []
-    store.beats["beat/1"] = 1
+    assert watch.silent({1: 0}) == []
     clock.now += 1
-    assert signs.silent([1]) == []
+    assert watch.silent({1: 1}) == []
 
 
 # A store that is not new.

@@ -1,0 +1,300 @@
+"""What a rank does with messages: nothing but counting, keeping and passing on. JSON of reports is not looked at.
+
+message    from          to            what
+BEAT       any           its leader    shows life in a session
+BEAT       rank 0        all           the same, passed on by leaders
+REPORT     member        its leader    what it reports in a round
+REPORTS    leader        rank 0        one report, with the ranks that have it: once all are there, or rank 0 asks
+ANSWER     rank 0        all           what was decided
+ASK        rank 0        leaders       who is missing in a round?
+MISSING    leader        rank 0        these are, and so many signs of life came of them
+ENDED      leader        rank 0        connections that have closed
+CUT_OFF    leader        members       the connection to rank 0 has closed
+WHERE      any           any           what is your main thread in?
+HERE       any           any           this
+PULL       any           rank 0        wants a section; a leader asks once, and keeps it until the next answer
+SECTION    rank 0        any           this
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable
+
+from shardopt.ranks.frames import MAIN, Kind, Message, encode
+from shardopt.ranks.gathering import Session
+from shardopt.ranks.link import Ended, Link
+from shardopt.ranks.tree import Tree, pack_runs, unpack_runs
+from shardopt.world import Condition, world
+
+_NUMBER = struct.Struct("!I")
+_STACK_LINES = 20
+
+
+class Centre:
+    """The state of this rank's connections and sessions. All of it is guarded by `changed`.
+
+    Attributes:
+        links: connections with others that have proved who they are, by rank.
+        to_flush: those of them that have something to send, or that are to be closed.
+        ended: ranks whose connections have closed.
+        above: the rank by whose end this one was cut off from rank 0; None where it was not.
+        answered: whether an answer has come: from then on this session is the job's, and no older one.
+        here: where ranks are that were asked, by session, round and rank.
+    """
+
+    def __init__(self, tree: Tree, changed: Condition) -> None:
+        self.tree, self.changed = tree, changed
+        self.links: dict[int, Link] = {}
+        self.to_flush: dict[int, Link] = {}
+        self.ended: set[int] = set()
+        self.above: int | None = None
+        self.answered = False
+        self.here: dict[tuple[bytes, int, int], str] = {}
+        self.sessions: dict[bytes, Session] = {}
+
+    def session(self, name: bytes) -> Session:
+        """Returns a session, which begins with whoever speaks in it first."""
+        if name not in self.sessions:
+            self.sessions[name] = Session()
+        return self.sessions[name]
+
+    def notify(self) -> None:
+        """Wakes all threads that wait for something here."""
+        self.changed.notify(1 << 20)
+
+    # What this rank's own threads want.
+
+    def begin(self) -> None:
+        """Forgets what others said in a session that was not this job's, and says again what this rank has to say."""
+        self.links.clear()
+        self.to_flush.clear()
+        self.ended.clear()
+        self.above = None
+        for session in self.sessions.values():
+            session.gatherings.clear()
+            session.signs.clear()
+
+    def repeat(self) -> None:
+        """Reports once more what was reported before there was a connection, or on one that is gone."""
+        for name, session in self.sessions.items():
+            for number, report in session.own.items():
+                self._report(name, number, report)
+
+    def report(self, name: bytes, number: int, report: bytes) -> None:
+        """Any rank but 0: reports in a round."""
+        self.session(name).own[number] = report
+        self._report(name, number, report)
+
+    def _report(self, name: bytes, number: int, report: bytes) -> None:
+        if self.tree.leads:
+            self._gather(name, number, report, [self.tree.rank])
+        else:
+            self._send_up(Message(Kind.REPORT, name, number, report))
+
+    def answer(self, name: bytes, number: int, answer: bytes) -> None:
+        """Rank 0: tells all."""
+        self.answered = True
+        self.session(name).pass_answer(number)
+        self._send(self.tree.children, Message(Kind.ANSWER, name, number, answer))
+
+    def beat(self, name: bytes) -> None:
+        """Shows life in a session."""
+        if self.tree.rank == 0:
+            self._send(self.tree.children, Message(Kind.BEAT, name))
+        else:
+            self._send_up(Message(Kind.BEAT, name))
+
+    def ask(self, name: bytes, number: int, missing: Iterable[int]) -> None:
+        """Rank 0: has leaders say who is missing, and send what they have."""
+        blocks = dict.fromkeys(self.tree.block_of(rank)[0] for rank in missing)
+        self._send([leader for leader in blocks if leader != 0], Message(Kind.ASK, name, number))
+
+    def ask_where(self, name: bytes, number: int, rank: int) -> None:
+        """Asks another rank where it is; the answer comes to `here`, if it can answer."""
+        question = json.dumps([self.tree.rank, rank]).encode()
+        self._route(rank, Message(Kind.WHERE, name, number, question))
+
+    def pull(self, name: bytes, number: int, section: int) -> None:
+        """Any rank but 0: wants a section, which comes to `got` of the session."""
+        self._pull(name, number, section, self.tree.rank)
+
+    # What others say.
+
+    def take(self, rank: int, message: Message) -> None:
+        """Takes a message of a neighbour.
+
+        Raises:
+            Ended: it is none that this neighbour sends.
+        """
+        try:
+            if rank == self.tree.leader:
+                self._take_from_above(message)
+            else:
+                self._take_from_below(rank, message)
+        except (ValueError, TypeError, struct.error, RecursionError) as error:
+            raise Ended(f"{message.kind.name}: {error}") from error
+
+    def _take_from_above(self, message: Message) -> None:
+        kind, name, number, data = message
+        session = self.session(name)
+        if kind == Kind.BEAT:
+            session.sign(0)
+            self._send(self.tree.children, message)
+        elif kind == Kind.ANSWER:
+            session.sign(0)
+            self.answered = True
+            session.pass_answer(number)
+            session.answers[number] = data
+            self._send(self.tree.children, message)
+            self.notify()
+        elif kind == Kind.ASK:
+            self._pass_reports_on(name, number)
+            self._tell_missing(name, number)
+        elif kind == Kind.CUT_OFF:
+            self.above = 0
+            self.notify()
+        elif kind == Kind.SECTION:
+            self._got_section(name, number, *_NUMBER.unpack_from(data), data[_NUMBER.size :])
+        elif kind in (Kind.WHERE, Kind.HERE):
+            self._take_question(message)
+        else:
+            raise ValueError("not of a leader")
+
+    def _take_from_below(self, rank: int, message: Message) -> None:
+        kind, name, number, data = message
+        session = self.session(name)
+        if kind == Kind.BEAT:
+            session.sign(rank)
+        elif kind == Kind.REPORT and rank in self.tree.members:
+            session.sign(rank)
+            self._gather(name, number, data, [rank])
+        elif kind == Kind.REPORTS and rank not in self.tree.members:
+            runs, _, report = data.partition(b"\n")
+            self._gather(name, number, report, unpack_runs(json.loads(runs), self.tree.block_of(rank)))
+        elif kind == Kind.MISSING and rank not in self.tree.members:
+            for signs, runs in json.loads(data):
+                for missing in unpack_runs(runs, self.tree.block_of(rank)):
+                    session.signs[missing] = int(signs)
+            self.notify()
+        elif kind == Kind.ENDED and rank not in self.tree.members:
+            self.ended.update(unpack_runs(json.loads(data), self.tree.block_of(rank)))
+            self.notify()
+        elif kind == Kind.PULL:
+            self._pull(name, number, *_NUMBER.unpack(data), rank)
+        elif kind in (Kind.WHERE, Kind.HERE):
+            self._take_question(message)
+        else:
+            raise ValueError("not of a member")
+
+    def sign(self, rank: int, name: bytes) -> None:
+        """Notes that a part of a long message of a neighbour has come."""
+        self.session(name).sign(0 if rank == self.tree.leader else rank)
+
+    def lose(self, rank: int) -> None:
+        """Notes that the connection with a neighbour has closed."""
+        del self.links[rank]
+        self.to_flush.pop(rank, None)
+        if rank == self.tree.leader:
+            self.above = rank
+            if self.tree.leads:
+                self._send(self.tree.children, Message(Kind.CUT_OFF))
+        else:
+            self.ended.add(rank)
+            if self.tree.rank != 0:
+                # What it reported before goes first: it has made that call.
+                for name, session in self.sessions.items():
+                    for number, gathering in session.gatherings.items():
+                        if rank in gathering.reported:
+                            self._pass_reports_on(name, number)
+                self._send_up(Message(Kind.ENDED, data=json.dumps([rank, 1]).encode()))
+        self.notify()
+
+    def _gather(self, name: bytes, number: int, report: bytes, ranks: list[int]) -> None:
+        session = self.session(name)
+        if number <= session.answered:
+            return  # it was not waited for
+        gathering = session.gathering(number)
+        gathering.add(report, ranks)
+        if self.tree.rank == 0:
+            if len(gathering.reported) == self.tree.size - 1:
+                self.notify()
+        elif len(gathering.reported) == 1 + len(self.tree.members):
+            self._pass_reports_on(name, number)
+
+    def _pass_reports_on(self, name: bytes, number: int) -> None:
+        gathering = self.session(name).gatherings.get(number)
+        for report, ranks in gathering.take() if gathering is not None else ():
+            runs = json.dumps(pack_runs(ranks)).encode()
+            self._send_up(Message(Kind.REPORTS, name, number, runs + b"\n" + report))
+
+    def _tell_missing(self, name: bytes, number: int) -> None:
+        session = self.session(name)
+        ranks_with: dict[int, list[int]] = {}
+        for rank in session.missing(number, self.tree.members):
+            ranks_with.setdefault(session.signs.get(rank, 0), []).append(rank)
+        missing = [[signs, pack_runs(ranks)] for signs, ranks in ranks_with.items()]
+        self._send_up(Message(Kind.MISSING, name, number, json.dumps(missing).encode()))
+
+    def _pull(self, name: bytes, number: int, section: int, rank: int) -> None:
+        session, key = self.session(name), (number, section)
+        if self.tree.rank == 0 or key in session.sections:
+            self._give(name, number, section, session.sections.get(key, b""), rank)
+        elif key in session.wanted:
+            session.wanted[key].append(rank)
+        else:
+            session.wanted[key] = [rank]
+            self._send_up(Message(Kind.PULL, name, number, _NUMBER.pack(section)))
+
+    def _got_section(self, name: bytes, number: int, section: int, data: bytes) -> None:
+        session, key = self.session(name), (number, section)
+        if self.tree.members and data and number >= session.answered:
+            session.sections[key] = data
+        for rank in session.wanted.pop(key, []):
+            self._give(name, number, section, data, rank)
+
+    def _give(self, name: bytes, number: int, section: int, data: bytes, rank: int) -> None:
+        if rank == self.tree.rank:
+            self.session(name).got[number, section] = data
+            self.notify()
+        else:
+            self._send([rank], Message(Kind.SECTION, name, number, _NUMBER.pack(section) + data))
+
+    def _take_question(self, message: Message) -> None:
+        asker, asked, *text = json.loads(message.data)
+        towards = asked if message.kind == Kind.WHERE else asker
+        if towards != self.tree.rank:
+            self._route(towards, message)
+        elif message.kind == Kind.HERE:
+            self.here[message.session, message.round, int(asked)] = str(text[0])
+            self.notify()
+        else:
+            session = self.session(message.session)
+            if session.told[0] != message.round or not session.told[1]:  # all who ask are told the same
+                session.told = (message.round, world().main_thread_stack(_STACK_LINES))
+            answer = json.dumps([asker, asked, session.told[1]]).encode()
+            self._route(int(asker), Message(Kind.HERE, message.session, message.round, answer))
+
+    def _route(self, rank: int, message: Message) -> None:
+        towards = self.tree.next_towards(rank)
+        if towards is not None:
+            self._send([towards], message)
+
+    def _send_up(self, message: Message) -> None:
+        if self.tree.leader is not None:
+            self._send([self.tree.leader], message)
+
+    def _send(self, ranks: Iterable[int], message: Message) -> None:
+        """Queues a message for neighbours; those that are not connected get nothing."""
+        buffers = encode(message)
+        for rank in ranks:
+            link = self.links.get(rank)
+            if link is not None:
+                link.put(buffers)
+                self.to_flush[rank] = link
+
+    def forget(self, name: bytes) -> None:
+        """Drops a session that nobody uses here any more."""
+        if name != MAIN:
+            self.sessions.pop(name, None)

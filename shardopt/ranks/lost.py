@@ -1,0 +1,92 @@
+"""Ranks that do not answer: who they are, where they are, and how that is said."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardopt.ranks.failures import names_of
+from shardopt.ranks.heartbeat import Silence
+from shardopt.ranks.node import Node
+from shardopt.world import world
+
+_ASK_SECONDS = 2.0
+_MOST_ASKED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A rank that is waited for no longer.
+
+    Args:
+        member: its number in the job.
+        ended: whether its connection has closed.
+        stack: where its main thread is; "" where the process did not say so when it was asked, None where it was not.
+    """
+
+    member: int
+    ended: bool = False
+    stack: str | None = None
+
+
+def lost_text(lost: Sequence[Lost], deadline_seconds: float) -> str:
+    """Returns the error text for ranks that will not come."""
+    ended = sorted(each.member for each in lost if each.ended)
+    silent = sorted(each.member for each in lost if not each.ended)
+    texts = []
+    if ended:
+        texts.append(f"{names_of(ended)} died, or ended before this call")
+    if silent:
+        texts.append(
+            f"{names_of(silent)} gave no sign of life for {deadline_seconds:g} s: dead, cut "
+            "off, or not in this call (every rank of the group must make it)"
+        )
+    stopped = sorted(each.member for each in lost if each.stack == "")
+    if stopped:
+        whose = "its process does" if len(stopped) == len(lost) == 1 else f"the processes of {names_of(stopped)} do"
+        texts.append(f"{whose} not answer: stopped, or cut off")
+    texts += [f"rank {each.member} is elsewhere:\n{each.stack}" for each in lost if each.stack]
+    return "; ".join(texts)
+
+
+class Witness:
+    """Judges the other ranks by what a node hears of them in one session."""
+
+    def __init__(self, node: Node, session: bytes) -> None:
+        self._node, self._session = node, session
+
+    def silent(self, watch: Silence, missing: Sequence[int]) -> list[int]:
+        """Rank 0: looks; returns those of the missing that are silent, or in their place the leader that is.
+
+        What leaders said of their members since the last look counts. Of a leader that says nothing any more, or has
+        never come, the members are not known.
+        """
+        centre, tree = self._node.centre, self._node.tree
+        with self._node.changed:
+            signs = centre.session(self._session).signs
+            counts = {rank: signs.get(rank, 0) for rank in missing}
+            for rank in missing:
+                leader = tree.block_of(rank)[0]
+                if leader not in (0, rank):
+                    counts[-leader] = centre.links[leader].heard if leader in centre.links else 0
+        silent = watch.silent(counts)
+        cut = {-each for each in silent if each < 0}
+        return sorted(cut.union(each for each in silent if each > 0 and tree.block_of(each)[0] not in cut))
+
+    def ask(self, number: int, ranks: Sequence[int], deadline_seconds: float) -> dict[int, str]:
+        """Asks some ranks where they are; returns what a few of them that were connected say, "" where they do not."""
+        centre = self._node.centre
+        end = world().monotonic() + min(_ASK_SECONDS, deadline_seconds)
+        with self._node.changed:
+            asked = [rank for rank in dict.fromkeys(ranks) if self._was_connected(rank)][:_MOST_ASKED]
+            keys = [(self._session, number, rank) for rank in asked]
+            for key in keys:
+                centre.ask_where(*key)
+            self._node.wake()
+            while any(key not in centre.here for key in keys) and (left := end - world().monotonic()) > 0:
+                self._node.changed.wait(left)
+            return {key[2]: centre.here.pop(key, "") for key in keys}
+
+    def _was_connected(self, rank: int) -> bool:
+        centre = self._node.centre
+        return centre.answered or rank in centre.links

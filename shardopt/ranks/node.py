@@ -1,0 +1,454 @@
+"""One rank's connections with the others, and the thread that serves them.
+
+The thread waits for all sockets at once, sends what is queued, and shows life while this rank is in a call. It hears
+others, and answers them, whatever the program does meanwhile.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from itertools import count
+
+from shardopt.ranks.address import addresses
+from shardopt.ranks.centre import Centre
+from shardopt.ranks.frames import Kind, Message
+from shardopt.ranks.heartbeat import interval_seconds
+from shardopt.ranks.join import PAUSE_SECONDS, Entry, connect, leader_key, publish, read
+from shardopt.ranks.link import Ended, Link
+from shardopt.ranks.proof import Listening, Refused
+from shardopt.ranks.tree import Tree
+from shardopt.world import READ, SHUT_WR, WRITE, Selector, Socket, Store, Thread, world
+
+_UNPROVEN_SECONDS = 10.0
+_MOST_UNPROVEN = 512  # twice as many as can have a reason to come to one rank at once
+_CLOSE_SECONDS = 1.0
+_NEVER = float("inf")
+
+
+class Node:
+    """The place of one rank in the tree of its job or group.
+
+    Args:
+        store: of these ranks; nobody else uses its keys "session", and those below the sessions' names.
+
+    Attributes:
+        session: the session that this rank is in, or tries; None before it knows one.
+        reached: the rank that this one tries to reach: 0, until it knows of a session.
+        left: the session of whose leader or rank 0 this rank was taken, and cut off before there was an answer.
+        failure: what ended the thread.
+        forgotten: sessions that nobody uses here any more; they are dropped by and by.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        self.store, self.tree = store, Tree(rank, size)
+        self.changed = world().condition()
+        self.centre = Centre(self.tree, self.changed)
+        self.session: Entry | None = None
+        self.reached = 0
+        self.left: Entry | None = None
+        self.forgotten: deque[bytes] = deque()
+        self.failure: BaseException | None = None
+        self._thread: Thread | None = None
+        self._selector: Selector | None = None
+        self._wake: tuple[Socket, Socket] | None = None
+        self._listeners: list[Socket] = []
+        self._unproven: dict[int, tuple[Link, Listening, float]] = {}
+        self._numbers = count()
+        self._taken: set[int] = set()
+        self._woken = self._stopping = self._refuses = self._meets_again = False
+        self._sleeps_until = _NEVER
+        self._handing_over = 0
+
+    # For the program's threads; those that speak of `changed` are called while it is held.
+
+    def start(self) -> None:
+        """Begins to look for the others, where that has not begun. With `changed` held.
+
+        Raises:
+            RuntimeError: no thread or descriptor is free.
+        """
+        if self._thread is not None or self._stopping:
+            return
+        try:
+            self._wake = world().socket_pair()
+        except OSError as error:
+            raise RuntimeError(str(error)) from error
+        thread = world().thread(self._run, f"shardopt-ranks-{self.tree.rank}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            for end in self._wake:
+                end.close()
+            self._wake = None
+            raise
+        self._thread = thread
+        _nodes[next(_numbers)] = self
+
+    def stop(self) -> None:
+        """Has the thread close all connections and end. Never waits, so that a finalizer can call it anywhere."""
+        self._stopping = True
+        self._poke()
+
+    def join(self, seconds: float) -> None:
+        """Waits for the end of the thread after `stop`."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+
+    def wake(self) -> None:
+        """Has the thread send what was queued. With `changed` held."""
+        if not self._woken:
+            self._woken = True
+            self._poke()
+
+    def _poke(self) -> None:
+        wake = self._wake
+        if wake is not None:
+            with suppress(OSError):  # full, so that it wakes anyway; or closed
+                wake[1].send(b"\0")
+
+    @contextmanager
+    def beating(self, name: bytes, deadline_seconds: float) -> Iterator[None]:
+        """Shows life in a session until the end of the block; blocks may overlap, also in several threads."""
+        interval = interval_seconds(deadline_seconds)
+        with self.changed:
+            self.start()
+            session = self.centre.session(name)
+            if not session.intervals:
+                session.beaten = world().monotonic()
+            session.intervals.append(interval)
+            if session.beaten + interval < self._sleeps_until:
+                self.wake()
+        try:
+            yield
+        finally:
+            with self.changed:
+                session.intervals.remove(interval)
+
+    def wait_until_handed_over(self, deadline_seconds: float) -> None:
+        """Waits until all that is queued for the ranks below was handed to the system, or they are gone.
+
+        A process may end after that, in whatever way. One that takes nothing for the deadline is not waited for.
+        """
+        end = world().monotonic() + deadline_seconds
+        with self.changed:
+            below = [self.centre.links[rank] for rank in self.tree.children if rank in self.centre.links]
+            marks = [(link, link.queued_bytes) for link in below]
+            self._handing_over += 1
+            try:
+                while any(link.open and link.sent_bytes < mark for link, mark in marks):
+                    left = end - world().monotonic()
+                    if left <= 0 or self.failure is not None or self._stopping:
+                        return
+                    self.changed.wait(left)
+            finally:
+                self._handing_over -= 1
+
+    def refuse(self) -> None:
+        """Takes nobody any more: the session has ended. With `changed` held."""
+        self._refuses = True
+
+    def exchanged_bytes(self) -> tuple[int, int]:
+        """Returns how many bytes were sent and received over the connections that there are."""
+        with self.changed:
+            links = self.centre.links.values()
+            return sum(link.sent_bytes for link in links), sum(link.received_bytes for link in links)
+
+    # The thread.
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._meet()
+                self._serve()
+        except BaseException as error:
+            self.failure = error
+        finally:
+            with self.changed:
+                self._close(_CLOSE_SECONDS)
+                for end in self._wake or ():
+                    end.close()
+                self.centre.notify()
+
+    def _meet(self) -> None:
+        """Connects with the leader, and listens for those below; returns once that is done, or this rank has gone."""
+        with self.changed:
+            self._close(0.0)
+            self.centre.begin()
+            self._taken.clear()
+            self._meets_again = False
+            self._selector = world().selector()
+            assert self._wake is not None
+            self._selector.register(self._wake[0], READ)
+        if self.tree.rank == 0:
+            session = Entry(world().random_name(8), world().random_name(32), self._listen())
+            self.session = session
+            publish(self.store, "session", session)
+            return
+        begun = world().monotonic()
+        while not self._stopping:
+            if self._connect():
+                return
+            waited = world().monotonic() - begun
+            self._pause(min(max(waited / 4, PAUSE_SECONDS[0]), PAUSE_SECONDS[1]))
+
+    def _connect(self) -> bool:
+        """Tries once to get to the leader; returns whether this rank is connected."""
+        session = read(self.store, "session")
+        if session is None or self.tree.leader is None:
+            return False
+        leader: Entry | None = session
+        if self.tree.leader != 0:
+            leader = read(self.store, leader_key(session.name, self.tree.leader))
+        self.session, self.reached = session, self.tree.leader
+        if leader is None:
+            return False
+        met = connect(leader, session, self.tree.rank, self.tree.leader, lambda: not self._stopping)
+        if met is None:
+            return False
+        link, came = met
+        with self.changed:
+            assert self._selector is not None
+            self._selector.register(link.socket, READ, link)
+            self.centre.links[self.tree.leader] = link
+            self.centre.repeat()
+            self._take(link, came)
+        if self.tree.has_listener:
+            at = self._listen()
+            publish(self.store, leader_key(session.name, self.tree.rank), Entry(session.name, session.key, at))
+        return True
+
+    def _listen(self) -> tuple[tuple[str, int], ...]:
+        """Listens at the addresses of this host; returns them."""
+        at: list[tuple[str, int]] = []
+        errors: list[OSError] = []
+        for host in addresses(self.store):
+            try:
+                listener = world().listen(host)
+            except OSError as error:
+                errors.append(error)
+                continue
+            with self.changed:
+                assert self._selector is not None
+                self._selector.register(listener, READ)
+                self._listeners.append(listener)
+            at.append((host, listener.getsockname()[1]))
+        if not at:
+            raise errors[0]
+        return tuple(at)
+
+    def _pause(self, seconds: float) -> None:
+        assert self._selector is not None
+        self._selector.select(seconds)  # only what wakes this thread is in it now
+        with self.changed:
+            self._drain_wake()
+
+    def _serve(self) -> None:
+        while True:
+            with self.changed:
+                if self._stopping or self._meets_again:
+                    return
+                now = world().monotonic()
+                while self.forgotten:
+                    self.centre.forget(self.forgotten.popleft())
+                self._beat(now)
+                self._flush()
+                self._drop_silent(now)
+                self._sleeps_until = self._next_due()
+                assert self._selector is not None
+                selector = self._selector
+            left = None if self._sleeps_until == _NEVER else max(0.0, self._sleeps_until - now)
+            events = selector.select(left)
+            with self.changed:
+                for key, mask in events:
+                    if key.data is None:
+                        if key.fileobj in self._listeners:
+                            self._accept(key.fileobj)  # type: ignore[arg-type]  # registered as a socket
+                        else:
+                            self._drain_wake()
+                    else:
+                        self._attend(key.data, mask)
+
+    def _attend(self, link: Link, mask: int) -> None:
+        if link.open and mask & WRITE and link.rank is not None:
+            self.centre.to_flush[link.rank] = link
+        if link.open and mask & READ:
+            try:
+                messages = link.receive()
+            except Ended:
+                self._drop(link)
+                return
+            self._take(link, messages)
+
+    def _take(self, link: Link, messages: list[Message]) -> None:
+        try:
+            for message in messages:
+                if not link.open:
+                    return
+                if link.rank is None:
+                    self._prove(link, message)
+                else:
+                    self.centre.take(link.rank, message)
+            if link.rank is not None and link.session_under_way is not None:
+                self.centre.sign(link.rank, link.session_under_way)
+        except (Ended, Refused):
+            self._drop(link)
+
+    def _accept(self, listener: Socket) -> None:
+        try:
+            socket = world().accept(listener)
+        except BlockingIOError:
+            return
+        except OSError:
+            world().sleep(0.05)  # no descriptor is free: the peer waits in the queue until one is
+            return
+        if self._refuses:
+            socket.close()
+            return
+        if len(self._unproven) >= _MOST_UNPROVEN:
+            self._drop(next(iter(self._unproven.values()))[0])
+        assert self._selector is not None and self.session is not None
+        link, number = Link(socket), next(self._numbers)
+        side = Listening(self.session.name, self.session.key, self.tree.rank)
+        self._unproven[number] = link, side, world().monotonic() + _UNPROVEN_SECONDS
+        self._selector.register(socket, READ, link)
+
+    def _prove(self, link: Link, message: Message) -> None:
+        number, side = next((number, side) for number, (other, side, _) in self._unproven.items() if other is link)
+        answer, rank = side.take(message)
+        if rank is None:
+            assert answer is not None
+            link.put_message(answer)
+            link.flush()
+            return
+        if rank not in self.tree.children or rank in self._taken or self._refuses:
+            raise Refused("nobody is waited for under this number")
+        del self._unproven[number]
+        self._taken.add(rank)
+        link.rank = rank
+        link.trust()
+        self.centre.links[rank] = link
+        link.put_message(Message(Kind.WELCOME))
+        self.centre.to_flush[rank] = link
+
+    def _drop(self, link: Link) -> None:
+        """Closes a connection that has ended, or is to end."""
+        if not link.open:
+            return
+        assert self._selector is not None
+        self._selector.unregister(link.socket)
+        link.close()
+        for number in [number for number, (other, _, _) in self._unproven.items() if other is link]:
+            del self._unproven[number]
+        rank = link.rank
+        if rank is None or self.centre.links.get(rank) is not link:
+            return
+        if rank == self.tree.leader and not self.centre.answered:
+            self._meets_again, self.left = True, self.session  # it may have been an older job's
+        else:
+            self.centre.lose(rank)
+
+    def _drop_silent(self, now: float) -> None:
+        for link, _, until in list(self._unproven.values()):
+            if until <= now:
+                self._drop(link)
+
+    def _flush(self) -> None:
+        while self.centre.to_flush:
+            links, self.centre.to_flush = self.centre.to_flush, {}
+            for link in links.values():
+                if not link.open:
+                    continue
+                try:
+                    link.flush()
+                except Ended:
+                    self._drop(link)  # which may queue something for others
+                    continue
+                if link.waits_to_write == link.is_empty:
+                    link.waits_to_write = not link.is_empty
+                    assert self._selector is not None
+                    self._selector.modify(link.socket, READ | WRITE if link.waits_to_write else READ, link)
+        if self._handing_over:
+            self.centre.notify()
+
+    def _beat(self, now: float) -> None:
+        for name, session in self.centre.sessions.items():
+            if session.intervals and session.beaten + min(session.intervals) <= now:
+                session.beaten = now
+                self.centre.beat(name)
+
+    def _next_due(self) -> float:
+        beats = [
+            session.beaten + min(session.intervals) for session in self.centre.sessions.values() if session.intervals
+        ]
+        return min([*beats, *(until for _, _, until in self._unproven.values())], default=_NEVER)
+
+    def _drain_wake(self) -> None:
+        self._woken = False
+        assert self._wake is not None
+        with suppress(BlockingIOError):
+            self._wake[0].recv(4096)
+
+    def _close(self, seconds: float) -> None:
+        """Closes all connections, when what is queued was handed over, or so much time has passed."""
+        links = [*self.centre.links.values(), *(link for link, _, _ in self._unproven.values())]
+        end = world().monotonic() + seconds
+        while seconds and self._selector is not None:
+            with suppress(Ended):
+                for link in links:
+                    link.flush()
+            left = end - world().monotonic()
+            if left <= 0 or all(link.is_empty for link in links):
+                break
+            world().sleep(min(left, 0.01))
+        for link in links:
+            with suppress(OSError):
+                link.socket.shutdown(SHUT_WR)
+            with suppress(Ended):
+                link.receive()  # what was not read would destroy what was sent
+            link.close()
+        for listener in self._listeners:
+            listener.close()
+        self._listeners.clear()
+        self._unproven.clear()
+        if self._selector is not None:
+            self._selector.close()
+            self._selector = None
+
+    def abandon(self) -> None:
+        """In a child that was forked: closes its descriptors of these connections, which stay the parent's.
+
+        Closed and nothing else: what waits for them in the system is shared with the parent.
+        """
+        self._stopping = True
+        links = [*self.centre.links.values(), *(link for link, _, _ in self._unproven.values())]
+        for socket in (*(link.socket for link in links), *self._listeners, *(self._wake or ())):
+            with suppress(OSError):
+                socket.close()
+        if self._selector is not None:
+            self._selector.close()
+
+
+_numbers = count()
+_nodes: weakref.WeakValueDictionary[int, Node] = weakref.WeakValueDictionary()
+
+
+def _abandon_all() -> None:
+    for node in list(_nodes.values()):
+        node.abandon()
+
+
+def _stop_all() -> None:
+    nodes = list(_nodes.values())
+    for node in nodes:
+        node.stop()
+    for node in nodes:
+        node.join(2 * _CLOSE_SECONDS)
+
+
+os.register_at_fork(after_in_child=_abandon_all)
+atexit.register(_stop_all)

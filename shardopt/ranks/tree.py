@@ -1,0 +1,62 @@
+"""Who is connected with whom: blocks of ranks around their first ones, and those around rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+RANKS_PER_BLOCK = 128
+"""So that at 16,384 ranks nobody has more than 255 connections. The same on all ranks."""
+
+
+class Tree:
+    """Two levels: ranks in blocks of consecutive numbers, led by the first of each, which rank 0 leads.
+
+    Attributes:
+        leader: the rank that this one is connected to, on its way to rank 0; None for rank 0.
+        members: the others of the block that this rank leads, ascending; empty where it leads none.
+        children: who is connected to this rank: its members, and for rank 0 those that lead other blocks.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size, self._per_block = rank, size, RANKS_PER_BLOCK
+        block = self.block_of(rank)
+        self.leads = rank == block[0]
+        self.leader: int | None = None if rank == 0 else 0 if self.leads else block[0]
+        self.members: Sequence[int] = block[1:] if self.leads else range(0)
+        leaders = range(self._per_block, size, self._per_block) if rank == 0 else range(0)
+        self.children: tuple[int, ...] = (*self.members, *leaders)
+        self.has_listener = bool(self.children)
+
+    def block_of(self, rank: int) -> range:
+        """Returns the block of a rank: first the one that leads it."""
+        first = rank - rank % self._per_block
+        return range(first, min(first + self._per_block, self.size))
+
+    def next_towards(self, rank: int) -> int | None:
+        """Returns which neighbour is next on the way to another rank; None where there is no way."""
+        if rank in self.children:
+            return rank
+        if self.rank == 0:
+            return self.block_of(rank)[0] if 0 < rank < self.size else None
+        return self.leader
+
+
+def pack_runs(ranks: Iterable[int]) -> list[int]:
+    """Encodes ascending ranks as runs: first, count, and so on."""
+    runs: list[int] = []
+    for rank in ranks:
+        if runs and rank == runs[-2] + runs[-1]:
+            runs[-1] += 1
+        else:
+            runs += [rank, 1]
+    return runs
+
+
+def unpack_runs(runs: Sequence[int], within: range) -> list[int]:
+    """Decodes what `pack_runs` encoded. Raises ValueError where a rank is not within a range."""
+    ranks: list[int] = []
+    for first, count in zip(runs[::2], runs[1::2], strict=True):
+        if first not in within or count < 1 or first + count > within.stop:
+            raise ValueError(f"ranks {first} to {first + count - 1} are not in {within}")
+        ranks += range(first, first + count)
+    return ranks

@@ -1,0 +1,236 @@
+"""Two levels of ranks, as processes: six ranks in blocks of two, led by 0, 2 and 4. Who dies or stops is named by all."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from shardopt.errors import RankError
+from shardopt.ranks import Ranks, node, ranks_of, tree
+from tests.distributed.test_ranks import stop_for
+from tests.harness import Fault, run_ranks, run_ranks_outcomes
+
+SIZE = 6
+
+
+def of_three_blocks():
+    tree.RANKS_PER_BLOCK = 2
+    return ranks_of()
+
+
+def heard(here, what, work=lambda: None, deadline_seconds=30.0):
+    """The reports of all as this rank gets them; or the error, and after how many seconds."""
+    begin = time.monotonic()
+    try:
+        return here.agree(what, work, lambda _: here.rank, lambda reports: reports, deadline_seconds)[1]
+    except RankError as error:
+        return str(error), time.monotonic() - begin
+
+
+def rounds_of_six():
+    here = of_three_blocks()
+    connected = [heard(here, "x") for _ in range(3)]
+    sections = [bytes([block]) * (1 + (3 << 20) * (block == 1)) for block in range(3)]
+    _, _, section = here.agree_in_sections(
+        "y", lambda: None, lambda _: None, lambda _: (None, sections), lambda _: here.rank // 2
+    )
+    side = heard(here.side_channel("beside"), "z")
+    links = here._channel.node.centre.links
+    return connected, side, section == sections[here.rank // 2], sorted(links)
+
+
+def test_leaders_stand_between():
+    links = [[1, 2, 4], [0], [0, 3], [2], [0, 5], [4]]
+    for rank, outcome in enumerate(run_ranks(SIZE, rounds_of_six)):
+        assert outcome == ([list(range(SIZE))] * 3, list(range(SIZE)), True, links[rank])
+
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def one_goes(victim, how, when, deadline_seconds):
+    """A round, and one in which a rank is killed or stopped, before or after it reports."""
+    here = of_three_blocks()
+    if when != "at first":
+        assert heard(here, "first") == list(range(SIZE))
+
+    def work():
+        go = kill if how == "killed" else lambda: stop_for(2 * deadline_seconds + 3)
+        if here.rank == victim and when == "after its report":
+            threading.Timer(0.3, go).start()
+        elif here.rank == victim:
+            go()
+        elif when == "after its report" and here.rank == (victim + 3) % SIZE:
+            time.sleep(1.0)  # so that there is no answer yet
+
+    return heard(here, "second", work, deadline_seconds)
+
+
+def check(victim, how, when):
+    deadline_seconds = 30.0 if how == "killed" and when != "at first" else 1.0
+    outcomes = run_ranks_outcomes(SIZE, one_goes, victim, how, when, deadline_seconds)
+    if how == "killed":
+        assert outcomes[victim].signal == signal.SIGKILL
+    survivors = [outcome.value for outcome in outcomes if outcome.rank != victim]
+    if when == "after its report" and victim != 0:  # all that it had to say is said: who has the answer goes on
+        assert all(value == list(range(SIZE)) or "rank" in value[0] for value in survivors)
+        return
+    ((text),) = {text for text, _ in survivors}
+    if how == "killed" and (victim, when) != (0, "at first"):
+        assert text == f"second: rank {victim} died, or ended before this call"
+    else:
+        assert text.startswith(f"second: rank {victim} gave no sign of life for 1 s")
+    if how == "stopped":
+        assert text.endswith("; its process does not answer: stopped, or cut off")
+    # At once; or after the deadline, and the time in which the others are asked where they are.
+    assert max(seconds for _, seconds in survivors) < (10 if deadline_seconds == 30 else 1 + 1 + 6)
+
+
+MEMBER, LEADER = 3, 2
+
+
+@pytest.mark.parametrize(
+    ("victim", "how", "when"),
+    [(LEADER, "killed", "before its report"), (LEADER, "stopped", "before its report")],
+)
+def test_the_loss_of_a_leader_is_named_by_all(victim, how, when):
+    check(victim, how, when)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("victim", [0, LEADER, MEMBER])
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+@pytest.mark.parametrize("when", ["at first", "before its report", "after its report"])
+def test_every_loss_is_named_by_all(victim, how, when):
+    check(victim, how, when)
+
+
+def first_round_of_six(deadline_seconds):
+    return heard(of_three_blocks(), "first", deadline_seconds=deadline_seconds)
+
+
+def test_a_leader_that_dies_before_its_members_have_come():
+    """Rank 0 sees it at once; the member learns it from what rank 0 has written down."""
+    fault = Fault(LEADER, "shardopt.ranks.node:publish", 1)
+    outcomes = run_ranks_outcomes(SIZE, first_round_of_six, 3.0, faults=[fault])
+    assert outcomes[LEADER].signal == signal.SIGKILL
+    survivors = {outcome.rank: outcome.value for outcome in outcomes if outcome.rank != LEADER}
+    assert {text for text, _ in survivors.values()} == {f"first: rank {LEADER} died, or ended before this call"}
+    assert max(seconds for rank, (_, seconds) in survivors.items() if rank != MEMBER) < 2.5
+    assert survivors[MEMBER][1] < 3 + 5
+
+
+def in_a_function_of_its_own(seconds):
+    time.sleep(seconds)
+
+
+def one_is_elsewhere(absent):
+    here = of_three_blocks()
+    heard(here, "first")
+    if here.rank == absent:
+        in_a_function_of_its_own(4.0)
+        return "", 0.0
+    return heard(here, "second", deadline_seconds=1.0)
+
+
+@pytest.mark.parametrize("absent", [0, MEMBER])
+def test_where_a_rank_is_that_is_not_in_the_call_is_told_by_all(absent):
+    outcomes = run_ranks(SIZE, one_is_elsewhere, absent)
+    del outcomes[absent]
+    (text,) = {text for text, _ in outcomes}
+    assert text.startswith(f"second: rank {absent} gave no sign of life for 1 s: dead, cut off, or not in this call")
+    assert f"rank {absent} is elsewhere:\n" in text and "in_a_function_of_its_own" in text
+    assert len(text.splitlines()) <= 25
+
+
+def one_dies_and_leaves_a_child():
+    """A process that was forked, as workers of a DataLoader are, has all that its parent has open."""
+    here = ranks_of()
+    heard(here, "first")
+    if here.rank == 1:
+        if os.fork() == 0:
+            time.sleep(8)
+            os._exit(0)
+        kill()
+    return heard(here, "second", deadline_seconds=60.0)
+
+
+def test_a_forked_child_does_not_hide_its_parents_death():
+    outcomes = run_ranks_outcomes(3, one_dies_and_leaves_a_child)
+    for rank in (0, 2):
+        text, seconds = outcomes[rank].value
+        assert text == "second: rank 1 died, or ended before this call" and seconds < 5
+
+
+def rank_0_leaves(nbytes):
+    here = of_three_blocks()
+    _, answer = here.agree("x", lambda: None, decide=lambda _: "x" * nbytes)
+    if here.rank in (0, LEADER):
+        os._exit(0)
+    return len(answer)
+
+
+@pytest.mark.parametrize("nbytes", [10, 5 << 20])
+def test_an_answer_is_with_all_when_rank_0_and_leaders_are_gone(nbytes):
+    outcomes = run_ranks_outcomes(SIZE, rank_0_leaves, nbytes)
+    assert [outcome.value for outcome in outcomes if outcome.rank not in (0, LEADER)] == [nbytes] * 4
+
+
+def many_sessions(count, settled):
+    here, job, seen = ranks_of(), dist.group.WORLD, []
+    for number in range(count):
+        heard(here.side_channel("beside"), "x")
+        heard(Ranks.meeting(job, (0, 1), f"meeting-{number}"), "y")
+        heard(Ranks(job), "z")
+        if number + 1 in (settled, count):
+            while len(node._nodes) > 1:  # threads that are about to end
+                time.sleep(0.001)
+            dist.barrier()
+            left = [len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task")]
+            seen.append((*left, job.get_group_store().num_keys(), len(here._channel.node.centre.sessions)))
+            dist.barrier()
+    return seen
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(3000, marks=pytest.mark.exhaustive)])
+def test_sessions_leave_nothing(count):
+    for early, late in run_ranks(2, many_sessions, count, 20, deadline_seconds=300.0):
+        assert early[:3] == late[:3]
+        assert max(early[3], late[3]) <= 3
+
+
+def two_jobs_in_one_store():
+    """A job whose rank 0 still waits for its last rank, and another one in the same store, in the same processes."""
+    here, old, errors = of_three_blocks(), Ranks(dist.group.WORLD), []
+
+    def go_on():
+        try:
+            old.agree("old", lambda: None, deadline_seconds=3.0)
+        except RankError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=go_on)
+    if here.rank != SIZE - 1:
+        thread.start()
+    dist.barrier()
+    time.sleep(0.5)
+    if here.rank == 0:
+        time.sleep(0.5)  # until then the store has the old one's session
+    new = here if here.rank == SIZE - 1 else Ranks(dist.group.WORLD)
+    if here.rank == SIZE - 1:
+        time.sleep(1.0)  # a rank that the old job still waits for is taken for that one
+    result = heard(new, "new")
+    if here.rank != SIZE - 1:
+        thread.join()
+    return result, errors
+
+
+def test_a_job_is_not_disturbed_by_one_before_it_that_still_waits():
+    *others, last = run_ranks(SIZE, two_jobs_in_one_store)
+    assert last == (list(range(SIZE)), [])
+    lost = f"old: rank {SIZE - 1} gave no sign of life for 3 s"
+    assert all(result == list(range(SIZE)) and error.startswith(lost) for result, (error,) in others)
