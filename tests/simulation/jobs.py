@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from tests.simulation.objects import PROTOCOL
 from tests.simulation.schedule import DEADLINE_SECONDS, Fault, Job, Schedule
 from tests.simulation.store import StoreServer
 from tests.simulation.tasks import Killed, Process
-from tests.simulation.world import SimulatedGroup, SimulatedWorld, kept_by_process
+from tests.simulation.world import SimulatedGroup, SimulatedWorld, begin_process, end_process
 
 ROOT = "/sim/run"
 MIRROR = f"{PROTOCOL}://bucket/run"
@@ -143,11 +144,9 @@ class RunningJob:
     def _start(self, rank: int) -> None:
         scheduler = self.world.scheduler
         process = Process(scheduler, f"job {self.number} rank {rank}", f"host{self.number}.{rank // 2}")
-        process.number = self.number * 100 + rank  # type: ignore[attr-defined]
         process.address = f"10.0.{self.number}.{rank // 2 + 1}"  # type: ignore[attr-defined]
         process.job_size = self.job.ranks  # type: ignore[attr-defined]
         process.planning_seconds = self.job.planning_seconds if rank == self.job.slow_rank else 0.0  # type: ignore[attr-defined]
-        process.at_end.append(lambda: self.world.gone.add(process.number))  # type: ignore[attr-defined]
         for fault in self.schedule.faults:
             if fault.job == self.number and fault.rank == rank:
                 self._place(fault, process, rank)
@@ -203,14 +202,11 @@ class RunningJob:
         return all(process.dead or process.stopped or cut(process) > 0 for process in self.processes)
 
     def _main(self, process: Process, rank: int) -> None:
-        process.keeps = kept_by_process()
-        for namespace, name, value in process.keeps:
-            namespace[name] = value
+        begin_process(process, self.job.ranks_per_block)
         process.group = SimulatedGroup(process, self.server, rank, self.job.ranks)  # type: ignore[attr-defined]
-        try:
+        with suppress(ShardoptError, _Stopped):  # it was noted
             self._train(process.group, rank)  # type: ignore[attr-defined]
-        except (ShardoptError, _Stopped):
-            pass  # it was noted
+        end_process()
 
     def _train(self, group: SimulatedGroup, rank: int) -> None:
         job = self.job

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from tests.simulation.tasks import Scheduler
@@ -52,10 +53,8 @@ class ObjectStore:
 
 
 def _ignoring_errors(work: Callable[[], Any]) -> None:
-    try:
+    with suppress(OSError):  # there is nobody any more who would hear of it
         work()
-    except OSError:
-        pass  # there is nobody any more who would hear of it
 
 
 class ObjectFileSystem:

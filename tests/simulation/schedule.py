@@ -1,4 +1,4 @@
-"""What happens in one simulation, as data: jobs one after the other on the same storage, and faults. Drawn from a seed."""
+"""What happens in one simulation, as data: jobs one after the other on the same storage, and faults; from a seed."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ class Job:
 
     Args:
         ranks: how many.
+        ranks_per_block: of the tree by which they are connected.
         saves: for how many steps.
         stages: whether each rank has tensors of its own, as in a pipeline.
         stage, mirror, incremental, keep_last: options of its Manager.
@@ -29,6 +30,7 @@ class Job:
     """
 
     ranks: int = 2
+    ranks_per_block: int = 128
     saves: int = 2
     stages: bool = False
     stage: str | None = None
@@ -105,6 +107,7 @@ def _draw_job(chance: random.Random, number: int) -> Job:
     job = Job(
         ranks=ranks,
         saves=chance.choice((1, 1, 2, 2, 3)) if ranks < 4 else chance.choice((1, 1, 2)),
+        ranks_per_block=chance.choice((1, 2, 128)),
         stages=chance.random() < 0.4,
         stage=stage,
         mirror=chance.random() < 0.2,

@@ -16,7 +16,7 @@ from tests.simulation.jobs import MIRROR, ROOT, Ledger, RunningJob, Told
 from tests.simulation.schedule import DEADLINE_SECONDS, Job, Schedule
 from tests.simulation.store import StoreServer
 from tests.simulation.tasks import Process, Scheduler
-from tests.simulation.world import SimulatedWorld, kept_by_process, simulated
+from tests.simulation.world import SimulatedWorld, begin_process, simulated
 
 
 @dataclass
@@ -112,9 +112,7 @@ def _verify(world: SimulatedWorld, jobs: list[RunningJob]) -> list[str]:
     unreadable = {step for job in jobs for step in job.ledger.unreadable}
 
     def read() -> None:
-        reader.keeps = kept_by_process()
-        for namespace, name, value in reader.keeps:
-            namespace[name] = value
+        begin_process(reader)
         roots = [ROOT, MIRROR] if jobs[0].job.mirror else [ROOT]
         for root in roots:
             storage = current_world().open_storage(root, True, lambda url, durable: None)

@@ -146,6 +146,9 @@ class SimulatedSocket:
                 peer.wake()
 
         self._send_off(arrive)
+        if peer.process is not self.process and self.fabric.scheduler.current is not None:
+            self.fabric.scheduler.note(self.process.name, f"sends {len(taken)} bytes to {peer.process.name}")
+            self.fabric.scheduler.count(self.process)  # killed just here, it has sent them
         return len(taken)
 
     def recv(self, count: int) -> bytes:
@@ -215,9 +218,10 @@ class SimulatedSocket:
         scheduler.at(self._arrives, lambda: _unless_cut(fabric, self, peer, arrive))
 
     def _require_open(self) -> None:
-        if self.process.dead:
+        current = self.fabric.scheduler.current
+        if self.process.dead and current is not None and current.process is self.process:
             raise Killed
-        if self.closed:
+        if self.closed or self.process.dead:
             raise OSError(errno.EBADF, "the socket is closed")
 
 

@@ -234,12 +234,16 @@ class Scheduler:
             raise Killed
         self.trace.append((self.now, process.name, what))
         if not looks_only:
-            process.operations += 1
-            for function in process.at_operation.pop(process.operations, ()):
-                function()
-            if process.dead:
-                raise Killed
+            self.count(process)
         self.pause(self.draw(seconds))
+
+    def count(self, process: Process) -> None:
+        """Counts an operation of a process, and has the faults happen that are placed at it."""
+        process.operations += 1
+        for function in process.at_operation.pop(process.operations, ()):
+            function()
+        if process.dead:
+            raise Killed
 
     def run(self, done: Callable[[], bool], until: float) -> bool:
         """Runs all that is due until it is done; returns False where it is not, at a time or with nothing due."""

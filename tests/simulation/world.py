@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
@@ -115,7 +116,7 @@ class SimulatedWorld(World):
     def jitter(self, low: float, high: float) -> float:
         return self.scheduler.random.uniform(low, high)
 
-    def store_of(self, group: Any, prefix: str, own_connection: bool = False) -> Any:
+    def store_of(self, group: Any, prefix: str) -> Any:
         return SimulatedStore(group.server, group.process, prefix)
 
     def listen(self, host: str, backlog: int = 1024) -> Any:
@@ -161,13 +162,23 @@ _KEPT_BY_PROCESS: list[tuple[str, str, Callable[[], Any]]] = [
     ("shardopt.checkpoint.sources.referred", "_known", OrderedDict),
     ("shardopt.checkpoint.async_save", "_default", AsyncSaver),
     ("shardopt.checkpoint.async_save", "_of_members", dict),
+    ("shardopt.ranks.node", "_nodes", weakref.WeakValueDictionary),
+    ("shardopt.ranks.tree", "RANKS_PER_BLOCK", lambda: 128),
 ]
 """Modules, and the names under which they keep something once for each process."""
 
 
-def kept_by_process() -> list[tuple[dict[str, Any], str, Any]]:
-    """Makes, for a new process, all that modules keep once for each process."""
-    return [(_namespace(module), name, make()) for module, name, make in _KEPT_BY_PROCESS]
+def begin_process(process: Process, ranks_per_block: int = 128) -> None:
+    """Makes, for a new process, all that modules keep once for each process. To be called in its main thread."""
+    process.keeps = [(_namespace(module), name, make()) for module, name, make in _KEPT_BY_PROCESS]
+    process.keeps.append((_namespace("shardopt.ranks.tree"), "RANKS_PER_BLOCK", ranks_per_block))
+    for namespace, name, value in process.keeps:
+        namespace[name] = value
+
+
+def end_process() -> None:
+    """Does what a process does when its program has ended. To be called in its main thread."""
+    _namespace("shardopt.ranks.node")["_stop_all"]()
 
 
 def _namespace(module: str) -> dict[str, Any]:
@@ -186,14 +197,6 @@ def simulated(world: SimulatedWorld) -> Iterator[None]:
     fake_os = SimulatedOs(world.files)
     scheduler = world.scheduler
 
-    def this_process() -> str:
-        process = world._process()
-        return f"{process.host} {process.number} 1"  # type: ignore[attr-defined]  # given by the job
-
-    def started(number: int) -> str:
-        return "" if number in world.gone else "1"  # type: ignore[attr-defined]  # as above
-
-    world.gone = set()  # type: ignore[attr-defined]  # the numbers of processes that have ended
     patches: list[tuple[str, str, Any]] = [
         ("shardopt.checkpoint.storage.local", "os", fake_os),
         ("shardopt.checkpoint.storage.local", "open", fake_os.open_file),
@@ -203,9 +206,6 @@ def simulated(world: SimulatedWorld) -> Iterator[None]:
         # Buffers of their own size would cost more than all else that is done with so few bytes.
         ("shardopt.checkpoint.reading.fetch", "_BATCH_BYTES", 1 << 12),
         ("shardopt.checkpoint.reading.fetch", "_FAR_BATCH_BYTES", 1 << 12),
-        ("shardopt.ranks.channel", "this_process", this_process),
-        ("shardopt.ranks.process", "_place", lambda: world._process().host),
-        ("shardopt.ranks.process", "_started", started),
         ("shardopt.ranks.ranks", "_members", lambda group: (0,) if group is None else group.members),
         ("shardopt.ranks.ranks", "accelerator_of", lambda group: None),
         ("shardopt.ranks.ranks", "_job_size", lambda: getattr(world._process(), "job_size", 1)),
