@@ -197,7 +197,8 @@ class Centre:
         del self.links[rank]
         self.to_flush.pop(rank, None)
         if rank == self.tree.leader:
-            self.above = rank
+            if self.above is None:  # else the leader has said whose end it is that ends its calls too
+                self.above = rank
             if self.tree.leads:
                 self._send(self.tree.children, Message(Kind.CUT_OFF))
         else:

@@ -106,6 +106,7 @@ class Ledger:
         self.least = 0  # a restore must give this step, or a later one
         self.committed: dict[int, int] = {}  # step → the job by which it was reported as committed
         self.unreadable: set[int] = set()  # steps that were damaged
+        self.may_fail = False  # whether nothing may be left that can be restored
         self.files_of_user: list[str] = []
         self.current = 0  # the job that is the last one
 
@@ -119,6 +120,10 @@ class Ledger:
         """Notes that a run is taken back, which may have happened from now on."""
         self.least = min(self.least, step)
         self.committed = {each: job for each, job in self.committed.items() if each <= step}
+
+
+def _is_whole(checkpoint: Inode) -> bool:
+    return not any(inode.unreadable for inode in checkpoint.entries.values())
 
 
 class RunningJob:
@@ -184,17 +189,29 @@ class RunningJob:
             process.at_operation[fault.at].append(strike)
 
     def _damage_newest(self) -> None:
-        """Makes a data file of the newest checkpoint unreadable."""
+        """Makes a data file of the newest checkpoint unreadable; the one before is to be restored, where there is one."""
         root = self.world.files.find(ROOT)
-        steps = sorted(name for name in (root.entries if root else ()) if name.startswith("step-"))
-        for name in reversed(steps):
-            entries = root.entries[name].entries if root else {}
-            files = sorted(each for each in entries if each.endswith(".safetensors"))
-            if files and "manifest.json" in {*entries}:
-                entries[files[0]].unreadable = True
-                self.ledger.unreadable.add(int(name.split("-")[1]))
-                self.world.scheduler.note("storage", f"cannot read {name}/{files[0]} any more")
-                return
+        entries = {} if root is None else root.entries
+        whole = [
+            name for name in sorted(entries) if "manifest.json" in entries[name].entries and _is_whole(entries[name])
+        ]
+        if not whole:
+            return
+        newest = entries[whole[-1]].entries
+        newest[min(name for name in newest if name.endswith(".safetensors"))].unreadable = True
+        ledger = self.ledger
+        ledger.unreadable.add(int(whole[-1].split("-")[1]))
+        self.world.scheduler.note("storage", f"cannot read {whole[-1]} any more")
+        # Others may refer to its files, or belong to no branch that is known here.
+        simple = not any(job.incremental or job.back or job.misfit for job in self.schedule.jobs)
+        ledger.least = int(whole[-2].split("-")[1]) if simple and len(whole) > 1 else 0
+        ledger.may_fail |= not ledger.least
+
+    def leads_disturbed(self) -> bool:
+        """Whether a fault has hit a rank through which others hear of answers."""
+        job = self.job
+        leaders = range(0, job.ranks - 1, job.ranks_per_block) if job.ranks_per_block > 1 else (0,)
+        return not self.disturbed.isdisjoint(leaders)
 
     def has_ended(self) -> bool:
         """Whether a launcher would start the next one: nobody is left but those who do not answer."""
@@ -221,14 +238,23 @@ class RunningJob:
             group=group,
         )
         with manager:
+            if job.looks_alone and rank == 0:
+                self._call(rank, "look", self._look_alone, compared=False)
             if job.misfit:
                 self._call(rank, "misfit", lambda: manager.restore({"other": torch.ones(2)}, replicas="read"))
-            step = self._restore(manager, app, rank)
+                step = self._call(rank, "newest", lambda: max(manager.steps(), default=0), compared=False) or 0
+                step = self.__dict__.setdefault("newest", step)
+            else:
+                step = self._restore(manager, app, rank)
             for number in range(1, job.saves + 1):
                 step += 1
                 app.become(self.number, step)
                 self._save(manager, app, rank, number, step)
             self._call(rank, "close", manager.close)
+
+    def _look_alone(self) -> list[int]:
+        """Looks at the run, on one rank alone."""
+        return Manager(ROOT, mirror=MIRROR if self.job.mirror else None, group=self.processes[0].group).steps()  # type: ignore[attr-defined]
 
     def _restore(self, manager: Manager, app: App, rank: int) -> int:
         wanted = None
@@ -244,7 +270,7 @@ class RunningJob:
         step = int(told or 0)
         if step:
             self._judge_restored(app, rank, step)
-        elif self.ledger.least and not self.ledger.unreadable:
+        elif self.ledger.least and not self.ledger.may_fail:
             self.ledger.problems.append(f"nothing was restored, though step {self.ledger.least} was committed")
         return step
 
@@ -257,7 +283,7 @@ class RunningJob:
         if app.state["step"] != step:
             ledger.problems.append(f"{where}: restore returned step {step}, and gave that of {app.state['step']}")
         errors = sum(fault.kind == "disk" and fault.job == self.number for fault in self.schedule.faults)
-        if step < ledger.least and not ledger.unreadable and errors < 2 and self.number == ledger.current:
+        if step < ledger.least and errors < 2 and self.number == ledger.current:
             ledger.problems.append(f"{where}: step {step} was restored, though {ledger.least} was committed")
         if ledger.committed.get(step, app.state["job"]) != app.state["job"]:
             ledger.problems.append(f"{where}: step {step} was committed by job {ledger.committed[step]}, not this one")

@@ -20,7 +20,8 @@ class Job:
         stage, mirror, incremental, keep_last: options of its Manager.
         new_store: whether it has a store of its own, and not that of the job before.
         back: by how many steps it takes the run back when it restores.
-        misfit: whether it first tries to restore into an app that does not fit, and goes on.
+        misfit: whether it tries to restore into an app that does not fit, and goes on from the newest step without.
+        looks_alone: whether rank 0 makes a Manager by itself before, to look at what there is.
         hears: the ranks that wait for the result of each save in the background.
         bad_metrics: at which of its saves rank 0 gives a metric that is no number; 0 for none.
         astray: rank and number of the save for which it passes another step than the others; None for none.
@@ -40,6 +41,7 @@ class Job:
     new_store: bool = True
     back: int = 0
     misfit: bool = False
+    looks_alone: bool = False
     hears: tuple[int, ...] = ()
     bad_metrics: int = 0
     astray: tuple[int, int] | None = None
@@ -56,7 +58,7 @@ class Fault:
     Args:
         kind: "kill", "stop" (goes on after `seconds`, or beside the next job), "cut" (off the network, for `seconds`),
             "power" (of all hosts and disks), "store" (is lost), "disk" (error `detail` of one operation on files),
-            "object" (`detail` of one request), "unreadable" (the newest checkpoint, from the beginning of the job).
+            "object" (`detail` of one request), "unreadable" (the newest checkpoint, from the beginning of a job).
         at: the number of the operation; of those on files or objects for "disk" and "object".
         beside: the operation of rank 0 of the next job at which a stopped rank goes on; 0 for none.
     """
@@ -116,7 +118,8 @@ def _draw_job(chance: random.Random, number: int) -> Job:
         new_store=chance.random() < 0.5,
         leaves_stopped=chance.random() < 0.6,
         back=chance.choice((0, 0, 0, 1, 2)) if number else 0,
-        misfit=number > 0 and chance.random() < 0.15,
+        misfit=number > 0 and chance.random() < (0.1, 0.4)[number > 1],
+        looks_alone=chance.random() < 0.2,
     )
     if stage:
         job = replace(job, hears=tuple(rank for rank in range(ranks) if chance.random() < 0.4))
@@ -156,4 +159,6 @@ def _draw_fault(chance: random.Random, jobs: tuple[Job, ...]) -> Fault:
     if kind == "object":
         detail = chance.choice(("before", "after", "hang", "late", "twice"))
         return Fault(kind, number, rank, chance.randint(1, 25 * job.saves), detail=detail)
+    if kind == "unreadable":
+        return Fault(kind, number + 1)
     return Fault(kind, number, rank, at)

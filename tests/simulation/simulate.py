@@ -139,18 +139,29 @@ def _judge(schedule: Schedule, ledger: Ledger, jobs: list[RunningJob]) -> list[s
         if not told.disturbed:
             by_call[told.job, told.call].append(told)
     for (job, call), all_told in by_call.items():
+        # Where who passes answers on is hit while it does, some have the answer, and others an error.
+        if jobs[job].leads_disturbed():
+            all_told = [told for told in all_told if told.ok]
         if len({_meaning(told) for told in all_told}) > 1:
             each = "\n".join(f"  rank {told.rank}: {told.text}" for told in all_told)
             problems.append(f"{call} of job {job} told ranks differently:\n{each}")
-    stopped = any(fault.kind in ("stop", "cut") for fault in schedule.faults)
+    beside = any(fault.kind in ("stop", "cut") for fault in schedule.faults)
     for told in ledger.told:
-        was_first = stopped and told.text.startswith("CheckpointExistsError")  # a rank of the job before, at last
-        if told.job == len(jobs) - 1 and not told.ok and not ledger.unreadable and not was_first:
-            problems.append(f"the last job, without faults, failed: {told}")
+        was_first = beside and told.text.startswith("CheckpointExistsError")  # a rank of the job before, at last
+        if not told.ok and _has_no_excuse(jobs[told.job], told) and not was_first and not ledger.may_fail:
+            problems.append(f"a call failed in a job without faults: {told}")
     for number, job in enumerate(jobs):
         if len(job.server.data) > 40 + 20 * sum(each.job.ranks for each in jobs):
             problems.append(f"the store of job {number} has {len(job.server.data)} keys: {sorted(job.server.data)}")
     return problems
+
+
+def _has_no_excuse(running: RunningJob, told: Told) -> bool:
+    """Whether nothing has hit a job, nor does it do anything for which it is to be refused."""
+    job, number = running.job, running.number
+    if told.call == "misfit" or job.bad_metrics or job.astray:
+        return False
+    return not any(fault.job == number and fault.kind != "unreadable" for fault in running.schedule.faults)
 
 
 _LOST = re.compile(r"ranks? ([0-9, and]+?) (?:died|gave no sign of life|has ended|have ended)")
