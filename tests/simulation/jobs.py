@@ -169,6 +169,8 @@ class RunningJob:
                 process.stop()
                 if not fault.beside:
                     scheduler.at(scheduler.now + fault.seconds, process.go_on)
+            elif fault.kind == "interrupt":
+                process.interrupt()
             elif fault.kind == "cut":
                 self.world.network.cut_off(process, fault.seconds)
             elif fault.kind == "store":
@@ -189,7 +191,7 @@ class RunningJob:
             process.at_operation[fault.at].append(strike)
 
     def _damage_newest(self) -> None:
-        """Makes a data file of the newest checkpoint unreadable; the one before is to be restored, where there is one."""
+        """Makes a data file of the newest checkpoint unreadable: the one before is to be restored, if there is one."""
         root = self.world.files.find(ROOT)
         entries = {} if root is None else root.entries
         whole = [
@@ -221,7 +223,7 @@ class RunningJob:
     def _main(self, process: Process, rank: int) -> None:
         begin_process(process, self.job.ranks_per_block)
         process.group = SimulatedGroup(process, self.server, rank, self.job.ranks)  # type: ignore[attr-defined]
-        with suppress(ShardoptError, _Stopped):  # it was noted
+        with suppress(ShardoptError, _Stopped, KeyboardInterrupt):  # it was noted
             self._train(process.group, rank)  # type: ignore[attr-defined]
         end_process()
 
@@ -261,9 +263,8 @@ class RunningJob:
         if self.job.back:
             steps = self._call(rank, "steps", manager.steps, compared=False) or []
             # All ranks take the run back to the same step: what rank 0 sees is read once.
-            wanted = (
-                self.__dict__.setdefault("wanted", max(steps[-1] - self.job.back, steps[0]) if steps else 0) or None
-            )
+            first = steps[max(len(steps) - 1 - self.job.back, 0)] if steps else 0
+            wanted = self.__dict__.setdefault("wanted", first) or None
             if wanted is not None:
                 self.ledger.takes_back(wanted)
         told = self._call(rank, "restore", lambda: manager.restore(app.state, step=wanted, replicas="read"), ends=True)
@@ -322,6 +323,8 @@ class RunningJob:
             ok, text = True, _described(result)
         except Killed:
             raise
+        except KeyboardInterrupt:
+            text = "KeyboardInterrupt"
         except ShardoptError as error:
             text = f"{type(error).__name__}: {error}"
             if ends or (isinstance(error, RankError) and not isinstance(error, MismatchError)):
@@ -336,6 +339,8 @@ class RunningJob:
                 told = Told(self.number, rank, call, begin, scheduler.now, ok, text, disturbed or not compared)
                 self.ledger.told.append(told)
                 scheduler.note(f"job {self.number} rank {rank}", f"{call}: {text.splitlines()[0] if text else ''}")
+        if text == "KeyboardInterrupt":  # whoever interrupts a call may make it again
+            return self._call(rank, call, function, ends, compared)
         return result
 
 

@@ -57,8 +57,9 @@ class Fault:
 
     Args:
         kind: "kill", "stop" (goes on after `seconds`, or beside the next job), "cut" (off the network, for `seconds`),
-            "power" (of all hosts and disks), "store" (is lost), "disk" (error `detail` of one operation on files),
-            "object" (`detail` of one request), "unreadable" (the newest checkpoint, from the beginning of a job).
+            "interrupt" (as by SIGINT), "power" (of all hosts and disks), "store" (is lost), "disk" (error `detail` of
+            one operation on files), "object" (`detail` of one request), "unreadable" (the newest checkpoint, from the
+            beginning of a job).
         at: the number of the operation; of those on files or objects for "disk" and "object".
         beside: the operation of rank 0 of the next job at which a stopped rank goes on; 0 for none.
     """
@@ -142,9 +143,8 @@ def _with_mirrors(jobs: tuple[Job, ...]) -> tuple[Job, ...]:
 def _draw_fault(chance: random.Random, jobs: tuple[Job, ...]) -> Fault:
     number = chance.randrange(len(jobs))
     job = jobs[number]
-    kinds = (
-        ["kill"] * 4 + ["stop"] * 4 + ["disk"] * 3 + ["cut", "cut", "power", "store"] + ["unreadable"] * (number > 0)
-    )
+    kinds = ["kill"] * 4 + ["stop"] * 4 + ["disk"] * 3 + ["unreadable"] * 2
+    kinds += ["cut", "cut", "power", "store", "interrupt"]
     kind = chance.choice(kinds + ["object"] * (6 * jobs[0].mirror))
     rank = chance.choice((0, chance.randrange(job.ranks)))
     at = chance.randint(1, 15 + 45 * job.saves)

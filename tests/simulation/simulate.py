@@ -136,6 +136,8 @@ def _judge(schedule: Schedule, ledger: Ledger, jobs: list[RunningJob]) -> list[s
     for told in ledger.told:
         if told.end - told.begin > allowed:
             problems.append(f"{told.call} of rank {told.rank} took {told.end - told.begin:.1f} s: {told}")
+        if _is_told_at_once(jobs[told.job]) and told.end - told.begin > 1.0:
+            problems.append(f"ranks in different calls were not told at once: {told}")
         if not told.disturbed:
             by_call[told.job, told.call].append(told)
     for (job, call), all_told in by_call.items():
@@ -154,6 +156,17 @@ def _judge(schedule: Schedule, ledger: Ledger, jobs: list[RunningJob]) -> list[s
         if len(job.server.data) > 40 + 20 * sum(each.job.ranks for each in jobs):
             problems.append(f"the store of job {number} has {len(job.server.data)} keys: {sorted(job.server.data)}")
     return problems
+
+
+def _is_told_at_once(running: RunningJob) -> bool:
+    """Whether ranks of a job are in different calls, and nothing else takes time there."""
+    job = running.job
+    slow = job.mirror or job.planning_seconds or job.state_seconds
+    return (
+        job.astray is not None
+        and not slow
+        and not any(fault.job == running.number for fault in running.schedule.faults)
+    )
 
 
 def _has_no_excuse(running: RunningJob, told: Told) -> bool:

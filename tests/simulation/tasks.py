@@ -74,6 +74,16 @@ class Process:
             for function in self.at_end:
                 function()
 
+    def interrupt(self) -> None:
+        """Raises KeyboardInterrupt in its main thread, as by SIGINT."""
+        main = self.main
+        if not self.dead and main is not None and not main.ended:
+            self.scheduler.note(self.name, "is interrupted")
+            if main is self.scheduler.current:
+                raise KeyboardInterrupt
+            main.interrupted = True
+            self.scheduler.push(self.scheduler.now, main)
+
     def stop(self) -> None:
         """Stops it, as by SIGSTOP."""
         if not self.dead:
@@ -102,7 +112,7 @@ class Task:
         self.process, self.name, self.daemon = process, name, daemon
         self.token = 0  # grows with each wait, so that what is due of an earlier one is known
         self.woken = False
-        self.ended = False
+        self.ended = self.interrupted = False
         self.grad_mode = True
         self._function = function
         self._waiting: list[Task] = []
@@ -125,18 +135,24 @@ class Task:
             self.ended = self.process.scheduler.changed = True
             if self in self.process.tasks and not self.process.dead:
                 self.process.tasks.remove(self)
-            for task in self._waiting:
+            waiting, self._waiting = self._waiting, []
+            for task in waiting:
                 self.process.scheduler.wake(task)
 
     def join(self, timeout: float | None = None) -> None:
         """Waits until it has ended."""
         scheduler = self.process.scheduler
         end = None if timeout is None else scheduler.now + timeout
+        task = scheduler.current
         while not self.ended:
-            assert scheduler.current is not None
-            self._waiting.append(scheduler.current)
-            if not scheduler.block(None if end is None else end - scheduler.now):
-                return
+            assert task is not None
+            self._waiting.append(task)
+            try:
+                if not scheduler.block(None if end is None else end - scheduler.now):
+                    return
+            finally:
+                if task in self._waiting:
+                    self._waiting.remove(task)
 
     def stack(self) -> str:
         """Returns where it waits, the last lines of it."""
@@ -282,6 +298,9 @@ class Scheduler:
             task.ended = True  # before it has begun
         elif process.dead:
             task.greenlet.throw(Killed)
+        elif task.interrupted:
+            task.interrupted = False
+            task.greenlet.throw(KeyboardInterrupt)
         else:
             task.greenlet.switch()
         task.grad_mode = torch.is_grad_enabled()

@@ -33,9 +33,12 @@ class SimulatedLock:
             if not blocking:
                 return False
             self._waiting.append(task)
-            if not scheduler.block(None if end is None else end - scheduler.now):
-                self._waiting.remove(task)
-                return False
+            try:
+                if not scheduler.block(None if end is None else end - scheduler.now):
+                    return False
+            finally:
+                if task in self._waiting:
+                    self._waiting.remove(task)
         self.owner, self.depth = task, 1
         return True
 
@@ -79,11 +82,16 @@ class SimulatedEvent:
     def wait(self, timeout: float | None = None) -> bool:
         scheduler = self._scheduler
         end = None if timeout is None else scheduler.now + timeout
+        task = scheduler.current
         while not self._set:
-            assert scheduler.current is not None
-            self._waiting.append(scheduler.current)
-            if not scheduler.block(None if end is None else end - scheduler.now):
-                break
+            assert task is not None
+            self._waiting.append(task)
+            try:
+                if not scheduler.block(None if end is None else end - scheduler.now):
+                    break
+            finally:
+                if task in self._waiting:
+                    self._waiting.remove(task)
         return self._set
 
 
