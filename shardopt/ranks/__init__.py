@@ -5,9 +5,12 @@ and decides, and either every rank gets the decision or every rank raises the sa
 `Ranks.all_reduce_sum`, for the few numbers that every step needs, and `Ranks.all_to_all`, for algorithms that need
 whole parameters and for rows of tables: the only collectives of shardopt itself.
 
-Each file imports only those before it: parts (JSON in the store), calls (what rounds are for), failures (errors as
-JSON), heartbeat, process (who has ended), channel (rounds in the store), collectives, shared_cell, ranks (all of
-these together), kinds (exchanges by kinds of ranks), groups (which ranks there are), side (ranks for threads).
+Each file imports only those before it: tree (who is connected with whom), frames (messages as bytes), link (one
+connection), proof (who may connect), address (where to listen), join (how ranks find each other in the store),
+gathering and centre (what is counted, kept and passed on), heartbeat, node (all connections, and the thread that serves
+them); calls (what rounds are for), failures (errors as JSON), lost (who does not answer), channel (rounds), collectives,
+shared_cell, ranks (all of these together), kinds (exchanges by kinds of ranks), groups (which ranks there are), side
+(ranks for threads).
 """
 
 from shardopt.ranks.calls import Call, as_call, call_on

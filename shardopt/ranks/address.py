@@ -16,7 +16,7 @@ def addresses(store: Store) -> list[str]:
 
     Whoever reaches the store's host from here is reached by the same address. Where the name of that host means this
     one itself, as on the host of the store, other hosts may know it by another address; and of a store in a file
-    nothing says on which hosts it is read. There the host's own name and its way out say more, and the
+    nothing says on which hosts it is read. There the way out of this host says more, or else its own name, and the
     addresses are tried one after the other: at a wrong one nobody answers, or nobody who has the key.
     """
     host = world().store_host(store)
@@ -27,8 +27,9 @@ def addresses(store: Store) -> list[str]:
         return towards
     if host is not None and _means_this_host_alone(host):
         return towards or [LOOPBACK]
-    own = [*_towards(world().host_name()), *_towards(_ELSEWHERE)]
-    outside = dict.fromkeys(address for address in own if not _is_loopback(address))
+    outside = [each for each in _towards(_ELSEWHERE) if not _is_loopback(each)]
+    if not outside:  # a network without a way out of it; names may be looked up for long, so they come last
+        outside = [each for each in _towards(world().host_name()) if not _is_loopback(each)]
     return [*(towards or [LOOPBACK]), *outside]
 
 

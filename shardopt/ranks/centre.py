@@ -156,7 +156,8 @@ class Centre:
             self.above = 0
             self.notify()
         elif kind == Kind.SECTION:
-            self._got_section(name, number, *_NUMBER.unpack_from(data), data[_NUMBER.size :])
+            (section,) = _NUMBER.unpack_from(data)
+            self._got_section(name, number, section, data[_NUMBER.size :])
         elif kind in (Kind.WHERE, Kind.HERE):
             self._take_question(message)
         else:
@@ -182,7 +183,8 @@ class Centre:
             self.ended.update(unpack_runs(json.loads(data), self.tree.block_of(rank)))
             self.notify()
         elif kind == Kind.PULL:
-            self._pull(name, number, *_NUMBER.unpack(data), rank)
+            (section,) = _NUMBER.unpack(data)
+            self._pull(name, number, section, rank)
         elif kind in (Kind.WHERE, Kind.HERE):
             self._take_question(message)
         else:
@@ -197,8 +199,7 @@ class Centre:
         del self.links[rank]
         self.to_flush.pop(rank, None)
         if rank == self.tree.leader:
-            if self.above is None:  # else the leader has said whose end it is that ends its calls too
-                self.above = rank
+            self.above = rank if self.above is None else self.above
             if self.tree.leads:
                 self._send(self.tree.children, Message(Kind.CUT_OFF))
         else:

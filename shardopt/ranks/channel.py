@@ -26,10 +26,15 @@ T = TypeVar("T")
 
 _STORE_SECONDS = 5.0  # for what the store is asked only once something has failed
 _LONGEST_PAUSE_SECONDS = 1.0
+_RECORD_SECONDS = 3.0  # in which rank 0 asks where those are that it has given up, and writes it down
 
 
 class Silent(Exception):
     """A rank shows no sign of life."""
+
+
+class _CutOff(Exception):
+    """The way to rank 0 has ended, with the rank that is its argument."""
 
 
 class Channel:
@@ -49,7 +54,9 @@ class Channel:
         self.store, self.rank, self.size = store, rank, len(members)
         self.reported = False  # whether the others have all that they need of this rank in this round
         self._members = members
-        self._connections = _Connections(Node(store, rank, len(members))) if beside is None else beside._connections
+        self._connections: _Connections = (
+            _Connections(Node(store, rank, len(members))) if beside is None else beside._connections
+        )
         self.node = self._connections.node
         self._session = bytes.fromhex(session) or MAIN
         weakref.finalize(self, _forget, self.node, self._session)
@@ -120,8 +127,11 @@ class Channel:
             self.node.wake()
         self.reported = True
         # Rank 0 waits up to a deadline for the others, and shows life all the while.
-        got = self._wait(self._take_answer, self._look_for_rank_0)
-        answer: dict[str, Any] = unpack(got) if isinstance(got, bytes) else got
+        try:
+            answer = self._wait(self._take_answer, self._look_for_rank_0)
+        except _CutOff as cut:
+            (above,) = cut.args
+            answer = self._after_cut(above, Lost(self._members[above], ended=True))
         self.node.wait_until_handed_over(self.deadline_seconds)
         return answer
 
@@ -134,9 +144,8 @@ class Channel:
         """Any rank but 0 that has the answer: gets a section of it, until the next round is decided."""
         key = (self._round, number)
 
-        def take() -> bytes | dict[str, Any] | None:
-            section = centre.session(self._session).got.pop(key, None)
-            return self._cut_off() if section is None else section
+        def take() -> bytes | None:
+            return centre.session(self._session).got.pop(key, None)
 
         def look(watch: Silence) -> None:
             with self.node.changed:
@@ -149,9 +158,10 @@ class Channel:
         with self.node.changed:
             centre.pull(self._session, self._round, number)
             self.node.wake()
-        section = self._wait(take, look)
-        if not isinstance(section, bytes):
-            raise Silent(section["error"]["message"])
+        try:
+            section = self._wait(take, look)
+        except _CutOff as cut:
+            raise Silent(lost_text([Lost(self._members[cut.args[0]], ended=True)], 0.0)) from None
         if not section:
             raise Silent("another call was decided before this rank had its section of the one before")
         return section
@@ -220,10 +230,11 @@ class Channel:
 
         lost = self._wait(have, look)
         read()
-        if first and not lost and self.node.session is not None:
-            keys = [leader_key(self.node.session.name, rank) for rank in centre.tree.children]
+        session = self.node.session
+        if first and not lost and session is not None:
+            keys = [leader_key(session.name, rank) for rank in centre.tree.children]
             with suppress(TimeoutError):
-                within(_STORE_SECONDS, lambda: delete(self.store, keys, self.node.session))
+                within(_STORE_SECONDS, lambda: delete(self.store, keys, session))
         return reports, lost
 
     def _record(self, error: dict[str, Any]) -> None:
@@ -252,19 +263,13 @@ class Channel:
 
     # Any other rank.
 
-    def _take_answer(self) -> bytes | dict[str, Any] | None:
+    def _take_answer(self) -> dict[str, Any] | None:
+        """With the lock held: returns the answer, where it has come."""
         session = self.node.centre.session(self._session)
         for number in [number for number in session.answers if number < self._round]:
             del session.answers[number]  # of a round in which this rank was interrupted
         answer = session.answers.pop(self._round, None)
-        return self._cut_off() if answer is None else answer
-
-    def _cut_off(self) -> dict[str, Any] | None:
-        """With the lock held: what is known where the way to rank 0 has ended; None where it has not."""
-        above = self.node.centre.above
-        if above is None:
-            return None
-        return {"error": RankError("").to_json(), "above": above}
+        return None if answer is None else dict(unpack(answer))
 
     def _look_for_rank_0(self, watch: Silence) -> dict[str, Any] | None:
         node, centre = self.node, self.node.centre
@@ -275,23 +280,30 @@ class Channel:
             return answer  # rank 0 had taken this rank, and has found another dead
         if not watch.silent({0: signs}):
             return None
-        may_be_recorded = node.session is not None and (node.tree.leader or not centre.answered)
-        if may_be_recorded and (answer := self._recorded(node.session.name)):
+        session = node.session if node.tree.leader or not centre.answered else None
+        if session is not None and (answer := self._recorded(session.name)):
             return answer
         if not centre.answered:
             lost = Lost(self._members[node.reached])
-        else:
-            leader = node.tree.leader or 0
-            found = self._witness.ask(self._round, [0, leader], self.deadline_seconds)
-            if leader and not found[leader]:
-                return self._after_cut(leader, found[leader])
-            lost = Lost(self._members[0], stack=found[0])
-        with node.changed:
+            if node.reached:
+                return self._after_cut(node.reached, lost)
+            if node.session is not None and node.tree.members:
+                self._record(RankError(f"{self.call}: {lost_text([lost], self.deadline_seconds)}").to_json())
+            return self._give_up(lost)
+        leader = node.tree.leader or 0
+        found = self._witness.ask(self._round, [0, leader], self.deadline_seconds)
+        if leader and not found[leader]:
+            return self._after_cut(leader, Lost(self._members[leader], stack=""))
+        return self._give_up(Lost(self._members[0], stack=found[0]))
+
+    def _give_up(self, lost: Lost) -> dict[str, Any]:
+        """Returns the answer if it has come after all; else raises Silent."""
+        with self.node.changed:
             answer = self._take_answer()
-            if not centre.answered:
-                node.stop()  # not to report after all, in a round that this rank does not wait for
-        if isinstance(answer, bytes):
-            return dict(unpack(answer))
+            if not self.node.centre.answered:
+                self.node.stop()  # not to report after all, in a round that this rank does not wait for
+        if answer is not None:
+            return answer
         raise Silent(lost_text([lost], self.deadline_seconds))
 
     def _recorded(self, name: str) -> dict[str, Any] | None:
@@ -302,15 +314,12 @@ class Channel:
             return None if error is None else {"error": error, "broken": True}
         return None
 
-    def _after_cut(self, above: int, stack: str | None = None) -> dict[str, Any]:
+    def _after_cut(self, above: int, lost: Lost) -> dict[str, Any]:
         """Returns the answer, where the rank is known by whose end or silence this one was cut off.
 
         Where that is a leader, rank 0 names it to all others, if it is in this call, and writes it down for this one.
-
-        Args:
-            stack: "" where that rank is silent, None where it has ended.
         """
-        watch = Silence(self.deadline_seconds)
+        watch = Silence(self.deadline_seconds + _RECORD_SECONDS)
         pause = 0.01
         while above and self.node.session is not None:
             if answer := self._recorded(self.node.session.name):
@@ -319,8 +328,7 @@ class Channel:
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
             if watch.due() and watch.silent({0: 0}):
                 break
-        lost = Lost(self._members[above], ended=stack is None, stack=stack)
-        raise Silent(lost_text([lost], self.deadline_seconds))
+        return self._give_up(lost)
 
     def _wait(self, have: Callable[[], T | None], look: Callable[[Silence], T | None]) -> T:
         """Waits until `have` or `look` returns something, and returns that.
@@ -334,18 +342,20 @@ class Channel:
             with self.node.changed:
                 found = have()
                 if found is None:
-                    failure = self.node.failure
-                    if failure is None:
-                        self.node.changed.wait(max(0.0, watch.left()))
-                        found = have()
-            if found is None and failure is not None:
-                raise failure if isinstance(failure, StoreError) else Silent(f"this rank cannot communicate: {failure}")
+                    self._check_node()
+                    self.node.changed.wait(max(0.0, watch.left()))
+                    found = have()
             if found is None and watch.due():
                 found = look(watch)
-            if isinstance(found, dict) and "above" in found:
-                return self._after_cut(found["above"])  # type: ignore[return-value]  # as `have` returns it too
             if found is not None:
                 return found
+
+    def _check_node(self) -> None:
+        above, failure = self.node.centre.above, self.node.failure
+        if above is not None:
+            raise _CutOff(above)
+        if failure is not None:
+            raise failure if isinstance(failure, StoreError) else Silent(f"this rank cannot communicate: {failure}")
 
 
 def pack(value: Any) -> bytes:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -49,11 +49,14 @@ def publish(store: Store, key: str, entry: Entry) -> None:
 
 
 def read(store: Store, key: str) -> Entry | None:
-    """Reads an entry; None where there is none."""
+    """Reads an entry; None where there is none, or one that another version of this package wrote."""
     if not store.check([key]):
         return None
-    name, secret, at = json.loads(store.get(key))
-    return Entry(name, secret, tuple((host, port) for host, port in at))
+    try:
+        name, secret, at = json.loads(store.get(key))
+        return Entry(name, secret, tuple((host, port) for host, port in at))
+    except (ValueError, TypeError):
+        return None
 
 
 def leader_key(name: str, rank: int) -> str:
@@ -102,7 +105,8 @@ def connect(
 
 
 def _prove(link: Link, meeting: Meeting, goes_on: Callable[[], bool]) -> list[Message]:
-    side, came = Connecting(meeting), []
+    side = Connecting(meeting)
+    came: list[Message] = []
     with closing(world().selector()) as selector:
         selector.register(link.socket, READ)
 
@@ -163,9 +167,8 @@ def within(seconds: float, question: Callable[[], T]) -> T:
 
 def delete(store: Store, keys: Sequence[str], session: Entry) -> None:
     """Deletes what is needed no more once all have joined; `session` only where it is this one's."""
-    with suppress(json.JSONDecodeError):
-        entry = read(store, "session")
-        if entry is not None and entry.name == session.name:
-            store.delete_key("session")
+    entry = read(store, "session")
+    if entry is not None and entry.name == session.name:
+        store.delete_key("session")
     for key in keys:
         store.delete_key(key)

@@ -80,6 +80,8 @@ class Witness:
         with self._node.changed:
             asked = [rank for rank in dict.fromkeys(ranks) if self._was_connected(rank)][:_MOST_ASKED]
             keys = [(self._session, number, rank) for rank in asked]
+            for late in [key for key in centre.here if key[0] == self._session]:
+                del centre.here[late]
             for key in keys:
                 centre.ask_where(*key)
             self._node.wake()

@@ -267,7 +267,7 @@ class Node:
                 for key, mask in events:
                     if key.data is None:
                         if key.fileobj in self._listeners:
-                            self._accept(key.fileobj)  # type: ignore[arg-type]  # registered as a socket
+                            self._accept(key.fileobj)
                         else:
                             self._drain_wake()
                     else:

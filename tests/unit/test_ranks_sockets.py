@@ -1,0 +1,337 @@
+"""What listens on a socket: who is let in, what strangers can do, what is read of them, and at which addresses."""
+
+import itertools
+import json
+import socket
+import struct
+import time
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardopt.ranks import address
+from shardopt.ranks import ranks as ranks_module
+from shardopt.ranks.frames import MOST_FRAME_BYTES, MOST_UNPROVEN_BYTES, BadFrame, Decoder, Kind, Message, encode
+from shardopt.ranks.gathering import Gathering
+from shardopt.ranks.proof import Connecting, Listening, Meeting, Refused
+from shardopt.ranks.tree import Tree, pack_runs, unpack_runs
+from shardopt.world import World, using
+from tests.unit.test_ranks import Job, together
+
+KEY = "6b" * 32
+
+
+# Frames.
+
+messages = st.builds(
+    Message,
+    st.sampled_from(Kind),
+    st.binary(min_size=8, max_size=8),
+    st.integers(0, (1 << 64) - 1),
+    st.binary(max_size=300),
+)
+
+
+def decoded(data, cuts):
+    decoder, got, at = Decoder(), [], 0
+    decoder.most_bytes = MOST_FRAME_BYTES
+    for number in itertools.count():
+        if at >= len(data):
+            return got
+        step = cuts[number % len(cuts)]
+        got += decoder.feed(data[at : at + step])
+        at += step
+
+
+@given(st.lists(messages, max_size=4), st.lists(st.integers(1, 500), min_size=1, max_size=5))
+def test_messages_come_as_they_were_however_the_bytes_are_cut(sent, cuts):
+    assert decoded(b"".join(bytes(buffer) for message in sent for buffer in encode(message)), cuts) == sent
+
+
+@pytest.mark.parametrize("nbytes", [MOST_FRAME_BYTES - 1, MOST_FRAME_BYTES, MOST_FRAME_BYTES + 1, 3 * MOST_FRAME_BYTES])
+def test_long_messages_travel_in_several_frames(nbytes):
+    sent = [Message(Kind.ANSWER, b"12345678", 7, bytes(nbytes)), Message(Kind.BEAT)]
+    assert decoded(b"".join(bytes(buffer) for message in sent for buffer in encode(message)), [100_001]) == sent
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_refused_or_waited_for_and_never_kept(data):
+    decoder = Decoder()
+    try:
+        decoder.feed(data)
+    except BadFrame:
+        return
+    assert len(decoder._buffer) <= MOST_UNPROVEN_BYTES + 22
+
+
+@pytest.mark.parametrize("claim", [MOST_UNPROVEN_BYTES + 1, MOST_FRAME_BYTES, (1 << 32) - 19])
+def test_a_length_is_refused_before_it_is_read(claim):
+    with pytest.raises(BadFrame):
+        Decoder().feed(struct.pack("!IBB8sQ", 18 + claim, Kind.HELLO, 0, bytes(8), 0))
+
+
+def test_a_message_within_another_is_refused():
+    decoder = Decoder()
+    decoder.most_bytes = MOST_FRAME_BYTES
+    first = encode(Message(Kind.ANSWER, data=bytes(MOST_FRAME_BYTES + 1)))[:2]
+    with pytest.raises(BadFrame):
+        decoder.feed(b"".join(map(bytes, first)) + bytes(encode(Message(Kind.BEAT))[0]))
+
+
+# Proof.
+
+
+BELOW = Meeting("s", KEY, 3, 0)
+
+
+def meet(below=BELOW, above=("s", KEY, 0)):
+    """All that is said until both sides have proved themselves."""
+    connecting, listening = Connecting(below), Listening(*above)
+    hello = connecting.hello()
+    challenge, _ = listening.take(hello)
+    proof = connecting.answer(challenge)
+    nothing, rank = listening.take(proof)
+    assert nothing is None and rank == below.below
+    return hello, challenge, proof
+
+
+def test_both_sides_prove_themselves_and_the_key_is_not_said():
+    assert not any(KEY.encode() in message.data for message in meet())
+
+
+@pytest.mark.parametrize(
+    "above", [("s", "6c" * 32, 0), ("other", KEY, 0), ("s", KEY, 128)], ids=["key", "session", "rank that listens"]
+)
+def test_who_differs_is_refused(above):
+    with pytest.raises(Refused):
+        meet(above=above)
+
+
+def test_a_handshake_is_good_for_one_connection():
+    hello, challenge, proof = meet()
+    again = Listening("s", KEY, 0)
+    again.take(hello)
+    with pytest.raises(Refused):
+        again.take(proof)
+    with pytest.raises(Refused):  # nor does a challenge serve a second time
+        connecting = Connecting(Meeting("s", KEY, 3, 0))
+        connecting.hello()
+        connecting.answer(challenge)
+
+
+def test_a_listeners_own_proof_proves_nobody_else():
+    listening = Listening("s", KEY, 0)
+    challenge, _ = listening.take(Connecting(Meeting("s", KEY, 3, 0)).hello())
+    reflected = Message(Kind.PROOF, data=json.dumps({"proof": json.loads(challenge.data)["proof"]}).encode())
+    with pytest.raises(Refused):
+        listening.take(reflected)
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b"{", b'{"session": 3, "rank": "0", "nonce": []}', b"[" * 4000])
+def test_what_is_no_handshake_is_refused(data):
+    with pytest.raises(Refused):
+        Listening("s", KEY, 0).take(Message(Kind.HELLO, data=data))
+
+
+# Strangers on the port of a job.
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    monkeypatch.setattr(ranks_module, "accelerator_of", lambda group: None)
+    monkeypatch.setattr(ranks_module, "_members", lambda group: tuple(range(group.size())) if group else (0,))
+    return Job("tcp", tmp_path)
+
+
+def say(link, message):
+    link.sendall(b"".join(map(bytes, encode(message))))
+
+
+def hear(link):
+    decoder, messages = Decoder(), []
+    while not messages:
+        data = link.recv(4096)
+        if not data:
+            return None
+        messages = decoder.feed(data)
+    return messages[0]
+
+
+def is_closed(link):
+    link.settimeout(10)
+    try:
+        return link.recv(1) == b""
+    except ConnectionError:
+        return True
+
+
+def introduce(link, meeting):
+    side = Connecting(meeting)
+    say(link, side.hello())
+    challenge = hear(link)
+    if challenge is None:
+        return
+    say(link, side.answer(challenge) if meeting.key != KEY else Message(Kind.PROOF, data=b'{"proof": "00"}'))
+
+
+def test_strangers_are_closed_and_cost_nobody_anything(job):
+    ranks = job.start()
+    reports = lambda here: here.agree("x", lambda: None, lambda _: here.rank, lambda reports: reports)[1]  # noqa: E731
+    assert together(ranks, reports) == [[0, 1, 2]] * 3
+    node = ranks[0]._channel.node
+    session, own = node.session, dict(node.centre.links)
+    (host, port) = session.at[0]
+    said = {
+        "garbage": lambda link: link.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10),
+        "a claim of very many bytes": lambda link: link.sendall(b"\xff" * 22),
+        "another key": lambda link: introduce(link, Meeting(session.name, KEY, 1, 0)),
+        "another session": lambda link: introduce(link, Meeting("other", session.key, 1, 0)),
+        "a rank that is here": lambda link: introduce(link, Meeting(session.name, session.key, 1, 0)),
+        "a rank that nobody waits for": lambda link: introduce(link, Meeting(session.name, session.key, 3, 0)),
+        "no introduction": lambda link: say(link, Message(Kind.REPORT, data=b"{}")),
+        "a proof first": lambda link: say(link, Message(Kind.PROOF, data=b'{"proof": ""}')),
+    }
+    silent = [socket.create_connection((host, port)) for _ in range(200)]
+    half = socket.create_connection((host, port))
+    half.sendall(bytes(encode(Message(Kind.HELLO, data=bytes(100)))[0])[:50])
+    for what, act in said.items():
+        with socket.create_connection((host, port)) as link:
+            act(link)
+            assert is_closed(link), what
+    assert together(ranks, reports) == [[0, 1, 2]] * 3
+    assert node.centre.links == own and all(link.open for link in own.values())
+    for link in (*silent, half):
+        link.close()
+    while node._unproven:
+        time.sleep(0.001)
+
+
+def test_who_says_nothing_is_closed_after_a_while(job, monkeypatch):
+    monkeypatch.setattr("shardopt.ranks.node._UNPROVEN_SECONDS", 0.2)
+    monkeypatch.setattr("shardopt.ranks.node._MOST_UNPROVEN", 3)
+    ranks = job.start(2)
+    together(ranks, lambda here: here.agree("x", lambda: None))
+    at = ranks[0]._channel.node.session.at[0]
+    silent = [socket.create_connection(at) for _ in range(5)]
+    assert all(map(is_closed, silent))
+    for link in silent:
+        link.close()
+
+
+def test_a_proven_rank_that_sends_nonsense_is_lost_and_named(job):
+    ranks = job.start()
+    together(ranks, lambda here: here.agree("x", lambda: None))
+    node = ranks[2]._channel.node
+    with node.changed:
+        node.centre.links[0].put([b"nonsense" * 10])
+        node.centre.to_flush[0] = node.centre.links[0]
+        node.wake()
+    outcomes = together(ranks, lambda here: here.agree("y", lambda: None, deadline_seconds=60))
+    assert "y: rank 2 died, or ended before this call" in str(outcomes[0])
+    assert str(outcomes[1]) == str(outcomes[0])
+    assert "y: rank 0 died, or ended before this call" in str(outcomes[2])  # as it sees it
+
+
+def test_what_an_older_version_left_in_the_store_is_no_session(job):
+    store = dist.PrefixStore("shardopt", job.store())
+    store.set("session", "0123456789abcdef")
+    ranks = job.start()
+
+    def late(here):
+        time.sleep(0.2 if here.rank == 0 else 0)
+        return here.agree("x", lambda: here.rank)[0]
+
+    assert together(ranks, late) == [0, 1, 2]
+
+
+# Addresses.
+
+
+class Host(World):
+    """A host whose ways to others are known; those that are not fail."""
+
+    def __init__(self, store_host, **routes):
+        self._store_host, self._routes = store_host, routes
+
+    def store_host(self, store):
+        return self._store_host
+
+    def host_name(self):
+        return "me"
+
+    def route_to(self, host):
+        name = {"192.0.2.1": "out", "127.0.0.1": "loop", "10.1.0.1": "far"}.get(host, host)
+        if name not in self._routes:
+            raise OSError(f"no way to {host}")
+        return self._routes[name]
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        (Host(""), ["127.0.0.1"]),
+        (Host("master", master="10.0.0.7"), ["10.0.0.7"]),
+        (Host("10.1.0.1", far="10.0.0.8"), ["10.0.0.8"]),
+        (Host("fd00::1", **{"fd00::1": "fd00::2"}), ["fd00::2"]),
+        (Host("localhost", localhost="127.0.0.1", out="10.0.0.7"), ["127.0.0.1"]),
+        (Host("127.0.0.1", loop="127.0.0.1", out="10.0.0.7"), ["127.0.0.1"]),
+        (Host("localhost", localhost="::1", out="10.0.0.7"), ["::1"]),
+        (Host("master", master="127.0.1.1", out="10.0.0.7"), ["127.0.1.1", "10.0.0.7"]),
+        (Host("master", master="127.0.1.1", me="10.0.0.7"), ["127.0.1.1", "10.0.0.7"]),
+        (Host("master", master="127.0.1.1", me="127.0.1.1"), ["127.0.1.1"]),
+        (Host(None, out="10.0.0.7", me="127.0.1.1"), ["127.0.0.1", "10.0.0.7"]),
+        (Host(None), ["127.0.0.1"]),
+    ],
+    ids=lambda each: " ".join(each) if isinstance(each, list) else "",
+)
+def test_a_rank_listens_where_others_reach_its_host(host, expected):
+    with using(host):
+        assert address.addresses(None) == expected
+
+
+def test_the_host_of_a_store_is_that_of_its_server(tmp_path):
+    master = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    assert World().store_host(dist.PrefixStore("a", dist.PrefixStore("b", master))) == "localhost"
+    assert World().store_host(dist.HashStore()) == ""
+    assert World().store_host(dist.FileStore(str(tmp_path / "store"))) is None
+
+
+# The tree.
+
+
+@pytest.mark.parametrize("size", [1, 2, 127, 128, 129, 256, 1000, 16384])
+def test_every_rank_is_connected_with_rank_0_through_one_leader_at_most(size):
+    trees = [Tree(rank, size) for rank in range(size)] if size <= 1000 else [Tree(r, size) for r in range(0, size, 61)]
+    for tree in trees:
+        above = tree.leader
+        assert (above is None) == (tree.rank == 0)
+        if above is not None:
+            assert tree.rank in Tree(above, size).children
+            assert above == 0 or Tree(above, size).leader == 0
+            assert tree.next_towards(0) == above
+        assert all(Tree(child, size).leader == tree.rank for child in tree.children)
+        assert len(tree.children) <= 127 + 127
+
+
+@given(st.sets(st.integers(100, 140)))
+def test_ranks_travel_as_runs(ranks):
+    assert unpack_runs(pack_runs(sorted(ranks)), range(100, 141)) == sorted(ranks)
+
+
+@pytest.mark.parametrize("runs", [[99, 1], [139, 3], [100, 1 << 60], [100, 0], [100]])
+def test_runs_outside_of_a_block_are_refused(runs):
+    with pytest.raises(ValueError, match=r"not in|shorter|longer"):
+        unpack_runs(runs, range(100, 141))
+
+
+def test_equal_reports_are_passed_on_once():
+    gathering = Gathering()
+    for rank in (5, 3, 4):
+        gathering.add(b"a", [rank])
+    gathering.add(b"b", [6])
+    gathering.add(b"c", [3])  # a second one
+    assert gathering.take() == [(b"a", [3, 4, 5]), (b"b", [6])]
+    gathering.add(b"a", [7])
+    assert gathering.take() == [(b"a", [7])]
