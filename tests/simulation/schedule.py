@@ -159,6 +159,8 @@ def _draw_fault(chance: random.Random, jobs: tuple[Job, ...]) -> Fault:
     if kind == "object":
         detail = chance.choice(("before", "after", "hang", "late", "twice"))
         return Fault(kind, number, rank, chance.randint(1, 25 * job.saves), detail=detail)
+    if kind == "interrupt" and rank == 0:
+        at += 15  # not before the others are connected: they would not be told
     if kind == "unreadable":
         return Fault(kind, number + 1)
     return Fault(kind, number, rank, at)

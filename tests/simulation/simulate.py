@@ -174,6 +174,8 @@ def _has_no_excuse(running: RunningJob, told: Told) -> bool:
     job, number = running.job, running.number
     if told.call == "misfit" or job.bad_metrics or job.astray:
         return False
+    if job.mirror and job.hears and (job.planning_seconds or job.state_seconds):
+        return False  # who waits for a result for longer than the deadline is in no call, where others are in one
     return not any(fault.job == number and fault.kind != "unreadable" for fault in running.schedule.faults)
 
 
