@@ -254,6 +254,8 @@ class Centre:
             self._pass_reports_on(name, number)
 
     def _pass_reports_on(self, name: bytes, number: int) -> None:
+        if self.tree.leader not in self.links:
+            return  # what is taken now would be lost; `repeat` comes back to it once there is a connection
         gathering = self.session(name).gatherings.get(number)
         for report, ranks in gathering.take() if gathering is not None else ():
             runs = json.dumps(pack_runs(ranks)).encode()

@@ -232,11 +232,16 @@ class Channel:
                 reports.update(dict.fromkeys(ranks, report))
             return differs
 
+        def behind(rank: int) -> Sequence[int]:
+            """Returns the ranks that can report no more without this one: a leader's own report may have come first."""
+            block = centre.tree.block_of(rank)
+            return block if block[0] == rank else (rank,)
+
         def have() -> str | None:
             reported = centre.session(self._session).gathering(self._round).reported
             if len(reported) == len(others):
                 return ""
-            ended = sorted(centre.ended - reported)
+            ended = sorted(rank for rank in centre.ended if not reported.issuperset(behind(rank)))
             return lost_text([Lost(self._members[rank], ended=True) for rank in ended], 0.0) if ended else None
 
         def look(watch: Silence) -> str | None:
@@ -250,7 +255,8 @@ class Channel:
             if silent := self._witness.silent(watch, missing):
                 found = self._witness.ask(self._round, silent, self.deadline_seconds)
                 with self.node.changed:  # looked at once more: some may have come meanwhile
-                    silent = centre.session(self._session).missing(self._round, silent)
+                    session = centre.session(self._session)
+                    silent = [rank for rank in silent if session.missing(self._round, behind(rank))]
                 if silent:
                     lost = [Lost(self._members[rank], stack=found.get(rank)) for rank in silent]
                     return lost_text(lost, self.deadline_seconds)

@@ -1,0 +1,137 @@
+"""Faults that the package once had, put back: each function takes one mending out."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+from shardopt.ranks import Call
+from shardopt.ranks.channel import Channel
+from shardopt.ranks.ranks import Ranks
+from shardopt.world import world
+
+_of = importlib.import_module
+_commit = _of("shardopt.checkpoint.commit")
+_manager = _of("shardopt.checkpoint.run.manager").Manager
+_saver = _of("shardopt.checkpoint.async_save").AsyncSaver
+_background = _of("shardopt.checkpoint.async_save")._BackgroundSave
+_keeper = _of("shardopt.checkpoint.run.keeper")
+_side = _of("shardopt.ranks.side").SideRanks
+
+
+def remains_removed_before_the_commit(patch: Callable[..., None]) -> None:
+    publish = _commit.publish_checkpoint
+
+    def removing(storage: Any, manifest: Any, data: bytes, base: Any = None) -> None:
+        own = {file.name for file in manifest.files}
+        for name in storage.names():
+            if name not in own and _commit.FILE_NAME.fullmatch(name):
+                storage.remove(name)
+        publish(storage, manifest, data, base)
+
+    patch(_commit, "publish_checkpoint", removing)
+
+
+def branches_known_only_after_the_load(patch: Callable[..., None]) -> None:
+    restore = _manager._restore
+
+    def forgetful(self: Any, *args: Any) -> Any:
+        before = self._keeper.branches
+        try:
+            return restore(self, *args)
+        except BaseException:
+            self._keeper.branches = before
+            raise
+
+    patch(_manager, "_restore", forgetful)
+
+
+def no_branches(patch: Callable[..., None]) -> None:
+    patch(_manager, "_take_back", lambda *args: None)
+
+
+def failures_raised_by_each_rank_alone(patch: Callable[..., None]) -> None:
+    def alone(self: Any, *args: Any) -> None:
+        self._finish()
+        if self._pending is not None:
+            self._pending.raise_failure()
+
+    patch(_saver, "_wait", alone)
+
+
+def no_beats_between_rounds(patch: Callable[..., None]) -> None:
+    patch(Ranks, "beating", lambda *args: nullcontext())
+
+
+def no_beats_while_state_is_copied(patch: Callable[..., None]) -> None:
+    run = _background.run
+
+    def late(self: Any) -> None:
+        self._handed_over.wait()
+        run(self)
+
+    patch(_background, "run", late)
+
+
+def names_from_counters(patch: Callable[..., None]) -> None:
+    init = _side.__init__
+
+    def counting(self: Any, what: str) -> None:
+        process = world()._process()  # type: ignore[attr-defined]  # of the simulated one
+        self.number = process.side_channels = getattr(process, "side_channels", 0) + 1
+        init(self, what)
+
+    def of(self: Any, ranks: Ranks, deadline_seconds: float = 0.0) -> Ranks:
+        if ranks not in self._made:
+            self._made[ranks] = made = Ranks(ranks._process_group())
+            if ranks._channel is not None:
+                made._channel = Channel(
+                    ranks._channel.store, ranks.rank, ranks.members, ranks._channel, f"{self.number:016x}"
+                )
+        made = self._made[ranks]
+        return made
+
+    patch(_side, "__init__", counting)
+    patch(_side, "of", of)
+
+
+def unreadable_is_no_damage(patch: Callable[..., None]) -> None:
+    patch(_of("shardopt.checkpoint.storage.local"), "_LOST", set())
+
+
+def files_of_users_removed(patch: Callable[..., None]) -> None:
+    remove = _commit.remove_checkpoints
+
+    def removing(storages: Any) -> None:
+        for storage in storages:
+            storage.remove("metrics.json")
+        remove(storages)
+
+    patch(_keeper, "remove_checkpoints", removing)
+
+
+def metrics_looked_at_outside_of_a_round(patch: Callable[..., None]) -> None:
+    save, numbers_of = _manager.save, _of("shardopt.checkpoint.run.manager").numbers_of
+
+    def looking(self: Any, step: int, app: Any, *, metrics: Any = None, force: bool = False) -> Any:
+        numbers_of(metrics)
+        return save(self, step, app, metrics=metrics, force=force)
+
+    patch(_manager, "save", looking)
+
+
+def rounds_without_names(patch: Callable[..., None]) -> None:
+    patch(_of("shardopt.ranks.ranks"), "as_call", lambda what: Call(str(what), ""))
+
+
+def rounds_of_a_restore_with_one_name(patch: Callable[..., None]) -> None:
+    as_call = _of("shardopt.ranks").as_call
+    patch(_of("shardopt.checkpoint.run.history"), "Call", lambda text, same: as_call(text))
+
+
+def put_back(broken: Callable[..., None], monkeypatch: Any) -> None:
+    """Takes a mending out until `monkeypatch` is undone."""
+    broken(partial(monkeypatch.setattr))

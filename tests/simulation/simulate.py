@@ -1,0 +1,209 @@
+"""Runs one schedule, and judges what has come of it."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from unittest import mock
+
+from shardopt import checkpoint
+from shardopt.checkpoint import agree_plan
+from shardopt.world import world as current_world
+from tests.simulation.jobs import MIRROR, ROOT, Ledger, RunningJob, Told
+from tests.simulation.schedule import DEADLINE_SECONDS, Job, Schedule
+from tests.simulation.store import StoreServer
+from tests.simulation.tasks import Process, Scheduler
+from tests.simulation.world import SimulatedWorld, begin_process, simulated
+
+
+@dataclass
+class Outcome:
+    """What has come of a schedule.
+
+    Args:
+        problems: what must not have happened.
+        trace: all operations, in order.
+    """
+
+    schedule: Schedule
+    problems: list[str]
+    trace: list[tuple[float, str, str]]
+
+    @property
+    def digest(self) -> str:
+        """The hash of the trace: equal where the same has happened."""
+        return hashlib.blake2b(repr(self.trace).encode(), digest_size=16).hexdigest()
+
+    def __str__(self) -> str:
+        lines = [f"{seconds:12.6f}  {who:16} {what}" for seconds, who, what in self.trace]
+        return "\n".join([*lines, str(self.schedule), *self.problems])
+
+
+def simulate(schedule: Schedule) -> Outcome:
+    """Runs a schedule, and after it a job without faults that restores; all in this thread."""
+    last = Job(ranks=2, saves=1, mirror=schedule.jobs[0].mirror)
+    whole = replace(schedule, jobs=(*schedule.jobs, last))
+    scheduler = Scheduler(schedule.seed)
+    world, ledger = SimulatedWorld(scheduler), Ledger()
+    jobs: list[RunningJob] = []
+    logging.disable(logging.CRITICAL)  # nobody reads it, and lines cost time
+    try:
+        with simulated(world), _slow_planning():
+            problems = _run_jobs(world, whole, ledger, jobs)
+            if not problems:
+                problems = _verify(world, jobs)
+            for job in jobs:
+                _end(world, job.processes)
+    finally:
+        logging.disable(logging.NOTSET)
+    problems += ledger.problems + scheduler.errors + _judge(schedule, ledger, jobs)
+    return Outcome(schedule, problems, scheduler.trace)
+
+
+def seconds_allowed(schedule: Schedule) -> float:
+    """Returns how long a call may take at most: deadlines of some rounds, and all that the schedule slows down."""
+    slow = sum(fault.seconds for fault in schedule.faults)
+    slow += sum(10 * (job.planning_seconds + job.state_seconds) for job in schedule.jobs)
+    requests = sum(fault.kind == "object" for fault in schedule.faults)
+    return 5 * DEADLINE_SECONDS + slow + 4.0 * requests + 12.0
+
+
+def _run_jobs(world: SimulatedWorld, schedule: Schedule, ledger: Ledger, jobs: list[RunningJob]) -> list[str]:
+    scheduler = world.scheduler
+    server: StoreServer | None = None
+    for number, job in enumerate(schedule.jobs):
+        if server is None or job.new_store or server.lost or number == len(schedule.jobs) - 1:
+            server = StoreServer(scheduler, world.network)
+        ledger.current = number
+        running = RunningJob(world, server, schedule, number, ledger)
+        if jobs:
+            jobs[-1].goes_on_beside(running)
+        jobs.append(running)
+        until = scheduler.now + (job.saves + 4) * seconds_allowed(schedule)
+        if not scheduler.run(running.has_ended, until):
+            stacks = [task.stack() for each in running.processes for task in each.tasks if not task.ended]
+            return [f"job {number} does not end:\n" + "\n".join(stacks)]
+        if not job.leaves_stopped:
+            _end(world, running.processes)
+    return []
+
+
+def _end(world: SimulatedWorld, processes: list[Process]) -> None:
+    for process in processes:
+        process.kill()
+    world.scheduler.run(lambda: all(task.ended for each in processes for task in each.tasks), world.scheduler.now + 1)
+
+
+def _verify(world: SimulatedWorld, jobs: list[RunningJob]) -> list[str]:
+    """Lets go on what is left of earlier jobs; then reads all checkpoints there are."""
+    scheduler = world.scheduler
+    left = [process for job in jobs for process in job.processes if not process.dead]
+    for process in left:
+        process.go_on()
+    scheduler.run(lambda: all(process.dead or process.stopped for process in left), scheduler.now + 60)
+    for job in jobs:
+        _end(world, job.processes)
+    gone = [path for path in jobs[0].ledger.files_of_user if world.files.find(path) is None]
+    problems = [f"{path}, which was its user's, was removed" for path in gone]
+    reader = Process(scheduler, "reader", "reader")
+    unreadable = {step for job in jobs for step in job.ledger.unreadable}
+
+    def read() -> None:
+        begin_process(reader)
+        roots = [ROOT, MIRROR] if jobs[0].job.mirror else [ROOT]
+        for root in roots:
+            storage = current_world().open_storage(root, True, lambda url, durable: None)
+            for name in storage.names():
+                if name.startswith("step-") and storage.child(name).exists("manifest.json"):
+                    url = storage.child(name).url
+                    report = checkpoint.verify(url)
+                    if not report.ok and not (root == ROOT and int(name.split("-")[1]) in unreadable):
+                        problems.append(f"{url} is committed, and not whole: {report}")
+
+    reader.start(read)
+    if not scheduler.run(lambda: reader.dead, scheduler.now + 1000):
+        problems.append("reading does not end")
+    return problems
+
+
+def _judge(schedule: Schedule, ledger: Ledger, jobs: list[RunningJob]) -> list[str]:
+    problems = []
+    allowed = seconds_allowed(schedule)
+    by_call: defaultdict[tuple[int, str], list[Told]] = defaultdict(list)
+    for told in ledger.told:
+        if told.end - told.begin > allowed:
+            problems.append(f"{told.call} of rank {told.rank} took {told.end - told.begin:.1f} s: {told}")
+        if _is_told_at_once(jobs[told.job]) and told.end - told.begin > 1.0:
+            problems.append(f"ranks in different calls were not told at once: {told}")
+        if not told.disturbed:
+            by_call[told.job, told.call].append(told)
+    for (job, call), all_told in by_call.items():
+        # Where who passes answers on is hit while it does, some have the answer, and others an error.
+        if jobs[job].leads_disturbed():
+            all_told = [told for told in all_told if told.ok]
+        if len({_meaning(told) for told in all_told}) > 1:
+            each = "\n".join(f"  rank {told.rank}: {told.text}" for told in all_told)
+            problems.append(f"{call} of job {job} told ranks differently:\n{each}")
+    beside = any(fault.kind in ("stop", "cut") for fault in schedule.faults)
+    for told in ledger.told:
+        was_first = beside and told.text.startswith("CheckpointExistsError")  # a rank of the job before, at last
+        if not told.ok and _has_no_excuse(jobs[told.job], told) and not was_first and not ledger.may_fail:
+            problems.append(f"a call failed in a job without faults: {told}")
+    for number, job in enumerate(jobs):
+        if len(job.server.data) > 40 + 20 * sum(each.job.ranks for each in jobs):
+            problems.append(f"the store of job {number} has {len(job.server.data)} keys: {sorted(job.server.data)}")
+    return problems
+
+
+def _is_told_at_once(running: RunningJob) -> bool:
+    """Whether ranks of a job are in different calls, and nothing else takes time there."""
+    job = running.job
+    slow = job.mirror or job.planning_seconds or job.state_seconds
+    return (
+        job.astray is not None
+        and not slow
+        and not any(fault.job == running.number for fault in running.schedule.faults)
+    )
+
+
+def _has_no_excuse(running: RunningJob, told: Told) -> bool:
+    """Whether nothing has hit a job, nor does it do anything for which it is to be refused."""
+    job, number = running.job, running.number
+    if told.call == "misfit" or job.bad_metrics or job.astray:
+        return False
+    if job.mirror and job.hears and (job.planning_seconds or job.state_seconds):
+        return False  # who waits for a result for longer than the deadline is in no call, where others are in one
+    return not any(fault.job == number and fault.kind != "unreadable" for fault in running.schedule.faults)
+
+
+_LOST = re.compile(r"ranks? ([0-9, and]+?) (?:died|gave no sign of life|has ended|have ended)")
+
+
+def _meaning(told: Told) -> str:
+    """Returns what ranks must have been told alike: a result, or an error, or who was lost.
+
+    That a rank is lost may be seen in different ways: its process has ended, where that is seen, or it is silent.
+    """
+    if told.ok:
+        return told.text
+    kind, _, text = told.text.partition(": ")
+    lost = _LOST.findall(text)
+    return f"{kind}: lost {lost}" if lost else re.sub(r"\S*/", "", told.text)
+
+
+def _slow_planning() -> mock._patch[object]:  # type: ignore[name-defined]
+    """Has the making of plans take as much simulated time as a job says."""
+    plan = agree_plan.Planning._plan
+
+    def slowly(planning: agree_plan.Planning, kept: agree_plan.Kept) -> agree_plan.Planned:
+        world = current_world()
+        assert isinstance(world, SimulatedWorld)
+        seconds = getattr(world._process(), "planning_seconds", 0.0)
+        if seconds:
+            world.sleep(seconds)
+        return plan(planning, kept)
+
+    return mock.patch.object(agree_plan.Planning, "_plan", slowly)

@@ -1,0 +1,52 @@
+"""Faults of old, put back one by one, are found: the schedules below fail with them, and pass without."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.simulation import broken
+from tests.simulation.schedule import DEADLINE_SECONDS, Fault, Job, Schedule
+from tests.simulation.simulate import simulate
+
+LONG = 1.6 * DEADLINE_SECONDS
+STOPPED = Schedule(3, (Job(ranks=1, saves=1, leaves_stopped=True),))
+ON_A_BRANCH = (Job(saves=3), Job(back=1, saves=1), Job(misfit=True, saves=1))
+FAILING = Schedule(4, (Job(stage="now", hears=(0,), saves=3),))
+INTERRUPTED = Schedule(6, (Job(saves=1), Job(saves=1)))
+
+FOUND = {
+    broken.remains_removed_before_the_commit: [
+        replace(STOPPED, faults=(Fault("stop", 0, at=at, beside=200),)) for at in range(8, 40)
+    ],
+    broken.branches_known_only_after_the_load: [Schedule(1, ON_A_BRANCH)],
+    broken.no_branches: [Schedule(1, (Job(saves=3, keep_last=2), Job(back=1, saves=2, keep_last=2)))],
+    broken.failures_raised_by_each_rank_alone: [
+        replace(FAILING, faults=(Fault("disk", 0, rank=1, at=at, detail="EIO"),)) for at in range(4, 20)
+    ],
+    broken.no_beats_between_rounds: [Schedule(1, (Job(slow_rank=1, planning_seconds=LONG),))],
+    broken.no_beats_while_state_is_copied: [Schedule(1, (Job(stage="now", slow_rank=1, state_seconds=LONG),))],
+    broken.names_from_counters: [Schedule(1, (Job(stage="now", mirror=True, looks_alone=True),))],
+    broken.unreadable_is_no_damage: [Schedule(1, (Job(saves=3),), (Fault("unreadable", 1),))],
+    broken.files_of_users_removed: [Schedule(1, (Job(saves=3, keep_last=1),))],
+    broken.metrics_looked_at_outside_of_a_round: [Schedule(1, (Job(bad_metrics=1),))],
+    broken.rounds_without_names: [Schedule(1, (Job(astray=(1, 1)),))],
+    broken.rounds_of_a_restore_with_one_name: [
+        replace(INTERRUPTED, faults=(Fault("interrupt", 1, rank=1, at=at),)) for at in range(1, 12)
+    ],
+}
+
+
+@pytest.mark.parametrize("fault", FOUND, ids=lambda fault: fault.__name__)
+def test_fault_is_found_again(fault, monkeypatch):
+    assert [each.problems for each in map(simulate, FOUND[fault]) if each.problems] == []
+    broken.put_back(fault, monkeypatch)
+    assert any(simulate(schedule).problems for schedule in FOUND[fault])
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_who_dies_at_any_operation_is_named(rank):
+    """Two blocks of two ranks: 2 leads 3, and may die when it has reported and 3 has not."""
+    job = Job(ranks=4, ranks_per_block=2, saves=1, stages=True, stage="now", keep_last=2, hears=(0,))
+    for at in range(1, 40):
+        outcome = simulate(Schedule(54, (job,), (Fault("kill", 0, rank, at),)))
+        assert outcome.problems == [], f"killed at {at}"

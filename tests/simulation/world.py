@@ -1,0 +1,227 @@
+"""The simulated world, and what beside it must be of one simulated process or not be real."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from shardopt.checkpoint.async_save import AsyncSaver
+from shardopt.checkpoint.storage import LocalStorage, RemoteStorage
+from shardopt.checkpoint.storage.retry import RetryPolicy
+from shardopt.world import World, using
+from tests.simulation.files import FileSystem, SimulatedOs
+from tests.simulation.objects import PROTOCOL, ObjectFileSystem, ObjectStore
+from tests.simulation.sockets import Fabric, SimulatedSelector, SimulatedSocket
+from tests.simulation.store import Network, SimulatedStore, StoreServer
+from tests.simulation.tasks import Process, Scheduler
+from tests.simulation.threads import (
+    SimulatedCondition,
+    SimulatedEvent,
+    SimulatedFuture,
+    SimulatedLock,
+    SimulatedPool,
+    SimulatedThread,
+    wait_for_any,
+)
+
+
+class SimulatedGroup(dist.ProcessGroup):
+    """The process group of a simulated rank: its number, and the job's store."""
+
+    def __init__(self, process: Process, server: StoreServer, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self.process, self.server, self.members = process, server, tuple(range(size))
+
+
+class SimulatedWorld(World):
+    """Clock, threads, store and storage of whichever process is running."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.network = Network(scheduler)
+        self.fabric = Fabric(scheduler, self.network)
+        self.files = FileSystem(scheduler)
+        self.objects = ObjectStore(scheduler)
+
+    def _process(self) -> Process:
+        assert self.scheduler.current is not None
+        return self.scheduler.current.process
+
+    def monotonic(self) -> float:
+        return self.scheduler.now
+
+    def wall_clock(self) -> float:
+        return 1e9 + self.scheduler.now
+
+    def sleep(self, seconds: float) -> None:
+        self.scheduler.pause(seconds)
+
+    def lock(self) -> SimulatedLock:
+        return SimulatedLock(self.scheduler)
+
+    def event(self) -> SimulatedEvent:
+        return SimulatedEvent(self.scheduler)
+
+    def condition(self) -> SimulatedCondition:
+        return SimulatedCondition(self.scheduler)
+
+    def thread(self, target: Callable[[], object], name: str | None = None, daemon: bool = False) -> SimulatedThread:
+        return SimulatedThread(self._process(), target, name or "thread", daemon)
+
+    def timer(self, seconds: float, function: Callable[[], object], name: str) -> SimulatedThread:
+        def run() -> None:
+            self.scheduler.pause(seconds)
+            function()
+
+        return SimulatedThread(self._process(), run, name, daemon=True)
+
+    def current_thread(self) -> SimulatedThread:
+        task = self.scheduler.current
+        thread: SimulatedThread = getattr(task, "thread", task)  # the main one is no more than a task
+        return thread
+
+    def in_main_thread(self) -> bool:
+        return self.scheduler.current is self._process().main
+
+    def main_thread_lives(self) -> bool:
+        process = self._process()
+        return process.main is not None and not process.main_ended
+
+    def thread_pool(self, threads: int, name: str) -> Executor:
+        return SimulatedPool(self.scheduler, self._process(), threads, name)
+
+    def future(self) -> Future[Any]:
+        return SimulatedFuture(self.scheduler)
+
+    def wait_for_any(self, futures: Iterable[Future[Any]]) -> set[Future[Any]]:
+        return wait_for_any(self.scheduler, futures)
+
+    def wait_for_all(self, futures: Iterable[Future[Any]]) -> None:
+        for future in futures:
+            wait_for_any(self.scheduler, [future])
+
+    def random_name(self, nbytes: int) -> str:
+        return self.scheduler.random.randbytes(nbytes).hex()
+
+    def jitter(self, low: float, high: float) -> float:
+        return self.scheduler.random.uniform(low, high)
+
+    def store_of(self, group: Any, prefix: str) -> Any:
+        return SimulatedStore(group.server, group.process, prefix)
+
+    def listen(self, host: str, backlog: int = 1024) -> Any:
+        return self.fabric.listen(self._process(), host)
+
+    def connect(self, host: str, port: int, timeout_seconds: float) -> Any:
+        return self.fabric.connect(self._process(), host, port, timeout_seconds)
+
+    def accept(self, listener: SimulatedSocket) -> Any:
+        return listener.accept()[0]
+
+    def route_to(self, host: str) -> str:
+        address: str = self._process().address  # type: ignore[attr-defined]  # given by the job
+        return address
+
+    def host_name(self) -> str:
+        return self._process().host
+
+    def store_host(self, store: Any) -> str | None:
+        return "store"
+
+    def main_thread_stack(self, most_lines: int) -> str:
+        main = self._process().main
+        return "" if main is None else "\n".join(main.stack().splitlines()[-most_lines:])
+
+    def selector(self) -> Any:
+        return SimulatedSelector(self.scheduler, self._process())
+
+    def socket_pair(self) -> Any:
+        return self.fabric.pair(self._process())
+
+    def open_storage(self, url: str, durable: bool, opener: Callable[[str, bool], Any]) -> Any:
+        if url.startswith(f"{PROTOCOL}://"):
+            return RemoteStorage(ObjectFileSystem(self.objects), url.removeprefix(f"{PROTOCOL}://"))
+        return LocalStorage(url, durable)
+
+
+_KEPT_BY_PROCESS: list[tuple[str, str, Callable[[], Any]]] = [
+    ("shardopt.checkpoint.save", "_kept", dict),
+    ("shardopt.checkpoint.writing.pending", "_tracked", list),
+    ("shardopt.staging_fence", "_awaited", set),
+    ("shardopt.checkpoint.reading.in_use", "_readers", Counter),
+    ("shardopt.checkpoint.sources.referred", "_known", OrderedDict),
+    ("shardopt.checkpoint.async_save", "_default", AsyncSaver),
+    ("shardopt.checkpoint.async_save", "_of_members", dict),
+    ("shardopt.ranks.node", "_nodes", weakref.WeakValueDictionary),
+    ("shardopt.ranks.tree", "RANKS_PER_BLOCK", lambda: 128),
+]
+"""Modules, and the names under which they keep something once for each process."""
+
+
+def begin_process(process: Process, ranks_per_block: int = 128) -> None:
+    """Makes, for a new process, all that modules keep once for each process. To be called in its main thread."""
+    process.keeps = [(_namespace(module), name, make()) for module, name, make in _KEPT_BY_PROCESS]
+    process.keeps.append((_namespace("shardopt.ranks.tree"), "RANKS_PER_BLOCK", ranks_per_block))
+    for namespace, name, value in process.keeps:
+        namespace[name] = value
+
+
+def end_process() -> None:
+    """Does what a process does when its program has ended. To be called in its main thread."""
+    _namespace("shardopt.ranks.node")["_stop_all"]()
+
+
+def _namespace(module: str) -> dict[str, Any]:
+    return vars(importlib.import_module(module))  # not by attributes: `checkpoint.save` is a function
+
+
+_POLICY = RetryPolicy(attempts=4, pause_seconds=0.05, longest_pause_seconds=0.4, request_seconds=0.5)
+
+
+@contextmanager
+def simulated(world: SimulatedWorld) -> Iterator[None]:
+    """Puts the world in place, and what the package reaches for past it.
+
+    Garbage is collected at the end alone: what is done when an object goes would else come at another time in each run.
+    """
+    fake_os = SimulatedOs(world.files)
+    scheduler = world.scheduler
+
+    patches: list[tuple[str, str, Any]] = [
+        ("shardopt.checkpoint.storage.local", "os", fake_os),
+        ("shardopt.checkpoint.storage.local", "open", fake_os.open_file),
+        ("shardopt.checkpoint.storage.local", "_sync_file_range", None),
+        ("shardopt.checkpoint.run.root", "os", fake_os),
+        ("shardopt.checkpoint.storage.retry", "RETRY_POLICY", _POLICY),
+        # Buffers of their own size would cost more than all else that is done with so few bytes.
+        ("shardopt.checkpoint.reading.fetch", "_BATCH_BYTES", 1 << 12),
+        ("shardopt.checkpoint.reading.fetch", "_FAR_BATCH_BYTES", 1 << 12),
+        ("shardopt.ranks.ranks", "_members", lambda group: (0,) if group is None else group.members),
+        ("shardopt.ranks.ranks", "accelerator_of", lambda group: None),
+        ("shardopt.ranks.ranks", "_job_size", lambda: getattr(world._process(), "job_size", 1)),
+    ]
+    enabled, grad_mode = gc.isenabled(), torch.is_grad_enabled()
+    gc.disable()
+    with ExitStack() as stack:
+        for module, name, value in patches:
+            stack.enter_context(mock.patch.dict(_namespace(module), {name: value}))
+        for kept_by, name, _ in _KEPT_BY_PROCESS:
+            stack.callback(_namespace(kept_by).__setitem__, name, _namespace(kept_by)[name])
+        stack.enter_context(using(world))
+        try:
+            yield
+        finally:
+            scheduler.give_up()
+            torch._C._set_grad_enabled(grad_mode)
+            if enabled:
+                gc.enable()

@@ -1,0 +1,50 @@
+"""What a rank says of others, and when: the centre of a rank without sockets."""
+
+import json
+
+import pytest
+
+from shardopt.ranks import tree
+from shardopt.ranks.centre import Centre
+from shardopt.ranks.frames import MAIN, Kind, Message
+from shardopt.world import world
+
+
+class Link:
+    """Keeps what is put into it."""
+
+    def __init__(self):
+        self.put_so_far = b""
+
+    def put(self, buffers):
+        self.put_so_far += b"".join(map(bytes, buffers))
+
+
+@pytest.fixture
+def centre_of(monkeypatch):
+    def make(rank, size, ranks_per_block):
+        monkeypatch.setattr(tree, "RANKS_PER_BLOCK", ranks_per_block)
+        centre = Centre(tree.Tree(rank, size), world().condition())
+        centre.begin()
+        return centre
+
+    return make
+
+
+def test_a_leader_alone_in_its_block_reports_once_it_is_connected(centre_of):
+    centre = centre_of(1, 2, 1)
+    with centre.changed:
+        centre.report(MAIN, 1, b'{"report":7}')  # while its thread still connects
+        centre.links[0] = link = Link()
+        centre.repeat()
+    assert link.put_so_far.count(b'{"report":7}') == 1
+    assert json.dumps([1, 1]).encode() in link.put_so_far
+
+
+def test_whose_end_ends_a_call_is_not_hidden_by_the_end_of_the_leader_who_says_so(centre_of):
+    centre = centre_of(3, 4, 2)
+    with centre.changed:
+        centre.links[2] = Link()
+        centre.take(2, Message(Kind.CUT_OFF))
+        centre.lose(2)
+    assert centre.above == 0
