@@ -82,7 +82,6 @@ class Centre:
     def repeat(self) -> None:
         """Reports once more what was reported before there was a connection, or on one that is gone."""
         for name, session in self.sessions.items():
-            session.gatherings.clear()  # of this rank's own reports, which may have been passed on to nobody
             for number, report in session.own.items():
                 self._report(name, number, report)
 
