@@ -9,8 +9,8 @@ Each file imports only those before it: tree (who is connected with whom), frame
 connection), proof (who may connect), address (where to listen), join (how ranks find each other in the store),
 gathering and centre (what is counted, kept and passed on), heartbeat, node (all connections, and their thread); calls
 (what rounds are for), failures (errors as JSON), lost (who does not answer), channel (rounds), collectives,
-shared_cell, ranks (all of these together), kinds (exchanges by kinds of ranks), groups (which ranks there are), side (for
-threads).
+shared_cell, ranks (all of these together), kinds (exchanges by kinds of ranks), groups (which ranks there are), side
+(ranks for threads).
 """
 
 from shardopt.ranks.calls import Call, as_call, call_on
