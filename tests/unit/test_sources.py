@@ -4,6 +4,7 @@ import copy
 import json
 import struct
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -14,6 +15,7 @@ import shardopt
 from shardopt import checkpoint
 from shardopt.checkpoint.rearrange import Rule
 from shardopt.errors import CheckpointNotFoundError, CorruptionError, FormatError, MismatchError
+from shardopt.sharding.box import Box
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -556,3 +558,65 @@ def test_a_dict_does_not_become_a_list(tmp_path):
     dcp.save({"x": torch.ones(2), "sizes": {"a": 1}}, checkpoint_id=tmp_path / "d", no_dist=True)
     with pytest.raises(MismatchError, match=r"sizes: found nothing"):
         checkpoint.load(tmp_path / "d", {"x": torch.zeros(2), "sizes": [3]})
+
+
+STATE_OF_NUMPY = {
+    "table": np.arange(6.0).reshape(2, 3),
+    "backwards": np.asfortranarray(np.arange(6, dtype=np.int32).reshape(2, 3)),
+    "empty": np.zeros((0, 3), dtype=np.uint8),
+    "random": ("MT19937", np.arange(624, dtype=np.uint32), 3, 0, 0.5),
+    "deep": {"more": [np.ones(2, dtype=np.float16), {"flag": np.array(True)}]},
+}
+
+
+def zeros_like(node):
+    if isinstance(node, dict):
+        return {name: zeros_like(child) for name, child in node.items()}
+    if isinstance(node, list | tuple):
+        return type(node)(map(zeros_like, node))
+    return np.zeros_like(node) if isinstance(node, np.ndarray) else type(node)()
+
+
+@pytest.mark.parametrize("kind", ["dcp", "pt"])
+def test_arrays_of_numpy_are_loaded_into_arrays(tmp_path, kind):
+    path = tmp_path / kind
+    if kind == "pt":
+        torch.save(STATE_OF_NUMPY, path)
+    else:
+        dcp.save(STATE_OF_NUMPY, checkpoint_id=path, no_dist=True)
+    app = zeros_like(STATE_OF_NUMPY)
+    table, numbers = app["table"], app["random"][1]
+    checkpoint.load(path, app)
+    np.testing.assert_equal(app, STATE_OF_NUMPY)
+    assert app["table"] is table and app["random"][1] is numbers  # in place
+    assert checkpoint.verify(path).ok
+    with checkpoint.open(path) as reader:
+        assert reader.read("table", Box((1, 1), (1, 2))).tolist() == [[4.0, 5.0]]
+    checkpoint.convert(path, tmp_path / "ours", check=True)
+    again = zeros_like(STATE_OF_NUMPY)
+    checkpoint.load(tmp_path / "ours", again)
+    np.testing.assert_equal(again, STATE_OF_NUMPY)
+
+
+def test_tensors_in_tuples_of_dcp(tmp_path):
+    shared = torch.arange(12.0).view(3, 4)
+    state = {"pair": (shared[:, 1:3], 5), "nested": [{"t": ((shared.T, "x"), [torch.tensor(2)])}], "x": torch.ones(2)}
+    dcp.save(state, checkpoint_id=tmp_path / "d", no_dist=True)
+    app = {
+        "pair": (torch.zeros(3, 2), 0),
+        "nested": [{"t": ((torch.zeros(4, 3), ""), [torch.tensor(0)])}],
+        "x": torch.zeros(2),
+    }
+    checkpoint.load(tmp_path / "d", app)
+    assert torch.equal(app["pair"][0], shared[:, 1:3]) and app["pair"][1] == 5
+    ((first, text), (number,)) = app["nested"][0]["t"]
+    assert torch.equal(first, shared.T) and text == "x" and number == 2
+    assert checkpoint.verify(tmp_path / "d").ok
+    (file,) = (tmp_path / "d").glob("*.distcp")
+    data = bytearray(file.read_bytes())
+    data[data.index(shared[1].numpy().tobytes()) + 2] ^= 1  # of the values, which stand before the tensors
+    file.write_bytes(data)
+    app["x"].zero_()
+    with pytest.raises(CorruptionError, match=r"pair\.0' that fail|nested\.0\.t\.0\.0' that fail"):
+        checkpoint.load(tmp_path / "d", app)
+    assert not app["x"].any()
