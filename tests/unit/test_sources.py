@@ -542,16 +542,71 @@ def test_an_empty_dict_which_dcp_does_not_store_is_no_missing_one(tmp_path, stat
         checkpoint.load(tmp_path / "dcp", app | {"more": {"a": 1}})
 
 
-def test_an_optimizer_of_torch_is_not_given_groups_by_name(tmp_path):
+def torch_optimizer(kind, model):
+    """One whose groups are not in the order of the model."""
+    groups = [{"params": [m.bias for m in model], "lr": 0.3}, {"params": [m.weight for m in reversed(model)]}]
+    return kind(groups, lr=0.7, momentum=0.9) if kind is torch.optim.SGD else kind(groups, lr=0.7)
+
+
+def save_by_name(path, model, optimizer):
+    options = StateDictOptions(full_state_dict=True)
+    weights, state = get_state_dict(model, optimizer, options=options)
+    torch.save({"model": weights, "optim": state} | VALUES, path)
+
+
+@pytest.mark.parametrize("save", [save_nested, save_flattened, save_by_name])
+def test_an_optimizer_of_torch_is_given_state_by_name_under_its_numbers(tmp_path, trained, losses_to_come, save):
+    save(tmp_path / "saved", *trained)
+    model = make_model(3)
+    optimizer = torch_optimizer(torch.optim.AdamW, model)
+    train(model, optimizer, 1)
+    app = {"model": model, "optim": optimizer, **make_app()[2], "step": 0}
+    checkpoint.load(tmp_path / "saved", {**app, "model": model, "optim": optimizer})
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.1]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.01]
+    assert train(model, optimizer) == pytest.approx(losses_to_come, rel=1e-6)
+
+    mixed = torch.optim.AdamW(model.parameters())
+    train(model, mixed, 1)
+    before = copy.deepcopy(mixed.state_dict())
+    with pytest.raises(
+        MismatchError, match=r"optim\.param_groups\.0: found other options of 0\.weight than of 0\.bias"
+    ):
+        checkpoint.load(tmp_path / "saved", {**app, "model": model, "optim": mixed})
+    assert str(before) == str(mixed.state_dict())
+
+
+def test_an_optimizer_of_torch_without_state_is_given_options_by_name(tmp_path):
     model, other = make_model(), make_model(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     train(model, optimizer)
     save_nested(tmp_path / "d", model, optimizer)
-    before = other[0].weight.detach().clone()
     app = {"model": other, "optim": torch.optim.SGD(other.parameters(), lr=0.2)}
-    with pytest.raises(MismatchError, match=r"optim: found nothing"):
-        checkpoint.load(tmp_path / "d", app, skip="^(step|cfg)")
-    assert torch.equal(other[0].weight, before)
+    checkpoint.load(tmp_path / "d", app, skip="^(step|cfg)")
+    assert app["optim"].param_groups[0]["lr"] == 0.1 and torch.equal(other[0].weight, model[0].weight)
+
+
+@pytest.mark.parametrize("save", [save_file_of_torch, save_numbered, save_nested, save_flattened, save_by_name])
+def test_frozen_parameters_that_the_keyed_optimizer_was_not_given(tmp_path, save):
+    """torch's had them all: by number they shift the others, and of the frozen ones only options are stored."""
+    model, other = make_model(), make_model(1)
+    for each in (model, other):
+        each[0].weight.requires_grad_(False)
+        each[1].bias.requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    train(model, optimizer)
+    save(tmp_path / "saved", model, optimizer)
+    expected = train(model, optimizer)
+    trainable = {name: each for name, each in other.named_parameters() if each.requires_grad}
+    keyed = shardopt.keyed("adamw", trainable, lr=0.5)
+    app = {"model": other, "optim": keyed, "step": 0, "cfg": make_app()[2]["cfg"]}
+    checkpoint.load(tmp_path / "saved", app, init_state=True)
+    assert train(other, keyed) == pytest.approx(expected, rel=1e-6)
+
+    stepped = make_model(2)  # of what was stepped there is state, which must have a place
+    keyed = shardopt.keyed("adamw", {"0.weight": stepped[0].weight}, lr=0.5)
+    with pytest.raises(MismatchError, match=r"2\.bias\.exp_avg: found a tensor of float32"):
+        checkpoint.load(tmp_path / "saved", {**app, "model": stepped, "optim": keyed}, init_state=True)
 
 
 def test_a_dict_does_not_become_a_list(tmp_path):

@@ -9,8 +9,10 @@ Others have the groups of an optimizer as a list, or by parameter and option, an
 
 All of these become `optim.param_groups.<name>`, a dict, and `optim.state.<name>.exp_avg`. Numbers become names by
 "param_names" in the groups, or in the order of the app's own groups, where these are as many and as large. One group
-may also be in the order of the parameters of the app's models; where that is another one, numbers could mean either,
-and are refused. Plain values are divided as the app has them (`granularity.py` puts them together).
+may also be in the order of the parameters of the app's models, frozen ones included where it has as many; where that is
+another order, numbers could mean either, and are refused. An optimizer of torch in the app has numbers itself: what is
+stored by name is put under these, by the names that the app's modules give its parameters. Plain values are divided as
+the app has them (`granularity.py` puts them together).
 """
 
 from __future__ import annotations
@@ -22,9 +24,16 @@ from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
+from torch.optim import Optimizer
 
 from shardopt.checkpoint.format.manifest import Manifest, StoredTensors
-from shardopt.checkpoint.matching.numbers import names_in, names_of_numbers
+from shardopt.checkpoint.matching.numbers import (
+    groups_by_number,
+    names_in,
+    names_of_numbers,
+    numbers_of_names,
+    parameters_of_modules,
+)
 from shardopt.checkpoint.matching.renaming import (
     Names,
     name_by_rules,
@@ -98,6 +107,8 @@ def foreign_under_names_of(
     for handback in flat.handbacks:
         if handback.groups is not None:
             _name_parameters(handback, flat, stored)
+        elif isinstance(handback.target, Optimizer):
+            _number_parameters(handback, flat, stored)
     values = dict(chain.from_iterable(_divided(key, value, flat) for key, value in stored.values.items()))
     roots = {join(each.path): (each.path, frozenset(names_in(each.groups))) for each in flat.handbacks}
     paths = {named[key]: _tail(path, named[key]) for key, (path, _) in manifest.values.items()}
@@ -215,6 +226,31 @@ def _name_parameters(handback: Handback, flat: FlatState, stored: _Stored) -> No
         if number.isdecimal() and int(number) in names:
             new_keys[key] = f"{root}.{_STATE}.{names[int(number)]}.{entry}"
     stored.move(new_keys)
+    frozen = {name for name, parameter in parameters_of_modules(flat) if not parameter.requires_grad}
+    for name in frozen - known:
+        # torch's optimizers are mostly given all parameters; of such as are never stepped only options are stored.
+        if not stored.below(f"{root}.{_STATE}.{name}"):
+            stored.values.pop(f"{section}.{name}", None)
+
+
+def _number_parameters(handback: Handback, flat: FlatState, stored: _Stored) -> None:
+    """Puts the groups and the state that are stored by name under the numbers that one of torch's optimizers has."""
+    root = join(handback.path)
+    section = f"{root}.{PARAM_GROUPS}"
+    numbers = numbers_of_names(handback, flat)
+    _join_options(section, numbers, stored)
+    options = {name: stored.values[f"{section}.{name}"] for name in numbers if f"{section}.{name}" in stored.values}
+    if not options:
+        return
+    stored.values[section] = groups_by_number(handback, numbers, options)
+    new_keys = {}
+    for key in stored.below(f"{root}.{_STATE}"):
+        name, entry = _owner(key.removeprefix(f"{root}.{_STATE}."), numbers)
+        if name:
+            new_keys[key] = f"{root}.{_STATE}.{numbers[name]}.{entry}"
+    stored.move(new_keys)
+    for name in options:
+        del stored.values[f"{section}.{name}"]
 
 
 def _take_groups(section: str, stored: _Stored) -> list[dict[str, Any]]:
