@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 import shardopt
 from shardopt import checkpoint
 from shardopt.checkpoint.rearrange import Rule
+from shardopt.checkpoint.storage.local import LocalStorage
 from shardopt.errors import CheckpointNotFoundError, CorruptionError, FormatError, MismatchError
 from shardopt.sharding.box import Box
 
@@ -675,3 +676,41 @@ def test_tensors_in_tuples_of_dcp(tmp_path):
     with pytest.raises(CorruptionError, match=r"pair\.0' that fail|nested\.0\.t\.0\.0' that fail"):
         checkpoint.load(tmp_path / "d", app)
     assert not app["x"].any()
+
+
+def test_files_of_several_ranks_without_an_index_are_complete(tmp_path):
+    mapping = {"a": 1, "b": 2, "c": 3}
+    writer = dcp.HuggingFaceStorageWriter(str(tmp_path), fqn_to_index_mapping=mapping, save_distributed=True)
+    dcp.save({name: torch.ones(3) for name in mapping}, storage_writer=writer, no_dist=True)
+    assert sorted(checkpoint.open(tmp_path).keys()) == ["a", "b", "c"]
+    for number in (3, 1):  # the last one, of which no other file tells but by their names
+        file = tmp_path / f"shard-00001-model-{number:05d}-of-00003.safetensors"
+        data = file.read_bytes()
+        file.unlink()
+        with pytest.raises(CorruptionError, match=rf"model-{number:05d}-of-00003\.safetensors: found no such file"):
+            checkpoint.load(tmp_path, {name: torch.zeros(3) for name in mapping})
+        file.write_bytes(data)
+
+
+@pytest.mark.parametrize("replaced_by", [3, 3000])
+def test_a_manifest_that_is_replaced_while_it_is_read_is_read_again(tmp_path, monkeypatch, replaced_by):
+    for name, count in (("a", 50), ("b", replaced_by)):
+        checkpoint.save(tmp_path / name, {"values": {f"v{i}": i for i in range(count)}})
+    manifest = tmp_path / "a" / "manifest.json"
+    other = (tmp_path / "b" / "manifest.json").read_bytes()
+    size, looks = LocalStorage.size, []
+
+    def replaced_after_a_look(self, name):
+        nbytes = size(self, name)
+        if name == manifest.name:
+            looks.append(nbytes)
+            manifest.write_bytes(other if len(looks) == 1 else manifest.read_bytes())
+        return nbytes
+
+    monkeypatch.setattr(LocalStorage, "size", replaced_after_a_look)
+    with checkpoint.open(tmp_path / "a") as reader:
+        assert len(reader.keys()) == replaced_by
+    monkeypatch.undo()
+    manifest.write_bytes(other[:-9])
+    with pytest.raises(CorruptionError, match="seal"):
+        checkpoint.open(tmp_path / "a")
