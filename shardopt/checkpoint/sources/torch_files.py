@@ -132,7 +132,10 @@ class TorchSource(Source):
         self.manifest = Manifest(
             save_id=self.digest,
             world_size=1,
-            files=tuple(DataFile(file.name, file.nbytes, "") for file in (*self._files, *self._arrays)),
+            files=(
+                *(DataFile(file.name, file.nbytes, "") for file in self._files),
+                *(DataFile(held.name, held.nbytes, "") for held in self._arrays),
+            ),
             tensors=tensors,
             values=grouped,
         )
