@@ -654,6 +654,15 @@ def test_arrays_of_numpy_are_loaded_into_arrays(tmp_path, kind):
     np.testing.assert_equal(again, STATE_OF_NUMPY)
 
 
+def test_arrays_without_elements_and_arrays_that_are_no_tensors(tmp_path):
+    torch.save({"empty": np.zeros((0, 2)), "big": np.arange(3, dtype=">f8")}, tmp_path / "a.pt")
+    app = {"empty": np.zeros((0, 2))}
+    checkpoint.load(tmp_path / "a.pt", app, skip="^big$")
+    with checkpoint.open(tmp_path / "a.pt") as reader:
+        assert reader.read("empty").shape == (0, 2)
+        assert reader.read("big").tolist() == [0.0, 1.0, 2.0] and reader.read("big").dtype == ">f8"
+
+
 def test_tensors_in_tuples_of_dcp(tmp_path):
     shared = torch.arange(12.0).view(3, 4)
     state = {"pair": (shared[:, 1:3], 5), "nested": [{"t": ((shared.T, "x"), [torch.tensor(2)])}], "x": torch.ones(2)}

@@ -93,6 +93,11 @@ class HeldArrays(OpenFile):
     def nbytes(self) -> int:
         return len(self._bytes)
 
+    @property
+    def holds_any(self) -> bool:
+        """Whether there is an array, maybe one without elements."""
+        return bool(self._places)
+
     def add(self, key: str, path: Path, array: np.ndarray[Any, Any], number: int) -> StoredTensor:
         """Takes an array (`is_array`); returns it as a tensor in the file of that number."""
         tensor = _as_tensor(array)

@@ -126,15 +126,15 @@ class TorchSource(Source):
                     values[key] = path, plain
                     digest.update(f"{key}\0{plain!r}\0".encode())
         self.unread, self.digest = unread, digest.hexdigest()
-        held = [file.arrays for file in self._files]
-        self._arrays = held if any(each.nbytes for each in held) else []
+        arrays = [file.arrays for file in self._files]
+        self._arrays = arrays if any(each.holds_any for each in arrays) else []
         tensors, grouped = with_options_by_member(tensors, values)
         self.manifest = Manifest(
             save_id=self.digest,
             world_size=1,
             files=(
                 *(DataFile(file.name, file.nbytes, "") for file in self._files),
-                *(DataFile(held.name, held.nbytes, "") for held in self._arrays),
+                *(DataFile(each.name, each.nbytes, "") for each in self._arrays),
             ),
             tensors=tensors,
             values=grouped,
