@@ -14,7 +14,7 @@ from shardopt.names import names_under_wrappers
 from shardopt.param_groups import PARAM_GROUPS, PARAMS, UNTOUCHED, Groups
 from shardopt.state import FlatState, Handback, join
 
-_NAMES_OF_TORCH = "param_names"
+NAMES_OF_TORCH = "param_names"
 _NOTES = ("algorithm", "given", UNTOUCHED)
 """What keyed optimizers store among options, and torch's do not have."""
 _log = logging.getLogger("shardopt.checkpoint")
@@ -29,8 +29,8 @@ def names_of_numbers(stored: Sequence[Mapping[str, Any]], handback: Handback, fl
     numbers = [number for group in stored for number in group[PARAMS]]
     if not all(type(number) is int for number in numbers):
         return {}
-    if all(len(group.get(_NAMES_OF_TORCH) or ()) == len(group[PARAMS]) for group in stored):
-        names = [name for group in stored for name in group[_NAMES_OF_TORCH]]
+    if all(len(group.get(NAMES_OF_TORCH) or ()) == len(group[PARAMS]) for group in stored):
+        names = [name for group in stored for name in group[NAMES_OF_TORCH]]
         plain = names_under_wrappers(names, frozenset(names_in(handback.groups)))
         return dict(zip(numbers, (plain.get(name, name) for name in names), strict=True))
     orders = []
