@@ -2,13 +2,14 @@
 
     python -m benchmarks.agreement [--ranks 64 256 1024 4096] [--rounds 5] [--name agreement]
 
-Ranks are threads of a few processes, each with a connection to the store, and all run `Ranks.agree`. The store's server,
-rank 0 and the first rank of the second block of ranks (which leads the others of it) have processes of their own, whose
-seconds of the processor are read from the system; so what one machine of two cores adds, by running all ranks, is told
-apart from what a job's busiest processes have to do. Wall time includes all of it, and is that of no job.
+Ranks are threads of a few processes, each with a connection to the store, and all run `Ranks.agree`. The store's
+server, rank 0 and the first rank of the second block of ranks (which leads the others of it) have processes of their
+own, whose seconds of the processor are read from the system; so what one machine of two cores adds, by running all
+ranks, is told apart from what a job's busiest processes have to do. Wall time includes all of it, and is that of no
+job.
 
-`first`: the ranks find each other, and agree once. `alike`: all report the same. `different`: each reports what no other
-does, of the length of what a rank reports of the files that it has written.
+`first`: the ranks find each other, and agree once. `alike`: all report the same. `different`: each reports what no
+other does, of the length of what a rank reports of the files that it has written.
 """
 
 from __future__ import annotations
@@ -255,9 +256,10 @@ def report(name: str, found: dict[int, dict[str, dict[str, float]]], rounds: int
             ]
             rows.append([f"{EXTRAPOLATED:,} (extrapolated)", phase, "", *line, ""])
     notes = (
-        f"One round; of `alike` and `different` the mean of {rounds}. Milliseconds are those of the processor, of whole "
-        "processes; wall time is of this machine, which runs all ranks. Extrapolated by a straight line through the sizes "
-        f"above {BLOCK} ranks, which assumes that rank 0 and the server go on to do as much for each rank more, or less."
+        f"One round; of `alike` and `different` the mean of {rounds}. Milliseconds are those of the processor, of "
+        "whole processes; wall time is of this machine, which runs all ranks. Extrapolated by a straight line through "
+        f"the sizes above {BLOCK} ranks, which assumes that rank 0 and the server go on to do as much for each rank "
+        "more, or less."
     )
     draw(name, found)
     return write_table(name, "Rounds of agreement", header, rows, notes)
