@@ -4,7 +4,7 @@ round   reports of a few hashes          `report_state` → `compare_reports` on
 round   only where they differ, and no   the first rank of each kind sends its description; rank 0 merges kinds,
         plan of an earlier save fits     and each rank gets, and plans, its own component (`planning/merge.py`)
 round   with the files written           what only the plan could tell: hashes of replicas on ranks of several
-                                         kinds; and the plain values of each kind, where the plan was kept
+                                         kinds; and the plain values that differ, where no round before had them
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import xxhash
 from shardopt.checkpoint.format.shared_values import Values
 from shardopt.checkpoint.planning.assign import Member, check_covers
 from shardopt.checkpoint.planning.describe import Description, Geometry, geometry_of
+from shardopt.checkpoint.planning.drift import refuse_drifted
 from shardopt.checkpoint.planning.merge import merge_geometry, merge_values, read_section, sections_of
-from shardopt.checkpoint.planning.replica_check import CheckReplicas, drifted_in, refuse_drifted
+from shardopt.checkpoint.planning.replica_check import CheckReplicas, drifted_in
 from shardopt.checkpoint.planning.save_plan import RankWrites, SavePlan
 from shardopt.checkpoint.planning.tied import refuse_other_ties
 from shardopt.errors import Problem, ShardoptError, StateError
@@ -230,14 +231,8 @@ class Planning:
         self._refuse_drifted(drifted, planned.plan.geometry.members)
 
     def _refuse_drifted(self, drifted: Sequence[str], members: Mapping[str, Member]) -> None:
-        self.ranks.agree(
-            self.call,
-            work=lambda: self.description.contents_summed_up(members, drifted),
-            report=lambda contents: contents,
-            decide=refuse_drifted,
-            deadline_seconds=self.deadline_seconds,
-        )
-        raise AssertionError("replicas that differed do not differ")
+        groups = self.description.contents_in_groups(members)
+        refuse_drifted(self.ranks, self.call, groups, drifted, self.deadline_seconds)
 
     @property
     def _sends_values(self) -> bool:
@@ -245,11 +240,11 @@ class Planning:
 
     @property
     def _values_are_late(self) -> bool:
-        """Whether plain values that differ are merged at the commit.
+        """Whether plain values that differ are merged at the commit: where no round exchanges descriptions before.
 
         Ranks of several kinds, such as stages, have values of their own in every save, which shall not cost a round.
         """
-        return self.comparison.kept and len(self.comparison.kinds) > 1
+        return self.comparison.kept or not self.comparison.kinds
 
     def _plan(self, kept: Kept) -> Planned:
         comparison, rank = self.comparison, self.ranks.rank
@@ -261,8 +256,6 @@ class Planning:
             geometry = geometry_of(self.description, self.ranks.size) if plan is None else plan.geometry
             if plan is None:
                 check_covers(geometry.members)
-            if comparison.value_ranks and not self._values_are_late:
-                values = self._exchange_values(geometry)
         if comparison.drifted:
             self._refuse_drifted(comparison.drifted, _members_guessed(self.geometry, rank, kept)[1])
         if not comparison.kept:
@@ -314,20 +307,3 @@ class Planning:
             return on_rank_0[0]
         geometry, known = read_section(decompress(section))
         return SavePlan(geometry, self.ranks.size, self._cut_plain, known), {}
-
-    def _exchange_values(self, geometry: Geometry) -> Values:
-        """Returns the plain values of the job on rank 0, and none on others."""
-        on_rank_0: list[Values] = []
-
-        def merge(reports: Sequence[Any]) -> None:
-            sent = {rank: values for rank, values in enumerate(reports) if values is not None}
-            on_rank_0.append(merge_values(sent, geometry))
-
-        self.ranks.agree(
-            self.call,
-            work=lambda: self.description.values_json() if self._sends_values else None,
-            report=lambda values: values,
-            decide=merge,
-            deadline_seconds=self.deadline_seconds,
-        )
-        return on_rank_0[0] if on_rank_0 else {}
