@@ -17,7 +17,7 @@ import xxhash
 
 from shardopt.checkpoint.format.shared_values import Values
 from shardopt.checkpoint.planning.assign import Member, check_covers
-from shardopt.checkpoint.planning.describe import Description, Geometry, geometry_of
+from shardopt.checkpoint.planning.describe import Description, geometry_of
 from shardopt.checkpoint.planning.drift import refuse_drifted
 from shardopt.checkpoint.planning.merge import merge_geometry, merge_values, read_section, sections_of
 from shardopt.checkpoint.planning.replica_check import CheckReplicas, drifted_in
@@ -29,6 +29,7 @@ from shardopt.ranks import Call, Ranks
 from shardopt.ranks.kinds import decompress, exchange, kinds_of, number_of_kind, pack_kinds, unpack_kinds
 
 _MOST_KEPT = 2
+_LATER = "later"  # in the place of the name of a plan, by which hashes are grouped: they come with what is written
 
 
 class KeptPlan(NamedTuple):
@@ -62,7 +63,8 @@ class _Report(NamedTuple):
         partial: whether it knows of some tensor only the boxes that it holds itself.
         check_replicas: the argument.
         contents: a summary of the replicas' hashes, in groups by their holders according to the plan `guess`.
-        guess: the kept plan that this save most likely uses; "" where there is none.
+        guess: the kept plan that this save most likely uses; "" where there is none, "later" where the hashes come
+            with what is written.
         kept: all plans that the rank has.
         unmatched: patterns of groups that match nothing there.
         tied: names that are declared to stand for others.
@@ -89,6 +91,8 @@ def report_state(description: Description, geometry: str, rank: int, plans: Kept
     # Of ranks that also have keys of their own only the shared ones can be compared, which only a plan knows.
     guess, members = _members_guessed(geometry, rank, plans)
     contents = description.contents_summary(members)
+    if description.contents_come_later:
+        guess = _LATER
     values = description.values_fingerprint()
     kept = [job for job, kept_for in plans if kept_for == rank]
     choice, unmatched = description.check_replicas, list(description.unmatched)

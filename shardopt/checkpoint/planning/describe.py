@@ -49,6 +49,7 @@ class Description:
     unmatched: Sequence[dict[str, Any]] = ()  # `FlatState.unmatched_patterns`
     aliases: Mapping[str, tuple[str, Path]] = field(default_factory=dict)  # of tensors, as `FlatState.aliases`
     declared: Mapping[str, str] = field(default_factory=dict)  # as `FlatState.tied`
+    contents_come_later: bool = False  # with what is written; until then there are none
 
     @property
     def is_partial(self) -> bool:

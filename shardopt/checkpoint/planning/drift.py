@@ -104,4 +104,6 @@ def _refuse(reports: Sequence[Sequence[Sequence[Any]]]) -> None:
                 )
                 problems[number] = Problem(key, difference, "the same on every rank that holds it", remedy)
     if problems:
-        raise StateError("replicas have drifted apart", sorted(problems.values(), key=lambda each: (each.key, each.found)))
+        raise StateError(
+            "replicas have drifted apart", sorted(problems.values(), key=lambda each: (each.key, each.found))
+        )

@@ -53,7 +53,7 @@ def contents_of(views: Mapping[str, View], which: CheckReplicas) -> dict[str, di
     tensors: list[Tensor] = []
     for key, view in views.items():
         for piece in view.pieces:
-            if _is_shared(view.layout, piece.box):
+            if is_shared(view.layout, piece.box):
                 places.append((key, str(piece.box)))
                 tensors.append(piece.tensor)
     contents: dict[str, dict[str, str]] = {}
@@ -114,8 +114,20 @@ def drifted_in(summaries: Iterable[Mapping[str, str]]) -> list[str]:
     return list(dict.fromkeys(drifted))
 
 
-def _is_shared(layout: Layout, box: Box) -> bool:
+def is_shared(layout: Layout, box: Box) -> bool:
+    """Whether other ranks hold a box too, as far as the layout tells."""
     return layout.holders is None or layout.local or box in layout.shared
+
+
+def sampled_pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """Yields what is hashed of a tensor as "sampled", at most 64 KiB, as flat tensors of bytes where it lies."""
+    for piece in _sampled_pieces(_as_integers(tensor)):
+        yield piece.reshape(-1).view(torch.uint8)
+
+
+def hash_of(sample: Tensor) -> str:
+    """Returns the hash of what `sampled_pieces` gave, one after the other in the memory of the host."""
+    return xxhash.xxh3_64_hexdigest(bytes_of(sample))
 
 
 @lru_cache(maxsize=4096)
