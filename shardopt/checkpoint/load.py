@@ -322,6 +322,7 @@ def _plan(look: _Look, options: LoadOptions, ranks: Ranks) -> _Plan:
     aliases = {key: first for key, first in names.aliases.items() if key in names.manifest.tensors and first in into}
     refuse_unequal(reader, into | {key: into[first] for key, first in aliases.items()}, tied | aliases, old)
     into = {key: view for key, view in into.items() if key not in tied}
+    reader.open_ahead({old.get(key, key): view.pieces for key, view in into.items()})
     requests = [request for key, view in into.items() for request in reader.requests(old.get(key, key), view.pieces)]
     share = options.replicas == "exchange" or (options.replicas == "auto" and reader.is_remote)
     return _Plan(reader, flat, names, match, into, requests, shared_among(into, ranks.size) if share else {}, per_rank)

@@ -82,7 +82,7 @@ def save_shares(folder):
 
 def test_what_a_rank_writes_is_copied_and_no_more(tmp_path):
     results = run_ranks(4, save_shares, str(tmp_path))
-    for copied, right, _, _, problems in results:
+    for _, right, _, _, problems in results:
         assert right == [True] * 4
         (drifted,) = problems
         assert [key for key, _ in drifted] == ["placed", "plain"]
