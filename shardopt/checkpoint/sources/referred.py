@@ -69,7 +69,7 @@ def _references_of(checkpoint: Storage) -> frozenset[tuple[str, str]]:
     # What cannot be read by its permissions is not of this run; a manifest that is damaged gives nothing to anybody.
     with wrap_os_errors(f"read {checkpoint.url}/{MANIFEST_NAME}"), suppress(FileNotFoundError, PermissionError):
         with _lock:
-            known_bytes = _bytes_of.get(checkpoint.url)
+            known_bytes = _bytes_of.get(checkpoint.url) if checkpoint.is_remote else None
         if known_bytes is not None:  # one request: its end shows whether it is the same, and as long
             seal = checkpoint.read_rest(MANIFEST_NAME, known_bytes - SEAL_BYTES, known_bytes)
             known = _looked_up((checkpoint.url, known_bytes, seal))
