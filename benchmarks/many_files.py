@@ -1,7 +1,11 @@
-"""A checkpoint of as many data files as a job has ranks, written by one process in their place."""
+"""A checkpoint of as many data files as a job has ranks, written by one process in their place.
+
+python -m benchmarks.many_files URL RANKS TENSORS
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import torch
@@ -43,3 +47,12 @@ def write_checkpoint(url: str, ranks: int, tensors: int, columns: int = 16) -> d
         reports.append([[file.name, file.nbytes, file.digest] for file in files])
     commit(storage, save_id, plan, {}, reports)
     return state
+
+
+def main() -> None:
+    url, ranks, tensors = sys.argv[1:]
+    write_checkpoint(url, int(ranks), int(tensors))
+
+
+if __name__ == "__main__":
+    main()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from typing import Any
 
 from shardopt.errors import RankError, ShardoptError
@@ -23,6 +23,7 @@ _LEAST_REPORTED_BYTES = 4 << 10  # of the error of one rank, however many there 
 _LEAST_MERGED_BYTES = 64 << 10  # of the one that all get
 
 Wire = Mapping[str, Any]
+_Identity = tuple[str, str, str, str]
 
 
 def describe(error: BaseException, ranks: int = 1) -> dict[str, Any]:
@@ -125,32 +126,45 @@ def problems_of(errors: Iterable[Wire], size: int) -> tuple[list[Wire], Counter[
         errors: as `describe` makes them; by rank.
         size: how many ranks get this.
     """
-    distinct, limit_bytes = _distinct(errors), _limit_bytes(size, _LEAST_MERGED_BYTES)
+    limit_bytes = _limit_bytes(size, _LEAST_MERGED_BYTES)
+    distinct = _distinct(errors)
     left_out: Counter[str] = Counter()
-    for error in distinct:
+    for _, error in distinct:
         left_out.update(error.get("left_out", {}))
-    problems = {_identity(problem): problem for error in distinct for problem in error["problems"]}
+    problems = {
+        identity: problem for each, error in distinct for identity, problem in zip(each, error["problems"], strict=True)
+    }
     kept = list(_within(problems.values(), limit_bytes))
     if len(kept) < len(problems):
         # In turns, the first of each rank before the second of any: no rank's many may hide what others have.
-        turns = zip_longest(*(error["problems"] for error in distinct))
-        problems = {_identity(each): each for turn in turns for each in turn if each is not None}
-        kept = list(_within(problems.values(), limit_bytes))
-        left_out.update(each["remedy"] for each in [*problems.values()][len(kept) :])
+        left_out.update(remedy for _, _, _, remedy in problems)
+        kept = list(_within((problems[identity] for identity in _in_turns(distinct)), limit_bytes))
+        shown = islice(_in_turns(distinct), len(kept))
+        left_out -= Counter(remedy for _, _, _, remedy in shown)
     return kept, left_out
 
 
-def _distinct(errors: Iterable[Wire]) -> list[Wire]:
-    """Returns errors without those whose problems another has too."""
-    shared = {id(error): error for error in errors}  # many ranks may share one
-    by_content = {
-        (tuple(map(_identity, error["problems"])), *sorted(error.get("left_out", {}).items())): error
-        for error in shared.values()
-    }
+def _in_turns(distinct: Sequence[tuple[tuple[_Identity, ...], Wire]]) -> Iterator[_Identity]:
+    """Yields the first problem of each error, then the second, and so on; each problem once."""
+    seen: set[_Identity] = set()
+    for turn in zip_longest(*(each for each, _ in distinct)):
+        for identity in turn:
+            if identity is not None and identity not in seen:
+                seen.add(identity)
+                yield identity
+
+
+def _distinct(errors: Iterable[Wire]) -> list[tuple[tuple[_Identity, ...], Wire]]:
+    """Returns errors without those whose problems another has too; each with the identities of its problems."""
+    by_content: dict[Any, tuple[tuple[_Identity, ...], Wire]] = {}
+    for error in {id(error): error for error in errors}.values():  # many ranks may share one
+        identities = tuple(map(_identity, error["problems"]))
+        left_out = error.get("left_out")
+        by_content.setdefault((identities, *sorted(left_out.items())) if left_out else identities, (identities, error))
     return list(by_content.values())
 
 
-def _identity(problem: Wire) -> tuple[str, str, str, str]:
+def _identity(problem: Wire) -> _Identity:
     return problem["key"], problem["found"], problem["required"], problem["remedy"]
 
 
