@@ -391,7 +391,9 @@ def async_save(
     """Saves as `save` does, but returns once the state is copied to host memory; a thread writes and commits it.
 
     Collective: every rank of the job, or of `group`, must call it. The state at the call is saved, to the bit. Host
-    memory for this rank's state (pinned, for what is on a GPU) is allocated at the first save, and reused later.
+    memory for this rank's state (pinned, for what is on a GPU) is allocated at the first save, and reused later. Where
+    other ranks hold 16 MiB of it or more too, it is memory for what this rank writes: the call, or with "lazy" the
+    thread, waits until the save is planned by all ranks, the call for two seconds at most; then it copies everything.
 
     The program should call `result()` of the last save before it ends: ending while a save is under way, or before
     the failure of one was reported, makes the exit code 1, with the reason on stderr.
@@ -406,7 +408,9 @@ def async_save(
             fused kernels, nor through `.data`, nor by steps replayed from a CUDA graph, which call no hooks.
         in_flight: what to do while an earlier save of these ranks is in flight: "wait" for it, or "refuse" this one on
             all of them.
-        durable, check_replicas, deadline_seconds, group, tied, base, select: as for `save`.
+        durable, deadline_seconds, group, tied, base, select: as for `save`.
+        check_replicas: as for `save`. For "sampled" the samples are copied with the state, at the call; for "all"
+            everything that this rank holds is, whoever writes it.
         progress: as for `save`, but called from the thread, beside the program; an error that it raises fails the save.
 
     Raises:
