@@ -44,7 +44,7 @@ def bounded(error: Wire, limit_bytes: int) -> dict[str, Any]:
     The same of equal errors; all of one that is within the limit.
     """
     kept = list(_within(error["problems"], limit_bytes))
-    left_out = Counter(error.get("left_out", {}))
+    left_out: Counter[str] = Counter(error.get("left_out", {}))
     left_out.update(problem["remedy"] for problem in error["problems"][len(kept) :])
     return _wire(error["type"], _shortened(error["message"], limit_bytes // 2), kept, left_out)
 
