@@ -99,7 +99,7 @@ class Channel:
         try:
             data = pack(self._introduced({**message, **extra}))
         except Exception as error:  # a report that is not JSON
-            data = pack(self._introduced({"error": describe(error), **extra}))
+            data = pack(self._introduced({"error": describe(error, self.size), **extra}))
         if self._joined:
             put(self.store, self._key(f"r{self.rank}"), data)
         else:
