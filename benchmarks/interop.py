@@ -113,7 +113,8 @@ def main() -> None:
         header = ("case", "ours, s", "DCP's own, s", "DCP's own / ours", "target", "load average")
         notes = (
             f"{arguments.gib:g} GiB in tensors of 64 MiB, sharded by rows. Medians of interleaved repetitions, the "
-            "slowest rank counts; ours verifies checksums, DCP's own has none."
+            "slowest rank counts; ours verifies checksums, DCP's own has none. "
+            "[Where the time goes](interop_phases.md)."
         )
         write_table("interop", "torch.distributed.checkpoint on our format and on its own", header, rows, notes)
 

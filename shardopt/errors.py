@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any
 
 
@@ -46,33 +47,42 @@ class ShardoptError(Exception):
     Args:
         message: what happened, in one sentence.
         problems: each thing that is wrong; all of them are kept, and the first ones printed.
+        left_out: how many more there are by what is to be done about them, where the error came from other ranks,
+            of very many, which send no more than the first ones. What several of them have alike may count more than
+            once.
     """
 
     most_problems_in_message = 200
 
-    def __init__(self, message: str, problems: Iterable[Problem] = ()) -> None:
+    def __init__(
+        self, message: str, problems: Iterable[Problem] = (), left_out: Mapping[str, int] = MappingProxyType({})
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.problems = tuple(problems)
+        self.left_out = dict(left_out)
 
     def __str__(self) -> str:
         lines = [self.message, *(f"  - {problem}" for problem in self.problems[: self.most_problems_in_message])]
         left_out = len(self.problems) - self.most_problems_in_message
         if left_out > 0:
             lines.append(f"  ... and {left_out} more (see .problems)")
+        lines += [f"  ... and {count} more that ranks have met: {remedy}" for remedy, count in self.left_out.items()]
         return "\n".join(lines)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (type(self), (self.message, self.problems))
+        return (type(self), (self.message, self.problems, self.left_out))
 
     def to_json(self) -> dict[str, Any]:
-        return {"type": type(self).__name__, "message": self.message, "problems": [asdict(p) for p in self.problems]}
+        wire = {"type": type(self).__name__, "message": self.message, "problems": [asdict(p) for p in self.problems]}
+        return {**wire, "left_out": self.left_out} if self.left_out else wire
 
     @staticmethod
     def from_json(wire: Mapping[str, Any]) -> ShardoptError:
         """Makes the error that `to_json` described; a type that this version does not know becomes a `RankError`."""
         kind = _BY_NAME.get(str(wire["type"]), RankError)
-        return kind(str(wire["message"]), [Problem(**problem) for problem in wire["problems"]])
+        problems = [Problem(**problem) for problem in wire["problems"]]
+        return kind(str(wire["message"]), problems, wire.get("left_out", {}))
 
 
 class StateError(ShardoptError, ValueError):

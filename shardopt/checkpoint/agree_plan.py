@@ -4,7 +4,7 @@ round   reports of a few hashes          `report_state` → `compare_reports` on
 round   only where they differ, and no   the first rank of each kind sends its description; rank 0 merges kinds,
         plan of an earlier save fits     and each rank gets, and plans, its own component (`planning/merge.py`)
 round   with the files written           what only the plan could tell: hashes of replicas on ranks of several
-                                         kinds; and the plain values of each kind, where the plan was kept
+                                         kinds; and the plain values that differ, where no round before had them
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import xxhash
 
 from shardopt.checkpoint.format.shared_values import Values
 from shardopt.checkpoint.planning.assign import Member, check_covers
-from shardopt.checkpoint.planning.describe import Description, Geometry, geometry_of
+from shardopt.checkpoint.planning.describe import Description, geometry_of
+from shardopt.checkpoint.planning.drift import refuse_drifted
 from shardopt.checkpoint.planning.merge import merge_geometry, merge_values, read_section, sections_of
-from shardopt.checkpoint.planning.replica_check import CheckReplicas, drifted_in, refuse_drifted
+from shardopt.checkpoint.planning.replica_check import CheckReplicas, drifted_in
 from shardopt.checkpoint.planning.save_plan import RankWrites, SavePlan
 from shardopt.checkpoint.planning.tied import refuse_other_ties
 from shardopt.errors import Problem, ShardoptError, StateError
@@ -28,6 +29,7 @@ from shardopt.ranks import Call, Ranks
 from shardopt.ranks.kinds import decompress, exchange, kinds_of, number_of_kind, pack_kinds, unpack_kinds
 
 _MOST_KEPT = 2
+_LATER = "later"  # in the place of the name of a plan, by which hashes are grouped: they come with what is written
 
 
 class KeptPlan(NamedTuple):
@@ -61,7 +63,8 @@ class _Report(NamedTuple):
         partial: whether it knows of some tensor only the boxes that it holds itself.
         check_replicas: the argument.
         contents: a summary of the replicas' hashes, in groups by their holders according to the plan `guess`.
-        guess: the kept plan that this save most likely uses; "" where there is none.
+        guess: the kept plan that this save most likely uses; "" where there is none, "later" where the hashes come
+            with what is written.
         kept: all plans that the rank has.
         unmatched: patterns of groups that match nothing there.
         tied: names that are declared to stand for others.
@@ -88,6 +91,8 @@ def report_state(description: Description, geometry: str, rank: int, plans: Kept
     # Of ranks that also have keys of their own only the shared ones can be compared, which only a plan knows.
     guess, members = _members_guessed(geometry, rank, plans)
     contents = description.contents_summary(members)
+    if description.contents_come_later:
+        guess = _LATER
     values = description.values_fingerprint()
     kept = [job for job, kept_for in plans if kept_for == rank]
     choice, unmatched = description.check_replicas, list(description.unmatched)
@@ -230,14 +235,8 @@ class Planning:
         self._refuse_drifted(drifted, planned.plan.geometry.members)
 
     def _refuse_drifted(self, drifted: Sequence[str], members: Mapping[str, Member]) -> None:
-        self.ranks.agree(
-            self.call,
-            work=lambda: self.description.contents_summed_up(members, drifted),
-            report=lambda contents: contents,
-            decide=refuse_drifted,
-            deadline_seconds=self.deadline_seconds,
-        )
-        raise AssertionError("replicas that differed do not differ")
+        groups = self.description.contents_in_groups(members)
+        refuse_drifted(self.ranks, self.call, groups, drifted, self.deadline_seconds)
 
     @property
     def _sends_values(self) -> bool:
@@ -245,11 +244,11 @@ class Planning:
 
     @property
     def _values_are_late(self) -> bool:
-        """Whether plain values that differ are merged at the commit.
+        """Whether plain values that differ are merged at the commit: where no round exchanges descriptions before.
 
         Ranks of several kinds, such as stages, have values of their own in every save, which shall not cost a round.
         """
-        return self.comparison.kept and len(self.comparison.kinds) > 1
+        return self.comparison.kept or not self.comparison.kinds
 
     def _plan(self, kept: Kept) -> Planned:
         comparison, rank = self.comparison, self.ranks.rank
@@ -261,8 +260,6 @@ class Planning:
             geometry = geometry_of(self.description, self.ranks.size) if plan is None else plan.geometry
             if plan is None:
                 check_covers(geometry.members)
-            if comparison.value_ranks and not self._values_are_late:
-                values = self._exchange_values(geometry)
         if comparison.drifted:
             self._refuse_drifted(comparison.drifted, _members_guessed(self.geometry, rank, kept)[1])
         if not comparison.kept:
@@ -314,20 +311,3 @@ class Planning:
             return on_rank_0[0]
         geometry, known = read_section(decompress(section))
         return SavePlan(geometry, self.ranks.size, self._cut_plain, known), {}
-
-    def _exchange_values(self, geometry: Geometry) -> Values:
-        """Returns the plain values of the job on rank 0, and none on others."""
-        on_rank_0: list[Values] = []
-
-        def merge(reports: Sequence[Any]) -> None:
-            sent = {rank: values for rank, values in enumerate(reports) if values is not None}
-            on_rank_0.append(merge_values(sent, geometry))
-
-        self.ranks.agree(
-            self.call,
-            work=lambda: self.description.values_json() if self._sends_values else None,
-            report=lambda values: values,
-            decide=merge,
-            deadline_seconds=self.deadline_seconds,
-        )
-        return on_rank_0[0] if on_rank_0 else {}

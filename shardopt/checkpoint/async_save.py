@@ -24,13 +24,15 @@ from torch.utils.hooks import RemovableHandle
 
 from shardopt.checkpoint.agree_plan import Kept
 from shardopt.checkpoint.format.metrics import numbers_of
+from shardopt.checkpoint.planning.describe import Description
 from shardopt.checkpoint.planning.replica_check import CheckReplicas
+from shardopt.checkpoint.planning.save_plan import RankWrites
 from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.reports import emit_report
 from shardopt.checkpoint.save import DEFAULT_OPTIONS, Described, SaveOptions, replicas_to_check, save_described
 from shardopt.checkpoint.writing.host_memory import HostMemory
 from shardopt.checkpoint.writing.pending import PendingSave, hold_steps
-from shardopt.checkpoint.writing.staging import Staging
+from shardopt.checkpoint.writing.staging import Shares, Staging
 from shardopt.errors import CheckpointError, OptionError, Problem
 from shardopt.flatten import is_constructed
 from shardopt.gc_pause import gc_paused
@@ -52,6 +54,8 @@ from shardopt.world import Thread, world
 Stage = Literal["now", "lazy"]
 InFlight = Literal["wait", "refuse"]
 
+_PLAN_SECONDS = 2.0  # for which a call waits until the save is planned, to copy no more than this rank writes
+
 _log = logging.getLogger("shardopt.checkpoint")
 
 
@@ -64,6 +68,7 @@ class AsyncSaver:
     def __init__(self) -> None:
         self._side = SideRanks("saves in the background")
         self._memory = HostMemory()
+        self._shares = Shares(HostMemory(), HostMemory())
         self._kept: Kept = {}
         self._ranks: Ranks | None = None  # of the last save, apart from those of the program
         self._group: Group | None = None  # of the last save
@@ -118,11 +123,14 @@ class AsyncSaver:
             # waits for it, and then reports that it should have waited itself.
             self._thread = world().thread(background.run, "shardopt-save")
             self._thread.start()
-            staged = self._stage(app, stage, metrics, pending, ranks.job_numbers, options)
+            staged = self._stage(app, stage, metrics, pending, ranks, options)
             background.hand_over(staged)
+            if isinstance(staged, _Staged) and staged.state.waits_for_plan:
+                background.copy_by_plan(staged.state)
         except BaseException as error:
             # The other ranks go into the thread's first round, in which all are to raise this.
             background.hand_over(error)
+            background.end_copying(error)
             pending.mark_reported()
             if self._thread is None or self._thread.ident is None:
                 background.run()
@@ -160,6 +168,7 @@ class AsyncSaver:
                 self._wait(as_call("closing what saves in the background"), self._group)
         finally:
             self._memory.free()
+            self._shares.free()
             self._side.forget()
             self._ranks = None
 
@@ -205,15 +214,17 @@ class AsyncSaver:
         stage: Stage,
         metrics: Mapping[str, float] | None,
         pending: PendingSave,
-        members: tuple[int, ...] | None,
+        ranks: Ranks,
         options: SaveOptions,
     ) -> _Staged | BaseException:
         """Returns the staged state; or the error, which all ranks will raise in the thread."""
         try:
             numbers = None if metrics is None else numbers_of(metrics)
             with gc_paused():
-                tied, select = options.tied, options.select
-                staging = Staging(app, self._memory, stage == "lazy", members, tied, select)
+                tied, select, lazily = options.tied, options.select, stage == "lazy"
+                check_replicas = replicas_to_check(options.check_replicas, ranks)
+                shares = self._shares if ranks.size > 1 else None
+                staging = Staging(app, self._memory, lazily, ranks.job_numbers, tied, select, shares, check_replicas)
             hold_steps(staging.optimizers, pending, self._hooks)
             if staging.is_lazy:
                 copying_until(pending.staged)
@@ -264,6 +275,10 @@ class _BackgroundSave:
         self._running = world().lock()  # acquired for good by the thread that runs it
         self._handed_over = world().event()
         self._staged: _Staged | BaseException | None = None
+        self._writes: RankWrites | None = None  # of this rank, once they are planned
+        self._planned = world().event()
+        self._copied = world().event()
+        self._copy_error: BaseException | None = None
         self._staging_seconds = 0.0
         self.pending = PendingSave(url)  # last: from now on it has to end
 
@@ -272,6 +287,26 @@ class _BackgroundSave:
         if self._staged is None:
             self._staged = staged
         self._handed_over.set()
+
+    def copy_by_plan(self, staging: Staging) -> None:
+        """Copies what this rank writes, in the call, once that is planned.
+
+        Where other ranks are late, all that it holds: training is not to wait for them here.
+        """
+        try:
+            self._planned.wait(_PLAN_SECONDS)
+            if not self.pending.done:
+                staging.copy_by_plan(self._writes)
+        except Exception as error:
+            self.end_copying(error)  # which all ranks will raise in the thread
+        else:
+            self.end_copying()
+
+    def end_copying(self, error: BaseException | None = None) -> None:
+        """Says that the call has made its copies, or cannot. The first call counts."""
+        if not self._copied.is_set():
+            self._copy_error = error
+        self._copied.set()
 
     def run(self) -> None:
         """Saves the state that is handed over, and ends `pending`."""
@@ -289,6 +324,8 @@ class _BackgroundSave:
             if self.pending.done:
                 raise  # of `afterwards`
             self.pending.fail(error)
+        finally:
+            self._planned.set()  # where it was not: nobody is to wait for it any more
 
     def _described(self) -> Described:
         self._handed_over.wait()
@@ -296,11 +333,31 @@ class _BackgroundSave:
         if not isinstance(staged, _Staged):
             assert staged is not None
             raise staged
+        if staged.state.is_by_plan:
+            return Described(
+                staged.state.describe_before(), staged.metrics, lambda writes: self._by_plan(staged, writes)
+            )
         staged.state.finish()
+        self._end_staging()
+        return Described(self._state_of(staged), staged.metrics)
+
+    def _by_plan(self, staged: _Staged, writes: RankWrites) -> tuple[Description, RankWrites]:
+        self._writes = writes
+        self._planned.set()
+        if staged.state.waits_for_plan:
+            self._copied.wait()
+            if self._copy_error is not None:
+                raise self._copy_error
+        staged.state.finish(writes)
+        self._end_staging()
+        return self._state_of(staged), staged.state.placed(writes)
+
+    def _end_staging(self) -> None:
         self.pending.staged.set()
         self._staging_seconds = world().monotonic() - self._begin
-        check_replicas = replicas_to_check(self._options.check_replicas, self._ranks)
-        return Described(staged.state.describe(check_replicas), staged.metrics)
+
+    def _state_of(self, staged: _Staged) -> Description:
+        return staged.state.describe(replicas_to_check(self._options.check_replicas, self._ranks))
 
 
 _default = AsyncSaver()
@@ -334,7 +391,9 @@ def async_save(
     """Saves as `save` does, but returns once the state is copied to host memory; a thread writes and commits it.
 
     Collective: every rank of the job, or of `group`, must call it. The state at the call is saved, to the bit. Host
-    memory for this rank's state (pinned, for what is on a GPU) is allocated at the first save, and reused later.
+    memory for this rank's state (pinned, for what is on a GPU) is allocated at the first save, and reused later. Where
+    other ranks hold 16 MiB of it or more too, it is memory for what this rank writes: the call, or with "lazy" the
+    thread, waits until the save is planned by all ranks, the call for two seconds at most; then it copies everything.
 
     The program should call `result()` of the last save before it ends: ending while a save is under way, or before
     the failure of one was reported, makes the exit code 1, with the reason on stderr.
@@ -349,7 +408,9 @@ def async_save(
             fused kernels, nor through `.data`, nor by steps replayed from a CUDA graph, which call no hooks.
         in_flight: what to do while an earlier save of these ranks is in flight: "wait" for it, or "refuse" this one on
             all of them.
-        durable, check_replicas, deadline_seconds, group, tied, base, select: as for `save`.
+        durable, deadline_seconds, group, tied, base, select: as for `save`.
+        check_replicas: as for `save`. For "sampled" the samples are copied with the state, at the call; for "all"
+            everything that this rank holds is, whoever writes it.
         progress: as for `save`, but called from the thread, beside the program; an error that it raises fails the save.
 
     Raises:

@@ -34,6 +34,10 @@ from shardopt.checkpoint.writing.unchanged import Base
 from shardopt.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, Problem
 from shardopt.world import world
 
+_FEW_FILES = 16  # that are removed one after the other
+_THREADS = 4
+_FAR_THREADS = 32  # where they wait for answers all the time
+
 _log = logging.getLogger("shardopt.checkpoint")
 
 
@@ -266,11 +270,21 @@ def remove_checkpoints(storages: Sequence[Storage]) -> None:
     # After the manifests: from now on no save can refer to what only they had.
     referred = _referred_in([storage for storage in storages if names[storage]])
     for storage in storages:
-        for name in names[storage]:
-            if name not in referred[storage]:
-                storage.remove(name)
+        _remove_each(storage, [name for name in names[storage] if name not in referred[storage]])
         storage.remove_durably(MANIFEST_NAME)  # of a save that was taken for dead, and committed what is gone now
         storage.remove_if_empty()
+
+
+def _remove_each(storage: Storage, names: Sequence[str]) -> None:
+    """Removes files, as many at a time as a storage can take; a job leaves one or more for each of its ranks."""
+    if len(names) <= _FEW_FILES:
+        for name in names:
+            storage.remove(name)
+        return
+    threads = _FAR_THREADS if storage.is_remote else _THREADS
+    with world().thread_pool(threads, "shardopt-remove") as pool:
+        for _ in pool.map(storage.remove, names):
+            pass
 
 
 def _referred_in(storages: Sequence[Storage]) -> dict[Storage, frozenset[str]]:

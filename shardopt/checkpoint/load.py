@@ -5,22 +5,21 @@ open → flatten → compare → plan → read in place → hand back to app
 
 from __future__ import annotations
 
-import json
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
-import xxhash
 from torch.optim import Optimizer
 
-from shardopt.checkpoint.matching.compare import Match, compare, judge_unexpected, weights_first
+from shardopt.checkpoint.matching.compare import Match, compare
 from shardopt.checkpoint.matching.init_state import init_unstepped
 from shardopt.checkpoint.matching.names_in_app import names_in_app
 from shardopt.checkpoint.matching.partial_load import mark_partial_load, unmark_partial_load
 from shardopt.checkpoint.matching.renaming import Names
+from shardopt.checkpoint.matching.settling import compare_differences, differences_of, settle
 from shardopt.checkpoint.matching.strictness import Strictness, strictness_of
 from shardopt.checkpoint.matching.tied import refuse_unequal
 from shardopt.checkpoint.planning.tied import refuse_other_ties, refuse_untied, tied_in
@@ -40,7 +39,6 @@ from shardopt.flatten import flatten
 from shardopt.gc_pause import gc_paused
 from shardopt.param_groups import refuse_unmatched
 from shardopt.ranks import DEADLINE_SECONDS, Group, Ranks, ranks_of
-from shardopt.ranks.failures import names_of
 from shardopt.sharding.pieces import View
 from shardopt.sharding.view import view_of
 from shardopt.state import FlatState, Handback, PartialStateful, PerRank, Tied
@@ -259,7 +257,7 @@ def _load_into(
         report=lambda plan: [
             plan.reader.digest,
             fingerprint(plan.shared),
-            _fingerprint_of_differences(plan.match),
+            differences_of(plan.match, plan.names),
             plan.has_casts_to_check,
             plan.flat.unmatched_patterns(),
             dict(plan.flat.tied),
@@ -268,7 +266,7 @@ def _load_into(
         deadline_seconds=deadline_seconds,
     )
     if opened["with_differences"]:
-        _settle_differences(ranks, what, plan, options, opened["with_differences"])
+        settle(ranks, what, plan.match, plan.names, options.strictness, opened["with_differences"], deadline_seconds)
     reads = _Reads(plan, opened["alike"], ranks)
     if opened["with_casts"]:
         ranks.agree(what, work=lambda: _check_casts(plan, reads), deadline_seconds=deadline_seconds)
@@ -324,6 +322,7 @@ def _plan(look: _Look, options: LoadOptions, ranks: Ranks) -> _Plan:
     aliases = {key: first for key, first in names.aliases.items() if key in names.manifest.tensors and first in into}
     refuse_unequal(reader, into | {key: into[first] for key, first in aliases.items()}, tied | aliases, old)
     into = {key: view for key, view in into.items() if key not in tied}
+    reader.open_ahead({old.get(key, key): view.pieces for key, view in into.items()})
     requests = [request for key, view in into.items() for request in reader.requests(old.get(key, key), view.pieces)]
     share = options.replicas == "exchange" or (options.replicas == "auto" and reader.is_remote)
     return _Plan(reader, flat, names, match, into, requests, shared_among(into, ranks.size) if share else {}, per_rank)
@@ -338,17 +337,6 @@ def _refuse_missing(keys: list[str], rank: int) -> None:
 
 def _check_casts(plan: _Plan, reads: _Reads) -> None:
     check_casts(casts_to_check(reads.requests), {old: key for key, old in plan.names.renamed.items()})
-
-
-def _fingerprint_of_differences(match: Match) -> str:
-    """Equal on ranks that differ alike from the checkpoint; empty where nothing does."""
-    if not (match.problems or match.unexpected):
-        return ""
-    return xxhash.xxh3_128_hexdigest(json.dumps(_differences(match)).encode())
-
-
-def _differences(match: Match) -> list[Any]:
-    return [[asdict(problem) for problem in match.problems], match.unexpected]
 
 
 def _compare_ranks(url: str, reports: list[list[Any]]) -> dict[str, Any]:
@@ -367,60 +355,11 @@ def _compare_ranks(url: str, reports: list[list[Any]]) -> dict[str, Any]:
         seen = f"another checkpoint on rank {other} than on rank 0"
         problem = Problem(url, seen, "the same on every rank", "check what is mounted there")
         raise CheckpointError("ranks do not see the same checkpoint", [problem])
-    ranks_with: dict[str, list[int]] = {}
-    for rank, difference in enumerate(differences):
-        ranks_with.setdefault(difference, []).append(rank)
-    with_differences = list(ranks_with.values()) if any(differences) else []
     return {
         "alike": len(set(fingerprints)) == 1,
-        "with_differences": with_differences,
+        "with_differences": compare_differences(differences),
         "with_casts": any(casts),
     }
-
-
-def _settle_differences(
-    ranks: Ranks, what: str, plan: _Plan, options: LoadOptions, ranks_alike: list[list[int]]
-) -> None:
-    """Refuses what does not fit on some rank, and stored keys that no rank has a place for. Collective.
-
-    Args:
-        ranks_alike: groups of ranks that differ alike from the checkpoint, of which the first rank reports.
-
-    Raises:
-        MismatchError: lists each difference once, with the ranks that have it.
-    """
-    reporters = [group[0] for group in ranks_alike]
-
-    def merge(reports: list[Any]) -> list[Any]:
-        differences = [reports[rank] for rank in reporters]
-        without_place = set.intersection(*(set(unexpected) for _, unexpected in differences))
-        ranks_with: dict[Problem, list[int]] = {}  # by their numbers in the job
-        for (problems, _), group in zip(differences, ranks_alike, strict=True):
-            for problem in problems:
-                ranks_with.setdefault(Problem(**problem), []).extend(ranks.members[rank] for rank in group)
-        merged = [[asdict(problem), sorted(having)] for problem, having in ranks_with.items()]
-        return [merged, [key for key in plan.match.unexpected if key in without_place]]
-
-    _, (merged, unexpected) = ranks.agree(
-        what,
-        work=lambda: _differences(plan.match) if ranks.rank in reporters else None,
-        report=lambda differences: differences,
-        decide=merge,
-        deadline_seconds=options.deadline_seconds,
-    )
-    problems = judge_unexpected(plan.match, plan.names, options.strictness, unexpected)
-    failed = set(ranks.members) if problems else {rank for _, having in merged for rank in having}
-    if failed:
-        local = [_on(having, ranks.size, Problem(**problem)) for problem, having in merged]
-        where = f"{what} failed on {names_of(sorted(failed))}: " if len(failed) < ranks.size else ""
-        raise MismatchError(
-            f"{where}the checkpoint does not fit the app; nothing was changed", weights_first([*local, *problems])
-        )
-
-
-def _on(having: list[int], size: int, problem: Problem) -> Problem:
-    """Adds to a problem the ranks that have it, where they are not all."""
-    return problem if len(having) == size else replace(problem, found=f"{problem.found} (on {names_of(having)})")
 
 
 def _hand_back(plan: _Plan, shared: BroadcastReads, loaded: list[Handback], lenient: bool) -> None:

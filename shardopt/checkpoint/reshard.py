@@ -8,6 +8,7 @@ from collections.abc import Callable
 from shardopt.checkpoint.commit import discard, refuse_committed
 from shardopt.checkpoint.convert.choosing import whole_choice
 from shardopt.checkpoint.convert.out_files import write_file
+from shardopt.checkpoint.convert.plan import refuse_checkpoints
 from shardopt.checkpoint.convert.to_own import chunked_layout, plan_own
 from shardopt.checkpoint.format.manifest import StoredLayout
 from shardopt.checkpoint.progress import Counter, Progress
@@ -38,7 +39,7 @@ def reshard(
 
     Args:
         src: of a committed checkpoint.
-        dst: a directory that holds no committed checkpoint.
+        dst: a directory that holds no checkpoint, of whatever format.
         world_size: of ranks that hold each tensor sharded along the dimension that is stored in the most shards now, in
             this many chunks; a tensor that is stored as one box is whole on every rank, and they share the writing.
         layout: instead of `world_size`, chooses the layout of each tensor.
@@ -48,7 +49,7 @@ def reshard(
 
     Raises:
         CheckpointNotFoundError, CorruptionError, FormatError: as for `open`.
-        CheckpointExistsError: a committed checkpoint stands at `dst`.
+        CheckpointExistsError: a checkpoint stands at `dst`.
         MismatchError: there are values per rank, and neither their number fits nor are they to be dropped.
         LayoutError: a chosen layout does not make up its tensor.
     """
@@ -57,6 +58,7 @@ def reshard(
     begin = world().monotonic()
     target = storage_of(dst)
     refuse_committed(target)
+    refuse_checkpoints(target)
     with open_checkpoint(src, base_root) as reader:
         stored = reader.manifest.tensors
         choose_layout = layout or chunks_over(world_size or 0)

@@ -21,6 +21,7 @@ from shardopt.checkpoint.format.manifest import DataFile
 from shardopt.checkpoint.format.metrics import pack_metrics
 from shardopt.checkpoint.planning.describe import Description, describe
 from shardopt.checkpoint.planning.replica_check import CheckReplicas, refuse_unknown_choice
+from shardopt.checkpoint.planning.save_plan import RankWrites
 from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.refer import Unchanged
 from shardopt.checkpoint.reports import SaveReport, emit_report
@@ -162,10 +163,15 @@ def replicas_to_check(wanted: CheckReplicas, ranks: Ranks) -> CheckReplicas:
 
 
 class Described(NamedTuple):
-    """The state that a rank saves, and metrics as for `save_now`."""
+    """The state that a rank saves, and metrics as for `save_now`.
+
+    `copied`, where there is one, waits until what this rank writes is copied, and returns the state and the writes
+    as they are to be taken from the copies.
+    """
 
     state: Description
     metrics: Mapping[str, float] | None
+    copied: Callable[[RankWrites], tuple[Description, RankWrites]] | None = None
 
 
 def save_described(
@@ -189,29 +195,37 @@ def save_described(
     call = call_on("saving", url)
     bases = _Bases(options)
 
-    def describe_here() -> tuple[Description, str, Storage, bytes | None]:
-        state, metrics = described()
-        metrics_json = None if metrics is None else pack_metrics(metrics)
-        return state, state.geometry_fingerprint(), storage_of(url, options.durable), metrics_json
+    def describe_here() -> tuple[Described, str, Storage, bytes | None]:
+        here = described()
+        metrics_json = None if here.metrics is None else pack_metrics(here.metrics)
+        return here, here.state.geometry_fingerprint(), storage_of(url, options.durable), metrics_json
 
-    (description, geometry, storage, metrics_json), decision = ranks.agree(
+    (here, geometry, storage, metrics_json), decision = ranks.agree(
         call,
         work=describe_here,
-        report=lambda done: report_state(*done[:2], ranks.rank, kept),
+        report=lambda done: report_state(done[0].state, done[1], ranks.rank, kept),
         decide=lambda reports: _begin(storage_of(url, options.durable), reports, bases),
         deadline_seconds=options.deadline_seconds,
     )
     save_id, comparison = decision["save_id"], Comparison.from_json(decision["comparison"])
-    planning = Planning(ranks, call, options.deadline_seconds, description, geometry, comparison)
+    planning = Planning(ranks, call, options.deadline_seconds, here.state, geometry, comparison)
+
+    def write() -> tuple[_Written, Planning]:
+        state, own = here.state, planned
+        if here.copied is not None and isinstance(own, Planned):
+            state, writes = here.copied(own.writes)
+            own = own._replace(writes=writes)
+        base = bases.agreed(storage, decision)
+        written = _write(storage, save_id, own, state, options.progress, ranks.rank, base)
+        return written, replace(planning, description=state)
+
     try:
         planned = planning.plan_or_error(kept)
         begin_writing = world().monotonic()
-        written, committed = ranks.agree(
+        (written, planning), committed = ranks.agree(
             call,
-            work=lambda: _write(
-                storage, save_id, planned, description, options.progress, ranks.rank, bases.agreed(storage, decision)
-            ),
-            report=lambda written: [written.report(), planning.report(planned)],
+            work=write,
+            report=lambda done: [done[0].report(), done[1].report(planned)],
             decide=lambda reports: _commit(
                 storage, save_id, planning, planned, reports, metrics_json, bases.agreed(storage, decision), options
             ),

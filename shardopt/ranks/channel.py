@@ -121,7 +121,7 @@ class Channel:
         try:
             data = pack({**message, **extra})
         except Exception as error:  # a report that is not JSON
-            data = pack({"error": describe(error), **extra})
+            data = pack({"error": describe(error, self.size), **extra})
         with self.node.changed:
             self.node.centre.report(self._session, self._round, data)
             self.node.wake()

@@ -1,23 +1,83 @@
-"""Errors between ranks: each as JSON, and those of several ranks merged into one."""
+"""Errors between ranks: each as JSON, and those of several ranks merged into one.
+
+Both are bounded by the number of ranks: a thousand problems on each of ten thousand ranks would be gigabytes at rank 0.
+"""
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice, zip_longest
 from typing import Any
 
 from shardopt.errors import RankError, ShardoptError
 
 _MOST_NAMES = 16
+_MOST_KINDS = 8  # of problems that are only counted
 _RANKS = re.compile(r"\branks? \[?(\d+(?:, \d+)*)")
 
+_REPORTS_BYTES = 64 << 20  # of the errors of all ranks together
+_MOST_BYTES = 1 << 20  # of one error; some thousand problems
+_LEAST_REPORTED_BYTES = 4 << 10  # of the error of one rank, however many there are; a dozen problems
+_LEAST_MERGED_BYTES = 64 << 10  # of the one that all get
 
-def describe(error: BaseException) -> dict[str, Any]:
-    """Converts an error of one rank to JSON, from which `ShardoptError.from_json` makes one again."""
-    if isinstance(error, ShardoptError):
-        return error.to_json()
-    return RankError(f"{type(error).__name__}: {error}").to_json()
+Wire = Mapping[str, Any]
+_Identity = tuple[str, str, str, str]
+
+
+def describe(error: BaseException, ranks: int = 1) -> dict[str, Any]:
+    """Converts an error of one rank to JSON, from which `ShardoptError.from_json` makes one again.
+
+    Args:
+        ranks: how many there are. Of what would be too much with so many, the first problems are there, and counts of
+            the others.
+    """
+    if not isinstance(error, ShardoptError):
+        error = RankError(f"{type(error).__name__}: {error}")
+    return bounded(error.to_json(), _limit_bytes(ranks, _LEAST_REPORTED_BYTES))
+
+
+def bounded(error: Wire, limit_bytes: int) -> dict[str, Any]:
+    """Returns an error of at most about so many bytes: the first problems, and counts of the others by their remedy.
+
+    The same of equal errors; all of one that is within the limit.
+    """
+    kept = list(_within(error["problems"], limit_bytes))
+    left_out: Counter[str] = Counter(error.get("left_out", {}))
+    left_out.update(problem["remedy"] for problem in error["problems"][len(kept) :])
+    return _wire(error["type"], _shortened(error["message"], limit_bytes // 2), kept, left_out)
+
+
+def _wire(kind: str, message: str, problems: list[Wire], left_out: Counter[str]) -> dict[str, Any]:
+    wire = {"type": kind, "message": message, "problems": problems}
+    if not left_out:
+        return wire
+    in_order = sorted(left_out.items(), key=lambda each: (-each[1], each[0]))
+    counts = {_shortened(remedy, 400): count for remedy, count in in_order[:_MOST_KINDS]}
+    others = sum(count for _, count in in_order[_MOST_KINDS:])
+    if others:
+        counts["with other remedies"] = counts.get("with other remedies", 0) + others
+    return {**wire, "left_out": counts}
+
+
+def _within(problems: Iterable[Wire], limit_bytes: int) -> Iterator[Wire]:
+    """Yields the first problems that are together within a limit; the first of all in any case."""
+    nbytes = 0
+    for number, problem in enumerate(problems):
+        short = {name: _shortened(text, limit_bytes // 4) for name, text in problem.items()}
+        nbytes += sum(map(len, short.values())) + 64
+        if number and nbytes > limit_bytes:
+            return
+        yield short
+
+
+def _shortened(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]} ({len(text) - most} more characters)"
+
+
+def _limit_bytes(ranks: int, least: int) -> int:
+    return min(max(_REPORTS_BYTES // ranks, least), _MOST_BYTES)
 
 
 def numbered_in_group(error: dict[str, Any], members: Sequence[int]) -> dict[str, Any]:
@@ -36,16 +96,76 @@ def numbered_in_group(error: dict[str, Any], members: Sequence[int]) -> dict[str
 
 
 def merge(what: str, failures: list[tuple[int, dict[str, Any]]], size: int) -> dict[str, Any]:
-    """Merges failures into one error for all ranks: the type and text of the first, its ranks, and those of others."""
+    """Merges failures into one error for all ranks: the type and text of the first, its ranks, and those of others.
+
+    Equal problems of several ranks are there once. Where they are too many, the first ones of each rank are, and counts
+    of the others.
+    """
     ranks_with: dict[tuple[str, str], list[int]] = {}
     for rank, error in failures:
         ranks_with.setdefault((error["type"], error["message"]), []).append(rank)
+    limit_bytes = _limit_bytes(size, _LEAST_MERGED_BYTES)
     (first, ranks), *others = ranks_with.items()
     where = "" if len(ranks) == size and size > 1 else f" on {names_of(ranks)}"
-    also = "; ".join(f"on {names_of(those)}: {text}" for (_, text), those in others)
-    message = f"{what} failed{where}: {first[1]}" + (f" (and {also})" if also else "")
-    problems = {json.dumps(problem, sort_keys=True): problem for _, error in failures for problem in error["problems"]}
-    return {"type": first[0], "message": message, "problems": list(problems.values())}
+    texts = [
+        f"on {names_of(those)}: {_shortened(text, limit_bytes // 64)}" for (_, text), those in others[:_MOST_NAMES]
+    ]
+    if len(others) > _MOST_NAMES:
+        rest = sorted(rank for _, those in others[_MOST_NAMES:] for rank in those)
+        texts.append(f"and in other words on {names_of(rest)}")
+    also = f" (and {'; '.join(texts)})" if texts else ""
+    message = f"{what} failed{where}: {_shortened(first[1], limit_bytes // 4)}{also}"
+    problems, left_out = problems_of((error for _, error in failures), size)
+    return _wire(first[0], message, problems, left_out)
+
+
+def problems_of(errors: Iterable[Wire], size: int) -> tuple[list[Wire], Counter[str]]:
+    """Returns the problems of several ranks' errors, equal ones once, and counts of those left out by their remedy.
+
+    Args:
+        errors: as `describe` makes them; by rank.
+        size: how many ranks get this.
+    """
+    limit_bytes = _limit_bytes(size, _LEAST_MERGED_BYTES)
+    distinct = _distinct(errors)
+    left_out: Counter[str] = Counter()
+    for _, error in distinct:
+        left_out.update(error.get("left_out", {}))
+    problems = {
+        identity: problem for each, error in distinct for identity, problem in zip(each, error["problems"], strict=True)
+    }
+    kept = list(_within(problems.values(), limit_bytes))
+    if len(kept) < len(problems):
+        # In turns, the first of each rank before the second of any: no rank's many may hide what others have.
+        left_out.update(remedy for _, _, _, remedy in problems)
+        kept = list(_within((problems[identity] for identity in _in_turns(distinct)), limit_bytes))
+        shown = islice(_in_turns(distinct), len(kept))
+        left_out -= Counter(remedy for _, _, _, remedy in shown)
+    return kept, left_out
+
+
+def _in_turns(distinct: Sequence[tuple[tuple[_Identity, ...], Wire]]) -> Iterator[_Identity]:
+    """Yields the first problem of each error, then the second, and so on; each problem once."""
+    seen: set[_Identity] = set()
+    for turn in zip_longest(*(each for each, _ in distinct)):
+        for identity in turn:
+            if identity is not None and identity not in seen:
+                seen.add(identity)
+                yield identity
+
+
+def _distinct(errors: Iterable[Wire]) -> list[tuple[tuple[_Identity, ...], Wire]]:
+    """Returns errors without those whose problems another has too; each with the identities of its problems."""
+    by_content: dict[Any, tuple[tuple[_Identity, ...], Wire]] = {}
+    for error in {id(error): error for error in errors}.values():  # many ranks may share one
+        identities = tuple(map(_identity, error["problems"]))
+        left_out = error.get("left_out")
+        by_content.setdefault((identities, *sorted(left_out.items())) if left_out else identities, (identities, error))
+    return list(by_content.values())
+
+
+def _identity(problem: Wire) -> _Identity:
+    return problem["key"], problem["found"], problem["required"], problem["remedy"]
 
 
 def different_calls(calls: Sequence[tuple[int, str]]) -> RankError:

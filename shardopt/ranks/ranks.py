@@ -187,7 +187,7 @@ class Ranks:
                 outcome.append(work())
                 message = {"report": report(outcome[0])}
             except BaseException as error:
-                cause, message = error, {"error": describe(error)}
+                cause, message = error, {"error": describe(error, self.size)}
             try:
                 answer = channel.decide(message, decide) if self.rank == 0 else channel.follow(message)
             except (Silent, StoreError) as silent:

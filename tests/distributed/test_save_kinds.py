@@ -98,3 +98,23 @@ def test_stages_that_share_no_tensor_plan_for_themselves(tmp_path):
 
 def test_stages_that_share_a_tensor(tmp_path):
     check(tmp_path, shared=True)
+
+
+def save_with_values_of_one(folder):
+    """Ranks have the same tensors, and rank 1 a value that the other has not; the rounds of two saves."""
+    rank, channel, rounds = dist.get_rank(), ranks_of()._channel, []
+    app = {"w": torch.ones(4), "epoch": 3, **({"loss": 0.5} if rank else {})}
+    for number in range(2):
+        before = channel._round
+        checkpoint.save(f"{folder}/{number}", app)
+        rounds.append(channel._round - before)
+    error = refused(lambda: checkpoint.save(f"{folder}/refused", {"w": torch.ones(4), "epoch": rank}))
+    ranks_of().agree("look", lambda: None)  # rank 0 has removed what failed
+    return rounds, error, os.listdir(f"{folder}/refused")
+
+
+def test_values_that_only_some_ranks_have_cost_no_round(tmp_path):
+    assert run_ranks(2, save_with_values_of_one, str(tmp_path)) == [([2, 2], ["epoch"], [])] * 2
+    for number in range(2):
+        with checkpoint.open(tmp_path / str(number)) as reader:
+            assert (reader.read("epoch"), reader.read("loss")) == (3, 0.5)

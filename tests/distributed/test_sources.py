@@ -16,13 +16,16 @@ from shardopt.errors import CorruptionError
 from tests.harness import run_ranks
 
 STYLES = ("fsdp", "hsdp", "tp", "plain")
+LAYERS = ("0", "2", "3", "4")  # those of the model that have parameters
 PAIRS = [(2, "fsdp", 3, "fsdp"), (2, "tp", 2, "fsdp"), (3, "fsdp", 2, "tp")]
 
 
 def make_model(style, seed):
     torch.manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(6, 12), torch.nn.Tanh(), torch.nn.Linear(12, 7), torch.nn.LayerNorm(7))
-    model = model.double()
+    last = torch.nn.Linear(7, 5, bias=False)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(6, 12), torch.nn.Tanh(), torch.nn.Linear(12, 7), torch.nn.LayerNorm(7), last
+    ).double()
     ranks = dist.get_world_size()
     if style == "tp":
         mesh = init_device_mesh("cpu", (ranks,))
@@ -79,7 +82,7 @@ def test_a_run_goes_on_from_dcp(tmp_path, writers, style, readers, other):
 def as_stages(path, saved):
     """Each rank has some layers of the run, under the names that they have in the whole model, and saves them."""
     full = make_model("plain", 1)
-    layers = {0: ("0",), 1: ("2", "3")}[dist.get_rank()]
+    layers = {0: LAYERS[:1], 1: LAYERS[1:]}[dist.get_rank()]
     stage = torch.nn.ModuleDict({name: full[int(name)] for name in layers})
     optimizer = shardopt.keyed("adamw", stage.named_parameters(), lr=0.9)
     app = {"model": stage, "optim": optimizer, "step": 0}

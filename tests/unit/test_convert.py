@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -505,14 +506,27 @@ def test_archives_beyond_4_gib(tmp_path):
     assert torch.load(state, weights_only=True, mmap=True).shape == (large,)
 
 
-@pytest.mark.parametrize("to", ["dcp", "huggingface"])
+@pytest.mark.parametrize("to", ["shardopt", "dcp", "huggingface"])
 def test_a_directory_that_is_a_checkpoint_of_another_format_is_taken(tmp_path, to):
     with pytest.warns(UserWarning, match="single process"):
         dcp.save({"x": torch.ones(2)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     checkpoint.save(tmp_path / "own", {"x": torch.ones(2)})
-    for path in (tmp_path / "dcp", tmp_path / "own"):
+    for name, fill in (("one", "model"), ("named", "anything")):
+        (tmp_path / name).mkdir()
+        save_file({"x": torch.ones(2)}, tmp_path / name / f"{fill}.safetensors")
+    (tmp_path / "torch").mkdir()
+    torch.save({"x": torch.ones(2)}, tmp_path / "torch" / "pytorch_model.bin")
+    for name in ("dcp", "own", "one", "named", *(["torch"] if to != "huggingface" else [])):
+        path = tmp_path / name
         before = sorted(path.iterdir())
         with pytest.raises(CheckpointExistsError, match="is taken"):
             checkpoint.convert(tmp_path / "own", path, to, check=True)
+        if to == "shardopt":
+            with pytest.raises(CheckpointExistsError, match="is taken"):
+                checkpoint.reshard(tmp_path / "own", path, world_size=2)
         assert sorted(path.iterdir()) == before
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "training_args.bin").write_bytes(b"of others")
+    (tmp_path / "other" / "config.json").write_text("{}")
+    checkpoint.convert(tmp_path / "own", tmp_path / "other", to, check=True)
     checkpoint.convert(tmp_path / "own", tmp_path / "own" / "model.pt", "torch", check=True)

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from shardopt import checkpoint
 from shardopt.checkpoint.pickled.dcp_metadata import DcpEntry, read_metadata
 from shardopt.errors import CorruptionError, FormatError, ShardoptError
 from shardopt.sharding.box import cover_faults
@@ -24,7 +25,8 @@ from tests.golden.dcp_state import DTYPES, KINDS, VALUES, filled, whole
 from tests.support.torch_files import read_dcp
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "dcp"
-FOLDERS = sorted(GOLDEN.iterdir())
+OLDER = sorted(GOLDEN.parent.glob("dcp_of_torch_*"))
+FOLDERS = sorted(folder for each in (GOLDEN, *OLDER) for folder in each.iterdir())
 
 
 def same(loaded, tensor):
@@ -33,8 +35,9 @@ def same(loaded, tensor):
     assert torch.equal(left, right)
 
 
-def test_every_kind_of_tensor_and_value():
-    state = read_dcp(GOLDEN / "kinds")
+@pytest.mark.parametrize("golden", [GOLDEN, *OLDER], ids=lambda golden: golden.name)
+def test_every_kind_of_tensor_and_value(golden):
+    state = read_dcp(golden / "kinds")
     for name in (*DTYPES, *KINDS):
         same(state.pop("nested.0" if name == "listed" else f"tensors.{name}"), whole(name))
     prefix = "nested.1.values."
@@ -47,22 +50,24 @@ def test_every_kind_of_tensor_and_value():
 PARAMETERS = {"0.weight": (6, 4), "0.bias": (6,)}
 
 
-@pytest.mark.parametrize("form", ["flat", "nested"])
-def test_states_of_adamw(form):
-    state = read_dcp(GOLDEN / f"adamw_{form}")
+@pytest.mark.parametrize(
+    "folder", [folder for folder in FOLDERS if folder.name != "kinds"], ids=lambda f: f"{f.parent.name}-{f.name}"
+)
+def test_states_of_adamw(folder):
+    state = read_dcp(folder)
     for name, shape in PARAMETERS.items():
         same(state.pop(f"model.{name}"), filled(name, shape, torch.float32))
         for entry, size in {"step": (), "exp_avg": shape, "exp_avg_sq": shape}.items():
             key = f"state.{name}.{entry}"
             same(state.pop(f"optim.{key}"), filled(key, size, torch.float32))
-    if form == "flat":
+    if folder.name == "adamw_flat":
         assert all(state[f"optim.param_groups.{name}.lr"] == 0.125 for name in PARAMETERS)
     else:
         assert state["optim.param_groups.0.lr"] == 0.125
         assert state["optim.param_groups.0.params"] == list(PARAMETERS)
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: f"{folder.parent.name}-{folder.name}")
 def test_as_torch_reads_it(folder):
     theirs = FileSystemReader(folder).read_metadata()
     metadata = read_metadata((folder / ".metadata").read_bytes(), "w")
@@ -81,6 +86,20 @@ def test_as_torch_reads_it(folder):
     for key, entry in metadata.values.items():
         info = theirs.storage_data[MetadataIndex(key)]
         assert entry == DcpEntry(info.relative_path, info.offset, info.length)
+
+
+@pytest.mark.parametrize("golden", [GOLDEN, *OLDER], ids=lambda golden: golden.name)
+def test_what_any_version_has_written_is_loaded(golden):
+    tensors = {name: torch.zeros_like(whole(name)) for name in (*DTYPES, *KINDS) if name != "listed"}
+    values = {name: type(value)() for name, value in VALUES.items() if name not in ("none", "dict")}
+    values |= {"none": 1, "dict": {"a": {"b": False}}}
+    app = {"tensors": tensors, "nested": [torch.zeros(4, dtype=torch.int64), {"values": values}]}
+    checkpoint.load(golden / "kinds", app)
+    for name, tensor in tensors.items():
+        same(tensor, whole(name))
+    same(app["nested"][0], whole("listed"))
+    assert app["nested"][1]["values"] == VALUES
+    assert checkpoint.verify(golden / "kinds").ok
 
 
 def index(**changes):

@@ -4,6 +4,7 @@ import copy
 import json
 import struct
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -13,7 +14,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 import shardopt
 from shardopt import checkpoint
 from shardopt.checkpoint.rearrange import Rule
+from shardopt.checkpoint.storage.local import LocalStorage
 from shardopt.errors import CheckpointNotFoundError, CorruptionError, FormatError, MismatchError
+from shardopt.sharding.box import Box
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -540,19 +543,183 @@ def test_an_empty_dict_which_dcp_does_not_store_is_no_missing_one(tmp_path, stat
         checkpoint.load(tmp_path / "dcp", app | {"more": {"a": 1}})
 
 
-def test_an_optimizer_of_torch_is_not_given_groups_by_name(tmp_path):
+def torch_optimizer(kind, model):
+    """One whose groups are not in the order of the model."""
+    groups = [{"params": [m.bias for m in model], "lr": 0.3}, {"params": [m.weight for m in reversed(model)]}]
+    return kind(groups, lr=0.7, momentum=0.9) if kind is torch.optim.SGD else kind(groups, lr=0.7)
+
+
+def save_by_name(path, model, optimizer):
+    options = StateDictOptions(full_state_dict=True)
+    weights, state = get_state_dict(model, optimizer, options=options)
+    torch.save({"model": weights, "optim": state} | VALUES, path)
+
+
+@pytest.mark.parametrize("save", [save_nested, save_flattened, save_by_name])
+def test_an_optimizer_of_torch_is_given_state_by_name_under_its_numbers(tmp_path, trained, losses_to_come, save):
+    save(tmp_path / "saved", *trained)
+    model = make_model(3)
+    optimizer = torch_optimizer(torch.optim.AdamW, model)
+    train(model, optimizer, 1)
+    app = {"model": model, "optim": optimizer, **make_app()[2], "step": 0}
+    checkpoint.load(tmp_path / "saved", {**app, "model": model, "optim": optimizer})
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.1]
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.01]
+    assert train(model, optimizer) == pytest.approx(losses_to_come, rel=1e-6)
+
+    mixed = torch.optim.AdamW(model.parameters())
+    train(model, mixed, 1)
+    before = copy.deepcopy(mixed.state_dict())
+    with pytest.raises(
+        MismatchError, match=r"optim\.param_groups\.0: found other options of 0\.weight than of 0\.bias"
+    ):
+        checkpoint.load(tmp_path / "saved", {**app, "model": model, "optim": mixed})
+    assert str(before) == str(mixed.state_dict())
+
+
+def test_an_optimizer_of_torch_without_state_is_given_options_by_name(tmp_path):
     model, other = make_model(), make_model(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     train(model, optimizer)
     save_nested(tmp_path / "d", model, optimizer)
-    before = other[0].weight.detach().clone()
     app = {"model": other, "optim": torch.optim.SGD(other.parameters(), lr=0.2)}
-    with pytest.raises(MismatchError, match=r"optim: found nothing"):
-        checkpoint.load(tmp_path / "d", app, skip="^(step|cfg)")
-    assert torch.equal(other[0].weight, before)
+    checkpoint.load(tmp_path / "d", app, skip="^(step|cfg)")
+    assert app["optim"].param_groups[0]["lr"] == 0.1 and torch.equal(other[0].weight, model[0].weight)
+
+
+@pytest.mark.parametrize("save", [save_file_of_torch, save_numbered, save_nested, save_flattened, save_by_name])
+def test_frozen_parameters_that_the_keyed_optimizer_was_not_given(tmp_path, save):
+    """torch's had them all: by number they shift the others, and of the frozen ones only options are stored."""
+    model, other = make_model(), make_model(1)
+    for each in (model, other):
+        each[0].weight.requires_grad_(False)
+        each[1].bias.requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    train(model, optimizer)
+    save(tmp_path / "saved", model, optimizer)
+    expected = train(model, optimizer)
+    trainable = {name: each for name, each in other.named_parameters() if each.requires_grad}
+    keyed = shardopt.keyed("adamw", trainable, lr=0.5)
+    app = {"model": other, "optim": keyed, "step": 0, "cfg": make_app()[2]["cfg"]}
+    checkpoint.load(tmp_path / "saved", app, init_state=True)
+    assert train(other, keyed) == pytest.approx(expected, rel=1e-6)
+
+    stepped = make_model(2)  # of what was stepped there is state, which must have a place
+    keyed = shardopt.keyed("adamw", {"0.weight": stepped[0].weight}, lr=0.5)
+    with pytest.raises(MismatchError, match=r"2\.bias\.exp_avg: found a tensor of float32"):
+        checkpoint.load(tmp_path / "saved", {**app, "model": stepped, "optim": keyed}, init_state=True)
 
 
 def test_a_dict_does_not_become_a_list(tmp_path):
     dcp.save({"x": torch.ones(2), "sizes": {"a": 1}}, checkpoint_id=tmp_path / "d", no_dist=True)
     with pytest.raises(MismatchError, match=r"sizes: found nothing"):
         checkpoint.load(tmp_path / "d", {"x": torch.zeros(2), "sizes": [3]})
+
+
+STATE_OF_NUMPY = {
+    "table": np.arange(6.0).reshape(2, 3),
+    "backwards": np.asfortranarray(np.arange(6, dtype=np.int32).reshape(2, 3)),
+    "empty": np.zeros((0, 3), dtype=np.uint8),
+    "random": ("MT19937", np.arange(624, dtype=np.uint32), 3, 0, 0.5),
+    "deep": {"more": [np.ones(2, dtype=np.float16), {"flag": np.array(True)}]},
+}
+
+
+def zeros_like(node):
+    if isinstance(node, dict):
+        return {name: zeros_like(child) for name, child in node.items()}
+    if isinstance(node, list | tuple):
+        return type(node)(map(zeros_like, node))
+    return np.zeros_like(node) if isinstance(node, np.ndarray) else type(node)()
+
+
+@pytest.mark.parametrize("kind", ["dcp", "pt"])
+def test_arrays_of_numpy_are_loaded_into_arrays(tmp_path, kind):
+    path = tmp_path / kind
+    if kind == "pt":
+        torch.save(STATE_OF_NUMPY, path)
+    else:
+        dcp.save(STATE_OF_NUMPY, checkpoint_id=path, no_dist=True)
+    app = zeros_like(STATE_OF_NUMPY)
+    table, numbers = app["table"], app["random"][1]
+    checkpoint.load(path, app)
+    np.testing.assert_equal(app, STATE_OF_NUMPY)
+    assert app["table"] is table and app["random"][1] is numbers  # in place
+    assert checkpoint.verify(path).ok
+    with checkpoint.open(path) as reader:
+        assert reader.read("table", Box((1, 1), (1, 2))).tolist() == [[4.0, 5.0]]
+    checkpoint.convert(path, tmp_path / "ours", check=True)
+    again = zeros_like(STATE_OF_NUMPY)
+    checkpoint.load(tmp_path / "ours", again)
+    np.testing.assert_equal(again, STATE_OF_NUMPY)
+
+
+def test_arrays_without_elements_and_arrays_that_are_no_tensors(tmp_path):
+    torch.save({"empty": np.zeros((0, 2)), "big": np.arange(3, dtype=">f8")}, tmp_path / "a.pt")
+    app = {"empty": np.zeros((0, 2))}
+    checkpoint.load(tmp_path / "a.pt", app, skip="^big$")
+    with checkpoint.open(tmp_path / "a.pt") as reader:
+        assert reader.read("empty").shape == (0, 2)
+        assert reader.read("big").tolist() == [0.0, 1.0, 2.0] and reader.read("big").dtype == ">f8"
+
+
+def test_tensors_in_tuples_of_dcp(tmp_path):
+    shared = torch.arange(12.0).view(3, 4)
+    state = {"pair": (shared[:, 1:3], 5), "nested": [{"t": ((shared.T, "x"), [torch.tensor(2)])}], "x": torch.ones(2)}
+    dcp.save(state, checkpoint_id=tmp_path / "d", no_dist=True)
+    app = {
+        "pair": (torch.zeros(3, 2), 0),
+        "nested": [{"t": ((torch.zeros(4, 3), ""), [torch.tensor(0)])}],
+        "x": torch.zeros(2),
+    }
+    checkpoint.load(tmp_path / "d", app)
+    assert torch.equal(app["pair"][0], shared[:, 1:3]) and app["pair"][1] == 5
+    ((first, text), (number,)) = app["nested"][0]["t"]
+    assert torch.equal(first, shared.T) and text == "x" and number == 2
+    assert checkpoint.verify(tmp_path / "d").ok
+    (file,) = (tmp_path / "d").glob("*.distcp")
+    data = bytearray(file.read_bytes())
+    data[data.index(shared[1].numpy().tobytes()) + 2] ^= 1  # of the values, which stand before the tensors
+    file.write_bytes(data)
+    app["x"].zero_()
+    with pytest.raises(CorruptionError, match=r"pair\.0' that fail|nested\.0\.t\.0\.0' that fail"):
+        checkpoint.load(tmp_path / "d", app)
+    assert not app["x"].any()
+
+
+def test_files_of_several_ranks_without_an_index_are_complete(tmp_path):
+    mapping = {"a": 1, "b": 2, "c": 3}
+    writer = dcp.HuggingFaceStorageWriter(str(tmp_path), fqn_to_index_mapping=mapping, save_distributed=True)
+    dcp.save({name: torch.ones(3) for name in mapping}, storage_writer=writer, no_dist=True)
+    assert sorted(checkpoint.open(tmp_path).keys()) == ["a", "b", "c"]
+    for number in (3, 1):  # the last one, of which no other file tells but by their names
+        file = tmp_path / f"shard-00001-model-{number:05d}-of-00003.safetensors"
+        data = file.read_bytes()
+        file.unlink()
+        with pytest.raises(CorruptionError, match=rf"model-{number:05d}-of-00003\.safetensors: found no such file"):
+            checkpoint.load(tmp_path, {name: torch.zeros(3) for name in mapping})
+        file.write_bytes(data)
+
+
+@pytest.mark.parametrize("replaced_by", [3, 3000])
+def test_a_manifest_that_is_replaced_while_it_is_read_is_read_again(tmp_path, monkeypatch, replaced_by):
+    for name, count in (("a", 50), ("b", replaced_by)):
+        checkpoint.save(tmp_path / name, {"values": {f"v{i}": i for i in range(count)}})
+    manifest = tmp_path / "a" / "manifest.json"
+    other = (tmp_path / "b" / "manifest.json").read_bytes()
+    size, looks = LocalStorage.size, []
+
+    def replaced_after_a_look(self, name):
+        nbytes = size(self, name)
+        if name == manifest.name:
+            looks.append(nbytes)
+            manifest.write_bytes(other if len(looks) == 1 else manifest.read_bytes())
+        return nbytes
+
+    monkeypatch.setattr(LocalStorage, "size", replaced_after_a_look)
+    with checkpoint.open(tmp_path / "a") as reader:
+        assert len(reader.keys()) == replaced_by
+    monkeypatch.undo()
+    manifest.write_bytes(other[:-9])
+    with pytest.raises(CorruptionError, match="seal"):
+        checkpoint.open(tmp_path / "a")

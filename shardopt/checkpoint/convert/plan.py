@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -15,8 +16,9 @@ from shardopt.checkpoint.convert.out_files import (
     files_of_earlier,
     receipt_name,
 )
-from shardopt.checkpoint.format.constants import JOURNAL_NAME, MANIFEST_NAME
+from shardopt.checkpoint.format.constants import DATA_SUFFIX, FILE_NAME, JOURNAL_NAME, MANIFEST_NAME
 from shardopt.checkpoint.sources.dcp import METADATA_NAME
+from shardopt.checkpoint.sources.torch_files import SUFFIXES, is_torch_file
 from shardopt.checkpoint.storage import Storage, is_temporary
 from shardopt.errors import CheckpointExistsError, Problem
 
@@ -48,8 +50,8 @@ class OutPlan(ABC):
         commits: names of the files of which one makes it a checkpoint.
     """
 
-    not_beside: tuple[str, ...] = (MANIFEST_NAME, METADATA_NAME)
-    """What makes a directory a checkpoint of another format, which would be the one that is opened, and checked."""
+    taken_by: tuple[str, ...] = SUFFIXES
+    """How files of torch are called that make the directory a checkpoint of theirs."""
 
     def __init__(self, storage: Storage, choice: Choice, files: Sequence[OutFile], commits: Sequence[str]) -> None:
         self.storage, self.choice, self.files, self.commits = storage, choice, files, commits
@@ -74,14 +76,10 @@ class OutPlan(ABC):
     def refuse_taken(self) -> None:
         """Raises CheckpointExistsError where there is a checkpoint, or a file that no conversion was to write."""
         earlier = set(files_of_earlier(self.storage))
-        for name in [*self.not_beside, *self.commits, *(file.name for file in self.files if file.name not in earlier)]:
+        for name in [*self.commits, *(file.name for file in self.files if file.name not in earlier)]:
             if self.storage.exists(name):
-                self.refuse(name)
-
-    def refuse(self, name: str) -> NoReturn:
-        """Raises CheckpointExistsError for a file that is there."""
-        problem = Problem(f"{self.storage.url}/{name}", "a file of another", "none", "give another path, or remove it")
-        raise CheckpointExistsError("the path is taken", [problem])
+                refuse_file(self.storage, name)
+        refuse_checkpoints(self.storage, earlier, self.taken_by)
 
     def begin(self) -> None:
         """Makes the directory, and removes what is left there of a conversion and of no use to this one. On rank 0."""
@@ -98,3 +96,28 @@ class OutPlan(ABC):
                 self.storage.remove(name)
         if self.resumes:
             begin_journal(self.storage, sorted(own))
+
+
+def refuse_checkpoints(
+    storage: Storage, known: Collection[str] = (), suffixes_of_torch: tuple[str, ...] = SUFFIXES
+) -> None:
+    """Raises CheckpointExistsError where a directory is a checkpoint of any format: one of the two would be hidden.
+
+    Args:
+        known: names of files that are known to be none.
+        suffixes_of_torch: of names that are looked into.
+    """
+    for name in storage.names():
+        is_data = name.endswith((DATA_SUFFIX, f"{DATA_SUFFIX}.index.json")) and not FILE_NAME.fullmatch(name)
+        if name in (MANIFEST_NAME, METADATA_NAME) or (is_data and name not in known):
+            refuse_file(storage, name)
+        if suffixes_of_torch and name.endswith(suffixes_of_torch) and name not in known:
+            with suppress(FileNotFoundError, IsADirectoryError):
+                if is_torch_file(storage, name):
+                    refuse_file(storage, name)
+
+
+def refuse_file(storage: Storage, name: str) -> NoReturn:
+    """Raises CheckpointExistsError for a file that is there."""
+    problem = Problem(f"{storage.url}/{name}", "a file of another", "none", "give another path, or remove it")
+    raise CheckpointExistsError("the path is taken", [problem])

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from shardopt.checkpoint.convert.choosing import Choice, ChosenTensor
 from shardopt.checkpoint.convert.out_files import OutFile, Written, files_of_earlier, nbytes_of, pack
-from shardopt.checkpoint.convert.plan import OutOptions, OutPlan
+from shardopt.checkpoint.convert.plan import OutOptions, OutPlan, refuse_file
 from shardopt.checkpoint.convert.streaming import Part
 from shardopt.checkpoint.convert.zip_bytes import Take
 from shardopt.checkpoint.format.constants import DATA_SUFFIX, HEADER_LIMIT_BYTES
@@ -43,12 +43,14 @@ def plan_huggingface(choice: Choice, dst: str, durable: bool, options: OutOption
 class HuggingFacePlan(OutPlan):
     """A folder that `transformers` reads, once its index is there, or its only file."""
 
+    taken_by = ()  # beside models there are files of torch with other things in them
+
     def refuse_taken(self) -> None:
         super().refuse_taken()
         known = {*(file.name for file in self.files), *files_of_earlier(self.storage)}
         for name in self.storage.names():  # all files of safetensors in a folder are taken for one checkpoint
-            if name == _INDEX or (name.endswith(DATA_SUFFIX) and name not in known):
-                self.refuse(name)
+            if name.endswith(DATA_SUFFIX) and name not in known:
+                refuse_file(self.storage, name)
 
     def commit(self, written: Sequence[Written]) -> None:
         if self.commits == [_ONE_FILE]:

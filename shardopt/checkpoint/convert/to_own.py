@@ -9,8 +9,8 @@ import xxhash
 
 from shardopt.checkpoint.commit import commit, refuse_committed
 from shardopt.checkpoint.convert.choosing import Choice
-from shardopt.checkpoint.convert.out_files import OutFile, Written
-from shardopt.checkpoint.convert.plan import OutPlan
+from shardopt.checkpoint.convert.out_files import OutFile, Written, files_of_earlier
+from shardopt.checkpoint.convert.plan import OutPlan, refuse_checkpoints
 from shardopt.checkpoint.convert.streaming import Part
 from shardopt.checkpoint.convert.zip_bytes import Take
 from shardopt.checkpoint.format.constants import MANIFEST_NAME, SEGMENT_BYTES, file_name
@@ -79,6 +79,7 @@ class OwnPlan(OutPlan):
 
     def refuse_taken(self) -> None:
         refuse_committed(self.storage)
+        refuse_checkpoints(self.storage, files_of_earlier(self.storage))
 
     def commit(self, written: Sequence[Written]) -> None:
         reports: list[list[list[object]]] = [[] for _ in range(self._world_size)]

@@ -13,7 +13,7 @@ from shardopt.checkpoint.convert.choosing import Choice
 from shardopt.checkpoint.convert.nested_values import groups_of_equal, nested, split_options
 from shardopt.checkpoint.convert.out_files import OutFile, Written
 from shardopt.checkpoint.convert.pickle_bytes import StoredElsewhere, pickle_of
-from shardopt.checkpoint.convert.plan import OutOptions, OutPlan
+from shardopt.checkpoint.convert.plan import OutOptions, OutPlan, refuse_file
 from shardopt.checkpoint.convert.streaming import Part
 from shardopt.checkpoint.convert.zip_bytes import Take, ZipArchive, torch_members
 from shardopt.checkpoint.storage import storage_of
@@ -42,11 +42,13 @@ def plan_torch(choice: Choice, dst: str, durable: bool, options: OutOptions) -> 
 class TorchPlan(OutPlan):
     """A file, which is whole as soon as it has its name."""
 
-    not_beside = ()  # it is opened by its own path
-
     @property
     def url(self) -> str:
         return f"{self.storage.url}/{self.commits[0]}"
+
+    def refuse_taken(self) -> None:
+        if self.storage.exists(self.commits[0]):  # it is opened by its own path, whatever lies beside it
+            refuse_file(self.storage, self.commits[0])
 
     def commit(self, written: Sequence[Written]) -> None:
         pass

@@ -9,22 +9,32 @@ Others have the groups of an optimizer as a list, or by parameter and option, an
 
 All of these become `optim.param_groups.<name>`, a dict, and `optim.state.<name>.exp_avg`. Numbers become names by
 "param_names" in the groups, or in the order of the app's own groups, where these are as many and as large. One group
-may also be in the order of the parameters of the app's models; where that is another one, numbers could mean either,
-and are refused. Plain values are divided as the app has them (`granularity.py` puts them together).
+may also be in the order of the parameters of the app's models, frozen ones included where it has as many; where that is
+another order, numbers could mean either, and are refused. An optimizer of torch in the app has numbers itself: what is
+stored by name is put under these, by the names that the app's modules give its parameters. Plain values are divided as
+the app has them (`granularity.py` puts them together).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from torch import Tensor
 from torch.nn import Module
+from torch.optim import Optimizer
 
 from shardopt.checkpoint.format.manifest import Manifest, StoredTensors
-from shardopt.checkpoint.matching.numbers import names_in, names_of_numbers
+from shardopt.checkpoint.matching.numbers import NAMES_OF_TORCH, names_in
+from shardopt.checkpoint.matching.parameters import (
+    STATE,
+    ReadTensor,
+    Stored,
+    name_parameters,
+    number_parameters,
+    owner_of,
+)
 from shardopt.checkpoint.matching.renaming import (
     Names,
     name_by_rules,
@@ -33,44 +43,8 @@ from shardopt.checkpoint.matching.renaming import (
     under_names_of,
 )
 from shardopt.names import names_under_wrappers
-from shardopt.param_groups import PARAM_GROUPS, PARAMS
-from shardopt.state import FlatState, Handback, Index, Path, join
-
-_NAMES_OF_TORCH = "param_names"
-_STATE = "state"
-
-ReadTensor = Callable[[str], Tensor]
-"""Returns a stored tensor, by its key in the checkpoint."""
-
-
-@dataclass(slots=True)
-class _Stored:
-    """What is stored, under keys that become those of the app.
-
-    Args:
-        tensors: key → key in the checkpoint.
-        values: key → plain value.
-        read: gives small tensors that are to become part of a plain value.
-    """
-
-    tensors: dict[str, str]
-    values: dict[str, Any]
-    read: ReadTensor
-
-    def below(self, root: str) -> list[str]:
-        """Returns the keys below a root."""
-        return [key for key in chain(self.tensors, self.values) if key.startswith(f"{root}.")]
-
-    def take(self, key: str) -> Any:
-        """Removes a value, or a tensor that is to become one, and returns it."""
-        return self.values.pop(key) if key in self.values else self.read(self.tensors.pop(key))
-
-    def move(self, new_keys: Mapping[str, str]) -> None:
-        """Gives tensors and values other keys, all at once: one may get the key that another has had."""
-        sections: tuple[dict[str, Any], ...] = self.tensors, self.values
-        for entries in sections:
-            moved = {new: entries.pop(key) for key, new in new_keys.items() if key in entries}
-            entries.update(moved)
+from shardopt.param_groups import PARAM_GROUPS
+from shardopt.state import FlatState, Index, Path, join
 
 
 def foreign_under_names_of(
@@ -90,14 +64,16 @@ def foreign_under_names_of(
     prefix = _prefix_of_only_module([new_key[key] for key in manifest.tensors], flat)
     named = {key: prefix + new for key, new in new_key.items()}
     refuse_collisions(named.items())
-    stored = _Stored(
+    stored = Stored(
         tensors={named[key]: key for key in manifest.tensors},
         values={named[key]: value for key, (_, value) in manifest.values.items()},
         read=read,
     )
     for handback in flat.handbacks:
         if handback.groups is not None:
-            _name_parameters(handback, flat, stored)
+            name_parameters(handback, flat, stored)
+        elif isinstance(handback.target, Optimizer):
+            number_parameters(handback, flat, stored)
     values = dict(chain.from_iterable(_divided(key, value, flat) for key, value in stored.values.items()))
     roots = {join(each.path): (each.path, frozenset(names_in(each.groups))) for each in flat.handbacks}
     paths = {named[key]: _tail(path, named[key]) for key, (path, _) in manifest.values.items()}
@@ -126,12 +102,12 @@ def _with_names_by_rules(manifest: Manifest, rename: Mapping[str, str], roots: S
         def renamed(names: Any, root: Path = path[:at]) -> Any:
             return [name_by_rules(name, root, rename, roots) for name in names]
 
-        if path[at + 2 :] == (_NAMES_OF_TORCH,) and isinstance(value, list):
+        if path[at + 2 :] == (NAMES_OF_TORCH,) and isinstance(value, list):
             value = renamed(value)
         elif len(path) == at + 1 and isinstance(value, list):
             value = [
-                {**group, _NAMES_OF_TORCH: renamed(group[_NAMES_OF_TORCH])}
-                if isinstance(group, dict) and isinstance(group.get(_NAMES_OF_TORCH), list)
+                {**group, NAMES_OF_TORCH: renamed(group[NAMES_OF_TORCH])}
+                if isinstance(group, dict) and isinstance(group.get(NAMES_OF_TORCH), list)
                 else group
                 for group in value
             ]
@@ -179,85 +155,10 @@ def _path_of(key: str, path: Path, flat: FlatState, roots: Mapping[str, tuple[Pa
 def _path_within(key: str, known: Collection[str]) -> Path:
     """Returns the path that a key has within an object: names of parameters have dots in them."""
     section, _, rest = key.partition(".")
-    name, entry = _owner(rest, known)
-    if name and section in (_STATE, PARAM_GROUPS):
+    name, entry = owner_of(rest, known)
+    if name and section in (STATE, PARAM_GROUPS):
         return (section, name, entry) if entry else (section, name)
     return tuple(key.split("."))
-
-
-def _owner(key: str, names: Collection[str]) -> tuple[str, str]:
-    """Returns the longest of some names of parameters with which a key begins, and what follows; ("", "") for none."""
-    name = key
-    while name and name not in names:
-        name = name.rpartition(".")[0]
-    return (name, key[len(name) + 1 :]) if name else ("", "")
-
-
-def _name_parameters(handback: Handback, flat: FlatState, stored: _Stored) -> None:
-    """Puts the groups and the state of an optimizer under the names of its parameters."""
-    root = join(handback.path)
-    section = f"{root}.{PARAM_GROUPS}"
-    known = frozenset(names_in(handback.groups))
-    stored_groups = _take_groups(section, stored)
-    options = [
-        {name: value for name, value in group.items() if name not in (PARAMS, _NAMES_OF_TORCH)}
-        for group in stored_groups
-    ]
-    names = names_of_numbers(stored_groups, handback, flat)
-    for group, own in zip(stored_groups, options, strict=True):
-        for member in group[PARAMS]:
-            stored.values[f"{section}.{names.get(member, member)}"] = own
-    _join_options(section, known, stored)
-    new_keys = {}
-    for key in stored.below(f"{root}.{_STATE}"):
-        number, _, entry = key.removeprefix(f"{root}.{_STATE}.").partition(".")
-        # Where groups have numbers, so has the state: also where parameters are called "0" and "1" here.
-        if number.isdecimal() and int(number) in names:
-            new_keys[key] = f"{root}.{_STATE}.{names[int(number)]}.{entry}"
-    stored.move(new_keys)
-
-
-def _take_groups(section: str, stored: _Stored) -> list[dict[str, Any]]:
-    """Takes the groups of an optimizer where they are a list, or its entries by number; else there are none."""
-    whole = stored.values.get(section)
-    if isinstance(whole, list) and all(isinstance(group, dict) and PARAMS in group for group in whole):
-        del stored.values[section]
-        return [{**group, PARAMS: list(group[PARAMS])} for group in whole]
-    entries: dict[int, dict[str, str]] = {}
-    for key in stored.below(section):
-        number, _, option = key.removeprefix(f"{section}.").partition(".")
-        if number.isdecimal() and option:
-            entries.setdefault(int(number), {})[option] = key
-    if not entries or any(not any(_is_or_below(option, PARAMS) for option in each) for each in entries.values()):
-        return []
-    return [_taken(each, stored) for _, each in sorted(entries.items())]
-
-
-def _taken(keys: Mapping[str, str], stored: _Stored) -> dict[str, Any]:
-    """Takes the values of some keys and nests them.
-
-    Args:
-        keys: name of each value in the result, with dots → its key.
-    """
-    values: dict[str, Any] = _nested({tuple(name.split(".")): stored.take(key) for name, key in keys.items()})
-    return values
-
-
-def _is_or_below(key: str, root: str) -> bool:
-    return key == root or key.startswith(f"{root}.")
-
-
-def _join_options(section: str, known: Collection[str], stored: _Stored) -> None:
-    """Makes one value for each parameter of options that are stored one by one."""
-    options: dict[str, dict[str, str]] = {}
-    for key in stored.below(section):
-        name, option = _owner(key.removeprefix(f"{section}."), known)
-        if name and option:
-            options.setdefault(name, {})[option] = key
-    equal: dict[str, Any] = {}  # one object for options that are equal, as they were one group
-    for name, keys in options.items():
-        own = _taken(keys, stored)
-        stored.values[f"{section}.{name}"] = equal.setdefault(repr(sorted(own.items())), own)
 
 
 def _divided(key: str, value: Any, flat: FlatState) -> Iterator[tuple[str, Any]]:
@@ -269,19 +170,6 @@ def _divided(key: str, value: Any, flat: FlatState) -> Iterator[tuple[str, Any]]
         return
     for part, child in value.items() if isinstance(value, dict) else enumerate(value):
         yield from _divided(f"{below}{part}", child, flat)
-
-
-def _nested(pieces: Mapping[Path, Any]) -> Any:
-    """Nests values by path; lists where the parts are positions."""
-    if () in pieces:
-        return pieces[()]
-    branches: dict[str, dict[Path, Any]] = {}
-    for (part, *rest), value in pieces.items():
-        branches.setdefault(str(part), {})[tuple(rest)] = value
-    positions = [*map(str, range(len(branches)))]
-    if all(each in branches for each in positions):
-        return [_nested(branches[each]) for each in positions]
-    return {part: _nested(each) for part, each in branches.items()}
 
 
 def has_numbers(manifest: Manifest) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,12 +15,13 @@ from shardopt.checkpoint.format.paths import encode_path
 from shardopt.checkpoint.format.shared_values import pack
 from shardopt.checkpoint.format.tensor_bytes import GIVEN_BACK, has_no_memory, stored_dtype
 from shardopt.checkpoint.planning.assign import Member
+from shardopt.checkpoint.planning.drift import Groups
 from shardopt.checkpoint.planning.ownership import refuse_strange_parameters
 from shardopt.checkpoint.planning.replica_check import (
     CheckReplicas,
     Contents,
     contents_of,
-    contents_summed_up,
+    groups_of,
     summary_of,
 )
 from shardopt.checkpoint.planning.tied import refuse_untied, tied_in
@@ -48,6 +49,7 @@ class Description:
     unmatched: Sequence[dict[str, Any]] = ()  # `FlatState.unmatched_patterns`
     aliases: Mapping[str, tuple[str, Path]] = field(default_factory=dict)  # of tensors, as `FlatState.aliases`
     declared: Mapping[str, str] = field(default_factory=dict)  # as `FlatState.tied`
+    contents_come_later: bool = False  # with what is written; until then there are none
 
     @property
     def is_partial(self) -> bool:
@@ -76,9 +78,9 @@ class Description:
         """Returns a few hashes that are equal on ranks whose replicas are; `members` as for `summary_of`."""
         return summary_of(self.contents, self.views, members)
 
-    def contents_summed_up(self, members: Mapping[str, Member], which: Collection[str]) -> Contents:
-        """Returns the hashes that some of a summary are of: `which` of its keys."""
-        return contents_summed_up(self.contents, self.views, members, which)
+    def contents_in_groups(self, members: Mapping[str, Member]) -> Groups:
+        """Returns the hashes that a summary with these members is of."""
+        return groups_of(self.contents, self.views, members)
 
     def geometry_json(self) -> dict[str, Any]:
         """Encodes tensors, ties and the keys of values per rank, for `merge_geometry`."""

@@ -9,7 +9,7 @@ the same elements in every save.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
@@ -19,7 +19,6 @@ from torch import Tensor
 
 from shardopt.checkpoint.format.tensor_bytes import bytes_of, is_plain_memory
 from shardopt.checkpoint.planning.assign import Member
-from shardopt.errors import Problem, StateError
 from shardopt.sharding.box import Box, cut_in_order, whole
 from shardopt.sharding.layout import Layout
 from shardopt.sharding.pieces import View, narrowed
@@ -54,7 +53,7 @@ def contents_of(views: Mapping[str, View], which: CheckReplicas) -> dict[str, di
     tensors: list[Tensor] = []
     for key, view in views.items():
         for piece in view.pieces:
-            if _is_shared(view.layout, piece.box):
+            if is_shared(view.layout, piece.box):
                 places.append((key, str(piece.box)))
                 tensors.append(piece.tensor)
     contents: dict[str, dict[str, str]] = {}
@@ -72,31 +71,18 @@ def summary_of(contents: Contents, views: Mapping[str, View], members: Mapping[s
     """
     return {
         where: xxhash.xxh3_64_hexdigest("".join(digest for _, _, digest in group).encode())
-        for where, group in _groups(contents, views, members).items()
+        for where, group in groups_of(contents, views, members).items()
     }
 
 
-def contents_summed_up(
-    contents: Contents, views: Mapping[str, View], members: Mapping[str, Member], which: Collection[str]
-) -> Contents:
-    """Returns the hashes that some of a summary are of.
+def groups_of(
+    contents: Contents, views: Mapping[str, View], members: Mapping[str, Member]
+) -> dict[str, list[tuple[str, str, str]]]:
+    """Groups key, box and hash of replicas by a hash of who holds them, of their keys and of their boxes; sorted.
 
     Args:
         contents, views, members: as for `summary_of`.
-        which: keys of the summary.
     """
-    some: defaultdict[str, dict[str, str]] = defaultdict(dict)
-    for where, group in _groups(contents, views, members).items():
-        if where in which:
-            for key, box, digest in group:
-                some[key][box] = digest
-    return some
-
-
-def _groups(
-    contents: Contents, views: Mapping[str, View], members: Mapping[str, Member]
-) -> dict[str, list[tuple[str, str, str]]]:
-    """Groups key, box and hash of replicas by a hash of who holds them, of their keys and of their boxes."""
     groups: defaultdict[Any, list[tuple[str, str, str]]] = defaultdict(list)
     everywhere: dict[int, str] = {}  # by identity: thousands of tensors share one tuple of thousands of ranks
     for key, boxes in contents.items():
@@ -128,31 +114,20 @@ def drifted_in(summaries: Iterable[Mapping[str, str]]) -> list[str]:
     return list(dict.fromkeys(drifted))
 
 
-def refuse_drifted(contents: Sequence[Contents]) -> None:
-    """Raises StateError, naming each key and box that two ranks hold with different bytes.
-
-    Args:
-        contents: the hashes of each rank, by rank.
-    """
-    first: dict[tuple[str, str], tuple[int, str]] = {}
-    problems: dict[tuple[str, str], Problem] = {}
-    for rank, hashes in enumerate(contents):
-        for key, boxes in hashes.items():
-            for box, digest in boxes.items():
-                other, expected = first.setdefault((key, box), (rank, digest))
-                if digest != expected and (key, box) not in problems:
-                    difference = f"other bytes of {box or 'it'} on rank {rank} than on rank {other}"
-                    remedy = (
-                        "make them the same, or say that they are not: wrap the value in PerRank, make the tensor a "
-                        'DTensor of its shards, or give each rank a key of its own; check_replicas="none" does not ask'
-                    )
-                    problems[key, box] = Problem(key, difference, "the same on every rank that holds it", remedy)
-    if problems:
-        raise StateError("replicas have drifted apart", problems.values())
-
-
-def _is_shared(layout: Layout, box: Box) -> bool:
+def is_shared(layout: Layout, box: Box) -> bool:
+    """Whether other ranks hold a box too, as far as the layout tells."""
     return layout.holders is None or layout.local or box in layout.shared
+
+
+def sampled_pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """Yields what is hashed of a tensor as "sampled", at most 64 KiB, as flat tensors of bytes where it lies."""
+    for piece in _sampled_pieces(_as_integers(tensor)):
+        yield piece.reshape(-1).view(torch.uint8)
+
+
+def hash_of(sample: Tensor) -> str:
+    """Returns the hash of what `sampled_pieces` gave, one after the other in the memory of the host."""
+    return xxhash.xxh3_64_hexdigest(bytes_of(sample))
 
 
 @lru_cache(maxsize=4096)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
 from typing import NamedTuple
@@ -109,6 +109,12 @@ class RankWrites:
             if requests:
                 writes.slots[slot] = sorted(requests, key=_place_in_file)
         writes._headers = {}
+        return writes
+
+    def replaced(self, other: Callable[[WriteRequest], WriteRequest]) -> RankWrites:
+        """Returns the same with other places in memory for its requests, whose boxes stay."""
+        writes = copy.copy(self)
+        writes.slots = defaultdict(list, {slot: [*map(other, requests)] for slot, requests in self.slots.items()})
         return writes
 
     def header(self, slot: int, per_rank_bytes: int) -> bytes:

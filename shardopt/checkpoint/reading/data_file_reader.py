@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import xxhash
 
@@ -11,35 +11,87 @@ from shardopt.checkpoint.format.data_file import Entry, header_length, parse_hea
 from shardopt.checkpoint.format.manifest import DataFile
 from shardopt.checkpoint.reading.open_file import Form, OpenFile, ReadChunks
 from shardopt.checkpoint.storage import Storage
-from shardopt.errors import Problem
+from shardopt.errors import CorruptionError, Problem
+
+HEAD_BYTES = 64 << 10  # that are read of a file at first: most headers, and small files as a whole
 
 
 class DataFileReader(OpenFile):
-    """A data file whose header and checksums have been read and verified."""
+    """A data file whose header and checksums have been read and verified: in two reads, of a small file in one.
 
-    def __init__(self, storage: Storage, file: DataFile) -> None:
+    Args:
+        wanted: the keys of which entries are kept; None for all. The others are read again when they are asked for:
+            a job has as many files as ranks, with thousands of keys each.
+        head_bytes: as many as its header may have; of a longer one the rest takes another read.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        file: DataFile,
+        wanted: Collection[str] | None = None,
+        head_bytes: int = HEAD_BYTES,
+    ) -> None:
         super().__init__(storage, file.name)
         self.file = file
+        self.header_bytes = 0
+        entries = self._read(head_bytes)
+        self._all: Mapping[str, Entry] | None = entries if wanted is None else None
+        # The caller's own strings as keys: those of the header would be as many copies as there are files.
+        self._kept = (
+            entries if wanted is None else {key: entries[key]._replace(key=key) for key in wanted if key in entries}
+        )
+
+    def _read(self, head_bytes: int) -> dict[str, Entry]:
+        file = self.file
         with self.reading():
-            nbytes = storage.size(file.name)
-            if nbytes != file.nbytes:
-                raise damaged(self.where, f"{nbytes} bytes where {file.nbytes} were written")
-            length = header_length(storage.read(file.name, 0, 8), file.nbytes, self.where)
-            header = storage.read(file.name, 0, length)
-            self._entries = parse_header(header, file.nbytes, self.where)
-            last = next(reversed(self._entries.values()))
-            self.sums = storage.read(file.name, last.begin, last.end)
+            try:
+                if file.nbytes <= head_bytes:
+                    head = self.storage.read_rest(file.name, 0, file.nbytes)
+                    self._refuse_length(len(head), file.nbytes)
+                else:
+                    head = self.storage.read(file.name, 0, head_bytes)
+                    self._refuse_length(len(head), head_bytes)
+                length = header_length(head[:8], file.nbytes, self.where)
+                header = head[:length]
+                if length > len(head):
+                    header += self.storage.read(file.name, len(head), length)
+                    self._refuse_length(len(header), length)
+                entries = parse_header(header, file.nbytes, self.where)
+            except (CorruptionError, IsADirectoryError):
+                self._refuse_size()  # which tells more
+                raise
+            last = next(reversed(entries.values()))
+            if file.nbytes <= head_bytes:
+                self.sums = head[last.begin :]
+            else:
+                self.sums = self.storage.read_rest(file.name, last.begin, file.nbytes)
+                self._refuse_length(len(self.sums), last.end - last.begin)
         digest = xxhash.xxh3_64(header)
         digest.update(self.sums)
         if digest.hexdigest() != file.digest:
             raise damaged(self.where, "a header or checksums that are not what was written")
+        self.header_bytes = length
+        return entries
+
+    def _refuse_length(self, nbytes: int, expected: int) -> None:
+        if nbytes != expected:
+            self._refuse_size()
+            raise damaged(self.where, f"{nbytes} bytes where {expected} are to be read")
+
+    def _refuse_size(self) -> None:
+        nbytes = self.storage.size(self.file.name)
+        if nbytes != self.file.nbytes:
+            raise damaged(self.where, f"{nbytes} bytes where {self.file.nbytes} were written")
 
     @property
     def entries(self) -> Mapping[str, Entry]:
-        return self._entries
+        if self._all is None:
+            self._all = self._kept = self._read(max(self.header_bytes, HEAD_BYTES))
+        return self._all
 
     def entry(self, key: str, form: Form) -> Entry:
-        entry = self._entries.get(key)
+        entry = self._kept.get(key) or self.entries.get(key)
         if entry is None or entry.shape != form.shape or entry.dtype != form.dtype:
             stored = f"{entry.dtype} {entry.shape}" if entry else "nothing"
             raise damaged(self.where, f"{stored} under {key!r} where the manifest has {form.dtype} {form.shape}")

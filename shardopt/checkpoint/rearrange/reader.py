@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -86,6 +86,11 @@ class RearrangedReader(CheckpointReader):
                 else:
                     for _, memory in views_of(component, piece):
                         yield self._zeros, self._zeros.request(key, tensor.dtype, memory)
+
+    def open_ahead(self, wanted: Mapping[str, Sequence[Piece]]) -> None:
+        """Opens files for tensors that are as they are stored; those of the others tensor by tensor."""
+        keys = self._binding.keys
+        self._reader.open_ahead({keys[key]: pieces for key, pieces in wanted.items() if key in keys})
 
     def close(self) -> None:
         self._reader.close()

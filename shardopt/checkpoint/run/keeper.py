@@ -17,6 +17,10 @@ from shardopt.checkpoint.storage import storage_of
 from shardopt.checkpoint.writing.pending import tracked_urls
 from shardopt.errors import CheckpointError, CorruptionError
 from shardopt.ranks import Group, ranks_of
+from shardopt.world import Thread, world
+
+_MANY_RANKS = 64  # have so many files that their removal is not waited for
+_WAIT_SECONDS = 1.0
 
 _log = logging.getLogger("shardopt.checkpoint")
 
@@ -47,6 +51,9 @@ class Keeper:
         self._saved: Place | None = None
         self._damaged: frozenset[str] = frozenset()
         self._warned = False
+        self._tidying: Thread | None = None
+        self._tidied = world().event()
+        self._newest: int | None = None  # committed step, below which a removal that goes on removes
 
     def restored(self, place: Place, damaged: Collection[str]) -> None:
         """Notes that the run was restored from a checkpoint, which stays.
@@ -57,10 +64,13 @@ class Keeper:
         self._resumed, self._damaged = place, frozenset(damaged)
         self._saved, self._warned = None, False
 
-    def remove_damaged(self, place: Place) -> None:
-        """Removes a checkpoint that is to be saved again, if it is one of the damaged."""
+    def make_way(self, place: Place) -> None:
+        """Makes a place free to be saved to: nothing is being removed there, and no damaged checkpoint lies there."""
+        if self._newest is None or place.step <= self._newest:
+            self.close()  # only below the newest anything is removed
         for root in filter(None, (self._root, self._copies)):
             url = root.checkpoint(place).url
+            root.forget([place])
             if url in self._damaged:
                 self._on_rank_0(root, lambda root: remove_checkpoint(root.checkpoint(place)))
                 self._damaged -= {url}
@@ -75,7 +85,35 @@ class Keeper:
         """
         self._saved = place
         self._metrics[place] = metrics
-        self._on_rank_0(self._root, self._remove_unwanted)
+        ranks = ranks_of(self._group)
+        if ranks.rank == 0 and (self._root.storage.is_remote or ranks.size > _MANY_RANKS):
+            self._tidy_beside()
+        else:
+            self._on_rank_0(self._root, self._remove_unwanted)
+
+    def _tidy_beside(self) -> None:
+        """Removes what is unwanted in a thread, and waits for it a second: of many files, and over a network, it may
+        take minutes. One at a time: what is unwanted while another goes on goes with a later save.
+        """
+        if self._tidying is not None and not self._tidied.is_set():
+            return
+        tidied = self._tidied = world().event()
+        self._newest = None
+
+        def tidy() -> None:
+            try:
+                self._on_rank_0(self._root, self._remove_unwanted)
+            finally:
+                tidied.set()
+
+        self._tidying = world().thread(tidy, "shardopt-tidy")
+        self._tidying.start()
+        tidied.wait(_WAIT_SECONDS)
+
+    def close(self) -> None:
+        """Waits until nothing is being removed."""
+        if self._tidying is not None:
+            self._tidying.join()
 
     def tidy_copies(self) -> None:
         """Does the same as `tidy` under the root of the mirror, once a checkpoint was copied."""
@@ -91,7 +129,7 @@ class Keeper:
         places = root.contents().places
         self._remove_removed(root, places)
         own = [place for place in places if self.branches.has(place)]
-        whole = [each for each in own if root.is_committed(each) and root.checkpoint(each).url not in self._damaged]
+        whole = [each for each in root.committed_of(own) if root.checkpoint(each).url not in self._damaged]
         if not whole:
             return
         if self._rules.best is not None:
@@ -100,7 +138,8 @@ class Keeper:
         measured = {place.step: self._metrics.get(place, {}) for place in whole}
         pinned = {place.step for place in (self._resumed, self._saved) if place is not None and place in whole}
         keep = steps_to_keep(measured, self._rules, measured, pinned)
-        self._warn_of_later(max(measured))
+        self._newest = max(measured)
+        self._warn_of_later(self._newest)
         # Oldest first, and only below the newest: what lies above it may be a save that another process of this job,
         # not dead yet, is about to give up.
         self._remove(root, [each for each in own if each.step < max(measured) and each.step not in keep])
@@ -115,8 +154,9 @@ class Keeper:
         names: Collection[str] = ()
         if self._mirror is not None:
             names = self._mirror.uploading() | (self._mirror.filling() if root is self._copies else frozenset())
-        storages = [root.checkpoint(place) for place in places if place.name not in names]
-        remove_checkpoints([storage for storage in storages if storage.url not in busy])
+        free = [place for place in places if place.name not in names and root.checkpoint(place).url not in busy]
+        root.forget(free)
+        remove_checkpoints([root.checkpoint(place) for place in free])
 
     def _warn_of_later(self, newest: int) -> None:
         if self._saved is not None and newest > self._saved.step and not self._warned:

@@ -320,6 +320,7 @@ class Manager:
                     self._stop.close()  # not before: the signal would end the process, and what is being saved with it
                 if self._exporter is not None:
                     self._exporter.close()
+                self._keeper.close()
         self._raise_failed_copy()
 
     def __enter__(self) -> Manager:
@@ -400,7 +401,7 @@ class Manager:
             return self._last[1] if self._last is not None and self._last[0] == place else None
         if self._mirror is not None:
             self._mirror.prepare()
-        self._keeper.remove_damaged(place)
+        self._keeper.make_way(place)
         url = self._root.checkpoint(place).url
         numbers = _numbers_or_none(metrics)
         if self._stage is not None and stop is None:

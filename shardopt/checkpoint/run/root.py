@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from shardopt.checkpoint.format.constants import MANIFEST_NAME
@@ -31,6 +31,7 @@ class Root:
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
         self._records: Mapping[str, Branch] = {}
+        self._committed: frozenset[Place] = frozenset()  # that were found to be, where to look costs a request
 
     @property
     def url(self) -> str:
@@ -69,6 +70,22 @@ class Root:
     def committed(self) -> list[Place]:
         """Lists the places of committed checkpoints, of any branch; ascending."""
         return [place for place in self.contents().places if self.is_committed(place)]
+
+    def committed_of(self, places: Sequence[Place]) -> list[Place]:
+        """Returns those that are committed, of places that `contents` has just listed.
+
+        On a store, what was found committed before is not asked for again while its directory is listed: a commit is to
+        cost one request, however many checkpoints are kept. What others take away there without its directory is
+        noticed when the program starts again.
+        """
+        known = self._committed.intersection(places) if self.storage.is_remote else frozenset()
+        committed = [place for place in places if place in known or self.is_committed(place)]
+        self._committed = frozenset(committed)
+        return committed
+
+    def forget(self, places: Iterable[Place]) -> None:
+        """Forgets that places were committed: they are to be removed, or saved once more."""
+        self._committed -= frozenset(places)
 
     def add(self, record: Branch) -> None:
         """Writes the record of a branch, which may be there already. Raises CheckpointError if another one is."""

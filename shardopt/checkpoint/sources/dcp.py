@@ -17,12 +17,16 @@ from shardopt.checkpoint.format.constants import MANIFEST_LIMIT_BYTES, damaged
 from shardopt.checkpoint.format.manifest import DataFile, Manifest, StoredLayout, StoredTensor, StoredTensors
 from shardopt.checkpoint.pickled.dcp_metadata import DcpChunk, DcpEntry, DcpMetadata, DcpTensor, read_metadata
 from shardopt.checkpoint.pickled.torch_archive import TensorRecord, read_archive
+from shardopt.checkpoint.reading.open_file import OpenFile
 from shardopt.checkpoint.sources.archives import ArchivedTensors, plain_value
 from shardopt.checkpoint.sources.grouping import path_of, with_options_by_member
+from shardopt.checkpoint.sources.leaves import HeldArrays, holds_tensors, is_array, leaves_of
 from shardopt.checkpoint.sources.source import Source
 from shardopt.checkpoint.storage import Storage, wrap_os_errors
 from shardopt.errors import FormatError
-from shardopt.state import Path
+from shardopt.param_groups import PARAM_GROUPS
+from shardopt.sharding.box import whole
+from shardopt.state import Path, join
 
 METADATA_NAME = ".metadata"
 _WRITER = re.compile(r"__(\d+)_\d+\.distcp", re.ASCII)
@@ -48,6 +52,19 @@ class _Chunks(ArchivedTensors):
         return record
 
 
+class _TensorsInValues(ArchivedTensors):
+    """Tensors that lie within containers which DCP stores as one value, such as tuples."""
+
+    def find(self, key: str) -> TensorRecord:
+        raise AssertionError(f"{key} was found when its value was read")
+
+    def add(self, key: str, path: Path, record: TensorRecord, number: int) -> StoredTensor:
+        """Takes a tensor; returns it as one in the file of that number."""
+        self._records[key] = record
+        layout = StoredLayout(record.sizes, (whole(record.sizes),), (number,))
+        return StoredTensor(path, record.dtype, layout)
+
+
 class DcpSource(Source):
     """What `torch.distributed.checkpoint.save` has written.
 
@@ -70,19 +87,26 @@ class DcpSource(Source):
         metadata = read_metadata(data, where)
         self._sizes = self._sizes_of_files(metadata)
         self._files: list[tuple[str, dict[str, tuple[DcpTensor, DcpChunk]]]] = []
-        values, unread = self._read_values(metadata)
-        tensors, grouped = with_options_by_member(self._place(metadata), values)
+        placed = self._place(metadata)
+        self._within: list[_TensorsInValues | HeldArrays] = []
+        values, unread = self._read_values(metadata, placed)
+        tensors, grouped = with_options_by_member(placed, values)
         self.unread = dict(metadata.unsupported) | unread
         self.manifest = Manifest(
             save_id=self.digest,
             world_size=1 + max((int(found[1]) for found in map(_WRITER.fullmatch, self._sizes) if found), default=0),
-            files=tuple(DataFile(name, self._sizes[name], "") for name, _ in self._files),
+            files=tuple(
+                DataFile(name, self._sizes[name], "")
+                for name in (*(name for name, _ in self._files), *(file.name for file in self._within))
+            ),
             tensors=tensors,
             values=grouped,
         )
 
-    def open_file(self, number: int) -> _Chunks:
-        return _Chunks(self.storage, *self._files[number])
+    def open_file(self, number: int) -> OpenFile:
+        if number < len(self._files):
+            return _Chunks(self.storage, *self._files[number])
+        return self._within[number - len(self._files)]
 
     def _sizes_of_files(self, metadata: DcpMetadata) -> dict[str, int]:
         """Returns the bytes of each file, which must be there and have all that is said to be in it."""
@@ -123,8 +147,10 @@ class DcpSource(Source):
             tensors[key] = StoredTensor(_path_of(key, metadata), tensor.dtype, stored)
         return tensors
 
-    def _read_values(self, metadata: DcpMetadata) -> tuple[dict[str, tuple[Path, Any]], dict[str, str]]:
-        """Returns the plain values, and the reason for each that is none."""
+    def _read_values(
+        self, metadata: DcpMetadata, tensors: StoredTensors
+    ) -> tuple[dict[str, tuple[Path, Any]], dict[str, str]]:
+        """Returns the plain values, and the reason for each that is none; adds the tensors that are within values."""
         values: dict[str, tuple[Path, Any]] = {}
         unread: dict[str, str] = {}
         for key, entry, data in self._bytes_of_values(metadata.values):
@@ -138,12 +164,35 @@ class DcpSource(Source):
             except FormatError as error:
                 unread[key] = str(error.problems[0].found if error.problems else error)
                 continue
-            plain, reason = plain_value(value, read, where)
-            if reason:
-                unread[key] = reason
-            else:
-                values[key] = _path_of(key, metadata), plain
+            path = _path_of(key, metadata)
+            for at, leaf in self._leaves_of(value, path, where):
+                name = key if at == path else join((key, *at[len(path) :]))
+                if at != path and (name in metadata.values or name in tensors):
+                    raise damaged(where, f"two entries of the name {name!r}")
+                if (isinstance(leaf, TensorRecord) or is_array(leaf)) and not _is_option(at):
+                    tensors[name] = self._placed_within(name, at, leaf, entry.file)
+                    continue
+                plain, reason = plain_value(leaf, read, where)
+                if reason:
+                    unread[name] = reason
+                else:
+                    values[name] = at, plain
         return values, unread
+
+    def _leaves_of(self, value: Any, path: Path, where: str) -> Iterator[tuple[Path, Any]]:
+        """Yields a value as it is, or what is in it where tensors are, which have keys of their own in any app."""
+        if isinstance(value, TensorRecord) or _is_option(path) or not holds_tensors(value):
+            yield path, value
+        else:
+            yield from leaves_of(value, path, where)
+
+    def _placed_within(self, key: str, path: Path, leaf: Any, file: str) -> StoredTensor:
+        kind = _TensorsInValues if isinstance(leaf, TensorRecord) else HeldArrays
+        at = next((i for i, each in enumerate(self._within) if type(each) is kind and each.name == file), None)
+        if at is None:
+            at = len(self._within)
+            self._within.append(kind(self.storage, file))
+        return self._within[at].add(key, path, leaf, len(self._files) + at)
 
     def _bytes_of_values(self, entries: Mapping[str, DcpEntry]) -> Iterator[tuple[str, DcpEntry, bytes]]:
         """Yields each value's archive; those that lie side by side are read in one go."""
@@ -170,6 +219,11 @@ class DcpSource(Source):
         for key, entry in group:
             begin = entry.offset - first.offset
             yield key, entry, data[begin : begin + entry.length]
+
+
+def _is_option(path: Path) -> bool:
+    """Whether it is an option of an optimizer's groups: tensors in these are values, with all that is around them."""
+    return any(isinstance(part, str) and part.split(".")[0] == PARAM_GROUPS for part in path)
 
 
 def _path_of(key: str, metadata: DcpMetadata) -> Path:

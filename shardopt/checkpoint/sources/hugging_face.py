@@ -44,7 +44,7 @@ from shardopt.errors import CheckpointNotFoundError, FormatError, Problem
 from shardopt.sharding.box import Box, whole
 
 _INDEX_SUFFIX = ".safetensors.index.json"
-_OF_RANK = re.compile(r"shard-\d{5}-(?P<stem>.+)-\d{5}-of-(?P<of>\d{5})\.safetensors", re.ASCII)
+_OF_RANK = re.compile(r"shard-\d{5}-(?P<stem>.+)-(?P<number>\d{5})-of-(?P<of>\d{5})\.safetensors", re.ASCII)
 _NUMBERED = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<of>\d{5})\.safetensors", re.ASCII)
 _NAMES = {dtype.safetensors: dtype for dtype in DTYPES.values() if dtype.safetensors} | {
     "F8_E8M0": DTYPES["float8_e8m0fnu"],
@@ -146,8 +146,14 @@ def safetensors_files(storage: Storage, names: Sequence[str]) -> dict[str, list[
         problem = Problem(storage.url, "a conversion that was not finished", "a whole checkpoint", remedy)
         raise CheckpointNotFoundError("there is no checkpoint", [problem])
     of_ranks = [*map(_OF_RANK.fullmatch, files)]
-    if all(of_ranks) and len({(found["stem"], found["of"]) for found in of_ranks if found}) == 1:
-        return dict.fromkeys(files)  # a rank without a box has no file, so that numbers may be missing
+    sets_of_ranks = {(found["stem"], found["of"]) for found in of_ranks if found}
+    if all(of_ranks) and len(sets_of_ranks) == 1:
+        ((stem, of),) = sets_of_ranks
+        numbers = {int(found["number"]) for found in of_ranks if found}
+        missing_number = next((i for i in range(1, len(numbers) + 2) if i <= int(of) and i not in numbers), None)
+        if missing_number is not None:  # a rank without a box has no file, so that its number may be missing
+            raise damaged(f"{storage.url}/shard-*-{stem}-{missing_number:05d}-of-{of}{DATA_SUFFIX}", "no such file")
+        return dict.fromkeys(files)
     sets = {(found["stem"], found["of"]) for found in map(_NUMBERED.fullmatch, files) if found}
     if len(sets) > 1 or (len(files) > 1 and not all(map(_NUMBERED.fullmatch, files))):
         raise ambiguous(storage, f"several sets of files ({', '.join(files[:4])})")

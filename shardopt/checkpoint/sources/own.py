@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from shardopt.checkpoint.format.constants import (
     without_duplicates,
 )
 from shardopt.checkpoint.format.manifest import DataFile, decode_manifest
-from shardopt.checkpoint.reading.data_file_reader import DataFileReader
+from shardopt.checkpoint.reading.data_file_reader import HEAD_BYTES, DataFileReader
 from shardopt.checkpoint.reading.fetch import fetch
 from shardopt.checkpoint.reading.open_file import ReadRequest, form_of
 from shardopt.checkpoint.sources.read_manifest import read_manifest
@@ -54,14 +54,23 @@ class OwnSource(Source):
             self.manifest, data = read_manifest(storage)
         else:
             self.manifest = decode_manifest(data, f"{storage.url}/{MANIFEST_NAME}")
+        self._head_bytes = HEAD_BYTES
         self.digest = xxhash.xxh3_64_hexdigest(data)
         self._base_root = None if base_root is None else storage_of(base_root)
 
     def open_file(self, number: int) -> DataFileReader:
+        return self._open(number, None)
+
+    def open_file_for(self, number: int, keys: Collection[str]) -> DataFileReader:
+        return self._open(number, keys)
+
+    def _open(self, number: int, keys: Collection[str] | None) -> DataFileReader:
         file = self.manifest.files[number]
         directory = self.directory_of(file)
         try:
-            return DataFileReader(directory, file)
+            opened = DataFileReader(directory, file, keys, self._head_bytes)
+            self._head_bytes = max(self._head_bytes, opened.header_bytes)  # as ranks mostly write alike
+            return opened
         except CorruptionError:
             with wrap_os_errors(f"read {directory.url}/{file.name}"):
                 if file.directory is None or directory.exists(file.name):

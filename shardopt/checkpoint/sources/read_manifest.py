@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
-from shardopt.checkpoint.format.constants import MANIFEST_LIMIT_BYTES, MANIFEST_NAME, damaged
+from shardopt.checkpoint.format.constants import MANIFEST_LIMIT_BYTES, MANIFEST_NAME, damaged, is_sealed
 from shardopt.checkpoint.format.manifest import Manifest, decode_manifest
 from shardopt.checkpoint.sources.not_a_checkpoint import what_is_at
 from shardopt.checkpoint.storage import Storage, wrap_os_errors
 from shardopt.errors import CheckpointNotFoundError, Problem
 
+_MOST_LOOKS = 4
+"""At a manifest that another one replaces each time between the look at its size and the read."""
+
 
 def manifest_bytes(storage: Storage) -> bytes | None:
     """Returns the bytes of the manifest, None where there is none. Raises CorruptionError where it is too large."""
     where = f"{storage.url}/{MANIFEST_NAME}"
+    data = b""
     with wrap_os_errors(f"read {where}"):
         try:
             nbytes = storage.size(MANIFEST_NAME)
-            if nbytes > MANIFEST_LIMIT_BYTES:
-                raise damaged(where, f"{nbytes} bytes, more than the limit of {MANIFEST_LIMIT_BYTES}")
-            return storage.read(MANIFEST_NAME, 0, nbytes)
+            for _ in range(_MOST_LOOKS):
+                if nbytes > MANIFEST_LIMIT_BYTES:
+                    raise damaged(where, f"{nbytes} bytes, more than the limit of {MANIFEST_LIMIT_BYTES}")
+                data = storage.read(MANIFEST_NAME, 0, nbytes)
+                if is_sealed(data):
+                    break
+                nbytes = storage.size(MANIFEST_NAME)
+                if nbytes == len(data):
+                    break  # all of it, and damaged
         except FileNotFoundError:
             return None
+    return data
 
 
 def not_found(storage: Storage) -> CheckpointNotFoundError:

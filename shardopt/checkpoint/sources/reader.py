@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import add
 from typing import Any, NamedTuple
@@ -21,8 +22,12 @@ from shardopt.errors import MismatchError, Problem
 from shardopt.sharding.box import Box, cover_faults, whole
 from shardopt.sharding.pieces import Piece, narrowed
 from shardopt.sharding.view import view_of
+from shardopt.world import world
 
 _MOST_OVERLAPS = 1 << 16  # that are kept, some 20 MB
+_FEW_FILES = 2  # that are opened before a thread has started
+_THREADS = 4  # that open files
+_FAR_THREADS = 32  # where they wait for answers all the time
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +72,8 @@ class CheckpointReader:
         self._files: dict[int, OpenFile] = {}
         self._overlaps: dict[tuple[StoredLayout, str, Box], list[_Overlap]] = {}
         self._overlaps_kept = 0
+        self._numbers: dict[tuple[StoredLayout, Box], tuple[int, ...]] = {}
+        self._numbers_kept = 0
         self._check_covers()
 
     @property
@@ -199,6 +206,8 @@ class CheckpointReader:
         self._files.clear()
         self._overlaps.clear()
         self._overlaps_kept = 0
+        self._numbers.clear()
+        self._numbers_kept = 0
 
     def __enter__(self) -> CheckpointReader:
         return self
@@ -207,22 +216,76 @@ class CheckpointReader:
         self.close()
 
     def _open(self, number: int) -> OpenFile:
-        if number not in self._files:
-            self._files[number] = self._source.open_file(number)
+        self._open_all({number: None})
         return self._files[number]
+
+    def open_ahead(self, wanted: Mapping[str, Sequence[Piece]]) -> None:
+        """Opens the files that `requests` for these pieces will need, several at a time.
+
+        Of each only the entries of these tensors are kept. Without this, files are opened tensor by tensor.
+
+        Raises:
+            CorruptionError: a file is missing or damaged.
+        """
+        keys_in: defaultdict[int, set[str]] = defaultdict(set)
+        for key, pieces in wanted.items():
+            layout, name = self._manifest.tensors[key].layout, self.key_in_files(key)
+            for box, _ in pieces:
+                for i in self._overlapping(layout, box):
+                    keys_in[layout.files[i]].add(layout.entry(i).key(name) if layout.entries else name)
+        self._open_all(keys_in)
+
+    def _open_all(self, keys_in: Mapping[int, Collection[str] | None]) -> None:
+        """Opens files by their numbers, unless they are, in several threads. None stands for all keys."""
+        closed = [number for number in keys_in if number not in self._files]
+        failed: list[int] = []
+
+        def open_one(number: int) -> OpenFile | None:
+            keys = keys_in[number]
+            if failed:
+                return None
+            try:
+                return self._source.open_file(number) if keys is None else self._source.open_file_for(number, keys)
+            except BaseException:
+                failed.append(number)
+                raise
+
+        if len(closed) <= _FEW_FILES:
+            self._files |= {number: opened for number in closed if (opened := open_one(number)) is not None}
+            return
+        threads = min(len(closed), _FAR_THREADS if self.is_remote else _THREADS)
+        with world().thread_pool(threads, "shardopt-open") as pool:
+            opening = [(number, pool.submit(open_one, number)) for number in closed]
+        errors = [error for _, each in opening if (error := each.exception()) is not None]
+        if errors:
+            raise errors[0]
+        self._files |= {number: opened for number, each in opening if (opened := each.result()) is not None}
+
+    def _overlapping(self, layout: StoredLayout, box: Box) -> tuple[int, ...]:
+        """Returns the numbers of the stored boxes that have elements of `box`; kept, for layouts are few."""
+        found = self._numbers.get((layout, box))
+        if found is None:
+            found = tuple(i for i, stored in enumerate(layout.boxes) if stored.intersect(box) is not None)
+            self._numbers_kept += 1 + len(found)
+            if self._numbers_kept > _MOST_OVERLAPS:
+                self._numbers.clear()
+                self._numbers_kept = 1 + len(found)
+            self._numbers[layout, box] = found
+        return found
 
     def _overlaps_with(self, layout: StoredLayout, dtype: Dtype, box: Box) -> list[_Overlap]:
         """Returns the overlaps of the stored boxes with `box`; kept, for layouts are few."""
         overlaps = self._overlaps.get((layout, dtype.name, box))
         if overlaps is None:
-            overlaps = []
-            for i, (stored, file) in enumerate(zip(layout.boxes, layout.files, strict=True)):
-                common = stored.intersect(box)
-                if common is not None:
-                    wanted = None if common == box else common.within(box)
-                    entry = layout.entry(i)
-                    form, within = form_of(dtype, entry.box), common.within(entry.box)
-                    overlaps.append(_Overlap(self._open(file), entry, form, entry.box.sizes, within, wanted))
+            overlaps, numbers = [], self._overlapping(layout, box)
+            self._open_all(dict.fromkeys([layout.files[i] for i in numbers]))
+            for i in numbers:
+                common = layout.boxes[i].intersect(box)
+                assert common is not None
+                wanted = None if common == box else common.within(box)
+                entry = layout.entry(i)
+                form, within = form_of(dtype, entry.box), common.within(entry.box)
+                overlaps.append(_Overlap(self._files[layout.files[i]], entry, form, entry.box.sizes, within, wanted))
             self._overlaps_kept += 1 + len(overlaps)
             if self._overlaps_kept > _MOST_OVERLAPS:  # of one who reads through a checkpoint box by box
                 self._overlaps.clear()

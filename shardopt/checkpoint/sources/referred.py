@@ -8,8 +8,9 @@ which it found them still are, and otherwise takes its own back. Of the two one 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from typing import TypeVar
 
 from shardopt.checkpoint.format.constants import MANIFEST_LIMIT_BYTES, MANIFEST_NAME, SEAL_BYTES
 from shardopt.checkpoint.format.manifest import references_in
@@ -20,10 +21,16 @@ from shardopt.world import world
 References = Mapping[str, frozenset[str]]
 """Name of a directory → the names of those of its data files that checkpoints beside it refer to."""
 
+T = TypeVar("T")
+
+_MANY = 4  # directories, which are looked at by several threads
+_FAR_THREADS = 32
 _MOST_KEPT = 4096
 _lock = world().lock()
 _known: OrderedDict[tuple[str, int, bytes], frozenset[tuple[str, str]]] = OrderedDict()
 """By the manifest's URL, size and seal: manifests do not change, and those of large models are long."""
+_bytes_of: dict[str, int] = {}
+"""The size of the last manifest that was read at a URL."""
 
 
 def references_under(root: Storage, but: str | None = None) -> References:
@@ -40,8 +47,8 @@ def references_under(root: Storage, but: str | None = None) -> References:
     # it took its references from may be removed before that is looked at in its turn. The second look sees the first.
     for _ in range(2):
         directories = [name for name in root.names() if name != but]
-        for directory in directories:
-            for beside, name in _references_of(root.child(directory)):
+        for found in _each(lambda name: _references_of(root.child(name)), directories, root.is_remote):
+            for beside, name in found:
                 referred[beside].add(name)
         if not directories:
             break  # nor was there anything to take references from
@@ -61,14 +68,20 @@ def _references_of(checkpoint: Storage) -> frozenset[tuple[str, str]]:
     """Returns directory and name of each file elsewhere that a checkpoint refers to; none where there is none."""
     # What cannot be read by its permissions is not of this run; a manifest that is damaged gives nothing to anybody.
     with wrap_os_errors(f"read {checkpoint.url}/{MANIFEST_NAME}"), suppress(FileNotFoundError, PermissionError):
+        with _lock:
+            known_bytes = _bytes_of.get(checkpoint.url) if checkpoint.is_remote else None
+        if known_bytes is not None:  # one request: its end shows whether it is the same, and as long
+            seal = checkpoint.read_rest(MANIFEST_NAME, known_bytes - SEAL_BYTES, known_bytes)
+            known = _looked_up((checkpoint.url, known_bytes, seal))
+            if known is not None:
+                return known
         nbytes = checkpoint.size(MANIFEST_NAME)
         if not SEAL_BYTES <= nbytes <= MANIFEST_LIMIT_BYTES:
             return frozenset()
         key = checkpoint.url, nbytes, checkpoint.read(MANIFEST_NAME, nbytes - SEAL_BYTES, nbytes)
-        with _lock:
-            if key in _known:
-                _known.move_to_end(key)
-                return _known[key]
+        known = _looked_up(key)
+        if known is not None:
+            return known
         data = checkpoint.read(MANIFEST_NAME, 0, nbytes)
         try:
             references = references_in(data, checkpoint.url)
@@ -76,7 +89,26 @@ def _references_of(checkpoint: Storage) -> frozenset[tuple[str, str]]:
             return frozenset()
         with _lock:
             _known[key] = references
+            _bytes_of[checkpoint.url] = nbytes
             while len(_known) > _MOST_KEPT:
-                _known.popitem(last=False)
+                (url, *_), _ = _known.popitem(last=False)
+                _bytes_of.pop(url, None)
         return references
     return frozenset()
+
+
+def _looked_up(key: tuple[str, int, bytes]) -> frozenset[tuple[str, str]] | None:
+    """Returns the references of a manifest that was read before; None where it was not."""
+    with _lock:
+        if key in _known:
+            _known.move_to_end(key)
+            return _known[key]
+    return None
+
+
+def _each(look: Callable[[str], T], names: Sequence[str], is_remote: bool) -> Iterable[T]:
+    """Returns what `look` finds under each name; over a network it looks at several at a time."""
+    if not is_remote or len(names) < _MANY:
+        return [look(name) for name in names]
+    with world().thread_pool(_FAR_THREADS, "shardopt-look") as pool:
+        return list(pool.map(look, names))

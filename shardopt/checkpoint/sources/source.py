@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -48,6 +48,10 @@ class Source(ABC):
     @abstractmethod
     def open_file(self, number: int) -> OpenFile:
         """Opens one of the manifest's files. Raises CorruptionError where it is missing or damaged."""
+
+    def open_file_for(self, number: int, keys: Collection[str]) -> OpenFile:
+        """Opens one of the manifest's files as `open_file` does, of which only these keys (in it) are likely needed."""
+        return self.open_file(number)
 
     def per_rank(self, rank: int) -> Mapping[str, Any]:
         """Returns the values that a rank has stored for itself as `PerRank`, decoded, by key."""

@@ -16,13 +16,16 @@ from shardopt.checkpoint.format.constants import damaged
 from shardopt.checkpoint.format.manifest import DataFile, Manifest, StoredLayout, StoredTensor, StoredTensors
 from shardopt.checkpoint.pickled.stand_ins import Unknown
 from shardopt.checkpoint.pickled.torch_archive import TensorRecord, read_archive
+from shardopt.checkpoint.reading.open_file import OpenFile
 from shardopt.checkpoint.sources.archives import ArchivedTensors, plain_value
 from shardopt.checkpoint.sources.grouping import with_options_by_member
+from shardopt.checkpoint.sources.leaves import HeldArrays, is_array, leaves_of
 from shardopt.checkpoint.sources.source import Source, ambiguous
 from shardopt.checkpoint.storage import Storage, wrap_os_errors
 from shardopt.errors import FormatError, Problem
+from shardopt.param_groups import PARAM_GROUPS
 from shardopt.sharding.box import whole
-from shardopt.state import Index, Path, join
+from shardopt.state import Path, join
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 _ZIP = b"PK\x03\x04"
@@ -41,36 +44,12 @@ class _TorchFile(ArchivedTensors):
             kind = state.name if isinstance(state, Unknown) else type(state).__name__
             problem = Problem(self.where, f"a {kind}", "a dict by name", "save state_dict() and not the object itself")
             raise FormatError("a file of torch.save has no names in it", [problem])
-        self.leaves: dict[Path, Any] = {}
-        try:
-            self._descend(state, ())
-        except RecursionError:
-            raise damaged(self.where, "containers nested without end") from None
+        self.leaves = dict(leaves_of(state, (), self.where))
+        self._records = {join(path): leaf for path, leaf in self.leaves.items() if isinstance(leaf, TensorRecord)}
+        self.arrays = HeldArrays(storage, name)
 
     def find(self, key: str) -> TensorRecord:
         raise AssertionError(f"{key} was found when the file was opened")
-
-    def _descend(self, node: Any, path: Path) -> None:
-        if isinstance(node, dict) and (node or not path):
-            for part, child in node.items():
-                if type(part) not in (str, int):
-                    raise damaged(self.where, f"a dict key of type {type(part).__name__} in {join(path) or 'the file'}")
-                self._descend(child, (*path, part))
-        elif isinstance(node, list | tuple) and not isinstance(node, TensorRecord) and _holds_tensors(node):
-            for i, child in enumerate(node):
-                self._descend(child, (*path, Index(i)))
-        else:
-            self.leaves[path] = node
-            if isinstance(node, TensorRecord):
-                self._records[join(path)] = node
-
-
-def _holds_tensors(node: Any) -> bool:
-    if isinstance(node, TensorRecord):
-        return True
-    if isinstance(node, dict):
-        return any(map(_holds_tensors, node.values()))
-    return isinstance(node, list | tuple) and any(map(_holds_tensors, node))
 
 
 def torch_files(storage: Storage, names: Sequence[str]) -> list[str] | None:
@@ -136,6 +115,10 @@ class TorchSource(Source):
                     tensors[key] = StoredTensor(path, leaf.dtype, layout, tied_to if tied_to != key else None)
                     digest.update(f"{key}\0{leaf.crc32}\0{leaf.dtype.name}\0{leaf.sizes}\0".encode())
                     continue
+                if is_array(leaf) and PARAM_GROUPS not in path:
+                    tensors[key] = file.arrays.add(key, path, leaf, len(self._files) + number)
+                    digest.update(f"{key}\0{file.arrays.digest_of(key)}\0{leaf.dtype.str}\0{leaf.shape}\0".encode())
+                    continue
                 plain, reason = plain_value(leaf, file.read_bytes, f"{file.where}: {key}")
                 if reason:
                     unread[key] = reason
@@ -143,17 +126,22 @@ class TorchSource(Source):
                     values[key] = path, plain
                     digest.update(f"{key}\0{plain!r}\0".encode())
         self.unread, self.digest = unread, digest.hexdigest()
+        arrays = [file.arrays for file in self._files]
+        self._arrays = arrays if any(each.holds_any for each in arrays) else []
         tensors, grouped = with_options_by_member(tensors, values)
         self.manifest = Manifest(
             save_id=self.digest,
             world_size=1,
-            files=tuple(DataFile(file.name, file.nbytes, "") for file in self._files),
+            files=(
+                *(DataFile(file.name, file.nbytes, "") for file in self._files),
+                *(DataFile(each.name, each.nbytes, "") for each in self._arrays),
+            ),
             tensors=tensors,
             values=grouped,
         )
 
-    def open_file(self, number: int) -> _TorchFile:
-        return self._files[number]
+    def open_file(self, number: int) -> OpenFile:
+        return [*self._files, *self._arrays][number]
 
 
 def _in_one_box(record: TensorRecord, number: int) -> StoredLayout:

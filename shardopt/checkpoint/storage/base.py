@@ -50,6 +50,13 @@ class Storage(ABC):
     def read(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
         """Returns a file's bytes from `begin` up to `end`; fewer where it ends before. Raises FileNotFoundError."""
 
+    def read_rest(self, name: str, begin: int, size: int) -> bytes:
+        """Returns a file's bytes from `begin` to its end, which is expected at `size`.
+
+        Fewer, or one more, where it has another size: so that nobody has to ask for that in a request of its own.
+        """
+        return self.read(name, begin, size + 1)
+
     @abstractmethod
     def opened(self, name: str) -> AbstractContextManager[ReadInto]:
         """Opens a file to read from repeatedly, by any thread. Raises FileNotFoundError, here or when it is read."""

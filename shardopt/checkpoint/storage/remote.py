@@ -80,6 +80,20 @@ class RemoteStorage(Storage):
 
         return self._requests.repeat(f"read {self.url}/{name}", read_once)
 
+    def read_rest(self, name: str, begin: int, size: int) -> bytes:
+        def read_once() -> bytes:
+            try:
+                data = bytes(self._requests.once("cat_file", self._path(name), start=begin, end=size + 1))
+            except OSError as error:
+                if _is_refusal(error) and self.size(name) <= begin:
+                    return b""
+                raise
+            if len(data) != size - begin and len(data) != max(min(self.size(name), size + 1) - begin, 0):
+                raise ConnectionError(f"{len(data)} bytes where {size - begin} were expected")
+            return data
+
+        return self._requests.repeat(f"read {self.url}/{name}", read_once)
+
     @contextmanager
     def opened(self, name: str) -> Iterator[ReadInto]:
         yield partial(self._read_into, name)

@@ -25,6 +25,7 @@ from torch import Tensor
 from shardopt.errors import CheckpointError
 
 _ALIGNMENT_BYTES = 64
+_MOST_SPARE_BYTES = 64 << 20  # that are kept beside what is used, and as much as that
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14
 _madvise = getattr(ctypes.CDLL(None), "madvise", None)  # mmap.madvise of Python holds the interpreter's lock
@@ -36,7 +37,8 @@ class HostMemory:
     """Host memory for the tensors of one save at a time: allocated at the first, reused by those that follow.
 
     It is one block for what comes from the CPU, and a pinned one for what comes from GPUs; both grow if a later state
-    is larger. They are separate, since pinned memory is scarce and of no use where the CPU copies.
+    is larger, and are given back if it is much smaller. They are separate, since pinned memory is scarce and of no use
+    where the CPU copies.
     """
 
     def __init__(self) -> None:
@@ -48,14 +50,17 @@ class HostMemory:
 
     def tensors_like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Returns an uninitialized contiguous host tensor for each of `tensors`; the same ones for the same shapes."""
-        wanted = [(tensor.dtype, tensor.shape, tensor.is_cuda) for tensor in tensors]
+        return self.tensors_of([(tensor.dtype, tensor.shape, tensor.is_cuda) for tensor in tensors])
+
+    def tensors_of(self, wanted: list[tuple[torch.dtype, torch.Size, bool]]) -> list[Tensor]:
+        """Returns such tensors for dtypes, shapes, and whether what is copied there comes from a GPU."""
         if wanted != self._shapes:
             places: list[tuple[int, int]] = []
             totals = {False: 0, True: 0}
-            for tensor in tensors:
-                nbytes, begin = tensor.numel() * tensor.element_size(), totals[tensor.is_cuda]
+            for dtype, shape, is_cuda in wanted:
+                nbytes, begin = shape.numel() * dtype.itemsize, totals[is_cuda]
                 places.append((begin, begin + nbytes))
-                totals[tensor.is_cuda] += -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+                totals[is_cuda] += -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
             self._shapes, self._tensors = [], []
             self._plain = self._plain.at_least(totals[False], pinned=False)
             self._pinned = self._pinned.at_least(totals[True], pinned=True)
@@ -121,8 +126,8 @@ class Block:
             self._unpin.atexit = False  # the driver may be gone by then, and the process frees all anyway
 
     def at_least(self, nbytes: int, pinned: bool) -> Block:
-        """Returns this block if it is large enough; otherwise frees it and returns a new one."""
-        if nbytes <= self.memory.numel():
+        """Returns this block if it is large enough, and not far too large; otherwise frees it and returns a new one."""
+        if nbytes <= self.memory.numel() <= 2 * nbytes + _MOST_SPARE_BYTES:
             return self
         self.free()  # before the new one: never both
         return Block(nbytes, pinned)

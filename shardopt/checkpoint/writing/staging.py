@@ -1,10 +1,18 @@
-"""Staging: copies of a rank's state to host memory, at once or, of state that only steps change, beside training."""
+"""Staging: copies of a rank's state to host memory, at once or, of state that only steps change, beside training.
+
+    H ranks hold the same
+
+Of what other ranks hold too a rank writes a part, one H-th under DDP. Where that is much, only this part is copied, as
+soon as the plan of the save is known, and 64 KiB of each tensor, by whose hashes ranks see whether replicas have
+drifted.
+"""
 
 from __future__ import annotations
 
 import ctypes
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -14,15 +22,26 @@ from torch.optim import Optimizer
 
 from shardopt.checkpoint.format.tensor_bytes import is_plain_memory, move_bytes
 from shardopt.checkpoint.planning.describe import Description, describe
-from shardopt.checkpoint.planning.replica_check import CheckReplicas, contents_of
+from shardopt.checkpoint.planning.replica_check import (
+    SAMPLED_BYTES,
+    CheckReplicas,
+    contents_of,
+    hash_of,
+    is_shared,
+    sampled_pieces,
+)
+from shardopt.checkpoint.planning.save_plan import RankWrites, WriteRequest
 from shardopt.checkpoint.writing.host_memory import HostMemory
+from shardopt.checkpoint.writing.write import memory_of
 from shardopt.errors import Problem, StateError
 from shardopt.flatten import flatten
+from shardopt.sharding.box import Box
 from shardopt.sharding.pieces import Piece, View
 from shardopt.sharding.view import local_tensors
 from shardopt.state import FlatState, Tied, is_below
 from shardopt.streams import on_stream
 
+_LEAST_SHARED_BYTES = 16 << 20  # that other ranks hold too: of less all is copied, which takes no longer than a round
 _SMALL_BYTES = 64 * 1024  # up to here a copy takes less time than to get Python's lock back
 
 
@@ -33,6 +52,18 @@ class Copy(NamedTuple):
     source: Tensor
     host: Tensor
     version: int
+
+
+class Shares(NamedTuple):
+    """Host memory for what is copied by the plan: the boxes that a rank writes, and samples of what it holds."""
+
+    parts: HostMemory
+    samples: HostMemory
+
+    def free(self) -> None:
+        """Frees both; nobody may still use them."""
+        self.parts.free()
+        self.samples.free()
 
 
 class Staging:
@@ -48,9 +79,12 @@ class Staging:
         lazily: whether state that only a step changes is left to `finish`.
         members: as for `describe`.
         tied, select: as for `save`.
+        shares: memory for what is copied by the plan; None to copy all that this rank holds.
+        check_replicas: the replicas that will be compared: of "all" of them all bytes are needed, and so are copied.
 
     Attributes:
         optimizers: those in `app`, which have to wait with their steps for `finish`.
+        is_by_plan: whether some tensors are copied once it is known what this rank writes of them.
 
     Raises:
         StateError, LayoutError: something in `app` cannot be stored.
@@ -64,19 +98,34 @@ class Staging:
         members: tuple[int, ...] | None = None,
         tied: Tied | None = None,
         select: str | None = None,
+        shares: Shares | None = None,
+        check_replicas: CheckReplicas = "none",
     ) -> None:
         flat = flatten(app, tied).selected(select)
         live = describe(flat, "none", members)
         later = changed_by_steps_alone(flat) if lazily else frozenset()
         later -= {first for key, first in live.tied.items() if key not in later}
         own = {key: view for key, view in live.views.items() if key not in live.tied}  # tied tensors are copied once
-        pieces = [piece for view in own.values() for piece in view.pieces]
+        self._held = _held_by_several(own, live.tied, later if lazily else own.keys())
+        if shares is None or check_replicas == "all" or _bytes_of(self._held.values()) < _LEAST_SHARED_BYTES:
+            self._held = {}
+        self._shares, self._check_replicas = shares, check_replicas
+        self._versions = {key: [_version(piece.tensor) for piece in view.pieces] for key, view in self._held.items()}
+        self._places: dict[WriteRequest, WriteRequest] | None = None  # by the plan, and in what is copied
+        self._samples: Mapping[str, Mapping[str, Tensor]] = {}
+        self._lazily = lazily
+        self.is_by_plan = bool(self._held)
+        held_pieces = [piece for view in self._held.values() for piece in view.pieces]
+        pieces = [piece for key, view in own.items() if key not in self._held for piece in view.pieces]
         hosts = iter(memory.tensors_like([piece.tensor for piece in pieces]))
         self._memory = memory
         self._later: list[Copy] = []
         now: list[Copy] = []
         views: dict[str, View] = {}
         for key, view in own.items():
+            if key in self._held:
+                views[key] = view
+                continue
             staged = tuple(Piece(piece.box, next(hosts)) for piece in view.pieces)
             views[key] = View(view.shape, view.dtype, staged, view.layout)
             copies = self._later if key in later else now
@@ -87,22 +136,46 @@ class Staging:
         self._now = now  # kept until they are copied: on an accelerator that takes until `finish`
         self._description = replace(live, views=views)
         self.optimizers = _optimizers_of(flat)
-        self._devices = {piece.tensor.device for piece in pieces if piece.tensor.device.type != "cpu"}
+        self._devices = {each.tensor.device for each in [*pieces, *held_pieces] if each.tensor.device.type != "cpu"}
         if not self._later:
             memory.populate()
-        for device in self._devices:
-            memory.stream(device).wait_stream(torch.get_device_module(device).current_stream(device))
-        _copy_all(now, memory)
-        for device in self._devices:
-            torch.get_device_module(device).current_stream(device).wait_stream(memory.stream(device))
+        with self._after_the_caller():
+            _copy_all(now, memory)
+            if not lazily:
+                self._sample()
 
     @property
     def is_lazy(self) -> bool:
         """Whether some copies are left for `finish`."""
-        return bool(self._later)
+        return bool(self._later) or (self.is_by_plan and self._lazily)
 
-    def finish(self) -> None:
+    @property
+    def waits_for_plan(self) -> bool:
+        """Whether `copy_by_plan` has to be called before the state may be changed."""
+        return self.is_by_plan and not self._lazily
+
+    @contextmanager
+    def _after_the_caller(self) -> Iterator[None]:
+        """Orders copies after earlier work of the current stream of each accelerator, and before later work."""
+        for device in self._devices:
+            self._memory.stream(device).wait_stream(torch.get_device_module(device).current_stream(device))
+        yield
+        for device in self._devices:
+            torch.get_device_module(device).current_stream(device).wait_stream(self._memory.stream(device))
+
+    def copy_by_plan(self, writes: RankWrites | None) -> None:
+        """Copies of what other ranks hold too the boxes that this rank writes; all of it where these are not known.
+
+        In the thread that makes the staging, before the state may be changed.
+        """
+        with self._after_the_caller():
+            self._now += self._copy_shares(writes)
+
+    def finish(self, writes: RankWrites | None = None) -> None:
         """Makes the copies that were left, and waits until everything is on the host.
+
+        Args:
+            writes: this rank's writes, where staging is by plan and lazy.
 
         Raises:
             StateError: some of these tensors were changed meanwhile, and not by a step.
@@ -110,25 +183,118 @@ class Staging:
         later, self._later = self._later, []
         self._memory.populate()
         _copy_all(later, self._memory)
+        if self.is_by_plan and self._lazily:
+            self._sample()
+            later += self._copy_shares(writes)
         for device in self._devices:
             stream = self._memory.stream(device)
             with on_stream(stream):
                 stream.synchronize()  # and not the device: another thread may be capturing a graph on it
         self._now = []
         # Not each after its own copy: an operation counts up the version only when it is through.
-        changed = list(dict.fromkeys(copy.key for copy in later if _version(copy.source) != copy.version))
-        if changed:
+        changed = {copy.key for copy in later if _version(copy.source) != copy.version}
+        if self._lazily:
+            changed |= {
+                key
+                for key, view in self._held.items()
+                if [_version(piece.tensor) for piece in view.pieces] != self._versions[key]
+            }
+        changed_keys = [key for key in self._description.views if key in changed]
+        if changed_keys:
             required = "as it was when the save was asked for, until it is copied"
             remedy = 'wait for .staged before changing it, or save with stage="now"'
             problems = [
-                Problem(key, "changed by another hand than its optimizer's", required, remedy) for key in changed
+                Problem(key, "changed by another hand than its optimizer's", required, remedy) for key in changed_keys
             ]
             raise StateError("state was changed while it was being copied", problems)
 
+    def _copy_shares(self, writes: RankWrites | None) -> list[Copy]:
+        """Copies boxes of what other ranks hold too, and describes the state by the copies."""
+        assert self._shares is not None
+        views, copies = dict(self._description.views), []
+        boxes: defaultdict[str, list[tuple[Box, Tensor, int]]] = defaultdict(list)
+        if writes is None:
+            for key, view in self._held.items():
+                boxes[key] = [
+                    (*piece, version) for piece, version in zip(view.pieces, self._versions[key], strict=True)
+                ]
+        else:
+            self._places = {}
+            for request in (each for slot in writes.slots.values() for each in slot if each.key in self._held):
+                source, version = memory_of(request, self._held), self._versions[request.key][request.piece]
+                self._places[request] = request._replace(piece=len(boxes[request.key]), inner=None)
+                boxes[request.key].append((request.box, source, version))
+        memory = self._shares.parts
+        in_order = [(key, *each) for key, of_key in boxes.items() for each in of_key]
+        hosts = memory.tensors_like([source for _, _, source, _ in in_order])
+        memory.populate()
+        staged: dict[str, list[Piece]] = {key: [] for key in self._held}
+        for (key, box, source, version), host in zip(in_order, hosts, strict=True):
+            staged[key].append(Piece(box, host))
+            copies.append(Copy(key, source, host, version))
+        for key, view in self._held.items():
+            views[key] = View(view.shape, view.dtype, tuple(staged[key]), view.layout)
+        _copy_all(copies, self._memory)
+        self._description = replace(self._description, views=views)
+        return copies
+
+    def _sample(self) -> None:
+        """Copies what is hashed of the tensors that are copied by the plan."""
+        if self._shares is None or self._check_replicas == "none" or not self._held:
+            return
+        places = [
+            (key, str(piece.box), piece.tensor)
+            for key, view in self._held.items()
+            for piece in view.pieces
+            if is_shared(view.layout, piece.box)
+        ]
+        memory = self._shares.samples
+        sizes = [torch.Size((min(tensor.nbytes, SAMPLED_BYTES),)) for _, _, tensor in places]
+        hosts = memory.tensors_of(
+            [(torch.uint8, size, tensor.is_cuda) for size, (_, _, tensor) in zip(sizes, places, strict=True)]
+        )
+        memory.populate()
+        samples: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
+        for (key, box, tensor), host in zip(places, hosts, strict=True):
+            samples[key][box] = host
+            on_host = tensor.device.type == "cpu"
+            with torch.no_grad(), nullcontext() if on_host else on_stream(self._memory.stream(tensor.device)):
+                begin = 0
+                for piece in sampled_pieces(tensor):
+                    host[begin : begin + piece.numel()].copy_(piece, non_blocking=True)
+                    begin += piece.numel()
+        self._samples = samples
+
+    def placed(self, writes: RankWrites) -> RankWrites:
+        """Returns the writes as they are to be taken from what is copied. To be called after `finish`."""
+        places = self._places
+        return writes if places is None else writes.replaced(lambda request: places.get(request, request))
+
+    def describe_before(self) -> Description:
+        """Describes the state before it is copied by plan: its hashes are yet to come."""
+        return replace(self._description, contents_come_later=True, check_replicas=self._check_replicas)
+
     def describe(self, check_replicas: CheckReplicas) -> Description:
         """Describes the state at the call, in host memory. To be called after `finish`."""
-        contents = contents_of(self._description.views, check_replicas)
+        copied = {key: view for key, view in self._description.views.items() if key not in self._held}
+        contents = contents_of(copied, check_replicas)
+        for key, by_box in self._samples.items():
+            contents[key] = {box: hash_of(sample) for box, sample in by_box.items()}
         return replace(self._description, contents=contents, check_replicas=check_replicas)
+
+
+def _held_by_several(own: Mapping[str, View], tied: Mapping[str, str], of: Collection[str]) -> dict[str, View]:
+    """Returns those tensors of which other ranks may hold boxes too; of tied ones all is copied."""
+    in_ties = {*tied, *tied.values()}
+    return {
+        key: view
+        for key, view in own.items()
+        if key in of and key not in in_ties and any(is_shared(view.layout, piece.box) for piece in view.pieces)
+    }
+
+
+def _bytes_of(views: Iterable[View]) -> int:
+    return sum(piece.tensor.nbytes for view in views for piece in view.pieces)
 
 
 def changed_by_steps_alone(flat: FlatState) -> frozenset[str]:

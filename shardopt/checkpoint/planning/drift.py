@@ -1,0 +1,109 @@
+"""Names the replicas that have drifted, once their summaries have shown that some have.
+
+A summary is a hash of thousands of replicas. Ranks send hashes of parts of it, then of parts of the parts that differ,
+until those are single replicas: a few rounds of a few KiB, where all hashes of all ranks would be gigabytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import xxhash
+
+from shardopt.errors import Problem, StateError
+from shardopt.ranks import Call, Ranks
+
+_PARTS = 16  # that a range is cut into
+_MOST_RANGES = 1 << 16  # that are followed, over all ranks
+_LEAST_RANGES = 32
+
+Groups = Mapping[str, Sequence[tuple[str, str, str]]]
+"""Name of a group → key, box and hash of its replicas, sorted (`replica_check.groups_of`)."""
+
+
+class _Range(NamedTuple):
+    """Replicas of a group, by their places in it; `end` is -1 for all to the last."""
+
+    group: str
+    begin: int
+    end: int
+
+    @property
+    def is_single(self) -> bool:
+        return self.end == self.begin + 1
+
+
+def refuse_drifted(ranks: Ranks, call: Call, groups: Groups, drifted: Sequence[str], deadline_seconds: float) -> None:
+    """Raises StateError, which names replicas that differ: all, or of very many the first. Collective.
+
+    Args:
+        groups: this rank's.
+        drifted: names of groups for which ranks do not have the same hash.
+    """
+    most = max(_MOST_RANGES // ranks.size, _LEAST_RANGES)
+    ranges = [_Range(group, 0, -1) for group in drifted[:most]]
+    while not all(each.is_single for each in ranges):
+        _, found = ranks.agree(
+            call,
+            work=lambda ranges=ranges: _hashes_of_parts(groups, ranges),  # type: ignore[misc]  # bound now
+            report=lambda hashes: hashes,
+            decide=lambda reports: _that_differ(reports)[:most],
+            deadline_seconds=deadline_seconds,
+        )
+        ranges = [_Range(*each) for each in found]
+    ranks.agree(
+        call,
+        work=lambda: [[i, *groups[each.group][each.begin]] for i, each in enumerate(ranges) if each.group in groups],
+        report=lambda named: named,
+        decide=_refuse,
+        deadline_seconds=deadline_seconds,
+    )
+    raise AssertionError("replicas that differed do not differ")
+
+
+def _hashes_of_parts(groups: Groups, ranges: Sequence[_Range]) -> list[list[Any]]:
+    """Returns group, begin, end and hash of each part of those ranges that this rank has."""
+    parts = []
+    for group, begin, end in ranges:
+        replicas = groups.get(group)
+        if replicas is not None:
+            end = len(replicas) if end < 0 else end
+            step = -(-(end - begin) // _PARTS)
+            for first in range(begin, end, step):
+                last = min(first + step, end)
+                digests = "".join(digest for _, _, digest in replicas[first:last])
+                parts.append([group, first, last, xxhash.xxh3_64_hexdigest(digests.encode())])
+    return parts
+
+
+def _that_differ(reports: Sequence[Sequence[Sequence[Any]]]) -> list[_Range]:
+    """Returns the parts of which ranks do not have the same hash, in order."""
+    first: dict[_Range, str] = {}
+    differ: set[_Range] = set()
+    for report in {id(report): report for report in reports}.values():  # many ranks may share one
+        for *place, digest in report:
+            part = _Range(*place)
+            if first.setdefault(part, digest) != digest:
+                differ.add(part)
+    return [part for part in first if part in differ]
+
+
+def _refuse(reports: Sequence[Sequence[Sequence[Any]]]) -> None:
+    """Raises StateError for replicas that differ: number, key, box and hash of each, by rank."""
+    first: dict[int, tuple[int, str]] = {}
+    problems: dict[int, Problem] = {}
+    for rank, named in enumerate(reports):
+        for number, key, box, digest in named:
+            other, expected = first.setdefault(number, (rank, digest))
+            if digest != expected and number not in problems:
+                difference = f"other bytes of {box or 'it'} on rank {rank} than on rank {other}"
+                remedy = (
+                    "make them the same, or say that they are not: wrap the value in PerRank, make the tensor a "
+                    'DTensor of its shards, or give each rank a key of its own; check_replicas="none" does not ask'
+                )
+                problems[number] = Problem(key, difference, "the same on every rank that holds it", remedy)
+    if problems:
+        raise StateError(
+            "replicas have drifted apart", sorted(problems.values(), key=lambda each: (each.key, each.found))
+        )

@@ -1,0 +1,129 @@
+"""What is in unpickled state by path, as an app's own state is made flat: tensors, arrays and plain values.
+
+NumPy arrays are tensors here, as they are in what this library saves. Their bytes stand within a pickle, and so are
+held from the time on when it was read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from shardopt.checkpoint.format.constants import damaged
+from shardopt.checkpoint.format.data_file import Entry
+from shardopt.checkpoint.format.manifest import StoredLayout, StoredTensor
+from shardopt.checkpoint.format.tensor_bytes import stored_dtype
+from shardopt.checkpoint.pickled.torch_archive import TensorRecord
+from shardopt.checkpoint.reading.open_file import Form, OpenFile, ReadChunks
+from shardopt.checkpoint.storage import ReadInto, Span, Storage
+from shardopt.errors import Problem
+from shardopt.param_groups import PARAM_GROUPS
+from shardopt.sharding.box import whole
+from shardopt.state import Index, Path, join
+
+
+def leaves_of(state: Any, path: Path, where: str) -> Iterator[tuple[Path, Any]]:
+    """Yields path and value of all that is in nested state: dicts are descended, lists and tuples that hold tensors.
+
+    A tensor is a `TensorRecord` or a NumPy array that torch can have; arrays among the options of groups are values.
+
+    Raises:
+        CorruptionError: it is nested without end, or a dict has a key that is neither str nor int.
+    """
+    try:
+        yield from _descend(state, path, where, True)
+    except RecursionError:
+        raise damaged(where, "containers nested without end") from None
+
+
+def _descend(node: Any, path: Path, where: str, is_root: bool = False) -> Iterator[tuple[Path, Any]]:
+    if isinstance(node, dict) and (node or is_root):
+        for part, child in node.items():
+            if type(part) not in (str, int):
+                raise damaged(where, f"a dict key of type {type(part).__name__} in {join(path) or 'the file'}")
+            yield from _descend(child, (*path, part), where)
+    elif is_container(node) and holds_tensors(node, PARAM_GROUPS not in path):
+        for i, child in enumerate(node):
+            yield from _descend(child, (*path, Index(i)), where)
+    else:
+        yield path, node
+
+
+def is_container(node: Any) -> bool:
+    """Whether it is a list or tuple of others."""
+    return isinstance(node, list | tuple) and not isinstance(node, TensorRecord)
+
+
+def is_array(node: Any) -> bool:
+    """Whether it is a NumPy array that torch can have."""
+    return isinstance(node, np.ndarray) and _as_tensor(node) is not None
+
+
+def holds_tensors(node: Any, count_arrays: bool = True) -> bool:
+    """Whether a tensor, or an array that is to be one, is anywhere within."""
+    if isinstance(node, TensorRecord) or (count_arrays and is_array(node)):
+        return True
+    if isinstance(node, dict):
+        return any(holds_tensors(each, count_arrays) for each in node.values())
+    return is_container(node) and any(holds_tensors(each, count_arrays) for each in node)
+
+
+def _as_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor | None:
+    """Returns an array as a tensor; None where torch has no such dtype or byte order."""
+    try:
+        return torch.from_numpy(np.ascontiguousarray(array).reshape(array.shape))
+    except (TypeError, ValueError):
+        return None
+
+
+class HeldArrays(OpenFile):
+    """The arrays that stand in the pickles of a file, as if they were a file of their own."""
+
+    def __init__(self, storage: Storage, name: str) -> None:
+        super().__init__(storage, name)
+        self._bytes = bytearray()
+        self._places: dict[str, tuple[int, int]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return len(self._bytes)
+
+    @property
+    def holds_any(self) -> bool:
+        """Whether there is an array, maybe one without elements."""
+        return bool(self._places)
+
+    def add(self, key: str, path: Path, array: np.ndarray[Any, Any], number: int) -> StoredTensor:
+        """Takes an array (`is_array`); returns it as a tensor in the file of that number."""
+        tensor = _as_tensor(array)
+        assert tensor is not None
+        begin = len(self._bytes)
+        self._bytes += tensor.numpy().tobytes()
+        self._places[key] = begin, len(self._bytes)
+        shape = tuple(tensor.shape)
+        return StoredTensor(path, stored_dtype(tensor.dtype, key), StoredLayout(shape, (whole(shape),), (number,)))
+
+    def digest_of(self, key: str) -> str:
+        """Returns the digest of an array's bytes."""
+        begin, end = self._places[key]
+        return xxhash.xxh3_64_hexdigest(memoryview(self._bytes)[begin:end])
+
+    def entry(self, key: str, form: Form) -> Entry:
+        begin, end = self._places[key]
+        return Entry(key, form.dtype, form.shape, begin, end, 0)
+
+    def check(self, entry: Entry, read: ReadChunks) -> Iterator[Problem]:
+        yield from ()  # the pickle has a checksum, which was compared when it was read
+
+    @contextmanager
+    def opened(self) -> Iterator[ReadInto]:
+        def read(spans: Sequence[Span]) -> None:
+            for offset, memory in spans:
+                memory[:] = self._bytes[offset : offset + memory.nbytes]
+
+        yield read
