@@ -1,0 +1,1 @@
+"""One file for each framework, imported by nobody in here; each needs its framework installed."""
