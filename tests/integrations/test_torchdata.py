@@ -36,7 +36,9 @@ def loader_of(workers):
 
     warnings.filterwarnings("ignore", "'set_vital' is deprecated")
     mixed = ConcatDataset([TensorDataset(torch.arange(50)), TensorDataset(torch.arange(50, SIZE))])
-    return ResumableLoader(mixed, batch_size=BATCH, seed=3, num_workers=workers)
+    # The ranks of tests are made by a fork server, which would import torch for each worker.
+    options = {"multiprocessing_context": "fork"} if workers else {}
+    return ResumableLoader(mixed, batch_size=BATCH, seed=3, num_workers=workers, **options)
 
 
 def see(source, path, batches, workers):

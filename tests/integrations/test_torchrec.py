@@ -36,11 +36,12 @@ def example():
 
 def train(root, plan, steps, fault=None, fused=None, **options):
     """Trains as the example does; returns the loss by step."""
+    rates = example()
     if fused == "row-wise":
         options["fused"] = importlib.import_module("torchrec.optim.rowwise_adagrad").RowWiseAdagrad
     if fault is not None:
         options["on_step"] = at_step(*fault)
-    return example().train(root, plan, steps, **options)
+    return rates.train(root, plan, steps, **options)
 
 
 def leave(root, plan, steps, fault):
@@ -90,10 +91,13 @@ def test_a_run_goes_on_after_a_kill_on_one_rank_and_on_three_under_other_plans(t
         with checkpoint.open(f"{run}/step-00000012") as got, checkpoint.open(f"{whole}/step-00000012") as wanted:
             assert set(got.keys()) == set(wanted.keys())
             for key in wanted.keys():
-                if exact:
-                    assert torch.equal(got.read(key), wanted.read(key)), key
+                one, other = got.read(key), wanted.read(key)
+                if not isinstance(other, torch.Tensor):  # options, and the position in the data
+                    assert one == other, key
+                elif exact:
+                    assert torch.equal(one, other), key
                 else:
-                    torch.testing.assert_close(got.read(key), wanted.read(key), rtol=1e-4, atol=1e-6, msg=key)
+                    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6, msg=key)
 
 
 def test_sigterm_saves_and_leaves(tmp_path):
