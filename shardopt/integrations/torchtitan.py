@@ -76,7 +76,6 @@ class ShardoptCheckpoints(BaseCheckpointManager):  # type: ignore[misc, unused-i
             return
         _refuse_options(config)
         self._config, self._loader = config, dataloader
-        self._data: dict[str, Any] = {}
         self._app = {
             MODEL: model_parts[0] if len(model_parts) == 1 else _ModelParts(model_parts),
             OPTIMIZER: optimizers.keyed if isinstance(optimizers, ShardoptOptimizers) else optimizers,

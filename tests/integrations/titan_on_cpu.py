@@ -23,6 +23,10 @@ def on_cpu():
     for name, stand_in in stand_ins.items():
         if not hasattr(torch.cpu, name) or name == "set_device":
             setattr(torch.cpu, name, stand_in)
+    # gloo has no sum of products: torchtitan divides its losses, and has FSDP add up gradients times 1.
+    collectives = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_collectives")
+    factors = collectives._get_gradient_divide_factors
+    collectives._get_gradient_divide_factors = lambda *given: factors(*given[:5], True)
     utils = importlib.import_module("torchtitan.tools.utils")
     utils.get_local_device = lambda: torch.device("cpu")
     importlib.import_module("torchtitan.distributed.utils").get_local_device = utils.get_local_device
