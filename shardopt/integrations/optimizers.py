@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -72,18 +73,16 @@ def keyed_like(optimizer: Optimizer, named_params: Iterable[tuple[str, Tensor]],
         problems.append(Problem("state", "that of steps taken", "an optimizer before its first step", remedy))
     if problems:
         raise StateError(f"{type(optimizer).__qualname__} cannot be keyed by parameter name", problems)
-    options = [{name: value for name, value in group.items() if name != _PARAMS} for group in groups]
+    accepted = inspect.signature(type(optimizer)).parameters.keys() - {_PARAMS}
+    options = [{name: value for name, value in group.items() if name in accepted} for group in groups]
     patterns = [_pattern(sorted(names[parameter] for parameter in group[_PARAMS])) for group in groups]
     # The last group is that of the defaults, so that there are as many groups as schedules know of.
     first = [{"match": match, **own} for match, own in zip(patterns[:-1], options[:-1], strict=True)]
     trained = {names[parameter]: parameter for group in groups for parameter in group[_PARAMS]}
-    started = {name: options[-1].pop(name) for name in ("initial_lr",) if name in options[-1]}
-    for group in first:
-        started.setdefault("initial_lr", group.pop("initial_lr", None))
     made = keyed(type(optimizer), trained, groups=first, **options[-1])
     for ours, theirs in zip(made.param_groups, groups, strict=True):
-        if "initial_lr" in theirs:
-            ours["initial_lr"] = theirs["initial_lr"]  # of a schedule, which has seen the groups
+        # What is no option of the class: a schedule, which has seen the groups, keeps its first rates there.
+        ours.update({name: value for name, value in theirs.items() if name not in accepted and name != _PARAMS})
     return made
 
 
