@@ -23,13 +23,17 @@ class FrameworkState:
 
     Args:
         value: what to save: plain values, and small tensors within them.
+        check: gets a saved value before anything is loaded; raises MismatchError where it does not fit.
 
     Attributes:
         value: after a load, what was saved; else what was given.
     """
 
-    def __init__(self, value: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, value: dict[str, Any] | None = None, check: Callable[[dict[str, Any]], None] | None = None
+    ) -> None:
         self.value = value or {}
+        self._check = check
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the value; where there are tensors in it, as text, since its keys may be others in every save."""
@@ -37,10 +41,14 @@ class FrameworkState:
             return self.value
         return {_ENCODED: json.dumps(encode_value(_on_cpu(self.value), "the framework's state"))}
 
+    def check_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raises MismatchError where the framework cannot go on with what was saved."""
+        if self._check is not None:
+            self._check(_decoded(state_dict))
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes what was saved; nothing of the framework's is changed by that."""
-        encoded = state_dict.get(_ENCODED)
-        self.value = dict(state_dict) if encoded is None else decode_value(json.loads(encoded))
+        self.value = _decoded(state_dict)
 
 
 class TrainingRun:
@@ -142,6 +150,12 @@ def of_rank_0(what: str, value: dict[str, Any]) -> dict[str, Any]:
     )
     taken: dict[str, Any] = decode_value(wire)
     return taken
+
+
+def _decoded(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    encoded = state_dict.get(_ENCODED)
+    value: dict[str, Any] = dict(state_dict) if encoded is None else decode_value(json.loads(encoded))
+    return value
 
 
 def _on_cpu(value: Any) -> Any:

@@ -20,7 +20,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_callback import ExportableState
 
 from shardopt.checkpoint import Manager
-from shardopt.errors import OptionError, Problem, StateError
+from shardopt.errors import MismatchError, OptionError, Problem
 from shardopt.integrations.accelerated import make_keyed
 from shardopt.integrations.optimizers import require_keyed
 from shardopt.integrations.run import FrameworkState, TrainingRun, of_rank_0
@@ -57,7 +57,8 @@ class ShardoptCallback(TrainerCallback):
 
     Raises when training begins:
         OptionError: data or accumulation by which training cannot go on in the middle of an epoch.
-        StateError: the optimizer cannot be keyed by parameter name; or the global batch is another than it was.
+        StateError: the optimizer cannot be keyed by parameter name.
+        MismatchError: the global batch is another than it was; nothing was loaded.
     """
 
     def __init__(self, trainer: Trainer, root: str | os.PathLike[str], *, every: int = 1, **options: Any) -> None:
@@ -83,11 +84,10 @@ class ShardoptCallback(TrainerCallback):
         self._steps = -(-self._batches // accumulated)
         self._samples = loader.total_batch_size * accumulated
         make_keyed(given["optimizer"], given["model"], _REMEDY)
-        saved = FrameworkState()
+        saved = FrameworkState(check=self._check_batch)
         random = RandomState(on_resize="keep")
         self.restored = self._run.begin(self._app(saved, random, **given))
         if self.restored:
-            self._check_batch(saved.value)
             self._load(state, saved.value)
             self._random = random.state_dict()
             self._skip(args, loader)
@@ -185,7 +185,7 @@ class ShardoptCallback(TrainerCallback):
             problem = Problem(
                 "samples of a step", str(self._samples), f"{saved['samples']}, as in the checkpoint", remedy
             )
-            raise StateError("training cannot go on with another global batch", [problem])
+            raise MismatchError("training cannot go on with another global batch", [problem])
 
 
 class _GoesOn:

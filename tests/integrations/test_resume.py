@@ -1,0 +1,96 @@
+"""Real frameworks: a rank is killed, or told to stop, and training goes on on other ranks as if nothing had happened."""
+
+import shutil
+import signal
+
+import pytest
+import torch
+from compare_runs import compare_losses, read_losses
+
+from shardopt import checkpoint
+from tests.harness import Fault, run_ranks, run_ranks_outcomes
+from tests.integrations import jobs
+
+RANKS, STEPS, DIES_AT, EVERY = 2, 15, 8, 2
+FORWARD = "integrations.task:Network.forward"
+DEADLINE_SECONDS = 140.0
+ALL = [
+    pytest.param(name, marks=pytest.mark.skipif(not jobs.is_installed(needs), reason=f"{needs} is not installed"))
+    for name, needs in jobs.NEEDS.items()
+]
+STOPPING = [each for each in ALL if each.values[0] != "lightning strategy"]  # which has no Manager
+
+
+def last(run):
+    """The URL of a run's newest checkpoint."""
+    newest = jobs.newest(run / "checkpoints")
+    if newest is not None:
+        return str(newest)
+    manager = checkpoint.Manager(run / "checkpoints")
+    return manager.path(manager.steps()[-1])
+
+
+def of_optimizer(url):
+    with checkpoint.open(url) as reader:
+        return {key: reader.read(key) for key in reader.keys() if key.startswith(("model", "optimizer", "schedule"))}
+
+
+@pytest.mark.parametrize("framework", ALL)
+def test_a_killed_rank_costs_the_steps_since_the_last_save(tmp_path, framework):
+    reference = tmp_path / "uninterrupted"
+    logged = run_ranks(RANKS, jobs.run, framework, str(reference), deadline_seconds=DEADLINE_SECONDS)[0]
+    assert [record.step for record in read_losses(reference)] == [*range(1, STEPS + 1)]
+
+    killed = tmp_path / "killed"
+    outcomes = run_ranks_outcomes(
+        RANKS,
+        jobs.run_until_a_rank_dies,
+        framework,
+        str(killed),
+        faults=[Fault(1, FORWARD, DIES_AT)],
+        deadline_seconds=DEADLINE_SECONDS,
+    )
+    assert [each.signal for each in outcomes] == [signal.SIGKILL] * RANKS, outcomes
+    assert len(read_losses(killed)) == DIES_AT - 1
+    for ranks in (1, 2, 3):
+        resumed = tmp_path / f"on {ranks}"
+        shutil.copytree(killed, resumed)
+        again = run_ranks(ranks, jobs.run, framework, str(resumed), deadline_seconds=DEADLINE_SECONDS)[0]
+        lines = read_losses(resumed)[DIES_AT - 1 :]
+        assert lines[0].step in (DIES_AT - 1, DIES_AT) and lines[0].ranks == ranks  # it did not begin anew
+        comparison = compare_losses(reference, resumed)
+        assert comparison.holds(0.0 if ranks == RANKS else 1e-5), comparison
+        here, there = of_optimizer(last(resumed)), of_optimizer(last(reference))
+        assert here.keys() == there.keys() and any(".exp_avg_sq" in key for key in here)
+        for key, value in there.items():
+            if isinstance(value, torch.Tensor):
+                torch.testing.assert_close(here[key], value, rtol=0 if ranks == RANKS else 1e-4, atol=0 if ranks == RANKS else 1e-5)
+            else:
+                assert here[key] == value, key
+        if logged is not None:  # the losses that the Trainer itself logs: the first one spans the kill
+            assert [step for step, _ in again] == [step for step, _ in logged] == [4, 8, 12]
+            assert [loss for _, loss in again] == pytest.approx([loss for _, loss in logged], rel=1e-5)
+
+
+@pytest.mark.parametrize("framework", STOPPING)
+def test_one_rank_told_to_stop_and_all_save_and_leave(tmp_path, framework):
+    run = tmp_path / "run"
+    outcomes = run_ranks_outcomes(
+        RANKS, jobs.run_and_tell, framework, str(run), 1, DIES_AT, deadline_seconds=DEADLINE_SECONDS
+    )
+    assert [getattr(each.error, "code", None) for each in outcomes] == [128 + signal.SIGTERM] * RANKS, outcomes
+    (*due, stopped) = checkpoint.Manager(run / "checkpoints").steps()
+    assert due == [*range(EVERY, stopped, EVERY)] and stopped in (DIES_AT - 1, DIES_AT, DIES_AT + 1)
+    assert checkpoint.verify(checkpoint.Manager(run / "checkpoints").path(stopped)).ok
+    before = len(read_losses(run))
+    run_ranks(1, jobs.run, framework, str(run), deadline_seconds=DEADLINE_SECONDS)
+    assert [record.step for record in read_losses(run)[before:]] == [*range(stopped + 1, STEPS + 1)]
+
+
+@pytest.mark.parametrize("framework", ALL)
+def test_saved_in_a_framework_and_loaded_in_plain_torch(tmp_path, framework):
+    run_ranks(RANKS, jobs.run, framework, str(tmp_path / "run"), deadline_seconds=DEADLINE_SECONDS)
+    rates = run_ranks(3, jobs.load_in_plain_torch, last(tmp_path / "run"), deadline_seconds=DEADLINE_SECONDS)
+    assert all(rate != 0.5 for rate in rates)  # that of the checkpoint
+
+
