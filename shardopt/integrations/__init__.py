@@ -1,4 +1,5 @@
-"""Checkpoints and keyed optimizers inside of other frameworks' loops: a file for each framework, which must be installed.
+"""Checkpoints and keyed optimizers inside of the loops of other frameworks, which must be installed: a file for each.
 
-Nothing here is imported by the rest of the package, and nothing is gathered in this file: each import needs a framework.
+Nothing here is imported by the rest of the package, and nothing is gathered in this file: as each file
+needs its framework.
 """

@@ -37,7 +37,7 @@ __all__ = ["Accelerator"]
 _REMEDY = "give `prepare` one of torch.optim's that has not stepped, together with its model; it is keyed there"
 
 
-class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # which has no types
+class Accelerator(accelerate.Accelerator):
     """An `accelerate.Accelerator` that makes optimizers keyed, and whose `save_state` and `load_state` are shardopt's.
 
     A state has all that `prepare` got (models, optimizers, schedules), what was registered for checkpointing, random
@@ -53,7 +53,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # which has no
         """Prepares as Accelerate does, and then makes torch optimizers keyed."""
         prepared = super().prepare(*args, **kwargs)
         for wrapper in self._optimizers:
-            make_keyed(wrapper, self._model_of(wrapper), _REMEDY)
+            make_keyed(wrapper, self._model_of(wrapper), self._schedules(), _REMEDY)
         return prepared
 
     def app(self, entries: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -66,12 +66,16 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # which has no
         Raises:
             StateError: an optimizer is not keyed by parameter name.
         """
-        state = {"step": self.step, "processes": self._processes_of_schedules(), "iterations": [getattr(each, "iteration", 0) for each in self._dataloaders]}
+        state = {
+            "step": self.step,
+            "processes": self._processes_of_schedules(),
+            "iterations": [getattr(each, "iteration", 0) for each in self._dataloaders],
+        }
         app: dict[str, Any] = {"random": RandomState(on_resize="keep"), "accelerator": _State(self, state)}
         for name, objects in (
             ("model", [self.unwrap_model(model) for model in self._models]),
             ("optimizer", require_keyed(self._optimizers, _REMEDY)),
-            ("schedule", [*self._schedulers]),
+            ("schedule", self._schedules()),
         ):
             if objects:
                 app[names_of(objects, name)] = objects[0] if len(objects) == 1 else objects
@@ -122,8 +126,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # which has no
             self.project_configuration.iteration = int(saved[-1].rpartition("_")[2]) + 1
         checkpoint.load(path, self.app(), init_state=True)
 
+    def _schedules(self) -> list[Any]:
+        return [getattr(each, "scheduler", each) for each in self._schedulers]
+
     def _processes_of_schedules(self) -> int | None:
-        """Returns how many times a schedule steps in a step, which Accelerate has go by the ranks unless told not to."""
+        """Returns how often a schedule steps in a step, which goes by the ranks; None where Accelerate was told not to."""
         counts = self.step_scheduler_with_optimizer and not self.split_batches and bool(self._schedulers)
         return int(self.num_processes) if counts else None
 

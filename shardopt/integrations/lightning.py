@@ -1,7 +1,7 @@
 """Checkpoints of a Lightning trainer, by a callback: for any strategy, resumed on any number of ranks.
 
-    trainer = Trainer(callbacks=[ShardoptCheckpoint("out/checkpoints", every=500)], ...)
-    trainer.fit(module)  # from the newest committed checkpoint, if there is one
+trainer = Trainer(callbacks=[ShardoptCheckpoint("out/checkpoints", every=500)], ...)
+trainer.fit(module)  # from the newest committed checkpoint, if there is one
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Lightning's own checkpoints, saved and loaded by shardopt: `trainer.fit(ckpt_path=…)` and ModelCheckpoint with FSDP2.
 
-    trainer = Trainer(strategy=ShardoptStrategy(data_parallel_size=4, tensor_parallel_size=1), ...)
-    trainer.fit(module, ckpt_path="out/epoch=3-step=400.ckpt")  # on any number of ranks
+trainer = Trainer(strategy=ShardoptStrategy(data_parallel_size=4, tensor_parallel_size=1), ...)
+trainer.fit(module, ckpt_path="out/epoch=3-step=400.ckpt")  # on any number of ranks
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from shardopt import checkpoint as checkpoints
 from shardopt.checkpoint.commit import remove_checkpoint
 from shardopt.checkpoint.format.constants import MANIFEST_NAME
 from shardopt.checkpoint.storage import storage_of
-from shardopt.errors import CheckpointNotFoundError, Problem, StateError
 from shardopt.integrations.lightning_state import LoaderStates, app_of, without_loaders
 from shardopt.integrations.run import FrameworkState, of_rank_0
 from shardopt.ranks import ranks_of

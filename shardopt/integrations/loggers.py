@@ -1,9 +1,9 @@
 """Figures of checkpoints (bytes, seconds, stall, GB/s) for loggers: TensorBoard, Weights & Biases, or any function.
 
-    remove = log_figures(tensorboard(SummaryWriter("out/logs")), step=lambda: app["step"])
-    remove = log_figures(wandb.log, step=lambda: app["step"])
-    remove = log_figures(trainer.logger.log_metrics, step=lambda: trainer.global_step)  # Lightning
-    remove = log_figures(accelerator.log, step=lambda: step)
+remove = log_figures(tensorboard(SummaryWriter("out/logs")), step=lambda: app["step"])
+remove = log_figures(wandb.log, step=lambda: app["step"])
+remove = log_figures(trainer.logger.log_metrics, step=lambda: trainer.global_step)  # Lightning
+remove = log_figures(accelerator.log, step=lambda: step)
 """
 
 from __future__ import annotations

@@ -68,7 +68,8 @@ def keyed_like(optimizer: Optimizer, named_params: Iterable[tuple[str, Tensor]],
     strangers = sum(parameter not in names for group in groups for parameter in group[_PARAMS])
     problems = []
     if strangers:
-        problems.append(Problem("param_groups", f"{strangers} tensors without names", "parameters of the model", remedy))
+        found = f"{strangers} tensors without names"
+        problems.append(Problem("param_groups", found, "parameters of the model", remedy))
     if optimizer.state:
         problems.append(Problem("state", "that of steps taken", "an optimizer before its first step", remedy))
     if problems:

@@ -83,7 +83,7 @@ class ShardoptCallback(TrainerCallback):
         self._batches = len(loader)
         self._steps = -(-self._batches // accumulated)
         self._samples = loader.total_batch_size * accumulated
-        make_keyed(given["optimizer"], given["model"], _REMEDY)
+        make_keyed(given["optimizer"], given["model"], [given["lr_scheduler"]], _REMEDY)
         saved = FrameworkState(check=self._check_batch)
         random = RandomState(on_resize="keep")
         self.restored = self._run.begin(self._app(saved, random, **given))

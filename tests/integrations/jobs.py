@@ -6,8 +6,6 @@ FSDP2 under Accelerate wants a GPU: `shard` has it take CPUs for one, which is a
 import importlib.util
 import os
 import signal
-import threading
-import time
 import warnings
 from pathlib import Path
 
@@ -83,25 +81,10 @@ def train(framework, out, **options):
 
 
 def run(framework, out, **options):
-    """Trains; returns the number of steps done, and the Trainer's log of losses."""
+    """Trains; returns the losses that a Trainer has logged, by step; None of other frameworks."""
     trained = train(framework, out, **options)
     history = getattr(getattr(trained, "state", None), "log_history", None)
     return [(line["step"], line["loss"]) for line in history if "loss" in line] if history else None
-
-
-def run_until_a_rank_dies(framework, out):
-    """As `run`; where a rank has died the others are killed too, as a launcher would."""
-    pids = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(pids, torch.tensor([os.getpid()]))
-    peers = [int(pid) for pid in pids]
-
-    def watch():
-        while all(os.path.exists(f"/proc/{pid}") for pid in peers):
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, daemon=True).start()
-    run(framework, out)
 
 
 def run_and_tell(framework, out, rank, at):
@@ -122,16 +105,17 @@ def run_and_tell(framework, out, rank, at):
 
 def load_in_plain_torch(url):
     """Loads model and optimizer of a framework's checkpoint into a program of torch alone, and trains a step."""
-    import shardopt
     from integrations.task import Network, Sums
-    from shardopt import checkpoint
     from torch.distributed.fsdp import fully_shard
+
+    import shardopt
+    from shardopt import checkpoint
 
     model = torch.nn.Module()
     model.network = Network()
     with checkpoint.open(url) as reader:
-        within = any(key.startswith("model.network.") for key in reader.keys())
-        groups = {str(reader.read(key)) for key in reader.keys() if key.startswith("optimizer.param_groups.")}
+        within = any(key.startswith("model.network.") for key in sorted(reader.keys()))
+        groups = {str(reader.read(key)) for key in sorted(reader.keys()) if key.startswith("optimizer.param_groups.")}
     model = model if within else model.network
     fully_shard(model)
     no_decay = [] if len(groups) == 1 else [{"match": "^(0|3).weight$"}]
