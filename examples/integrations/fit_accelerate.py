@@ -23,9 +23,9 @@ from shardopt.integrations.loader import ResumableLoader
 STEPS = 15
 
 
-def train(out: Path, set_up: Callable[[Any], None] = lambda accelerator: None) -> Accelerator:
+def prepare(set_up: Callable[[Any], None] = lambda accelerator: None, **options: Any) -> tuple[Any, ...]:
     # A batch is the global one, and so a schedule steps once a step on any number of ranks.
-    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True))
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True), **options)
     set_up(accelerator)
     model = Network()
     matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
@@ -35,7 +35,11 @@ def train(out: Path, set_up: Callable[[Any], None] = lambda accelerator: None) -
     model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
     loader = ResumableLoader(Sums(), batch_size=BATCH, seed=0)
     accelerator.register_for_checkpointing(loader)
+    return accelerator, model, optimizer, schedule, loader
 
+
+def train(out: Path, set_up: Callable[[Any], None] = lambda accelerator: None) -> Any:
+    accelerator, model, optimizer, schedule, loader = prepare(set_up)
     progress = {"step": 0}
     app = {"progress": progress}
     with checkpoint.Manager(out / "checkpoints", every=2, stop_on=signal.SIGTERM) as manager:

@@ -130,7 +130,7 @@ class Accelerator(accelerate.Accelerator):
         return [getattr(each, "scheduler", each) for each in self._schedulers]
 
     def _processes_of_schedules(self) -> int | None:
-        """Returns how often a schedule steps in a step, which goes by the ranks; None where Accelerate was told not to."""
+        """Returns how often a schedule steps in a step, if that goes by the ranks, as it does by default; else None."""
         counts = self.step_scheduler_with_optimizer and not self.split_batches and bool(self._schedulers)
         return int(self.num_processes) if counts else None
 

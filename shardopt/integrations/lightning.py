@@ -29,7 +29,8 @@ class ShardoptCheckpoint(Checkpoint):
     Args:
         root: of the run's checkpoints, as for `checkpoint.Manager`.
         every: a checkpoint every so many steps.
-        options: others of `checkpoint.Manager`, such as `keep_last`, `stage` or `mirror`; `stop_on` is SIGTERM, and
+        options: `start_from`, the URL of a checkpoint of another program, from which a run without any takes model and
+            optimizer; and those of `checkpoint.Manager`, such as `keep_last` or `stage`. `stop_on` is SIGTERM;
             None leaves the signal to Lightning.
 
     Attributes:

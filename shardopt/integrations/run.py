@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from shardopt.checkpoint import Manager
+from shardopt.checkpoint import Manager, Strictness, load
 from shardopt.errors import Problem, StateError
 from shardopt.flatten import holds_tensors
 from shardopt.ranks import ranks_of
@@ -16,6 +16,7 @@ from shardopt.values import decode_value, encode_value
 
 App = Mapping[str, Any]
 _ENCODED = "__encoded__"
+_TRAINED = ("model", "models", "optimizer", "optimizers")
 
 
 class FrameworkState:
@@ -57,6 +58,8 @@ class TrainingRun:
     Args:
         root: of the run's checkpoints, as for `checkpoint.Manager`.
         every: save when this many steps have been done since the last multiple of it.
+        start_from: the URL of a checkpoint of another program, from which a run without any checkpoint takes models
+            and optimizers; what else is in it stays out.
         stop_on: the signal at which all ranks save the same step and leave; None for no signal.
         options: others of `checkpoint.Manager`.
     """
@@ -66,11 +69,12 @@ class TrainingRun:
         root: str | os.PathLike[str],
         *,
         every: int = 1,
+        start_from: str | os.PathLike[str] | None = None,
         stop_on: signal.Signals | None = signal.SIGTERM,
         **options: Any,
     ) -> None:
         self._root, self._every, self._stop_on = root, every, stop_on
-        self._options = options
+        self._options, self._start_from = options, start_from
         self._manager: Manager | None = None
         self._last = 0
         self._handler: Any = None
@@ -93,6 +97,9 @@ class TrainingRun:
         if self._stop_on is not None:
             self._handler = signal.getsignal(self._stop_on)
         self._last = self._manager.restore(app)
+        if self._last == 0 and self._start_from is not None:
+            trained = {name: app[name] for name in _TRAINED if name in app}
+            load(self._start_from, trained, init_state=True, strict=Strictness(unexpected="ignore"))
         return self._last
 
     def take_signal_back(self) -> None:

@@ -3,6 +3,7 @@
 FSDP2 under Accelerate wants a GPU: `shard` has it take CPUs for one, which is all that these jobs change.
 """
 
+import functools
 import importlib.util
 import os
 import signal
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 NEEDS = {
     "lightning": "lightning",
@@ -83,6 +85,9 @@ def train(framework, out, **options):
 def run(framework, out, **options):
     """Trains; returns the losses that a Trainer has logged, by step; None of other frameworks."""
     trained = train(framework, out, **options)
+    if "fsdp2" in framework:
+        accelerator = getattr(trained, "accelerator", trained)
+        assert all(isinstance(each, DTensor) for model in accelerator._models for each in model.parameters())
     history = getattr(getattr(trained, "state", None), "log_history", None)
     return [(line["step"], line["loss"]) for line in history if "loss" in line] if history else None
 
@@ -93,6 +98,7 @@ def run_and_tell(framework, out, rank, at):
 
     forward, calls = Network.forward, []
 
+    @functools.wraps(forward)  # a Trainer asks for its signature
     def telling(network, *inputs, **named):
         calls.append(None)
         if len(calls) == at and dist.get_rank() == rank:
@@ -120,6 +126,7 @@ def load_in_plain_torch(url):
     fully_shard(model)
     no_decay = [] if len(groups) == 1 else [{"match": "^(0|3).weight$"}]
     optimizer = shardopt.keyed("adamw", model.named_parameters(), groups=no_decay, weight_decay=0.0, lr=0.5)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)  # as the framework's has one: it adds an option
     app = {"model": model, "optimizer": optimizer}
     checkpoint.load(url, app, init_state=True, strict=checkpoint.Strictness(unexpected="ignore"))
     batch = Sums()[0]
@@ -127,3 +134,88 @@ def load_in_plain_torch(url):
     network(batch["inputs"], batch["labels"])["loss"].backward()
     optimizer.step()
     return optimizer.param_groups[0]["lr"]
+
+
+def save_in_plain_torch(url, within):
+    """Trains a few steps in a program of torch alone, and saves; `within` a module that has the network."""
+    from integrations.task import Network, Sums
+
+    import shardopt
+    from shardopt import checkpoint
+
+    network = Network()
+    model = torch.nn.ModuleDict({"network": network}) if within else network
+    optimizer = shardopt.keyed("adamw", model.named_parameters(), lr=0.3)
+    for i in range(3):
+        batch = Sums()[i]
+        network(batch["inputs"], batch["labels"])["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    checkpoint.save(url, {"model": model, "optimizer": optimizer, "step": 3})
+
+
+def start_from(framework, out, url):
+    """Begins from a checkpoint of another program; saves model and optimizer as they are before the first step."""
+    from shardopt import checkpoint
+    from shardopt.integrations.run import TrainingRun
+
+    class Seen(BaseException):
+        pass
+
+    made, begin = TrainingRun.__init__, TrainingRun.begin
+
+    def making(run, root, **options):
+        made(run, root, start_from=url, **options)
+
+    def beginning(run, app):
+        begin(run, app)
+        checkpoint.save(f"{out}/seen", {"model": app["model"], "optimizer": app["optimizer"]})
+        raise Seen
+
+    TrainingRun.__init__, TrainingRun.begin = making, beginning
+    try:
+        if framework.startswith("accelerate"):
+            from integrations import fit_accelerate
+
+            accelerator = fit_accelerate.prepare(shard if "fsdp2" in framework else lambda _: None)[0]
+            app = {name: value for name, value in accelerator.app().items() if name in ("model", "optimizer")}
+            checkpoint.load(url, app, init_state=True, strict=checkpoint.Strictness(unexpected="ignore"))
+            checkpoint.save(f"{out}/seen", app)
+        else:
+            train(framework, out)
+    except Seen:
+        pass
+
+
+def save_states(folder, sharded, times):
+    """Accelerate's own calls: trains and saves states under automatic names; returns them, and the next loss."""
+    from accelerate.utils import ProjectConfiguration
+    from integrations import fit_accelerate
+
+    naming = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True, total_limit=2)
+    accelerator, model, optimizer, schedule, loader = fit_accelerate.prepare(
+        shard if sharded else lambda _: None, project_config=naming
+    )
+    if times == 0:
+        accelerator.load_state()
+    batches = iter(loader)
+    for i in range(times + 1):
+        loss = model(**next(batches))["loss"]
+        if i == times:
+            return float(accelerator.reduce(loss.detach(), "mean")), optimizer.param_groups[0]["lr"]
+        accelerator.backward(loss)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        accelerator.save_state()
+
+
+def schedule_by_ranks(folder):
+    """Saves, or loads, with a schedule that Accelerate has go by the number of ranks."""
+    from shardopt.integrations.accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accelerator.prepare(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 5))
+    (accelerator.load_state if os.path.isdir(folder) else accelerator.save_state)(folder)

@@ -126,7 +126,7 @@ def test_state_with_tensors_comes_back_whatever_is_there(tmp_path):
     def refuse(value):
         raise MismatchError(f"found {value}")
 
-    with pytest.raises(MismatchError, match="found {'n': 4}"):
+    with pytest.raises(MismatchError, match=r"found \{'n': 4\}"):
         checkpoint.load(tmp_path / "b", {"framework": FrameworkState(check=refuse)})
 
 

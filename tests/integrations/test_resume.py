@@ -5,10 +5,10 @@ import signal
 
 import pytest
 import torch
-from compare_runs import compare_losses, read_losses
+from compare_runs import compare_losses, differing_keys, read_losses
 
 from shardopt import checkpoint
-from tests.harness import Fault, run_ranks, run_ranks_outcomes
+from tests.harness import Fault, RanksFailed, run_ranks, run_ranks_outcomes
 from tests.integrations import jobs
 
 RANKS, STEPS, DIES_AT, EVERY = 2, 15, 8, 2
@@ -18,6 +18,7 @@ ALL = [
     pytest.param(name, marks=pytest.mark.skipif(not jobs.is_installed(needs), reason=f"{needs} is not installed"))
     for name, needs in jobs.NEEDS.items()
 ]
+NEEDS_ACCELERATE = pytest.mark.skipif(not jobs.is_installed("accelerate"), reason="accelerate is not installed")
 STOPPING = [each for each in ALL if each.values[0] != "lightning strategy"]  # which has no Manager
 
 
@@ -97,3 +98,33 @@ def test_saved_in_a_framework_and_loaded_in_plain_torch(tmp_path, framework):
     run_ranks(RANKS, jobs.run, framework, str(tmp_path / "run"), deadline_seconds=DEADLINE_SECONDS)
     rates = run_ranks(3, jobs.load_in_plain_torch, last(tmp_path / "run"), deadline_seconds=DEADLINE_SECONDS)
     assert all(rate != 0.5 for rate in rates)  # that of the checkpoint
+
+
+@pytest.mark.parametrize("framework", STOPPING)
+def test_saved_in_plain_torch_and_gone_on_with_in_a_framework(tmp_path, framework):
+    url = str(tmp_path / "plain")
+    run_ranks(1, jobs.save_in_plain_torch, url, framework == "lightning")
+    (tmp_path / "run").mkdir()
+    run_ranks(RANKS, jobs.start_from, framework, str(tmp_path / "run"), url, deadline_seconds=DEADLINE_SECONDS)
+    assert differing_keys(url, str(tmp_path / "run" / "seen"))[0] == ["step"]
+
+
+@NEEDS_ACCELERATE
+@pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
+def test_states_of_accelerate_go_to_other_ranks(tmp_path, sharded):
+    folder = str(tmp_path)
+    expected, rate = run_ranks(2, jobs.save_states, folder, sharded, 7, deadline_seconds=DEADLINE_SECONDS)[0]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["checkpoint_5", "checkpoint_6"]
+    (tmp_path / "checkpoints" / "checkpoint_7").mkdir()  # of a save that died: no checkpoint
+    for ranks in (1, 2, 3):
+        again = run_ranks(ranks, jobs.save_states, folder, sharded, 0, deadline_seconds=DEADLINE_SECONDS)
+        assert all(loss == pytest.approx(expected, rel=1e-5) and lr == rate == 0.005 for loss, lr in again)
+
+
+@NEEDS_ACCELERATE
+def test_a_schedule_that_goes_by_the_ranks_is_refused_on_others(tmp_path):
+    folder = str(tmp_path / "state")
+    run_ranks(2, jobs.schedule_by_ranks, folder, deadline_seconds=DEADLINE_SECONDS)
+    run_ranks(2, jobs.schedule_by_ranks, folder, deadline_seconds=DEADLINE_SECONDS)
+    with pytest.raises(RanksFailed, match=r"schedule: found 1 steps of a schedule.*required 2.*split_batches=True"):
+        run_ranks(1, jobs.schedule_by_ranks, folder, deadline_seconds=DEADLINE_SECONDS)
