@@ -22,7 +22,7 @@ from torchtitan.config import TrainingConfig
 from torchtitan.models.llama3 import model_registry
 from torchtitan.trainer import Trainer
 
-from shardopt.integrations.torchdata import ResumableLoader
+from shardopt.integrations.torchdata import ResumableStatefulLoader
 from shardopt.integrations.torchtitan import ShardoptCheckpoints, ShardoptOptimizers
 
 ADAMW = {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
@@ -43,7 +43,7 @@ class Windows(Dataset[tuple[dict[str, Tensor], Tensor]]):
         return {"input": window[:-1], "positions": torch.arange(self.length, dtype=torch.int32)}, window[1:]
 
 
-class WindowLoader(ResumableLoader, BaseDataLoader):
+class WindowLoader(ResumableStatefulLoader, BaseDataLoader):
     """Windows of text without end, dealt to the data ranks."""
 
     @dataclass(kw_only=True, slots=True)

@@ -18,10 +18,10 @@ from shardopt.sampler import ResumableSampler
 from shardopt.state import PerRank
 
 
-class ResumableLoader(StatefulDataLoader):  # type: ignore[misc, type-arg, unused-ignore]  # torchdata has no types
+class ResumableStatefulLoader(StatefulDataLoader):  # type: ignore[misc, type-arg, unused-ignore]  # torchdata has no types
     """A `StatefulDataLoader` of a map-style data set, with a position that is the same on every rank.
 
-        loader = ResumableLoader(dataset, batch_size=64, seed=0, num_workers=4)
+        loader = ResumableStatefulLoader(dataset, batch_size=64, seed=0, num_workers=4)
         app = {..., "data": loader}
         for batch in loader:  # the rest of this epoch
             ...

@@ -32,13 +32,13 @@ class Stream(IterableDataset):
 
 
 def loader_of(workers):
-    from shardopt.integrations.torchdata import ResumableLoader
+    from shardopt.integrations.torchdata import ResumableStatefulLoader
 
     warnings.filterwarnings("ignore", "'set_vital' is deprecated")
     mixed = ConcatDataset([TensorDataset(torch.arange(50)), TensorDataset(torch.arange(50, SIZE))])
     # The ranks of tests are made by a fork server, which would import torch for each worker.
     options = {"multiprocessing_context": "fork"} if workers else {}
-    return ResumableLoader(mixed, batch_size=BATCH, seed=3, num_workers=workers, **options)
+    return ResumableStatefulLoader(mixed, batch_size=BATCH, seed=3, num_workers=workers, **options)
 
 
 def see(source, path, batches, workers):
@@ -94,9 +94,9 @@ def test_a_stream_goes_on_on_as_many_ranks_and_is_refused_on_others(tmp_path):
 
 
 def test_a_stream_has_no_position_for_other_ranks():
-    from shardopt.integrations.torchdata import ResumableLoader
+    from shardopt.integrations.torchdata import ResumableStatefulLoader
 
     with pytest.raises(OptionError, match="which is a stream"):
-        ResumableLoader(Stream(), batch_size=4)
+        ResumableStatefulLoader(Stream(), batch_size=4)
     with pytest.raises(OptionError, match="the order is this loader's"):
-        ResumableLoader(TensorDataset(torch.arange(9)), batch_size=4, sampler=[1, 2])
+        ResumableStatefulLoader(TensorDataset(torch.arange(9)), batch_size=4, sampler=[1, 2])
