@@ -1,6 +1,6 @@
 """torchdata's `StatefulDataLoader`, whose position is saved with a job and holds where its data allows it.
 
-Samples that can be asked for by number (map-style data sets, concatenations of them, windows of a stream of tokens) have
+Samples that can be asked for by number (map-style data sets, concatenations of them, windows of a text) have
 one order for the whole job: the position in it is one number, and any number of ranks goes on behind it. A stream gives
 each rank samples of its own, and what of them another rank would have to leave out cannot be told from its state.
 """
@@ -26,7 +26,7 @@ class ResumableStatefulLoader(StatefulDataLoader):  # type: ignore[misc, type-ar
         for batch in loader:  # the rest of this epoch
             ...
 
-    Each pass yields the rest of an epoch, and batches count as they are handed out, whatever workers have fetched ahead.
+    Each pass yields the rest of an epoch. Batches count as they are handed out, whatever workers have fetched ahead.
 
     Args:
         dataset: with a length, and samples by number. An epoch has each of them once, and with `drop_last` those alone

@@ -37,8 +37,8 @@ class ShardoptCheckpoints(BaseCheckpointManager):  # type: ignore[misc, unused-i
     """A checkpoint manager of torchtitan that saves and restores by a `checkpoint.Manager`.
 
     Its checkpoints have model, optimizer, schedule, data and step, whole at the last step, too. Runs go on with other
-    meshes and stages of a pipeline. Loaders whose state is the same on every data rank (`ResumableStatefulLoader`) go on with
-    another number of them; those of torchtitan are refused, unless `exclude_from_loading` has "dataloader".
+    meshes and stages of a pipeline. Loaders whose state is the same on every data rank (`ResumableStatefulLoader`) go on
+    with another number of them; those of torchtitan are refused, unless `exclude_from_loading` has "dataloader".
 
     Args:
         config: `folder`, `interval`, `keep_latest_k`, `load_step` and `exclude_from_loading` are torchtitan's;
@@ -227,8 +227,8 @@ def _with_reason(problem: Problem) -> Problem:
     if not problem.key.startswith(f"{DATA}.dp_rank_"):
         return problem
     remedy = (
-        "what each data rank has seen of its stream says nothing for another number of them: use as many, a loader whose "
-        'position holds for any (ResumableStatefulLoader), or exclude_from_loading=["dataloader"], to begin with the data anew'
+        "what a data rank has seen of its stream says nothing for another number of them: use as many, or a loader "
+        'whose position holds for any (ResumableStatefulLoader), or exclude_from_loading=["dataloader"] to begin anew'
     )
     return replace(problem, remedy=remedy)
 

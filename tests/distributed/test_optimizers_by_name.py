@@ -1,4 +1,4 @@
-"""Optimizers of others that have parameters by name in `params`, as torchrec's fused ones: each rank has some, or none."""
+"""Optimizers of others that have parameters by name in `params`, as torchrec's fused ones: each rank has some or none."""
 
 import pytest
 import torch
@@ -47,8 +47,9 @@ def load(path, placed):
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_a_rank_without_tables_saves_and_loads_nothing_of_them(tmp_path, ranks):
     path = str(tmp_path / "c")
-    (keys, *_) = run_ranks(2, save, path, [["one", "two"], []])
-    assert keys == ["fused.state.one.sum", "fused.state.two.sum", "tables.one", "tables.two"]
+    (keys, *_) = run_ranks(2, save, path, [["two", "one"], []])
+    options = ["fused.param_groups.one", "fused.param_groups.two"]
+    assert keys == [*options, "fused.state.one.sum", "fused.state.two.sum", "tables.one", "tables.two"]
     placed = [["two"], ["one"], []] if ranks > 1 else [["one", "two"]]
     loaded = run_ranks(ranks, load, path, placed)
     assert loaded == [{name: (1.0, 2.0) for name in names} for names in placed[:ranks]]

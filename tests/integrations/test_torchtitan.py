@@ -40,7 +40,7 @@ def compare(one, other, exact):
     """Compares two checkpoints: options and plain values are equal, and tensors to the bit where `exact`."""
     with checkpoint.open(one) as got, checkpoint.open(other) as wanted:
         assert set(got.keys()) == set(wanted.keys())
-        for key in wanted.keys():
+        for key in sorted(wanted.keys()):
             found, expected = got.read(key), wanted.read(key)
             if not isinstance(expected, torch.Tensor):
                 assert found == expected, key

@@ -1,4 +1,4 @@
-"""What makes torchtitan 0.3.0, written for GPUs, train on CPUs with gloo. To be called before torchtitan is imported."""
+"""What makes torchtitan 0.3.0, written for GPUs, train on CPUs with gloo. Called before torchtitan is imported."""
 
 import importlib
 import types
