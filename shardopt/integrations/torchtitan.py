@@ -37,8 +37,8 @@ class ShardoptCheckpoints(BaseCheckpointManager):  # type: ignore[misc, unused-i
     """A checkpoint manager of torchtitan that saves and restores by a `checkpoint.Manager`.
 
     Its checkpoints have model, optimizer, schedule, data and step, whole at the last step, too. Runs go on with other
-    meshes and stages of a pipeline. Loaders whose state is the same on every data rank (`ResumableStatefulLoader`) go on
-    with another number of them; those of torchtitan are refused, unless `exclude_from_loading` has "dataloader".
+    meshes and stages of a pipeline. Loaders whose state is the same on every data rank (`ResumableStatefulLoader`)
+    go on with another number of them; those of torchtitan are refused, unless `exclude_from_loading` has "dataloader".
 
     Args:
         config: `folder`, `interval`, `keep_latest_k`, `load_step` and `exclude_from_loading` are torchtitan's;

@@ -1,4 +1,4 @@
-"""Optimizers of others that have parameters by name in `params`, as torchrec's fused ones: each rank has some or none."""
+"""Optimizers of others with parameters by name in `params`, as torchrec's fused ones: each rank has some or none."""
 
 import pytest
 import torch

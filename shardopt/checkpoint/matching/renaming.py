@@ -176,7 +176,7 @@ def _aliases_among(keys: Iterable[str], flat: FlatState) -> dict[str, str]:
 
 
 def _spread(values: Values, flat: FlatState) -> Values:
-    """Splits what is stored as one value of an object with `held_names`: all of its state, or "state", without a tensor.
+    """Splits what is stored as one value of what has `held_names`: all of its state, or "state", without a tensor.
 
     So earlier versions have it. By now each name in "state" has a key of its own.
     """
