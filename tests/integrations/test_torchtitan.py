@@ -1,5 +1,6 @@
 """torchtitan 0.3.0's own trainer with our checkpoints and optimizers: killed, and resumed on other meshes."""
 
+import importlib
 import importlib.metadata
 import importlib.util
 import shutil
@@ -8,9 +9,11 @@ import pytest
 import torch
 
 from shardopt import checkpoint
+from shardopt.errors import MismatchError
 from tests.harness import run_ranks, run_ranks_outcomes
 from tests.integrations.rank_faults import KILL, TERMINATE, exit_code_of
 from tests.integrations.titan_job import train
+from tests.integrations.titan_on_cpu import on_cpu
 
 VERSION = "0.3.0"
 pytestmark = [
@@ -98,3 +101,28 @@ def test_sigterm_saves_and_leaves(tmp_path):
     assert run_ranks(2, leave, run, (1, 5, TERMINATE), deadline_seconds=DEADLINE) == [143, 143]
     losses, _ = run_ranks(1, train, run, 10, deadline_seconds=DEADLINE)[0]
     assert min(losses) in (6, 7, 8) and max(losses) == 10
+
+
+def train_stock(folder, steps):
+    on_cpu()
+    return train(folder, steps, change=importlib.import_module("tests.integrations.titan_stock").stock)[0]
+
+
+def refuse_stock(folder):
+    try:
+        train_stock(folder, 5)
+    except MismatchError as error:
+        return [(problem.key, problem.remedy) for problem in error.problems]
+    return []
+
+
+def test_torchtitans_own_optimizers_and_loader_go_on_on_as_many_ranks_and_are_refused_on_others(tmp_path):
+    whole, run = str(tmp_path / "whole"), str(tmp_path / "run")
+    expected = run_ranks(2, train_stock, whole, 5, deadline_seconds=DEADLINE)[0]
+    shutil.copytree(whole, run)
+    shutil.rmtree(folder_of(run, 5))
+    assert run_ranks(2, train_stock, run, 5, deadline_seconds=DEADLINE)[0] == {5: expected[5]}
+    compare(folder_of(run, 5), folder_of(whole, 5), exact=True)
+    (problems,) = run_ranks(1, refuse_stock, run, deadline_seconds=DEADLINE)
+    assert [key for key, _ in problems] == ["dataloader.dp_rank_1"]
+    assert "says nothing for another number of them" in problems[0][1]
