@@ -2,10 +2,10 @@
 
     PYTHONPATH=.:examples python -m benchmarks.frameworks_sharded [torchdata] [torchrec] [torchtitan]
 
-torchdata: `StatefulDataLoader` over a `DistributedSampler`, each rank with the state of its number, as is usual; a cell is
-how many samples of an epoch were given never, and how many more than once. torchrec: `dcp.save` and `dcp.load` of model and
-fused optimizer; torchtitan: its `CheckpointManager`, optimizers and loader. A cell there is the largest relative difference
-of a loss from the uninterrupted run's, or the first line of the error.
+torchdata: `StatefulDataLoader` over a `DistributedSampler`, each rank with the state of its number, as is usual; a cell
+is how many samples of an epoch were given never, and how many more than once. torchrec: `dcp.save`, `dcp.load` of model
+and fused optimizer; torchtitan: its `CheckpointManager` and optimizers. A cell there is the largest relative difference
+of a loss from the uninterrupted run's, or the last line of the error.
 """
 
 from __future__ import annotations
