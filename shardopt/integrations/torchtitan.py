@@ -173,7 +173,7 @@ class ShardoptOptimizers(OptimizersContainer):  # type: ignore[misc, type-arg, u
         self.model_parts = model_parts
         self.keyed = keyed(config.param_groups[-1].optimizer_name, named.items(), groups=groups)
         self.optimizers = [self.keyed]
-        self._post_init([*named.values()])
+        torch.optim.Optimizer.__init__(self, [*named.values()], {})  # for its hooks, of which models register some
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.optimizers)
