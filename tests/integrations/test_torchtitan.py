@@ -78,9 +78,8 @@ def killed(tmp_path_factory):
         (2, {}),
         (1, {}),
         (3, {}),
-        (2, {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "Interleaved1F1B"}),
     ],
-    ids=["same", "one", "three", "pipeline"],
+    ids=["same", "one", "three"],
 )
 def test_a_run_goes_on_after_a_kill(tmp_path, whole, killed, ranks, parallelism):
     reference, expected, counters = whole
