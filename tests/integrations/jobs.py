@@ -36,12 +36,14 @@ def be_quiet():
 
 def shard(accelerator):
     from accelerate import DistributedType
+    from accelerate.state import PartialState
     from accelerate.utils import FullyShardedDataParallelPlugin
 
     accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, cpu_ram_efficient_loading=False, auto_wrap_policy="NO_WRAP", reshard_after_forward=True
     )
     accelerator.state.distributed_type = DistributedType.FSDP
+    PartialState().distributed_type = DistributedType.FSDP  # of which every new AcceleratorState takes it
 
 
 def shard_trainer(trainer):
@@ -91,6 +93,7 @@ def run(framework, out, **options):
     trained = train(framework, out, **options)
     if "fsdp2" in framework:
         accelerator = getattr(trained, "accelerator", trained)
+        assert accelerator.distributed_type == "FSDP" and accelerator.is_fsdp2
         assert all(isinstance(each, DTensor) for model in accelerator._models for each in model.parameters())
     history = getattr(getattr(trained, "state", None), "log_history", None)
     return [(line["step"], line["loss"]) for line in history if "loss" in line] if history else None
