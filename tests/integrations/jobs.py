@@ -5,6 +5,7 @@ FSDP2 under Accelerate wants a GPU: `shard` has it take CPUs for one, which is a
 
 import functools
 import importlib.util
+import itertools
 import os
 import signal
 import warnings
@@ -28,14 +29,21 @@ def is_installed(name):
     return importlib.util.find_spec(name) is not None
 
 
+def be_quiet():
+    warnings.resetwarnings()  # of the frameworks, which are not these tests'
+    warnings.simplefilter("ignore")
+
+
 def shard(accelerator):
     from accelerate import DistributedType
+    from accelerate.state import PartialState
     from accelerate.utils import FullyShardedDataParallelPlugin
 
     accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, cpu_ram_efficient_loading=False, auto_wrap_policy="NO_WRAP", reshard_after_forward=True
     )
     accelerator.state.distributed_type = DistributedType.FSDP
+    PartialState().distributed_type = DistributedType.FSDP  # of which every new AcceleratorState takes it
 
 
 def shard_trainer(trainer):
@@ -51,9 +59,7 @@ def newest(folder):
 
 def train(framework, out, **options):
     """Trains one of the examples on this rank; returns what it gives."""
-    warnings.resetwarnings()  # of the frameworks, which are not these tests'
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
+    be_quiet()
     out = Path(out)
     if dist.get_rank() == 0:
         out.mkdir(exist_ok=True)
@@ -87,6 +93,7 @@ def run(framework, out, **options):
     trained = train(framework, out, **options)
     if "fsdp2" in framework:
         accelerator = getattr(trained, "accelerator", trained)
+        assert accelerator.distributed_type == "FSDP" and accelerator.is_fsdp2
         assert all(isinstance(each, DTensor) for model in accelerator._models for each in model.parameters())
     history = getattr(getattr(trained, "state", None), "log_history", None)
     return [(line["step"], line["loss"]) for line in history if "loss" in line] if history else None
@@ -122,8 +129,8 @@ def load_in_plain_torch(url):
     with checkpoint.open(url) as reader:
         within = any(key.startswith("model.network.") for key in sorted(reader.keys()))
         groups = {str(reader.read(key)) for key in sorted(reader.keys()) if key.startswith("optimizer.param_groups.")}
+    fully_shard(model.network)
     model = model if within else model.network
-    fully_shard(model)
     no_decay = [] if len(groups) == 1 else [{"match": "^(0|3).weight$"}]
     optimizer = shardopt.keyed("adamw", model.named_parameters(), groups=no_decay, weight_decay=0.0, lr=0.5)
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)  # as the framework's has one: it adds an option
@@ -146,6 +153,7 @@ def save_in_plain_torch(url, within):
     network = Network()
     model = torch.nn.ModuleDict({"network": network}) if within else network
     optimizer = shardopt.keyed("adamw", model.named_parameters(), lr=0.3)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     for i in range(3):
         batch = Sums()[i]
         network(batch["inputs"], batch["labels"])["loss"].backward()
@@ -158,6 +166,8 @@ def start_from(framework, out, url):
     """Begins from a checkpoint of another program; saves model and optimizer as they are before the first step."""
     from shardopt import checkpoint
     from shardopt.integrations.run import TrainingRun
+
+    be_quiet()
 
     class Seen(BaseException):
         pass
@@ -192,13 +202,14 @@ def save_states(folder, sharded, times):
     from accelerate.utils import ProjectConfiguration
     from integrations import fit_accelerate
 
+    be_quiet()
     naming = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True, total_limit=2)
     accelerator, model, optimizer, schedule, loader = fit_accelerate.prepare(
         shard if sharded else lambda _: None, project_config=naming
     )
     if times == 0:
         accelerator.load_state()
-    batches = iter(loader)
+    batches = itertools.chain.from_iterable(itertools.repeat(loader))
     for i in range(times + 1):
         loss = model(**next(batches))["loss"]
         if i == times:
@@ -214,6 +225,7 @@ def schedule_by_ranks(folder):
     """Saves, or loads, with a schedule that Accelerate has go by the number of ranks."""
     from shardopt.integrations.accelerate import Accelerator
 
+    be_quiet()
     accelerator = Accelerator(cpu=True)
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

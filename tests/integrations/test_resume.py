@@ -106,7 +106,18 @@ def test_saved_in_plain_torch_and_gone_on_with_in_a_framework(tmp_path, framewor
     run_ranks(1, jobs.save_in_plain_torch, url, framework == "lightning")
     (tmp_path / "run").mkdir()
     run_ranks(RANKS, jobs.start_from, framework, str(tmp_path / "run"), url, deadline_seconds=DEADLINE_SECONDS)
-    assert differing_keys(url, str(tmp_path / "run" / "seen"))[0] == ["step"]
+    seen = str(tmp_path / "run" / "seen")
+    differing, compared = differing_keys(url, seen)
+    # A group also has what the code here gave, which a checkpoint tells apart from what was in force.
+    assert compared > 20 and all(key == "step" or ".param_groups." in key for key in differing), differing
+    with checkpoint.open(url) as there, checkpoint.open(seen) as here:
+        groups = [key for key in sorted(there.keys()) if ".param_groups." in key]
+        for key in groups:
+            saved, found = there.read(key), here.read(key)
+            assert {name: found[name] for name in ("lr", "betas", "eps", "weight_decay", "initial_lr")} == {
+                name: saved[name] for name in ("lr", "betas", "eps", "weight_decay", "initial_lr")
+            }
+    assert len(groups) == 6 and saved["lr"] == 0.3
 
 
 @NEEDS_ACCELERATE
