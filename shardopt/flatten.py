@@ -42,11 +42,11 @@ from shardopt.state import (
     Handback,
     Index,
     Leaf,
-    PartialStateful,
     Path,
     PerRank,
     Stateful,
     Tied,
+    held_names,
     join,
     refuse_chains,
 )
@@ -128,7 +128,7 @@ def _descend_stateful(node: Stateful, path: Path, flat: FlatState) -> None:
         for part, child in value.items():
             handback.state[own.get(part, part)] = child
 
-    partial = isinstance(node, PartialStateful)
+    partial = held_names(node) is not None
     groups = handback.state.get(PARAM_GROUPS)
     if are_named(groups) and (partial or any(group[PARAMS] for group in groups)):
         handback.groups = groups

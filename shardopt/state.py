@@ -68,6 +68,18 @@ class PartialStateful(Stateful, Protocol):
     def held_state_names(self) -> Collection[str]: ...
 
 
+def held_names(target: object) -> Collection[str] | None:
+    """Returns the names whose state belongs on this rank; None for an object that does not tell.
+
+    Besides a `PartialStateful`, an optimizer tells it that has its parameters by name in `params`, as torchrec's have:
+    of a table that lies on another rank it has nothing.
+    """
+    if isinstance(target, PartialStateful):
+        return target.held_state_names()
+    params = getattr(target, "params", None) if isinstance(target, torch.optim.Optimizer) else None
+    return params.keys() if isinstance(params, Mapping) and all(isinstance(name, str) for name in params) else None
+
+
 @runtime_checkable
 class UnsteppedStateful(PartialStateful, Protocol):
     """A PartialStateful, an optimizer, that can make state before its first step, for some names alone.

@@ -29,7 +29,7 @@ from tests.harness.rank import Job, rank_main
 T = TypeVar("T")
 
 _ROOT = Path(__file__).resolve().parents[2]
-_PRELOADED = [
+PRELOADED = [
     "tests.harness.rank",
     "shardopt.checkpoint",  # with fsspec: a fifth of a second in each rank of each test that imports it
     "shardopt.nn",
@@ -189,7 +189,7 @@ def _ranks(
 def _start_server() -> None:
     """Start the fork server, once, with nothing in it that a fork could break: no threads of OpenMP or BLAS."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    context.set_forkserver_preload(PRELOADED)
     wanted = {
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",

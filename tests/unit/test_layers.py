@@ -67,6 +67,7 @@ FLOORS = {
     "checkpoint/__init__": 32,
     "nn": 33,  # over optim, whose optimizers it runs inside of backward
     "cli": 34,
+    "integrations": 34,  # loops of frameworks, around all that is here; imported by nobody
     "__init__": 35,
 }
 # Never import each other, whatever their floors.
@@ -87,7 +88,7 @@ def room_of(module: str) -> str | None:
     return None
 
 
-# The files that may touch private parts of torch, and what for.
+# The files that may touch private parts of torch, or of a framework, and what for.
 PRIVATE_PLACES = {
     "sharding/view.py": "the local tensor of a DTensor, the process group of a ShardedTensor",
     "sharding/pieces.py": "results of collectives that are still on their way",
@@ -98,6 +99,8 @@ PRIVATE_PLACES = {
     "sharding/reduced.py": "the same classes, for what is left of a tensor when a dimension of it is summed over",
     "ranks/groups.py": "how many process groups there are, by which torch names a new one",
     "torch_private.py": "the lazy state of torch's optimizers, made without a step",
+    "integrations/accelerate.py": "what an Accelerator was given to prepare and to save",
+    "integrations/trainer.py": "the loss since a Trainer's last log, and the step of that",
 }
 # Private by name only: torch's multi-tensor operations, a tensor's version counter, what a namedtuple offers, os._exit,
 # stacks of other threads.

@@ -28,6 +28,7 @@ from shardopt.state import (
     PartialStateful,
     Path,
     PerRank,
+    held_names,
     is_below,
     join,
     kinds_differ,
@@ -317,8 +318,8 @@ def _options_elsewhere(handback: Handback, flat: FlatState, manifest: Manifest) 
 def _belonging(handback: Handback, stored: Mapping[str, Path], keys: Iterable[str], flat: FlatState) -> list[str]:
     """Returns those of an object's stored keys that belong on this rank, whether it has a place for them or not."""
     target, root = handback.target, len(handback.path)
-    if isinstance(target, PartialStateful):
-        names = target.held_state_names()
+    names = held_names(target)
+    if names is not None:
         within = ((key, _path_here(handback, stored[key], flat)[root:]) for key in keys)
         return [key for key, path in within if len(path) < 2 or _belongs(path, names)]
     return [] if isinstance(target, CheckedStateful) else list(keys)
@@ -327,9 +328,10 @@ def _belonging(handback: Handback, stored: Mapping[str, Path], keys: Iterable[st
 def _path_here(handback: Handback, path: Path, flat: FlatState) -> Path:
     """Returns the path that an entry of an object has on this rank, which may have its parameter under another name."""
     at = len(handback.path) + 1
-    if not flat.tied or not isinstance(handback.target, PartialStateful) or len(path) <= at:
+    names = held_names(handback.target) if flat.tied and len(path) > at else None
+    if names is None:
         return path
-    return (*path[:at], flat.name_here(path[at], handback.target.held_state_names()), *path[at + 1 :])
+    return (*path[:at], flat.name_here(path[at], names), *path[at + 1 :])
 
 
 def _belongs(path: Path, names: Collection[str]) -> bool:

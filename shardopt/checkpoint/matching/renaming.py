@@ -20,7 +20,7 @@ from shardopt.checkpoint.matching.granularity import at_granularity_of
 from shardopt.errors import MismatchError, Problem
 from shardopt.names import may_have_wrappers, names_under_wrappers
 from shardopt.param_groups import PARAM_GROUPS
-from shardopt.state import FlatState, PartialStateful, Path, join
+from shardopt.state import FlatState, Path, held_names, join
 
 T = TypeVar("T")
 _STATE = "state"
@@ -176,11 +176,11 @@ def _aliases_among(keys: Iterable[str], flat: FlatState) -> dict[str, str]:
 
 
 def _spread(values: Values, flat: FlatState) -> Values:
-    """Splits what is stored as one value of a `PartialStateful`: all of its state, or "state", without a tensor.
+    """Splits what is stored as one value of what has `held_names`: all of its state, or "state", without a tensor.
 
     So earlier versions have it. By now each name in "state" has a key of its own.
     """
-    for root in [each.path for each in flat.handbacks if isinstance(each.target, PartialStateful)]:
+    for root in [each.path for each in flat.handbacks if held_names(each.target) is not None]:
         for path in (root, (*root, _STATE)):
             _, whole = values.get(join(path), (path, None))
             if isinstance(whole, dict) and join(path) not in flat.leaves:

@@ -1,0 +1,193 @@
+"""Accelerate's `Accelerator` whose states shardopt saves and loads: resumed on any number of ranks.
+
+    from shardopt.integrations.accelerate import Accelerator  # in the place of accelerate's
+
+    accelerator = Accelerator()
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    accelerator.register_for_checkpointing(loader)
+    accelerator.save_state("out/step-500")
+    accelerator.load_state("out/step-500")
+
+or with all that a Manager does: `manager.restore(accelerator.app(step))`, `manager.save(count, accelerator.app(step))`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import accelerate
+from torch import nn
+
+from shardopt import checkpoint
+from shardopt.checkpoint.commit import remove_checkpoint
+from shardopt.checkpoint.format.constants import MANIFEST_NAME
+from shardopt.checkpoint.storage import storage_of
+from shardopt.errors import CheckpointNotFoundError, MismatchError, OptionError, Problem
+from shardopt.integrations.accelerated import make_keyed
+from shardopt.integrations.optimizers import names_of, require_keyed
+from shardopt.integrations.run import FrameworkState, of_rank_0
+from shardopt.random_state import RandomState
+from shardopt.ranks import ranks_of
+
+__all__ = ["Accelerator"]
+
+_REMEDY = "give `prepare` one of torch.optim's that has not stepped, together with its model; it is keyed there"
+
+
+class Accelerator(accelerate.Accelerator):
+    """An `accelerate.Accelerator` that makes optimizers keyed, and whose `save_state` and `load_state` are shardopt's.
+
+    A state has all that `prepare` got (models, optimizers, schedules), what was registered for checkpointing, random
+    states, and the epoch of each data loader. A torch optimizer is replaced by the keyed one of the same algorithm and
+    groups within its wrapper, once `prepare` has sharded its model, which Accelerate does beneath it for FSDP2.
+
+    Raises in `prepare`:
+        StateError: an optimizer has stepped, or was built upon parameters that are not those of one model by then; or
+            mixed precision is fp16, whose scaler has hold of the step.
+    """
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        """Prepares as Accelerate does, and then makes torch optimizers keyed."""
+        prepared = super().prepare(*args, **kwargs)
+        for wrapper in self._optimizers:
+            make_keyed(wrapper, self._model_of(wrapper), self._schedules(), _REMEDY)
+        return prepared
+
+    def app(self, entries: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Returns what is to be saved and loaded, for `checkpoint.save`, `load` and `Manager`.
+
+        Args:
+            entries: others of the app, such as `{"step": 7}`. Plain values are replaced in the dict that holds them:
+                to get them back, pass `{"progress": progress}` with a dict, and keep that.
+
+        Raises:
+            StateError: an optimizer is not keyed by parameter name.
+        """
+        state = {
+            "step": self.step,
+            "processes": self._processes_of_schedules(),
+            "iterations": [getattr(each, "iteration", 0) for each in self._dataloaders],
+        }
+        app: dict[str, Any] = {"random": RandomState(on_resize="keep"), "accelerator": _State(self, state)}
+        for name, objects in (
+            ("model", [self.unwrap_model(model) for model in self._models]),
+            ("optimizer", require_keyed(self._optimizers, _REMEDY)),
+            ("schedule", self._schedules()),
+        ):
+            if objects:
+                app[names_of(objects, name)] = objects[0] if len(objects) == 1 else objects
+        if self._custom_objects:
+            app["registered"] = [*self._custom_objects]
+        return {**app, **(entries or {})}
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> str:
+        """Saves a state; returns its path. Collective.
+
+        Args:
+            output_dir: a path or URL where no checkpoint is yet. None with `automatic_checkpoint_naming`, whose
+                `total_limit` holds.
+            safe_serialization: has no meaning here: files are safetensors.
+            options: there are none here.
+
+        Raises:
+            OptionError: there is no place to save to; options or hooks of Accelerate's own format.
+            CheckpointExistsError, CheckpointError: as by `checkpoint.save`.
+        """
+        self._refuse("save_state", options, self._save_model_state_pre_hook)
+        path = self._folder(output_dir, f"checkpoint_{self.project_configuration.iteration}")
+        checkpoint.save(path, self.app())
+        if output_dir is None:
+            self._remove_old()
+        self.project_configuration.iteration += 1
+        return path
+
+    def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **options: Any) -> None:
+        """Loads a state in place, into what was prepared, on any number of ranks. Collective.
+
+        Args:
+            input_dir: a path or URL. None with `automatic_checkpoint_naming`, for the newest one that is committed.
+            load_kwargs, options: there are none here.
+
+        Raises:
+            OptionError: options or hooks of Accelerate's own format.
+            CheckpointNotFoundError, MismatchError, CorruptionError: as by `checkpoint.load`.
+        """
+        self._refuse("load_state", {**options, **(load_kwargs or {})}, self._load_model_state_pre_hook)
+        path = self._folder(input_dir, "")
+        if input_dir is None:
+            saved = self._saved()
+            if not saved:
+                problem = Problem(path, "no checkpoint_…", "one that is committed", "save one, or name its path")
+                raise CheckpointNotFoundError("there is nothing to load", [problem])
+            path = f"{path}/{saved[-1]}"
+            self.project_configuration.iteration = int(saved[-1].rpartition("_")[2]) + 1
+        checkpoint.load(path, self.app(), init_state=True)
+
+    def _schedules(self) -> list[Any]:
+        return [getattr(each, "scheduler", each) for each in self._schedulers]
+
+    def _processes_of_schedules(self) -> int | None:
+        """Returns how often a schedule steps in a step, if that goes by the ranks, as it does by default; else None."""
+        counts = self.step_scheduler_with_optimizer and not self.split_batches and bool(self._schedulers)
+        return int(self.num_processes) if counts else None
+
+    def _model_of(self, wrapper: Any) -> nn.Module:
+        """Returns the model that has an optimizer's parameters; the last one where none has, which is refused then."""
+        parameters = {id(each) for group in wrapper.param_groups for each in group["params"]}
+        models: list[nn.Module] = [self.unwrap_model(model) for model in self._models] or [nn.Module()]
+        return next((each for each in models if parameters <= {*map(id, each.parameters())}), models[-1])
+
+    def _folder(self, given: str | None, name: str) -> str:
+        if given is not None:
+            return os.fspath(given)
+        if not self.project_configuration.automatic_checkpoint_naming:
+            remedy = "pass a path, or a ProjectConfiguration with automatic_checkpoint_naming"
+            raise OptionError("no place for a state", [Problem("output_dir", "None", "a path or URL", remedy)])
+        return os.path.join(self.project_dir, "checkpoints", name).rstrip("/")
+
+    def _saved(self) -> list[str]:
+        """Returns the names of the committed states under automatic naming, the oldest first, as rank 0 sees them."""
+        folder, found = self._folder(None, ""), []
+        if ranks_of(None).rank == 0 and os.path.isdir(folder):
+            found = [name for name in os.listdir(folder) if re.fullmatch(r"checkpoint_\d+", name)]
+            found = [name for name in found if storage_of(os.path.join(folder, name)).exists(MANIFEST_NAME)]
+        names: list[str] = of_rank_0("the saved states", {"names": found})["names"]
+        return sorted(names, key=lambda name: int(name.rpartition("_")[2]))
+
+    def _remove_old(self) -> None:
+        limit, saved = self.project_configuration.total_limit, self._saved()
+        if limit is not None and ranks_of(None).rank == 0:
+            for name in saved[: max(0, len(saved) - limit)]:
+                remove_checkpoint(storage_of(os.path.join(self._folder(None, ""), name)))
+
+    def _refuse(self, call: str, options: Mapping[str, Any], hooks: Mapping[Any, Any]) -> None:
+        remedy = "leave it out: shardopt saves and loads the state as it is"
+        problems = [Problem(f"{call}({name}=...)", "an option", "none", remedy) for name in options]
+        if hooks:
+            problems.append(Problem(f"hooks of {call}", f"{len(hooks)}", "none", remedy))
+        if problems:
+            raise OptionError("what is for Accelerate's own format", problems)
+
+
+class _State(FrameworkState):
+    """The Accelerator's own numbers; handed back to it as they are loaded."""
+
+    def __init__(self, owner: Accelerator, value: dict[str, Any]) -> None:
+        super().__init__(value, self._check_schedules)
+        self._owner = owner
+
+    def _check_schedules(self, saved: dict[str, Any]) -> None:
+        if saved["processes"] != self.value["processes"]:
+            found = f"{self.value['processes']} steps of a schedule in each step of training"
+            required = f"{saved['processes']}, as in the checkpoint"
+            remedy = "pass DataLoaderConfiguration(split_batches=True), and a step is one on any number of ranks"
+            raise MismatchError("the schedule would not go on", [Problem("schedule", found, required, remedy)])
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._owner.step = self.value["step"]
+        for loader, iteration in zip(self._owner._dataloaders, self.value["iterations"], strict=False):
+            loader.iteration = iteration

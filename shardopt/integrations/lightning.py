@@ -1,0 +1,75 @@
+"""Checkpoints of a Lightning trainer, by a callback: for any strategy, resumed on any number of ranks.
+
+trainer = Trainer(callbacks=[ShardoptCheckpoint("out/checkpoints", every=500)], ...)
+trainer.fit(module)  # from the newest committed checkpoint, if there is one
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+
+from shardopt.checkpoint import Manager
+from shardopt.integrations.lightning_state import LoaderStates, app_of, load_state, state_of, without_loaders
+from shardopt.integrations.run import FrameworkState, TrainingRun
+
+__all__ = ["ShardoptCheckpoint"]
+
+
+class ShardoptCheckpoint(Checkpoint):
+    """Restores the newest checkpoint when a fit begins, saves every so many steps, and at the end. All ranks have one.
+
+    Saved are the module, its optimizers (which have to be `shardopt.keyed`) and schedules, random states, the progress
+    of the loops, positions of data loaders, and what callbacks and hooks add. Lightning's own checkpoints are off then,
+    unless a ModelCheckpoint is given too. Steps are those of optimizers, as `trainer.global_step` counts them.
+
+    Args:
+        root: of the run's checkpoints, as for `checkpoint.Manager`.
+        every: a checkpoint every so many steps.
+        options: `start_from`, the URL of a checkpoint of another program, from which a run without any takes model and
+            optimizer; and those of `checkpoint.Manager`, such as `keep_last` or `stage`. `stop_on` is SIGTERM;
+            None leaves the signal to Lightning.
+
+    Attributes:
+        restored: the step that the last fit began with.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], *, every: int = 1, **options: Any) -> None:
+        self._run = TrainingRun(root, every=every, **options)
+        self._loaders = LoaderStates()
+        self.restored = 0
+
+    @property
+    def manager(self) -> Manager:
+        """The Manager, while a fit is under way."""
+        return self._run.manager
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Restores: strategy, optimizers and schedules are there by now, and no data was asked for yet."""
+        framework, self._loaders = FrameworkState(), LoaderStates()
+        self.restored = self._run.begin(app_of(trainer, framework, self._loaders))
+        if self.restored:
+            self._loaders.put_into(framework.value)
+            load_state(trainer, framework.value)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Lightning has put in a handler since, in which the rank that got the signal alone begins a collective.
+        self._run.take_signal_back()
+        self._loaders.load_positions(trainer.train_dataloader)
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        """Saves if a step is due that this batch has ended, and none that only added to the gradients."""
+        self._run.after_step(trainer.global_step, lambda: self._app(trainer))
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._run.end(trainer.global_step, lambda: self._app(trainer))
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._run.abort()
+
+    def _app(self, trainer: Trainer) -> dict[str, Any]:
+        state, loaders = without_loaders(state_of(trainer))
+        return app_of(trainer, FrameworkState(state), loaders)

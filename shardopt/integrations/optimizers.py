@@ -1,0 +1,101 @@
+"""The keyed optimizer within what a framework has put around it, or in the place of a torch optimizer."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardopt.errors import Problem, StateError
+from shardopt.optim.keyed import KeyedOptimizer, keyed
+
+_PARAMS = "params"
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """Returns the optimizer within wrappers that call it `optimizer` (Lightning's, Accelerate's)."""
+    while not isinstance(optimizer, KeyedOptimizer) and isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def require_keyed(optimizers: Iterable[Any], remedy: str) -> list[KeyedOptimizer]:
+    """Returns the keyed optimizers within wrappers.
+
+    Raises:
+        StateError: one of them is none, whose state could be saved and not be loaded into a new one; or its
+            parameters are no longer those that it was made for.
+    """
+    found = [unwrapped(each) for each in optimizers]
+    problems = []
+    for i, each in enumerate(found):
+        if not isinstance(each, KeyedOptimizer):
+            kind = f"{type(each).__module__}.{type(each).__qualname__}"
+            problems.append(Problem(f"optimizers[{i}]", f"a {kind}", "one that is keyed by parameter name", remedy))
+        elif _is_exchanged(each):
+            problems.append(
+                Problem(
+                    f"optimizers[{i}]",
+                    "groups with other parameters than it steps on, which were exchanged beneath it",
+                    "the parameters that it was made for",
+                    remedy,
+                )
+            )
+    if problems:
+        raise StateError("optimizers that cannot be resumed", problems)
+    return found
+
+
+def keyed_like(optimizer: Optimizer, named_params: Iterable[tuple[str, Tensor]], remedy: str) -> KeyedOptimizer:
+    """Makes a keyed optimizer with the algorithm and the groups of a torch optimizer that has not stepped.
+
+    Args:
+        optimizer: of a class that shardopt knows; it is left as it is, and is to be used no more.
+        named_params: of the model, as it is now: sharded, if it is to be.
+
+    Raises:
+        StateError: it has stepped; or has a parameter that the model has not, and so no name for.
+        AlgorithmError: its class is not known, or cannot step on shards.
+    """
+    names: dict[Tensor, str] = {}
+    for name, parameter in named_params:
+        names.setdefault(parameter, name)
+    groups = optimizer.param_groups
+    strangers = sum(parameter not in names for group in groups for parameter in group[_PARAMS])
+    problems = []
+    if strangers:
+        found = f"{strangers} tensors without names"
+        problems.append(Problem("param_groups", found, "parameters of the model", remedy))
+    if optimizer.state:
+        problems.append(Problem("state", "that of steps taken", "an optimizer before its first step", remedy))
+    if problems:
+        raise StateError(f"{type(optimizer).__qualname__} cannot be keyed by parameter name", problems)
+    accepted = inspect.signature(type(optimizer)).parameters.keys() - {_PARAMS}
+    options = [{name: value for name, value in group.items() if name in accepted} for group in groups]
+    patterns = [_pattern(sorted(names[parameter] for parameter in group[_PARAMS])) for group in groups]
+    # The last group is that of the defaults, so that there are as many groups as schedules know of.
+    first = [{"match": match, **own} for match, own in zip(patterns[:-1], options[:-1], strict=True)]
+    trained = {names[parameter]: parameter for group in groups for parameter in group[_PARAMS]}
+    made = keyed(type(optimizer), trained, groups=first, **options[-1])
+    for ours, theirs in zip(made.param_groups, groups, strict=True):
+        # What is no option of the class: a schedule, which has seen the groups, keeps its first rates there.
+        ours.update({name: value for name, value in theirs.items() if name not in accepted and name != _PARAMS})
+    return made
+
+
+def names_of(optimizers: Sequence[Any], one: str) -> str:
+    """Returns the name of one or several objects in an app: "optimizer", "optimizers"."""
+    return one if len(optimizers) == 1 else f"{one}s"
+
+
+def _pattern(names: Sequence[str]) -> str:
+    return f"^(?:{'|'.join(map(re.escape, names))})$" if names else r"(?!)"
+
+
+def _is_exchanged(optimizer: KeyedOptimizer) -> bool:
+    own = {id(parameter) for parameter in optimizer.params.values()}
+    return any(id(parameter) not in own for group in optimizer.param_groups for parameter in group[_PARAMS])

@@ -1,0 +1,176 @@
+"""The checkpoints of a training run whose loop is a framework's: restored once, saved after steps, closed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from shardopt.checkpoint import Manager, Strictness, load
+from shardopt.errors import Problem, StateError
+from shardopt.flatten import holds_tensors
+from shardopt.ranks import ranks_of
+from shardopt.values import decode_value, encode_value
+
+App = Mapping[str, Any]
+_ENCODED = "__encoded__"
+_TRAINED = ("model", "models", "optimizer", "optimizers")
+
+
+class FrameworkState:
+    """An entry of an app that is one plain value: what a framework keeps beside model, optimizer and schedule.
+
+    Args:
+        value: what to save: plain values, and small tensors within them.
+        check: gets a saved value before anything is loaded; raises MismatchError where it does not fit.
+
+    Attributes:
+        value: after a load, what was saved; else what was given.
+    """
+
+    def __init__(
+        self, value: dict[str, Any] | None = None, check: Callable[[dict[str, Any]], None] | None = None
+    ) -> None:
+        self.value = value or {}
+        self._check = check
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the value; where there are tensors in it, as text, since its keys may be others in every save."""
+        if not holds_tensors(self.value):
+            return self.value
+        return {_ENCODED: json.dumps(encode_value(_on_cpu(self.value), "the framework's state"))}
+
+    def check_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raises MismatchError where the framework cannot go on with what was saved."""
+        if self._check is not None:
+            self._check(_decoded(state_dict))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes what was saved; nothing of the framework's is changed by that."""
+        self.value = _decoded(state_dict)
+
+
+class TrainingRun:
+    """A `checkpoint.Manager` that is made when training begins, and saves after a step whatever the steps in between.
+
+    Args:
+        root: of the run's checkpoints, as for `checkpoint.Manager`.
+        every: save when this many steps have been done since the last multiple of it.
+        start_from: the URL of a checkpoint of another program, from which a run without any checkpoint takes models
+            and optimizers; what else is in it stays out.
+        stop_on: the signal at which all ranks save the same step and leave; None for no signal.
+        options: others of `checkpoint.Manager`.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        every: int = 1,
+        start_from: str | os.PathLike[str] | None = None,
+        stop_on: signal.Signals | None = signal.SIGTERM,
+        **options: Any,
+    ) -> None:
+        self._root, self._every, self._stop_on = root, every, stop_on
+        self._options, self._start_from = options, start_from
+        self._manager: Manager | None = None
+        self._last = 0
+        self._handler: Any = None
+
+    @property
+    def manager(self) -> Manager:
+        """The Manager of the run.
+
+        Raises:
+            StateError: training has not begun.
+        """
+        if self._manager is None:
+            problem = Problem("manager", "no training under way", "a run that has begun", "ask during training")
+            raise StateError("there is no Manager yet", [problem])
+        return self._manager
+
+    def begin(self, app: App) -> int:
+        """Makes the Manager, and loads the newest checkpoint into `app`; returns its step, or 0. Collective."""
+        self._manager = Manager(self._root, every=self._every, stop_on=self._stop_on, **self._options)
+        if self._stop_on is not None:
+            self._handler = signal.getsignal(self._stop_on)
+        self._last = self._manager.restore(app)
+        if self._last == 0 and self._start_from is not None:
+            trained = {name: app[name] for name in _TRAINED if name in app}
+            load(self._start_from, trained, init_state=True, strict=Strictness(unexpected="ignore"))
+        return self._last
+
+    def take_signal_back(self) -> None:
+        """Listens to the signal again, where the framework has put in a handler of its own since `begin`."""
+        if self._stop_on is not None:
+            signal.signal(self._stop_on, self._handler)
+
+    def after_step(self, step: int, app: Callable[[], App]) -> None:
+        """Saves where the step is due, or where the job is to stop. Collective; to be called after every step.
+
+        Args:
+            step: the number of steps done; one that was given before is passed over.
+            app: makes the app, where it is needed.
+
+        Raises:
+            SystemExit: the job was told to stop, and has saved.
+        """
+        if step <= self._last:
+            return
+        manager, due = self.manager, step // self._every > self._last // self._every  # a step may count for several
+        self._last = step
+        if manager.should_save(step) or due:
+            manager.save(step, app(), force=True)
+
+    def end(self, step: int, app: Callable[[], App]) -> None:
+        """Saves the last step where it was not, and waits for all that is still being written. Collective."""
+        if step > 0:
+            self.manager.save(step, app(), force=True)
+        self.manager.close()
+        self._manager = None
+
+    def abort(self) -> None:
+        """Closes after an error, which is the one that the program ends with. Does nothing where nothing is open."""
+        manager, self._manager = self._manager, None
+        if manager is not None:
+            manager.close()
+
+
+def of_rank_0(what: str, value: dict[str, Any]) -> dict[str, Any]:
+    """Returns the value that rank 0 has, on every rank. Collective.
+
+    Args:
+        what: names the value in errors.
+        value: plain values, and small tensors within them.
+
+    Raises:
+        StateError: there is something else in it, on rank 0.
+    """
+    ranks = ranks_of(None)
+    _, wire = ranks.agree(
+        f"taking {what} of rank 0",
+        work=lambda: encode_value(_on_cpu(value), what) if ranks.rank == 0 else None,
+        report=lambda encoded: encoded,
+        decide=lambda reports: reports[0],
+    )
+    taken: dict[str, Any] = decode_value(wire)
+    return taken
+
+
+def _decoded(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    encoded = state_dict.get(_ENCODED)
+    value: dict[str, Any] = dict(state_dict) if encoded is None else decode_value(json.loads(encoded))
+    return value
+
+
+def _on_cpu(value: Any) -> Any:
+    """Returns nested plain values with tensors on the CPU, and subclasses of dict as dicts."""
+    if hasattr(value, "detach"):
+        return value.detach().cpu()
+    if isinstance(value, Mapping):
+        return {name: _on_cpu(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_on_cpu(inner) for inner in value]
+    return tuple(map(_on_cpu, value)) if type(value) is tuple else value

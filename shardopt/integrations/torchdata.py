@@ -1,0 +1,126 @@
+"""torchdata's `StatefulDataLoader`, whose position is saved with a job and holds where its data allows it.
+
+Samples that can be asked for by number (map-style data sets, concatenations of them, windows of a text) have
+one order for the whole job: the position in it is one number, and any number of ranks goes on behind it. A stream gives
+each rank samples of its own, and what of them another rank would have to leave out cannot be told from its state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import Dataset, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from shardopt.errors import OptionError, Problem
+from shardopt.sampler import ResumableSampler
+from shardopt.state import PerRank
+
+
+class ResumableStatefulLoader(StatefulDataLoader):  # type: ignore[misc, type-arg, unused-ignore]  # torchdata has no types
+    """A `StatefulDataLoader` of a map-style data set, with a position that is the same on every rank.
+
+        loader = ResumableStatefulLoader(dataset, batch_size=64, seed=0, num_workers=4)
+        app = {..., "data": loader}
+        for batch in loader:  # the rest of this epoch
+            ...
+
+    Each pass yields the rest of an epoch. Batches count as they are handed out, whatever workers have fetched ahead.
+
+    Args:
+        dataset: with a length, and samples by number. An epoch has each of them once, and with `drop_last` those alone
+            that fill batches.
+        batch_size: of a global batch, in samples of all ranks together; at least the number of ranks.
+        seed, shuffle, drop_last, rank, ranks: as for `shardopt.ResumableSampler`.
+        options: of `StatefulDataLoader`: workers, collating, pinned memory.
+
+    Raises:
+        OptionError: the data set is a stream, or `options` have a sampler of their own.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        *,
+        batch_size: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = True,
+        rank: int | None = None,
+        ranks: int | None = None,
+        **options: Any,
+    ) -> None:
+        _refuse(dataset, options)
+        self.positions = ResumableSampler(
+            len(dataset),  # type: ignore[arg-type]  # it has one, or was refused
+            batch_size=batch_size,
+            seed=seed,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            rank=rank,
+            ranks=ranks,
+        )
+        super().__init__(dataset, batch_sampler=_Batches(self.positions), **options)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yields the rest of this epoch."""
+        return self.positions.through(super().__iter__())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the position of the whole job: the same on every rank, for any number of them."""
+        return self.positions.state_dict()
+
+    def check_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raises MismatchError where the state is of a data set of another size."""
+        self.positions.check_state_dict(state_dict)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on where the state was taken; the loader must be iterated anew."""
+        self.positions.load_state_dict(state_dict)
+
+
+class RankPosition:
+    """The position of any `StatefulDataLoader`, as each rank has it: for the same number of ranks.
+
+        app = {..., "data": RankPosition(loader)}
+
+    On another number of ranks a load raises MismatchError, and changes nothing: the samples that one rank has seen of a
+    stream say nothing about where two ranks are to begin.
+    """
+
+    def __init__(self, loader: StatefulDataLoader[Any]) -> None:
+        self._loader = loader
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": PerRank(self._loader.state_dict())}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._loader.load_state_dict(state_dict["position"].value)
+
+
+class _Batches:
+    """The batches of a sampler without its state, which torchdata would take for the position of one rank."""
+
+    def __init__(self, positions: ResumableSampler) -> None:
+        self._positions = positions
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self._positions)
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+
+def _refuse(dataset: Dataset[Any], options: dict[str, Any]) -> None:
+    problems = []
+    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        found = f"a {type(dataset).__name__}, which is a stream"
+        required = "a data set with a length, and samples by number"
+        remedy = "index its samples (windows of a stream of tokens have numbers), or use RankPosition on as many ranks"
+        problems.append(Problem("dataset", found, required, remedy))
+    for name in ("sampler", "batch_sampler"):
+        if options.get(name) is not None:
+            problems.append(Problem(name, "one", "none: the order is this loader's", "leave it out"))
+    if problems:
+        raise OptionError("a position in this data does not hold for another number of ranks", problems)

@@ -1,0 +1,256 @@
+"""torchtitan's checkpoints and optimizers through shardopt, plugged in by a config: no fork, no patch.
+
+    from shardopt.integrations.torchtitan import ShardoptCheckpoints, ShardoptOptimizers
+
+    def my_config() -> Trainer.Config:                                    # --module my_module --config my_config
+        config = llama3_debugmodel()
+        config.checkpoint = ShardoptCheckpoints.Config(enable=True, interval=500)
+        config.optimizer = ShardoptOptimizers.Config(param_groups=config.optimizer.param_groups)
+        return config
+
+Written for torchtitan 0.3.0.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torchtitan.components.checkpointer import BaseCheckpointManager
+from torchtitan.components.checkpointer.utils import canonical_fqn
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.tools import filesystem
+
+from shardopt import checkpoint
+from shardopt.errors import MismatchError, OptionError, Problem
+from shardopt.optim.keyed import keyed
+
+MODEL, OPTIMIZER, SCHEDULE, DATA, TRAINER = "model", "optimizer", "lr_scheduler", "dataloader", "train_state"
+_RANKS = "world_size"  # under which torchtitan's loaders have the number of data ranks
+
+
+class ShardoptCheckpoints(BaseCheckpointManager):  # type: ignore[misc, unused-ignore]  # torchtitan may be absent
+    """A checkpoint manager of torchtitan that saves and restores by a `checkpoint.Manager`.
+
+    Its checkpoints have model, optimizer, schedule, data and step, whole at the last step, too. Runs go on with other
+    meshes and stages of a pipeline. Loaders whose state is the same on every data rank (`ResumableStatefulLoader`)
+    go on with another number of them; those of torchtitan are refused, unless `exclude_from_loading` has "dataloader".
+
+    Args:
+        config: `folder`, `interval`, `keep_latest_k`, `load_step` and `exclude_from_loading` are torchtitan's;
+            `stage` is `checkpoint.Manager`'s, "none" for a save that training waits for. With `stop_on_sigterm` a
+            SIGTERM to any rank makes all ranks save after the same step, and leave. `initial_load_path` is a checkpoint
+            of shardopt to begin with, of which the model alone is taken where `initial_load_model_only` is set.
+        dataloader, model_parts, optimizers, lr_schedulers, states: of the trainer; loaded in place.
+        sd_adapter: is not used: `shardopt convert` writes other formats.
+
+    Raises:
+        OptionError: an option of `config` that is not here.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseCheckpointManager.Config):  # type: ignore[misc, unused-ignore]
+        last_save_model_only: bool = False
+        stage: Literal["none", "now", "lazy"] = "now"
+        stop_on_sigterm: bool = True
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        dataloader: Any,
+        model_parts: list[torch.nn.Module],
+        optimizers: Any,
+        lr_schedulers: Any,
+        states: dict[str, Any],
+        sd_adapter: Any = None,
+        base_folder: str = "",
+    ) -> None:
+        self.enable = config.enable
+        self.save_future = None
+        if not self.enable:
+            return
+        _refuse_options(config)
+        self._config, self._loader = config, dataloader
+        self._app = {
+            MODEL: model_parts[0] if len(model_parts) == 1 else _ModelParts(model_parts),
+            OPTIMIZER: optimizers.keyed if isinstance(optimizers, ShardoptOptimizers) else optimizers,
+            SCHEDULE: lr_schedulers,
+            **{name: _TrainState(state) if name == TRAINER else state for name, state in states.items()},
+        }
+        self._manager = checkpoint.Manager(
+            filesystem.join(base_folder, config.folder),
+            every=config.interval,
+            keep_last=config.keep_latest_k or None,
+            stage=None if config.stage == "none" else config.stage,
+            stop_on=signal.SIGTERM if config.stop_on_sigterm and not config.load_only else None,
+        )
+
+    def _load(self, step: int = -1) -> bool:
+        """Restores the newest checkpoint, or that of a step; returns whether there was one. Collective."""
+        excluded = set(self._config.exclude_from_loading)
+        app = {name: value for name, value in self._app.items() if name not in excluded}
+        select = "^(?!" + "|".join(rf"{re.escape(name)}(\.|$)" for name in excluded) + ")" if excluded else None
+        if DATA not in excluded:
+            app |= self._data()
+        path = self._config.initial_load_path
+        try:
+            if not self._manager.restore(app, step=None if step == -1 else step, select=select):
+                if not path:
+                    return False
+                if self._config.initial_load_model_only:
+                    app, select = {MODEL: self._app[MODEL]}, rf"^{MODEL}\."
+                checkpoint.load(path, app, select=select, init_state=True)
+        except MismatchError as error:
+            raise MismatchError(error.message, [*map(_with_reason, error.problems)]) from None
+        if isinstance(app.get(DATA), dict):
+            self._loader.load_state_dict(app[DATA])
+        return True
+
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        """Saves where the step is due, or is the last. Collective. Ends the job with SystemExit after a SIGTERM."""
+        if self._config.load_only:
+            return False
+        force = last_step or (curr_step == 1 and self._config.enable_first_step_checkpoint)
+        return self._manager.save(curr_step, self._app | self._data(), force=force) is not None
+
+    def _wait_for_saving(self) -> None:
+        """Nothing to do: the next save waits for the one before."""
+
+    def _maybe_wait_for_staging(self) -> None:
+        """Nothing to do: a step waits for what is copied beside it."""
+
+    def _close(self) -> None:
+        """Waits for what is being saved in the background. Raises its failure."""
+        if hasattr(self, "_manager"):
+            self._manager.close()
+
+    def _data(self) -> dict[str, Any]:
+        """Returns the loader itself where its state is every rank's, else its state with a key for each data rank."""
+        if self._loader is None:
+            return {}
+        state = self._loader.state_dict()
+        return {DATA: dict(state) if _RANKS in state else self._loader}
+
+
+class ShardoptOptimizers(OptimizersContainer):  # type: ignore[misc, type-arg, unused-ignore]
+    """The optimizers of torchtitan's groups as one that is keyed by name, over all model parts of a rank.
+
+    Attributes:
+        keyed: the optimizer, of `shardopt.keyed`.
+
+    Args:
+        config: as torchtitan's: of each group its pattern, the first that is found in a name counts, and the name and
+            options of its algorithm, any that `shardopt.keyed` knows. `implementation` is "fused", "foreach" or
+            "for-loop".
+        model_parts: of this rank; the patterns may match on other ranks alone.
+
+    Raises:
+        OptionError: an implementation that is not here, or a parameter that no pattern matches.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(OptimizersContainer.Config):  # type: ignore[misc, unused-ignore]
+        pass
+
+    def __init__(self, config: Config, *, model_parts: list[torch.nn.Module]) -> None:
+        named = {
+            canonical_fqn(name): parameter
+            for part in model_parts
+            for name, parameter in part.named_parameters()
+            if parameter.requires_grad
+        }
+        _refuse_groups(config, named)
+        implementation = {name: config.implementation == name for name in ("fused", "foreach")}
+        groups = [
+            {"match": group.pattern, "algorithm": group.optimizer_name, **implementation, **group.optimizer_kwargs}
+            for group in config.param_groups
+        ]
+        self.model_parts = model_parts
+        self.keyed = keyed(config.param_groups[-1].optimizer_name, named.items(), groups=groups)
+        self.optimizers = [self.keyed]
+        torch.optim.Optimizer.__init__(self, [*named.values()], {})  # for its hooks, of which models register some
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.optimizers)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of the keyed optimizer; makes none."""
+        return self.keyed.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.keyed.load_state_dict(state_dict)
+
+
+class _ModelParts:
+    """Several chunks of a pipeline on one rank, as the one model that they are parts of."""
+
+    def __init__(self, parts: list[torch.nn.Module]) -> None:
+        self._parts = parts
+
+    def state_dict(self) -> dict[str, Any]:
+        return {canonical_fqn(name): value for part in self._parts for name, value in part.state_dict().items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for part in self._parts:
+            part.load_state_dict({name: state_dict[canonical_fqn(name)] for name in part.state_dict()})
+
+
+class _TrainState:
+    """The trainer's own state, in which it counts the tokens of one rank: kept are those of all."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        state = dict(self._trainer.state_dict())
+        state["ntokens_seen"] *= self._ranks
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        tokens = state_dict["ntokens_seen"] // self._ranks
+        self._trainer.load_state_dict({**state_dict, "ntokens_seen": tokens})
+
+    @property
+    def _ranks(self) -> int:
+        """The number of ranks over which the trainer adds up tokens."""
+        dims = self._trainer.parallel_dims
+        return int(dims.get_mesh("loss").size()) if dims.dp_cp_enabled else 1
+
+
+def _with_reason(problem: Problem) -> Problem:
+    """Says of positions in the data of other data ranks why they are refused."""
+    if not problem.key.startswith(f"{DATA}.dp_rank_"):
+        return problem
+    remedy = (
+        "what a data rank has seen of its stream says nothing for another number of them: use as many, or a loader "
+        'whose position holds for any (ResumableStatefulLoader), or exclude_from_loading=["dataloader"] to begin anew'
+    )
+    return replace(problem, remedy=remedy)
+
+
+def _refuse_options(config: ShardoptCheckpoints.Config) -> None:
+    """Raises OptionError for what torchtitan's own manager does, and this one does not."""
+    remedy = "leave it out, and write that format with `shardopt convert` (docs/convert.md)"
+    names = ("initial_load_in_hf", "last_save_in_hf", "last_save_model_only", "create_seed_checkpoint")
+    problems = [Problem(f"checkpoint.{name}", "True", "False", remedy) for name in names if getattr(config, name)]
+    if problems:
+        raise OptionError("options of torchtitan's checkpoints that are not here", problems)
+
+
+def _refuse_groups(config: ShardoptOptimizers.Config, named: Mapping[str, Any]) -> None:
+    problems = []
+    if config.implementation not in ("fused", "foreach", "for-loop"):
+        required, remedy = "fused, foreach or for-loop", "choose one of them"
+        problems.append(Problem("optimizer.implementation", config.implementation, required, remedy))
+    patterns = [group.pattern for group in config.param_groups]
+    for name in named:
+        if not any(re.search(pattern, name) for pattern in patterns):
+            remedy = 'append a group with the pattern ".*"'
+            problems.append(Problem(name, "no pattern that matches it", f"one of {patterns}", remedy))
+    if problems:
+        raise OptionError("groups of torchtitan's that cannot be optimized", problems)

@@ -1,0 +1,221 @@
+"""Checkpoints of a transformers `Trainer`, by a callback: resumed on any number of ranks, at the sample that follows.
+
+    trainer = Trainer(model, args, train_dataset=dataset)  # args: save_strategy="no", seed, and a batch size per rank
+    trainer.add_callback(ShardoptCallback(trainer, "out/checkpoints", every=500))
+    trainer.train()  # from the newest committed checkpoint, if there is one
+
+The global batch has to stay what it is: on half of the ranks, `per_device_train_batch_size` is to be doubled.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sized
+from dataclasses import asdict
+from itertools import islice
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
+
+from shardopt.checkpoint import Manager
+from shardopt.errors import MismatchError, OptionError, Problem
+from shardopt.integrations.accelerated import make_keyed
+from shardopt.integrations.optimizers import require_keyed
+from shardopt.integrations.run import FrameworkState, TrainingRun, of_rank_0
+from shardopt.random_state import RandomState
+from shardopt.ranks import ranks_of
+
+__all__ = ["ShardoptCallback"]
+
+# What the arguments of this run say, and not those of the run that saved.
+_OF_THIS_RUN = {
+    *("is_local_process_zero", "is_world_process_zero", "is_hyper_param_search", "trial_name", "trial_params"),
+    *("max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps", "train_batch_size"),
+}
+_REMEDY = "let the Trainer make its optimizer, or give it one of torch.optim that has not stepped"
+
+
+class ShardoptCallback(TrainerCallback):
+    """Restores the newest checkpoint when training begins, saves every so many steps, and at the end.
+
+    Saved are model, optimizer, schedule and random states, and the Trainer's state: steps, logs, the loss since the
+    last log, the best metric, what callbacks export. A torch optimizer, which is what a Trainer makes, is replaced by
+    the keyed one of the same algorithm and groups, once the model is sharded. A step is saved when the next one
+    begins, so that it is logged and evaluated by then. All ranks have a callback.
+
+    Args:
+        trainer: the one that it is added to.
+        root: of the run's checkpoints, as for `checkpoint.Manager`.
+        every: a checkpoint every so many steps.
+        options: `start_from`, the URL of a checkpoint of another program, from which a run without any takes model and
+            optimizer; and those of `checkpoint.Manager`, such as `keep_last` or `stage`. `stop_on` is SIGTERM;
+            None leaves the signal alone.
+
+    Attributes:
+        restored: the step that training began with.
+
+    Raises when training begins:
+        OptionError: data or accumulation by which training cannot go on in the middle of an epoch.
+        StateError: the optimizer cannot be keyed by parameter name.
+        MismatchError: the global batch is another than it was; nothing was loaded.
+    """
+
+    def __init__(self, trainer: Trainer, root: str | os.PathLike[str], *, every: int = 1, **options: Any) -> None:
+        self._trainer = trainer
+        self._run = TrainingRun(root, every=every, **options)
+        self._random: dict[str, Any] | None = None
+        self._batches = self._steps = 1  # of an epoch; batches of this rank
+        self._samples = 0  # of a step, on all ranks together
+        self.restored = 0
+
+    @property
+    def manager(self) -> Manager:
+        """The Manager, while training is under way."""
+        return self._run.manager
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Restores; all that training is made of is there by now, and no data was asked for yet."""
+        loader, accumulated = given["train_dataloader"], args.gradient_accumulation_steps
+        self._check_data(args, loader)
+        self._batches = len(loader)
+        self._steps = -(-self._batches // accumulated)
+        self._samples = loader.total_batch_size * accumulated
+        make_keyed(given["optimizer"], given["model"], [given["lr_scheduler"]], _REMEDY)
+        saved = FrameworkState(check=self._check_batch)
+        random = RandomState(on_resize="keep")
+        self.restored = self._run.begin(self._app(saved, random, **given))
+        if self.restored:
+            self._load(state, saved.value)
+            self._random = random.state_dict()
+            self._skip(args, loader)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Saves what the step before has left, if that is due."""
+        if self._random is not None:
+            # Not before: the loader has drawn a seed from these generators since, which this step did not see.
+            RandomState(on_resize="keep").load_state_dict(self._random)
+            self._random = None
+        self._run.after_step(state.global_step, lambda: self._app_of(state, **given))
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
+        """Sets the epoch right, which the Trainer counts from where this process began."""
+        if self.restored:
+            epochs, steps = divmod(state.global_step - 1, self._steps)
+            batches = min((steps + 1) * args.gradient_accumulation_steps, self._batches)
+            state.epoch = epochs + batches / self._batches
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
+        """Saves the last step, and waits for what is still being written."""
+        self._run.end(state.global_step, lambda: self._app_of(state, **given))
+
+    def _app(self, saved: FrameworkState, random: RandomState, **given: Any) -> dict[str, Any]:
+        (optimizer,) = require_keyed([given["optimizer"]], _REMEDY)
+        app = {"model": given["model"], "optimizer": optimizer, "random": random, "trainer": saved}
+        return app if given["lr_scheduler"] is None else {**app, "schedule": given["lr_scheduler"]}
+
+    def _app_of(self, state: TrainerState, **given: Any) -> dict[str, Any]:
+        return self._app(FrameworkState(self._state_of(state)), RandomState(on_resize="keep"), **given)
+
+    def _state_of(self, state: TrainerState) -> dict[str, Any]:
+        """Returns the Trainer's state, of rank 0, with the mean of the ranks' losses since the last log. Collective."""
+        trainer, ranks = self._trainer, ranks_of(None)
+        own = {name: value for name, value in asdict(state).items() if name not in _OF_THIS_RUN}
+        own["stateful_callbacks"] = {
+            type(each).__name__: each.state()["attributes"] for each in _exportable(trainer, state)
+        }
+        own["total_loss"], own["last_logged"] = trainer._total_loss_scalar, trainer._globalstep_last_logged
+        own["samples"] = self._samples
+        mean = ranks.agree(
+            "taking the mean of losses",
+            work=lambda: float(trainer._tr_loss.item()),
+            report=lambda loss: loss,
+            decide=lambda losses: sum(losses) / len(losses),
+        )[1]
+        return {**of_rank_0("the Trainer's state", own), "loss_since": mean}  # of times, ranks see others
+
+    def _load(self, state: TrainerState, saved: dict[str, Any]) -> None:
+        trainer = self._trainer
+        for name in asdict(state).keys() - _OF_THIS_RUN - {"stateful_callbacks"}:
+            if name in saved:
+                setattr(state, name, saved[name])
+        for each in _exportable(trainer, state):
+            for name, value in saved["stateful_callbacks"].get(type(each).__name__, {}).items():
+                setattr(each, name, value)
+        # Losses are divided by the steps since the last log, and times by those of this process.
+        trainer._initial_global_step, trainer._initial_num_input_tokens_seen = (
+            state.global_step,
+            state.num_input_tokens_seen,
+        )
+        trainer._globalstep_last_logged = saved["last_logged"]
+        trainer._tr_loss = torch.tensor(saved["loss_since"], device=trainer._tr_loss.device)
+
+    def _skip(self, args: TrainingArguments, loader: Any) -> None:
+        """Has the data begin after what was seen: the Trainer's own counting of epochs has begun at 0."""
+        if args.ignore_data_skip:
+            return
+        epochs, steps = divmod(self.restored, self._steps)
+        inner = getattr(loader.batch_sampler, "batch_sampler", loader.batch_sampler)
+        done = self.restored >= self._trainer.state.max_steps
+        samples = len(inner.sampler) if done else steps * self._samples
+        loader.set_sampler(_GoesOn(inner.sampler, epochs, samples, for_good=done))
+
+    def _check_data(self, args: TrainingArguments, loader: Any) -> None:
+        problems = []
+        if not args.ignore_data_skip:
+            if not isinstance(loader, Sized) or getattr(loader, "batch_sampler", None) is None:
+                found, required = "data without a sampler", "a map-style data set, of which samples can be left out"
+                problems.append(
+                    Problem("train_dataset", found, required, "or ignore_data_skip=True, to see the data once more")
+                )
+            elif len(loader) % args.gradient_accumulation_steps:
+                found = f"{args.gradient_accumulation_steps}, of {len(loader)} batches in an epoch"
+                required, remedy = "a number that divides them", "shorten the data set"
+                problems.append(Problem("gradient_accumulation_steps", found, required, remedy))
+        if problems:
+            raise OptionError("training could not be gone on with in the middle of an epoch", problems)
+
+    def _check_batch(self, saved: dict[str, Any]) -> None:
+        if saved["samples"] != self._samples:
+            remedy = "set per_device_train_batch_size so that ranks × batch × accumulation is what it was"
+            problem = Problem(
+                "samples of a step", str(self._samples), f"{saved['samples']}, as in the checkpoint", remedy
+            )
+            raise MismatchError("training cannot go on with another global batch", [problem])
+
+
+class _GoesOn:
+    """A sampler that begins where another run has stopped: some epochs later, and there after some samples.
+
+    Args:
+        sampler: gives the samples of all ranks, in the order of an epoch.
+        epochs: how many of them are done.
+        samples: how many of the first epoch that is asked for are done.
+        for_good: whether so many are left out of every epoch.
+    """
+
+    def __init__(self, sampler: Any, epochs: int, samples: int, *, for_good: bool) -> None:
+        self._sampler, self._epochs, self._samples, self._for_good = sampler, epochs, samples, for_good
+        self.set_epoch(0)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        skipped = self._samples
+        if not self._for_good:
+            self._samples = 0
+        yield from islice(iter(self._sampler), skipped, None)
+
+    def set_epoch(self, epoch: int) -> None:
+        if hasattr(self._sampler, "set_epoch"):
+            self._sampler.set_epoch(epoch + self._epochs)
+
+
+def _exportable(trainer: Trainer, state: TrainerState) -> list[Any]:
+    return [each for each in trainer.callback_handler.callbacks if isinstance(each, ExportableState)]

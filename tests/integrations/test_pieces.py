@@ -1,0 +1,174 @@
+"""What the integrations share, without any framework: optimizers made keyed, a loader that counts, runs that save."""
+
+import os
+import signal
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import LambdaLR, SequentialLR, StepLR
+
+import shardopt
+from shardopt import checkpoint
+from shardopt.errors import MismatchError, StateError
+from shardopt.integrations.accelerated import make_keyed
+from shardopt.integrations.loader import ResumableLoader
+from shardopt.integrations.loggers import log_figures
+from shardopt.integrations.optimizers import keyed_like, require_keyed
+from shardopt.integrations.run import FrameworkState, TrainingRun
+from tests.harness import run_ranks_outcomes
+
+
+class Wrapper(torch.optim.Optimizer):
+    """As Accelerate's: an Optimizer whose constructor has not run torch's."""
+
+    def __init__(self, optimizer, scaler=None):
+        self.optimizer, self.scaler = optimizer, scaler
+
+
+def make(seed=0):
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 1))
+    matrices = [each for each in model.parameters() if each.ndim > 1]
+    others = [each for each in model.parameters() if each.ndim == 1]
+    return model, [{"params": others, "weight_decay": 0.0}, {"params": matrices, "lr": 0.02}]
+
+
+def train(model, optimizer, schedule, steps=6):
+    for step in range(steps):
+        model(torch.full((2, 3), 1.0 + step)).square().mean().backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+SCHEDULES = {
+    "step": lambda optimizer: StepLR(optimizer, 2, 0.5),
+    "lambda": lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (step + 1)),
+    "sequence": lambda optimizer: SequentialLR(optimizer, [StepLR(optimizer, 1, 0.5), StepLR(optimizer, 2)], [3]),
+}
+
+
+@pytest.mark.parametrize("algorithm", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+@pytest.mark.filterwarnings("ignore:Seems like `optimizer.step", "ignore:The epoch parameter")
+def test_an_optimizer_made_keyed_trains_as_the_one_that_it_replaces(algorithm, schedule):
+    model, groups = make()
+    optimizer = algorithm(groups, lr=0.01, foreach=False)
+    expected = train(model, optimizer, schedule(optimizer))
+
+    model, groups = make()
+    replaced = algorithm(groups, lr=0.01, foreach=False)
+    wrapper, made = Wrapper(replaced), schedule(replaced)
+    make_keyed(wrapper, model, [made], "")
+    assert wrapper.optimizer is not replaced and len(wrapper.optimizer.param_groups) == 2
+    for value, wanted in zip(train(model, wrapper.optimizer, made), expected, strict=True):
+        assert torch.equal(value, wanted)
+
+
+def test_optimizers_that_cannot_be_keyed_are_refused_by_name():
+    model, groups = make()
+    optimizer = torch.optim.AdamW(groups)
+    with pytest.raises(StateError, match=r"optimizers\[0\]: found a torch.optim.adamw.AdamW; .* do this"):
+        require_keyed([Wrapper(optimizer)], "do this")
+    with pytest.raises(StateError, match="param_groups: found 6 tensors without names"):
+        keyed_like(optimizer, make()[0].named_parameters(), "do this")
+    with pytest.raises(StateError, match="mixed_precision: found fp16"):
+        make_keyed(Wrapper(optimizer, scaler=object()), model, [], "do this")
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    with pytest.raises(StateError, match="state: found that of steps taken"):
+        keyed_like(optimizer, model.named_parameters(), "do this")
+
+
+def test_parameters_exchanged_beneath_a_keyed_optimizer_are_refused():
+    model, _ = make()
+    optimizer = shardopt.keyed("adamw", model.named_parameters())
+    assert require_keyed([optimizer], "do this") == [optimizer]
+    optimizer.param_groups[0]["params"][0] = torch.nn.Parameter(torch.zeros(1))  # as Accelerate does for FSDP2
+    with pytest.raises(StateError, match=r"optimizers\[0\]: found groups with other parameters.*; do this"):
+        require_keyed([optimizer], "do this")
+
+
+def batches(loader, count):
+    found = []
+    while len(found) < count:
+        for batch in loader:
+            found.append(batch.tolist())
+            if len(found) == count:
+                break
+    return found
+
+
+@pytest.mark.parametrize("done", range(11))
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_a_loader_goes_on_wherever_it_was_left(done, drop_last):
+    def new():
+        return ResumableLoader(torch.arange(22), batch_size=5, seed=3, drop_last=drop_last)
+
+    expected = batches(new(), 12)
+    left, resumed = new(), new()
+    assert len(left) == (4 if drop_last else 5)
+    assert batches(left, done) == expected[:done]
+    resumed.load_state_dict(left.state_dict())
+    assert len(resumed) == len(left)
+    assert batches(resumed, 12 - done) == expected[done:]
+
+
+def test_state_with_tensors_comes_back_whatever_is_there(tmp_path):
+    value = {"best": torch.tensor(0.5), "paths": {"a": torch.tensor([1, 2])}, "n": 3}
+    checkpoint.save(tmp_path / "a", {"framework": FrameworkState(value)})
+    loaded = FrameworkState({"n": 0})
+    checkpoint.load(tmp_path / "a", {"framework": loaded})
+    assert loaded.value["n"] == 3 and torch.equal(loaded.value["paths"]["a"], torch.tensor([1, 2]))
+    checkpoint.save(tmp_path / "b", {"framework": FrameworkState({"n": 4})})
+    checkpoint.load(tmp_path / "b", {"framework": loaded})
+    assert loaded.value == {"n": 4}
+
+    def refuse(value):
+        raise MismatchError(f"found {value}")
+
+    with pytest.raises(MismatchError, match=r"found \{'n': 4\}"):
+        checkpoint.load(tmp_path / "b", {"framework": FrameworkState(check=refuse)})
+
+
+def test_steps_that_count_for_several_are_saved_when_one_was_due(tmp_path):
+    app = {"step": 0}
+    run = TrainingRun(tmp_path, every=5, stop_on=None)
+    assert run.begin(app) == 0
+    for step in (2, 4, 4, 6, 8, 12, 14):
+        app["step"] = step
+        run.after_step(step, lambda: app)
+    assert run.manager.steps() == [6, 12]
+    run.end(14, lambda: app)
+    assert checkpoint.Manager(tmp_path).steps() == [6, 12, 14]
+    with pytest.raises(StateError, match="no training under way"):
+        _ = run.manager
+
+
+def hear_the_signal(folder):
+    run = TrainingRun(folder, stop_on=signal.SIGUSR2, stop_seconds=60.0)
+    run.begin({"step": 0})
+    signal.signal(signal.SIGUSR2, lambda *_: os._exit(1))
+    run.take_signal_back()
+    signal.raise_signal(signal.SIGUSR2)
+    run.after_step(1, lambda: {"step": 1})
+
+
+def test_the_signal_is_taken_back_from_a_handler_that_came_later(tmp_path):
+    (outcome,) = run_ranks_outcomes(1, hear_the_signal, str(tmp_path))
+    assert isinstance(outcome.error, SystemExit) and outcome.error.code == 128 + signal.SIGUSR2, outcome
+    assert checkpoint.Manager(tmp_path).steps() == [1]
+
+
+def test_figures_go_to_any_logger_until_it_is_removed(tmp_path):
+    lines = []
+    remove = log_figures(lambda values, step: lines.append((values, step)), step=lambda: 7)
+    try:
+        checkpoint.save(tmp_path / "a", {"x": torch.ones(1000)})
+    finally:
+        remove()
+    checkpoint.save(tmp_path / "b", {"x": torch.ones(1000)})
+    ((values, step),) = lines
+    assert step == 7 and values["checkpoint/save/bytes_total"] > 4000
+    assert {"seconds", "stall_seconds", "gb_per_second"} <= {name.rpartition("/")[2] for name in values}

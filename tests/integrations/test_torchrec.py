@@ -1,0 +1,157 @@
+"""torchrec's own DistributedModelParallel, saved under one plan and loaded under others."""
+
+import importlib
+import importlib.util
+import shutil
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardopt import checkpoint
+from shardopt.errors import MismatchError
+from tests.harness import run_ranks, run_ranks_outcomes
+from tests.integrations.rank_faults import KILL, TERMINATE, at_step, exit_code_of
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("torchrec") is None or importlib.util.find_spec("fbgemm_gpu") is None,
+    reason="torchrec and fbgemm_gpu are not installed (launch/test_integrations.sh)",
+)
+
+ELEMENTWISE = ("row-wise", "table-wise", "first-rank", "column-wise")
+SAVED_AT, STEPS, DEADLINE = 4, 8, 120
+# FBGEMM's name for the sum of squares, and torch's; torch's Adagrad also counts steps, for a decay of its rate alone.
+FUSED = r"^tables\.state\.(.+\.(\w+)\.weight)\.\2\.momentum1$"
+REPLICATED = r"^dense\.state\.(tables\..+\.(\w+)\.weight)\.sum$"
+OPTIONS = r"param_groups\.tables\.|^dense\.state\.tables\..*\.step$"
+TO_REPLICATED = {"rename": {FUSED: r"dense.state.\1.sum"}, "strict": checkpoint.Strictness(missing="ignore")}
+TO_FUSED = {"rename": {REPLICATED: r"tables.state.\1.\2.momentum1"}, "strict": checkpoint.Strictness(missing="ignore")}
+
+
+def example():
+    warnings.simplefilter("ignore")  # of torchrec, about what it will remove
+    return importlib.import_module("integrations.torchrec_tables")
+
+
+def train(root, plan, steps, fault=None, fused=None, **options):
+    """Trains as the example does; returns the loss by step."""
+    rates = example()
+    if fused == "row-wise":
+        options["fused"] = importlib.import_module("torchrec.optim.rowwise_adagrad").RowWiseAdagrad
+    if fault is not None:
+        options["on_step"] = at_step(*fault)
+    return rates.train(root, plan, steps, **options)
+
+
+def leave(root, plan, steps, fault):
+    return exit_code_of(lambda: train(root, plan, steps, fault))
+
+
+def save_each(folder, plans, fused):
+    """Per plan: trains, which saves at SAVED_AT; returns the losses after that."""
+    found = {}
+    for plan in plans:
+        losses = train(f"{folder}/{plan}-{dist.get_world_size()}", plan, STEPS - 1, fused=fused)
+        found[plan] = [losses[step] for step in range(SAVED_AT + 1, STEPS)]
+    return found
+
+
+def load_each(folder, sources, plans, fused):
+    """Goes on from each source under each plan; returns the losses, by source and plan, or what was refused."""
+    found = {}
+    for source in sources:
+        for plan in plans:
+            run = f"{folder}/on-{source}-{plan}-{dist.get_world_size()}"
+            if dist.get_rank() == 0:
+                shutil.copytree(f"{folder}/{source}", run)
+            dist.barrier()
+            try:
+                losses = train(run, plan, STEPS - 1, fused=fused)
+                found[source, plan] = [losses[step] for step in range(SAVED_AT + 1, STEPS)]
+            except MismatchError as error:
+                found[source, plan] = sorted({problem.key for problem in error.problems})
+    return found
+
+
+def test_a_run_goes_on_after_a_kill_on_one_rank_and_on_three_under_other_plans(tmp_path):
+    whole, killed = str(tmp_path / "whole"), tmp_path / "killed"
+    expected = run_ranks(2, train, whole, "row-wise", 12, deadline_seconds=DEADLINE)[0]
+    outcomes = run_ranks_outcomes(2, train, str(killed), "row-wise", 12, fault=(1, 10, KILL), deadline_seconds=DEADLINE)
+    assert not any(outcome.ok for outcome in outcomes)
+    for ranks, plan, exact in ((2, "row-wise", True), (1, "first-rank", False), (3, "table-wise", False)):
+        run = tmp_path / f"{ranks}"
+        shutil.copytree(killed, run)
+        losses = run_ranks(ranks, train, str(run), plan, 12, deadline_seconds=DEADLINE)[0]
+        assert [*losses] == [9, 10, 11, 12]
+        for step, loss in losses.items():
+            assert loss == expected[step] if exact else loss == pytest.approx(expected[step], rel=1e-5)
+        with checkpoint.open(f"{run}/step-00000012") as got, checkpoint.open(f"{whole}/step-00000012") as wanted:
+            assert set(got.keys()) == set(wanted.keys())
+            for key in sorted(wanted.keys()):
+                one, other = got.read(key), wanted.read(key)
+                if not isinstance(other, torch.Tensor):  # options, and the position in the data
+                    assert one == other, key
+                elif exact:
+                    assert torch.equal(one, other), key
+                else:
+                    torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6, msg=key)
+
+
+def test_sigterm_saves_and_leaves(tmp_path):
+    root = str(tmp_path / "run")
+    assert run_ranks(2, leave, root, "table-wise", 50, (1, 6, TERMINATE), deadline_seconds=DEADLINE) == [143, 143]
+    losses = run_ranks(1, train, root, "row-wise", 10, deadline_seconds=DEADLINE)[0]
+    assert min(losses) in (7, 8, 9) and max(losses) == 10
+
+
+@pytest.mark.exhaustive
+def test_elementwise_state_goes_between_all_plans(tmp_path):
+    losses = {}
+    for ranks in (1, 2, 3):
+        plans = ELEMENTWISE[:-1] if ranks == 3 else ELEMENTWISE
+        found = run_ranks(ranks, save_each, str(tmp_path), plans, None, deadline_seconds=DEADLINE)[0]
+        losses |= {f"{plan}-{ranks}": after for plan, after in found.items()}
+    for ranks in (1, 2, 3):
+        for (source, plan), got in run_ranks(
+            ranks, load_each, str(tmp_path), [*losses], ELEMENTWISE[:3], None, deadline_seconds=300
+        )[0].items():
+            assert got == pytest.approx(losses[source], rel=1e-5), (source, plan, ranks)
+
+
+def test_row_wise_state_of_columns_is_kept_and_refused_elsewhere_by_name(tmp_path):
+    """A row's state of a part of the columns is another number than the whole row's."""
+    plans = ("column-wise", "row-wise", "first-rank")
+    losses = run_ranks(2, save_each, str(tmp_path), plans, "row-wise", deadline_seconds=DEADLINE)[0]
+    sources = [f"{plan}-2" for plan in plans]
+    found = run_ranks(2, load_each, str(tmp_path), sources, plans, "row-wise", deadline_seconds=DEADLINE)[0]
+    refused = [f"tables.state.tables.embedding_bags.{name}.weight.{name}.momentum1" for name in ("item", "user")]
+    for (source, plan), got in found.items():
+        before = source.removesuffix("-2")
+        if (before == "column-wise") == (plan == "column-wise"):
+            assert got == pytest.approx(losses[before], rel=1e-5), (source, plan)
+        else:
+            assert got == refused, (source, plan)
+
+
+@pytest.mark.parametrize("plan", ["row-wise", "table-wise"])
+def test_fused_tables_go_on_as_data_parallel_ones_and_back(tmp_path, plan):
+    """Elementwise: FBGEMM's sum of squares is torch's, which counts its steps besides, for a decay alone."""
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    expected = run_ranks(2, train, first, plan, 12, deadline_seconds=DEADLINE)[0]
+    options = {"deadline_seconds": DEADLINE, "skip": OPTIONS}
+    losses = run_ranks(2, train, second, "data-parallel", 8, begin=f"{first}/step-00000004", **TO_REPLICATED, **options)
+    assert [*losses[0]] == [5, 6, 7, 8]
+    back = run_ranks(
+        2, train, str(tmp_path / "third"), plan, 12, begin=f"{second}/step-00000008", **TO_FUSED, **options
+    )
+    for step, loss in (losses[0] | back[0]).items():
+        assert loss == pytest.approx(expected[step], rel=1e-5), step
+
+
+def test_a_job_without_the_tables_of_a_rank_refuses_other_tables(tmp_path):
+    """What no rank has a place for is refused, though one rank alone could not tell."""
+    run_ranks(2, train, str(tmp_path / "run"), "first-rank", SAVED_AT, deadline_seconds=DEADLINE)
+    found = run_ranks(2, load_each, str(tmp_path), ["run"], ["data-parallel"], None, deadline_seconds=DEADLINE)
+    for problems in (found[0]["run", "data-parallel"],):
+        assert "tables.state.tables.embedding_bags.user.weight.user.momentum1" in problems

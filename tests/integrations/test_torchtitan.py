@@ -1,0 +1,127 @@
+"""torchtitan 0.3.0's own trainer with our checkpoints and optimizers: killed, and resumed on other meshes."""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import shutil
+
+import pytest
+import torch
+
+from shardopt import checkpoint
+from shardopt.errors import MismatchError
+from tests.harness import run_ranks, run_ranks_outcomes
+from tests.integrations.rank_faults import KILL, TERMINATE, exit_code_of
+from tests.integrations.titan_job import train
+from tests.integrations.titan_on_cpu import on_cpu
+
+VERSION = "0.3.0"
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("torchtitan") is None,
+        reason="torchtitan is not installed (launch/test_integrations.sh)",
+    ),
+    pytest.mark.exhaustive,
+    pytest.mark.timeout(900),  # minutes of imports, on two busy cores
+]
+DEADLINE = 400
+
+
+@pytest.fixture(autouse=True)
+def pinned():
+    assert importlib.metadata.version("torchtitan") == VERSION, "the stand-ins for GPUs are for this version alone"
+
+
+def leave(folder, fault):
+    return exit_code_of(lambda: train(folder, 50, fault))
+
+
+def folder_of(run, step):
+    return f"{run}/checkpoint/step-{step:08}"
+
+
+def compare(one, other, exact):
+    """Compares two checkpoints: options and plain values are equal, and tensors to the bit where `exact`."""
+    with checkpoint.open(one) as got, checkpoint.open(other) as wanted:
+        assert set(got.keys()) == set(wanted.keys())
+        for key in sorted(wanted.keys()):
+            found, expected = got.read(key), wanted.read(key)
+            if not isinstance(expected, torch.Tensor):
+                assert found == expected, key
+            elif exact:
+                assert torch.equal(found, expected), key
+            else:
+                torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4, msg=key)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that nothing happened to: its folder, losses and counters."""
+    run = str(tmp_path_factory.mktemp("whole"))
+    losses, state = run_ranks(2, train, run, deadline_seconds=DEADLINE)[0]
+    assert [*losses] == [*range(1, 13)] and losses[12] < losses[1]
+    return run, losses, state
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """The folder of a run of which a rank was killed after step 10."""
+    run = str(tmp_path_factory.mktemp("killed"))
+    outcomes = run_ranks_outcomes(2, train, run, 12, (1, 10, KILL), deadline_seconds=DEADLINE)
+    assert not any(outcome.ok for outcome in outcomes)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parallelism"),
+    [
+        (2, {}),
+        (1, {}),
+        (3, {}),
+    ],
+    ids=["same", "one", "three"],
+)
+def test_a_run_goes_on_after_a_kill(tmp_path, whole, killed, ranks, parallelism):
+    reference, expected, counters = whole
+    run = str(tmp_path / "run")
+    shutil.copytree(killed, run)
+    outcomes = run_ranks(ranks, train, run, **parallelism, deadline_seconds=DEADLINE)
+    losses, state = outcomes[-1]  # the last stage of a pipeline has the loss
+    assert [*losses] == [9, 10, 11, 12]
+    exact = ranks == 2 and not parallelism
+    for step, loss in losses.items():
+        assert loss == expected[step] if exact else loss == pytest.approx(expected[step], rel=1e-5), step
+    assert state["step"] == counters["step"]
+    compare(folder_of(run, 12), folder_of(reference, 12), exact)
+
+
+def test_sigterm_saves_and_leaves(tmp_path):
+    run = str(tmp_path / "run")
+    assert run_ranks(2, leave, run, (1, 5, TERMINATE), deadline_seconds=DEADLINE) == [143, 143]
+    losses, _ = run_ranks(1, train, run, 10, deadline_seconds=DEADLINE)[0]
+    assert min(losses) in (6, 7, 8) and max(losses) == 10
+
+
+def train_stock(folder, steps):
+    on_cpu()
+    return train(folder, steps, change=importlib.import_module("tests.integrations.titan_stock").stock)[0]
+
+
+def refuse_stock(folder):
+    try:
+        train_stock(folder, 5)
+    except MismatchError as error:
+        return [(problem.key, problem.remedy) for problem in error.problems]
+    return []
+
+
+def test_torchtitans_own_optimizers_and_loader_go_on_on_as_many_ranks_and_are_refused_on_others(tmp_path):
+    whole, run = str(tmp_path / "whole"), str(tmp_path / "run")
+    expected = run_ranks(2, train_stock, whole, 5, deadline_seconds=DEADLINE)[0]
+    shutil.copytree(whole, run)
+    shutil.rmtree(folder_of(run, 5))
+    assert run_ranks(2, train_stock, run, 5, deadline_seconds=DEADLINE)[0] == {5: expected[5]}
+    compare(folder_of(run, 5), folder_of(whole, 5), exact=True)
+    (problems,) = run_ranks(1, refuse_stock, run, deadline_seconds=DEADLINE)
+    assert [key for key, _ in problems] == ["dataloader.dp_rank_1"]
+    assert "says nothing for another number of them" in problems[0][1]
