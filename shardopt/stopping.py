@@ -2,8 +2,8 @@
 
 Ranks ask once a step, each for itself, and as long as none of them got the signal nothing is sent and nobody waits. The
 one that did has the others say how far they have come, by the threads that serve their connections, and all stop at the
-next place, which none has passed (`ranks/halting.py`). Questions are counted, not the program's own steps, of which a
-program may leave some out.
+next place, which none has passed (`ranks/connections/halting.py`). Questions are counted, not the program's own steps,
+of which a program may leave some out.
 
 Nobody answers for a rank that never comes to ask. So a process that gets the signal, or sees "stop", ends after a
 deadline, whatever it is in: a thread ends it (`signals.py`).

@@ -5,19 +5,17 @@ and decides, and either every rank gets the decision or every rank raises the sa
 `Ranks.all_reduce_sum`, for the few numbers that every step needs, and `Ranks.all_to_all`, for algorithms that need
 whole parameters and for rows of tables: the only collectives of shardopt itself.
 
-Each file imports only those before it: tree (who is connected with whom), frames (messages as bytes), link (one
-connection), proof (who may connect), address (where to listen), join (how ranks find each other in the store),
-halting (where all stop), gathering and centre (what is counted, kept and passed on), heartbeat, node (all connections,
-and the thread that serves them); calls (what rounds are for), failures (errors as JSON), lost (who does not answer),
-channel (rounds), halt, collectives, ranks (all of these together), kinds (exchanges by kinds of ranks), groups (which
-ranks there are), side (ranks for threads).
+`connections/` moves bytes between ranks and knows who has ended. Of the files here each imports only those before it:
+calls (what rounds are for), failures (errors as JSON), lost (who does not answer), channel (rounds), halt, collectives,
+ranks (all of these together), kinds (exchanges by kinds of ranks), groups (which ranks there are), side (ranks for
+threads).
 """
 
 from shardopt.ranks.calls import Call, as_call, call_on
 from shardopt.ranks.collectives import Exchange
+from shardopt.ranks.connections.heartbeat import DEADLINE_SECONDS
 from shardopt.ranks.groups import Group, SharedGroup, ranks_among, ranks_of, refuse_lone_processes
 from shardopt.ranks.halt import Halt
-from shardopt.ranks.heartbeat import DEADLINE_SECONDS
 from shardopt.ranks.ranks import Ranks
 from shardopt.ranks.side import SideRanks
 

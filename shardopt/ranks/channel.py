@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 
 from shardopt.errors import RankError
 from shardopt.ranks.calls import Call
+from shardopt.ranks.connections.frames import MAIN
+from shardopt.ranks.connections.heartbeat import Silence
+from shardopt.ranks.connections.join import delete, leader_key, read_record, record, within
+from shardopt.ranks.connections.node import Node
 from shardopt.ranks.failures import describe, different_calls, merge, names_of, numbered_in_group
-from shardopt.ranks.frames import MAIN
-from shardopt.ranks.heartbeat import Silence
-from shardopt.ranks.join import delete, leader_key, read_record, record, within
 from shardopt.ranks.lost import Lost, Witness, lost_text
-from shardopt.ranks.node import Node
 from shardopt.world import Store, StoreError, world
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shardopt.ranks.calls import Call
-from shardopt.ranks.heartbeat import DEADLINE_SECONDS
+from shardopt.ranks.connections.heartbeat import DEADLINE_SECONDS
 from shardopt.ranks.ranks import Ranks
 
 Kinds = Sequence[tuple[int, ...]]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shardopt.ranks.connections.heartbeat import Silence
+from shardopt.ranks.connections.node import Node
 from shardopt.ranks.failures import names_of
-from shardopt.ranks.heartbeat import Silence
-from shardopt.ranks.node import Node
 from shardopt.world import world
 
 _ASK_SECONDS = 2.0

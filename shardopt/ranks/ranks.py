@@ -16,9 +16,9 @@ from shardopt.errors import Problem, RankError, ShardoptError
 from shardopt.ranks.calls import Call, as_call
 from shardopt.ranks.channel import Channel, Silent
 from shardopt.ranks.collectives import Exchange, accelerator_of, begin_exchange
+from shardopt.ranks.connections.heartbeat import DEADLINE_SECONDS
 from shardopt.ranks.failures import describe, names_of
 from shardopt.ranks.halt import Halt
-from shardopt.ranks.heartbeat import DEADLINE_SECONDS
 from shardopt.world import StoreError, world
 
 T = TypeVar("T")

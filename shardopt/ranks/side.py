@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 
-from shardopt.ranks.heartbeat import DEADLINE_SECONDS
+from shardopt.ranks.connections.heartbeat import DEADLINE_SECONDS
 from shardopt.ranks.ranks import Ranks
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from shardopt.errors import RankError
-from shardopt.ranks import Ranks, node, ranks_of, tree
+from shardopt.ranks import Ranks, ranks_of
+from shardopt.ranks.connections import node, tree
 from tests.distributed.test_ranks import stop_for
 from tests.harness import Fault, run_ranks, run_ranks_outcomes
 
@@ -118,7 +119,7 @@ def first_round_of_six(deadline_seconds):
 
 def test_a_leader_that_dies_before_its_members_have_come():
     """Rank 0 sees it at once; the member learns it from what rank 0 has written down."""
-    fault = Fault(LEADER, "shardopt.ranks.node:publish", 1)
+    fault = Fault(LEADER, "shardopt.ranks.connections.node:publish", 1)
     outcomes = run_ranks_outcomes(SIZE, first_round_of_six, 2.0, faults=[fault])
     assert outcomes[LEADER].signal == signal.SIGKILL
     survivors = {outcome.rank: outcome.value for outcome in outcomes if outcome.rank != LEADER}

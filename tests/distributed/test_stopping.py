@@ -13,7 +13,8 @@ from torch.distributed.fsdp import fully_shard
 import shardopt
 from shardopt import checkpoint
 from shardopt.errors import RankError
-from shardopt.ranks import ranks_of, tree
+from shardopt.ranks import ranks_of
+from shardopt.ranks.connections import tree
 from tests.harness import Fault, run_ranks, run_ranks_outcomes
 
 RANKS, TOLD, STEPS, EVERY = 4, 2, 12, 5

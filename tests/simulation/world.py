@@ -162,8 +162,8 @@ _KEPT_BY_PROCESS: list[tuple[str, str, Callable[[], Any]]] = [
     ("shardopt.checkpoint.sources.referred", "_known", OrderedDict),
     ("shardopt.checkpoint.async_save", "_default", AsyncSaver),
     ("shardopt.checkpoint.async_save", "_of_members", dict),
-    ("shardopt.ranks.node", "_nodes", weakref.WeakValueDictionary),
-    ("shardopt.ranks.tree", "RANKS_PER_BLOCK", lambda: 128),
+    ("shardopt.ranks.connections.node", "_nodes", weakref.WeakValueDictionary),
+    ("shardopt.ranks.connections.tree", "RANKS_PER_BLOCK", lambda: 128),
 ]
 """Modules, and the names under which they keep something once for each process."""
 
@@ -171,14 +171,14 @@ _KEPT_BY_PROCESS: list[tuple[str, str, Callable[[], Any]]] = [
 def begin_process(process: Process, ranks_per_block: int = 128) -> None:
     """Makes, for a new process, all that modules keep once for each process. To be called in its main thread."""
     process.keeps = [(_namespace(module), name, make()) for module, name, make in _KEPT_BY_PROCESS]
-    process.keeps.append((_namespace("shardopt.ranks.tree"), "RANKS_PER_BLOCK", ranks_per_block))
+    process.keeps.append((_namespace("shardopt.ranks.connections.tree"), "RANKS_PER_BLOCK", ranks_per_block))
     for namespace, name, value in process.keeps:
         namespace[name] = value
 
 
 def end_process() -> None:
     """Does what a process does when its program has ended. To be called in its main thread."""
-    _namespace("shardopt.ranks.node")["_stop_all"]()
+    _namespace("shardopt.ranks.connections.node")["_stop_all"]()
 
 
 def _namespace(module: str) -> dict[str, Any]:

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from shardopt.ranks import tree
-from shardopt.ranks.centre import Centre
-from shardopt.ranks.frames import MAIN, Kind, Message
+from shardopt.ranks.connections import tree
+from shardopt.ranks.connections.centre import Centre
+from shardopt.ranks.connections.frames import MAIN, Kind, Message
 from shardopt.world import world
 
 

@@ -31,6 +31,7 @@ FLOORS = {
     "flatten": 3,
     "values": 1,
     "sharding": 2,
+    "ranks/connections": 2,
     "ranks": 3,
     "random_state": 3,
     "sampler": 3,

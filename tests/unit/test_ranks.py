@@ -13,11 +13,12 @@ import pytest
 import torch.distributed as dist
 
 from shardopt.errors import CheckpointError, CheckpointExistsError, MismatchError, Problem, RankError, StateError
-from shardopt.ranks import Ranks, call_on, heartbeat, ranks_of
+from shardopt.ranks import Ranks, call_on, ranks_of
 from shardopt.ranks import ranks as ranks_module
-from shardopt.ranks.frames import MAIN
+from shardopt.ranks.connections import heartbeat
+from shardopt.ranks.connections.frames import MAIN
+from shardopt.ranks.connections.node import Node
 from shardopt.ranks.kinds import decompress, exchange, kinds_of, number_of_kind
-from shardopt.ranks.node import Node
 from shardopt.world import using
 from tests.support.worlds import FakeClock
 

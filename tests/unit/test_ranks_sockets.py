@@ -11,12 +11,20 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardopt.ranks import address
 from shardopt.ranks import ranks as ranks_module
-from shardopt.ranks.frames import MOST_FRAME_BYTES, MOST_UNPROVEN_BYTES, BadFrame, Decoder, Kind, Message, encode
-from shardopt.ranks.gathering import Gathering
-from shardopt.ranks.proof import Connecting, Listening, Meeting, Refused
-from shardopt.ranks.tree import Tree, pack_runs, unpack_runs
+from shardopt.ranks.connections import address
+from shardopt.ranks.connections.frames import (
+    MOST_FRAME_BYTES,
+    MOST_UNPROVEN_BYTES,
+    BadFrame,
+    Decoder,
+    Kind,
+    Message,
+    encode,
+)
+from shardopt.ranks.connections.gathering import Gathering
+from shardopt.ranks.connections.proof import Connecting, Listening, Meeting, Refused
+from shardopt.ranks.connections.tree import Tree, pack_runs, unpack_runs
 from shardopt.world import World, using
 from tests.unit.test_ranks import Job, together
 
@@ -167,13 +175,13 @@ def is_closed(link):
         return True
 
 
-def introduce(link, meeting):
+def introduce(link, meeting, proof=b'{"proof": "00"}'):
     side = Connecting(meeting)
     say(link, side.hello())
     challenge = hear(link)
     if challenge is None:
         return
-    say(link, side.answer(challenge) if meeting.key != KEY else Message(Kind.PROOF, data=b'{"proof": "00"}'))
+    say(link, side.answer(challenge) if meeting.key != KEY else Message(Kind.PROOF, data=proof))
 
 
 def test_strangers_are_closed_and_cost_nobody_anything(job):
@@ -187,6 +195,7 @@ def test_strangers_are_closed_and_cost_nobody_anything(job):
         "garbage": lambda link: link.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10),
         "a claim of very many bytes": lambda link: link.sendall(b"\xff" * 22),
         "another key": lambda link: introduce(link, Meeting(session.name, KEY, 1, 0)),
+        "half of a character": lambda link: introduce(link, Meeting(session.name, KEY, 1, 0), b'{"proof": "\\ud800"}'),
         "another session": lambda link: introduce(link, Meeting("other", session.key, 1, 0)),
         "a rank that is here": lambda link: introduce(link, Meeting(session.name, session.key, 1, 0)),
         "a rank that nobody waits for": lambda link: introduce(link, Meeting(session.name, session.key, 3, 0)),
@@ -209,8 +218,8 @@ def test_strangers_are_closed_and_cost_nobody_anything(job):
 
 
 def test_who_says_nothing_is_closed_after_a_while(job, monkeypatch):
-    monkeypatch.setattr("shardopt.ranks.node._UNPROVEN_SECONDS", 0.2)
-    monkeypatch.setattr("shardopt.ranks.node._MOST_UNPROVEN", 3)
+    monkeypatch.setattr("shardopt.ranks.connections.node._UNPROVEN_SECONDS", 0.2)
+    monkeypatch.setattr("shardopt.ranks.connections.node._MOST_UNPROVEN", 3)
     ranks = job.start(2)
     together(ranks, lambda here: here.agree("x", lambda: None))
     at = ranks[0]._channel.node.session.at[0]

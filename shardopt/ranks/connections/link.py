@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from shardopt.ranks.frames import MOST_FRAME_BYTES, BadFrame, Decoder, Message, encode
+from shardopt.ranks.connections.frames import MOST_FRAME_BYTES, BadFrame, Decoder, Message, encode
 from shardopt.world import Socket
 
 _CHUNK_BYTES = 256 << 10

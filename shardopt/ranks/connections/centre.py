@@ -24,10 +24,10 @@ import json
 import struct
 from collections.abc import Iterable
 
-from shardopt.ranks.frames import MAIN, Kind, Message, encode
-from shardopt.ranks.gathering import Session
-from shardopt.ranks.link import Ended, Link
-from shardopt.ranks.tree import Tree, pack_runs, unpack_runs
+from shardopt.ranks.connections.frames import MAIN, Kind, Message, encode
+from shardopt.ranks.connections.gathering import Session
+from shardopt.ranks.connections.link import Ended, Link
+from shardopt.ranks.connections.tree import Tree, pack_runs, unpack_runs
 from shardopt.world import Condition, world
 
 _NUMBER = struct.Struct("!I")

@@ -16,9 +16,9 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from shardopt.ranks.frames import Kind, Message
-from shardopt.ranks.link import Ended, Link
-from shardopt.ranks.proof import Connecting, Meeting, Refused
+from shardopt.ranks.connections.frames import Kind, Message
+from shardopt.ranks.connections.link import Ended, Link
+from shardopt.ranks.connections.proof import Connecting, Meeting, Refused
 from shardopt.world import READ, WRITE, Store, world
 
 T = TypeVar("T")

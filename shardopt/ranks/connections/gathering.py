@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from shardopt.ranks.halting import Halting
+from shardopt.ranks.connections.halting import Halting
 
 
 class Gathering:

@@ -14,14 +14,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
 
-from shardopt.ranks.address import addresses
-from shardopt.ranks.centre import Centre
-from shardopt.ranks.frames import Message
-from shardopt.ranks.heartbeat import interval_seconds
-from shardopt.ranks.join import PAUSE_SECONDS, Entry, connect, leader_key, publish, read
-from shardopt.ranks.link import Ended, Link
-from shardopt.ranks.proof import Listening, Refused
-from shardopt.ranks.tree import Tree
+from shardopt.ranks.connections.address import addresses
+from shardopt.ranks.connections.centre import Centre
+from shardopt.ranks.connections.frames import Message
+from shardopt.ranks.connections.heartbeat import interval_seconds
+from shardopt.ranks.connections.join import PAUSE_SECONDS, Entry, connect, leader_key, publish, read
+from shardopt.ranks.connections.link import Ended, Link
+from shardopt.ranks.connections.proof import Listening, Refused
+from shardopt.ranks.connections.tree import Tree
 from shardopt.world import READ, SHUT_WR, WRITE, Selector, Socket, Store, Thread, world
 
 _UNPROVEN_SECONDS = 10.0
