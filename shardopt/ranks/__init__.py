@@ -7,8 +7,8 @@ whole parameters and for rows of tables: the only collectives of shardopt itself
 
 Each file imports only those before it: tree (who is connected with whom), frames (messages as bytes), link (one
 connection), proof (who may connect), address (where to listen), join (how ranks find each other in the store),
-gathering and centre (what is counted, kept and passed on), heartbeat, node (all connections, and the thread that serves
-them); calls (what rounds are for), failures (errors as JSON), lost (who does not answer), channel (rounds), collectives,
+gathering and centre (what is counted, kept and passed on), heartbeat, node (all connections, and their thread); calls
+(what rounds are for), failures (errors as JSON), lost (who does not answer), channel (rounds), collectives,
 shared_cell, ranks (all of these together), kinds (exchanges by kinds of ranks), groups (which ranks there are), side
 (ranks for threads).
 """

@@ -41,6 +41,8 @@ class Centre:
         ended: ranks whose connections have closed.
         above: the rank by whose end this one was cut off from rank 0; None where it was not.
         answered: whether an answer has come: from then on this session is the job's, and no older one.
+        came: those below that have ever been connected. No other process is taken for one of them.
+        early: answers that were given before all below had come; who comes gets them first.
         here: where ranks are that were asked, by session, round and rank.
     """
 
@@ -51,6 +53,8 @@ class Centre:
         self.ended: set[int] = set()
         self.above: int | None = None
         self.answered = False
+        self.came: set[int] = set()
+        self.early: list[Message] = []
         self.here: dict[tuple[bytes, int, int], str] = {}
         self.sessions: dict[bytes, Session] = {}
 
@@ -71,6 +75,7 @@ class Centre:
         self.links.clear()
         self.to_flush.clear()
         self.ended.clear()
+        self.came.clear()
         self.above = None
         for session in self.sessions.values():
             session.gatherings.clear()
@@ -97,7 +102,21 @@ class Centre:
         """Rank 0: tells all."""
         self.answered = True
         self.session(name).pass_answer(number)
-        self._send(self.tree.children, Message(Kind.ANSWER, name, number, answer))
+        self._send_answer(Message(Kind.ANSWER, name, number, answer))
+
+    def _send_answer(self, answer: Message) -> None:
+        if len(self.came) < len(self.tree.children):
+            self.early.append(answer)  # as where rank 0 was interrupted in the first round
+        self._send(self.tree.children, answer)
+
+    def welcome(self, rank: int, link: Link) -> None:
+        """Takes the connection of a rank below, which has proved whose it is."""
+        self.came.add(rank)
+        self.links[rank] = link
+        for message in (Message(Kind.WELCOME), *self.early):
+            self._send([rank], message)
+        if len(self.came) == len(self.tree.children):
+            self.early.clear()
 
     def beat(self, name: bytes) -> None:
         """Shows life in a session."""
@@ -147,7 +166,7 @@ class Centre:
             self.answered = True
             session.pass_answer(number)
             session.answers[number] = data
-            self._send(self.tree.children, message)
+            self._send_answer(message)
             self.notify()
         elif kind == Kind.ASK:
             self._pass_reports_on(name, number)

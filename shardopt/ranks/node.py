@@ -16,7 +16,7 @@ from itertools import count
 
 from shardopt.ranks.address import addresses
 from shardopt.ranks.centre import Centre
-from shardopt.ranks.frames import Kind, Message
+from shardopt.ranks.frames import Message
 from shardopt.ranks.heartbeat import interval_seconds
 from shardopt.ranks.join import PAUSE_SECONDS, Entry, connect, leader_key, publish, read
 from shardopt.ranks.link import Ended, Link
@@ -59,7 +59,6 @@ class Node:
         self._listeners: list[Socket] = []
         self._unproven: dict[int, tuple[Link, Listening, float]] = {}
         self._numbers = count()
-        self._taken: set[int] = set()
         self._woken = self._stopping = self._refuses = self._meets_again = False
         self._sleeps_until = _NEVER
         self._handing_over = 0
@@ -179,7 +178,6 @@ class Node:
         with self.changed:
             self._close(0.0)
             self.centre.begin()
-            self._taken.clear()
             self._meets_again = False
             self._selector = world().selector()
             assert self._wake is not None
@@ -325,15 +323,12 @@ class Node:
             link.put_message(answer)
             link.flush()
             return
-        if rank not in self.tree.children or rank in self._taken or self._refuses:
+        if rank not in self.tree.children or rank in self.centre.came or self._refuses:
             raise Refused("nobody is waited for under this number")
         del self._unproven[number]
-        self._taken.add(rank)
         link.rank = rank
         link.trust()
-        self.centre.links[rank] = link
-        link.put_message(Message(Kind.WELCOME))
-        self.centre.to_flush[rank] = link
+        self.centre.welcome(rank, link)
 
     def _drop(self, link: Link) -> None:
         """Closes a connection that has ended, or is to end."""

@@ -372,6 +372,33 @@ def test_an_interrupt_while_waiting_leaves_the_ranks_in_step(job, rank):
     assert all(type(error) is RankError for error in outcomes)
 
 
+def test_an_interrupt_before_all_have_come_leaves_the_ranks_in_step(job):
+    """Who comes later gets the answer that was given without it."""
+    ranks = job.start()
+    channel = ranks[0]._channel
+    wait = channel._wait
+
+    def interrupted(*args):
+        if channel._round < 3:
+            raise KeyboardInterrupt
+        return wait(*args)
+
+    channel._wait = interrupted
+
+    def call(here):
+        if here.rank == 2:
+            time.sleep(0.5)
+        for _ in range(2):
+            with pytest.raises((KeyboardInterrupt, RankError)) as caught:
+                here.agree("x", lambda: None, deadline_seconds=20)
+        assert here.agree("after", lambda: here.rank, lambda n: n, lambda reports: reports)[1] == [0, 1, 2]
+        return caught.value
+
+    outcomes = together(ranks, call)
+    assert type(outcomes.pop(0)) is KeyboardInterrupt
+    assert alike(outcomes, RankError) == "x failed on rank 0: KeyboardInterrupt: "
+
+
 # Ranks that are in different calls.
 
 
