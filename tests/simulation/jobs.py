@@ -222,10 +222,10 @@ class RunningJob:
 
     def _main(self, process: Process, rank: int) -> None:
         begin_process(process, self.job.ranks_per_block)
+        process.at_exit.append(end_process)
         process.group = SimulatedGroup(process, self.server, rank, self.job.ranks)  # type: ignore[attr-defined]
         with suppress(ShardoptError, _Stopped, KeyboardInterrupt):  # it was noted
             self._train(process.group, rank)  # type: ignore[attr-defined]
-        end_process()
 
     def _train(self, group: SimulatedGroup, rank: int) -> None:
         job = self.job
