@@ -203,6 +203,7 @@ class RunningJob:
         newest[min(name for name in newest if name.endswith(".safetensors"))].unreadable = True
         ledger = self.ledger
         ledger.unreadable.add(int(whole[-1].split("-")[1]))
+        ledger.committed.pop(int(whole[-1].split("-")[1]), None)  # it may be saved anew
         self.world.scheduler.note("storage", f"cannot read {whole[-1]} any more")
         # Others may refer to its files, or belong to no branch that is known here.
         simple = not any(job.incremental or job.back or job.misfit for job in self.schedule.jobs)
@@ -271,7 +272,7 @@ class RunningJob:
         step = int(told or 0)
         if step:
             self._judge_restored(app, rank, step)
-        elif self.ledger.least and not self.ledger.may_fail:
+        elif self.ledger.least and not self.ledger.may_fail and self.number == self.ledger.current:
             self.ledger.problems.append(f"nothing was restored, though step {self.ledger.least} was committed")
         return step
 
