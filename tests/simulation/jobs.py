@@ -203,6 +203,7 @@ class RunningJob:
         newest[min(name for name in newest if name.endswith(".safetensors"))].unreadable = True
         ledger = self.ledger
         ledger.unreadable.add(int(whole[-1].split("-")[1]))
+        ledger.committed.pop(int(whole[-1].split("-")[1]), None)  # it may be saved anew
         self.world.scheduler.note("storage", f"cannot read {whole[-1]} any more")
         # Others may refer to its files, or belong to no branch that is known here.
         simple = not any(job.incremental or job.back or job.misfit for job in self.schedule.jobs)
@@ -222,10 +223,10 @@ class RunningJob:
 
     def _main(self, process: Process, rank: int) -> None:
         begin_process(process, self.job.ranks_per_block)
+        process.at_exit.append(end_process)
         process.group = SimulatedGroup(process, self.server, rank, self.job.ranks)  # type: ignore[attr-defined]
         with suppress(ShardoptError, _Stopped, KeyboardInterrupt):  # it was noted
             self._train(process.group, rank)  # type: ignore[attr-defined]
-        end_process()
 
     def _train(self, group: SimulatedGroup, rank: int) -> None:
         job = self.job
@@ -271,7 +272,7 @@ class RunningJob:
         step = int(told or 0)
         if step:
             self._judge_restored(app, rank, step)
-        elif self.ledger.least and not self.ledger.may_fail:
+        elif self.ledger.least and not self.ledger.may_fail and self.number == self.ledger.current:
             self.ledger.problems.append(f"nothing was restored, though step {self.ledger.least} was committed")
         return step
 

@@ -38,9 +38,11 @@ class Process:
         self.operations = 0
         self.tasks: list[Task] = []
         self.main: Task | None = None
+        self.main_ended = False
         self.keeps: list[tuple[dict[str, Any], str, Any]] = []
         self.at_operation: defaultdict[int, list[Callable[[], None]]] = defaultdict(list)
-        self.at_end: list[Callable[[], None]] = []
+        self.at_exit: list[Callable[[], None]] = []  # by the program, once its threads have ended
+        self.at_end: list[Callable[[], None]] = []  # by the system, whatever ends it
         self._held: list[tuple[Task, int]] = []
 
     def start(self, function: Callable[[], object]) -> None:
@@ -55,9 +57,10 @@ class Process:
                     for task in list(self.tasks):
                         if not task.daemon and task is not self.main:
                             task.join()
+                    for exit_function in self.at_exit:
+                        exit_function()
                     self.kill()
 
-        self.main_ended = False
         self.main = Task(self, main, "MainThread", daemon=False)
         self.main.start()
 
@@ -77,7 +80,7 @@ class Process:
     def interrupt(self) -> None:
         """Raises KeyboardInterrupt in its main thread, as by SIGINT."""
         main = self.main
-        if not self.dead and main is not None and not main.ended:
+        if not self.dead and main is not None and not self.main_ended:
             self.scheduler.note(self.name, "is interrupted")
             if main is self.scheduler.current:
                 raise KeyboardInterrupt

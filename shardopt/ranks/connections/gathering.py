@@ -73,7 +73,8 @@ class Session:
         for kept in (self.gatherings, self.own):
             for each in [each for each in kept if each <= number]:
                 del kept[each]
-        for key in [key for key in self.sections if key[0] < number]:
+        # Those of the round before stay: this answer may be that a rank is lost, while others still fetch theirs.
+        for key in [key for key in self.sections if key[0] < number - 1]:
             del self.sections[key]
 
     def missing(self, number: int, ranks: Sequence[int]) -> list[int]:
