@@ -70,7 +70,7 @@ class Cluster:
     def state(self, job: str) -> str:
         return self.field("job", job, "JobState")
 
-    def wait_for(self, job: str, *states: str, seconds: float = 300.0) -> str:
+    def wait_for(self, job: str, *states: str, seconds: float = 900.0) -> str:
         """Waits until a job is in one of these states; returns which."""
         end = time.monotonic() + seconds
         while (state := self.state(job)) not in states:
