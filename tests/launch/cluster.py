@@ -39,10 +39,11 @@ SlurmdLogFile={folder}/%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 MpiDefault=none
-ReturnToService=2
+ReturnToService=1
 SchedulerType=sched/builtin
 KillWait=60
 MinJobAge=3600
+# Of two nodes on one machine; what is set down stays down until it is resumed.
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={first_port} CPUs=1
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={second_port} CPUs=1
 PartitionName=all Nodes=n1,n2 Default=YES State=UP
