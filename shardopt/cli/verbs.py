@@ -105,6 +105,15 @@ VERBS = (
         ),
     ),
     Verb(
+        "env",
+        "print what a report of a fault needs: versions, ranks; of a directory, whether all see it, and its speed",
+        "shardopt.cli.env:env",
+        (
+            argument("url", "a directory to try; files are written there and removed again", required=False),
+            option("mib", "how much each rank writes; 64 where it is left out", kind=int, metavar="MIB"),
+        ),
+    ),
+    Verb(
         "plot layout",
         "draw which rank holds what of the largest tensors, as stored, and on another number of ranks",
         "shardopt.cli.plot.plot_layout:plot_layout",

@@ -1,0 +1,178 @@
+"""`shardopt env`: what a report of a fault needs to say of the machine, the ranks and the storage."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardopt.checkpoint.format.constants import file_name
+from shardopt.checkpoint.storage import common_storage, storage_of
+from shardopt.cli.output import Output, plural
+from shardopt.errors import OptionError, Problem
+from shardopt.ranks import Ranks, ranks_of
+from shardopt.world import world
+
+_PACKAGES = ("shardopt", "torch", "numpy", "fsspec", "xxhash", "typer", "rich", "s3fs", "gcsfs", "adlfs")
+_VARIABLES = re.compile(
+    r"(RANK|LOCAL_RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT|(TORCH|TORCHELASTIC|NCCL|GLOO|SLURM)_\w+)"
+)
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD")
+_PROBE_MIB = 64
+_DEADLINE_SECONDS = 60.0
+
+
+def env(output: Output, *, url: str | None, mib: int | None) -> int:
+    """Prints versions, machine, variables of the launcher; and of a directory whether all ranks see it, and its speed.
+
+    Under torchrun it is collective: rank 0 prints, and says of each rank on which host and device it is.
+    """
+    if mib is not None and mib < 1:
+        raise OptionError("nothing to try", [Problem("--mib", str(mib), "1 or more", "give how much each rank writes")])
+    with _joined() as ranks:
+        here = {"host": platform.node(), "pid": os.getpid(), "device": _device()}
+        _, places = ranks.agree("describing ranks", lambda: here, lambda place: place, list, _DEADLINE_SECONDS)
+        found = {
+            "packages": _packages(),
+            "python": platform.python_version(),
+            "system": platform.platform(),
+            "cpus": os.cpu_count(),
+            "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            "torch": _torch(),
+            "variables": _variables(),
+            "ranks": places,
+        }
+        if url is not None:
+            found["storage"] = probe(ranks, url, (_PROBE_MIB if mib is None else mib) << 20)
+        if ranks.rank == 0:
+            _print(output, found)
+    return 0
+
+
+@contextmanager
+def _joined() -> Iterator[Ranks]:
+    """The ranks that the launcher has started, or this process alone."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield Ranks(None)
+        return
+    dist.init_process_group("gloo")
+    try:
+        yield ranks_of(None)
+    finally:
+        dist.destroy_process_group()
+
+
+def _packages() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _torch() -> dict[str, Any]:
+    backends = {
+        "gloo": dist.is_available() and dist.is_gloo_available(),
+        "nccl": dist.is_available() and dist.is_nccl_available(),
+        "mpi": dist.is_available() and dist.is_mpi_available(),
+    }
+    return {
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "threads": torch.get_num_threads(),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "backends": [name for name, is_there in backends.items() if is_there],
+    }
+
+
+def _device() -> str:
+    """The GPU that a rank of this number on its host has, or the CPU."""
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    return f"cuda:{local}" if local < torch.cuda.device_count() else "cpu"
+
+
+def _variables() -> dict[str, str]:
+    """The variables by which launchers and torch speak to each other, without what is secret."""
+    wanted = {name: value for name, value in sorted(os.environ.items()) if _VARIABLES.fullmatch(name)}
+    return {name: "(not shown)" if _SECRET.search(name) else value for name, value in wanted.items()}
+
+
+def probe(ranks: Ranks, url: str, nbytes: int) -> dict[str, Any]:
+    """Writes one file on each rank, all at once, reads them, and removes them. Collective.
+
+    Raises:
+        ShardoptError: ranks do not see the same directory, or it cannot be written.
+    """
+    storage = storage_of(url, durable=True)
+    what = f"trying the storage {url}"
+
+    def prepare(_: object) -> str:
+        storage.make()
+        made = world().random_name(6)
+        common_storage.write_marker(storage, made)
+        return made
+
+    _, name = ranks.agree(what, lambda: None, decide=prepare, deadline_seconds=_DEADLINE_SECONDS)
+    own, neighbours = (file_name(name, rank % ranks.size, 0) for rank in (ranks.rank, ranks.rank + 1))
+    noise = torch.randint(256, (1 << 20,), dtype=torch.uint8)  # which no file system makes smaller
+    data = memoryview(noise.repeat(nbytes >> 20).numpy())
+    try:
+        ranks.agree(what, lambda: common_storage.wait_for_marker(storage, name), deadline_seconds=_DEADLINE_SECONDS)
+        writing = _seconds(ranks, what, lambda: storage.write(own, [data]))
+        reading = _seconds(ranks, what, lambda: storage.read(neighbours))
+    finally:
+        storage.remove(own)
+        if ranks.rank == 0:
+            common_storage.remove_marker(storage, name)
+    total = nbytes * ranks.size
+    return {
+        "url": storage.url,
+        "is_remote": storage.is_remote,
+        "free_bytes": storage.free_bytes(),
+        "bytes": total,
+        "write_bytes_per_second": total / writing,
+        "read_bytes_per_second": total / reading,
+    }
+
+
+def _seconds(ranks: Ranks, what: str, work: Callable[[], object]) -> float:
+    """Returns how long the slowest rank takes. Collective."""
+
+    def timed() -> float:
+        begin = world().monotonic()
+        work()
+        return max(world().monotonic() - begin, 1e-9)
+
+    _, seconds = ranks.agree(what, timed, lambda took: took, max, _DEADLINE_SECONDS)
+    return float(seconds)
+
+
+def _print(output: Output, found: dict[str, Any]) -> None:
+    output.data(found)
+    output.table([[name, number] for name, number in {"python": found["python"], **found["packages"]}.items()])
+    made = found["torch"]
+    runtime = f"CUDA {made['cuda']}" if made["cuda"] else f"HIP {made['hip']}" if made["hip"] else "no GPU runtime"
+    output.line(f"torch: {runtime}, {plural(made['threads'], 'thread')}, {', '.join(made['backends'])}")
+    output.line(f"system: {found['system']}, {plural(found['cpus'], 'CPU')}, {found['memory_bytes'] / 2**30:.0f} GiB")
+    for gpu in made["gpus"]:
+        output.line(f"GPU: {gpu}")
+    for name, value in found["variables"].items():
+        output.line(f"{name}={value}")
+    for rank, place in enumerate(found["ranks"]):
+        output.line(f"rank {rank}: process {place['pid']} on {place['host']}, {place['device']}")
+    if "storage" in found:
+        storage = found["storage"]
+        output.line(
+            f"{storage['url']}: seen by all ranks; {storage['bytes'] >> 20} MiB written at "
+            f"{storage['write_bytes_per_second'] / 2**20:.0f} MiB/s, durable, and read at "
+            f"{storage['read_bytes_per_second'] / 2**20:.0f} MiB/s (from caches, where there are any)"
+        )

@@ -1,0 +1,27 @@
+"""The example's training, slowed down, so that there is time for something to happen to it.
+
+SECONDS_A_STEP=0.3 BREAKS_AT=7 torchrun … slow_lm.py configs/lm.toml …
+"""
+
+import os
+import time
+from typing import Any
+
+from common import launch
+from train_lm import train
+
+from shardopt import checkpoint
+
+save = checkpoint.Manager.save
+
+
+def save_slowly(manager: checkpoint.Manager, step: int, *args: Any, **kwargs: Any) -> Any:
+    if step == int(os.environ.get("BREAKS_AT", "0")):
+        raise RuntimeError("a bug of the program")
+    time.sleep(float(os.environ.get("SECONDS_A_STEP", "0")))
+    return save(manager, step, *args, **kwargs)
+
+
+if __name__ == "__main__":
+    checkpoint.Manager.save = save_slowly  # type: ignore[method-assign]
+    launch(train, __doc__)
