@@ -41,7 +41,7 @@ from shardopt.world import World, using
 matplotlib.use("Agg")
 
 BLOCK = 128  # the second leader, where ranks are led in blocks of so many
-RANKS_OF_A_PROCESS = 512
+RANKS_OF_A_PROCESS = 128
 DEADLINE_SECONDS = 900.0
 EXTRAPOLATED = 16384
 PHASES = ("first", "alike", "different")
@@ -64,10 +64,9 @@ class Job:
         return self._store
 
 
-def take_part(rank: int, size: int, port: int, rounds: int, start: Barrier, before: Callable[[str], None]) -> None:
+def take_part(job: Job, rounds: int, before: Callable[[str], None]) -> None:
     """One rank: all phases, each with `before` called first."""
-    job = Job(rank, size, port)
-    start.wait()  # for all to be connected to the store
+    rank, size = job.rank(), job.size()
     before("first")
     ranks = Ranks.meeting(job, tuple(range(size)))  # type: ignore[arg-type]  # what it asks of a group, Job has
     ranks.agree("beginning", lambda: None, deadline_seconds=DEADLINE_SECONDS)
@@ -87,10 +86,9 @@ def run_many(first: int, last: int, size: int, port: int, rounds: int, start: Ba
     threading.stack_size(256 << 10)
     # Objects of all ranks are searched through by the collector at once, which no rank of a job would do.
     gc.disable()
-    threads = [
-        threading.Thread(target=take_part, args=(rank, size, port, rounds, start, lambda _: None))
-        for rank in range(first, last)
-    ]
+    jobs = [Job(rank, size, port) for rank in range(first, last)]
+    threads = [threading.Thread(target=take_part, args=(job, rounds, lambda _: None)) for job in jobs]
+    start.wait()  # for all to be connected to the store
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -161,7 +159,9 @@ def run_measured(
         )
 
     with using(CountedWorld()):
-        take_part(rank, size, port, rounds, start, before)
+        job = Job(rank, size, port)
+        start.wait()
+        take_part(job, rounds, before)
     results.send(marks)
 
 
@@ -177,18 +177,19 @@ def measure(size: int, rounds: int) -> dict[str, dict[str, float]]:
     ours, theirs = context.Pipe()
     server = context.Process(target=serve, args=(size, theirs))
     server.start()
-    port, start = ours.recv(), context.Barrier(size)
+    port = ours.recv()
     measured = {0: context.Pipe(False)}
     if size > BLOCK:
         measured[BLOCK] = context.Pipe(False)
-    processes = [
-        context.Process(target=run_measured, args=(rank, size, port, rounds, start, server.pid, pipe[1]))
-        for rank, pipe in measured.items()
-    ]
     ranges = [
         (max(first, 1), min(last, size))
         for begin in range(0, size, RANKS_OF_A_PROCESS)
         for first, last in _without(BLOCK if size > BLOCK else 0, begin, begin + RANKS_OF_A_PROCESS)
+    ]
+    start = context.Barrier(len(measured) + len(ranges))
+    processes = [
+        context.Process(target=run_measured, args=(rank, size, port, rounds, start, server.pid, pipe[1]))
+        for rank, pipe in measured.items()
     ]
     processes += [context.Process(target=run_many, args=(*each, size, port, rounds, start)) for each in ranges]
     for process in processes:
