@@ -120,13 +120,18 @@ def _verify(world: SimulatedWorld, jobs: list[RunningJob]) -> list[str]:
                 if name.startswith("step-") and storage.child(name).exists("manifest.json"):
                     url = storage.child(name).url
                     report = checkpoint.verify(url)
-                    if not report.ok and not (root == ROOT and int(name.split("-")[1]) in unreadable):
+                    # What it refers to may be in one that cannot be read.
+                    if any(root != ROOT or unreadable.isdisjoint(_steps_in(each.key)) for each in report.problems):
                         problems.append(f"{url} is committed, and not whole: {report}")
 
     reader.start(read)
     if not scheduler.run(lambda: reader.dead, scheduler.now + 1000):
         problems.append("reading does not end")
     return problems
+
+
+def _steps_in(url: str) -> list[int]:
+    return [int(step) for step in re.findall(r"/step-(\d+)", url)]
 
 
 def _judge(schedule: Schedule, ledger: Ledger, jobs: list[RunningJob]) -> list[str]:

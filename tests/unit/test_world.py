@@ -1,6 +1,7 @@
 """Another world in the place of the real one: its clock, names, threads, store and storage are those that count."""
 
 import itertools
+import threading
 import time
 
 import pytest
@@ -41,7 +42,23 @@ def test_retries_pause_by_it(clock):
     assert clock.pauses == [600.0, 1000.0, 1000.0]
 
 
-def test_a_rank_that_never_comes_is_given_up_by_it(clock, monkeypatch):
+class Waiting(FakeClock):
+    """Time passes where somebody waits for others too."""
+
+    def condition(self):
+        clock = self
+
+        class Condition(threading.Condition):
+            def wait(self, timeout=None):
+                if super().wait(0.001) or timeout is None:
+                    return True
+                clock.now += timeout
+                return False
+
+        return Condition()
+
+
+def test_a_rank_that_never_comes_is_given_up_by_it(monkeypatch):
     class Group:
         def rank(self):
             return 0
@@ -54,7 +71,7 @@ def test_a_rank_that_never_comes_is_given_up_by_it(clock, monkeypatch):
 
     monkeypatch.setattr("shardopt.ranks.ranks._members", lambda group: (0, 1))
     monkeypatch.setattr("shardopt.ranks.ranks.accelerator_of", lambda group: None)
-    with pytest.raises(RankError, match="rank 1 gave no sign of life for 60 s"):
+    with using(Waiting()) as clock, pytest.raises(RankError, match="rank 1 gave no sign of life for 60 s"):
         Ranks(Group()).agree("x", lambda: None, deadline_seconds=60.0)
     assert 60 < clock.now - 100 < 75
 
