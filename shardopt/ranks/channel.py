@@ -24,6 +24,7 @@ from shardopt.world import Store, StoreError, world
 
 T = TypeVar("T")
 
+_TOGETHER_SECONDS = 0.1
 _STORE_SECONDS = 5.0  # for what the store is asked only once something has failed
 _LONGEST_PAUSE_SECONDS = 1.0
 _RECORD_SECONDS = 3.0  # in which rank 0 asks where those are that it has given up, and writes it down
@@ -264,6 +265,12 @@ class Channel:
             return None
 
         lost = self._wait(have, look)
+        with self.node.changed:
+            others_end = bool(have())
+        if others_end:  # those that a launcher or a host ends together are named together
+            world().sleep(_TOGETHER_SECONDS)
+            with self.node.changed:
+                lost = have() or lost
         read()
         session = self.node.session
         if first and not lost and session is not None:
