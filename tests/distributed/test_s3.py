@@ -293,6 +293,44 @@ def test_saved_on_four_ranks_loaded_on_three(here):
     assert checkpoint.Manager(root).steps() == [1, 2]
 
 
+def load_on_ranks(options, url, **choices):
+    """Returns the type and text of the error, if there is one."""
+    retry.RETRY_POLICY = IMPATIENT
+    with reached(options):
+        app = {key: value for key, value in zeros().items() if key in ("rows", "both")}
+        places = [tensor.to_local().data_ptr() for tensor in app.values()]
+        try:
+            checkpoint.load(url, app, strict=False, deadline_seconds=DEADLINE_SECONDS, **choices)
+        except (CheckpointError, RankError) as error:
+            assert not any(tensor.to_local().any() for tensor in app.values())
+            return type(error), str(error)
+        wanted = state(1)
+        assert all(torch.equal(app[key].to_local(), wanted[key].to_local()) for key in app)
+        assert [tensor.to_local().data_ptr() for tensor in app.values()] == places
+        return None
+
+
+def asked(here, *words):
+    return [request for request in here.log()["requests"] if all(word in request for word in words)]
+
+
+@pytest.fixture(scope="module")
+def stored(s3):
+    """The URL of a checkpoint that four ranks have saved."""
+    root = s3.new_root()
+    run_ranks(4, save_on_ranks, s3.options(), root, 1)
+    return f"{root}/step-00000001"
+
+
+def test_the_manifest_is_read_by_one_rank(here, stored):
+    here.plan()
+    assert run_ranks(4, load_on_ranks, here.options(), stored) == [None] * 4
+    assert [len(asked(here, method, "manifest.json")) for method in ("HEAD", "GET")] == [1, 1]
+    here.plan()
+    assert run_ranks(1, load_on_ranks, here.options(), stored) == [None]
+    assert [len(asked(here, method, "manifest.json")) for method in ("HEAD", "GET")] == [1, 1]
+
+
 def save_and_restore(options, root, step):
     save_on_ranks(options, root, step)
     restore_on_ranks(options, root, step)
