@@ -114,7 +114,7 @@ class AnsweredStorage(Storage):
         return self._answers.answer((self._place, *question), ask)
 
     def names(self) -> list[str]:
-        return self._answer(self._storage.names, "names")
+        return self._answer(lambda: self._storage.names(), "names")
 
     def size(self, name: str) -> int:
         return self._answer(lambda: self._storage.size(name), "size", name)
