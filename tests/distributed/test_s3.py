@@ -371,10 +371,10 @@ def load_from_all(options, root, local):
     """Loads from all that `put_all` has put, and more; returns what came of it by name."""
     retry.RETRY_POLICY = IMPATIENT
     found = {}
+    get_section = Channel.get_section
     with reached(options):
         for name in [*CHANGES, "nothing"]:
             app = {key: value for key, value in zeros().items() if key in ("rows", "both")}
-            get_section = Channel.get_section
             if name == "altered" and dist.get_rank() == 1:
                 Channel.get_section = lambda self, number: get_section(self, number)[:-1] + b"?"
             found[name] = load_from(f"{root}/{name}", app)
