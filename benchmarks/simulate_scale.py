@@ -3,7 +3,7 @@
     python -m benchmarks.simulate_scale [alike] [kinds] [mesh]
 
 `alike`: FSDP over 512 ranks × 32 replicas, AdamW. Times what one rank works out alone (layouts, fingerprint,
-assignment, its own part), the first time and again, the size of the manifest and the time to read it.
+assignment, its own part), the first time and again, the size of the manifest and the time to read it and hand it on.
 
 `kinds`: a mixture of experts on 16 stages × 32 expert groups × 32 data parallel ranks. Dense parameters are sharded
 over the 1,024 ranks of a stage, experts over the 32 of their group. Times what rank 0 does when all descriptions are
@@ -24,16 +24,19 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import xxhash
+
 from benchmarks.peers import write_table
 from shardopt.checkpoint.agree_plan import KeptPlan, compare_reports, report_state
 from shardopt.checkpoint.commit import manifest_of
-from shardopt.checkpoint.format.constants import DTYPES, file_name
+from shardopt.checkpoint.format.constants import DTYPES, MANIFEST_NAME, file_name
 from shardopt.checkpoint.format.manifest import decode_manifest, encode_manifest
 from shardopt.checkpoint.format.shared_values import Values
 from shardopt.checkpoint.planning.assign import check_covers
 from shardopt.checkpoint.planning.describe import Description, geometry_of
 from shardopt.checkpoint.planning.merge import MergedGeometry, merge_geometry, merge_values, read_section, sections_of
 from shardopt.checkpoint.planning.save_plan import RankWrites, SavePlan
+from shardopt.checkpoint.storage import Answers
 from shardopt.gc_pause import gc_paused
 from shardopt.ranks.kinds import compress, decompress
 from shardopt.sharding.layout import Layout
@@ -247,10 +250,17 @@ def time_alike() -> None:
     mesh = Mesh((REPLICAS, SHARDS), tuple(range(REPLICAS * SHARDS)))
     first, planned = timed(plan, mesh)
     again, _ = timed(plan, mesh)
-    reports = [[[file_name("0123456789ab", *file), 1 << 30, "0123456789abcdef"]] for file in planned.files]
+    names = [file_name("0123456789ab", *file) for file in planned.files]
+    reports = [
+        [[name, 1 << 30, xxhash.xxh3_64_hexdigest(name.encode())]] for name in names
+    ]  # digests cannot be compressed
     build, manifest = timed(manifest_of, "0123456789ab", planned, {}, reports)
     encode, data = timed(encode_manifest, manifest)
     parse, _ = timed(decode_manifest, data, "simulated")
+    answers = Answers()
+    answers.answer(("", "read", 0, len(data), MANIFEST_NAME), lambda: data)
+    packing, packed = worked(answers.pack)
+    unpacking, _ = worked(Answers.unpack, packed)
     loads: dict[int, int] = {}
     for key, each in planned.assigned.items():
         for box, (rank, _) in zip(each.boxes, each.writers, strict=True):
@@ -264,6 +274,8 @@ def time_alike() -> None:
         ("manifest, built on rank 0", f"{build:.2f} s + {encode:.2f} s"),
         ("manifest, size", f"{len(data) / 2**20:.1f} MiB"),
         ("manifest, parsing", f"{parse:.2f} s"),
+        ("manifest, as rank 0 hands it on", f"{len(packed) / 2**20:.2f} MiB"),
+        ("manifest, packed on rank 0, unpacked", f"{packing * 1000:.0f} ms, {unpacking * 1000:.0f} ms"),
     ]
     print(write_table("scale", f"One rank of {REPLICAS * SHARDS:,}, simulated", ("what", "found"), rows))
 

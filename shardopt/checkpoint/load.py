@@ -32,7 +32,7 @@ from shardopt.checkpoint.reading.target import fill
 from shardopt.checkpoint.rearrange.reader import rearranged
 from shardopt.checkpoint.rearrange.rules import AnyRule
 from shardopt.checkpoint.reports import LoadReport, emit_report
-from shardopt.checkpoint.sources.open import open_checkpoint
+from shardopt.checkpoint.sources.open_on_ranks import opener_of
 from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.errors import CheckpointError, MismatchError, Problem, ShardoptError
 from shardopt.flatten import flatten
@@ -226,10 +226,11 @@ def _load(
     """Loads, with state made for optimizers where `init_state` asks for it; returns what to warn of as well."""
     ranks = ranks_of(options.group)
     what = f"{_LOADING}{os.fspath(url)}"
+    open_here = opener_of(ranks, what, url, options.base_root, options.deadline_seconds)
 
     @cache
     def opened() -> CheckpointReader:  # in a round, as all that may fail
-        return rearranged(open_checkpoint(url, options.base_root), options.rearrange)
+        return rearranged(open_here(), options.rearrange)
 
     def look() -> _Look:
         reader, flat = opened(), flatten(app, options.tied)

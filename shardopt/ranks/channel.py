@@ -139,7 +139,7 @@ class Channel:
     def put_section(self, number: int, data: bytes) -> None:
         """Rank 0, while it decides: keeps what only some ranks need of the answer; not empty."""
         with self.node.changed:
-            self.node.centre.session(self._session).sections[self._round, number] = data
+            self.node.centre.keep_section(self._session, self._round, number, data)
 
     def get_section(self, number: int) -> bytes:
         """Any rank but 0 that has the answer: gets a section of it, until the next round is decided."""

@@ -1,23 +1,33 @@
 """Checkpoints over the S3 protocol, from and to a real server on loopback, through s3fs: sound, and under faults."""
 
+import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import time
 import tracemalloc
+import warnings
+from collections import Counter
 from pathlib import Path
 
 import fsspec
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from shardopt import checkpoint
+from shardopt.checkpoint.format.constants import SEAL_BYTES, seal
 from shardopt.checkpoint.storage import multipart, remote, retry, storage_of
 from shardopt.checkpoint.storage.remote import RemoteStorage
-from shardopt.errors import CheckpointError, CheckpointNotFoundError, RankError
+from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError, FormatError, RankError
+from shardopt.ranks import Ranks
+from shardopt.ranks.channel import Channel
 from tests.harness import Fault, run_ranks, run_ranks_outcomes
 from tests.harness.s3 import reached, s3_server
 
@@ -291,6 +301,150 @@ def test_saved_on_four_ranks_loaded_on_three(here):
         assert torch.equal(reader.read("columns"), value())
         assert torch.equal(reader.read("both"), value()[:1500])
     assert checkpoint.Manager(root).steps() == [1, 2]
+
+
+# One run of three ranks that load from many places, for a client of S3 takes a second to be imported on each.
+
+
+def newer(manifest):
+    return seal(manifest[:-SEAL_BYTES].replace(b'"min_reader_version":1', b'"min_reader_version":99'))
+
+
+CHANGES = {
+    "whole": lambda manifest: manifest,
+    "torn": lambda manifest: manifest[: len(manifest) // 2],
+    "changed": lambda manifest: manifest.replace(b"float32", b"float16"),
+    "newer": newer,
+    "unread": lambda manifest: manifest,  # for the store refuses
+    "altered": lambda manifest: manifest,  # on its way to rank 1
+}
+FOREIGN = ["dcp", "index", "file.safetensors", "file.pt"]
+
+
+def put_all(s3, folder):
+    """Puts copies of one checkpoint with different manifests, and what others write, into a bucket; returns its URL."""
+    root, value = s3.new_root(), {"x": torch.ones(8, 8)}
+    run_ranks(1, save_locally, str(folder / "local"))
+    for name, change in CHANGES.items():
+        shutil.copytree(folder / "local", folder / name)
+        (folder / name / "manifest.json").write_bytes(change((folder / "local/manifest.json").read_bytes()))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        dcp.save({**value, "n": 3}, checkpoint_id=folder / "dcp")
+    (folder / "index").mkdir()
+    for i, key in enumerate("xy"):
+        save_file({key: value["x"]}, folder / f"index/m-{i}.safetensors")
+    index = {"weight_map": {key: f"m-{i}.safetensors" for i, key in enumerate("xy")}}
+    (folder / "index/m.safetensors.index.json").write_text(json.dumps(index))
+    save_file(value, folder / "file.safetensors")
+    torch.save(value, folder / "file.pt")
+    fs = fsspec.filesystem("s3")
+    for file in [each for each in folder.rglob("*") if each.is_file()]:
+        fs.pipe_file(f"{root[5:]}/{file.relative_to(folder)}", file.read_bytes())
+    return root
+
+
+def save_locally(path):
+    checkpoint.save(path, state(1))
+
+
+def load_from(url, app):
+    """Returns the rounds that a load takes, and the type and text of its error, if there is one."""
+    rounds, agree = [], Ranks.agree
+
+    def counting(self, *args, **choices):
+        rounds.append(args)
+        return agree(self, *args, **choices)
+
+    Ranks.agree = counting
+    try:
+        checkpoint.load(url, app, strict=False, deadline_seconds=DEADLINE_SECONDS)
+    except (CheckpointError, RankError) as error:
+        assert not any(torch.count_nonzero(getattr(each, "_local_tensor", each)) for each in app.values())
+        return len(rounds), type(error), str(error)
+    finally:
+        Ranks.agree = agree
+    return len(rounds), None, ""
+
+
+def load_from_all(options, root, local):
+    """Loads from all that `put_all` has put, and more; returns what came of it by name."""
+    retry.RETRY_POLICY = IMPATIENT
+    found = {}
+    get_section = Channel.get_section
+    with reached(options):
+        for name in [*CHANGES, "nothing"]:
+            app = {key: value for key, value in zeros().items() if key in ("rows", "both")}
+            if name == "altered" and dist.get_rank() == 1:
+                Channel.get_section = lambda self, number: get_section(self, number)[:-1] + b"?"
+            found[name] = load_from(f"{root}/{name}", app)
+            Channel.get_section = get_section
+            if found[name][1] is None:
+                assert all(torch.equal(app[key].to_local(), state(1)[key].to_local()) for key in app)
+        for name in FOREIGN:
+            app = {"x": torch.zeros(8, 8)}
+            found[name] = load_from(f"{root}/{name}", app)
+            assert (app["x"] == 1).all()
+        found["local"] = load_from(local, {key: value for key, value in zeros().items() if key in ("rows", "both")})
+        found["both"] = load_from(local if dist.get_rank() == 1 else f"{root}/whole", {"both": torch.zeros(1500, 192)})
+    return found
+
+
+@pytest.fixture(scope="module")
+def loaded(s3, tmp_path_factory):
+    """What came of all loads, which is the same on all ranks, and what the store was asked."""
+    folder = tmp_path_factory.mktemp("put")
+    with reached(s3.options()):
+        root = put_all(s3, folder)
+    s3.plan({"kind": "503", "match": "GET .*unread/manifest", "times": 1000})
+    found = run_ranks(3, load_from_all, s3.options(), root, str(folder / "local"))
+    asked = s3.log()["requests"]
+    s3.plan()
+    assert found == [found[0]] * 3
+    return found[0], [request.partition("/run/")[::2] for request in asked if "/run/" in request]
+
+
+def test_the_manifest_is_read_by_one_rank(loaded):
+    found, asked = loaded
+    assert found["whole"][1] is None
+    of_manifest = [method.split()[0] for method, path in asked if path.startswith("whole/manifest.json")]
+    assert sorted(of_manifest) == ["GET", "HEAD"]
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "text"),
+    [
+        ("nothing", CheckpointNotFoundError, "there is no checkpoint"),
+        ("torn", CorruptionError, "failed: a checkpoint is damaged.*fail the seal"),
+        ("changed", CorruptionError, "failed: a checkpoint is damaged.*fail the seal"),
+        ("newer", FormatError, "failed: the checkpoint needs a newer reader.*version 99"),
+        ("unread", CheckpointError, "failed on rank 0: cannot read s3://.*manifest"),
+        ("altered", CheckpointError, "failed on rank 1: ranks do not see the same.*other bytes on rank 1"),
+        ("both", RankError, "loading from a remote store on ranks 0, 2; loading on rank 1"),
+    ],
+)
+def test_what_is_wrong_is_the_same_error_on_all_ranks(loaded, name, error, text):
+    found, asked = loaded
+    assert found[name][1] is error and re.search(text, found[name][2], re.DOTALL), found[name]
+    if name in ("torn", "changed", "newer", "altered"):
+        of_manifest = [method.split()[0] for method, path in asked if path.startswith(f"{name}/manifest.json")]
+        assert of_manifest.count("GET") == 1
+
+
+def test_a_local_path_costs_no_round_more(loaded):
+    found, _ = loaded
+    assert found["local"][1] is None
+    assert found["whole"][0] == found["local"][0] + 1
+
+
+@pytest.mark.parametrize("form", FOREIGN)
+def test_what_others_have_written_is_looked_through_by_one_rank(loaded, form):
+    """Ranks ask for what has the bytes of tensors, and for nothing else."""
+    found, asked = loaded
+    assert found[form][1] is None
+    # Rank 0 looks twice at some things. Of an archive of DCP each rank reads the head.
+    counts = Counter((method, path) for method, path in asked if path.startswith(form) and ".distcp bytes" not in path)
+    assert max(counts.values()) <= 2, counts
 
 
 def save_and_restore(options, root, step):

@@ -48,3 +48,18 @@ def test_whose_end_ends_a_call_is_not_hidden_by_the_end_of_the_leader_who_says_s
         centre.take(2, Message(Kind.CUT_OFF))
         centre.lose(2)
     assert centre.above == 0
+
+
+def test_a_section_is_in_memory_once_whoever_it_is_sent_to(centre_of):
+    centre, section = centre_of(0, 4, 4), bytes(3 << 20)
+    sent = {rank: [] for rank in (1, 2, 3)}
+    with centre.changed:
+        for rank, buffers in sent.items():
+            centre.links[rank] = Link()
+            centre.links[rank].put = buffers.extend
+        centre.keep_section(MAIN, 1, 0, section)
+        for rank in sent:
+            centre.take(rank, Message(Kind.PULL, MAIN, 1, bytes(4)))
+    held = [{id(part.obj) for part in buffers if isinstance(part, memoryview)} for buffers in sent.values()]
+    assert len(held[0]) == 1 and held[0] == held[1] == held[2]
+    assert all(sum(map(len, buffers)) >= len(section) for buffers in sent.values())

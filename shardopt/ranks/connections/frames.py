@@ -23,6 +23,7 @@ MOST_MESSAGE_BYTES = 1 << 30
 MAIN = bytes(8)
 """The session of the program itself; others have random names."""
 
+_COPIED_BYTES = 64 << 10  # beside their header; of more, messages to several ranks have one copy
 _HEADER = struct.Struct("!IBB8sQ")
 _AFTER_LENGTH = _HEADER.size - 4
 
@@ -70,7 +71,7 @@ def encode(message: Message) -> list[bytes | memoryview]:
     kind, session, number, data = message
     if len(data) > MOST_MESSAGE_BYTES:
         raise ValueError(f"a message of {len(data)} bytes; {MOST_MESSAGE_BYTES} are the most")
-    if len(data) <= MOST_FRAME_BYTES:
+    if len(data) <= _COPIED_BYTES:
         return [_HEADER.pack(_AFTER_LENGTH + len(data), kind, 0, session, number) + data]
     buffers: list[bytes | memoryview] = []
     view = memoryview(data)

@@ -1,0 +1,93 @@
+"""Opens one checkpoint on all ranks: where storage is remote, rank 0 alone reads what says what it is, and hands it on.
+
+round    rank 0 reads the manifest, or what else a checkpoint of others begins with; packed, it goes down the tree
+later    each rank opens the checkpoint from that, in whichever round its caller begins next
+
+Local paths have no such round: a page cache costs nothing, and hosts may have a disk under different paths.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import xxhash
+
+from shardopt.checkpoint.sources.open import open_checkpoint, open_source
+from shardopt.checkpoint.sources.read_manifest import manifest_bytes
+from shardopt.checkpoint.sources.reader import CheckpointReader
+from shardopt.checkpoint.storage import AnsweredStorage, Answers, storage_of
+from shardopt.errors import CheckpointError, Problem
+from shardopt.ranks import Call, Ranks, as_call
+
+
+def opener_of(
+    ranks: Ranks,
+    what: str,
+    url: str | os.PathLike[str],
+    base_root: str | os.PathLike[str] | None,
+    deadline_seconds: float,
+) -> Callable[[], CheckpointReader]:
+    """Makes a function by which each rank opens a checkpoint, as `open_checkpoint` does. Collective.
+
+    The function is local, to be called once, in a round of the caller's: it raises what `open_checkpoint` does, or
+    CheckpointError where this rank has not got what rank 0 has read.
+
+    Args:
+        what: names the caller's work in errors.
+        url, base_root: as for `open_checkpoint`.
+
+    Raises:
+        CheckpointNotFoundError, CorruptionError, FormatError, CheckpointError: rank 0 cannot read it. All ranks raise
+            the same. What a manifest has in it is looked at only by the function.
+    """
+    if ranks.size == 1 or not _is_remote(url):
+        return lambda: open_checkpoint(url, base_root)
+    own = Answers()
+
+    def read() -> tuple[str, list[bytes]]:
+        storage = AnsweredStorage(storage_of(url), own)
+        if manifest_bytes(storage) is None:  # one of our own is decoded by all ranks at one time, rank 0 too
+            open_source(storage, base_root)
+        packed = own.pack()
+        return xxhash.xxh3_64_hexdigest(packed), [packed]
+
+    # Named apart from the round that follows, for ranks that give a local path have none of this.
+    call = Call(what, f"{as_call(what).same} from a remote store")
+    _, digest, section = ranks.agree_in_sections(
+        call,
+        work=lambda: storage_of(url),
+        report=lambda _: None,
+        decide=lambda _: read(),
+        section_of=lambda _: 0,
+        deadline_seconds=deadline_seconds,
+    )
+    sections = [section]
+    del section
+
+    def open_here() -> CheckpointReader:
+        packed = sections.pop()  # not to be held while tensors are read
+        if xxhash.xxh3_64_hexdigest(packed) != digest:
+            found = f"{len(packed)} other bytes on rank {ranks.rank}"
+            problem = Problem(os.fspath(url), found, "what rank 0 has read and sent", "load again")
+            raise CheckpointError("ranks do not see the same checkpoint", [problem])
+        if ranks.rank == 0:
+            answers = own
+            answers.replay()
+        else:
+            answers = Answers.unpack(packed)
+        del packed
+        try:
+            return CheckpointReader(open_source(AnsweredStorage(storage_of(url), answers), base_root))
+        finally:
+            answers.close()
+
+    return open_here
+
+
+def _is_remote(url: str | os.PathLike[str]) -> bool:
+    """Whether a URL is of remote storage. So is one that cannot be opened here, which a path never is: in a round."""
+    try:
+        return storage_of(url).is_remote
+    except Exception:
+        return True
