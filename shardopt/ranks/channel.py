@@ -175,15 +175,17 @@ class Channel:
             wanted: whether this rank does.
         """
         centre = self.node.centre
-        halting = centre.session(self._session).halting
 
         def look(watch: Silence) -> None:
             if watch.silent({0: 0}):
-                silent = sorted(self._members[rank] for rank in halting.waits_for)
+                with self.node.changed:
+                    silent = sorted(self._members[rank] for rank in halting.waits_for)
                 who = f"{names_of(silent)} did" if silent else "the others did"
                 raise Silent(f"{who} not say for {deadline_seconds:g} s how far they have come")
 
         with self.node.changed:
+            # Under the lock, as all else: two threads that begin a session at once would have one each.
+            halting = centre.session(self._session).halting
             if not wanted and halting.passes(place):
                 return halting.at
             if wanted:
@@ -191,9 +193,11 @@ class Channel:
                 self.node.wake()
         self.deadline_seconds = deadline_seconds
         try:
-            return self._wait(lambda: halting.at, look)
+            at = self._wait(lambda: halting.at, look)
         except _CutOff as cut:
             raise Silent(lost_text([Lost(self._members[cut.args[0]], ended=True)], 0.0)) from None
+        self.node.wait_until_handed_over(deadline_seconds)  # this process may end now, and others wait for this yet
+        return at
 
     # Rank 0.
 

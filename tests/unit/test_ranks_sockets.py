@@ -5,14 +5,17 @@ import json
 import socket
 import struct
 import time
+import traceback
 
 import pytest
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardopt.ranks import Ranks
 from shardopt.ranks import ranks as ranks_module
-from shardopt.ranks.connections import address
+from shardopt.ranks.connections import address, tree
+from shardopt.ranks.connections.centre import Centre
 from shardopt.ranks.connections.frames import (
     MOST_FRAME_BYTES,
     MOST_UNPROVEN_BYTES,
@@ -26,7 +29,7 @@ from shardopt.ranks.connections.gathering import Gathering
 from shardopt.ranks.connections.proof import Connecting, Listening, Meeting, Refused
 from shardopt.ranks.connections.tree import Tree, pack_runs, unpack_runs
 from shardopt.world import World, using
-from tests.unit.test_ranks import Job, together
+from tests.unit.test_ranks import Group, Job, together
 
 KEY = "6b" * 32
 
@@ -44,7 +47,7 @@ messages = st.builds(
 
 def decoded(data, cuts):
     decoder, got, at = Decoder(), [], 0
-    decoder.most_bytes = MOST_FRAME_BYTES
+    decoder.trust()
     for number in itertools.count():
         if at >= len(data):
             return got
@@ -80,9 +83,16 @@ def test_a_length_is_refused_before_it_is_read(claim):
         Decoder().feed(struct.pack("!IBB8sQ", 18 + claim, Kind.HELLO, 0, bytes(8), 0))
 
 
+@pytest.mark.parametrize("nbytes", [0, MOST_UNPROVEN_BYTES])
+def test_a_stranger_may_send_no_message_in_parts(nbytes):
+    part = struct.pack("!IBB8sQ", 18 + nbytes, Kind.HELLO, 1, bytes(8), 0) + bytes(nbytes)
+    with pytest.raises(BadFrame):
+        Decoder().feed(part)
+
+
 def test_a_message_within_another_is_refused():
     decoder = Decoder()
-    decoder.most_bytes = MOST_FRAME_BYTES
+    decoder.trust()
     first = encode(Message(Kind.ANSWER, data=bytes(MOST_FRAME_BYTES + 1)))[:2]
     with pytest.raises(BadFrame):
         decoder.feed(b"".join(map(bytes, first)) + bytes(encode(Message(Kind.BEAT))[0]))
@@ -229,18 +239,65 @@ def test_who_says_nothing_is_closed_after_a_while(job, monkeypatch):
         link.close()
 
 
-def test_a_proven_rank_that_sends_nonsense_is_lost_and_named(job):
+NONSENSE = {
+    "bytes": [b"nonsense" * 10],
+    "a question of nobody": encode(Message(Kind.HERE, data=b"[2, 0]")),
+    "no count of signs": encode(Message(Kind.MISSING, data=b"[[Infinity, [2, 1]]]")),
+}
+
+
+@pytest.mark.parametrize("nonsense", NONSENSE.values(), ids=NONSENSE.keys())
+def test_a_proven_rank_that_sends_nonsense_is_lost_and_named(job, nonsense, monkeypatch):
+    monkeypatch.setattr(tree, "RANKS_PER_BLOCK", 2)  # so that it leads a block
     ranks = job.start()
     together(ranks, lambda here: here.agree("x", lambda: None))
     node = ranks[2]._channel.node
     with node.changed:
-        node.centre.links[0].put([b"nonsense" * 10])
+        node.centre.links[0].put(list(nonsense))
         node.centre.to_flush[0] = node.centre.links[0]
         node.wake()
     outcomes = together(ranks, lambda here: here.agree("y", lambda: None, deadline_seconds=60))
     assert "y: rank 2 died, or ended before this call" in str(outcomes[0])
     assert str(outcomes[1]) == str(outcomes[0])
     assert "y: rank 0 died, or ended before this call" in str(outcomes[2])  # as it sees it
+
+
+def test_nobody_looks_at_sessions_without_the_lock(job, monkeypatch):
+    without, of_name = [], Centre.session
+
+    def session(centre, name):
+        if not centre.changed._is_owned():
+            without.append(traceback.format_stack()[-2])
+        return of_name(centre, name)
+
+    monkeypatch.setattr(Centre, "session", session)
+
+    def all_there_is(here):
+        here.agree("x", lambda: None)
+        sections = [b"a", b"b", b"c"]
+        here.agree_in_sections("y", lambda: None, lambda _: None, lambda _: (None, sections), lambda _: here.rank)
+        here.side_channel("z").agree("z", lambda: None)
+        halt = here.halt("stopping")
+        return halt.at(1, False) or halt.at(2, True)
+
+    groups = [Group(rank, 3, job.store()) for rank in range(3)]
+    ats = together([Ranks(group) for group in groups], all_there_is)
+    assert len(set(ats)) == 1 and ats[0] in (1, 2)
+    assert without == []
+
+
+def test_one_that_is_gone_keeps_nobody_from_what_was_queued_at_the_end(job):
+    ranks = job.start()
+    together(ranks, lambda here: here.agree("x", lambda: None))
+    node = ranks[0]._channel.node
+    with node.changed:
+        gone, there = (node.centre.links[rank] for rank in (1, 2))
+        gone.socket.shutdown(socket.SHUT_WR)  # as if its peer was gone
+        gone.put([b"x"] * 1000)
+        before = there.queued_bytes
+        there.put_message(Message(Kind.BEAT))
+        node._close(0.05)
+        assert there.sent_bytes > before and not there.open
 
 
 def test_what_an_older_version_left_in_the_store_is_no_session(job):

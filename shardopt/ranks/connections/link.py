@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from shardopt.ranks.connections.frames import MOST_FRAME_BYTES, BadFrame, Decoder, Message, encode
+from shardopt.ranks.connections.frames import BadFrame, Decoder, Message, encode
 from shardopt.world import Socket
 
 _CHUNK_BYTES = 256 << 10
@@ -38,8 +38,8 @@ class Link:
         return self._decoder.session_under_way
 
     def trust(self) -> None:
-        """Takes longer frames from now on."""
-        self._decoder.most_bytes = MOST_FRAME_BYTES
+        """Takes longer messages from now on."""
+        self._decoder.trust()
 
     def put(self, buffers: list[bytes | memoryview]) -> None:
         """Queues a message that was encoded."""

@@ -393,8 +393,8 @@ class Node:
         links = [*self.centre.links.values(), *(link for link, _, _ in self._unproven.values())]
         end = world().monotonic() + seconds
         while seconds and self._selector is not None:
-            with suppress(Ended):
-                for link in links:
+            for link in links:
+                with suppress(Ended):  # the others still get what is theirs
                     link.flush()
             left = end - world().monotonic()
             if left <= 0 or all(link.is_empty for link in links):
