@@ -161,10 +161,19 @@ class Channel:
         try:
             section = self._wait(take, look)
         except _CutOff as cut:
-            raise Silent(lost_text([Lost(self._members[cut.args[0]], ended=True)], 0.0)) from None
+            raise Silent(self._why_others_left(cut.args[0])) from None
         if not section:
             raise Silent("another call was decided before this rank had its section of the one before")
         return section
+
+    def _why_others_left(self, above: int) -> str:
+        """Returns what the others were told in the round after this one, where it came before the end of the way."""
+        with self.node.changed:
+            data = self.node.centre.session(self._session).answers.get(self._round + 1)
+        answer = {} if data is None else unpack(data)
+        if answer.get("broken"):
+            return str(answer["error"]["message"])
+        return lost_text([Lost(self._members[above], ended=True)], 0.0)
 
     def halts_at(self, place: int, wanted: bool, deadline_seconds: float) -> int | None:
         """Any rank, before it passes a place: where all stop; None where that is not known, and this one is passed.

@@ -17,6 +17,7 @@ from shardopt.ranks import ranks as ranks_module
 from shardopt.ranks.connections import address, tree
 from shardopt.ranks.connections.centre import Centre
 from shardopt.ranks.connections.frames import (
+    MAIN,
     MOST_FRAME_BYTES,
     MOST_UNPROVEN_BYTES,
     BadFrame,
@@ -300,6 +301,29 @@ def test_one_that_is_gone_keeps_nobody_from_what_was_queued_at_the_end(job):
         assert there.sent_bytes > before and not there.open
 
 
+def test_what_was_answered_comes_though_who_answered_has_left_and_is_still_spoken_to(job):
+    ranks = job.start(2)
+    together(ranks, lambda here: here.agree("x", lambda: None))
+    above, below = (here._channel.node for here in ranks)
+    answer = bytes(1 << 20)
+    with below.changed:  # so that it does not read
+        link = below.centre.links[0]
+        with above.changed:
+            above.centre.answer(MAIN, 2, answer)
+            above.wake()
+        above.wait_until_handed_over(10.0)
+        above.stop()
+        time.sleep(0.2)
+        for _ in range(2):
+            link.socket.send(b"".join(map(bytes, encode(Message(Kind.BEAT)))))
+            time.sleep(0.05)
+    above.join(10.0)
+    with below.changed:
+        while below.centre.above is None:
+            below.changed.wait(10.0)
+        assert below.centre.session(MAIN).answers == {2: answer}
+
+
 def test_what_an_older_version_left_in_the_store_is_no_session(job):
     store = dist.PrefixStore("shardopt", job.store())
     store.set("session", "0123456789abcdef")
@@ -370,15 +394,15 @@ def test_the_host_of_a_store_is_that_of_its_server(tmp_path):
 @pytest.mark.parametrize("size", [1, 2, 127, 128, 129, 256, 1000, 16384])
 def test_every_rank_is_connected_with_rank_0_through_one_leader_at_most(size):
     trees = [Tree(rank, size) for rank in range(size)] if size <= 1000 else [Tree(r, size) for r in range(0, size, 61)]
-    for tree in trees:
-        above = tree.leader
-        assert (above is None) == (tree.rank == 0)
+    for here in trees:
+        above = here.leader
+        assert (above is None) == (here.rank == 0)
         if above is not None:
-            assert tree.rank in Tree(above, size).children
+            assert here.rank in Tree(above, size).children
             assert above == 0 or Tree(above, size).leader == 0
-            assert tree.next_towards(0) == above
-        assert all(Tree(child, size).leader == tree.rank for child in tree.children)
-        assert len(tree.children) <= 127 + 127
+            assert here.next_towards(0) == above
+        assert all(Tree(child, size).leader == here.rank for child in here.children)
+        assert len(here.children) <= 127 + 127
 
 
 @given(st.sets(st.integers(100, 140)))
