@@ -138,7 +138,7 @@ class Channel:
     def put_section(self, number: int, data: bytes) -> None:
         """Rank 0, while it decides: keeps what only some ranks need of the answer; not empty."""
         with self.node.changed:
-            self.node.centre.session(self._session).sections[self._round, number] = data
+            self.node.centre.keep_section(self._session, self._round, number, data)
 
     def get_section(self, number: int) -> bytes:
         """Any rank but 0 that has the answer: gets a section of it, until the next round is decided."""
@@ -280,7 +280,8 @@ class Channel:
         read()
         session = self.node.session
         if first and not lost and session is not None:
-            keys = [leader_key(session.name, rank) for rank in centre.tree.children]
+            tree = centre.tree
+            keys = [leader_key(session.name, rank) for rank in tree.children if rank not in tree.members]
             with suppress(TimeoutError):
                 within(_STORE_SECONDS, lambda: delete(self.store, keys, session))
         return reports, lost

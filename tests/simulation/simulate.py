@@ -120,13 +120,19 @@ def _verify(world: SimulatedWorld, jobs: list[RunningJob]) -> list[str]:
                 if name.startswith("step-") and storage.child(name).exists("manifest.json"):
                     url = storage.child(name).url
                     report = checkpoint.verify(url)
-                    if not report.ok and not (root == ROOT and int(name.split("-")[1]) in unreadable):
+                    damaged = [f"{ROOT}/{name}", *(problem.key for problem in report.problems)]  # or refers to one
+                    if not report.ok and not (root == ROOT and any(_step_of(key) in unreadable for key in damaged)):
                         problems.append(f"{url} is committed, and not whole: {report}")
 
     reader.start(read)
     if not scheduler.run(lambda: reader.dead, scheduler.now + 1000):
         problems.append("reading does not end")
     return problems
+
+
+def _step_of(path: str) -> int:
+    found = re.search(r"/step-(\d+)", path)
+    return int(found[1]) if found else -1
 
 
 def _judge(schedule: Schedule, ledger: Ledger, jobs: list[RunningJob]) -> list[str]:

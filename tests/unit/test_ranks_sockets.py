@@ -1,11 +1,15 @@
 """What listens on a socket: who is let in, what strangers can do, what is read of them, and at which addresses."""
 
+import errno
 import itertools
 import json
 import socket
 import struct
+import subprocess
+import sys
 import time
 import traceback
+import tracemalloc
 
 import pytest
 import torch.distributed as dist
@@ -30,6 +34,7 @@ from shardopt.ranks.connections.gathering import Gathering
 from shardopt.ranks.connections.proof import Connecting, Listening, Meeting, Refused
 from shardopt.ranks.connections.tree import Tree, pack_runs, unpack_runs
 from shardopt.world import World, using
+from tests.support.source import ROOT
 from tests.unit.test_ranks import Group, Job, together
 
 KEY = "6b" * 32
@@ -334,6 +339,52 @@ def test_what_an_older_version_left_in_the_store_is_no_session(job):
         return here.agree("x", lambda: here.rank)[0]
 
     assert together(ranks, late) == [0, 1, 2]
+
+
+def test_ranks_get_sections_as_one_piece_of_memory(job):
+    ranks = job.start(5)
+    together(ranks, lambda here: here.agree("x", lambda: None))
+    centre = ranks[0]._channel.node.centre
+    with centre.changed:  # the thread sends nothing meanwhile
+        centre.session(MAIN).sections.clear()
+        centre.keep_section(MAIN, 9, 1, bytes(4 << 20))
+        tracemalloc.start()
+        for rank in range(1, 5):
+            centre.take(rank, Message(Kind.PULL, MAIN, 9, struct.pack("!I", 1)))
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert peak < 1 << 20
+
+
+def test_a_rank_without_a_descriptor_says_so_of_itself(job, monkeypatch):
+    def none_free(*unused):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    ranks = job.start(2)
+    monkeypatch.setattr(World, "connect", none_free)
+    outcomes = together(ranks, lambda here: here.agree("x", lambda: None, deadline_seconds=1.0))
+    assert "x: this rank cannot communicate: [Errno 24] Too many open files" in str(outcomes[1])
+
+
+SIGPIPE = """
+import signal, socket
+from shardopt.ranks.connections.frames import Message, Kind
+from shardopt.ranks.connections.link import Ended, Link
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+here, there = socket.socketpair()
+there.close()
+link = Link(here)
+link.put_message(Message(Kind.BEAT))
+try:
+    link.flush()
+except Ended:
+    print("ended")
+"""
+
+
+def test_a_peer_that_is_gone_ends_no_program_that_is_to_end_by_broken_pipes():
+    done = subprocess.run([sys.executable, "-c", SIGPIPE], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "ended\n"), done.stderr
 
 
 # Addresses.

@@ -142,6 +142,10 @@ class Centre:
         """Any rank but 0: wants a section, which comes to `got` of the session."""
         self._pull(name, number, section, self.tree.rank)
 
+    def keep_section(self, name: bytes, number: int, section: int, data: bytes) -> None:
+        """Rank 0: keeps a section of an answer for those that want it."""
+        self.session(name).sections[number, section] = _NUMBER.pack(section) + data
+
     def halt(self, name: bytes) -> None:
         """Wants all ranks to stop at one place."""
         halting = self.session(name).halting
@@ -188,7 +192,7 @@ class Centre:
             self.notify()
         elif kind == Kind.SECTION:
             (section,) = _NUMBER.unpack_from(data)
-            self._got_section(name, number, section, data[_NUMBER.size :])
+            self._got_section(name, number, section, data)
         elif kind == Kind.FREEZE:
             self._freeze(name)
         elif kind == Kind.HALT_AT:
@@ -290,7 +294,7 @@ class Centre:
     def _pull(self, name: bytes, number: int, section: int, rank: int) -> None:
         session, key = self.session(name), (number, section)
         if self.tree.rank == 0 or key in session.sections:
-            self._give(name, number, section, session.sections.get(key, b""), rank)
+            self._give(name, number, section, session.sections.get(key, _NUMBER.pack(section)), rank)
         elif key in session.wanted:
             session.wanted[key].append(rank)
         else:
@@ -299,17 +303,17 @@ class Centre:
 
     def _got_section(self, name: bytes, number: int, section: int, data: bytes) -> None:
         session, key = self.session(name), (number, section)
-        if self.tree.members and data and number >= session.answered:
+        if self.tree.members and len(data) > _NUMBER.size and number >= session.answered:
             session.sections[key] = data
         for rank in session.wanted.pop(key, []):
             self._give(name, number, section, data, rank)
 
     def _give(self, name: bytes, number: int, section: int, data: bytes, rank: int) -> None:
         if rank == self.tree.rank:
-            self.session(name).got[number, section] = data
+            self.session(name).got[number, section] = data[_NUMBER.size :]
             self.notify()
         else:
-            self._send([rank], Message(Kind.SECTION, name, number, _NUMBER.pack(section) + data))
+            self._send([rank], Message(Kind.SECTION, name, number, data))
 
     def _freeze(self, name: bytes) -> None:
         halting = self.session(name).halting

@@ -36,7 +36,8 @@ class Session:
         own: this rank's reports by round, until they are answered.
         answers: by round, for the thread that waits here, or that is still to come.
         signs: how many signs of life came, by rank.
-        sections: of the last answers, by round and number; where they are kept for others.
+        sections: of the last answers, by round and number; where they are kept for others, as they are sent: those of
+            hundreds of ranks are one piece of memory.
         wanted: the ranks that wait for a section, by round and number.
         got: sections for the thread that waits here.
         intervals: of all that show life here at present, in seconds.

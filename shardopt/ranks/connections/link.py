@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from shardopt.ranks.connections.frames import BadFrame, Decoder, Message, encode
-from shardopt.world import Socket
+from shardopt.world import NO_SIGNAL, Socket
 
 _CHUNK_BYTES = 256 << 10
 
@@ -65,7 +65,7 @@ class Link:
         try:
             while self._queue:
                 buffer = self._queue.popleft()
-                sent = self.socket.send(buffer)
+                sent = self.socket.send(buffer, NO_SIGNAL)
                 self.sent_bytes += sent
                 if sent < len(buffer):
                     self._queue.appendleft(buffer[sent:])
