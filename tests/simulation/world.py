@@ -160,6 +160,7 @@ _KEPT_BY_PROCESS: list[tuple[str, str, Callable[[], Any]]] = [
     ("shardopt.staging_fence", "_awaited", set),
     ("shardopt.checkpoint.reading.in_use", "_readers", Counter),
     ("shardopt.checkpoint.sources.referred", "_known", OrderedDict),
+    ("shardopt.checkpoint.sources.referred", "_bytes_of", dict),
     ("shardopt.checkpoint.async_save", "_default", AsyncSaver),
     ("shardopt.checkpoint.async_save", "_of_members", dict),
     ("shardopt.ranks.connections.node", "_nodes", weakref.WeakValueDictionary),

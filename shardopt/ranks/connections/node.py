@@ -406,11 +406,11 @@ class Node:
                 link.socket.shutdown(SHUT_WR)
         # What comes at a socket that is closed, or is not read there, destroys what was sent and has not arrived. So
         # all is read until the peers close too, which they do once they have read to the end.
-        while left := [link for link in links if _is_open_beyond(link)]:
+        while unread := [link for link in links if _is_open_beyond(link)]:
             if world().monotonic() >= end:
                 break
             world().sleep(_LINGER_SECONDS)
-            links = left
+            links = unread
         for link in (*self.centre.links.values(), *strangers):
             link.close()
         for listener in self._listeners:
