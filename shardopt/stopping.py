@@ -53,19 +53,19 @@ class Stop:
             RankError: at the first question, a rank that did not ask; once all are to stop, one that does not answer.
         """
         if step != self._asked_for:
-            self._asked_for = step
-            self._asked += 1
             if self._stops_at is None:
-                self._stops_at = self._ask(ranks)
+                self._stops_at = self._ask(self._asked + 1, ranks)
                 if self._stops_at is not None:
                     self._start_deadline()
+            # Not before: a question that was interrupted is asked again, or this rank would count fewer than others.
+            self._asked_for, self._asked = step, self._asked + 1
         return self._stops_at is not None and self._asked >= self._stops_at
 
-    def _ask(self, ranks: Ranks) -> int | None:
+    def _ask(self, question: int, ranks: Ranks) -> int | None:
         """Returns the question after which all stop; None while there is none: this rank is past this one then."""
         if self._halt is None:
             self._halt = ranks.halt(_QUESTION)
-        return self._halt.at(self._asked, self._signaled.is_set())
+        return self._halt.at(question, self._signaled.is_set())
 
     def leave(self) -> NoReturn:
         """Raises SystemExit with the exit code, so that the program clears up on its way out."""

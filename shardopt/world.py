@@ -34,6 +34,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # from a compiled
 )
 
 __all__ = [
+    "NO_SIGNAL",
     "READ",
     "SHUT_WR",
     "WRITE",
@@ -63,6 +64,9 @@ StoreError = DistError
 
 READ, WRITE, SHUT_WR = selectors.EVENT_READ, selectors.EVENT_WRITE, socket.SHUT_WR
 """What a selector waits for: something to read, room to write; and the half of a connection that sends."""
+
+NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
+"""Sending to a peer that is gone is an error, also in a program that has SIGPIPE end it."""
 
 
 class Lock(Protocol):

@@ -150,7 +150,7 @@ class AsyncSaver:
 
     def take_failure(self) -> BaseException | None:
         """Waits for the save that is in flight; returns a failure that was not reported on this rank. Local."""
-        self._finish()
+        self.finish()
         return self._pending.take_failure() if self._pending is not None else None
 
     def close(self, alone: bool = False) -> None:
@@ -172,8 +172,8 @@ class AsyncSaver:
             self._side.forget()
             self._ranks = None
 
-    def _finish(self) -> None:
-        """Waits until nothing is in flight, and no step waits for it."""
+    def finish(self) -> None:
+        """Waits until nothing is in flight, and no step waits for it. Local; a failure stays to be raised."""
         if self._pending is not None:
             self._pending.done.wait()
             if self._thread is not None and self._thread.ident is not None:
@@ -183,7 +183,7 @@ class AsyncSaver:
             self._hooks = []
 
     def _wait(self, call: Call, group: Group | None) -> None:
-        self._finish()
+        self.finish()
         pending, side = self._pending, self._ranks
         if pending is None or side is None or pending.failure is None or self._agreed_on_failure:
             return

@@ -124,7 +124,7 @@ def probe(ranks: Ranks, url: str, nbytes: int) -> dict[str, Any]:
     _, name = ranks.agree(what, lambda: None, decide=prepare, deadline_seconds=_DEADLINE_SECONDS)
     own, neighbours = (file_name(name, rank % ranks.size, 0) for rank in (ranks.rank, ranks.rank + 1))
     noise = torch.randint(256, (1 << 20,), dtype=torch.uint8)  # which no file system makes smaller
-    data = memoryview(noise.repeat(nbytes >> 20).numpy())
+    data = memoryview(bytearray(noise.repeat(nbytes >> 20).numpy().tobytes()))
     try:
         ranks.agree(what, lambda: common_storage.wait_for_marker(storage, name), deadline_seconds=_DEADLINE_SECONDS)
         writing = _seconds(ranks, what, lambda: storage.write(own, [data]))

@@ -162,10 +162,19 @@ class Channel:
         try:
             section = self._wait(take, look)
         except _CutOff as cut:
-            raise Silent(lost_text([Lost(self._members[cut.args[0]], ended=True)], 0.0)) from None
+            raise Silent(self._why_others_left(cut.args[0])) from None
         if not section:
             raise Silent("another call was decided before this rank had its section of the one before")
         return section
+
+    def _why_others_left(self, above: int) -> str:
+        """Returns what the others were told in the round after this one, where it came before the end of the way."""
+        with self.node.changed:
+            data = self.node.centre.session(self._session).answers.get(self._round + 1)
+        answer = {} if data is None else unpack(data)
+        if answer.get("broken"):
+            return str(answer["error"]["message"])
+        return lost_text([Lost(self._members[above], ended=True)], 0.0)
 
     def halts_at(self, place: int, wanted: bool, deadline_seconds: float) -> int | None:
         """Any rank, before it passes a place: where all stop; None where that is not known, and this one is passed.
@@ -176,15 +185,17 @@ class Channel:
             wanted: whether this rank does.
         """
         centre = self.node.centre
-        halting = centre.session(self._session).halting
 
         def look(watch: Silence) -> None:
             if watch.silent({0: 0}):
-                silent = sorted(self._members[rank] for rank in halting.waits_for)
+                with self.node.changed:
+                    silent = sorted(self._members[rank] for rank in halting.waits_for)
                 who = f"{names_of(silent)} did" if silent else "the others did"
                 raise Silent(f"{who} not say for {deadline_seconds:g} s how far they have come")
 
         with self.node.changed:
+            # Under the lock, as all else: two threads that begin a session at once would have one each.
+            halting = centre.session(self._session).halting
             if not wanted and halting.passes(place):
                 return halting.at
             if wanted:
@@ -192,9 +203,11 @@ class Channel:
                 self.node.wake()
         self.deadline_seconds = deadline_seconds
         try:
-            return self._wait(lambda: halting.at, look)
+            at = self._wait(lambda: halting.at, look)
         except _CutOff as cut:
             raise Silent(lost_text([Lost(self._members[cut.args[0]], ended=True)], 0.0)) from None
+        self.node.wait_until_handed_over(deadline_seconds)  # this process may end now, and others wait for this yet
+        return at
 
     # Rank 0.
 
@@ -274,7 +287,8 @@ class Channel:
         read()
         session = self.node.session
         if first and not lost and session is not None:
-            keys = [leader_key(session.name, rank) for rank in centre.tree.children]
+            tree = centre.tree
+            keys = [leader_key(session.name, rank) for rank in tree.children if rank not in tree.members]
             with suppress(TimeoutError):
                 within(_STORE_SECONDS, lambda: delete(self.store, keys, session))
         return reports, lost

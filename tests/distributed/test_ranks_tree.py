@@ -189,6 +189,33 @@ def test_an_answer_is_with_all_when_rank_0_and_leaders_are_gone(nbytes):
     assert [outcome.value for outcome in outcomes if outcome.rank not in (0, LEADER)] == [nbytes] * 4
 
 
+def one_comes_late_for_its_section(late):
+    """One rank dies; its leader and others are told so in the next call, and leave, before one has its section."""
+    here = of_three_blocks()
+
+    def section_of(_):
+        if here.rank == 1:
+            kill()
+        if here.rank == late:
+            time.sleep(2.0)
+        return here.rank // 2
+
+    sections = [b"a", b"b", b"c"]
+    try:
+        here.agree_in_sections("x", lambda: None, lambda _: None, lambda _: (None, sections), section_of)
+        return heard(here, "y")[0]
+    except RankError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("late", [pytest.param(LEADER, marks=pytest.mark.exhaustive), MEMBER])
+def test_who_is_late_for_its_section_hears_why_the_others_left(late):
+    outcomes = run_ranks_outcomes(SIZE, one_comes_late_for_its_section, late)
+    for rank in set(range(SIZE)) - {1, late}:
+        assert outcomes[rank].value == "y: rank 1 died, or ended before this call"
+    assert "rank 1 died" in outcomes[late].value
+
+
 def many_sessions(count, settled):
     here, job, seen = ranks_of(), dist.group.WORLD, []
     for number in range(count):

@@ -141,7 +141,7 @@ def _judge(schedule: Schedule, ledger: Ledger, jobs: list[RunningJob]) -> list[s
     for told in ledger.told:
         if told.end - told.begin > allowed:
             problems.append(f"{told.call} of rank {told.rank} took {told.end - told.begin:.1f} s: {told}")
-        if _is_told_at_once(jobs[told.job]) and told.end - told.begin > 1.0:
+        if _is_told_at_once(jobs[told.job], told) and told.end - told.begin > 1.0:
             problems.append(f"ranks in different calls were not told at once: {told}")
         if not told.disturbed:
             by_call[told.job, told.call].append(told)
@@ -149,7 +149,8 @@ def _judge(schedule: Schedule, ledger: Ledger, jobs: list[RunningJob]) -> list[s
         # Where who passes answers on is hit while it does, some have the answer, and others an error.
         if jobs[job].leads_disturbed():
             all_told = [told for told in all_told if told.ok]
-        if len({_meaning(told) for told in all_told}) > 1:
+        left = _have_left(ledger, job, call)
+        if len({_meaning(told, left) for told in all_told}) > 1:
             each = "\n".join(f"  rank {told.rank}: {told.text}" for told in all_told)
             problems.append(f"{call} of job {job} told ranks differently:\n{each}")
     beside = any(fault.kind in ("stop", "cut") for fault in schedule.faults)
@@ -164,12 +165,22 @@ def _judge(schedule: Schedule, ledger: Ledger, jobs: list[RunningJob]) -> list[s
     return problems
 
 
-def _is_told_at_once(running: RunningJob) -> bool:
-    """Whether ranks of a job are in different calls, and nothing else takes time there."""
+def _have_left(ledger: Ledger, job: int, call: str) -> set[int]:
+    """Returns the ranks that a call has no word of, as an error in an earlier one had them leave."""
+    came = {told.rank for told in ledger.told if (told.job, told.call) == (job, call)}
+    return {told.rank for told in ledger.told if told.job == job and not told.ok and not told.disturbed} - came
+
+
+def _is_told_at_once(running: RunningJob, told: Told) -> bool:
+    """Whether ranks of a job are in different calls, and nothing else takes time there.
+
+    Not at its end: who has left after the error, and for which reason, is not known to all at once.
+    """
     job = running.job
     slow = job.mirror or job.planning_seconds or job.state_seconds
     return (
         job.astray is not None
+        and told.call != "close"
         and not slow
         and not any(fault.job == running.number for fault in running.schedule.faults)
     )
@@ -180,23 +191,24 @@ def _has_no_excuse(running: RunningJob, told: Told) -> bool:
     job, number = running.job, running.number
     if told.call == "misfit" or job.bad_metrics or job.astray:
         return False
-    if job.mirror and job.hears and (job.planning_seconds or job.state_seconds):
-        return False  # who waits for a result for longer than the deadline is in no call, where others are in one
     return not any(fault.job == number and fault.kind != "unreadable" for fault in running.schedule.faults)
 
 
 _LOST = re.compile(r"ranks? ([0-9, and]+?) (?:died|gave no sign of life|has ended|have ended)")
 
 
-def _meaning(told: Told) -> str:
+def _meaning(told: Told, left: set[int]) -> str:
     """Returns what ranks must have been told alike: a result, or an error, or who was lost.
 
-    That a rank is lost may be seen in different ways: its process has ended, where that is seen, or it is silent.
+    That a rank is lost may be seen in different ways: its process has ended, where that is seen, or it is silent. Of
+    several that have left on their own, each rank names the one that it was connected with.
     """
     if told.ok:
         return told.text
     kind, _, text = told.text.partition(": ")
     lost = _LOST.findall(text)
+    if lost and left.issuperset(map(int, re.findall(r"\d+", " ".join(lost)))):
+        return f"{kind}: lost some that had left"
     return f"{kind}: lost {lost}" if lost else re.sub(r"\S*/", "", told.text)
 
 

@@ -122,7 +122,7 @@ class SimulatedSocket:
         accepted = self.accepting.pop(0)
         return accepted, accepted.getpeername()
 
-    def send(self, data: Any) -> int:
+    def send(self, data: Any, flags: int = 0) -> int:
         self._require_open()
         if self.reset:
             raise ConnectionResetError(errno.ECONNRESET, "the connection was reset")

@@ -1,19 +1,27 @@
 """What listens on a socket: who is let in, what strangers can do, what is read of them, and at which addresses."""
 
+import errno
 import itertools
 import json
 import socket
 import struct
+import subprocess
+import sys
 import time
+import traceback
+import tracemalloc
 
 import pytest
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardopt.ranks import Ranks
 from shardopt.ranks import ranks as ranks_module
-from shardopt.ranks.connections import address
+from shardopt.ranks.connections import address, tree
+from shardopt.ranks.connections.centre import Centre
 from shardopt.ranks.connections.frames import (
+    MAIN,
     MOST_FRAME_BYTES,
     MOST_UNPROVEN_BYTES,
     BadFrame,
@@ -26,7 +34,8 @@ from shardopt.ranks.connections.gathering import Gathering
 from shardopt.ranks.connections.proof import Connecting, Listening, Meeting, Refused
 from shardopt.ranks.connections.tree import Tree, pack_runs, unpack_runs
 from shardopt.world import World, using
-from tests.unit.test_ranks import Job, together
+from tests.support.source import ROOT
+from tests.unit.test_ranks import Group, Job, together
 
 KEY = "6b" * 32
 
@@ -44,7 +53,7 @@ messages = st.builds(
 
 def decoded(data, cuts):
     decoder, got, at = Decoder(), [], 0
-    decoder.most_bytes = MOST_FRAME_BYTES
+    decoder.trust()
     for number in itertools.count():
         if at >= len(data):
             return got
@@ -80,9 +89,16 @@ def test_a_length_is_refused_before_it_is_read(claim):
         Decoder().feed(struct.pack("!IBB8sQ", 18 + claim, Kind.HELLO, 0, bytes(8), 0))
 
 
+@pytest.mark.parametrize("nbytes", [0, MOST_UNPROVEN_BYTES])
+def test_a_stranger_may_send_no_message_in_parts(nbytes):
+    part = struct.pack("!IBB8sQ", 18 + nbytes, Kind.HELLO, 1, bytes(8), 0) + bytes(nbytes)
+    with pytest.raises(BadFrame):
+        Decoder().feed(part)
+
+
 def test_a_message_within_another_is_refused():
     decoder = Decoder()
-    decoder.most_bytes = MOST_FRAME_BYTES
+    decoder.trust()
     first = encode(Message(Kind.ANSWER, data=bytes(MOST_FRAME_BYTES + 1)))[:2]
     with pytest.raises(BadFrame):
         decoder.feed(b"".join(map(bytes, first)) + bytes(encode(Message(Kind.BEAT))[0]))
@@ -229,18 +245,88 @@ def test_who_says_nothing_is_closed_after_a_while(job, monkeypatch):
         link.close()
 
 
-def test_a_proven_rank_that_sends_nonsense_is_lost_and_named(job):
+NONSENSE = {
+    "bytes": [b"nonsense" * 10],
+    "a question of nobody": encode(Message(Kind.HERE, data=b"[2, 0]")),
+    "no count of signs": encode(Message(Kind.MISSING, data=b"[[Infinity, [2, 1]]]")),
+}
+
+
+@pytest.mark.parametrize("nonsense", NONSENSE.values(), ids=NONSENSE.keys())
+def test_a_proven_rank_that_sends_nonsense_is_lost_and_named(job, nonsense, monkeypatch):
+    monkeypatch.setattr(tree, "RANKS_PER_BLOCK", 2)  # so that it leads a block
     ranks = job.start()
     together(ranks, lambda here: here.agree("x", lambda: None))
     node = ranks[2]._channel.node
     with node.changed:
-        node.centre.links[0].put([b"nonsense" * 10])
+        node.centre.links[0].put(list(nonsense))
         node.centre.to_flush[0] = node.centre.links[0]
         node.wake()
     outcomes = together(ranks, lambda here: here.agree("y", lambda: None, deadline_seconds=60))
     assert "y: rank 2 died, or ended before this call" in str(outcomes[0])
     assert str(outcomes[1]) == str(outcomes[0])
     assert "y: rank 0 died, or ended before this call" in str(outcomes[2])  # as it sees it
+
+
+def test_nobody_looks_at_sessions_without_the_lock(job, monkeypatch):
+    without, of_name = [], Centre.session
+
+    def session(centre, name):
+        if not centre.changed._is_owned():
+            without.append(traceback.format_stack()[-2])
+        return of_name(centre, name)
+
+    monkeypatch.setattr(Centre, "session", session)
+
+    def all_there_is(here):
+        here.agree("x", lambda: None)
+        sections = [b"a", b"b", b"c"]
+        here.agree_in_sections("y", lambda: None, lambda _: None, lambda _: (None, sections), lambda _: here.rank)
+        here.side_channel("z").agree("z", lambda: None)
+        halt = here.halt("stopping")
+        return halt.at(1, False) or halt.at(2, True)
+
+    groups = [Group(rank, 3, job.store()) for rank in range(3)]
+    ats = together([Ranks(group) for group in groups], all_there_is)
+    assert len(set(ats)) == 1 and ats[0] in (1, 2)
+    assert without == []
+
+
+def test_one_that_is_gone_keeps_nobody_from_what_was_queued_at_the_end(job):
+    ranks = job.start()
+    together(ranks, lambda here: here.agree("x", lambda: None))
+    node = ranks[0]._channel.node
+    with node.changed:
+        gone, there = (node.centre.links[rank] for rank in (1, 2))
+        gone.socket.shutdown(socket.SHUT_WR)  # as if its peer was gone
+        gone.put([b"x"] * 1000)
+        before = there.queued_bytes
+        there.put_message(Message(Kind.BEAT))
+        node._close(0.05)
+        assert there.sent_bytes > before and not there.open
+
+
+def test_what_was_answered_comes_though_who_answered_has_left_and_is_still_spoken_to(job):
+    ranks = job.start(2)
+    together(ranks, lambda here: here.agree("x", lambda: None))
+    above, below = (here._channel.node for here in ranks)
+    answer = bytes(1 << 20)
+    with below.changed:  # so that it does not read
+        link = below.centre.links[0]
+        with above.changed:
+            above.centre.answer(MAIN, 2, answer)
+            above.wake()
+        above.wait_until_handed_over(10.0)
+        above.stop()
+        time.sleep(0.2)
+        for _ in range(2):
+            link.socket.send(b"".join(map(bytes, encode(Message(Kind.BEAT)))))
+            time.sleep(0.05)
+    above.join(10.0)
+    with below.changed:
+        while below.centre.above is None:
+            below.changed.wait(10.0)
+        assert below.centre.session(MAIN).answers == {2: answer}
 
 
 def test_what_an_older_version_left_in_the_store_is_no_session(job):
@@ -253,6 +339,52 @@ def test_what_an_older_version_left_in_the_store_is_no_session(job):
         return here.agree("x", lambda: here.rank)[0]
 
     assert together(ranks, late) == [0, 1, 2]
+
+
+def test_ranks_get_sections_as_one_piece_of_memory(job):
+    ranks = job.start(5)
+    together(ranks, lambda here: here.agree("x", lambda: None))
+    centre = ranks[0]._channel.node.centre
+    with centre.changed:  # the thread sends nothing meanwhile
+        centre.session(MAIN).sections.clear()
+        centre.keep_section(MAIN, 9, 1, bytes(4 << 20))
+        tracemalloc.start()
+        for rank in range(1, 5):
+            centre.take(rank, Message(Kind.PULL, MAIN, 9, struct.pack("!I", 1)))
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert peak < 1 << 20
+
+
+def test_a_rank_without_a_descriptor_says_so_of_itself(job, monkeypatch):
+    def none_free(*unused):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    ranks = job.start(2)
+    monkeypatch.setattr(World, "connect", none_free)
+    outcomes = together(ranks, lambda here: here.agree("x", lambda: None, deadline_seconds=1.0))
+    assert "x: this rank cannot communicate: [Errno 24] Too many open files" in str(outcomes[1])
+
+
+SIGPIPE = """
+import signal, socket
+from shardopt.ranks.connections.frames import Message, Kind
+from shardopt.ranks.connections.link import Ended, Link
+signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+here, there = socket.socketpair()
+there.close()
+link = Link(here)
+link.put_message(Message(Kind.BEAT))
+try:
+    link.flush()
+except Ended:
+    print("ended")
+"""
+
+
+def test_a_peer_that_is_gone_ends_no_program_that_is_to_end_by_broken_pipes():
+    done = subprocess.run([sys.executable, "-c", SIGPIPE], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "ended\n"), done.stderr
 
 
 # Addresses.
@@ -313,15 +445,15 @@ def test_the_host_of_a_store_is_that_of_its_server(tmp_path):
 @pytest.mark.parametrize("size", [1, 2, 127, 128, 129, 256, 1000, 16384])
 def test_every_rank_is_connected_with_rank_0_through_one_leader_at_most(size):
     trees = [Tree(rank, size) for rank in range(size)] if size <= 1000 else [Tree(r, size) for r in range(0, size, 61)]
-    for tree in trees:
-        above = tree.leader
-        assert (above is None) == (tree.rank == 0)
+    for here in trees:
+        above = here.leader
+        assert (above is None) == (here.rank == 0)
         if above is not None:
-            assert tree.rank in Tree(above, size).children
+            assert here.rank in Tree(above, size).children
             assert above == 0 or Tree(above, size).leader == 0
-            assert tree.next_towards(0) == above
-        assert all(Tree(child, size).leader == tree.rank for child in tree.children)
-        assert len(tree.children) <= 127 + 127
+            assert here.next_towards(0) == above
+        assert all(Tree(child, size).leader == here.rank for child in here.children)
+        assert len(here.children) <= 127 + 127
 
 
 @given(st.sets(st.integers(100, 140)))

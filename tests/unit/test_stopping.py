@@ -31,6 +31,30 @@ def test_untold_it_goes_on(stop):
     assert not any(stop.after(step, ALONE) for step in range(100))
 
 
+class Interrupted:
+    """A halt whose second question is interrupted once."""
+
+    def __init__(self):
+        self.places = []
+
+    def at(self, place, wanted):
+        self.places.append(place)
+        if self.places == [1, 2]:
+            raise KeyboardInterrupt
+        return 3 if place > 2 else None
+
+
+def test_a_question_that_was_interrupted_is_asked_again(stop):
+    """Or this rank would count fewer than the others, and stop after another step."""
+    stop._halt = halt = Interrupted()
+    assert not stop.after(1, ALONE)
+    with pytest.raises(KeyboardInterrupt):
+        stop.after(2, ALONE)
+    assert not stop.after(2, ALONE)
+    assert stop.after(3, ALONE) and stop.after(3, ALONE)
+    assert halt.places == [1, 2, 2, 3]
+
+
 def test_what_the_signal_did_before_it_does_again():
     before = signal.getsignal(signal.SIGUSR2)
     held = threading.active_count(), len(os.listdir("/proc/self/fd"))

@@ -461,6 +461,9 @@ class Manager:
     def _raise_failed_copy_everywhere(self) -> None:
         """Raises the failure of a copy on all ranks: threads of some may not have met it yet. Collective."""
         if self._mirror is not None:
+            if self._saver is not None:
+                # First, as on all ranks: one that waits for its result is in no round before, and shows no life.
+                self._saver.finish()
             doing = f"copying checkpoints of {self._root.url}"
             ranks_of(self._group).agree(doing, work=self._raise_failed_copy, deadline_seconds=self._deadline_seconds)
 

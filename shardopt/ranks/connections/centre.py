@@ -168,7 +168,7 @@ class Centre:
                 self._take_from_above(message)
             else:
                 self._take_from_below(rank, message)
-        except (ValueError, TypeError, struct.error, RecursionError) as error:
+        except (ValueError, TypeError, LookupError, OverflowError, struct.error, RecursionError) as error:
             raise Ended(f"{message.kind.name}: {error}") from error
 
     def _take_from_above(self, message: Message) -> None:

@@ -1,7 +1,7 @@
 """Messages between ranks as frames on a socket: a length, a header of fixed size, and bytes.
 
 A length is checked before what it promises is read: a peer that has not proved itself is given 4 KiB, any other 1 MiB;
-longer messages are cut into several frames.
+longer messages are cut into several frames, which only a peer that has proved itself may send.
 
 length   4 bytes, of all that follows
 kind     1 byte (`Kind`)
@@ -87,14 +87,19 @@ class Decoder:
 
     Attributes:
         most_bytes: the longest data of a frame that is taken.
+        trusts: whether a message may have several frames. From a stranger they would be kept, without an end.
     """
 
     def __init__(self) -> None:
-        self.most_bytes = MOST_UNPROVEN_BYTES
+        self.most_bytes, self.trusts = MOST_UNPROVEN_BYTES, False
         self._buffer = bytearray()
         self._head: tuple[int, bytes, int] | None = None  # of a message that goes on
         self._parts: list[bytes] = []
         self._nbytes = 0
+
+    def trust(self) -> None:
+        """Takes what only a peer sends that has proved itself."""
+        self.most_bytes, self.trusts = MOST_FRAME_BYTES, True
 
     @property
     def session_under_way(self) -> bytes | None:
@@ -112,7 +117,7 @@ class Decoder:
         at = 0
         while len(self._buffer) - at >= _HEADER.size:
             length, kind, more, session, number = _HEADER.unpack_from(self._buffer, at)
-            if not _AFTER_LENGTH <= length <= _AFTER_LENGTH + self.most_bytes or more > 1:
+            if not _AFTER_LENGTH <= length <= _AFTER_LENGTH + self.most_bytes or more > self.trusts:
                 raise BadFrame(f"a frame of {length} bytes")
             if len(self._buffer) - at < 4 + length:
                 break

@@ -10,6 +10,7 @@ is refused, or cut off, reads `session` again.
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -92,7 +93,9 @@ def connect(
             return None
         try:
             link = Link(world().connect(host, port, _CONNECT_SECONDS), above)
-        except OSError:
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise  # this rank's own trouble: nobody else is to be named for it
             continue
         try:
             return link, _prove(link, Meeting(session.name, session.key, below, above), goes_on)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from shardopt.ranks.connections.frames import MOST_FRAME_BYTES, BadFrame, Decoder, Message, encode
-from shardopt.world import Socket
+from shardopt.ranks.connections.frames import BadFrame, Decoder, Message, encode
+from shardopt.world import NO_SIGNAL, Socket
 
 _CHUNK_BYTES = 256 << 10
 
@@ -38,8 +38,8 @@ class Link:
         return self._decoder.session_under_way
 
     def trust(self) -> None:
-        """Takes longer frames from now on."""
-        self._decoder.most_bytes = MOST_FRAME_BYTES
+        """Takes longer messages from now on."""
+        self._decoder.trust()
 
     def put(self, buffers: list[bytes | memoryview]) -> None:
         """Queues a message that was encoded."""
@@ -65,7 +65,7 @@ class Link:
         try:
             while self._queue:
                 buffer = self._queue.popleft()
-                sent = self.socket.send(buffer)
+                sent = self.socket.send(buffer, NO_SIGNAL)
                 self.sent_bytes += sent
                 if sent < len(buffer):
                     self._queue.appendleft(buffer[sent:])

@@ -27,6 +27,7 @@ from shardopt.world import READ, SHUT_WR, WRITE, Selector, Socket, Store, Thread
 _UNPROVEN_SECONDS = 10.0
 _MOST_UNPROVEN = 512  # twice as many as can have a reason to come to one rank at once
 _CLOSE_SECONDS = 1.0
+_LINGER_SECONDS = 0.002
 _NEVER = float("inf")
 
 
@@ -389,12 +390,12 @@ class Node:
             self._wake[0].recv(4096)
 
     def _close(self, seconds: float) -> None:
-        """Closes all connections, when what is queued was handed over, or so much time has passed."""
-        links = [*self.centre.links.values(), *(link for link, _, _ in self._unproven.values())]
+        """Closes all connections, when their peers have all that was queued for them, or so much time has passed."""
+        links, strangers = [*self.centre.links.values()], [link for link, _, _ in self._unproven.values()]
         end = world().monotonic() + seconds
         while seconds and self._selector is not None:
-            with suppress(Ended):
-                for link in links:
+            for link in links:
+                with suppress(Ended):  # the others still get what is theirs
                     link.flush()
             left = end - world().monotonic()
             if left <= 0 or all(link.is_empty for link in links):
@@ -403,8 +404,14 @@ class Node:
         for link in links:
             with suppress(OSError):
                 link.socket.shutdown(SHUT_WR)
-            with suppress(Ended):
-                link.receive()  # what was not read would destroy what was sent
+        # What comes at a socket that is closed, or is not read there, destroys what was sent and has not arrived. So
+        # all is read until the peers close too, which they do once they have read to the end.
+        while unread := [link for link in links if _is_open_beyond(link)]:
+            if world().monotonic() >= end:
+                break
+            world().sleep(_LINGER_SECONDS)
+            links = unread
+        for link in (*self.centre.links.values(), *strangers):
             link.close()
         for listener in self._listeners:
             listener.close()
@@ -426,6 +433,15 @@ class Node:
                 socket.close()
         if self._selector is not None:
             self._selector.close()
+
+
+def _is_open_beyond(link: Link) -> bool:
+    """Reads what has come from a peer, and drops it; returns whether more may come."""
+    try:
+        link.receive()
+    except Ended:
+        return False
+    return True
 
 
 _numbers = count()
