@@ -25,6 +25,7 @@ pytestmark = [
     pytest.mark.timeout(900),  # minutes of imports, on two busy cores
 ]
 DEADLINE = 400
+INTERLEAVED = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "Interleaved1F1B"}  # two parts a rank
 
 
 @pytest.fixture(autouse=True)
@@ -78,8 +79,10 @@ def killed(tmp_path_factory):
         (2, {}),
         (1, {}),
         (3, {}),
+        (2, {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "1F1B"}),
+        (2, INTERLEAVED),
     ],
-    ids=["same", "one", "three"],
+    ids=["same", "one", "three", "stages", "interleaved"],
 )
 def test_a_run_goes_on_after_a_kill(tmp_path, whole, killed, ranks, parallelism):
     reference, expected, counters = whole
