@@ -1,8 +1,8 @@
 """torchdata's `StatefulDataLoader`, whose position is saved with a job and holds where its data allows it.
 
-Samples that can be asked for by number (map-style data sets, mixtures of them, windows of a text, `Packed` documents) have
-one order for the whole job: the position in it is one number, and any number of ranks goes on behind it. A stream gives
-each rank samples of its own, and what of them another rank would have to leave out cannot be told from its state.
+Samples that can be asked for by number (map-style data sets, mixtures of them, windows of a text, `Packed` documents)
+have one order for the whole job: the position in it is one number, and any number of ranks goes on behind it. A stream
+gives each rank samples of its own, and what of them another rank would have to leave out cannot be told from its state.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ def _refuse(dataset: Dataset[Any], options: dict[str, Any]) -> None:
         found = f"a {type(dataset).__name__}, a stream: what a rank has seen of it, or has packed, is no number"
         required = "a data set with a length, and samples by number"
         remedy = (
-            "index its samples (windows of a stream of tokens have numbers; shardopt.integrations.packed.Packed gives some "
-            "to packed documents), or use RankPosition on as many ranks"
+            "index its samples (windows of a stream have numbers, and shardopt.integrations.packed.Packed numbers "
+            "packs of documents), or use RankPosition on as many ranks"
         )
         problems.append(Problem("dataset", found, required, remedy))
     for name in ("sampler", "batch_sampler"):

@@ -66,7 +66,11 @@ def packed_loader():
     packed = Packed(torch.arange(SIZE), lengths, capacity=16)
     assert all(sum(lengths[each] for each in packed[i]) <= 16 for i in range(len(packed)))
     return ResumableStatefulLoader(
-        packed, batch_size=BATCH, seed=3, drop_last=False, collate_fn=lambda packs: (torch.tensor(sum(packs, [])),)
+        packed,
+        batch_size=BATCH,
+        seed=3,
+        drop_last=False,
+        collate_fn=lambda packs: (torch.tensor([*itertools.chain(*packs)]),),
     )
 
 
@@ -134,15 +138,15 @@ def test_packed_documents_go_on_on_other_ranks(tmp_path):
 
 
 def save_as(path, plain):
-    """Takes a batch, with torch's DataLoader or torchdata's, and saves; returns the samples of the rest of the epoch."""
-    loader, batches, data = either(plain)
+    """Takes a batch of torch's DataLoader, or of torchdata's, and saves; returns it, and the rest of the epoch."""
+    batches, data = either(plain)
     seen = next(batches)[0].tolist()
     checkpoint.save(path, {"data": data})
     return seen, [number for (batch,) in batches for number in batch.tolist()]
 
 
 def load_as(path, plain):
-    loader, batches, data = either(plain)
+    batches, data = either(plain)
     checkpoint.load(path, {"data": data})
     return [number for (batch,) in batches for number in batch.tolist()]
 
@@ -150,11 +154,11 @@ def load_as(path, plain):
 def either(plain):
     if not plain:
         loader = loader_of(0)
-        return loader, iter(loader), loader
+        return iter(loader), loader
     data = TensorDataset(torch.arange(SIZE))
     sampler = ResumableSampler(SIZE, batch_size=BATCH, seed=3)
     loader = DataLoader(data, batch_sampler=sampler)
-    return loader, sampler.through(loader), sampler
+    return sampler.through(loader), sampler
 
 
 @pytest.mark.parametrize("plain", [False, True], ids=["to plain torch", "from plain torch"])
