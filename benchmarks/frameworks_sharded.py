@@ -160,13 +160,13 @@ def of_torchtitan() -> None:
     with tempfile.TemporaryDirectory() as root:
         for own_loader in (True, False):
             saved = f"{root}/{own_loader}"
-            whole = run_ranks_outcomes(2, titan, f"{saved}-whole", STEPS, own_loader, {}, deadline_seconds=200)
+            whole = run_ranks_outcomes(2, titan, f"{saved}-whole", STEPS, own_loader, {}, deadline_seconds=400)
             assert whole[0].value is not None, whole[0].error
-            run_ranks_outcomes(2, titan, saved, SAVED_AT, own_loader, {}, deadline_seconds=200)
+            run_ranks_outcomes(2, titan, saved, SAVED_AT, own_loader, {}, deadline_seconds=400)
             for ranks, parallelism in ((2, {}), (1, {}), (3, {}), (2, stages), (2, parts)):
                 run = f"{saved}-{ranks}-{parallelism.get('pipeline_parallel_schedule')}"
                 shutil.copytree(saved, run)
-                got = run_ranks_outcomes(ranks, titan, run, STEPS, own_loader, parallelism, deadline_seconds=200)
+                got = run_ranks_outcomes(ranks, titan, run, STEPS, own_loader, parallelism, deadline_seconds=400)
                 where = f"{ranks} {parallelism.get('pipeline_parallel_schedule', '')}".strip()
                 data = "its own loader" if own_loader else "a position that holds on any"
                 print(f"torchtitan's own, 2 ranks then {where}, {data}: {cell(got[::-1], whole[0].value)}", flush=True)

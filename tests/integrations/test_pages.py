@@ -27,7 +27,11 @@ def lines_of_shardopt(program):
             if isinstance(root, ast.Name) and root.id in names:
                 names.add(node.targets[0].id)
     over = {id(node.iter) for node in ast.walk(tree) if isinstance(node, ast.For)}  # a program without it has that line
-    found |= {node.lineno for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id in names and id(node) not in over}
+    found |= {
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name) and node.id in names and id(node) not in over
+    }
     return found
 
 
