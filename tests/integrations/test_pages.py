@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 PAGES = sorted((Path(__file__).parents[2] / "docs" / "integrations").glob("*.md"))
-NUMBERS = "zero one two three four five six seven eight nine ten".split()
+NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 
 
 def lines_of_shardopt(program):
-    """The lines that use a name imported from shardopt, or one assigned from such a call; but for what a loop is over."""
+    """The lines that use a name imported from shardopt, or one assigned from its call; but for what a loop is over."""
     tree = ast.parse(program)
     names, found = set(), set()
     for node in ast.walk(tree):
