@@ -54,23 +54,26 @@ def of_torchdata() -> None:
         print(f"torchdata, 4 ranks then {then}: {never} samples never, {twice} more than once, of {SIZE}", flush=True)
 
 
-def tables(folder: str, plan: str, begin: str | None) -> list[float]:
+def tables(folder: str, plan: str, begin: str | None, init: bool = True, fused: str = "Adagrad") -> list[float]:
     """Trains tables for some steps, from DCP's checkpoint where there is one; saves one at SAVED_AT."""
     warnings.simplefilter("ignore")
     import torch.distributed.checkpoint as dcp
     from integrations import torchrec_tables as example
     from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+    from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
     torch.manual_seed(0)
     model = example.Rates()
-    example.apply_optimizer_in_backward(torch.optim.Adagrad, model.tables.parameters(), {"lr": 0.1})
+    algorithm = torch.optim.Adagrad if fused == "Adagrad" else RowWiseAdagrad
+    example.apply_optimizer_in_backward(algorithm, model.tables.parameters(), {"lr": 0.1})
     parallel = example.sharded(model, plan, torch.device("cpu"))
     dense = dict(example.in_backward_optimizer_filter(parallel.named_parameters()))
     wrapped = KeyedOptimizerWrapper(dense, lambda params: torch.optim.Adam(params, lr=0.01))
     optimizer = CombinedOptimizer([parallel.fused_optimizer, wrapped])
     step = 0
     if begin is not None:
-        wrapped.init_state()  # a step, without which there is no place to load into
+        if init:
+            wrapped.init_state()  # a step, without which there is no place to load into
         state = {"model": parallel.state_dict(), "optimizer": optimizer.state_dict()}
         dcp.load(state, checkpoint_id=begin)
         parallel.load_state_dict(state["model"])
@@ -104,45 +107,69 @@ def cell(outcomes: list[Any], expected: list[float]) -> str:
 
 
 def of_torchrec() -> None:
+    cells = [
+        ("Adagrad", "row-wise", 2, "row-wise", True),
+        ("Adagrad", "row-wise", 2, "row-wise", False),
+        ("Adagrad", "row-wise", 2, "table-wise", True),
+        ("Adagrad", "row-wise", 2, "first-rank", True),
+        ("Adagrad", "row-wise", 2, "column-wise", True),
+        ("Adagrad", "row-wise", 1, "first-rank", True),
+        ("Adagrad", "row-wise", 3, "row-wise", True),
+        ("RowWiseAdagrad", "row-wise", 2, "column-wise", True),
+        ("RowWiseAdagrad", "column-wise", 2, "row-wise", True),
+    ]
     with tempfile.TemporaryDirectory() as root:
-        whole = run_ranks_outcomes(2, tables, f"{root}/row-wise", "row-wise", None, deadline_seconds=200)
-        expected = whole[0].value
-        assert expected is not None
-        for ranks, plan in ((2, "row-wise"), (2, "table-wise"), (2, "first-rank"), (1, "first-rank"), (3, "row-wise")):
-            got = run_ranks_outcomes(ranks, tables, "", plan, f"{root}/row-wise", deadline_seconds=200)
-            print(f"torchrec, 2 ranks row-wise then {ranks} {plan}: {cell(got, expected)}", flush=True)
+        expected: dict[tuple[str, str], list[float]] = {}
+        for fused, source, ranks, plan, init in cells:
+            folder = f"{root}/{fused}-{source}"
+            if (fused, source) not in expected:
+                whole = run_ranks_outcomes(2, tables, folder, source, None, True, fused, deadline_seconds=200)
+                assert whole[0].value is not None, whole[0].error
+                expected[fused, source] = whole[0].value
+            got = run_ranks_outcomes(ranks, tables, "", plan, folder, init, fused, deadline_seconds=200)
+            how = "" if init else ", no step before the load"
+            told = cell(got, expected[fused, source])
+            print(f"torchrec {fused}, 2 ranks {source} then {ranks} {plan}{how}: {told}", flush=True)
 
 
-def stock(config: Any) -> None:
-    """Puts torchtitan's own parts in the place of ours."""
+def stock(config: Any, own_loader: bool) -> None:
+    """Puts torchtitan's own checkpoints and optimizers in the place of ours; and its own kind of loader."""
     from torchtitan.components.checkpointer import CheckpointManager
-    from torchtitan.components.optimizer import OptimizersContainer
 
+    from tests.integrations import titan_stock
+
+    loader = config.dataloader
+    titan_stock.stock(config)
+    if not own_loader:
+        config.dataloader = loader
     config.checkpoint = CheckpointManager.Config(enable=True, interval=SAVED_AT, last_save_model_only=False)
-    config.optimizer = OptimizersContainer.Config(
-        param_groups=config.optimizer.param_groups, implementation=config.optimizer.implementation
-    )
 
 
-def titan(folder: str, steps: int) -> list[float]:
+def titan(folder: str, steps: int, own_loader: bool, parallelism: dict[str, Any]) -> list[float]:
     from tests.integrations.titan_job import train
 
-    losses, _ = train(folder, steps, None, stock)
+    losses, _ = train(folder, steps, None, lambda config: stock(config, own_loader), **parallelism)
     return [loss for step, loss in losses.items() if step > SAVED_AT]
 
 
 def of_torchtitan() -> None:
     import shutil
 
+    stages = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "1F1B"}
+    parts = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "Interleaved1F1B"}
     with tempfile.TemporaryDirectory() as root:
-        whole = run_ranks_outcomes(2, titan, f"{root}/whole", STEPS, deadline_seconds=200)
-        expected = whole[0].value
-        assert expected is not None, whole[0].error
-        run_ranks_outcomes(2, titan, f"{root}/first", SAVED_AT, deadline_seconds=200)
-        for ranks in (2, 1, 3):
-            shutil.copytree(f"{root}/first", f"{root}/{ranks}")
-            got = run_ranks_outcomes(ranks, titan, f"{root}/{ranks}", STEPS, deadline_seconds=200)
-            print(f"torchtitan's own, 2 ranks then {ranks}: {cell(got, expected)}", flush=True)
+        for own_loader in (True, False):
+            saved = f"{root}/{own_loader}"
+            whole = run_ranks_outcomes(2, titan, f"{saved}-whole", STEPS, own_loader, {}, deadline_seconds=400)
+            assert whole[0].value is not None, whole[0].error
+            run_ranks_outcomes(2, titan, saved, SAVED_AT, own_loader, {}, deadline_seconds=400)
+            for ranks, parallelism in ((2, {}), (1, {}), (3, {}), (2, stages), (2, parts)):
+                run = f"{saved}-{ranks}-{parallelism.get('pipeline_parallel_schedule')}"
+                shutil.copytree(saved, run)
+                got = run_ranks_outcomes(ranks, titan, run, STEPS, own_loader, parallelism, deadline_seconds=400)
+                where = f"{ranks} {parallelism.get('pipeline_parallel_schedule', '')}".strip()
+                data = "its own loader" if own_loader else "a position that holds on any"
+                print(f"torchtitan's own, 2 ranks then {where}, {data}: {cell(got[::-1], whole[0].value)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ __all__ = [
     "GradientClippingOptimizer",
     "KeyedOptimizer",
     "KeyedOptimizerWrapper",
+    "MixtureSampler",
     "OptimizerWrapper",
     "PerRankState",
     "RandomState",
@@ -32,6 +33,7 @@ __all__ = [
 # Imported when they are first asked for: the shell's verbs are modules of this package, and their help needs no torch.
 if TYPE_CHECKING:
     from shardopt.algorithms.row_wise.row_wise import RowWiseAdagrad, RowWiseAdam
+    from shardopt.mixture import MixtureSampler
     from shardopt.optim.averaging import EMA, SWA
     from shardopt.optim.backward import in_backward
     from shardopt.optim.batch_norm import update_bn
@@ -50,6 +52,7 @@ else:
         __name__,
         {
             "shardopt.algorithms.row_wise.row_wise": ["RowWiseAdagrad", "RowWiseAdam"],
+            "shardopt.mixture": ["MixtureSampler"],
             "shardopt.optim.averaging": ["EMA", "SWA"],
             "shardopt.optim.backward": ["in_backward"],
             "shardopt.optim.batch_norm": ["update_bn"],

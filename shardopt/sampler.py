@@ -106,9 +106,13 @@ class ResumableSampler:
         self.seed, self.epoch, self.position = (state_dict[name] for name in ("seed", "epoch", "position"))
 
     def _order(self) -> Tensor:
-        if not self.shuffle:
-            return torch.arange(self.size, device="cpu")
-        # Mixed, as torch's generator on the CPU looks at 32 bits of its seed and no more.
-        mixed = np.random.SeedSequence((self.seed, self.epoch)).generate_state(1)
-        generator = torch.Generator("cpu").manual_seed(int(mixed[0]))
-        return torch.randperm(self.size, generator=generator, device="cpu")
+        """Returns the samples of this epoch in their order, int64 [size]."""
+        return permutation(self.size, self.seed, self.epoch) if self.shuffle else torch.arange(self.size, device="cpu")
+
+
+def permutation(size: int, *seeds: int) -> Tensor:
+    """Returns the numbers 0 … size - 1 in an order that follows from seeds, which are not negative. int64 [size]."""
+    # Mixed, as torch's generator on the CPU looks at 32 bits of its seed and no more.
+    mixed = np.random.SeedSequence(seeds).generate_state(1)
+    generator = torch.Generator("cpu").manual_seed(int(mixed[0]))
+    return torch.randperm(size, generator=generator, device="cpu")

@@ -14,7 +14,6 @@ from lightning.pytorch import Trainer, __version__
 from lightning.pytorch.utilities import CombinedLoader
 
 from shardopt.errors import Problem, StateError
-from shardopt.integrations.loader import ResumableLoader
 from shardopt.integrations.optimizers import names_of, require_keyed
 from shardopt.integrations.run import FrameworkState, of_rank_0
 from shardopt.random_state import RandomState
@@ -86,7 +85,7 @@ def without_loaders(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], LoaderS
 
 
 class LoaderStates:
-    """The positions of the stateful data loaders: of `ResumableLoader` the same on all ranks, of others this rank's.
+    """The positions of the stateful data loaders: those that hold for any rank once, of others this rank's.
 
     Args:
         states: in Lightning's order.
@@ -119,9 +118,10 @@ class LoaderStates:
         if self.states:
             stateful = [each for each in CombinedLoader(loaders).flattened if hasattr(each, "load_state_dict")]
             for loader, state in zip(stateful, self.states, strict=False):
-                if isinstance(loader, ResumableLoader):
+                if _is_shared(state):
                     loader.load_state_dict(state)
 
 
 def _is_shared(state: Any) -> bool:
-    return isinstance(state, dict) and state.keys() == {"size", "seed", "epoch", "position"}
+    """Whether a state is that of a `ResumableSampler`: of a `ResumableLoader`, or a `ResumableStatefulLoader`."""
+    return isinstance(state, dict) and state.keys() >= {"size", "seed", "epoch", "position"}

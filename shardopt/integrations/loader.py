@@ -2,12 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
-from torch.utils.data import DataLoader
+from torch.utils.data import ConcatDataset, DataLoader
 
+from shardopt.errors import OptionError, Problem
+from shardopt.mixture import MixtureSampler
 from shardopt.sampler import ResumableSampler
+
+T = TypeVar("T")
+
+
+def sampler_of(dataset: Any, weights: Sequence[float] | None, **options: Any) -> ResumableSampler:
+    """Returns the sampler of a map-style data set; with weights, of the data sets that it was concatenated from.
+
+    Raises:
+        OptionError: there are weights, and the data set is no concatenation.
+    """
+    if weights is None:
+        return ResumableSampler(len(dataset), **options)
+    if not isinstance(dataset, ConcatDataset):
+        required = "torch.utils.data.ConcatDataset([...]), which tells its sources"
+        remedy = "concatenate the sources, or leave weights out"
+        problem = Problem("dataset", f"a {type(dataset).__name__}", required, remedy)
+        raise OptionError("weights are of several sources", [problem])
+    sizes = [len(source) for source in dataset.datasets]  # type: ignore[arg-type]  # ConcatDataset refuses streams
+    return MixtureSampler(sizes, weights=weights, **options)
+
+
+def rest_of_epoch(batches: Iterable[T], at: ResumableSampler) -> Iterator[T]:
+    """Yields the batches that are left in an epoch, and counts each; with the last one the next epoch begins.
+
+    So a loop that saves after each batch, and is not asked for one more, saves no position at the end of an epoch.
+    """
+    left = len(at)
+    for number, batch in enumerate(batches):
+        if number >= left - 1:
+            at.epoch, at.position = at.epoch + 1, 0
+        else:
+            at.position = min(at.position + at.batch_size, at.size)
+        yield batch
+    if left == 0:
+        at.epoch, at.position = at.epoch + 1, 0
+
+
+def batches_of_epoch(at: ResumableSampler) -> int:
+    """Returns the number of batches of a whole epoch, the same on any number of ranks."""
+    return at.size // at.batch_size if at.drop_last else -(-at.size // at.batch_size)
 
 
 class ResumableLoader:
@@ -22,6 +64,7 @@ class ResumableLoader:
         dataset: map-style.
         batch_size: of a global batch, in samples of all ranks together.
         seed, shuffle, drop_last: as for `ResumableSampler`.
+        weights: of the sources of a `ConcatDataset`, to mix them as a `MixtureSampler` does.
         options: others of torch's DataLoader.
     """
 
@@ -33,33 +76,30 @@ class ResumableLoader:
         seed: int = 0,
         shuffle: bool = True,
         drop_last: bool = True,
+        weights: Sequence[float] | None = None,
         **options: Any,
     ) -> None:
-        self.position = ResumableSampler(
-            len(dataset), batch_size=batch_size, seed=seed, shuffle=shuffle, drop_last=drop_last
+        self.position = sampler_of(
+            dataset, weights, batch_size=batch_size, seed=seed, shuffle=shuffle, drop_last=drop_last
         )
         self._loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=self.position, **options)
 
     def __len__(self) -> int:
         """The number of batches of a whole epoch, the same on any number of ranks."""
-        size, batch = self.position.size, self.position.batch_size
-        return size // batch if self.position.drop_last else -(-size // batch)
+        return batches_of_epoch(self.position)
 
     def __iter__(self) -> Iterator[Any]:
         """Yields the batches that are left in this epoch."""
-        left = len(self.position)
-        for number, batch in enumerate(self._loader):
-            at = self.position
-            if number == left - 1:
-                at.epoch, at.position = at.epoch + 1, 0
-            else:
-                at.position = min(at.position + at.batch_size, at.size)
-            yield batch
+        return rest_of_epoch(self._loader, self.position)
 
     def state_dict(self) -> dict[str, Any]:
         """The position, the same on every rank."""
         return self.position.state_dict()
 
+    def check_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raises MismatchError where the state is of another data set or mixture."""
+        self.position.check_state_dict(state_dict)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on where the state was taken; raises MismatchError where the data set has another size."""
+        """Goes on where the state was taken; raises MismatchError where the data set or the mixture is another."""
         self.position.load_state_dict(state_dict)

@@ -1,19 +1,20 @@
 """torchdata's `StatefulDataLoader`, whose position is saved with a job and holds where its data allows it.
 
-Samples that can be asked for by number (map-style data sets, concatenations of them, windows of a text) have
-one order for the whole job: the position in it is one number, and any number of ranks goes on behind it. A stream gives
-each rank samples of its own, and what of them another rank would have to leave out cannot be told from its state.
+Samples that can be asked for by number (map-style data sets, mixtures of them, windows of a text, `Packed` documents)
+have one order for the whole job: the position in it is one number, and any number of ranks goes on behind it. A stream
+gives each rank samples of its own, and what of them another rank would have to leave out cannot be told from its state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from shardopt.errors import OptionError, Problem
+from shardopt.integrations.loader import batches_of_epoch, rest_of_epoch, sampler_of
 from shardopt.sampler import ResumableSampler
 from shardopt.state import PerRank
 
@@ -33,10 +34,12 @@ class ResumableStatefulLoader(StatefulDataLoader):  # type: ignore[misc, type-ar
             that fill batches.
         batch_size: of a global batch, in samples of all ranks together; at least the number of ranks.
         seed, shuffle, drop_last, rank, ranks: as for `shardopt.ResumableSampler`.
+        weights: of the sources of a `ConcatDataset`, to mix them as a `shardopt.MixtureSampler` does.
         options: of `StatefulDataLoader`: workers, collating, pinned memory.
 
     Raises:
-        OptionError: the data set is a stream, or `options` have a sampler of their own.
+        OptionError: the data set is a stream, or `options` have a sampler of their own; or there are weights, and the
+            data set is no concatenation.
     """
 
     def __init__(
@@ -49,11 +52,13 @@ class ResumableStatefulLoader(StatefulDataLoader):  # type: ignore[misc, type-ar
         drop_last: bool = True,
         rank: int | None = None,
         ranks: int | None = None,
+        weights: Sequence[float] | None = None,
         **options: Any,
     ) -> None:
         _refuse(dataset, options)
-        self.positions = ResumableSampler(
-            len(dataset),  # type: ignore[arg-type]  # it has one, or was refused
+        self.positions = sampler_of(
+            dataset,
+            weights,
             batch_size=batch_size,
             seed=seed,
             shuffle=shuffle,
@@ -63,16 +68,20 @@ class ResumableStatefulLoader(StatefulDataLoader):  # type: ignore[misc, type-ar
         )
         super().__init__(dataset, batch_sampler=_Batches(self.positions), **options)
 
+    def __len__(self) -> int:
+        """The number of batches of a whole epoch, the same on any number of ranks."""
+        return batches_of_epoch(self.positions)
+
     def __iter__(self) -> Iterator[Any]:
-        """Yields the rest of this epoch."""
-        return self.positions.through(super().__iter__())
+        """Yields the rest of this epoch, from where the position is when the first batch is asked for."""
+        yield from rest_of_epoch(super().__iter__(), self.positions)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position of the whole job: the same on every rank, for any number of them."""
         return self.positions.state_dict()
 
     def check_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises MismatchError where the state is of a data set of another size."""
+        """Raises MismatchError where the state is of another data set or mixture."""
         self.positions.check_state_dict(state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -115,9 +124,12 @@ class _Batches:
 def _refuse(dataset: Dataset[Any], options: dict[str, Any]) -> None:
     problems = []
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
-        found = f"a {type(dataset).__name__}, which is a stream"
+        found = f"a {type(dataset).__name__}, a stream: what a rank has seen of it, or has packed, is no number"
         required = "a data set with a length, and samples by number"
-        remedy = "index its samples (windows of a stream of tokens have numbers), or use RankPosition on as many ranks"
+        remedy = (
+            "index its samples (windows of a stream have numbers, and shardopt.integrations.packed.Packed numbers "
+            "packs of documents), or use RankPosition on as many ranks"
+        )
         problems.append(Problem("dataset", found, required, remedy))
     for name in ("sampler", "batch_sampler"):
         if options.get(name) is not None:

@@ -3,15 +3,16 @@
 import importlib.util
 import itertools
 import warnings
+from collections import Counter
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import ConcatDataset, IterableDataset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, TensorDataset
 
-from shardopt import checkpoint
+from shardopt import ResumableSampler, checkpoint
 from shardopt.errors import MismatchError, OptionError
-from tests.harness import run_ranks
+from tests.harness import RanksFailed, run_ranks
 
 pytestmark = [
     pytest.mark.skipif(
@@ -22,6 +23,7 @@ pytestmark = [
 ]
 
 SIZE, BATCH = 120, 12
+SOURCES = range(50), range(50, 80), range(80, 96)
 
 
 class Stream(IterableDataset):
@@ -41,9 +43,40 @@ def loader_of(workers):
     return ResumableStatefulLoader(mixed, batch_size=BATCH, seed=3, num_workers=workers, **options)
 
 
-def see(source, path, batches, workers):
+def mixture():
+    """Three sources, of 50, 30 and 16 numbers."""
+    return ConcatDataset([TensorDataset(torch.tensor(part)) for part in SOURCES])
+
+
+def mixed_loader():
+    """An epoch of 96: 48, 36 and 12 of the sources."""
+    from shardopt.integrations.torchdata import ResumableStatefulLoader
+
+    warnings.filterwarnings("ignore", "'set_vital' is deprecated")
+    return ResumableStatefulLoader(mixture(), batch_size=BATCH, seed=3, weights=[4, 3, 1])
+
+
+def packed_loader():
+    """Documents of 1 to 7 tokens, packed into samples of 16."""
+    from shardopt.integrations.packed import Packed
+    from shardopt.integrations.torchdata import ResumableStatefulLoader
+
+    warnings.filterwarnings("ignore", "'set_vital' is deprecated")
+    lengths = [1 + number % 7 for number in range(SIZE)]
+    packed = Packed(torch.arange(SIZE), lengths, capacity=16)
+    assert all(sum(lengths[each] for each in packed[i]) <= 16 for i in range(len(packed)))
+    return ResumableStatefulLoader(
+        packed,
+        batch_size=BATCH,
+        seed=3,
+        drop_last=False,
+        collate_fn=lambda packs: (torch.tensor([*itertools.chain(*packs)]),),
+    )
+
+
+def see(source, path, batches, workers, make=None):
     """Goes on from a checkpoint, takes so many batches, saves. Returns the samples that this rank was given."""
-    loader = loader_of(workers)
+    loader = make() if make is not None else loader_of(workers)
     app = {"data": loader}
     if source:
         checkpoint.load(source, app)
@@ -66,6 +99,75 @@ def test_four_ranks_then_two_then_three_see_each_sample_of_an_epoch_once(tmp_pat
     assert {epoch for _, epoch in parts[2]} == {1}
     again = run_ranks(1, see, c, str(tmp_path / "d"), None, workers)
     assert sorted(again[0][0]) == [*range(SIZE)] and again[0][0] != seen
+
+
+def test_a_mixture_goes_on_on_other_ranks_and_sees_each_sample_of_a_source_before_any_again(tmp_path):
+    a, b, c, d = (str(tmp_path / name) for name in "abcd")
+    parts = [
+        run_ranks(4, see, None, a, 3, 0, mixed_loader),
+        run_ranks(2, see, a, b, 2, 0, mixed_loader),
+        run_ranks(3, see, b, c, None, 0, mixed_loader),
+    ]
+    first = Counter(number for ranks in parts for numbers, _ in ranks for number in numbers)
+    shares = [sum(times for number, times in first.items() if number in source) for source in SOURCES]
+    assert shares == [48, 36, 12]
+    second = first + Counter(run_ranks(1, see, c, d, None, 0, mixed_loader)[0][0])
+    for seen, passes in ((first, (48 / 50, 36 / 30, 12 / 16)), (second, (96 / 50, 72 / 30, 24 / 16))):
+        for source, done in zip(SOURCES, passes, strict=True):
+            assert {seen[number] for number in source} == {int(done), int(done) + 1}, (source, done)
+    with pytest.raises(RanksFailed, match=r"data\.(size|sizes|shares): found .*; pass the same sources, weights"):
+        run_ranks(2, see, a, d, 1, 0, loader_of_another_mixture)
+
+
+def loader_of_another_mixture():
+    from shardopt.integrations.torchdata import ResumableStatefulLoader
+
+    warnings.filterwarnings("ignore", "'set_vital' is deprecated")
+    return ResumableStatefulLoader(mixture(), batch_size=BATCH, weights=[1, 1, 1])
+
+
+def test_packed_documents_go_on_on_other_ranks(tmp_path):
+    a, b, c = (str(tmp_path / name) for name in "abc")
+    parts = [
+        run_ranks(4, see, None, a, 1, 0, packed_loader),
+        run_ranks(2, see, a, b, 1, 0, packed_loader),
+        run_ranks(3, see, b, c, None, 0, packed_loader),
+    ]
+    seen = [number for ranks in parts for numbers, _ in ranks for number in numbers]
+    assert sorted(seen) == [*range(SIZE)]
+
+
+def save_as(path, plain):
+    """Takes a batch of torch's DataLoader, or of torchdata's, and saves; returns it, and the rest of the epoch."""
+    batches, data = either(plain)
+    seen = next(batches)[0].tolist()
+    checkpoint.save(path, {"data": data})
+    return seen, [number for (batch,) in batches for number in batch.tolist()]
+
+
+def load_as(path, plain):
+    batches, data = either(plain)
+    checkpoint.load(path, {"data": data})
+    return [number for (batch,) in batches for number in batch.tolist()]
+
+
+def either(plain):
+    if not plain:
+        loader = loader_of(0)
+        return iter(loader), loader
+    data = TensorDataset(torch.arange(SIZE))
+    sampler = ResumableSampler(SIZE, batch_size=BATCH, seed=3)
+    loader = DataLoader(data, batch_sampler=sampler)
+    return sampler.through(loader), sampler
+
+
+@pytest.mark.parametrize("plain", [False, True], ids=["to plain torch", "from plain torch"])
+def test_positions_go_between_torchdata_and_plain_torch(tmp_path, plain):
+    path = str(tmp_path / "saved")
+    saved = run_ranks(2, save_as, path, plain)
+    rest = run_ranks(2, load_as, path, not plain)
+    assert rest == [rest_of_it for _, rest_of_it in saved]
+    assert sorted(number for (seen, left) in saved for number in seen + left) == [*range(SIZE)]
 
 
 def stream(source, path, batches):
@@ -96,7 +198,9 @@ def test_a_stream_goes_on_on_as_many_ranks_and_is_refused_on_others(tmp_path):
 def test_a_stream_has_no_position_for_other_ranks():
     from shardopt.integrations.torchdata import ResumableStatefulLoader
 
-    with pytest.raises(OptionError, match="which is a stream"):
+    with pytest.raises(OptionError, match="a stream: what a rank has seen"):
         ResumableStatefulLoader(Stream(), batch_size=4)
+    with pytest.raises(OptionError, match=r"ConcatDataset\(\[\.\.\.\]\), which tells its sources"):
+        ResumableStatefulLoader(TensorDataset(torch.arange(9)), batch_size=4, weights=[1, 2])
     with pytest.raises(OptionError, match="the order is this loader's"):
         ResumableStatefulLoader(TensorDataset(torch.arange(9)), batch_size=4, sampler=[1, 2])

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import itertools
 import shutil
 import warnings
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import shardopt
 from shardopt import checkpoint
 from shardopt.errors import MismatchError
 from tests.harness import run_ranks, run_ranks_outcomes
@@ -57,6 +59,47 @@ def save_each(folder, plans, fused):
     return found
 
 
+class Plain(torch.nn.Module):
+    """The example's model in plain torch, under the same names."""
+
+    def __init__(self, rows, width):
+        super().__init__()
+        self.tables = torch.nn.Module()
+        bags = {name: torch.nn.EmbeddingBag(count, width, mode="sum") for name, count in rows.items()}
+        self.tables.embedding_bags = torch.nn.ModuleDict(bags)
+        self.over = torch.nn.Linear(width * len(rows), 1)
+
+    def forward(self, ids):
+        of_tables = [bag(ids[name].values().view(-1, 2)) for name, bag in self.tables.embedding_bags.items()]
+        return self.over(torch.cat(of_tables, dim=1))
+
+
+def train_plain(begin, steps, saved):
+    """Goes on from torchrec's checkpoint on one rank in plain torch, and saves; returns the losses by step."""
+    rates = example()
+    model = Plain(rates.ROWS, rates.WIDTH)
+    tables = shardopt.keyed("adagrad", model.tables.named_parameters(prefix="tables"), lr=0.1)
+    dense = shardopt.keyed("adam", model.over.named_parameters(prefix="over"), lr=0.01)
+    data = shardopt.ResumableSampler(60, batch_size=rates.BATCH)
+    app = {"model": model, "tables": tables, "dense": dense, "data": data, "step": 0}
+    how = {"rename": {FUSED: r"tables.state.\1.sum"}, "skip": r"^tables\.param_groups\."}
+    report = checkpoint.load(begin, app, init_state=True, strict=checkpoint.Strictness(missing="ignore"), **how)
+    assert all(key.startswith("tables.param_groups.") or key.endswith(".step") for key in report.missing), report
+    losses = {}
+    for samples in itertools.chain.from_iterable(data.through(data) for _ in itertools.count()):
+        ids, wanted = rates.batch_of(samples, torch.device("cpu"))
+        loss = torch.nn.functional.mse_loss(model(ids), wanted)
+        loss.backward()
+        for optimizer in (tables, dense):
+            optimizer.step()
+            optimizer.zero_grad()
+        app["step"] += 1
+        losses[app["step"]] = loss.item()
+        if app["step"] == steps:
+            checkpoint.save(saved, app)
+            return losses
+
+
 def load_each(folder, sources, plans, fused):
     """Goes on from each source under each plan; returns the losses, by source and plan, or what was refused."""
     found = {}
@@ -70,6 +113,8 @@ def load_each(folder, sources, plans, fused):
                 losses = train(run, plan, STEPS - 1, fused=fused)
                 found[source, plan] = [losses[step] for step in range(SAVED_AT + 1, STEPS)]
             except MismatchError as error:
+                if fused == "row-wise":
+                    assert all("number for each part of the columns" in problem.remedy for problem in error.problems)
                 found[source, plan] = sorted({problem.key for problem in error.problems})
     return found
 
@@ -147,6 +192,19 @@ def test_fused_tables_go_on_as_data_parallel_ones_and_back(tmp_path, plan):
     )
     for step, loss in (losses[0] | back[0]).items():
         assert loss == pytest.approx(expected[step], rel=1e-5), step
+
+
+def test_saved_in_torchrec_gone_on_with_in_plain_torch_and_back(tmp_path):
+    run, plain, back = (str(tmp_path / name) for name in ("run", "plain", "back"))
+    expected = run_ranks(2, train, run, "row-wise", 12, deadline_seconds=DEADLINE)[0]
+    (losses,) = run_ranks(1, train_plain, f"{run}/step-00000004", 8, plain, deadline_seconds=DEADLINE)
+    how = {
+        "rename": {REPLICATED.replace("dense", "tables"): r"tables.state.\1.\2.momentum1"},
+        "skip": r"^tables\.(param_groups\.|state\..*\.step$)",
+        "strict": checkpoint.Strictness(missing="ignore"),
+    }
+    losses |= run_ranks(3, train, back, "table-wise", 12, begin=plain, **how, deadline_seconds=DEADLINE)[0]
+    assert losses == pytest.approx({step: expected[step] for step in range(5, 13)}, rel=1e-5)
 
 
 def test_a_job_without_the_tables_of_a_rank_refuses_other_tables(tmp_path):

@@ -12,7 +12,7 @@ from shardopt import checkpoint
 from shardopt.errors import MismatchError
 from tests.harness import run_ranks, run_ranks_outcomes
 from tests.integrations.rank_faults import KILL, TERMINATE, exit_code_of
-from tests.integrations.titan_job import train
+from tests.integrations.titan_job import train, train_in_plain_torch
 from tests.integrations.titan_on_cpu import on_cpu
 
 VERSION = "0.3.0"
@@ -25,6 +25,8 @@ pytestmark = [
     pytest.mark.timeout(900),  # minutes of imports, on two busy cores
 ]
 DEADLINE = 400
+ONE_PART = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "1F1B"}
+INTERLEAVED = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "Interleaved1F1B"}  # two parts a rank
 
 
 @pytest.fixture(autouse=True)
@@ -78,8 +80,10 @@ def killed(tmp_path_factory):
         (2, {}),
         (1, {}),
         (3, {}),
+        (2, ONE_PART),
+        (2, INTERLEAVED),
     ],
-    ids=["same", "one", "three"],
+    ids=["same", "one", "three", "stages", "interleaved"],
 )
 def test_a_run_goes_on_after_a_kill(tmp_path, whole, killed, ranks, parallelism):
     reference, expected, counters = whole
@@ -93,6 +97,46 @@ def test_a_run_goes_on_after_a_kill(tmp_path, whole, killed, ranks, parallelism)
         assert loss == expected[step] if exact else loss == pytest.approx(expected[step], rel=1e-5), step
     assert state["step"] == counters["step"]
     compare(folder_of(run, 12), folder_of(reference, 12), exact)
+
+
+def train_on(folder, steps, change=None, **options):
+    """As `train`, begun with a checkpoint of another program."""
+
+    def begin(config):
+        config.checkpoint.initial_load_path = change
+        config.checkpoint.initial_load_model_only = False
+        config.checkpoint.exclude_from_loading = ["lr_scheduler", "train_state"]
+
+    return train(folder, steps, change=begin, **options)
+
+
+@pytest.mark.parametrize("parallelism", [{}, INTERLEAVED], ids=["sharded", "interleaved"])
+def test_saved_in_torchtitan_gone_on_with_in_plain_torch_and_back(tmp_path, whole, parallelism):
+    reference, expected, _ = whole
+    plain, run, loaded = (str(tmp_path / name) for name in ("plain", "run", "loaded"))
+    (losses,) = run_ranks(1, train_in_plain_torch, folder_of(reference, 8), 1, plain, deadline_seconds=DEADLINE)
+    assert losses == pytest.approx([expected[9], expected[10]], rel=1e-5)  # the second after a step of the optimizer
+    run_ranks(2, train_on, run, 1, plain, loaded=loaded, **parallelism, deadline_seconds=DEADLINE)
+    with checkpoint.open(plain) as saved, checkpoint.open(loaded) as found:
+        keys = {key for key in sorted(saved.keys()) if not key.startswith("dataloader") and ".param_groups." not in key}
+        assert len(keys) > 100 and keys == {key for key in sorted(found.keys()) if ".param_groups." not in key}
+        for key in sorted(keys):
+            one, other = saved.read(key), found.read(key)
+            assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other, key
+
+
+def test_several_model_parts_go_on_without_stages(tmp_path, whole):
+    """Saved by two stages of two parts each; gone on with by the other schedule, and by one rank without any."""
+    reference, expected, _ = whole
+    staged = str(tmp_path / "staged")
+    shutil.copytree(folder_of(reference, 4), folder_of(staged, 4))  # a model in parts begins with other weights
+    run_ranks(2, train, staged, 8, **INTERLEAVED, deadline_seconds=DEADLINE)
+    compare(folder_of(staged, 8), folder_of(reference, 8), exact=False)
+    for ranks, parallelism in ((1, {}), (2, ONE_PART)):
+        run = str(tmp_path / f"{ranks}")
+        shutil.copytree(staged, run)
+        losses, _ = run_ranks(ranks, train, run, 10, **parallelism, deadline_seconds=DEADLINE)[-1]
+        assert losses == pytest.approx({step: expected[step] for step in (9, 10)}, rel=1e-5)
 
 
 def test_sigterm_saves_and_leaves(tmp_path):

@@ -5,6 +5,18 @@ import types
 import warnings
 
 import torch
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+
+
+def step_on_microbatches(schedule, *, arg_mbs, kwarg_mbs, target_mbs, losses, loss_kwargs, return_outputs):
+    """A step of a pipeline on inputs that are cut already, which torchtitan 0.3.0 asks for and torch 2.13 has not.
+
+    As torch's own step, without the cutting: torch 2.13's would take the lists for keyword arguments of the model.
+    """
+    for stage in getattr(schedule, "_stages", None) or [schedule._stage]:
+        stage.has_backward = schedule._has_backward
+        stage.clear_runtime_states()
+    schedule._step_microbatches(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs=loss_kwargs)
 
 
 def on_cpu():
@@ -27,6 +39,8 @@ def on_cpu():
     collectives = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_collectives")
     factors = collectives._get_gradient_divide_factors
     collectives._get_gradient_divide_factors = lambda *given: factors(*given[:5], True)
+    for kind in (PipelineScheduleSingle, PipelineScheduleMulti):
+        kind.step = step_on_microbatches
     utils = importlib.import_module("torchtitan.tools.utils")
     utils.get_local_device = lambda: torch.device("cpu")
     importlib.import_module("torchtitan.distributed.utils").get_local_device = utils.get_local_device

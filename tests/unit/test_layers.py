@@ -35,6 +35,7 @@ FLOORS = {
     "ranks": 3,
     "random_state": 3,
     "sampler": 3,
+    "mixture": 4,
     "stopping": 4,
     "algorithms": 10,
     "algorithms/adafactor": 11,

@@ -11,7 +11,7 @@ import torch
 
 from shardopt.checkpoint.format.manifest import Manifest, StoredTensor
 from shardopt.checkpoint.format.tensor_bytes import torch_dtype
-from shardopt.checkpoint.matching.optimizer_state import keys_of_state, state_key
+from shardopt.checkpoint.matching.optimizer_state import keys_of_state, state_key, with_reason_of_parts
 from shardopt.checkpoint.matching.renaming import Names
 from shardopt.checkpoint.matching.strictness import Choice, Strictness
 from shardopt.checkpoint.planning.tied import tied_in
@@ -96,6 +96,8 @@ def compare(flat: FlatState, views: Mapping[str, View], names: Names, strictness
                 problem = Problem(key, tell_path(stored[key]), tell_path(leaf.path), remedy)
             elif view is not None and tensor is not None:
                 problem = _match_tensors(key, view, tensor, match, strictness)
+                if problem is not None and tensor.layout.shape != view.shape:
+                    problem = with_reason_of_parts(problem, leaf.path, tensor.layout.shape, view.shape, names.manifest)
             else:
                 problem = _match_values(key, flat, views, names, match, world_size)
             if problem is not None:

@@ -1,0 +1,103 @@
+"""The order of several data sets that are mixed by weight, and how far a job has come in it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardopt.errors import MismatchError, Problem
+from shardopt.sampler import ResumableSampler, permutation
+
+
+class MixtureSampler(ResumableSampler):
+    """A `ResumableSampler` of several sources, each of which gives its share of every epoch by a weight.
+
+        sampler = shardopt.MixtureSampler([len(web), len(code)], weights=[3, 1], batch_size=64)
+        loader = DataLoader(ConcatDataset([web, code]), batch_sampler=sampler, num_workers=2)
+
+    A source gives the same number of samples to each epoch, and goes on in the next one where it was: each of its
+    samples is drawn once before any is drawn again, however many epochs that takes, or passes within one. All of that
+    follows from seed, epoch and position, so that any number of ranks goes on with what was not seen.
+
+    Args:
+        sizes: of the sources, in samples. Sample i of a source has the number i + the sizes of those before it.
+        weights: of the sources: the ratio of the samples that they give. Positive.
+        epoch_size: samples of an epoch, of all sources; default: the sum of `sizes`.
+        batch_size, seed, drop_last, rank, ranks: as for `ResumableSampler`.
+        shuffle: whether sources, and each of them, are in a random order; else a source's samples are spread evenly.
+
+    Raises:
+        ValueError: a source would give nothing to an epoch.
+
+    Attributes:
+        shares: the samples that each source gives to an epoch.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        *,
+        weights: Sequence[float],
+        batch_size: int,
+        epoch_size: int | None = None,
+        **options: Any,
+    ) -> None:
+        if len(sizes) != len(weights) or not sizes or min(sizes) < 1:
+            found = f"sizes {[*sizes]} and weights {[*weights]}"
+            raise ValueError(f"weights: found {found}; required one of each source, none of which is empty; add it")
+        size = sum(sizes) if epoch_size is None else epoch_size
+        super().__init__(size, batch_size=batch_size, **options)
+        self.sizes, self.shares = [*sizes], _divide(size, weights)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns sizes and shares of the sources, and size, seed, epoch and position; the same on every rank."""
+        return {**super().state_dict(), "sizes": [*self.sizes], "shares": [*self.shares]}
+
+    def check_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raises MismatchError where the state is of other sources, or of other weights."""
+        remedy = "pass the same sources, weights and epoch_size: where a source stands follows from its share of epochs"
+        problems = [
+            Problem(name, f"{state_dict.get(name)} in the checkpoint", f"{own}", remedy)
+            for name, own in (("size", self.size), ("sizes", self.sizes), ("shares", self.shares))
+            if state_dict.get(name) != own
+        ]
+        if problems:
+            raise MismatchError("a position in another mixture", problems)
+
+    def _order(self) -> Tensor:
+        numbers, places, first = [], [], 0
+        for source, (size, share) in enumerate(zip(self.sizes, self.shares, strict=True), start=1):
+            begin = self.epoch * share  # in the source's passes, one after the other
+            passes = range(begin // size, (begin + share - 1) // size + 1)
+            drawn = torch.cat([self._pass(source, size, number) for number in passes])
+            numbers.append(first + drawn[begin % size :][:share])
+            places.append((torch.arange(share, dtype=torch.float64, device="cpu") + 0.5) / share)
+            first += size
+        if self.shuffle:
+            return torch.cat(numbers)[permutation(self.size, self.seed, self.epoch)]
+        return torch.cat(numbers)[torch.argsort(torch.cat(places), stable=True)]
+
+    def _pass(self, source: int, size: int, number: int) -> Tensor:
+        """Returns the samples of a source in the order of its pass of this number."""
+        if not self.shuffle:
+            return torch.arange(size, device="cpu")
+        return permutation(size, self.seed, number, source)  # sources count from 1: a last seed of 0 changes nothing
+
+
+def _divide(size: int, weights: Sequence[float]) -> list[int]:
+    """Divides a number in the ratio of weights, by largest remainders: whole numbers, of which it is the sum."""
+    if not all(0 < weight < math.inf for weight in weights):
+        raise ValueError(f"weights: found {[*weights]}; required positive numbers; leave sources out that give nothing")
+    exact = np.asarray(weights, dtype=np.float64) * (size / math.fsum(weights))
+    shares = np.floor(exact).astype(np.int64)
+    largest = np.argsort(shares - exact, kind="stable")[: size - int(shares.sum())]
+    shares[largest] += 1
+    if int(shares.min()) == 0:
+        found = f"shares {shares.tolist()} of an epoch of {size} samples"
+        raise ValueError(f"epoch_size: found {found}; required one sample of each source; raise it")
+    return [int(share) for share in shares]
