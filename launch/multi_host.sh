@@ -76,9 +76,9 @@ run_here() {
     # Not of its own: where torchrun gives a job that starts again the store of the one before, gloo and NCCL may find
     # the addresses of processes that are gone there.
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 TORCH_ELASTIC_SHUTDOWN_TIMEOUT=$SHUTDOWN_SECONDS
-    exec "$python" -m torch.distributed.run --nnodes "$NODES" --nproc-per-node "$RANKS_PER_NODE" \
+    exec "$python" launch/elastic.py --nnodes "$NODES" --nproc-per-node "$RANKS_PER_NODE" \
         --max-restarts "$MAX_RESTARTS" --monitor-interval 1 --local-addr "$address" \
-        --rdzv-backend c10d --rdzv-endpoint "$first:$MASTER_PORT" --rdzv-id "$JOB" \
+        --rdzv-endpoint "$first:$MASTER_PORT" --rdzv-id "$JOB" \
         --rdzv-conf "is_host=$([[ $address == "$first" ]] && echo 1 || echo 0),$RENDEZVOUS" \
         --log-dir "$LOGS/$here" --redirects 3 "$@" </dev/null >>"$LOGS/$here.log" 2>&1
 }

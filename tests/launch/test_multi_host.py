@@ -46,10 +46,10 @@ class Run:
             "RETRY_SECONDS": "2",
             "PYTHON": sys.executable,
             "PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}",
-            "PASS": "PYTHONPATH SECONDS_A_STEP BREAKS_AT COLLECTIVE_SECONDS",
+            "PASS": "PYTHONPATH PACE BREAKS_AT COLLECTIVE_SECONDS",
             "GLOO_SOCKET_IFNAME": "cable",
             "OMP_NUM_THREADS": "1",
-            "SECONDS_A_STEP": str(seconds_a_step),
+            "PACE": f"{out}.pace",
             "BREAKS_AT": str(breaks_at),
             "COLLECTIVE_SECONDS": "10",
         }
@@ -58,7 +58,7 @@ class Run:
             *("model.width=32", "model.heads=2", "schedule.warmup_steps=3"),
         )
         program = ["tests/launch/slow_lm.py", "configs/lm.toml", "--out", str(out), "--set", *configuration]
-        out.parent.mkdir(parents=True, exist_ok=True)
+        self.seconds_a_step(seconds_a_step)
         self._log = Path(f"{out}.log")
         names = hosts.names.values()
         entered = [["ip", "netns", "exec", name] for name in names] if by_hand else [[]]
@@ -75,6 +75,11 @@ class Run:
                 for enter, option in zip(entered, options, strict=True)
             ]
         self.process = self.processes[0]
+
+    def seconds_a_step(self, seconds):
+        """Has the program take so long for a step, from the next one."""
+        Path(f"{self.out}.new").write_text(str(seconds))
+        Path(f"{self.out}.new").replace(f"{self.out}.pace")
 
     @property
     def entries(self):
@@ -149,6 +154,9 @@ def test_a_host_is_lost_and_comes_back(hosts, start, whole, tmp_path, loss):
     behind = max(entry["step"] for entry in run.entries)
     run.wait_until(lambda entry: entry["ranks"] == 2 and entry["step"] > behind + 3, "some more of two hosts")
     hosts.ip_on("c", "link", "set", "cable", "up")
+    run.seconds_a_step(2.0)  # so that there is something left to do for who comes back
+    run.wait_until(lambda entry: entry["ranks"] == 3 and entry["step"] > behind, "a step of three hosts again")
+    run.seconds_a_step(0.0)
     assert run.wait() == 0, run.log
     ranks = [entry["ranks"] for entry in run.entries]
     changes = [after for before, after in itertools.pairwise(ranks) if before != after]
