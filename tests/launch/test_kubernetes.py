@@ -141,7 +141,7 @@ class Pod:
             "NODES": nodes,
             "RANKS_PER_NODE": "1",
             "RENDEZVOUS": f"{ADDRESSES['0']}:29400",
-            "RENDEZVOUS_SETTINGS": "last_call_timeout=8,read_timeout=5",
+            "RENDEZVOUS_SETTINGS": "last_call_timeout=8,read_timeout=20",
             "POD_IP": ADDRESSES[index],
             "JOB_COMPLETION_INDEX": index,
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",

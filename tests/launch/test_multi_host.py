@@ -42,7 +42,7 @@ class Run:
             "JOB": out.parent.name,
             "LOGS": f"{out}/logs",
             "TRANSPORT": "ip netns exec",
-            "RENDEZVOUS": "last_call_timeout=8,read_timeout=5",
+            "RENDEZVOUS": "last_call_timeout=8,read_timeout=20",
             "RETRY_SECONDS": "2",
             "PYTHON": sys.executable,
             "PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}",
