@@ -117,15 +117,16 @@ stop_on() {
         "$LOGS/$1.pid" "--rdzv-id $JOB " | timeout 20 setsid $transport "$1" bash -s 2>/dev/null
 }
 
-# A host's torchrun, started again for as long as the job goes on.
+# A host's torchrun, started again for as long as the job goes on, and this script ($$, as a subshell has it too).
 watch() {
     local host=$1 starts=0 code
     trap : TERM INT
-    while [[ ! -e $over ]]; do
+    while [[ ! -e $over ]] && kill -0 $$ 2>/dev/null; do
         run_on "$@"
         code=$?
         ((code == 0)) && return 0
         [[ -e $over ]] && return "$code"
+        kill -0 $$ 2>/dev/null || return "$code"
         # That of the first host says how the job ends, unless it was itself lost: killed, or out of reach (ssh's 255).
         [[ $host == "${names[0]}" ]] && ((code < 128)) && return "$code"
         echo "multi_host: $host was lost (exit code $code), the $((++starts)). time; its log is $LOGS/$host.log" >&2
