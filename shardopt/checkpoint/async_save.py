@@ -28,7 +28,7 @@ from shardopt.checkpoint.planning.describe import Description
 from shardopt.checkpoint.planning.replica_check import CheckReplicas
 from shardopt.checkpoint.planning.save_plan import RankWrites
 from shardopt.checkpoint.progress import Progress
-from shardopt.checkpoint.reports import emit_report
+from shardopt.checkpoint.reports import SaveReport, emit_report
 from shardopt.checkpoint.save import DEFAULT_OPTIONS, Described, SaveOptions, replicas_to_check, save_described
 from shardopt.checkpoint.writing.host_memory import HostMemory
 from shardopt.checkpoint.writing.pending import PendingSave, hold_steps
@@ -92,7 +92,7 @@ class AsyncSaver:
         stage: Stage = "now",
         in_flight: InFlight = "wait",
         metrics: Mapping[str, float] | None = None,
-        afterwards: Callable[[], None] = lambda: None,
+        afterwards: Callable[[SaveReport], None] = lambda _: None,
     ) -> PendingSave:
         """Saves as `async_save` does, with its errors.
 
@@ -100,7 +100,8 @@ class AsyncSaver:
             url, app, stage, in_flight: as for `async_save`.
             options: its other arguments.
             metrics: numbers by name, kept with the checkpoint; rank 0's count.
-            afterwards: called by the thread once the checkpoint is committed; `wait` waits for that too.
+            afterwards: called by the thread, with the report, once the checkpoint is committed; `wait` waits for that
+                too.
         """
         begin = world().monotonic()
         _require_choice("stage", stage, ("now", "lazy"))
@@ -268,7 +269,7 @@ class _BackgroundSave:
         kept: Kept,
         begin: float,
         options: SaveOptions,
-        afterwards: Callable[[], None],
+        afterwards: Callable[[SaveReport], None],
     ) -> None:
         self._ranks, self._kept, self._begin = ranks, kept, begin
         self._options, self._afterwards = options, afterwards
@@ -319,7 +320,7 @@ class _BackgroundSave:
                 seconds = world().monotonic() - self._begin
                 self.pending.succeed(replace(report, seconds=seconds, staging_seconds=self._staging_seconds))
                 emit_report("save", self.pending.result())
-                self._afterwards()
+                self._afterwards(self.pending.result())
         except BaseException as error:
             if self.pending.done:
                 raise  # of `afterwards`

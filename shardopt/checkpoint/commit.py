@@ -62,6 +62,7 @@ def commit(
     metrics: bytes | None = None,
     saved_at: float | None = None,
     unchanged: Unchanged | None = None,
+    seconds: float | None = None,
 ) -> int:
     """Commits a checkpoint, once every rank has reported its files. On rank 0 only.
 
@@ -71,6 +72,7 @@ def commit(
         metrics: numbers by name, as `pack_metrics` gives them.
         saved_at: when it was saved, in seconds since 1970 began; None for now.
         unchanged: what it refers to an earlier save for; None where that is nothing.
+        seconds: how long the save took until now; None where that says nothing of another.
 
     Returns:
         The bytes of all data files that were written.
@@ -79,6 +81,7 @@ def commit(
         manifest_of(save_id, plan, values, reports, unchanged),
         saved_at=world().wall_clock() if saved_at is None else saved_at,
         metrics={} if metrics is None else json.loads(metrics),
+        seconds=seconds,
     )
     data = encode_manifest(manifest)
     publish_checkpoint(storage, manifest, data, unchanged.base if unchanged is not None else None)

@@ -303,6 +303,7 @@ def _load_into(
         world_size=plan.reader.manifest.world_size,
         saved_at=plan.reader.manifest.saved_at,
         left_out=plan.reader.left_out,
+        save_seconds=plan.reader.manifest.seconds,
     )
     return report, plan.match.warnings
 

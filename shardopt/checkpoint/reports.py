@@ -71,6 +71,7 @@ class LoadReport:
         world_size: of the job that saved it.
         saved_at: when it was saved, in seconds since 1970 began; None where that is not known.
         left_out: stored keys, and sections of tensors, that rules of `rearrange` leave out.
+        save_seconds: how long the save took, on its rank 0; None where that is not known.
     """
 
     url: str
@@ -86,6 +87,7 @@ class LoadReport:
     world_size: int
     saved_at: float | None
     left_out: tuple[str, ...] = ()
+    save_seconds: float | None = None
 
 
 def add_listener(listener: Listener) -> Callable[[], None]:

@@ -227,7 +227,15 @@ def save_described(
             work=write,
             report=lambda done: [done[0].report(), done[1].report(planned)],
             decide=lambda reports: _commit(
-                storage, save_id, planning, planned, reports, metrics_json, bases.agreed(storage, decision), options
+                storage,
+                save_id,
+                planning,
+                planned,
+                reports,
+                metrics_json,
+                bases.agreed(storage, decision),
+                options,
+                begin,
             ),
             deadline_seconds=options.deadline_seconds,
         )
@@ -349,6 +357,7 @@ def _commit(
     metrics: bytes | None,
     base: Base | None,
     options: SaveOptions,
+    begin: float,
 ) -> dict[str, Any]:
     assert isinstance(planned, Planned)  # else this rank had failed, and would not commit
     values, drifted = planning.judge([report for _, report in reports], planned)
@@ -366,5 +375,6 @@ def _commit(
         if len(reports) > 1:
             remove_marker(storage, save_id)
         files = [files for files, _ in written]
-        nbytes = commit(storage, save_id, planned.plan, values, files, metrics, unchanged=unchanged)
+        seconds = world().monotonic() - begin
+        nbytes = commit(storage, save_id, planned.plan, values, files, metrics, unchanged=unchanged, seconds=seconds)
     return {"drifted": [], "bytes": nbytes, "tensors": len(geometry.members) + len(geometry.tied)}

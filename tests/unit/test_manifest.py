@@ -60,7 +60,8 @@ def manifests(draw):
             tensors[join(path)] = tensors[first]._replace(path=path, tied_to=first)
     saved_at = draw(st.none() | st.floats(allow_nan=False, allow_infinity=False))
     metrics = draw(st.none() | st.dictionaries(st.text(max_size=3), st.floats(allow_nan=False), max_size=3))
-    return Manifest("0a", len(files), files, tensors, values, per_rank, saved_at, metrics)
+    seconds = draw(st.none() | st.floats(allow_nan=False, allow_infinity=False))
+    return Manifest("0a", len(files), files, tensors, values, per_rank, saved_at, metrics, seconds)
 
 
 def plain(manifest):
@@ -70,7 +71,7 @@ def plain(manifest):
         for key, (path, dtype, layout, tied_to, _) in manifest.tensors.items()
     }
     values = {key: (path, [type(part) for part in path], value) for key, (path, value) in manifest.values.items()}
-    beside = manifest.saved_at, manifest.metrics
+    beside = manifest.saved_at, manifest.metrics, manifest.seconds
     return manifest.save_id, manifest.world_size, manifest.files, tensors, values, dict(manifest.per_rank), beside
 
 
@@ -176,7 +177,7 @@ def sound():
     )
     values = {"v.x": (("v", "x"), [1, (2**60, Counter("a"), float("inf"))])}
     metrics = {"loss": 0.5, "worst": float("inf")}
-    return encode_manifest(Manifest("0a", 2, files, tensors, values, {"rng": ("rng",)}, 1.5e9, metrics))
+    return encode_manifest(Manifest("0a", 2, files, tensors, values, {"rng": ("rng",)}, 1.5e9, metrics, 2.5))
 
 
 def test_every_truncation_is_found(sound):
@@ -245,7 +246,14 @@ PLACES = [
     *(("tied",), ("tied", "t.0"), ("tied", "t.0", 0), ("tied", "t.0", 1)),
     ("min_reader_version",),
     ("format",),
-    *(("saved_at",), ("metrics",), ("metrics", "loss"), ("metrics", "worst"), ("metrics", "worst", "float")),
+    *(
+        ("saved_at",),
+        ("seconds",),
+        ("metrics",),
+        ("metrics", "loss"),
+        ("metrics", "worst"),
+        ("metrics", "worst", "float"),
+    ),
 ]
 
 

@@ -4,7 +4,9 @@ import errno
 import logging
 import os
 import shutil
+import signal
 import sys
+import time
 from pathlib import Path
 
 import fsspec
@@ -15,7 +17,7 @@ import shardopt
 from shardopt import checkpoint
 from shardopt.checkpoint.run import manager as manager_module
 from shardopt.checkpoint.run.restoring import _duration
-from shardopt.checkpoint.storage import retry
+from shardopt.checkpoint.storage import LocalStorage, retry
 from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError, MismatchError, UnreadableError
 from tests.harness import run_ranks
 
@@ -241,3 +243,46 @@ def test_where_logging_is_configured_it_is_a_line_of_the_log(tmp_path, caplog, c
 )
 def test_how_long_ago(seconds, words):
     assert _duration(seconds) == words
+
+
+@pytest.mark.parametrize("stage", [None, "lazy"])
+def test_saves_that_are_too_slow_for_a_stop_are_warned_of(tmp_path, monkeypatch, caplog, stage):
+    def warnings():
+        return [each.getMessage() for each in caplog.records if "told to stop" in each.getMessage()]
+
+    write = LocalStorage.write
+
+    def write_slowly(*args):
+        time.sleep(0.3)
+        return write(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStorage, "write", write_slowly)
+        saved(tmp_path, 1, 2, stage=stage)
+    assert not warnings()  # nobody wants to stop it
+    ample = {"stop_on": signal.SIGUSR2, "stop_seconds": 500.0, "stage": stage}
+    with checkpoint.Manager(tmp_path, **ample) as manager:
+        restored(manager)
+        manager.save(3, app_of(3))
+    assert not warnings()
+    short = ample | {"stop_seconds": 0.5}
+    with checkpoint.Manager(tmp_path, **short) as manager:
+        assert restored(manager, step=2) == 2
+        (warning,) = warnings()  # of a save by an earlier process of the job, at the start of this one
+        assert "step-00000002 took 0." in warning and "0.5 s (stop_seconds)" in warning
+        monkeypatch.setattr(LocalStorage, "write", write_slowly)
+        manager.save(3, app_of(3))
+    assert len(warnings()) == 1  # once
+    caplog.clear()
+    with checkpoint.Manager(tmp_path / "other", **short) as manager:
+        manager.save(1, app_of(1))
+    assert "step-00000001 took 0." in warnings()[0]
+
+
+def test_nothing_is_said_of_a_save_whose_seconds_were_not_noted(tmp_path, caplog):
+    for name in ("v4", "base_of_v4"):
+        shutil.copytree(Path(__file__).parents[1] / "golden" / name, tmp_path / name)
+    (tmp_path / "v4").rename(tmp_path / "step-00000001")
+    with checkpoint.Manager(tmp_path, stop_on=signal.SIGUSR2, stop_seconds=0.001) as manager:
+        assert manager.restore({"step": 0}, strict=False) == 1
+    assert not [each for each in caplog.records if "told to stop" in each.getMessage()]

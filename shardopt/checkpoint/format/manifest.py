@@ -140,7 +140,7 @@ class Manifest:
     rank has for itself.
 
     `saved_at` is the time of the commit, in seconds since 1970 began (UTC); `metrics` are numbers by name that were
-    measured beside. Both are None where an older version wrote the manifest.
+    measured beside; `seconds` is how long the save took. Each is None where an older version wrote the manifest.
     """
 
     save_id: str
@@ -151,6 +151,7 @@ class Manifest:
     per_rank: Mapping[str, Path] = field(default_factory=dict)
     saved_at: float | None = None
     metrics: Mapping[str, float] | None = None
+    seconds: float | None = None
 
     @property
     def own_files(self) -> tuple[DataFile, ...]:
@@ -183,6 +184,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
     }
     if manifest.saved_at is not None:
         head["saved_at"] = manifest.saved_at
+    if manifest.seconds is not None:
+        head["seconds"] = manifest.seconds
     if manifest.metrics is not None:
         head["metrics"] = {name: encode_value(number, name) for name, number in manifest.metrics.items()}
     text = f"{_dump(head)[:-1]},{manifest.tensors.members}".encode()
@@ -263,6 +266,7 @@ def _decode(data: bytes, where: str) -> Manifest:
             per_rank=per_rank,
             saved_at=_decode_time(body["saved_at"]) if "saved_at" in body else None,
             metrics=_decode_metrics(body["metrics"]) if "metrics" in body else None,
+            seconds=_decode_time(body["seconds"]) if "seconds" in body else None,
         )
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise damaged(where, f"a field that is missing or malformed ({type(error).__name__}: {error})") from error

@@ -35,6 +35,7 @@ from shardopt.checkpoint.run.options import (
 from shardopt.checkpoint.run.restoring import restore_newest, summary_of
 from shardopt.checkpoint.run.retention import Mode
 from shardopt.checkpoint.run.root import Root
+from shardopt.checkpoint.run.slow_saves import SlowSaves
 from shardopt.checkpoint.run.steps import Place
 from shardopt.checkpoint.save import SaveOptions, save_now
 from shardopt.checkpoint.storage import storage_of
@@ -72,7 +73,8 @@ class Manager:
             logged then, once this one is saved.
         exit_code: of processes that have left so; None is 128 and the signal's number, as shells have it. Where
             torchrun is to start the job again it must not be 0.
-        stop_seconds: within which a process that got the signal ends, saved or not.
+        stop_seconds: within which a process that got the signal ends, saved or not. Rank 0 logs a warning, once, if the
+            save that the run is restored from, or a later one, took more than half of it.
         deadline_seconds: how long a rank may show no sign of life before the others give up and name it.
         group: the ranks of the run, where they are not all of the job: a process group, or a device mesh. Others make
             no Manager for its root. Making it is collective then, as is its use.
@@ -135,6 +137,7 @@ class Manager:
         stop_signal = signal_of(stop_on)
         if stop_signal is not None:
             self._stop = Stop(stop_signal, 128 + stop_signal if exit_code is None else exit_code, stop_seconds)
+        self._slow_saves = SlowSaves(None if self._stop is None or ranks_of(group).rank else stop_seconds)
 
     def path(self, step: int) -> str:
         """Returns the URL of the checkpoint of a step, whether there is one or not. Local."""
@@ -294,6 +297,7 @@ class Manager:
         self._keeper.restored(place, restored.damaged)
         self._upload_newest(restored.damaged)
         self._announce(summary_of(restored))
+        self._slow_saves.look_at(restored.candidate.url, restored.report.save_seconds)
         return place.step
 
     def close(self) -> None:
@@ -414,7 +418,7 @@ class Manager:
                 self._save_options(self._deadline_seconds),
                 stage=self._stage,
                 metrics=metrics,
-                afterwards=lambda: self._after_commit(place, url, numbers),
+                afterwards=lambda report: self._after_commit(place, report, numbers),
             )
             self._last = place, pending
             return pending
@@ -423,7 +427,7 @@ class Manager:
         deadline_seconds = min(self._deadline_seconds, stop.deadline_seconds if stop else math.inf)
         options = self._save_options(deadline_seconds)
         report = save_now(url, app, options, metrics, raise_earlier=stop is None)
-        self._after_commit(place, url, numbers)
+        self._after_commit(place, report, numbers)
         self._last = place, report
         return report
 
@@ -437,8 +441,10 @@ class Manager:
             select=self._select,
         )
 
-    def _after_commit(self, place: Place, url: str, metrics: Mapping[str, float]) -> None:
+    def _after_commit(self, place: Place, report: SaveReport, metrics: Mapping[str, float]) -> None:
         """Begins to copy the new checkpoint, and removes those no longer wanted. No save is under way then."""
+        url = self._root.checkpoint(place).url
+        self._slow_saves.look_at(url, report.seconds)
         self._known[place] = self._base = url
         if self._mirror is not None:
             self._upload(place)
