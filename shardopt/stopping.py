@@ -37,7 +37,7 @@ class Stop:
     def __init__(self, signum: signal.Signals, exit_code: int, deadline_seconds: float) -> None:
         self.signum, self.exit_code, self.deadline_seconds = signum, exit_code, deadline_seconds
         self._signaled = world().event()
-        self._halt: Halt | None = None
+        self._halt: tuple[Ranks, Halt] | None = None  # of the ranks that asked last: a program may make others
         self._asked = 0  # questions so far
         self._asked_for: int | None = None  # the step of the last one
         self._stops_at: int | None = None
@@ -63,9 +63,9 @@ class Stop:
 
     def _ask(self, question: int, ranks: Ranks) -> int | None:
         """Returns the question after which all stop; None while there is none: this rank is past this one then."""
-        if self._halt is None:
-            self._halt = ranks.halt(_QUESTION)
-        return self._halt.at(question, self._signaled.is_set())
+        if self._halt is None or self._halt[0] is not ranks:
+            self._halt = ranks, ranks.halt(_QUESTION)
+        return self._halt[1].at(question, self._signaled.is_set())
 
     def leave(self) -> NoReturn:
         """Raises SystemExit with the exit code, so that the program clears up on its way out."""

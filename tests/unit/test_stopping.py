@@ -46,13 +46,22 @@ class Interrupted:
 
 def test_a_question_that_was_interrupted_is_asked_again(stop):
     """Or this rank would count fewer than the others, and stop after another step."""
-    stop._halt = halt = Interrupted()
+    stop._deadline_runs.acquire()  # which would end this process
+    halt = Interrupted()
+    stop._halt = ALONE, halt
     assert not stop.after(1, ALONE)
     with pytest.raises(KeyboardInterrupt):
         stop.after(2, ALONE)
     assert not stop.after(2, ALONE)
     assert stop.after(3, ALONE) and stop.after(3, ALONE)
     assert halt.places == [1, 2, 2, 3]
+
+
+def test_other_ranks_have_a_halt_of_their_own(stop):
+    """As after `init_process_group` with another size, in the same process."""
+    others = Ranks(None)
+    assert not stop.after(1, ALONE)
+    assert not stop.after(2, others) and stop._halt[0] is others
 
 
 def test_what_the_signal_did_before_it_does_again():
