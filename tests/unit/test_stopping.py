@@ -55,6 +55,7 @@ def test_a_question_that_was_interrupted_is_asked_again(stop):
     assert not stop.after(2, ALONE)
     assert stop.after(3, ALONE) and stop.after(3, ALONE)
     assert halt.places == [1, 2, 2, 3]
+    stop._stops_at = None  # so that it can be closed
 
 
 def test_other_ranks_have_a_halt_of_their_own(stop):
