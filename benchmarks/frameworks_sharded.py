@@ -172,7 +172,11 @@ def of_torchtitan() -> None:
                 print(f"torchtitan's own, 2 ranks then {where}, {data}: {cell(got[::-1], whole[0].value)}", flush=True)
 
 
-if __name__ == "__main__":
+def main() -> None:
     of = {"torchdata": of_torchdata, "torchrec": of_torchrec, "torchtitan": of_torchtitan}
     for name in sys.argv[1:] or of:
         of[name]()
+
+
+if __name__ == "__main__":
+    main()

@@ -243,7 +243,7 @@ def test_parsers_alone_meet_many_more(sound):
     manifest, data = (sound / "manifest.json").read_bytes(), file.read_bytes()
     numbers = random.Random(2)
     outcomes = {True: 0, False: 0}
-    for _ in range(1500):
+    for _ in range(2500):
         for parse in (
             lambda: decode_manifest(hostile_manifest(manifest, numbers), "m"),
             lambda: parse_header(hostile_header(data, numbers)[: len(data) // 2], len(data), "h"),

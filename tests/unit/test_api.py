@@ -8,7 +8,15 @@ import pytest
 
 import shardopt
 
-MODULES = ["shardopt", *sorted(info.name for info in pkgutil.walk_packages(shardopt.__path__, "shardopt."))]
+INTEGRATIONS = "shardopt.integrations."  # their frameworks need not be installed
+MODULES = [
+    "shardopt",
+    *sorted(
+        info.name
+        for info in pkgutil.walk_packages(shardopt.__path__, "shardopt.")
+        if not info.name.startswith(INTEGRATIONS)
+    ),
+]
 PACKAGES = [name for name in MODULES if hasattr(importlib.import_module(name), "__path__")]
 
 
