@@ -61,10 +61,31 @@ def commit(
     reports: Sequence[Sequence[Sequence[Any]]],
     metrics: bytes | None = None,
     saved_at: float | None = None,
-    unchanged: Unchanged | None = None,
-    seconds: float | None = None,
 ) -> int:
     """Commits a checkpoint, once every rank has reported its files. On rank 0 only.
+
+    Args:
+        values, reports, metrics, saved_at: as for `manifest_to_commit`.
+
+    Returns:
+        The bytes of all data files that were written.
+    """
+    manifest, data = manifest_to_commit(save_id, plan, values, reports, metrics, saved_at)
+    publish_checkpoint(storage, manifest, data)
+    return sum(file.nbytes for file in manifest.own_files)
+
+
+def manifest_to_commit(
+    save_id: str,
+    plan: SavePlan,
+    values: Values,
+    reports: Sequence[Sequence[Sequence[Any]]],
+    metrics: bytes | None = None,
+    saved_at: float | None = None,
+    unchanged: Unchanged | None = None,
+    seconds: float | None = None,
+) -> tuple[Manifest, bytes]:
+    """Makes the manifest of a checkpoint of which every rank has reported its files; returns it, and its bytes.
 
     Args:
         values: plain values in their typed JSON form.
@@ -74,8 +95,6 @@ def commit(
         unchanged: what it refers to an earlier save for; None where that is nothing.
         seconds: how long the save took until now; None where that says nothing of another.
 
-    Returns:
-        The bytes of all data files that were written.
     """
     manifest = replace(
         manifest_of(save_id, plan, values, reports, unchanged),
@@ -83,9 +102,7 @@ def commit(
         metrics={} if metrics is None else json.loads(metrics),
         seconds=seconds,
     )
-    data = encode_manifest(manifest)
-    publish_checkpoint(storage, manifest, data, unchanged.base if unchanged is not None else None)
-    return sum(file.nbytes for file in manifest.own_files)
+    return manifest, encode_manifest(manifest)
 
 
 def publish_checkpoint(storage: Storage, manifest: Manifest, data: bytes, base: Base | None = None) -> None:

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 from torch.optim import Optimizer
 
+from shardopt.checkpoint.hosts.finding import opener_on_hosts
+from shardopt.checkpoint.hosts.hosts import is_on_hosts
 from shardopt.checkpoint.matching.compare import Match, compare
 from shardopt.checkpoint.matching.init_state import init_unstepped
 from shardopt.checkpoint.matching.names_in_app import names_in_app
@@ -226,7 +228,10 @@ def _load(
     """Loads, with state made for optimizers where `init_state` asks for it; returns what to warn of as well."""
     ranks = ranks_of(options.group)
     what = f"{_LOADING}{os.fspath(url)}"
-    open_here = opener_of(ranks, what, url, options.base_root, options.deadline_seconds)
+    if is_on_hosts(url):
+        open_here = opener_on_hosts(ranks, what, url, options.deadline_seconds)
+    else:
+        open_here = opener_of(ranks, what, url, options.base_root, options.deadline_seconds)
 
     @cache
     def opened() -> CheckpointReader:  # in a round, as all that may fail

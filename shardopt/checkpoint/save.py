@@ -16,17 +16,17 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from shardopt.checkpoint.agree_plan import Comparison, Kept, Planned, Planning, compare_reports, report_state
-from shardopt.checkpoint.commit import commit, discard, refuse_committed
+from shardopt.checkpoint.commit import manifest_to_commit
 from shardopt.checkpoint.format.manifest import DataFile
 from shardopt.checkpoint.format.metrics import pack_metrics
+from shardopt.checkpoint.place import Place, place_of
 from shardopt.checkpoint.planning.describe import Description, describe
 from shardopt.checkpoint.planning.replica_check import CheckReplicas, refuse_unknown_choice
 from shardopt.checkpoint.planning.save_plan import RankWrites
 from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.refer import Unchanged
 from shardopt.checkpoint.reports import SaveReport, emit_report
-from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
-from shardopt.checkpoint.storage.common_storage import remove_marker, wait_for_marker, write_marker
+from shardopt.checkpoint.storage import Storage, wrap_os_errors
 from shardopt.checkpoint.writing.pending import raise_failures
 from shardopt.checkpoint.writing.unchanged import Base, PartsBySlot, cut_by_changes, pack_parts
 from shardopt.checkpoint.writing.write import from_memory, with_progress, write_files
@@ -194,20 +194,23 @@ def save_described(
     begin = world().monotonic()
     call = call_on("saving", url)
     bases = _Bases(options)
+    place = place_of(ranks, url, options.durable, options.base, options.deadline_seconds)
 
-    def describe_here() -> tuple[Described, str, Storage, bytes | None]:
+    def describe_here() -> tuple[Described, str, bytes | None]:
         here = described()
+        place.arrive()
         metrics_json = None if here.metrics is None else pack_metrics(here.metrics)
-        return here, here.state.geometry_fingerprint(), storage_of(url, options.durable), metrics_json
+        return here, here.state.geometry_fingerprint(), metrics_json
 
-    (here, geometry, storage, metrics_json), decision = ranks.agree(
+    (here, geometry, metrics_json), decision = ranks.agree(
         call,
         work=describe_here,
         report=lambda done: report_state(done[0].state, done[1], ranks.rank, kept),
-        decide=lambda reports: _begin(storage_of(url, options.durable), reports, bases),
+        decide=lambda reports: _begin(place, reports, bases),
         deadline_seconds=options.deadline_seconds,
     )
-    save_id, comparison = decision["save_id"], Comparison.from_json(decision["comparison"])
+    storage, save_id = place.storage, decision["save_id"]
+    comparison = Comparison.from_json(decision["comparison"])
     planning = Planning(ranks, call, options.deadline_seconds, here.state, geometry, comparison)
 
     def write() -> tuple[_Written, Planning]:
@@ -216,7 +219,8 @@ def save_described(
             state, writes = here.copied(own.writes)
             own = own._replace(writes=writes)
         base = bases.agreed(storage, decision)
-        written = _write(storage, save_id, own, state, options.progress, ranks.rank, base)
+        place.wait(save_id)
+        written = _write(storage, save_id, own, state, options.progress, base)
         return written, replace(planning, description=state)
 
     try:
@@ -227,7 +231,7 @@ def save_described(
             work=write,
             report=lambda done: [done[0].report(), done[1].report(planned)],
             decide=lambda reports: _commit(
-                storage,
+                place,
                 save_id,
                 planning,
                 planned,
@@ -241,15 +245,14 @@ def save_described(
         )
         if committed["drifted"]:
             planning.refuse_drifted(committed["drifted"], planned)
+        if committed["published"] is not None:
+            place.settle(call, committed["published"], options.deadline_seconds)
     except BaseException:
-        # Rank 0 alone: only it could still commit, and has now failed to. Another rank might remove the files of a
-        # commit that it does not know of.
-        if ranks.rank == 0:
-            discard(storage, save_id)
+        place.discard(save_id)
         raise
     end = world().monotonic()
     return SaveReport(
-        url=storage.url,
+        url=place.url,
         save_id=save_id,
         tensors=committed["tensors"],
         bytes_written=sum(file.nbytes for file in written.files),
@@ -310,16 +313,15 @@ class _Written(NamedTuple):
         return [[[file.name, file.nbytes, file.digest] for file in self.files], pack_parts(self.parts)]
 
 
-def _begin(storage: Storage, reports: Sequence[Any], bases: _Bases) -> dict[str, Any]:
+def _begin(place: Place, reports: Sequence[Any], bases: _Bases) -> dict[str, Any]:
     """Begins a save, on rank 0: refuses a taken path, names the save, and compares what ranks describe."""
     comparison = compare_reports(reports)
     save_id = world().random_name(6)
+    storage = place.storage
     with wrap_os_errors(f"make {storage.url}"):
-        refuse_committed(storage)
+        place.refuse_taken()
         base = bases.begin(storage)
-        storage.make()
-        if len(reports) > 1:
-            write_marker(storage, save_id)
+        place.begin(save_id)
     return {"save_id": save_id, "comparison": comparison.to_json(), "base": base}
 
 
@@ -329,7 +331,6 @@ def _write(
     planned: Planned | BaseException,
     description: Description,
     progress: Progress | None,
-    rank: int,
     base: Base | None,
 ) -> _Written:
     if isinstance(planned, BaseException):
@@ -337,8 +338,6 @@ def _write(
     plan, writes, _ = planned
     per_rank = json.dumps(description.own_values).encode() if plan.geometry.per_rank else None
     with wrap_os_errors(f"write to {storage.url}"):
-        if rank > 0:
-            wait_for_marker(storage, save_id)
         parts: PartsBySlot = {}
         unchanged_bytes = 0
         if base is not None:
@@ -349,7 +348,7 @@ def _write(
 
 
 def _commit(
-    storage: Storage,
+    place: Place,
     save_id: str,
     planning: Planning,
     planned: Planned | BaseException,
@@ -371,10 +370,16 @@ def _commit(
     unchanged = None
     if base is not None and any(parts for _, parts in written):
         unchanged = Unchanged(base, [parts for _, parts in written])
-    with wrap_os_errors(f"commit {storage.url}"):
-        if len(reports) > 1:
-            remove_marker(storage, save_id)
-        files = [files for files, _ in written]
-        seconds = world().monotonic() - begin
-        nbytes = commit(storage, save_id, planned.plan, values, files, metrics, unchanged=unchanged, seconds=seconds)
-    return {"drifted": [], "bytes": nbytes, "tensors": len(geometry.members) + len(geometry.tied)}
+    files = [files for files, _ in written]
+    seconds = world().monotonic() - begin
+    manifest, data = manifest_to_commit(
+        save_id, planned.plan, values, files, metrics, unchanged=unchanged, seconds=seconds
+    )
+    with wrap_os_errors(f"commit {place.storage.url}"):
+        published = place.publish(manifest, data, None if unchanged is None else unchanged.base)
+    return {
+        "drifted": [],
+        "bytes": sum(file.nbytes for file in manifest.own_files),
+        "tensors": len(geometry.members) + len(geometry.tied),
+        "published": published,
+    }

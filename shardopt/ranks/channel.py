@@ -6,6 +6,7 @@ collective fails without a name or hangs, while here it is known who has not ans
 
 from __future__ import annotations
 
+import hmac
 import json
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -14,11 +15,14 @@ from typing import Any, TypeVar
 
 from shardopt.errors import RankError
 from shardopt.ranks.calls import Call
+from shardopt.ranks.connections.address import addresses
 from shardopt.ranks.connections.frames import MAIN
 from shardopt.ranks.connections.heartbeat import Silence
-from shardopt.ranks.connections.join import delete, leader_key, read_record, record, within
+from shardopt.ranks.connections.join import Entry, delete, leader_key, read_record, record, within
 from shardopt.ranks.connections.node import Node
 from shardopt.ranks.failures import describe, different_calls, merge, names_of, numbered_in_group
+from shardopt.ranks.files.client import FileClient
+from shardopt.ranks.files.server import FileServer, OpenFile
 from shardopt.ranks.lost import Lost, Witness, lost_text
 from shardopt.world import Store, StoreError, world
 
@@ -82,6 +86,21 @@ class Channel:
             yield
         finally:
             beating.__exit__(None, None, None)
+
+    def file_server(self, open_file: OpenFile) -> FileServer:
+        """As of `Ranks`."""
+        return FileServer(self._file_session(()), self.rank, addresses(self.store), open_file)
+
+    def file_client(self, rank: int, at: Sequence[tuple[str, int]]) -> FileClient:
+        """As of `Ranks`."""
+        return FileClient(self._file_session(at), self.rank, rank)
+
+    def _file_session(self, at: Sequence[tuple[str, int]]) -> Entry:
+        """Returns a session with a key of its own, so that no proof for files is one for rounds."""
+        session = self.node.session
+        assert session is not None  # known since the first round
+        key = hmac.new(bytes.fromhex(session.key), b"files", "sha256").hexdigest()
+        return Entry(session.name, key, tuple((host, port) for host, port in at))
 
     def begin_round(self, call: Call, deadline_seconds: float) -> None:
         self._round += 1

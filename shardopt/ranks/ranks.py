@@ -18,6 +18,8 @@ from shardopt.ranks.channel import Channel, Silent
 from shardopt.ranks.collectives import Exchange, accelerator_of, begin_exchange
 from shardopt.ranks.connections.heartbeat import DEADLINE_SECONDS
 from shardopt.ranks.failures import describe, names_of
+from shardopt.ranks.files.client import FileClient
+from shardopt.ranks.files.server import FileServer, OpenFile
 from shardopt.ranks.halt import Halt
 from shardopt.world import StoreError, world
 
@@ -48,6 +50,8 @@ class Ranks:
         if group is not None and self.size > 1:
             self._channel = Channel(world().store_of(group, "shardopt"), self.rank, self.members)
         self._broken: str | None = None
+        self.kept: dict[object, Any] = {}
+        """What others keep for as long as these ranks; side channels have the same."""
 
     @classmethod
     def meeting(cls, job: dist.ProcessGroup, members: tuple[int, ...], session: str = "") -> Ranks:
@@ -81,7 +85,27 @@ class Ranks:
         ranks = Ranks(group)
         if group is not None and self._channel is not None:
             ranks._channel = Channel(self._channel.store, self.rank, self.members, self._channel, session)
+        ranks.kept = self.kept
         return ranks
+
+    def file_server(self, open_file: OpenFile) -> FileServer | None:
+        """Begins to serve files to others of these ranks, who know the key of their session; None where there are none.
+
+        Not before the first round of these ranks is over.
+
+        Raises:
+            OSError: this rank cannot listen.
+        """
+        return None if self._channel is None else self._channel.file_server(open_file)
+
+    def file_client(self, rank: int, at: Sequence[tuple[str, int]]) -> FileClient:
+        """Returns what asks one of these ranks for files; nothing is connected yet.
+
+        Args:
+            at: where its `file_server` listens.
+        """
+        assert self._channel is not None  # or there is no other
+        return self._channel.file_client(rank, at)
 
     def beating(self, deadline_seconds: float = DEADLINE_SECONDS) -> AbstractContextManager[None]:
         """Shows life of this rank while this is open. For calls of several rounds, between which there is work too.

@@ -86,6 +86,11 @@ def file_name(save_id: str, rank: int, slot: int) -> str:
     return f"{save_id}-{file_stem(rank, slot)}{DATA_SUFFIX}"
 
 
+def writer_of(name: str) -> int:
+    """Returns the rank that wrote a data file, by its name."""
+    return int(name.removesuffix(DATA_SUFFIX).split("-")[1][1:])
+
+
 def file_stem(rank: int, slot: int) -> str:
     """Returns the section of a data file's name that tells it from the other files of a save, such as "r00003-1"."""
     return f"r{rank:05d}" + (f"-{slot}" if slot else "")

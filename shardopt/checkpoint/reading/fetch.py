@@ -22,7 +22,7 @@ from shardopt.checkpoint.reading.read_plan import (
     lost_problem,
 )
 from shardopt.checkpoint.storage import Span, Storage
-from shardopt.errors import CorruptionError, MismatchError, Problem
+from shardopt.errors import CheckpointError, CorruptionError, MismatchError, Problem
 from shardopt.sharding.box import Box, cut_in_order
 from shardopt.streams import CallersStreams
 from shardopt.world import Executor, world
@@ -128,12 +128,16 @@ def _read_batches(batches: _Batches, done: Counter, streams: CallersStreams) -> 
         with streams.entered():
             taken = batches.take()
             while taken is not None:
-                file = taken[0]
-                with file.opened() as read:
-                    while taken is not None and taken[0] is file:
-                        taken[1].read(file, read)
-                        done.add(taken[1].nbytes)
-                        taken = batches.take()
+                file, copy = taken[0], taken[0].storage.copy_of(taken[0].name)
+                try:
+                    with file.opened() as read:
+                        while taken is not None and taken[0] is file:
+                            taken[1].read(file, read)
+                            done.add(taken[1].nbytes)
+                            taken = batches.take()
+                except CheckpointError as error:
+                    if not file.storage.pass_over(file.name, copy, error):
+                        raise
     except BaseException:
         batches.stop()
         raise
@@ -155,9 +159,26 @@ def check_all(requests: Sequence[tuple[OpenFile, ReadRequest]]) -> None:
         CorruptionError: with all damaged segments.
     """
     boxes = {(id(file), request.entry.begin): (file, request.entry) for file, request in requests}
-    problems = [problem for file, entry in boxes.values() for problem in damaged_segments(file, entry)]
+    problems = [problem for file, entry in boxes.values() for problem in _damaged_in_all_copies(file, entry)]
     if problems:
         raise CorruptionError("a checkpoint is damaged; nothing was changed", problems)
+
+
+def _damaged_in_all_copies(file: OpenFile, entry: Entry) -> list[Problem]:
+    """Returns the problems of a stored box; of the last copy, where there are several and none is intact."""
+    while True:
+        copy = file.storage.copy_of(file.name)
+        try:
+            problems = list(damaged_segments(file, entry))
+            if not problems:
+                return problems
+            error = CheckpointError("a file is damaged", problems)
+        except CheckpointError as unreadable:
+            if not file.storage.pass_over(file.name, copy, unreadable):
+                raise
+            continue
+        if not file.storage.pass_over(file.name, copy, error):
+            return problems
 
 
 def casts_to_check(requests: Sequence[tuple[OpenFile, ReadRequest]]) -> list[tuple[OpenFile, ReadRequest]]:

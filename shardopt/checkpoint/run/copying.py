@@ -6,20 +6,60 @@ A copy is verified while it is read, and its manifest goes last: so it is as who
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from shardopt.checkpoint.commit import publish_checkpoint, remove_checkpoint
-from shardopt.checkpoint.format.constants import FILE_NAME, MANIFEST_NAME, SEGMENT_BYTES, segment_count
+import xxhash
+
+from shardopt.checkpoint.commit import discard, publish_checkpoint, remove_checkpoint
+from shardopt.checkpoint.format.constants import FILE_NAME, MANIFEST_NAME, SEGMENT_BYTES, writer_of
 from shardopt.checkpoint.format.manifest import DataFile, Manifest
 from shardopt.checkpoint.reading.data_file_reader import DataFileReader
+from shardopt.checkpoint.reading.verified_chunks import VerifiedChunks
 from shardopt.checkpoint.sources.read_manifest import read_manifest
 from shardopt.checkpoint.sources.referred import referred_in
-from shardopt.checkpoint.storage import Span, Storage, wrap_os_errors
+from shardopt.checkpoint.storage import Storage, wrap_os_errors
 from shardopt.errors import CheckpointError, CheckpointExistsError, CorruptionError, Problem
 from shardopt.ranks import Ranks
 
 _CHUNK_BYTES = 16 * SEGMENT_BYTES
 _log = logging.getLogger("shardopt.checkpoint")
+
+
+def copy_over_ranks(
+    ranks: Ranks,
+    source: Storage,
+    target: Storage,
+    read: Callable[[], tuple[Manifest, bytes]],
+    deadline_seconds: float,
+) -> tuple[Manifest, int]:
+    """Copies a checkpoint that is not there yet (`is_copied`). Collective.
+
+    Args:
+        read: reads the manifest; on each rank.
+
+    Returns:
+        The manifest, and the bytes that this rank has uploaded.
+    """
+    what = f"copying {source.url} to {target.url}"
+    (manifest, data), _ = ranks.agree(
+        what,
+        work=read,
+        report=lambda done: xxhash.xxh3_64_hexdigest(done[1]),
+        decide=lambda digests: prepare_copy(source, target, read_manifest(source)[0], digests),
+        deadline_seconds=deadline_seconds,
+    )
+    try:
+        nbytes, _ = ranks.agree(
+            what,
+            work=lambda: upload_files(source, target, manifest, ranks),
+            decide=lambda _: commit_copy(source, target, manifest, data),
+            deadline_seconds=deadline_seconds,
+        )
+    except BaseException:
+        if ranks.rank == 0:  # as a save: it is the one that could still commit, and has now failed to
+            discard(target, manifest.save_id)
+        raise
+    return manifest, nbytes
 
 
 def is_copied(source: Storage, target: Storage) -> bool:
@@ -70,7 +110,7 @@ def upload_files(source: Storage, target: Storage, manifest: Manifest, ranks: Ra
     copy refers to them as the checkpoint does.
     """
     with wrap_os_errors(f"copy {source.url} to {target.url}"):
-        own = [file for file in manifest.files if _writer_of(file.name) % ranks.size == ranks.rank]
+        own = [file for file in manifest.files if writer_of(file.name) % ranks.size == ranks.rank]
         return sum(_upload(file, _place_of(file, source), _place_of(file, target)) for file in own)
 
 
@@ -83,17 +123,13 @@ def _upload(file: DataFile, source: Storage, target: Storage) -> int:
         except CorruptionError as error:
             _log.warning("%s: it is copied anew", error)
             target.remove(file.name)
-    return target.write(file.name, _VerifiedChunks(DataFileReader(source, file)))
+    return target.write(file.name, VerifiedChunks(DataFileReader(source, file)))
 
 
 def _place_of(file: DataFile, checkpoint: Storage) -> Storage:
     """Returns the directory of one of a checkpoint's files."""
     parent = checkpoint.parent()
     return checkpoint if file.directory is None or parent is None else parent[0].child(file.directory)
-
-
-def _writer_of(name: str) -> int:
-    return int(name.removesuffix(".safetensors").split("-")[1][1:])
 
 
 def commit_copy(source: Storage, target: Storage, manifest: Manifest, data: bytes) -> None:
@@ -124,27 +160,3 @@ class _FileChunks:
     def __iter__(self) -> Iterator[memoryview]:
         for begin in range(0, self._nbytes, _CHUNK_BYTES):
             yield memoryview(self._storage.read(self._name, begin, min(begin + _CHUNK_BYTES, self._nbytes)))
-
-
-class _VerifiedChunks:
-    """The bytes of a data file, none of which is handed on before its checksum is right. Iterable again."""
-
-    def __init__(self, file: DataFileReader) -> None:
-        self._file = file
-
-    def __iter__(self) -> Iterator[memoryview]:
-        file = self._file
-        entries = list(file.entries.values())
-        header = bytearray(entries[0].begin)  # entries follow one another, from the header to the file's end
-        file.read_into([Span(0, memoryview(header))])
-        yield memoryview(header)
-        for entry in entries[:-1]:
-            segment = entry.segment
-            for begin in range(entry.begin, entry.end, _CHUNK_BYTES):
-                chunk = memoryview(bytearray(min(_CHUNK_BYTES, entry.end - begin)))
-                file.read_into([Span(begin, chunk)])
-                for number in file.failed_segments(segment, chunk):
-                    raise file.segment_error(entry, number)
-                segment += segment_count(chunk.nbytes)
-                yield chunk
-        yield memoryview(file.sums)

@@ -13,13 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-import xxhash
-
-from shardopt.checkpoint.commit import discard
 from shardopt.checkpoint.format.constants import MANIFEST_NAME
 from shardopt.checkpoint.format.manifest import Manifest
 from shardopt.checkpoint.reports import emit_report
-from shardopt.checkpoint.run.copying import commit_copy, is_copied, prepare_copy, upload_files
+from shardopt.checkpoint.run.copying import is_copied
 from shardopt.checkpoint.run.steps import by_numbers
 from shardopt.checkpoint.sources.read_manifest import read_manifest
 from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
@@ -196,24 +193,9 @@ class Mirror:
         )
         if not is_wanted:
             return None
-        (manifest, data), _ = ranks.agree(
-            what,
-            work=lambda: self._read_manifest(source),
-            report=lambda read: xxhash.xxh3_64_hexdigest(read[1]),
-            decide=lambda digests: prepare_copy(source, target, read_manifest(source)[0], digests),
-            deadline_seconds=self._deadline_seconds,
+        manifest, nbytes = copy_over_ranks(
+            ranks, source, target, lambda: self._read_manifest(source), self._deadline_seconds
         )
-        try:
-            nbytes, _ = ranks.agree(
-                what,
-                work=lambda: upload_files(source, target, manifest, ranks),
-                decide=lambda _: commit_copy(source, target, manifest, data),
-                deadline_seconds=self._deadline_seconds,
-            )
-        except BaseException:
-            if ranks.rank == 0:  # as a save: it is the one that could still commit, and has now failed to
-                discard(target, manifest.save_id)
-            raise
         total = sum(file.nbytes for file in manifest.own_files)
         report = UploadReport(target.url, manifest.save_id, nbytes, total, world().monotonic() - begin)
         emit_report("upload", report)

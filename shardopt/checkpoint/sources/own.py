@@ -27,7 +27,7 @@ from shardopt.checkpoint.reading.open_file import ReadRequest, form_of
 from shardopt.checkpoint.sources.read_manifest import read_manifest
 from shardopt.checkpoint.sources.source import Source
 from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
-from shardopt.errors import CorruptionError, Problem, StateError
+from shardopt.errors import CheckpointError, CorruptionError, Problem, StateError
 from shardopt.sharding.box import whole
 from shardopt.values import decode_value
 
@@ -67,11 +67,16 @@ class OwnSource(Source):
     def _open(self, number: int, keys: Collection[str] | None) -> DataFileReader:
         file = self.manifest.files[number]
         directory = self.directory_of(file)
+        copy = directory.copy_of(file.name)
         try:
             opened = DataFileReader(directory, file, keys, self._head_bytes)
             self._head_bytes = max(self._head_bytes, opened.header_bytes)  # as ranks mostly write alike
             return opened
-        except CorruptionError:
+        except CheckpointError as error:
+            if directory.pass_over(file.name, copy, error):
+                return self._open(number, keys)
+            if not isinstance(error, CorruptionError):
+                raise
             with wrap_os_errors(f"read {directory.url}/{file.name}"):
                 if file.directory is None or directory.exists(file.name):
                     raise

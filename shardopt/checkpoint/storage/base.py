@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
-from shardopt.errors import CorruptionError, Problem, UnreadableError
+from shardopt.errors import CheckpointError, CorruptionError, Problem, UnreadableError
 
 BUFFERS_PER_CALL = min(os.sysconf("SC_IOV_MAX"), 1024)
 
@@ -131,6 +131,22 @@ class Storage(ABC):
     def free_bytes(self) -> int | None:
         """Returns the number of bytes that may be written here at most; None where that cannot be known."""
         return None
+
+    def copy_of(self, name: str) -> int:
+        """Returns which copy of a file is read now, where there are several; for `pass_over`."""
+        return 0
+
+    def pass_over(self, name: str, copy: int, error: CheckpointError) -> bool:
+        """Takes the next copy of a file from now on, as this one was found damaged or out of reach.
+
+        Args:
+            copy: as `copy_of` gave it before the file was read.
+            error: what was found.
+
+        Returns:
+            Whether there is another one, so that it may be read again.
+        """
+        return False
 
     def exists(self, name: str) -> bool:
         """Whether there is a file of that name."""

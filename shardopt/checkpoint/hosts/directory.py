@@ -1,0 +1,107 @@
+"""The directory that a host has for its shares of checkpoints: nobody else's, and told from those of other hosts.
+
+Such directories lie where everybody may write, as /dev/shm is: one that a stranger has made, or can change, is refused.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from contextlib import suppress
+
+from shardopt.checkpoint.format.constants import DIRECTORY_NAME
+from shardopt.errors import CheckpointError, Problem
+from shardopt.world import world
+
+_IDENTITY_NAME = ".host"
+_IDENTITY = re.compile(r"[0-9a-f]{32}")
+_IDENTITY_BYTES = 16
+
+
+class HostDirectory:
+    """A directory of mode 0700 that belongs to this user, held open.
+
+    Processes that see the same one find the same `identity` in it, a random name that stays for as long as it does; on
+    other hosts, or in containers with file systems of their own, the same path has another.
+
+    Args:
+        path: made if it is not there, with the directories above it.
+
+    Raises:
+        CheckpointError: it is a link or no directory, or belongs to somebody else, or others may use it.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = os.path.abspath(path)
+        with suppress(FileExistsError):
+            os.makedirs(self.path, mode=0o700)
+        try:
+            self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            found = "a symbolic link" if os.path.islink(self.path) else (error.strerror or str(error))
+            raise _refused(self.path, found) from error
+        try:
+            self._refuse_strangers()
+            self.identity = self._identity()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Closes the descriptor."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __del__(self) -> None:
+        if hasattr(self, "_fd"):
+            self.close()
+
+    def open_file(self, directory: str, name: str) -> int:
+        """Opens a regular file in a directory within this one; follows no link. Raises OSError."""
+        if not DIRECTORY_NAME.fullmatch(directory) or os.sep in name or name in ("", ".", ".."):
+            raise FileNotFoundError("no name of a file here")
+        within = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._fd)
+        try:
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO would block
+            fd = os.open(name, flags, dir_fd=within)
+        finally:
+            os.close(within)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise FileNotFoundError("no regular file")
+        return fd
+
+    def _refuse_strangers(self) -> None:
+        status = os.fstat(self._fd)
+        if status.st_uid != os.geteuid():
+            raise _refused(self.path, f"a directory of user {status.st_uid}")
+        if status.st_mode & 0o077:
+            raise _refused(self.path, f"a directory of mode {stat.S_IMODE(status.st_mode):04o}")
+
+    def _identity(self) -> str:
+        """Reads the directory's identity; of those who make one at the same time, one succeeds."""
+        temporary = f"{_IDENTITY_NAME}.{world().random_name(6)}.tmp"
+        while True:
+            with suppress(FileNotFoundError):
+                fd = os.open(_IDENTITY_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._fd)
+                with open(fd, "rb") as file:
+                    identity = file.read(2 * _IDENTITY_BYTES + 1).decode(errors="replace")
+                if not _IDENTITY.fullmatch(identity):
+                    raise _refused(self.path, f"a file {_IDENTITY_NAME} that no host has written")
+                return identity
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            with open(os.open(temporary, flags, 0o600, dir_fd=self._fd), "wb") as file:
+                file.write(world().random_name(_IDENTITY_BYTES).encode())
+                file.flush()
+                os.fsync(file.fileno())
+            with suppress(FileExistsError):
+                os.link(temporary, _IDENTITY_NAME, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+            os.unlink(temporary, dir_fd=self._fd)
+
+
+def _refused(path: str, found: str) -> CheckpointError:
+    remedy = "remove it, or name a directory that does not exist yet"
+    problem = Problem(path, found, "a directory of this user alone, of mode 0700", remedy)
+    return CheckpointError("a host's own directory cannot be used", [problem])

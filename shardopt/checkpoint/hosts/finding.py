@@ -1,0 +1,152 @@
+"""Finds a checkpoint over all hosts of a job: its record on any of them, and each of its files on some."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import xxhash
+
+from shardopt.checkpoint.format.constants import DIRECTORY_NAME, MANIFEST_LIMIT_BYTES, is_sealed
+from shardopt.checkpoint.format.manifest import decode_manifest
+from shardopt.checkpoint.hosts.holders import holders_of, missing, survives
+from shardopt.checkpoint.hosts.hosts import Hosts, hosts_of, split
+from shardopt.checkpoint.hosts.share import RECORD_NAME
+from shardopt.checkpoint.hosts.whole import WholeCheckpoint
+from shardopt.checkpoint.sources.own import OwnSource
+from shardopt.checkpoint.sources.reader import CheckpointReader
+from shardopt.errors import CheckpointNotFoundError, CorruptionError, FormatError, Problem
+from shardopt.ranks import Ranks
+
+
+def opener_on_hosts(
+    ranks: Ranks, what: str, url: str | os.PathLike[str], deadline_seconds: float
+) -> Callable[[], CheckpointReader]:
+    """Makes a function by which each rank opens a checkpoint that lies on the hosts of a job. Collective.
+
+    The function is local, to be called in a round of the caller's.
+
+    Args:
+        what: names the caller's work in errors.
+
+    Raises:
+        CheckpointNotFoundError: see `find`.
+        CheckpointError: a host's directory cannot be used.
+    """
+    root, name = split(url)
+    whole = find(hosts_of(ranks, root, deadline_seconds), name, what, deadline_seconds)
+    return lambda: CheckpointReader(OwnSource(whole, whole.record))
+
+
+def find(hosts: Hosts, name: str, what: str, deadline_seconds: float, ranks: Ranks | None = None) -> WholeCheckpoint:
+    """Finds a checkpoint that is whole over the hosts together. Collective.
+
+    Args:
+        what: the caller's work, for errors.
+        ranks: a side channel of the hosts' ranks; None for these.
+
+    Raises:
+        CheckpointNotFoundError: no host has a record of it, or a file is on no host; each is named.
+    """
+
+    def look() -> Any:
+        return _share_of(hosts, name) if hosts.is_leader else None
+
+    def decide(reports: list[Any]) -> tuple[Any, list[bytes]]:
+        shares = [reports[leader] for leader in hosts.leaders]
+        record, holders = _choose(hosts, name, shares)
+        return holders, [record]
+
+    _, holders, record = (ranks or hosts.ranks).agree_in_sections(
+        f"{what} (looking on {hosts.count} hosts)",
+        work=look,
+        report=lambda share: share,
+        decide=decide,
+        section_of=lambda _: 0,
+        deadline_seconds=deadline_seconds,
+    )
+    return WholeCheckpoint(hosts, name, record, decode_manifest(record, hosts.url(name)), holders)
+
+
+def whole_on(hosts: Hosts, deadline_seconds: float) -> dict[str, int]:
+    """Returns the names of all checkpoints that are whole over the hosts together. Collective.
+
+    With each is the number of hosts, whichever they are, without which it would still be whole.
+    """
+
+    def look() -> Any:
+        if not hosts.is_leader:
+            return None
+        names = [name for name in hosts.share(".").names() if DIRECTORY_NAME.fullmatch(name)]
+        return {name: share for name in names if (share := _share_of(hosts, name))[0] is not None}
+
+    def decide(reports: list[Any]) -> dict[str, int]:
+        by_host = [reports[leader] for leader in hosts.leaders]
+        whole = {}
+        for name in sorted({name for shares in by_host for name in shares}):
+            try:
+                _, holders = _choose(hosts, name, [shares.get(name, [None, 0, {}]) for shares in by_host])
+            except (CheckpointNotFoundError, CorruptionError, FormatError):
+                continue
+            whole[name] = survives(holders)
+        return whole
+
+    _, names = hosts.ranks.agree(
+        f"looking for checkpoints at {hosts.root} on each host",
+        work=look,
+        report=lambda shares: shares,
+        decide=decide,
+        deadline_seconds=deadline_seconds,
+    )
+    return dict(names)
+
+
+def _share_of(hosts: Hosts, name: str) -> list[Any]:
+    """Returns the digest of the record that this host has (or None) and its bytes, and the host's files."""
+    share = hosts.share(name)
+    record = share.record()
+    if record is None:
+        return [None, 0, share.files()]
+    return [xxhash.xxh3_64_hexdigest(record), len(record), share.files()]
+
+
+def _choose(hosts: Hosts, name: str, shares: Sequence[Sequence[Any]]) -> tuple[bytes, dict[str, list[int]]]:
+    """On rank 0: the record of the save that is whole, and who has its files; of two, of that which was saved later."""
+    files = [share[2] for share in shares]
+    found: list[tuple[float, bytes, dict[str, list[int]]]] = []
+    lacking: list[Problem] = []
+    remedy = "bring back a host that had it, or restore an earlier checkpoint or one from the shared root"
+    records = {digest: nbytes for digest, nbytes, _ in shares if digest is not None}
+    for digest, nbytes in records.items():
+        have = [host for host, share in enumerate(shares) if share[0] == digest]
+        record = _read_record(hosts, name, have, digest, nbytes)
+        if record is None:
+            continue
+        manifest = decode_manifest(record, f"{hosts.root}/{name}/{RECORD_NAME}")
+        holders = holders_of(manifest, files)
+        lost = missing(holders)
+        if not lost:
+            found.append((manifest.saved_at or 0.0, record, holders))
+        nowhere = f"on none of {hosts.count} hosts"
+        lacking += [Problem(f"{hosts.root}/{name}/{file}", nowhere, "on one of them", remedy) for file in lost]
+    if not found:
+        problem = Problem(f"{hosts.root}/{name}", f"no record of it on {hosts.count} hosts", "a checkpoint", remedy)
+        raise CheckpointNotFoundError("there is no whole checkpoint on the hosts", lacking or [problem])
+    _, record, holders = max(found, key=lambda each: each[0])
+    return record, holders
+
+
+def _read_record(hosts: Hosts, name: str, have: Sequence[int], digest: str, nbytes: int) -> bytes | None:
+    """Reads a record from the first of these hosts that gives it; None where none does."""
+    for host in sorted(have, key=lambda each: each != hosts.number):
+        data: bytes | None = None
+        with suppress(OSError):
+            if host == hosts.number:
+                data = hosts.share(name).record()
+            elif nbytes <= MANIFEST_LIMIT_BYTES:
+                data = hosts.client(host).read(name, RECORD_NAME, 0, nbytes)
+        if data is not None and is_sealed(data) and xxhash.xxh3_64_hexdigest(data) == digest:
+            return data
+    return None

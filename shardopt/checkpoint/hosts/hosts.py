@@ -1,0 +1,143 @@
+"""The hosts of a job: which ranks share a directory, who serves its files to the others, and how they are reached."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import partial
+
+from shardopt.checkpoint.format.constants import FILE_NAME
+from shardopt.checkpoint.hosts.directory import HostDirectory
+from shardopt.checkpoint.hosts.share import RECORD_NAME, Share
+from shardopt.ranks import Ranks
+from shardopt.ranks.files.client import FileClient
+from shardopt.ranks.files.server import FileServer
+
+PREFIX = "hosts://"
+At = Sequence[tuple[str, int]]
+
+
+def is_on_hosts(url: str | os.PathLike[str]) -> bool:
+    """Whether a URL is of a checkpoint that lies on the hosts' own directories: "hosts:///dev/shm/run/step-7"."""
+    return os.fspath(url).startswith(PREFIX)
+
+
+def split(url: str | os.PathLike[str]) -> tuple[str, str]:
+    """Splits the URL of a checkpoint on hosts into the path of the directory on each host, and the name in there."""
+    root, _, name = os.fspath(url).removeprefix(PREFIX).rstrip("/").rpartition("/")
+    return root or "/", name
+
+
+class Hosts:
+    """The directories of a path on all hosts of some ranks.
+
+    The first rank of each host is its leader: it serves the host's files, and fetches copies.
+
+    Attributes:
+        of_rank: the number of each rank's host; hosts are numbered in the order of their first ranks.
+        number: of this rank's host.
+        leaders: the leader of each host.
+    """
+
+    def __init__(self, ranks: Ranks, root: str, directory: HostDirectory, of_rank: Sequence[int]) -> None:
+        self.ranks, self.root, self.directory = ranks, root, directory
+        self.of_rank = tuple(of_rank)
+        self.number = self.of_rank[ranks.rank]
+        leaders: dict[int, int] = {}
+        for rank, host in enumerate(of_rank):
+            leaders.setdefault(host, rank)
+        self.leaders = tuple(leaders.values())
+        self._server: FileServer | None = None
+        self._at: list[At] = []
+        self._clients: dict[int, FileClient] = {}
+
+    @property
+    def count(self) -> int:
+        """How many hosts there are."""
+        return len(self.leaders)
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank is the leader of its host."""
+        return self.leaders[self.number] == self.ranks.rank
+
+    def url(self, name: str) -> str:
+        """Returns the URL of a checkpoint."""
+        return f"{PREFIX}{self.root}/{name}"
+
+    def share(self, name: str, durable: bool = True) -> Share:
+        """Returns this host's share of a checkpoint."""
+        return Share(self.directory, name, durable)
+
+    def client(self, host: int) -> FileClient:
+        """Returns what asks the leader of another host for files."""
+        if host not in self._clients:
+            self._clients[host] = self.ranks.file_client(self.leaders[host], self._at[host])
+        return self._clients[host]
+
+    def serve(self) -> At | None:
+        """Has the leader of a host serve its files, where there are other hosts; returns where it listens."""
+        if self.is_leader and self.count > 1:
+            self._server = self.ranks.file_server(self._open)
+        return None if self._server is None else self._server.at
+
+    def know(self, at: list[At]) -> None:
+        """Notes where the leaders listen."""
+        self._at = at
+
+    def close(self) -> None:
+        """Ends all connections."""
+        for client in self._clients.values():
+            client.close()
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        self.directory.close()
+
+    def _open(self, directory: str, name: str) -> int:
+        if name != RECORD_NAME and not FILE_NAME.fullmatch(name):
+            raise FileNotFoundError("no file of a checkpoint")
+        return self.directory.open_file(directory, name)
+
+
+def hosts_of(ranks: Ranks, root: str, deadline_seconds: float) -> Hosts:
+    """Returns the hosts of these ranks at a path; has them meet the first time. Collective.
+
+    Args:
+        root: of the directory on each host; ranks may give other paths for it.
+
+    Raises:
+        CheckpointError: a host's directory cannot be used.
+    """
+    met: Hosts | None = ranks.kept.get(("hosts", root))
+    if met is not None:
+        return met
+    what = f"meeting at {root} on each host"
+    directory, of_rank = ranks.agree(
+        what,
+        work=partial(HostDirectory, root),
+        report=lambda opened: opened.identity,
+        decide=_numbered,
+        deadline_seconds=deadline_seconds,
+    )
+    hosts = Hosts(ranks, root, directory, of_rank)
+    try:
+        _, at = ranks.agree(
+            what,
+            work=hosts.serve,
+            report=lambda served: served,
+            decide=lambda reports: [reports[leader] or [] for leader in hosts.leaders],
+            deadline_seconds=deadline_seconds,
+        )
+    except BaseException:
+        hosts.close()
+        raise
+    hosts.know(at)
+    ranks.kept["hosts", root] = hosts
+    return hosts
+
+
+def _numbered(identities: Sequence[str]) -> list[int]:
+    """Returns the number of each rank's host, in the order of their first ranks."""
+    numbers: dict[str, int] = {}
+    return [numbers.setdefault(identity, len(numbers)) for identity in identities]

@@ -1,0 +1,85 @@
+"""A host's share of one checkpoint: the data files that its ranks wrote, copies of others', and a record.
+
+The record is the manifest of the whole checkpoint, under another name: what reads this directory alone finds no
+checkpoint in it. Every host has it; it is written once all ranks have written their files, and has their digests. So
+whoever finds one record, and every file that it names on some host, has found all of a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+
+from shardopt.checkpoint.format.constants import FILE_NAME, MANIFEST_LIMIT_BYTES, MANIFEST_NAME, is_sealed
+from shardopt.checkpoint.hosts.directory import HostDirectory
+from shardopt.checkpoint.storage import LocalStorage, is_temporary
+from shardopt.errors import CheckpointError, CheckpointExistsError, Problem
+
+RECORD_NAME = "prepared.json"
+
+
+class Share(LocalStorage):
+    """The directory of a checkpoint on this host."""
+
+    def __init__(self, directory: HostDirectory, name: str, durable: bool) -> None:
+        super().__init__(f"{directory.path}/{name}", durable)
+
+    def begin(self) -> None:
+        """Makes the directory, without what a dead save has left.
+
+        Raises:
+            CheckpointExistsError: it has a record, or is a checkpoint.
+        """
+        for name in (RECORD_NAME, MANIFEST_NAME):
+            if self.exists(name):
+                remedy = "save to a new path; a committed checkpoint is never written over"
+                problem = Problem(self.url, "a checkpoint", "no checkpoint", remedy)
+                raise CheckpointExistsError("the path is taken", [problem])
+        self.make()
+
+    def keep_record(self, data: bytes, own: Mapping[str, int]) -> None:
+        """Writes the record, durably, once this host's files are seen to be there.
+
+        Args:
+            own: names of the files that this host's ranks wrote, and their bytes.
+        """
+        missing = [name for name, nbytes in own.items() if not self.exists(name) or self.size(name) != nbytes]
+        if missing:
+            problems = [Problem(f"{self.url}/{name}", "no such file", "what was written", "") for name in missing]
+            raise CheckpointError("files of the checkpoint were removed while it was committed", problems)
+        self.publish(RECORD_NAME, data)
+        for name in self.names():
+            if name not in own and (FILE_NAME.fullmatch(name) or is_temporary(name)):
+                self.remove(name)
+
+    def record(self) -> bytes | None:
+        """Returns the record; None where there is none, or it is damaged."""
+        with suppress(FileNotFoundError):
+            data = self.read(RECORD_NAME, 0, MANIFEST_LIMIT_BYTES)
+            return data if is_sealed(data) else None
+        return None
+
+    def files(self) -> dict[str, int]:
+        """Returns the data files that are here, and their bytes."""
+        found = {}
+        for name in self.names():
+            if FILE_NAME.fullmatch(name):
+                with suppress(FileNotFoundError):
+                    found[name] = self.size(name)
+        return found
+
+    def clear(self) -> None:
+        """Removes the share; the record first."""
+        self.remove_durably(RECORD_NAME)
+        for name in self.names():
+            if FILE_NAME.fullmatch(name) or is_temporary(name):
+                self.remove(name)
+        self.remove_if_empty()
+
+    def discard(self, save_id: str) -> None:
+        """Removes the files of a save that has failed, unless this host has its record."""
+        if not self.exists(RECORD_NAME):
+            for name in self.names():
+                if FILE_NAME.fullmatch(name) and name.startswith(f"{save_id}-"):
+                    self.remove(name)
+            self.remove_if_empty()

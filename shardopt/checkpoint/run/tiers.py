@@ -1,0 +1,296 @@
+"""The tiers of a run: directories that each host has for itself, faster than the root, and lost with their hosts.
+
+A save goes to the first tier that is due. The rest goes on behind the training, from the files of that tier and never
+from the training's state, in one thread with rounds of its own:
+
+copy       each host fetches its neighbours' files, until each file is on `copies` hosts
+clear      what is older than the last `keep_last` that are copied is removed
+promote    the files go to the tiers behind that are due as well, and to the root
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from shardopt.checkpoint.format.constants import writer_of
+from shardopt.checkpoint.hosts.copying import copy_file, fetch_copies
+from shardopt.checkpoint.hosts.finding import find, whole_on
+from shardopt.checkpoint.hosts.hosts import PREFIX, Hosts, hosts_of
+from shardopt.checkpoint.hosts.share import RECORD_NAME
+from shardopt.checkpoint.hosts.whole import WholeCheckpoint
+from shardopt.checkpoint.run.copying import copy_over_ranks, is_copied
+from shardopt.checkpoint.run.restoring import Candidate
+from shardopt.checkpoint.run.root import Root
+from shardopt.checkpoint.run.steps import Place, place_of
+from shardopt.checkpoint.storage import Storage, wrap_os_errors
+from shardopt.ranks import Group, Ranks, SideRanks, ranks_of
+from shardopt.world import Thread, world
+
+_log = logging.getLogger("shardopt.checkpoint")
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """A directory on each host in which a `Manager` keeps the newest checkpoints of its run.
+
+    Args:
+        path: the same on every host, of a directory that each has for itself: in its memory ("/dev/shm/run") or on its
+            disks. It is made with mode 0700 where there is none; one that others may use is refused.
+        every: saves go here at steps that are multiples of this.
+        keep_last: how many of the newest stay, of those that are copied; what is newer stays too.
+        copies: on how many hosts each file is kept; a checkpoint survives the loss of any `copies - 1` of them.
+    """
+
+    path: str
+    every: int
+    keep_last: int = 2
+    copies: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What is to be done for a checkpoint that a tier has.
+
+    Args:
+        tier, onto: numbers of tiers; that which has it, and those behind that are to get it.
+        to_root: whether the root is to get it.
+        then: called once it has.
+    """
+
+    place: Place
+    tier: int
+    onto: tuple[int, ...] = ()
+    to_root: bool = False
+    then: Callable[[], None] = lambda: None
+
+    @property
+    def promotes(self) -> bool:
+        return bool(self.onto) or self.to_root
+
+
+class Tiers:
+    """The tiers of a run, the fastest first. All ranks make the same calls."""
+
+    def __init__(self, tiers: Sequence[Tier], root: Root, deadline_seconds: float, group: Group | None = None) -> None:
+        self._tiers, self._root, self._group = tuple(tiers), root, group
+        self._deadline_seconds = deadline_seconds
+        self._side = SideRanks("the tiers of a run")
+        self._lock = world().lock()
+        self._waiting: list[_Job] = []
+        self._last: Thread | None = None
+        self._failure: BaseException | None = None
+        self._copied: dict[int, set[Place]] = {number: set() for number in range(len(tiers))}
+        self._stopping = False
+
+    def prepare(self) -> None:
+        """Has the hosts meet, where they have not. Collective then."""
+        self._side.of(self._ranks, self._deadline_seconds)
+        for number in range(len(self._tiers)):
+            self._hosts(number)
+
+    def is_due(self, step: int) -> bool:
+        """Whether a save of this step goes to some tier."""
+        return bool(self._due(step))
+
+    def urls(self, place: Place) -> list[str]:
+        """Returns where a checkpoint goes: the URL on the first tier that is due, and on the others, in turn."""
+        return [f"{PREFIX}{self._tiers[number].path}/{place.name}" for number in self._due(place.step)]
+
+    def committed(self, place: Place, url: str, to_root: bool, then: Callable[[], None]) -> bool:
+        """Begins to copy and promote a checkpoint that was saved to a tier; returns False where it was to none.
+
+        Args:
+            to_root: whether it goes to the root too; `then` is called once it is there.
+        """
+        for number, tier in enumerate(self._tiers):
+            if url == f"{PREFIX}{tier.path}/{place.name}":
+                onto = tuple(other for other in self._due(place.step) if other > number)
+                self._begin(_Job(place, number, onto, to_root, then))
+                return True
+        return False
+
+    def candidates(self) -> list[Candidate]:
+        """Lists the checkpoints that are whole on a tier, those of the first tier first. Collective."""
+        self.prepare()
+        found = []
+        for number in range(len(self._tiers)):
+            hosts = self._hosts(number)
+            places = [place_of(name) for name in whole_on(hosts, self._deadline_seconds)]
+            found += [Candidate(place, hosts.url(place.name)) for place in places if place is not None]
+        return found
+
+    def where(self) -> dict[int, dict[str, int]]:
+        """Returns by step the tiers that have it, each with the number of hosts that may be lost. Collective."""
+        self.prepare()
+        found: dict[int, dict[str, int]] = {}
+        for number, tier in enumerate(self._tiers):
+            for name, survives in whole_on(self._hosts(number), self._deadline_seconds).items():
+                place = place_of(name)
+                if place is not None:
+                    found.setdefault(place.step, {})[tier.path] = survives
+        return found
+
+    def restored(self, place: Place | None, url: str | None) -> None:
+        """Removes what is newer than the checkpoint that the run goes on from, and copies that one again.
+
+        What is newer is not whole on the hosts that are left, or was set aside; its places are to be saved to once
+        more. Collective.
+
+        Args:
+            place, url: of the checkpoint; None where there was none.
+        """
+        step, branch = (-1, 0) if place is None else place
+
+        def clear() -> None:
+            for number in range(len(self._tiers)):
+                hosts = self._hosts(number)
+                if hosts.is_leader:
+                    self._clear(hosts, lambda other: other.branch == branch and other.step > step)
+
+        self.prepare()
+        what = f"clearing what is newer than step {max(step, 0)}"
+        self._ranks.agree(what, work=clear, deadline_seconds=self._deadline_seconds)
+        for copied in self._copied.values():
+            copied.clear()
+        if place is not None and url is not None:
+            self.committed(place, url, False, lambda: None)
+
+    def wait(self) -> None:
+        """Waits until all that was begun is done. Local."""
+        if self._last is not None:
+            self._last.join()
+
+    def close(self) -> None:
+        """As `wait`, but gives up copies that nothing needs."""
+        self._stopping = True
+        self.wait()
+
+    def take_failure(self) -> BaseException | None:
+        """Returns the failure of a promotion once, if it was not raised yet; does not wait. Local."""
+        failure, self._failure = self._failure, None
+        return failure
+
+    @property
+    def _ranks(self) -> Ranks:
+        return ranks_of(self._group)
+
+    def _hosts(self, number: int) -> Hosts:
+        return hosts_of(self._ranks, self._tiers[number].path, self._deadline_seconds)
+
+    def _due(self, step: int) -> list[int]:
+        return [number for number, tier in enumerate(self._tiers) if step % tier.every == 0]
+
+    def _begin(self, job: _Job) -> None:
+        ranks = self._side.of(self._ranks, self._deadline_seconds)  # made by `prepare`
+        hosts = [self._hosts(number) for number in range(len(self._tiers))]
+        with self._lock:
+            self._waiting.append(job)
+            # Not a daemon: a program that ends waits for it.
+            thread = world().thread(partial(self._in_turn, ranks, hosts, job, self._last), "shardopt-tiers")
+            self._last = thread
+        thread.start()
+
+    def _in_turn(self, ranks: Ranks, hosts: Sequence[Hosts], job: _Job, before: Thread | None) -> None:
+        try:
+            with ranks.beating(self._deadline_seconds):
+                if before is not None:
+                    before.join()
+                self._do(ranks, hosts, job)
+        except BaseException as error:  # raised by the next call; the training goes on meanwhile
+            _log.error("what is behind the save of step %d has failed: %s", job.place.step, error)
+            self._failure = error
+        finally:
+            with self._lock:
+                self._waiting.remove(job)
+
+    def _do(self, ranks: Ranks, hosts: Sequence[Hosts], job: _Job) -> None:
+        source = hosts[job.tier]
+        what = f"copying {source.url(job.place.name)}"
+        _, wanted = ranks.agree(
+            what,
+            work=lambda: None,
+            decide=lambda _: job.promotes or self._is_newest(job),
+            deadline_seconds=self._deadline_seconds,
+        )
+        if not wanted:
+            return
+        whole = self._copy(ranks, source, job.tier, job.place)
+        for number in job.onto:
+            self._promote(ranks, whole, hosts[number], job.place)
+            self._copy(ranks, hosts[number], number, job.place)
+        if job.to_root:
+            self._promote_to_root(ranks, whole, self._root.checkpoint(job.place))
+            job.then()
+
+    def _is_newest(self, job: _Job) -> bool:
+        with self._lock:
+            return not self._stopping and self._waiting[-1] is job
+
+    def _copy(self, ranks: Ranks, hosts: Hosts, number: int, place: Place) -> WholeCheckpoint:
+        """Has each host fetch its copies of a checkpoint of a tier, and clears what is older than those that stay."""
+        what = f"copying {hosts.url(place.name)}"
+        whole = find(hosts, place.name, what, self._deadline_seconds, ranks)
+        tier = self._tiers[number]
+
+        def fetch() -> bool:
+            return not hosts.is_leader or fetch_copies(hosts, whole, tier.copies, lambda: not self._stopping)
+
+        _, copied = ranks.agree(what, work=fetch, report=bool, decide=all, deadline_seconds=self._deadline_seconds)
+        if copied:
+            self._copied[number].add(place)
+        newest = sorted(each for each in self._copied[number] if each.branch == place.branch)[-tier.keep_last :]
+        if len(newest) == tier.keep_last and hosts.is_leader:
+            oldest = newest[0].step
+            self._clear(hosts, lambda other: other.branch == place.branch and other.step < oldest)
+        self._copied[number] = set(newest)
+        return whole
+
+    def _promote(self, ranks: Ranks, whole: WholeCheckpoint, target: Hosts, place: Place) -> None:
+        """Copies a checkpoint from one tier to another: each host the files that its ranks have written."""
+        what = f"copying {whole.url} to {target.url(place.name)}"
+        share = target.share(place.name)
+        own = {
+            file.name: file
+            for file in whole.manifest.files
+            if target.of_rank[writer_of(file.name) % ranks.size] == target.number
+        }
+
+        def copy() -> None:
+            if not target.is_leader or share.exists(RECORD_NAME):
+                return
+            with wrap_os_errors(f"copy {whole.url} to {share.url}"):
+                share.begin()
+                there = share.files()
+                for name, file in own.items():
+                    if name not in there:
+                        copy_file(whole, share, file)
+
+        def record() -> None:
+            if target.is_leader:
+                with wrap_os_errors(f"commit {share.url}"):
+                    share.keep_record(whole.record, {name: file.nbytes for name, file in own.items()})
+
+        for work in (copy, record):
+            ranks.agree(what, work=work, deadline_seconds=self._deadline_seconds)
+
+    def _promote_to_root(self, ranks: Ranks, whole: WholeCheckpoint, target: Storage) -> None:
+        _, copied = ranks.agree(
+            f"copying {whole.url} to {target.url}",
+            work=lambda: None,
+            decide=lambda _: is_copied(whole, target),
+            deadline_seconds=self._deadline_seconds,
+        )
+        if not copied:
+            copy_over_ranks(ranks, whole, target, lambda: (whole.manifest, whole.record), self._deadline_seconds)
+
+    def _clear(self, hosts: Hosts, unwanted: Callable[[Place], bool]) -> None:
+        try:
+            for name in hosts.share(".").names():
+                place = place_of(name)
+                if place is not None and unwanted(place):
+                    hosts.share(name).clear()
+        except OSError as error:  # no reason to end a training
+            _log.warning("old checkpoints could not be removed from %s: %s", hosts.root, error)

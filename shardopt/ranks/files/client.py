@@ -1,0 +1,126 @@
+"""Asks a rank of another host for byte ranges of its files."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+
+from shardopt.ranks.connections.join import Entry, connect
+from shardopt.ranks.files.asking import (
+    FOUND,
+    MOST_RANGES,
+    MOST_REASON_BYTES,
+    REPLY,
+    SILENT_SECONDS,
+    Request,
+    encode,
+    receive,
+    receive_into,
+)
+from shardopt.world import Socket, world
+
+Span = tuple[int, memoryview]
+"""An offset in a file, and the memory for the bytes from there on."""
+
+
+class FileClient:
+    """Connections with the server of one rank, made when they are needed; any thread may ask.
+
+    Args:
+        server: the session's name and key, and where it listens.
+        below, above: this rank, and that of the server.
+    """
+
+    def __init__(self, server: Entry, below: int, above: int) -> None:
+        self._server, self._below, self._above = server, below, above
+        self._lock = world().lock()
+        self._free: list[Socket] = []
+        _clients.add(self)
+
+    def read_into(self, directory: str, name: str, spans: Sequence[Span]) -> None:
+        """Fills the memory of spans from a file.
+
+        Raises:
+            FileNotFoundError: the other rank has no such file for this one, or not so many bytes of it.
+            OSError: the other rank cannot be reached, or has gone.
+        """
+        for begin in range(0, len(spans), MOST_RANGES):
+            some = spans[begin : begin + MOST_RANGES]
+            socket = self._take()
+            try:
+                self._ask(socket, directory, name, some)
+            except FileNotFoundError:
+                self._put(socket)
+                raise
+            except BaseException:
+                socket.close()
+                raise
+            self._put(socket)
+
+    def read(self, directory: str, name: str, begin: int, nbytes: int) -> bytes:
+        """Returns bytes of a file, as `read_into`."""
+        data = bytearray(nbytes)
+        self.read_into(directory, name, [(begin, memoryview(data))])
+        return bytes(data)
+
+    def close(self) -> None:
+        """Closes the connections that are not in use."""
+        with self._lock:
+            free, self._free = self._free, []
+        for socket in free:
+            socket.close()
+
+    def abandon(self) -> None:
+        """In a child that was forked: closes its descriptors of what stays the parent's."""
+        for socket in self._free:
+            with suppress(OSError):
+                socket.close()
+        self._free = []
+
+    def _ask(self, socket: Socket, directory: str, name: str, spans: Sequence[Span]) -> None:
+        ranges = [(offset, memory.nbytes) for offset, memory in spans]
+        socket.sendall(encode(Request(directory, name, ranges)))
+        status, length = REPLY.unpack(receive(socket, REPLY.size))
+        if status != FOUND:
+            if length > MOST_REASON_BYTES:
+                raise ConnectionAbortedError("a reply that is none")
+            raise FileNotFoundError(f"{name}: {receive(socket, length).decode(errors='replace')}")
+        if length != sum(nbytes for _, nbytes in ranges):
+            raise ConnectionAbortedError("a reply that is none")
+        for memory in _bytes_of(spans):
+            receive_into(socket, memory)
+
+    def _take(self) -> Socket:
+        with self._lock:
+            if self._free:
+                return self._free.pop()
+        end = world().monotonic() + SILENT_SECONDS
+        met = connect(self._server, self._server, self._below, self._above, lambda: world().monotonic() < end)
+        if met is None:
+            where = ", ".join(f"{host}:{port}" for host, port in self._server.at)
+            raise ConnectionRefusedError(f"rank {self._above} is not reached at {where}")
+        socket = met[0].socket
+        socket.settimeout(SILENT_SECONDS)
+        return socket
+
+    def _put(self, socket: Socket) -> None:
+        with self._lock:
+            self._free.append(socket)
+
+
+def _bytes_of(spans: Sequence[Span]) -> Iterator[memoryview]:
+    for _, memory in spans:
+        yield memory.cast("B") if memory.ndim != 1 or memory.itemsize != 1 else memory
+
+
+_clients: weakref.WeakSet[FileClient] = weakref.WeakSet()
+
+
+def _abandon_all() -> None:
+    for client in list(_clients):
+        client.abandon()
+
+
+os.register_at_fork(after_in_child=_abandon_all)

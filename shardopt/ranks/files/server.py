@@ -1,0 +1,228 @@
+"""Serves byte ranges of files to ranks of other hosts that have proved themselves. It writes nothing."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
+
+from shardopt.ranks.connections.frames import Kind, Message
+from shardopt.ranks.connections.join import Entry
+from shardopt.ranks.connections.link import Ended, Link
+from shardopt.ranks.connections.proof import Listening, Refused
+from shardopt.ranks.files.asking import (
+    FOUND,
+    LENGTH,
+    MOST_REQUEST_BYTES,
+    REFUSED,
+    REPLY,
+    SILENT_SECONDS,
+    NoRequest,
+    Request,
+    decode,
+    receive,
+)
+from shardopt.world import READ, Selector, Socket, Thread, world
+
+OpenFile = Callable[[str, str], int]
+"""Opens a file by its directory and name; returns the descriptor, which the server closes. Raises OSError."""
+
+_UNPROVEN_SECONDS = 10.0
+_MOST_UNPROVEN = 512
+_CLOSE_SECONDS = 2.0
+
+
+class FileServer:
+    """Listens for ranks of a session, in threads of its own: one until they have proved themselves, then one for each.
+
+    Strangers share the first thread, are given 10 seconds and 4 KiB, and the oldest of more than 512 is dropped: none
+    of them holds up a rank.
+
+    Args:
+        session: its name and key; `at` is ignored.
+        rank: of this end.
+        addresses: of this host, to listen at.
+        open_file: gives the files; nothing else is ever opened.
+
+    Attributes:
+        at: host and port of each address.
+
+    Raises:
+        OSError: at none of the addresses can it listen.
+    """
+
+    def __init__(self, session: Entry, rank: int, addresses: Sequence[str], open_file: OpenFile) -> None:
+        self._session, self._rank, self._open_file = session, rank, open_file
+        self._listeners: list[Socket] = []
+        self._lock = world().lock()
+        self._clients: dict[Socket, Thread] = {}
+        self._unproven: dict[Link, tuple[Listening, float]] = {}
+        self._stopping = False
+        errors: list[OSError] = []
+        for address in addresses:
+            try:
+                self._listeners.append(world().listen(address))
+            except OSError as error:
+                errors.append(error)
+        if not self._listeners:
+            raise errors[0]
+        self.at = tuple((listener.getsockname()[0], listener.getsockname()[1]) for listener in self._listeners)
+        self._wake = world().socket_pair()
+        self._thread = world().thread(self._listen, f"shardopt-files-{rank}", daemon=True)
+        self._thread.start()
+        _servers.add(self)
+
+    def close(self) -> None:
+        """Ends all connections, and waits for the threads."""
+        self._stopping = True
+        with suppress(OSError):
+            self._wake[1].send(b"\0")
+        self._thread.join(_CLOSE_SECONDS)
+        with self._lock:
+            clients = list(self._clients.items())
+        for socket, _ in clients:
+            with suppress(OSError):
+                socket.shutdown(2)  # of both directions, which wakes its thread
+        for _, thread in clients:
+            thread.join(_CLOSE_SECONDS)
+
+    def abandon(self) -> None:
+        """In a child that was forked: closes its descriptors of what stays the parent's."""
+        self._stopping = True
+        for socket in (*self._listeners, *self._wake, *self._clients, *(link.socket for link in self._unproven)):
+            with suppress(OSError):
+                socket.close()
+
+    def _listen(self) -> None:
+        with closing(world().selector()) as selector:
+            selector.register(self._wake[0], READ)
+            for listener in self._listeners:
+                selector.register(listener, READ, listener)
+            while not self._stopping:
+                due = min((until for _, until in self._unproven.values()), default=None)
+                for key, _ in selector.select(None if due is None else max(0.0, due - world().monotonic())):
+                    if isinstance(key.data, Link):
+                        self._attend(key.data, selector)
+                    elif key.data is not None:
+                        self._accept(key.data, selector)
+                now = world().monotonic()
+                for link in [link for link, (_, until) in self._unproven.items() if until <= now]:
+                    self._drop(link, selector)
+            for link in list(self._unproven):
+                self._drop(link, selector)
+        for socket in (*self._listeners, *self._wake):
+            socket.close()
+
+    def _accept(self, listener: Socket, selector: Selector) -> None:
+        try:
+            link = Link(world().accept(listener))
+        except BlockingIOError:
+            return
+        except OSError:
+            world().sleep(0.05)  # no descriptor is free: the peer waits in the queue until one is
+            return
+        if len(self._unproven) >= _MOST_UNPROVEN:
+            self._drop(next(iter(self._unproven)), selector)
+        side = Listening(self._session.name, self._session.key, self._rank)
+        self._unproven[link] = side, world().monotonic() + _UNPROVEN_SECONDS
+        selector.register(link.socket, READ, link)
+
+    def _drop(self, link: Link, selector: Selector) -> None:
+        if self._unproven.pop(link, None) is not None:
+            selector.unregister(link.socket)
+            link.close()
+
+    def _attend(self, link: Link, selector: Selector) -> None:
+        if link not in self._unproven:
+            return
+        try:
+            for message in link.receive():
+                answer, rank = self._unproven[link][0].take(message)
+                if rank is not None:
+                    self._welcome(link, selector)
+                    return
+                assert answer is not None
+                link.put_message(answer)
+                link.flush()
+        except (Ended, Refused):
+            self._drop(link, selector)
+
+    def _welcome(self, link: Link, selector: Selector) -> None:
+        del self._unproven[link]
+        selector.unregister(link.socket)
+        link.put_message(Message(Kind.WELCOME))
+        try:
+            link.flush()
+            link.socket.settimeout(SILENT_SECONDS)
+        except (Ended, OSError):
+            link.close()
+            return
+        socket = link.socket
+        thread = world().thread(lambda: self._serve(socket), f"shardopt-files-{self._rank}-client", daemon=True)
+        with self._lock:
+            self._clients[socket] = thread
+        try:
+            thread.start()
+        except RuntimeError:  # no thread is free: the peer tries elsewhere
+            self._forget(socket)
+
+    def _forget(self, socket: Socket) -> None:
+        with self._lock:
+            self._clients.pop(socket, None)
+        socket.close()
+
+    def _serve(self, socket: Socket) -> None:
+        try:
+            while not self._stopping:
+                request = _next_request(socket)
+                if request is None:
+                    return
+                self._reply(socket, request)
+        except (OSError, NoRequest):
+            return  # the peer has gone, or is none of ours; it hears that the connection has ended
+        finally:
+            self._forget(socket)
+
+    def _reply(self, socket: Socket, request: Request) -> None:
+        try:
+            fd = self._open_file(request.directory, request.name)
+        except OSError as error:
+            reason = str(error).encode()[:4096]
+            socket.sendall(REPLY.pack(REFUSED, len(reason)) + reason)
+            return
+        with open(fd, "rb", buffering=0) as file:
+            size = os.fstat(fd).st_size
+            if any(begin + nbytes > size for begin, nbytes in request.ranges):
+                reason = f"{size} bytes, fewer than are asked for".encode()
+                socket.sendall(REPLY.pack(REFUSED, len(reason)) + reason)
+                return
+            socket.sendall(REPLY.pack(FOUND, sum(nbytes for _, nbytes in request.ranges)))
+            for begin, nbytes in request.ranges:
+                if nbytes and socket.sendfile(file, begin, nbytes) < nbytes:
+                    raise ConnectionAbortedError("the file was cut meanwhile")
+
+
+def _next_request(socket: Socket) -> Request | None:
+    """Waits for the next request, however long; None once the peer has closed the connection."""
+    socket.settimeout(None)
+    head = socket.recv(LENGTH.size)
+    if not head:
+        return None
+    socket.settimeout(SILENT_SECONDS)
+    head += receive(socket, LENGTH.size - len(head))
+    (length,) = LENGTH.unpack(head)
+    if length > MOST_REQUEST_BYTES:
+        raise NoRequest(f"a request of {length} bytes")
+    return decode(receive(socket, length))
+
+
+_servers: weakref.WeakSet[FileServer] = weakref.WeakSet()
+
+
+def _abandon_all() -> None:
+    for server in list(_servers):
+        server.abandon()
+
+
+os.register_at_fork(after_in_child=_abandon_all)
