@@ -127,6 +127,10 @@ class CheckpointError(ShardoptError, RuntimeError):
     """A checkpoint could not be written or read."""
 
 
+class NoSpaceError(CheckpointError):
+    """There is no room for a checkpoint, or a part of one, where it was to go."""
+
+
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
     """There is no committed checkpoint at the path."""
 

@@ -30,7 +30,7 @@ from shardopt.checkpoint.storage import Storage, wrap_os_errors
 from shardopt.checkpoint.writing.pending import raise_failures
 from shardopt.checkpoint.writing.unchanged import Base, PartsBySlot, cut_by_changes, pack_parts
 from shardopt.checkpoint.writing.write import from_memory, with_progress, write_files
-from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError, Problem, StateError
+from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError, NoSpaceError, Problem, StateError
 from shardopt.flatten import flatten
 from shardopt.gc_pause import gc_paused
 from shardopt.ranks import DEADLINE_SECONDS, Group, Ranks, call_on, ranks_of, refuse_lone_processes
@@ -45,7 +45,8 @@ _kept: Kept = {}
 class SaveOptions:
     """The options that `save` and `async_save` share, with the meanings that they have there.
 
-    `base_required` is whether it is an error that there is no such base, or a damaged one; otherwise all is written.
+    `instead` are URLs to save to, in turn, where there is no room. `base_required` is whether it is an error that there
+    is no such base, or a damaged one; otherwise all is written.
 
     Raises:
         ValueError: `check_replicas` is none of its values.
@@ -61,6 +62,7 @@ class SaveOptions:
     base: str | None = None
     base_required: bool = True
     select: str | None = None
+    instead: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         refuse_unknown_choice(self.check_replicas)
@@ -191,6 +193,23 @@ def save_described(
     Raises:
         ShardoptError: as `save`.
     """
+    for instead in options.instead:
+        try:
+            return _save_to(ranks, url, described, kept, options)
+        except NoSpaceError as error:
+            if ranks.rank == 0:
+                _log.warning("%s; saving to %s instead", error, instead)
+            url = instead
+    return _save_to(ranks, url, described, kept, options)
+
+
+def _save_to(
+    ranks: Ranks,
+    url: str | os.PathLike[str],
+    described: Callable[[], Described],
+    kept: Kept,
+    options: SaveOptions,
+) -> SaveReport:
     begin = world().monotonic()
     call = call_on("saving", url)
     bases = _Bases(options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from shardopt.checkpoint.run.branches import Beyond, Branch, Branches, branches_of, merge_records
 from shardopt.checkpoint.run.mirror import Mirror
@@ -113,20 +113,27 @@ class History:
             _log.warning("%s", error)
             return None
 
-    def candidates(self, seen_from: int, step: int | None = None, required: bool = False) -> list[Candidate]:
+    def candidates(
+        self,
+        seen_from: int,
+        step: int | None = None,
+        required: bool = False,
+        on_tiers: Sequence[Candidate] = (),
+    ) -> list[Candidate]:
         """Lists the checkpoints to restore, the newest first; of one step the run's own before its copy. Collective.
 
         Args:
             seen_from: the branch.
             step: the only step that is looked for; None for all.
             required: whether it is an error that there is none.
+            on_tiers: those that tiers have, of one step before all others.
 
         Raises:
             CheckpointNotFoundError: there is none.
             CheckpointError: a root cannot be read, or not all ranks see the same.
         """
         branches = self.branches or Branches()
-        candidates = [each for each in self._committed() if branches.has(each.place, seen_from)]
+        candidates = [each for each in (*on_tiers, *self._committed()) if branches.has(each.place, seen_from)]
         candidates.sort(key=lambda each: -each.place.step)  # of equal ones the order stays
         wanted = [each for each in candidates if step is None or each.place.step == step]
         if required and not wanted:

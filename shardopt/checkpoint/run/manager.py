@@ -7,12 +7,13 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 from shardopt.checkpoint.async_save import AsyncSaver, Stage
 from shardopt.checkpoint.format.constants import MANIFEST_NAME
 from shardopt.checkpoint.format.metrics import numbers_of
+from shardopt.checkpoint.hosts.hosts import is_on_hosts
 from shardopt.checkpoint.load import load
 from shardopt.checkpoint.matching.strictness import Strictness
 from shardopt.checkpoint.progress import Progress
@@ -37,6 +38,7 @@ from shardopt.checkpoint.run.retention import Mode
 from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.run.slow_saves import SlowSaves
 from shardopt.checkpoint.run.steps import Place
+from shardopt.checkpoint.run.tiers import Tier, Tiers, refuse_unfit_tiers
 from shardopt.checkpoint.save import SaveOptions, save_now
 from shardopt.checkpoint.storage import storage_of
 from shardopt.checkpoint.writing.pending import PendingSave, take_failures
@@ -58,6 +60,10 @@ class Manager:
 
     Args:
         root: a path, or a URL that fsspec knows.
+        tiers: directories that each host has for itself, the fastest first (`Tier`). A save goes to the first that is
+            due, or to the root where none is, and from there behind the training to its neighbours' hosts, the other
+            tiers that are due, and the root (`every`). `restore` takes the newest step that is whole anywhere. Not with
+            `incremental`.
         mirror: a second root, such as "s3://bucket/run", to which committed checkpoints are copied behind the training
             (`Mirror`); `restore` takes the newest of both, and the same rules remove what is not to be kept there.
         every: `save` writes at steps that are multiples of this.
@@ -95,6 +101,7 @@ class Manager:
         self,
         root: str | os.PathLike[str],
         *,
+        tiers: Sequence[Tier] = (),
         mirror: str | os.PathLike[str] | None = None,
         every: int = 1,
         keep_last: int | None = None,
@@ -137,6 +144,8 @@ class Manager:
         stop_signal = signal_of(stop_on)
         if stop_signal is not None:
             self._stop = Stop(stop_signal, 128 + stop_signal if exit_code is None else exit_code, stop_seconds)
+        refuse_unfit_tiers(tiers, incremental)
+        self._tiers = Tiers(tiers, self._root, deadline_seconds, group)
         self._slow_saves = SlowSaves(None if self._stop is None or ranks_of(group).rank else stop_seconds)
 
     def path(self, step: int) -> str:
@@ -166,8 +175,18 @@ class Manager:
         return metrics_of(self._root.checkpoint(self._history.place_of_step(step)))
 
     def should_save(self, step: int) -> bool:
-        """Whether `save` would write at this step: it is due, or the job is to stop."""
-        return self._stops_after(step) or step % self._every == 0
+        """Whether `save` would write at this step: it is due, here or on a tier, or the job is to stop."""
+        return self._stops_after(step) or step % self._every == 0 or self._tiers.is_due(step)
+
+    def where(self) -> dict[int, dict[str, int | None]]:
+        """Returns where each step of the run is whole: under which paths of tiers, and under the root. Collective.
+
+        With each tier is the number of hosts that may be lost without it, and None with the root.
+        """
+        found: dict[int, dict[str, int | None]] = {step: dict(tiers) for step, tiers in self._tiers.where().items()}
+        for step in self.steps():
+            found.setdefault(step, {})[self._root.url] = None
+        return dict(sorted(found.items()))
 
     def save(
         self, step: int, app: Mapping[str, Any], *, metrics: Mapping[str, float] | None = None, force: bool = False
@@ -196,7 +215,7 @@ class Manager:
             if self._stops_after(step):
                 self._save_and_leave(step, app, metrics)
             self._raise_failed_copy_everywhere()
-            return self._save_step(step, app, metrics, None)
+            return self._save_step(step, app, metrics, None, force)
 
     def restore(
         self,
@@ -274,15 +293,17 @@ class Manager:
     ) -> int:
         if self._saver is not None:
             self._saver.wait()
+        self._tiers.wait()
         # Known whether anything is loaded or not: what is saved after a refused load belongs to the branch of now.
         branches = self._keeper.branches = self._history.agree_on_branches(needs_copies=True)
         seen_from = branches.current if branch is None else branch
         refuse_unknown_branch(seen_from, branches.current)
         restored = restore_newest(
-            lambda: self._history.candidates(seen_from, step, required or step is not None),
+            lambda: self._history.candidates(seen_from, step, required or step is not None, self._tiers.candidates()),
             load_from,
         )
         if restored is None:
+            self._tiers.restored(None, None)
             if ranks_of(self._group).rank == 0:
                 where = self._root.url if self._root.is_there() else f"{self._root.url}, which is not there"
                 announce(f"restored nothing: there is no checkpoint in {where}")
@@ -296,6 +317,7 @@ class Manager:
         self._last = None
         self._keeper.restored(place, restored.damaged)
         self._upload_newest(restored.damaged)
+        self._tiers.restored(place, restored.candidate.url)
         self._announce(summary_of(restored))
         self._slow_saves.look_at(restored.candidate.url, restored.report.save_seconds)
         return place.step
@@ -317,6 +339,7 @@ class Manager:
                 self._saver.close(alone)
         finally:
             try:
+                self._tiers.close()
                 if self._mirror is not None:
                     self._mirror.close()
             finally:
@@ -377,7 +400,7 @@ class Manager:
         _, is_there = ranks_of(self._group).agree(
             f"looking for step {place.step} in {self._root.url}",
             work=lambda: None,
-            decide=lambda _: storage_of(url).exists(MANIFEST_NAME),
+            decide=lambda _: is_on_hosts(url) or storage_of(url).exists(MANIFEST_NAME),
             deadline_seconds=self._deadline_seconds,
         )
         if is_there:
@@ -398,7 +421,12 @@ class Manager:
         self._stop.leave()
 
     def _save_step(
-        self, step: int, app: Mapping[str, Any], metrics: Mapping[str, float] | None, stop: Stop | None
+        self,
+        step: int,
+        app: Mapping[str, Any],
+        metrics: Mapping[str, float] | None,
+        stop: Stop | None,
+        force: bool = False,
     ) -> SaveReport | PendingSave | None:
         place = self._branches().place(int(step))
         if self._is_known(place):
@@ -406,7 +434,13 @@ class Manager:
         if self._mirror is not None:
             self._mirror.prepare()
         self._keeper.make_way(place)
-        url = self._root.checkpoint(place).url
+        # A job that is told to stop leaves nothing that is lost with its hosts.
+        on_tiers = [] if stop is not None or force else self._tiers.urls(place)
+        if on_tiers:
+            self._tiers.prepare()
+        else:
+            self._tiers.wait()  # so that two do not save to the root at one time
+        url, *instead = (*on_tiers, self._root.checkpoint(place).url)
         numbers = _numbers_or_none(metrics)
         if self._stage is not None and stop is None:
             self._saver = self._saver or AsyncSaver()
@@ -415,7 +449,7 @@ class Manager:
             pending = self._saver.save(
                 url,
                 app,
-                self._save_options(self._deadline_seconds),
+                self._save_options(self._deadline_seconds, instead),
                 stage=self._stage,
                 metrics=metrics,
                 afterwards=lambda report: self._after_commit(place, report, numbers),
@@ -425,13 +459,13 @@ class Manager:
         if self._saver is not None and stop is None:
             self._saver.wait()
         deadline_seconds = min(self._deadline_seconds, stop.deadline_seconds if stop else math.inf)
-        options = self._save_options(deadline_seconds)
+        options = self._save_options(deadline_seconds, instead)
         report = save_now(url, app, options, metrics, raise_earlier=stop is None)
         self._after_commit(place, report, numbers)
         self._last = place, report
         return report
 
-    def _save_options(self, deadline_seconds: float) -> SaveOptions:
+    def _save_options(self, deadline_seconds: float, instead: Sequence[str]) -> SaveOptions:
         return SaveOptions(
             deadline_seconds=deadline_seconds,
             group=self._group,
@@ -439,10 +473,20 @@ class Manager:
             base=self._base if self._incremental else None,
             base_required=False,
             select=self._select,
+            instead=tuple(instead),
         )
 
     def _after_commit(self, place: Place, report: SaveReport, metrics: Mapping[str, float]) -> None:
         """Begins to copy the new checkpoint, and removes those no longer wanted. No save is under way then."""
+        if is_on_hosts(report.url):
+            self._known[place] = report.url
+            to_root = place.step % self._every == 0
+            self._tiers.committed(place, report.url, to_root, lambda: self._after_commit_here(place, report, metrics))
+        else:
+            self._after_commit_here(place, report, metrics)
+
+    def _after_commit_here(self, place: Place, report: SaveReport, metrics: Mapping[str, float]) -> None:
+        """Does the same for a checkpoint that is under the root."""
         url = self._root.checkpoint(place).url
         self._slow_saves.look_at(url, report.seconds)
         self._known[place] = self._base = url
@@ -460,13 +504,13 @@ class Manager:
             self._failed_copy = error
 
     def _raise_failed_copy(self) -> None:
-        failed, self._failed_copy = self._failed_copy, None
+        failed, self._failed_copy = self._failed_copy or self._tiers.take_failure(), None
         if failed is not None:
             raise failed
 
     def _raise_failed_copy_everywhere(self) -> None:
         """Raises the failure of a copy on all ranks: threads of some may not have met it yet. Collective."""
-        if self._mirror is not None:
+        if self._mirror is not None or self._tiers:
             if self._saver is not None:
                 # First, as on all ranks: one that waits for its result is in no round before, and shows no life.
                 self._saver.finish()

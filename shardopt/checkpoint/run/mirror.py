@@ -16,7 +16,7 @@ from functools import partial
 from shardopt.checkpoint.format.constants import MANIFEST_NAME
 from shardopt.checkpoint.format.manifest import Manifest
 from shardopt.checkpoint.reports import emit_report
-from shardopt.checkpoint.run.copying import is_copied
+from shardopt.checkpoint.run.copying import copy_over_ranks, is_copied
 from shardopt.checkpoint.run.steps import by_numbers
 from shardopt.checkpoint.sources.read_manifest import read_manifest
 from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors

@@ -11,6 +11,7 @@ promote    the files go to the tiers behind that are due as well, and to the roo
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +27,7 @@ from shardopt.checkpoint.run.restoring import Candidate
 from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.run.steps import Place, place_of
 from shardopt.checkpoint.storage import Storage, wrap_os_errors
+from shardopt.errors import OptionError, Problem
 from shardopt.ranks import Group, Ranks, SideRanks, ranks_of
 from shardopt.world import Thread, world
 
@@ -48,6 +50,25 @@ class Tier:
     every: int
     keep_last: int = 2
     copies: int = 1
+
+
+def refuse_unfit_tiers(tiers: Sequence[Tier], incremental: bool) -> None:
+    """Raises OptionError where tiers cannot be used; all of it is listed."""
+    problems = []
+    for number, tier in enumerate(tiers):
+        for name, least in (("every", 1), ("keep_last", 1), ("copies", 1)):
+            value = getattr(tier, name)
+            if type(value) is not int or value < least:
+                wanted = f"an int of at least {least}"
+                problems.append(Problem(f"tiers[{number}].{name}", repr(value), wanted, "mend it"))
+    paths = [os.path.abspath(tier.path) for tier in tiers]
+    if len(set(paths)) < len(paths):
+        problems.append(Problem("tiers", "one path twice", "a path for each", "mend it"))
+    if tiers and incremental:
+        remedy = "leave out one of the two"
+        problems.append(Problem("incremental", "True, with tiers", "False: what hosts have refers to nothing", remedy))
+    if problems:
+        raise OptionError("these tiers cannot be used", problems)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +106,9 @@ class Tiers:
         self._copied: dict[int, set[Place]] = {number: set() for number in range(len(tiers))}
         self._stopping = False
 
+    def __bool__(self) -> bool:
+        return bool(self._tiers)
+
     def prepare(self) -> None:
         """Has the hosts meet, where they have not. Collective then."""
         self._side.of(self._ranks, self._deadline_seconds)
@@ -114,6 +138,8 @@ class Tiers:
 
     def candidates(self) -> list[Candidate]:
         """Lists the checkpoints that are whole on a tier, those of the first tier first. Collective."""
+        if not self._tiers:
+            return []
         self.prepare()
         found = []
         for number in range(len(self._tiers)):
@@ -124,7 +150,8 @@ class Tiers:
 
     def where(self) -> dict[int, dict[str, int]]:
         """Returns by step the tiers that have it, each with the number of hosts that may be lost. Collective."""
-        self.prepare()
+        if self._tiers:
+            self.prepare()
         found: dict[int, dict[str, int]] = {}
         for number, tier in enumerate(self._tiers):
             for name, survives in whole_on(self._hosts(number), self._deadline_seconds).items():
@@ -142,6 +169,8 @@ class Tiers:
         Args:
             place, url: of the checkpoint; None where there was none.
         """
+        if not self._tiers:
+            return
         step, branch = (-1, 0) if place is None else place
 
         def clear() -> None:

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from shardopt.checkpoint.storage import Storage
-from shardopt.errors import CheckpointError, Problem
+from shardopt.errors import NoSpaceError, Problem
 
 
 @contextmanager
 def explain_no_space(
     storage: Storage, content: str, needed: Callable[[], int], written: Callable[[], int]
 ) -> Iterator[None]:
-    """Turns an operating system's error for want of space into a CheckpointError with the numbers of bytes.
+    """Turns an operating system's error for want of space into a NoSpaceError with the numbers of bytes.
 
     Args:
         content: of the file, in words, for the message.
@@ -35,4 +35,4 @@ def explain_no_space(
             required=f"{needed():,} bytes for {content}",
             remedy="make room, keep fewer checkpoints (keep_last), or save to another disk",
         )
-        raise CheckpointError(f"cannot write to {storage.url}: {error.strerror}", [problem]) from error
+        raise NoSpaceError(f"cannot write to {storage.url}: {error.strerror}", [problem]) from error
