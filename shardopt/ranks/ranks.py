@@ -137,6 +137,11 @@ class Ranks:
         return None if self.members == tuple(range(_job_size())) else self.members
 
     @property
+    def is_gone(self) -> bool:
+        """Whether their process group was destroyed."""
+        return self._group is not None and self._group() is None
+
+    @property
     def in_step(self) -> bool:
         """Whether these ranks can still `agree`: none was lost, as far as this one knows."""
         return self._broken is None

@@ -27,6 +27,8 @@ FORMAT_VERSION = 4
 """The version that is written, and the newest that is read."""
 
 MANIFEST_NAME = "manifest.json"
+RECORD_NAME = "prepared.json"
+"""Of a host's share of a checkpoint that lies on several: the manifest, where it makes none of what is beside it."""
 METRICS_NAME = "metrics.json"
 JOURNAL_NAME = ".conversion"
 """Of a conversion that is not committed yet."""

@@ -7,31 +7,36 @@ name once it is whole; nothing else says that it is there.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
+from shardopt.checkpoint.format.constants import RECORD_NAME
 from shardopt.checkpoint.format.manifest import DataFile
 from shardopt.checkpoint.hosts.holders import fetches_of
 from shardopt.checkpoint.hosts.hosts import Hosts
-from shardopt.checkpoint.hosts.share import RECORD_NAME, Share
+from shardopt.checkpoint.hosts.share import Share
 from shardopt.checkpoint.hosts.whole import WholeCheckpoint
 from shardopt.checkpoint.reading.data_file_reader import DataFileReader
 from shardopt.checkpoint.reading.verified_chunks import VerifiedChunks
 from shardopt.checkpoint.storage import wrap_os_errors
 from shardopt.errors import CheckpointError
+from shardopt.world import world
 
 _log = logging.getLogger("shardopt.checkpoint")
 
 
-def fetch_copies(hosts: Hosts, whole: WholeCheckpoint, copies: int, goes_on: Callable[[], bool]) -> bool:
+def fetch_copies(
+    hosts: Hosts, whole: WholeCheckpoint, copies: int, most_per_second: float | None, goes_on: Callable[[], bool]
+) -> bool:
     """Fetches what this host is to have of a checkpoint, so that each file is on `copies` hosts. On its leader.
 
     Args:
+        most_per_second: bytes that are fetched at most; None for no limit.
         goes_on: asked between files; what was fetched until then stays.
 
     Returns:
         Whether it has all of it now. What it could not get or write is logged.
     """
-    fetches = fetches_of(hosts.number, whole.holders, hosts.count, copies)
+    fetches = fetches_of(hosts.number, whole.holders, hosts.domains, copies)
     files = {file.name: file for file in whole.manifest.files}
     try:
         with wrap_os_errors(f"copy {whole.url} to {whole.share.url}"):
@@ -42,14 +47,29 @@ def fetch_copies(hosts: Hosts, whole: WholeCheckpoint, copies: int, goes_on: Cal
                 if not goes_on():
                     return False
                 if name not in whole.share.files():
-                    copy_file(whole, whole.share, files[name])
+                    copy_file(whole, whole.share, files[name], most_per_second)
     except CheckpointError as error:
         _log.warning("copies of %s for other hosts were not all made: %s", whole.url, error)
         return False
     return True
 
 
-def copy_file(whole: WholeCheckpoint, target: Share, file: DataFile) -> None:
+def remove_damaged(hosts: Hosts, whole: WholeCheckpoint) -> None:
+    """Verifies what this host has of a checkpoint; removes what is damaged and others have too. On its leader."""
+    for file in whole.manifest.files:
+        if hosts.number not in whole.holders[file.name]:
+            continue
+        try:
+            for _ in VerifiedChunks(DataFileReader(whole.share, file)):
+                pass
+        except CheckpointError as error:
+            is_only = len(whole.holders[file.name]) == 1
+            _log.warning("%s, the only copy: %s" if is_only else "%s is removed: %s", whole.share.url, error)
+            if not is_only:
+                whole.share.remove(file.name)
+
+
+def copy_file(whole: WholeCheckpoint, target: Share, file: DataFile, most_per_second: float | None = None) -> None:
     """Copies a file of a checkpoint from the first host of which the copy is intact.
 
     Raises:
@@ -58,8 +78,18 @@ def copy_file(whole: WholeCheckpoint, target: Share, file: DataFile) -> None:
     while True:
         copy = whole.copy_of(file.name)
         try:
-            target.write_atomically(file.name, VerifiedChunks(DataFileReader(whole, file)))
+            chunks = VerifiedChunks(DataFileReader(whole, file))
+            target.write_atomically(file.name, chunks if most_per_second is None else _slowed(chunks, most_per_second))
             return
         except CheckpointError as error:
             if not whole.pass_over(file.name, copy, error):
                 raise
+
+
+def _slowed(chunks: Iterable[memoryview], most_per_second: float) -> Iterator[memoryview]:
+    """Yields chunks, no faster than so many bytes a second."""
+    begin, nbytes = world().monotonic(), 0
+    for chunk in chunks:
+        yield chunk
+        nbytes += chunk.nbytes
+        world().sleep(max(0.0, begin + nbytes / most_per_second - world().monotonic()))

@@ -9,11 +9,10 @@ from typing import Any
 
 import xxhash
 
-from shardopt.checkpoint.format.constants import DIRECTORY_NAME, MANIFEST_LIMIT_BYTES, is_sealed
+from shardopt.checkpoint.format.constants import DIRECTORY_NAME, MANIFEST_LIMIT_BYTES, RECORD_NAME, is_sealed
 from shardopt.checkpoint.format.manifest import decode_manifest
 from shardopt.checkpoint.hosts.holders import holders_of, missing, survives
 from shardopt.checkpoint.hosts.hosts import Hosts, hosts_of, split
-from shardopt.checkpoint.hosts.share import RECORD_NAME
 from shardopt.checkpoint.hosts.whole import WholeCheckpoint
 from shardopt.checkpoint.sources.own import OwnSource
 from shardopt.checkpoint.sources.reader import CheckpointReader

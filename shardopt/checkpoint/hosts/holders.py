@@ -35,16 +35,27 @@ class Fetch(NamedTuple):
     sources: Sequence[int]
 
 
-def fetches_of(host: int, holders: Holders, hosts: int, copies: int) -> list[Fetch]:
+def fetches_of(host: int, holders: Holders, domains: Sequence[str | None], copies: int) -> list[Fetch]:
     """Returns what a host is to fetch, so that each file is on `copies` hosts, or on all if there are fewer.
 
-    A file goes from its first holder to those that follow it in a ring, so that each of n hosts of a job sends and
-    receives as much as it has written, and talks to `copies - 1` others.
+    A file goes from its first holder to those that follow it in a ring: so each of n alike hosts sends and receives as
+    much as it has written, and talks to `copies - 1` others. Hosts of other failure domains than the holders' come
+    first.
+
+    Args:
+        domains: of each host; None is no domain that two could share.
     """
-    fetches = []
+    fetches, hosts = [], len(domains)
     for name, have in holders.items():
-        lacking = [(have[0] + step) % hosts for step in range(1, hosts) if (have[0] + step) % hosts not in have]
-        if host in lacking[: max(min(copies, hosts) - len(have), 0)]:
+        others = [other for step in range(1, hosts) if (other := (have[0] + step) % hosts) not in have]
+        taken = {domains[each] for each in have} - {None}
+        chosen: list[int] = []
+        while others and len(have) + len(chosen) < copies:
+            following = next((other for other in others if domains[other] not in taken), others[0])
+            others.remove(following)
+            chosen.append(following)
+            taken |= {domains[following]} - {None}
+        if host in chosen:
             fetches.append(Fetch(name, have))
     return fetches
 

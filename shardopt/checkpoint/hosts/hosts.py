@@ -6,9 +6,9 @@ import os
 from collections.abc import Sequence
 from functools import partial
 
-from shardopt.checkpoint.format.constants import FILE_NAME
+from shardopt.checkpoint.format.constants import FILE_NAME, RECORD_NAME
 from shardopt.checkpoint.hosts.directory import HostDirectory
-from shardopt.checkpoint.hosts.share import RECORD_NAME, Share
+from shardopt.checkpoint.hosts.share import Share
 from shardopt.ranks import Ranks
 from shardopt.ranks.files.client import FileClient
 from shardopt.ranks.files.server import FileServer
@@ -37,10 +37,13 @@ class Hosts:
         of_rank: the number of each rank's host; hosts are numbered in the order of their first ranks.
         number: of this rank's host.
         leaders: the leader of each host.
+        domains: the failure domain of each host: those of one are lost together. None where none was given.
     """
 
-    def __init__(self, ranks: Ranks, root: str, directory: HostDirectory, of_rank: Sequence[int]) -> None:
-        self.ranks, self.root, self.directory = ranks, root, directory
+    def __init__(
+        self, ranks: Ranks, root: str, directory: HostDirectory, of_rank: Sequence[int], domains: Sequence[str | None]
+    ) -> None:
+        self.ranks, self.root, self.directory, self.domains = ranks, root, directory, tuple(domains)
         self.of_rank = tuple(of_rank)
         self.number = self.of_rank[ranks.rank]
         leaders: dict[int, int] = {}
@@ -100,11 +103,15 @@ class Hosts:
         return self.directory.open_file(directory, name)
 
 
-def hosts_of(ranks: Ranks, root: str, deadline_seconds: float) -> Hosts:
+_met: list[Hosts] = []
+
+
+def hosts_of(ranks: Ranks, root: str, deadline_seconds: float, domain: str | None = None) -> Hosts:
     """Returns the hosts of these ranks at a path; has them meet the first time. Collective.
 
     Args:
         root: of the directory on each host; ranks may give other paths for it.
+        domain: the failure domain of this rank's host; that of its leader counts, the first time.
 
     Raises:
         CheckpointError: a host's directory cannot be used.
@@ -112,15 +119,18 @@ def hosts_of(ranks: Ranks, root: str, deadline_seconds: float) -> Hosts:
     met: Hosts | None = ranks.kept.get(("hosts", root))
     if met is not None:
         return met
+    for hosts in [each for each in _met if each.ranks.is_gone]:  # of a job that this process was in before
+        _met.remove(hosts)
+        hosts.close()
     what = f"meeting at {root} on each host"
-    directory, of_rank = ranks.agree(
+    directory, (of_rank, domains) = ranks.agree(
         what,
         work=partial(HostDirectory, root),
-        report=lambda opened: opened.identity,
+        report=lambda opened: [opened.identity, domain],
         decide=_numbered,
         deadline_seconds=deadline_seconds,
     )
-    hosts = Hosts(ranks, root, directory, of_rank)
+    hosts = Hosts(ranks, root, directory, of_rank, domains)
     try:
         _, at = ranks.agree(
             what,
@@ -134,10 +144,17 @@ def hosts_of(ranks: Ranks, root: str, deadline_seconds: float) -> Hosts:
         raise
     hosts.know(at)
     ranks.kept["hosts", root] = hosts
+    _met.append(hosts)
     return hosts
 
 
-def _numbered(identities: Sequence[str]) -> list[int]:
-    """Returns the number of each rank's host, in the order of their first ranks."""
+def _numbered(reports: Sequence[tuple[str, str | None]]) -> tuple[list[int], list[str | None]]:
+    """Returns the number of each rank's host, in the order of their first ranks, and the hosts' domains."""
     numbers: dict[str, int] = {}
-    return [numbers.setdefault(identity, len(numbers)) for identity in identities]
+    domains: list[str | None] = []
+    of_rank = []
+    for identity, domain in reports:
+        of_rank.append(numbers.setdefault(identity, len(numbers)))
+        if len(domains) < len(numbers):
+            domains.append(domain)
+    return of_rank, domains

@@ -10,12 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 
-from shardopt.checkpoint.format.constants import FILE_NAME, MANIFEST_LIMIT_BYTES, MANIFEST_NAME, is_sealed
+from shardopt.checkpoint.format.constants import (
+    FILE_NAME,
+    MANIFEST_LIMIT_BYTES,
+    MANIFEST_NAME,
+    RECORD_NAME,
+    is_sealed,
+)
 from shardopt.checkpoint.hosts.directory import HostDirectory
 from shardopt.checkpoint.storage import LocalStorage, is_temporary
 from shardopt.errors import CheckpointError, CheckpointExistsError, Problem
-
-RECORD_NAME = "prepared.json"
 
 
 class Share(LocalStorage):
@@ -36,6 +40,9 @@ class Share(LocalStorage):
                 problem = Problem(self.url, "a checkpoint", "no checkpoint", remedy)
                 raise CheckpointExistsError("the path is taken", [problem])
         self.make()
+        for name in self.names():
+            if FILE_NAME.fullmatch(name) or is_temporary(name):
+                self.remove(name)
 
     def keep_record(self, data: bytes, own: Mapping[str, int]) -> None:
         """Writes the record, durably, once this host's files are seen to be there.
@@ -48,9 +55,6 @@ class Share(LocalStorage):
             problems = [Problem(f"{self.url}/{name}", "no such file", "what was written", "") for name in missing]
             raise CheckpointError("files of the checkpoint were removed while it was committed", problems)
         self.publish(RECORD_NAME, data)
-        for name in self.names():
-            if name not in own and (FILE_NAME.fullmatch(name) or is_temporary(name)):
-                self.remove(name)
 
     def record(self) -> bytes | None:
         """Returns the record; None where there is none, or it is damaged."""

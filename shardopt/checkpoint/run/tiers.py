@@ -16,11 +16,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from shardopt.checkpoint.format.constants import writer_of
-from shardopt.checkpoint.hosts.copying import copy_file, fetch_copies
+from shardopt.checkpoint.format.constants import RECORD_NAME, writer_of
+from shardopt.checkpoint.hosts.copying import copy_file, fetch_copies, remove_damaged
 from shardopt.checkpoint.hosts.finding import find, whole_on
 from shardopt.checkpoint.hosts.hosts import PREFIX, Hosts, hosts_of
-from shardopt.checkpoint.hosts.share import RECORD_NAME
 from shardopt.checkpoint.hosts.whole import WholeCheckpoint
 from shardopt.checkpoint.run.copying import copy_over_ranks, is_copied
 from shardopt.checkpoint.run.restoring import Candidate
@@ -44,12 +43,17 @@ class Tier:
         every: saves go here at steps that are multiples of this.
         keep_last: how many of the newest stay, of those that are copied; what is newer stays too.
         copies: on how many hosts each file is kept; a checkpoint survives the loss of any `copies - 1` of them.
+        domain: the failure domain of this host, such as the name of its rack: copies go to hosts of other domains where
+            there are such. None is one for each host.
+        most_per_second: bytes that a host fetches for copies at most; None for no limit.
     """
 
     path: str
     every: int
     keep_last: int = 2
     copies: int = 1
+    domain: str | None = None
+    most_per_second: float | None = None
 
 
 def refuse_unfit_tiers(tiers: Sequence[Tier], incremental: bool) -> None:
@@ -79,6 +83,7 @@ class _Job:
         tier, onto: numbers of tiers; that which has it, and those behind that are to get it.
         to_root: whether the root is to get it.
         then: called once it has.
+        is_restored: whether the run has just been restored from it: then what the hosts have of it is verified.
     """
 
     place: Place
@@ -86,6 +91,7 @@ class _Job:
     onto: tuple[int, ...] = ()
     to_root: bool = False
     then: Callable[[], None] = lambda: None
+    is_restored: bool = False
 
     @property
     def promotes(self) -> bool:
@@ -123,18 +129,22 @@ class Tiers:
         """Returns where a checkpoint goes: the URL on the first tier that is due, and on the others, in turn."""
         return [f"{PREFIX}{self._tiers[number].path}/{place.name}" for number in self._due(place.step)]
 
-    def committed(self, place: Place, url: str, to_root: bool, then: Callable[[], None]) -> bool:
-        """Begins to copy and promote a checkpoint that was saved to a tier; returns False where it was to none.
+    def committed(self, place: Place, url: str, to_root: bool, then: Callable[[], None]) -> None:
+        """Begins to copy and promote a checkpoint that was saved to a tier.
 
         Args:
             to_root: whether it goes to the root too; `then` is called once it is there.
         """
-        for number, tier in enumerate(self._tiers):
-            if url == f"{PREFIX}{tier.path}/{place.name}":
-                onto = tuple(other for other in self._due(place.step) if other > number)
-                self._begin(_Job(place, number, onto, to_root, then))
-                return True
-        return False
+        number = self._number_of(url)
+        if number is not None:
+            onto = tuple(other for other in self._due(place.step) if other > number)
+            self._begin(_Job(place, number, onto, to_root, then))
+
+    def _number_of(self, url: str) -> int | None:
+        """Returns the number of the tier that a checkpoint is on; None where it is on none."""
+        roots = [f"{PREFIX}{tier.path}" for tier in self._tiers]
+        root = url.rpartition("/")[0]
+        return roots.index(root) if root in roots else None
 
     def candidates(self) -> list[Candidate]:
         """Lists the checkpoints that are whole on a tier, those of the first tier first. Collective."""
@@ -184,8 +194,9 @@ class Tiers:
         self._ranks.agree(what, work=clear, deadline_seconds=self._deadline_seconds)
         for copied in self._copied.values():
             copied.clear()
-        if place is not None and url is not None:
-            self.committed(place, url, False, lambda: None)
+        number = None if url is None else self._number_of(url)
+        if place is not None and number is not None:
+            self._begin(_Job(place, number, is_restored=True))
 
     def wait(self) -> None:
         """Waits until all that was begun is done. Local."""
@@ -207,7 +218,8 @@ class Tiers:
         return ranks_of(self._group)
 
     def _hosts(self, number: int) -> Hosts:
-        return hosts_of(self._ranks, self._tiers[number].path, self._deadline_seconds)
+        tier = self._tiers[number]
+        return hosts_of(self._ranks, tier.path, self._deadline_seconds, tier.domain)
 
     def _due(self, step: int) -> list[int]:
         return [number for number, tier in enumerate(self._tiers) if step % tier.every == 0]
@@ -246,6 +258,8 @@ class Tiers:
         )
         if not wanted:
             return
+        if job.is_restored:
+            self._verify(ranks, source, job.place)
         whole = self._copy(ranks, source, job.tier, job.place)
         for number in job.onto:
             self._promote(ranks, whole, hosts[number], job.place)
@@ -258,6 +272,16 @@ class Tiers:
         with self._lock:
             return not self._stopping and self._waiting[-1] is job
 
+    def _verify(self, ranks: Ranks, hosts: Hosts, place: Place) -> None:
+        """Has each host remove what it has of a checkpoint and is damaged, so that it is fetched anew."""
+        what = f"verifying {hosts.url(place.name)}"
+        whole = find(hosts, place.name, what, self._deadline_seconds, ranks)
+        ranks.agree(
+            what,
+            work=lambda: remove_damaged(hosts, whole) if hosts.is_leader else None,
+            deadline_seconds=self._deadline_seconds,
+        )
+
     def _copy(self, ranks: Ranks, hosts: Hosts, number: int, place: Place) -> WholeCheckpoint:
         """Has each host fetch its copies of a checkpoint of a tier, and clears what is older than those that stay."""
         what = f"copying {hosts.url(place.name)}"
@@ -265,7 +289,9 @@ class Tiers:
         tier = self._tiers[number]
 
         def fetch() -> bool:
-            return not hosts.is_leader or fetch_copies(hosts, whole, tier.copies, lambda: not self._stopping)
+            if not hosts.is_leader:
+                return True
+            return fetch_copies(hosts, whole, tier.copies, tier.most_per_second, lambda: not self._stopping)
 
         _, copied = ranks.agree(what, work=fetch, report=bool, decide=all, deadline_seconds=self._deadline_seconds)
         if copied:

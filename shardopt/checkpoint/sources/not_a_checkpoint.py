@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from shardopt.checkpoint.format.constants import FILE_NAME, MANIFEST_NAME
+from shardopt.checkpoint.format.constants import FILE_NAME, MANIFEST_NAME, RECORD_NAME
 from shardopt.checkpoint.storage import Storage, is_temporary
 from shardopt.errors import CheckpointError
 
@@ -35,6 +35,9 @@ def _what_is_at(storage: Storage) -> tuple[str, str]:
         others = f" and {len(within) - 1} more" if len(within) > 1 else ""
         remedy = f"give one of them, such as {storage.child(within[0]).url}, or use Manager(...).restore(app)"
         return f"a directory of checkpoints: {within[0]}{others}", remedy
+    if RECORD_NAME in names:
+        remedy = "load hosts://<this path> in a job on the hosts that have the others"
+        return "a host's share of a checkpoint", remedy
     unfinished = [name for name in names if FILE_NAME.fullmatch(name) or is_temporary(name)]
     if unfinished:
         return f"{len(unfinished)} files of a save that was not finished", _UNFINISHED
