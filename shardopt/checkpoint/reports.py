@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 Listener = Callable[[str, Any], object]
-"""Called with the kind of operation ("save", "load", "verify", "reshard", "convert", "upload") and its report."""
+"""Called with the operation ("save", "load", "verify", "reshard", "convert", "upload", "copy") and its report."""
 
 _log = logging.getLogger("shardopt")
 _listeners: list[Listener] = []
@@ -88,6 +88,25 @@ class LoadReport:
     saved_at: float | None
     left_out: tuple[str, ...] = ()
     save_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CopyReport:
+    """The report of copies on other hosts: each file of a checkpoint is on as many as its tier asks for, or on all.
+
+    Args:
+        url: of the checkpoint on its tier.
+        save_id: of the checkpoint.
+        copies: on how many hosts its files are.
+        bytes_total: of the checkpoint's files.
+        seconds: on this rank, from its turn until all hosts had theirs.
+    """
+
+    url: str
+    save_id: str
+    copies: int
+    bytes_total: int
+    seconds: float
 
 
 def add_listener(listener: Listener) -> Callable[[], None]:

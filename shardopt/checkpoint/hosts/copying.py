@@ -7,7 +7,7 @@ name once it is whole; nothing else says that it is there.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 from shardopt.checkpoint.format.constants import RECORD_NAME
 from shardopt.checkpoint.format.manifest import DataFile
@@ -24,14 +24,11 @@ from shardopt.world import world
 _log = logging.getLogger("shardopt.checkpoint")
 
 
-def fetch_copies(
-    hosts: Hosts, whole: WholeCheckpoint, copies: int, most_per_second: float | None, goes_on: Callable[[], bool]
-) -> bool:
+def fetch_copies(hosts: Hosts, whole: WholeCheckpoint, copies: int, most_per_second: float | None) -> bool:
     """Fetches what this host is to have of a checkpoint, so that each file is on `copies` hosts. On its leader.
 
     Args:
         most_per_second: bytes that are fetched at most; None for no limit.
-        goes_on: asked between files; what was fetched until then stays.
 
     Returns:
         Whether it has all of it now. What it could not get or write is logged.
@@ -44,8 +41,6 @@ def fetch_copies(
                 whole.share.make()
                 whole.share.publish(RECORD_NAME, whole.record)
             for name, _ in fetches:
-                if not goes_on():
-                    return False
                 if name not in whole.share.files():
                     copy_file(whole, whole.share, files[name], most_per_second)
     except CheckpointError as error:

@@ -84,10 +84,15 @@ class HostDirectory:
         """Reads the directory's identity; of those who make one at the same time, one succeeds."""
         temporary = f"{_IDENTITY_NAME}.{world().random_name(6)}.tmp"
         while True:
-            with suppress(FileNotFoundError):
+            try:
                 fd = os.open(_IDENTITY_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._fd)
                 with open(fd, "rb") as file:
                     identity = file.read(2 * _IDENTITY_BYTES + 1).decode(errors="replace")
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                raise _refused(self.path, f"a file {_IDENTITY_NAME} that cannot be read: {error.strerror}") from error
+            else:
                 if not _IDENTITY.fullmatch(identity):
                     raise _refused(self.path, f"a file {_IDENTITY_NAME} that no host has written")
                 return identity

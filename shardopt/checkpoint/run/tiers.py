@@ -21,6 +21,7 @@ from shardopt.checkpoint.hosts.copying import copy_file, fetch_copies, remove_da
 from shardopt.checkpoint.hosts.finding import find, whole_on
 from shardopt.checkpoint.hosts.hosts import PREFIX, Hosts, hosts_of
 from shardopt.checkpoint.hosts.whole import WholeCheckpoint
+from shardopt.checkpoint.reports import CopyReport, emit_report
 from shardopt.checkpoint.run.copying import copy_over_ranks, is_copied
 from shardopt.checkpoint.run.restoring import Candidate
 from shardopt.checkpoint.run.root import Root
@@ -110,7 +111,6 @@ class Tiers:
         self._last: Thread | None = None
         self._failure: BaseException | None = None
         self._copied: dict[int, set[Place]] = {number: set() for number in range(len(tiers))}
-        self._stopping = False
 
     def __bool__(self) -> bool:
         return bool(self._tiers)
@@ -204,8 +204,7 @@ class Tiers:
             self._last.join()
 
     def close(self) -> None:
-        """As `wait`, but gives up copies that nothing needs."""
-        self._stopping = True
+        """As `wait`."""
         self.wait()
 
     def take_failure(self) -> BaseException | None:
@@ -270,7 +269,7 @@ class Tiers:
 
     def _is_newest(self, job: _Job) -> bool:
         with self._lock:
-            return not self._stopping and self._waiting[-1] is job
+            return self._waiting[-1] is job
 
     def _verify(self, ranks: Ranks, hosts: Hosts, place: Place) -> None:
         """Has each host remove what it has of a checkpoint and is damaged, so that it is fetched anew."""
@@ -284,6 +283,7 @@ class Tiers:
 
     def _copy(self, ranks: Ranks, hosts: Hosts, number: int, place: Place) -> WholeCheckpoint:
         """Has each host fetch its copies of a checkpoint of a tier, and clears what is older than those that stay."""
+        begin = world().monotonic()
         what = f"copying {hosts.url(place.name)}"
         whole = find(hosts, place.name, what, self._deadline_seconds, ranks)
         tier = self._tiers[number]
@@ -291,11 +291,14 @@ class Tiers:
         def fetch() -> bool:
             if not hosts.is_leader:
                 return True
-            return fetch_copies(hosts, whole, tier.copies, tier.most_per_second, lambda: not self._stopping)
+            return fetch_copies(hosts, whole, tier.copies, tier.most_per_second)
 
         _, copied = ranks.agree(what, work=fetch, report=bool, decide=all, deadline_seconds=self._deadline_seconds)
         if copied:
             self._copied[number].add(place)
+            nbytes = sum(file.nbytes for file in whole.manifest.files)
+            copies, seconds = min(tier.copies, hosts.count), world().monotonic() - begin
+            emit_report("copy", CopyReport(whole.url, whole.manifest.save_id, copies, nbytes, seconds))
         newest = sorted(each for each in self._copied[number] if each.branch == place.branch)[-tier.keep_last :]
         if len(newest) == tier.keep_last and hosts.is_leader:
             oldest = newest[0].step

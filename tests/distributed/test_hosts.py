@@ -1,0 +1,205 @@
+"""Checkpoints on the hosts' own directories: what is left of them is found, whichever hosts are left."""
+
+import errno
+import logging
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from shardopt import checkpoint
+from shardopt.checkpoint import Tier
+from shardopt.errors import CheckpointExistsError, CheckpointNotFoundError, OptionError
+from tests.harness import Fault, run_ranks, run_ranks_outcomes
+
+HOSTS = 4
+ROWS = 97
+
+
+def value(step):
+    return (torch.arange(ROWS * 300, dtype=torch.float64).reshape(ROWS, 300) + 1) * step
+
+
+def app_of(step):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    rows = distribute_tensor(value(step), mesh, [Shard(0)], src_data_rank=None)
+    bias = distribute_tensor(torch.full((5,), float(step)), mesh, [Replicate()], src_data_rank=None)
+    return {"rows": rows, "bias": bias, "step": step}
+
+
+def assert_is(app, step):
+    assert app["step"] == step
+    assert torch.equal(app["rows"].full_tensor(), value(step))
+    assert app["bias"].full_tensor().unique().tolist() == [step]
+
+
+def url_of(root, hosts, step=1):
+    """A checkpoint's URL on the host of this rank; hosts of one machine have paths of their own."""
+    return f"hosts://{root}/host-{hosts[dist.get_rank()]}/run/step-{step}"
+
+
+def save(root, hosts):
+    report = checkpoint.save(url_of(root, hosts), app_of(1))
+    assert report.url == url_of(root, hosts)
+
+
+def load(root, hosts):
+    app = app_of(0)
+    checkpoint.load(url_of(root, hosts), app)
+    assert_is(app, 1)
+
+
+@pytest.mark.parametrize(
+    "hosts", [(0, 0, 1, 1), (1, 0), (0, 1, 2), (5, 0, 1)], ids=["the same", "fewer", "one more", "new first"]
+)
+def test_any_ranks_load_what_all_hosts_together_have(tmp_path, hosts):
+    run_ranks(4, save, str(tmp_path), (0, 0, 1, 1))
+    assert not list(tmp_path.rglob("manifest.json"))  # nobody takes one host's share for a checkpoint
+    run_ranks(len(hosts), load, str(tmp_path), hosts)
+
+
+def refused(root, hosts, kind):
+    with pytest.raises(kind) as caught:
+        load(root, hosts)
+    return str(caught.value)
+
+
+def test_what_hosts_lack_is_named_on_all_ranks(tmp_path):
+    run_ranks(4, save, str(tmp_path), (0, 0, 1, 1))
+    lost = sorted(path.name for path in (tmp_path / "host-1").rglob("*.safetensors"))
+    said = run_ranks(2, refused, str(tmp_path), (0, 2), CheckpointNotFoundError)
+    assert all(name in text for text in said for name in lost) and "on none of 2 hosts" in said[0]
+    shutil.rmtree(tmp_path / "host-0")
+    assert "no record" in run_ranks(1, refused, str(tmp_path), (0,), CheckpointNotFoundError)[0]
+
+
+def refuse_second(root, hosts):
+    with pytest.raises(CheckpointExistsError):
+        save(root, hosts)
+    with pytest.raises(OptionError, match="refers to nothing"):
+        checkpoint.save(url_of(root, hosts, 2), app_of(2), base=url_of(root, hosts))
+    load(root, hosts)
+
+
+def test_a_place_that_is_taken_and_a_base_are_refused(tmp_path):
+    run_ranks(2, save, str(tmp_path), (0, 1))
+    run_ranks(2, refuse_second, str(tmp_path), (0, 1))
+
+
+# A run.
+
+
+def manager_of(root, hosts, **options):
+    host = f"{root}/host-{hosts[dist.get_rank()]}"
+    tiers = [Tier(f"{host}/memory", every=1, copies=options.pop("copies", 2)), Tier(f"{host}/disk", every=2)]
+    return checkpoint.Manager(f"{root}/root", tiers=tiers, every=4, **options)
+
+
+def train(root, hosts, steps, **options):
+    """Goes on to step `steps`; returns the step that it was restored from, and where each step is then."""
+    app, copied = app_of(0), []
+    checkpoint.add_listener(lambda event, report: copied.append(report.url) if event == "copy" else None)
+    manager = manager_of(root, hosts, **options)
+    start = manager.restore(app)
+    assert_is(app, start)
+    for step in range(start + 1, steps + 1):
+        for key, after in app_of(step).items():
+            if key == "step":
+                app[key] = after
+            else:
+                app[key].to_local().copy_(after.to_local())
+        manager.save(step, app)
+    manager.close()
+    manager = manager_of(root, hosts)
+    where = manager.where()
+    manager.close()
+    names = {step: {Path(path).name: survives for path, survives in at.items()} for step, at in where.items()}
+    return start, names
+
+
+@pytest.fixture(params=[None, "now", "lazy"])
+def stage(request):
+    return request.param
+
+
+def test_a_lost_host_costs_the_steps_since_the_last_copy(tmp_path, stage):
+    root = str(tmp_path)
+    results = run_ranks(4, train, root, (0, 1, 2, 3), 7, stage=stage)
+    start, where = results[0]
+    assert start == 0 and where[7]["memory"] == 1 and where[6]["disk"] == 0 and where[4]["root"] is None
+    assert all(each == (start, where) for each in results)
+    shutil.rmtree(tmp_path / "host-2")
+    start, where = run_ranks(3, train, root, (0, 1, 3), 9, stage=stage)[0]
+    assert start == 7 and where[9]["memory"] == 1 and where[8] == {"memory": 1, "disk": 0, "root": None}
+    shutil.rmtree(tmp_path / "host-0")
+    shutil.rmtree(tmp_path / "host-3")  # two of three, where a copy is on one other
+    start, where = run_ranks(2, train, root, (1, 5), 8, stage=stage)[0]
+    assert start == 8 and where[8]["root"] is None
+
+
+def test_memory_lost_everywhere_leaves_the_disks_and_disks_lost_too_leave_the_root(tmp_path):
+    root = str(tmp_path)
+    run_ranks(4, train, root, (0, 0, 1, 1), 7)
+    for host in (0, 1):
+        shutil.rmtree(tmp_path / f"host-{host}" / "memory")
+    assert run_ranks(3, train, root, (0, 1, 1), 6)[0][0] == 6
+    for host in (0, 1):
+        shutil.rmtree(tmp_path / f"host-{host}")
+    assert run_ranks(2, train, root, (0, 1), 4)[0][0] == 4
+
+
+def test_two_of_four_hosts_where_there_are_three_copies(tmp_path):
+    root = str(tmp_path)
+    run_ranks(4, train, root, (0, 1, 2, 3), 5, copies=3)
+    shutil.rmtree(tmp_path / "host-0")
+    shutil.rmtree(tmp_path / "host-1")
+    assert run_ranks(3, train, root, (3, 4, 2), 5, copies=3)[0][0] == 5
+
+
+def flip(path, rng):
+    data = bytearray(path.read_bytes())
+    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    path.write_bytes(data)
+
+
+def warned(root, hosts, steps):
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("shardopt.checkpoint").addHandler(handler)
+    return train(root, hosts, steps), records
+
+
+@pytest.mark.parametrize("seed", [0, *[pytest.param(n, marks=pytest.mark.exhaustive) for n in range(1, 25)]])
+def test_flipped_bits_are_found_named_and_repaired(tmp_path, seed):
+    rng, root, hosts = random.Random(seed), str(tmp_path), (0, 1, 2, 3)
+    run_ranks(4, train, root, hosts, 3)
+    files = sorted(tmp_path.glob("host-*/memory/step-00000003/*.safetensors"))
+    damaged = {}
+    for path in files:  # one copy of each of the four files
+        damaged.setdefault(path.name, []).append(path)
+    damaged = [rng.choice(paths) for paths in damaged.values()]
+    for path in damaged:
+        flip(path, rng)
+    results = run_ranks(4, warned, root, hosts, 3)
+    assert all(start == 3 for (start, _), _ in results)
+    assert results[0][0][1][3]["memory"] == 1  # two copies of each, and
+    said = "\n".join(line for _, lines in results for line in lines)
+    assert all(path.name in said for path in damaged), said
+    shutil.rmtree(tmp_path / f"host-{rng.randrange(HOSTS)}")  # both are whole again, so any host may go
+    assert run_ranks(4, train, root, hosts, 3)[0][0] == 3
+
+
+def test_a_host_that_is_full_goes_to_the_next_tier_with_one_warning(tmp_path):
+    full = Fault(1, "shardopt.checkpoint.hosts.share:Share.write", 1, "ENOSPC")
+    outcomes = run_ranks_outcomes(3, warned, str(tmp_path), (0, 1, 2), 2, faults=[full])
+    (start, where), lines = outcomes[0].value
+    assert start == 0 and where[1] == {"root": None}  # no tier but the full one was due
+    assert len([line for line in lines if "instead" in line]) == 1 and os.strerror(errno.ENOSPC) in lines[0]
+    assert where[2]["memory"] == 1 and where[2]["disk"] == 0
