@@ -70,7 +70,7 @@ def place_of(
         problem = Problem("base", base, "none, for a checkpoint on hosts", "save all of it, or to a shared path")
         raise OptionError("what lies on hosts refers to nothing", [problem])
     root, name = split(url)
-    return _OnHosts(hosts_of(ranks, root, deadline_seconds), name, durable)
+    return _OnHosts(ranks, hosts_of(ranks, root, deadline_seconds), name, durable)
 
 
 class _Shared(Place):
@@ -120,8 +120,8 @@ class _OnHosts(Place):
     one record, it is whole all the same, and may be restored.
     """
 
-    def __init__(self, hosts: Hosts, name: str, durable: bool) -> None:
-        self._hosts, self._name = hosts, name
+    def __init__(self, ranks: Ranks, hosts: Hosts, name: str, durable: bool) -> None:
+        self._ranks, self._hosts, self._name = ranks, hosts, name
         self._share: Share = hosts.share(name, durable)
 
     @property
@@ -152,10 +152,10 @@ class _OnHosts(Place):
                 share.keep_record(published.encode(), own)
 
         try:
-            hosts.ranks.agree(call, work=keep, deadline_seconds=deadline_seconds)
+            self._ranks.agree(call, work=keep, deadline_seconds=deadline_seconds)
         except ShardoptError:
             # Where a rank was lost the others may have an answer that this one has not: then nothing is removed.
-            if hosts.is_leader and hosts.ranks.in_step:
+            if hosts.is_leader and self._ranks.in_step:
                 with suppress(OSError):
                     share.clear()
             raise

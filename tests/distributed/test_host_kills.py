@@ -22,7 +22,7 @@ STEPS = 4
 DEADLINE_SECONDS = 5.0
 STORAGE = ("os:open", "os:writev", "os:fsync", "os:link", "os:replace", "os:unlink", "os:rmdir", "os:preadv")
 NETWORK = ("socket:socket.sendall", "socket:socket.sendfile", "socket:socket.recv_into", "socket:socket.send")
-KILLS = 3  # in the tests that run every time
+KILLS = 2  # in the tests that run every time
 
 
 def note(root, what, step):

@@ -123,7 +123,7 @@ def train(root, hosts, steps, **options):
     return start, names
 
 
-@pytest.fixture(params=[None, "now", "lazy"])
+@pytest.fixture(params=["now", *[pytest.param(each, marks=pytest.mark.exhaustive) for each in (None, "lazy")]])
 def stage(request):
     return request.param
 

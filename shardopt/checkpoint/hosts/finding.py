@@ -35,16 +35,16 @@ def opener_on_hosts(
         CheckpointError: a host's directory cannot be used.
     """
     root, name = split(url)
-    whole = find(hosts_of(ranks, root, deadline_seconds), name, what, deadline_seconds)
+    whole = find(ranks, hosts_of(ranks, root, deadline_seconds), name, what, deadline_seconds)
     return lambda: CheckpointReader(OwnSource(whole, whole.record))
 
 
-def find(hosts: Hosts, name: str, what: str, deadline_seconds: float, ranks: Ranks | None = None) -> WholeCheckpoint:
+def find(ranks: Ranks, hosts: Hosts, name: str, what: str, deadline_seconds: float) -> WholeCheckpoint:
     """Finds a checkpoint that is whole over the hosts together. Collective.
 
     Args:
+        ranks: those of the hosts, or a side channel of theirs.
         what: the caller's work, for errors.
-        ranks: a side channel of the hosts' ranks; None for these.
 
     Raises:
         CheckpointNotFoundError: no host has a record of it, or a file is on no host; each is named.
@@ -58,7 +58,7 @@ def find(hosts: Hosts, name: str, what: str, deadline_seconds: float, ranks: Ran
         record, holders = _choose(hosts, name, shares)
         return holders, [record]
 
-    _, holders, record = (ranks or hosts.ranks).agree_in_sections(
+    _, holders, record = ranks.agree_in_sections(
         f"{what} (looking on {hosts.count} hosts)",
         work=look,
         report=lambda share: share,
@@ -69,7 +69,7 @@ def find(hosts: Hosts, name: str, what: str, deadline_seconds: float, ranks: Ran
     return WholeCheckpoint(hosts, name, record, decode_manifest(record, hosts.url(name)), holders)
 
 
-def whole_on(hosts: Hosts, deadline_seconds: float) -> dict[str, int]:
+def whole_on(ranks: Ranks, hosts: Hosts, deadline_seconds: float) -> dict[str, int]:
     """Returns the names of all checkpoints that are whole over the hosts together. Collective.
 
     With each is the number of hosts, whichever they are, without which it would still be whole.
@@ -92,7 +92,7 @@ def whole_on(hosts: Hosts, deadline_seconds: float) -> dict[str, int]:
             whole[name] = survives(holders)
         return whole
 
-    _, names = hosts.ranks.agree(
+    _, names = ranks.agree(
         f"looking for checkpoints at {hosts.root} on each host",
         work=look,
         report=lambda shares: shares,

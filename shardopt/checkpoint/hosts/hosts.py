@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Sequence
 from functools import partial
 
@@ -43,7 +44,9 @@ class Hosts:
     def __init__(
         self, ranks: Ranks, root: str, directory: HostDirectory, of_rank: Sequence[int], domains: Sequence[str | None]
     ) -> None:
-        self.ranks, self.root, self.directory, self.domains = ranks, root, directory, tuple(domains)
+        # Weak: these ranks keep this, for as long as there are such.
+        self._ranks, self._rank = weakref.ref(ranks), ranks.rank
+        self.root, self.directory, self.domains = root, directory, tuple(domains)
         self.of_rank = tuple(of_rank)
         self.number = self.of_rank[ranks.rank]
         leaders: dict[int, int] = {}
@@ -62,7 +65,7 @@ class Hosts:
     @property
     def is_leader(self) -> bool:
         """Whether this rank is the leader of its host."""
-        return self.leaders[self.number] == self.ranks.rank
+        return self.leaders[self.number] == self._rank
 
     def url(self, name: str) -> str:
         """Returns the URL of a checkpoint."""
@@ -73,15 +76,24 @@ class Hosts:
         return Share(self.directory, name, durable)
 
     def client(self, host: int) -> FileClient:
-        """Returns what asks the leader of another host for files."""
+        """Returns what asks the leader of another host for files. Raises ConnectionError: the job has ended."""
         if host not in self._clients:
-            self._clients[host] = self.ranks.file_client(self.leaders[host], self._at[host])
+            ranks = self._ranks()
+            if ranks is None:
+                raise ConnectionAbortedError("the process group was destroyed")
+            self._clients[host] = ranks.file_client(self.leaders[host], self._at[host])
         return self._clients[host]
 
-    def serve(self) -> At | None:
+    @property
+    def is_gone(self) -> bool:
+        """Whether the process group of its ranks was destroyed."""
+        ranks = self._ranks()
+        return ranks is None or ranks.is_gone
+
+    def serve(self, ranks: Ranks) -> At | None:
         """Has the leader of a host serve its files, where there are other hosts; returns where it listens."""
         if self.is_leader and self.count > 1:
-            self._server = self.ranks.file_server(self._open)
+            self._server = ranks.file_server(self._open)
         return None if self._server is None else self._server.at
 
     def know(self, at: list[At]) -> None:
@@ -119,7 +131,7 @@ def hosts_of(ranks: Ranks, root: str, deadline_seconds: float, domain: str | Non
     met: Hosts | None = ranks.kept.get(("hosts", root))
     if met is not None:
         return met
-    for hosts in [each for each in _met if each.ranks.is_gone]:  # of a job that this process was in before
+    for hosts in [each for each in _met if each.is_gone]:  # of a job that this process was in before
         _met.remove(hosts)
         hosts.close()
     what = f"meeting at {root} on each host"
@@ -134,7 +146,7 @@ def hosts_of(ranks: Ranks, root: str, deadline_seconds: float, domain: str | Non
     try:
         _, at = ranks.agree(
             what,
-            work=hosts.serve,
+            work=partial(hosts.serve, ranks),
             report=lambda served: served,
             decide=lambda reports: [reports[leader] or [] for leader in hosts.leaders],
             deadline_seconds=deadline_seconds,

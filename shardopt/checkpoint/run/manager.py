@@ -322,6 +322,21 @@ class Manager:
         self._slow_saves.look_at(restored.candidate.url, restored.report.save_seconds)
         return place.step
 
+    def wait(self) -> None:
+        """Waits for saves and copies in the background, and raises their failures.
+
+        Collective, with the errors of `save`. To be called before `destroy_process_group` where this Manager is to go
+        on in another group: it does so by itself, from `restore` on.
+        """
+        self._require_open()
+        with ranks_of(self._group).beating(self._deadline_seconds):
+            if self._saver is not None:
+                self._saver.wait()
+            self._tiers.wait()
+            if self._mirror is not None:
+                self._mirror.wait()
+            self._raise_failed_copy_everywhere()
+
     def close(self) -> None:
         """Waits for saves and copies in the background, and ends the use of this manager. Raises their failures.
 

@@ -154,7 +154,7 @@ class Tiers:
         found = []
         for number in range(len(self._tiers)):
             hosts = self._hosts(number)
-            places = [place_of(name) for name in whole_on(hosts, self._deadline_seconds)]
+            places = [place_of(name) for name in whole_on(self._ranks, hosts, self._deadline_seconds)]
             found += [Candidate(place, hosts.url(place.name)) for place in places if place is not None]
         return found
 
@@ -164,7 +164,7 @@ class Tiers:
             self.prepare()
         found: dict[int, dict[str, int]] = {}
         for number, tier in enumerate(self._tiers):
-            for name, survives in whole_on(self._hosts(number), self._deadline_seconds).items():
+            for name, survives in whole_on(self._ranks, self._hosts(number), self._deadline_seconds).items():
                 place = place_of(name)
                 if place is not None:
                     found.setdefault(place.step, {})[tier.path] = survives
@@ -194,6 +194,7 @@ class Tiers:
         self._ranks.agree(what, work=clear, deadline_seconds=self._deadline_seconds)
         for copied in self._copied.values():
             copied.clear()
+        self._failure = None  # of what came to nothing before, and was logged
         number = None if url is None else self._number_of(url)
         if place is not None and number is not None:
             self._begin(_Job(place, number, is_restored=True))
@@ -274,7 +275,7 @@ class Tiers:
     def _verify(self, ranks: Ranks, hosts: Hosts, place: Place) -> None:
         """Has each host remove what it has of a checkpoint and is damaged, so that it is fetched anew."""
         what = f"verifying {hosts.url(place.name)}"
-        whole = find(hosts, place.name, what, self._deadline_seconds, ranks)
+        whole = find(ranks, hosts, place.name, what, self._deadline_seconds)
         ranks.agree(
             what,
             work=lambda: remove_damaged(hosts, whole) if hosts.is_leader else None,
@@ -285,7 +286,7 @@ class Tiers:
         """Has each host fetch its copies of a checkpoint of a tier, and clears what is older than those that stay."""
         begin = world().monotonic()
         what = f"copying {hosts.url(place.name)}"
-        whole = find(hosts, place.name, what, self._deadline_seconds, ranks)
+        whole = find(ranks, hosts, place.name, what, self._deadline_seconds)
         tier = self._tiers[number]
 
         def fetch() -> bool:
