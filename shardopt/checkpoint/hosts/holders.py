@@ -45,19 +45,27 @@ def fetches_of(host: int, holders: Holders, domains: Sequence[str | None], copie
     Args:
         domains: of each host; None is no domain that two could share.
     """
-    fetches, hosts = [], len(domains)
-    for name, have in holders.items():
-        others = [other for step in range(1, hosts) if (other := (have[0] + step) % hosts) not in have]
-        taken = {domains[each] for each in have} - {None}
-        chosen: list[int] = []
-        while others and len(have) + len(chosen) < copies:
-            following = next((other for other in others if domains[other] not in taken), others[0])
-            others.remove(following)
-            chosen.append(following)
-            taken |= {domains[following]} - {None}
-        if host in chosen:
-            fetches.append(Fetch(name, have))
-    return fetches
+    return [
+        Fetch(name, have)
+        for name, have in holders.items()
+        if len(have) < copies and host in _chosen(have, domains, copies - len(have))
+    ]
+
+
+def _chosen(have: Sequence[int], domains: Sequence[str | None], count: int) -> list[int]:
+    """Returns the hosts that get a file which these have: so many, or all others."""
+    chosen: list[int] = []
+    taken = {domains[each] for each in have} - {None}
+    for of_other_domains in (True, False):
+        for step in range(1, len(domains)):
+            if len(chosen) == count:
+                return chosen
+            other = (have[0] + step) % len(domains)
+            if other in have or other in chosen or (of_other_domains and domains[other] in taken):
+                continue
+            chosen.append(other)
+            taken |= {domains[other]} - {None}
+    return chosen
 
 
 def survives(holders: Holders) -> int:
