@@ -3,10 +3,10 @@
     python -m benchmarks.lost_hosts
 
 One host of the job fails a day, with all that it has, at a random time; it is replaced, and the copies that are lacking
-are made again within `RECOPY_SECONDS`, in which the job also starts again. A share of the failures takes a whole rack of
-16 hosts (a switch, a power supply). A failure *loses memory* where a file of the newest copied save is on no host that is
-left: then the run goes back to its root. For each number of copies, with racks named as failure domains and without:
-how many failures of a month do that, how likely a month without any is, and the steps that go with it.
+are made again within `RECOPY_SECONDS`, in which the job also starts again. A share of the failures takes a whole rack
+of 16 hosts (a switch, a power supply). A failure *loses memory* where a file of the newest copied save is on no host
+that is left: then the run goes back to its root. For each number of copies, with racks named as failure domains and
+without: how many failures of a month do that, how likely a month without any is, and the steps that go with it.
 
 Rates: Llama 3's 54 days on 16,384 GPUs had 419 unexpected interruptions (Grattafiori et al. 2024, section 3.3.4, table
 5), some 8 a day on 2,048 hosts of 8, of which not all take a host's memory with them: one a day for 1,024 hosts is of
@@ -93,10 +93,10 @@ def main() -> None:
         "hosts that it fetches from",
     ]
     notes = (
-        f"{HOSTS:,} hosts of 8 ranks, {MONTHS:,} simulated months of {DAYS} days, one failure of a host a day, copies made "
-        f"again after {RECOPY_SECONDS / 60:g} minutes. A failure costs half of {EVERY_MEMORY} steps in the mean while "
-        f"memory is whole somewhere, and half of {EVERY_ROOT} (the root's) where it is not. 70 B parameters of 12 bytes "
-        "each. Nothing here was run on so many hosts; the sources of the rates are in `benchmarks/lost_hosts.py`."
+        f"{HOSTS:,} hosts of 8 ranks, {MONTHS:,} simulated months of {DAYS} days, one failure of a host a day, copies "
+        f"made again after {RECOPY_SECONDS / 60:g} minutes. A failure costs half of {EVERY_MEMORY} steps in the mean "
+        f"while memory is whole somewhere, and half of {EVERY_ROOT} (the root's) where it is not. 70 B parameters of "
+        "12 bytes each. Nothing here was run on so many hosts; where the rates are from stands in the script."
     )
     print(write_table("lost_hosts", "What failures of hosts cost, simulated", header, rows, notes))
 

@@ -45,7 +45,9 @@ def rank_of_four(root, stage, rounds):
     return live_through(root, int(os.environ["RANK"]), stage, rounds)
 
 
-@pytest.mark.parametrize("stage", ["lazy", *[pytest.param(each, marks=pytest.mark.exhaustive) for each in (None, "now")]])
+@pytest.mark.parametrize(
+    "stage", ["lazy", *[pytest.param(each, marks=pytest.mark.exhaustive) for each in (None, "now")]]
+)
 def test_the_same_manager_goes_on_in_another_process_group(tmp_path, stage):
     results = run_ranks(4, rank_of_four, str(tmp_path), stage, len(SIZES), backend=None)
     assert [start for start, _, _ in results[0]] == [0, 3, 6, 9]

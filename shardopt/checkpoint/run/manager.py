@@ -46,6 +46,7 @@ from shardopt.errors import ShardoptError, StateError
 from shardopt.ranks import DEADLINE_SECONDS, Group, ranks_of
 from shardopt.state import Tied, refuse_no_regex
 from shardopt.stopping import Stop
+from shardopt.world import world
 
 _log = logging.getLogger("shardopt.checkpoint")
 
@@ -145,6 +146,7 @@ class Manager:
         if stop_signal is not None:
             self._stop = Stop(stop_signal, 128 + stop_signal if exit_code is None else exit_code, stop_seconds)
         refuse_unfit_tiers(tiers, incremental)
+        self._committing = world().lock()
         self._tiers = Tiers(tiers, self._root, deadline_seconds, group)
         self._slow_saves = SlowSaves(None if self._stop is None or ranks_of(group).rank else stop_seconds)
 
@@ -317,7 +319,7 @@ class Manager:
         self._last = None
         self._keeper.restored(place, restored.damaged)
         self._upload_newest(restored.damaged)
-        self._tiers.restored(place, restored.candidate.url)
+        self._tiers.restored(place, restored.candidate.url, step is not None or branch is not None)
         self._announce(summary_of(restored))
         self._slow_saves.look_at(restored.candidate.url, restored.report.save_seconds)
         return place.step
@@ -453,8 +455,6 @@ class Manager:
         on_tiers = [] if stop is not None or force else self._tiers.urls(place)
         if on_tiers:
             self._tiers.prepare()
-        else:
-            self._tiers.wait()  # so that two do not save to the root at one time
         url, *instead = (*on_tiers, self._root.checkpoint(place).url)
         numbers = _numbers_or_none(metrics)
         if self._stage is not None and stop is None:
@@ -501,15 +501,16 @@ class Manager:
             self._after_commit_here(place, report, metrics)
 
     def _after_commit_here(self, place: Place, report: SaveReport, metrics: Mapping[str, float]) -> None:
-        """Does the same for a checkpoint that is under the root."""
+        """Does the same for a checkpoint that is under the root; one from a tier may come beside another save."""
         url = self._root.checkpoint(place).url
-        self._slow_saves.look_at(url, report.seconds)
-        self._known[place] = self._base = url
-        if self._mirror is not None:
-            self._upload(place)
-        if self._exporter is not None:
-            self._exporter.offer(place, url, metrics)
-        self._keeper.tidy(place, metrics)
+        with self._committing:
+            self._slow_saves.look_at(url, report.seconds)
+            self._known[place] = self._base = url
+            if self._mirror is not None:
+                self._upload(place)
+            if self._exporter is not None:
+                self._exporter.offer(place, url, metrics)
+            self._keeper.tidy(place, metrics)
 
     def _upload(self, place: Place) -> None:
         assert self._mirror is not None

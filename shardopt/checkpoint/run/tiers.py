@@ -170,14 +170,15 @@ class Tiers:
                     found.setdefault(place.step, {})[tier.path] = survives
         return found
 
-    def restored(self, place: Place | None, url: str | None) -> None:
-        """Removes what is newer than the checkpoint that the run goes on from, and copies that one again.
+    def restored(self, place: Place | None, url: str | None, taken_back: bool = False) -> None:
+        """Removes what is newer than the checkpoint that the run goes on from, and copies that one again. Collective.
 
-        What is newer is not whole on the hosts that are left, or was set aside; its places are to be saved to once
-        more. Collective.
+        What is newer is not whole on the hosts that are left, and its places are to be saved to once more.
 
         Args:
             place, url: of the checkpoint; None where there was none.
+            taken_back: whether the run goes on from it on another branch. Then what is newer stays, until the tier
+                has as many of that branch as it keeps.
         """
         if not self._tiers:
             return
@@ -190,8 +191,9 @@ class Tiers:
                     self._clear(hosts, lambda other: other.branch == branch and other.step > step)
 
         self.prepare()
-        what = f"clearing what is newer than step {max(step, 0)}"
-        self._ranks.agree(what, work=clear, deadline_seconds=self._deadline_seconds)
+        if not taken_back:
+            what = f"clearing what is newer than step {max(step, 0)}"
+            self._ranks.agree(what, work=clear, deadline_seconds=self._deadline_seconds)
         for copied in self._copied.values():
             copied.clear()
         self._failure = None  # of what came to nothing before, and was logged
@@ -303,7 +305,7 @@ class Tiers:
         newest = sorted(each for each in self._copied[number] if each.branch == place.branch)[-tier.keep_last :]
         if len(newest) == tier.keep_last and hosts.is_leader:
             oldest = newest[0].step
-            self._clear(hosts, lambda other: other.branch == place.branch and other.step < oldest)
+            self._clear(hosts, lambda other: other.branch < place.branch or other.step < oldest)
         self._copied[number] = set(newest)
         return whole
 
