@@ -203,3 +203,41 @@ def test_a_host_that_is_full_goes_to_the_next_tier_with_one_warning(tmp_path):
     assert start == 0 and where[1] == {"root": None}  # no tier but the full one was due
     assert len([line for line in lines if "instead" in line]) == 1 and os.strerror(errno.ENOSPC) in lines[0]
     assert where[2]["memory"] == 1 and where[2]["disk"] == 0
+
+
+def take_back(root, hosts):
+    train(root, hosts, 5)
+    manager = manager_of(root, hosts)
+    app = app_of(0)
+    assert manager.restore(app, step=4) == 4
+    app |= app_of(40)  # another future
+    app["step"] = 5
+    manager.save(5, app)
+    manager.close()
+    manager = manager_of(root, hosts)
+    app = app_of(0)
+    assert manager.restore(app) == 5 and manager.branch == 1
+    assert torch.equal(app["rows"].full_tensor(), value(40))
+    assert manager.restore(app, step=5, branch=0) == 5  # set aside, and still in memory
+    assert_is(app, 5)
+    manager.close()
+
+
+def test_a_run_that_is_taken_back_goes_on_on_its_own_branch(tmp_path):
+    run_ranks(2, take_back, str(tmp_path), (0, 1))
+
+
+def save_alone(root):
+    for step in (1, 2):
+        manager = checkpoint.Manager(f"{root}/root", tiers=[Tier(f"{root}/memory", every=1, copies=2)], every=2)
+        app = {"x": torch.zeros(3), "step": 0}
+        assert manager.restore(app) == step - 1 == app["step"]
+        assert torch.equal(app["x"], torch.full((3,), step - 1.0))
+        manager.save(step, {"x": torch.full((3,), float(step)), "step": step})
+        manager.close()
+    return manager.where()
+
+
+def test_one_process_has_tiers_too(tmp_path):
+    expected = {1: {f"{tmp_path}/memory": 0}, 2: {f"{tmp_path}/memory": 0, f"{tmp_path}/root": None}}
+    assert run_ranks(1, save_alone, str(tmp_path), backend=None) == [expected]

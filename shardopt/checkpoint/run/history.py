@@ -174,14 +174,15 @@ class History:
             raise CheckpointError("ranks do not see the same root", [problem])
         return [list(place) for place in committed]
 
-    def take_back(self, step: int, seen_from: int, beyond: Beyond) -> None:
+    def take_back(self, step: int, seen_from: int, beyond: Beyond, on_tiers: Sequence[Candidate] = ()) -> None:
         """Makes the run go on from a step of a branch, if it does not already. Collective.
 
         Args:
             beyond: "set_aside" or "remove": the fate of checkpoints that were saved after it.
+            on_tiers: as for `candidates`.
         """
         branches = self.branches or Branches()
-        later = [each for each in self.candidates(seen_from) if each.place.step > step]
+        later = [each for each in self.candidates(seen_from, on_tiers=on_tiers) if each.place.step > step]
         if seen_from == branches.current and not later:
             return
         record = branches.taken_back(step, seen_from, beyond)

@@ -319,7 +319,8 @@ class Manager:
         self._last = None
         self._keeper.restored(place, restored.damaged)
         self._upload_newest(restored.damaged)
-        self._tiers.restored(place, restored.candidate.url, step is not None or branch is not None)
+        keeps_later = (step is not None or branch is not None) and beyond == "set_aside"
+        self._tiers.restored(place, restored.candidate.url, keeps_later)
         self._announce(summary_of(restored))
         self._slow_saves.look_at(restored.candidate.url, restored.report.save_seconds)
         return place.step
@@ -390,7 +391,7 @@ class Manager:
         return self._keeper.branches
 
     def _take_back(self, step: int, seen_from: int, beyond: Beyond) -> None:
-        self._history.take_back(step, seen_from, beyond)
+        self._history.take_back(step, seen_from, beyond, self._tiers.candidates())
         self._keeper.branches = self._history.branches or Branches()
         if beyond == "remove":
             ranks_of(self._group).agree(  # in a round, so that no rank is taken for dead meanwhile

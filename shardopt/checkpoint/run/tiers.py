@@ -170,14 +170,14 @@ class Tiers:
                     found.setdefault(place.step, {})[tier.path] = survives
         return found
 
-    def restored(self, place: Place | None, url: str | None, taken_back: bool = False) -> None:
+    def restored(self, place: Place | None, url: str | None, keeps_later: bool = False) -> None:
         """Removes what is newer than the checkpoint that the run goes on from, and copies that one again. Collective.
 
         What is newer is not whole on the hosts that are left, and its places are to be saved to once more.
 
         Args:
             place, url: of the checkpoint; None where there was none.
-            taken_back: whether the run goes on from it on another branch. Then what is newer stays, until the tier
+            keeps_later: whether the run goes on from it on another branch. Then what is newer stays, until the tier
                 has as many of that branch as it keeps.
         """
         if not self._tiers:
@@ -191,7 +191,7 @@ class Tiers:
                     self._clear(hosts, lambda other: other.branch == branch and other.step > step)
 
         self.prepare()
-        if not taken_back:
+        if not keeps_later:
             what = f"clearing what is newer than step {max(step, 0)}"
             self._ranks.agree(what, work=clear, deadline_seconds=self._deadline_seconds)
         for copied in self._copied.values():
