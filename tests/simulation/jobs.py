@@ -22,7 +22,7 @@ from tests.simulation.world import SimulatedGroup, SimulatedWorld, begin_process
 
 ROOT = "/sim/run"
 MIRROR = f"{PROTOCOL}://bucket/run"
-_SHARED, _LAYERS = ("w",), 4
+_SHARED = ("w",)
 
 
 @dataclass
@@ -48,9 +48,9 @@ class Told:
 class App:
     """What a rank trains: tensors that all ranks have, those of its stage of the model, and plain values."""
 
-    def __init__(self, job: Job, number: int, rank: int) -> None:
+    def __init__(self, job: Job, number: int, rank: int, layers: int) -> None:
         self.tensors = {name: torch.zeros(3) for name in _SHARED}
-        self.stage = {f"layer{i}": torch.zeros(2) for i in range(_LAYERS) if not job.stages or i % job.ranks == rank}
+        self.stage = {f"layer{i}": torch.zeros(2) for i in range(layers) if not job.stages or i % job.ranks == rank}
         self.state = {
             "model": _Slow({**self.tensors}, job.state_seconds if rank == job.slow_rank else 0.0),
             "stage": dict(self.stage),
@@ -230,7 +230,7 @@ class RunningJob:
 
     def _train(self, group: SimulatedGroup, rank: int) -> None:
         job = self.job
-        app = App(job, self.number, rank)
+        app = App(job, self.number, rank, layers=max(each.ranks for each in self.schedule.jobs))
         manager = Manager(
             ROOT,
             mirror=MIRROR if job.mirror else None,

@@ -27,6 +27,9 @@ class SimulatedLock:
             self.depth += 1
             return True
         scheduler.pause(scheduler.draw(_SECONDS))
+        if self.owner is None:
+            self.owner, self.depth = task, 1
+            return True
         end = None if timeout < 0 else scheduler.now + timeout
         while self.owner is not None:
             assert task is not None
@@ -52,8 +55,7 @@ class SimulatedLock:
     def locked(self) -> bool:
         return self.owner is not None
 
-    def __enter__(self) -> bool:
-        return self.acquire()
+    __enter__ = acquire
 
     def __exit__(self, *exc_info: Any) -> None:
         self.release()
@@ -105,10 +107,10 @@ class SimulatedCondition:
         self.acquire, self.release = self._lock.acquire, self._lock.release
 
     def __enter__(self) -> bool:
-        return self._lock.acquire()
+        return self.acquire()
 
     def __exit__(self, *exc_info: Any) -> None:
-        self._lock.release()
+        self.release()
 
     def wait(self, timeout: float | None = None) -> bool:
         task, depth = self._scheduler.current, self._lock.depth

@@ -8,9 +8,9 @@ import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -182,6 +182,7 @@ def end_process() -> None:
     _namespace("shardopt.ranks.connections.node")["_stop_all"]()
 
 
+@lru_cache
 def _namespace(module: str) -> dict[str, Any]:
     return vars(importlib.import_module(module))  # not by attributes: `checkpoint.save` is a function
 
@@ -191,10 +192,7 @@ _POLICY = RetryPolicy(attempts=4, pause_seconds=0.05, longest_pause_seconds=0.4,
 
 @contextmanager
 def simulated(world: SimulatedWorld) -> Iterator[None]:
-    """Puts the world in place, and what the package reaches for past it.
-
-    Garbage is collected at the end alone: what is done when an object goes would else come at another time in each run.
-    """
+    """Puts the world in place, and what the package reaches for past it. To be called `without_garbage`."""
     fake_os = SimulatedOs(world.files)
     scheduler = world.scheduler
 
@@ -211,18 +209,44 @@ def simulated(world: SimulatedWorld) -> Iterator[None]:
         ("shardopt.ranks.ranks", "accelerator_of", lambda group: None),
         ("shardopt.ranks.ranks", "_job_size", lambda: getattr(world._process(), "job_size", 1)),
     ]
-    enabled, grad_mode = gc.isenabled(), torch.is_grad_enabled()
-    gc.disable()
-    with ExitStack() as stack:
-        for module, name, value in patches:
-            stack.enter_context(mock.patch.dict(_namespace(module), {name: value}))
-        for kept_by, name, _ in _KEPT_BY_PROCESS:
-            stack.callback(_namespace(kept_by).__setitem__, name, _namespace(kept_by)[name])
-        stack.enter_context(using(world))
-        try:
+    names = [
+        *((module, name) for module, name, _ in patches),
+        *((module, name) for module, name, _ in _KEPT_BY_PROCESS),
+    ]
+    before = [(_namespace(module), name, _namespace(module).get(name, _ABSENT)) for module, name in names]
+    grad_mode = torch.is_grad_enabled()
+    # One by one: a module whose whole namespace is put in place anew is looked up anew everywhere, which is slow.
+    for module, name, value in patches:
+        _namespace(module)[name] = value
+    try:
+        with using(world):
             yield
-        finally:
-            scheduler.give_up()
-            torch._C._set_grad_enabled(grad_mode)
-            if enabled:
-                gc.enable()
+    finally:
+        for namespace, name, value in before:
+            if value is _ABSENT:
+                namespace.pop(name, None)
+            else:
+                namespace[name] = value
+        scheduler.give_up()
+        torch._C._set_grad_enabled(grad_mode)
+
+
+_ABSENT = object()
+
+
+@contextmanager
+def without_garbage() -> Iterator[None]:
+    """Collects garbage at the end alone: what is done when an object goes would else come at another time in each run.
+
+    Only what was made meanwhile is looked at: all of torch would take longer than a schedule.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.collect()
+        gc.unfreeze()
+        if enabled:
+            gc.enable()
