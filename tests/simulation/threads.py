@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future
 from typing import Any
 
-from tests.simulation.tasks import Process, Scheduler, Task
+from tests.simulation.tasks import Killed, Process, Scheduler, Task
 
 _SECONDS = 2e-6  # that a lock takes: enough for another thread to come first
 
@@ -212,6 +212,8 @@ class SimulatedPool(Executor):
                 future.cancel()
         while wait and self._running:
             self._running[0].join()
+            if self._process.dead:  # what was not begun then never is
+                raise Killed
 
 
 def wait_for_any(scheduler: Scheduler, futures: Iterable[Future[Any]]) -> set[Future[Any]]:
