@@ -7,12 +7,14 @@ import logging
 import re
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from typing import Any
 from unittest import mock
 
 from shardopt import checkpoint
 from shardopt.checkpoint import agree_plan
+from shardopt.checkpoint.sources.read_manifest import read_manifest
 from shardopt.world import world as current_world
-from tests.simulation.jobs import MIRROR, ROOT, Ledger, RunningJob, Told
+from tests.simulation.jobs import MIRROR, ROOT, Ledger, RunningJob, Told, judge_exports
 from tests.simulation.schedule import DEADLINE_SECONDS, Job, Schedule
 from tests.simulation.store import StoreServer
 from tests.simulation.tasks import Process, Scheduler
@@ -116,6 +118,7 @@ def _verify(world: SimulatedWorld, jobs: list[RunningJob]) -> list[str]:
         _end(world, job.processes)
     gone = [path for path in jobs[0].ledger.files_of_user if world.files.find(path) is None]
     problems = [f"{path}, which was its user's, was removed" for path in gone]
+    committed: defaultdict[int, set[Any]] = defaultdict(set)  # step → the jobs of which there is a checkpoint of it
     reader = Process(scheduler, "reader", "reader")
     unreadable = {step for job in jobs for step in job.ledger.unreadable}
 
@@ -128,6 +131,9 @@ def _verify(world: SimulatedWorld, jobs: list[RunningJob]) -> list[str]:
                 if name.startswith("step-") and storage.child(name).exists("manifest.json"):
                     url = storage.child(name).url
                     report = checkpoint.verify(url)
+                    if root == ROOT:
+                        values = read_manifest(storage.child(name))[0].values
+                        committed[values["step"][1]].add(values["job"][1])
                     # What it refers to may be in one that cannot be read.
                     if any(root != ROOT or unreadable.isdisjoint(_steps_in(each.key)) for each in report.problems):
                         problems.append(f"{url} is committed, and not whole: {report}")
@@ -135,7 +141,11 @@ def _verify(world: SimulatedWorld, jobs: list[RunningJob]) -> list[str]:
     reader.start(read)
     if not scheduler.run(lambda: reader.dead, scheduler.now + 1000):
         problems.append("reading does not end")
-    return problems
+    if not any(job.job.keep_last for job in jobs):  # then nothing is ever removed
+        for step, number in jobs[0].ledger.committed.items():
+            if number not in committed[step]:
+                problems.append(f"step {step}, which job {number} has committed, is lost")
+    return problems + judge_exports(world, jobs)
 
 
 def _steps_in(url: str) -> list[int]:
@@ -197,9 +207,12 @@ def _is_told_at_once(running: RunningJob, told: Told) -> bool:
 def _has_no_excuse(running: RunningJob, told: Told) -> bool:
     """Whether nothing has hit a job, nor does it do anything for which it is to be refused."""
     job, number = running.job, running.number
-    if told.call == "misfit" or job.bad_metrics or job.astray:
+    if told.call == "misfit" or job.bad_metrics or job.astray or running.disturbed:
         return False
-    return not any(fault.job == number and fault.kind != "unreadable" for fault in running.schedule.faults)
+    if job.mirror and running.ledger.unreadable and "UnreadableError" in told.text:
+        return False  # in copying one that was not the newest any more, and so was not looked at by a restore
+    harmless = ("unreadable", "signal")  # who was hit by a signal before it listened is disturbed
+    return not any(fault.job == number and fault.kind not in harmless for fault in running.schedule.faults)
 
 
 _LOST = re.compile(r"ranks? ([0-9, and]+?) (?:died|gave no sign of life|has ended|have ended)")

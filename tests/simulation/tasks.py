@@ -43,6 +43,8 @@ class Process:
         self.at_operation: defaultdict[int, list[Callable[[], None]]] = defaultdict(list)
         self.at_exit: list[Callable[[], None]] = []  # by the program, once its threads have ended
         self.at_end: list[Callable[[], None]] = []  # by the system, whatever ends it
+        self.listeners: list[tuple[Callable[[], None], Callable[[], None]]] = []  # for the signal; in the main thread,
+        # and in one of their own
         self._held: list[tuple[Task, int]] = []
 
     def start(self, function: Callable[[], object]) -> None:
@@ -86,6 +88,17 @@ class Process:
                 raise KeyboardInterrupt
             main.interrupted = True
             self.scheduler.push(self.scheduler.now, main)
+
+    def signal(self) -> None:
+        """Sends it the signal by which it is told to stop: the end of a process that does not listen."""
+        if self.dead:
+            return
+        self.scheduler.note(self.name, "is told to stop")
+        if not self.listeners:
+            self.kill()
+        for in_main_thread, in_thread in self.listeners:
+            in_main_thread()
+            Task(self, in_thread, "signals", daemon=True).start()
 
     def stop(self) -> None:
         """Stops it, as by SIGSTOP."""

@@ -225,3 +225,15 @@ def wait_for_any(scheduler: Scheduler, futures: Iterable[Future[Any]]) -> set[Fu
     if not any(future.done() for future in futures):
         event.wait()
     return {future for future in futures if future.done()}
+
+
+class SimulatedListener:
+    """As `shardopt.signals.Listener`, for the one signal that there is."""
+
+    def __init__(self, process: Process, in_main_thread: Callable[[], None], in_thread: Callable[[], None]) -> None:
+        self._process, self._functions = process, (in_main_thread, in_thread)
+        process.listeners.append(self._functions)
+
+    def close(self) -> None:
+        if self._functions in self._process.listeners:
+            self._process.listeners.remove(self._functions)

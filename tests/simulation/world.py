@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,11 +24,12 @@ from tests.simulation.files import FileSystem, SimulatedOs
 from tests.simulation.objects import PROTOCOL, ObjectFileSystem, ObjectStore
 from tests.simulation.sockets import Fabric, SimulatedSelector, SimulatedSocket
 from tests.simulation.store import Network, SimulatedStore, StoreServer
-from tests.simulation.tasks import Process, Scheduler
+from tests.simulation.tasks import Killed, Process, Scheduler
 from tests.simulation.threads import (
     SimulatedCondition,
     SimulatedEvent,
     SimulatedFuture,
+    SimulatedListener,
     SimulatedLock,
     SimulatedPool,
     SimulatedThread,
@@ -148,6 +150,13 @@ class SimulatedWorld(World):
     def socket_pair(self) -> Any:
         return self.fabric.pair(self._process())
 
+    def exit_at_once(self, code: int) -> None:
+        """As `os._exit`."""
+        process = self._process()
+        process.gives_up()  # type: ignore[attr-defined]  # given by the job
+        process.kill()
+        raise Killed
+
     def open_storage(self, url: str, durable: bool, opener: Callable[[str, bool], Any]) -> Any:
         if url.startswith(f"{PROTOCOL}://"):
             return RemoteStorage(ObjectFileSystem(self.objects), url.removeprefix(f"{PROTOCOL}://"))
@@ -202,6 +211,8 @@ def simulated(world: SimulatedWorld) -> Iterator[None]:
         ("shardopt.checkpoint.storage.local", "_sync_file_range", None),
         ("shardopt.checkpoint.run.root", "os", fake_os),
         ("shardopt.checkpoint.storage.retry", "RETRY_POLICY", _POLICY),
+        ("shardopt.stopping", "Listener", lambda signum, *functions: SimulatedListener(world._process(), *functions)),
+        ("shardopt.stopping", "os", SimpleNamespace(_exit=world.exit_at_once, write=lambda fd, data: len(data))),
         # Buffers of their own size would cost more than all else that is done with so few bytes.
         ("shardopt.checkpoint.reading.fetch", "_BATCH_BYTES", 1 << 12),
         ("shardopt.checkpoint.reading.fetch", "_FAR_BATCH_BYTES", 1 << 12),

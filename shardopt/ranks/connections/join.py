@@ -119,9 +119,7 @@ def connect(
     return None
 
 
-def _prove(
-    link: Link, meeting: Meeting, goes_on: Callable[[], bool], is_last: Callable[[], bool]
-) -> list[Message]:
+def _prove(link: Link, meeting: Meeting, goes_on: Callable[[], bool], is_last: Callable[[], bool]) -> list[Message]:
     side = Connecting(meeting)
     came: list[Message] = []
     with closing(world().selector()) as selector:
