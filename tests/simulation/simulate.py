@@ -174,7 +174,9 @@ def _judge(schedule: Schedule, ledger: Ledger, jobs: list[RunningJob]) -> list[s
     beside = any(fault.kind in ("stop", "cut") for fault in schedule.faults)
     for told in ledger.told:
         # A rank of the job before, at last: it has committed there, or cleared away what it took for remains.
-        was_first = beside and ("the path is taken" in told.text or "do not share the storage" in told.text)
+        was_first = beside and (
+            _WAS_FIRST.search(told.text) or (jobs[told.job].job.mirror and _COPIES.search(told.text))
+        )
         if not told.ok and _has_no_excuse(jobs[told.job], told) and not was_first and not ledger.may_fail:
             problems.append(f"a call failed in a job without faults: {told}")
     for number, job in enumerate(jobs):
@@ -215,6 +217,9 @@ def _has_no_excuse(running: RunningJob, told: Told) -> bool:
     return not any(fault.job == number and fault.kind not in harmless for fault in running.schedule.faults)
 
 
+_WAS_FIRST = re.compile("the path is taken|do not share the storage")
+_COPIES = re.compile("does not see the files of other ranks|were removed while it was committed|found no such file")
+"""What is said of a copy that another process makes too, or whose original another process has removed by its rules."""
 _LOST = re.compile(r"ranks? ([0-9, and]+?) (?:died|gave no sign of life|has ended|have ended)")
 
 
