@@ -124,8 +124,9 @@ def publish_checkpoint(storage: Storage, manifest: Manifest, data: bytes, base: 
     if manifest.referred_files and base is not None and not base.is_there():
         gone.append(f"{base.source.url}/{MANIFEST_NAME}")
     if missing or gone:
-        if storage.read(MANIFEST_NAME) == data:
-            storage.remove_durably(MANIFEST_NAME)
+        with suppress(FileNotFoundError):  # whoever has removed the files has come to the manifest meanwhile
+            if storage.read(MANIFEST_NAME) == data:
+                storage.remove_durably(MANIFEST_NAME)
         _refuse_gone(gone)
         remedy = "give each job a path of its own"
         problems = [Problem(each, "no such file any more", "what was written", remedy) for each in missing]
