@@ -228,8 +228,10 @@ class RunningJob:
         ledger.unreadable.add(int(whole[-1].split("-")[1]))
         ledger.committed.pop(int(whole[-1].split("-")[1]), None)  # it may be saved anew
         self.world.scheduler.note("storage", f"cannot read {whole[-1]} any more")
-        # Others may refer to its files, or belong to no branch that is known here.
+        # Others may refer to its files, belong to no branch that is known here, or be just about to be removed.
         simple = not any(job.incremental or job.back or job.misfit for job in self.schedule.jobs)
+        if any(fault.kind in ("stop", "cut") for fault in self.schedule.faults):
+            simple = simple and not any(job.keep_last for job in self.schedule.jobs)
         ledger.least = int(whole[-2].split("-")[1]) if simple and len(whole) > 1 else 0
         ledger.may_fail |= not ledger.least
 

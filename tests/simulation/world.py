@@ -249,14 +249,17 @@ _ABSENT = object()
 def without_garbage() -> Iterator[None]:
     """Collects garbage at the end alone: what is done when an object goes would else come at another time in each run.
 
-    Only what was made meanwhile is looked at: all of torch would take longer than a schedule.
+    Only what was made meanwhile is looked at: all of torch would take longer than a schedule. Finalizers of it are
+    dropped, as they are with a process: what they hold on to has all the rest.
     """
-    enabled = gc.isenabled()
+    enabled, finalizers = gc.isenabled(), set(weakref.finalize._registry)  # type: ignore[attr-defined]  # private
     gc.disable()
     gc.freeze()
     try:
         yield
     finally:
+        for finalizer in weakref.finalize._registry.keys() - finalizers:  # type: ignore[attr-defined]
+            finalizer.detach()
         gc.collect()
         gc.unfreeze()
         if enabled:
