@@ -172,6 +172,7 @@ _KEPT_BY_PROCESS: list[tuple[str, str, Callable[[], Any]]] = [
     ("shardopt.checkpoint.sources.referred", "_bytes_of", dict),
     ("shardopt.checkpoint.async_save", "_default", AsyncSaver),
     ("shardopt.checkpoint.async_save", "_of_members", dict),
+    ("shardopt.ranks.groups", "_of_group", weakref.WeakKeyDictionary),
     ("shardopt.ranks.connections.node", "_nodes", weakref.WeakValueDictionary),
     ("shardopt.ranks.connections.tree", "RANKS_PER_BLOCK", lambda: 128),
 ]
