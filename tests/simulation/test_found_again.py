@@ -20,11 +20,11 @@ FOUND = {
         replace(STOPPED, faults=(Fault("stop", 0, at=at, beside=200),)) for at in range(8, 40)
     ],
     broken.published_over_others: [
-        replace(STOPPED, faults=(Fault("stop", 0, at=at, beside=200),)) for at in range(8, 40)
+        replace(STOPPED, faults=(Fault("stop", 0, at=at, beside=200),)) for at in range(18, 22)
     ],
     broken.no_second_look_for_a_manifest: [
         replace(CLEARED, faults=(Fault("stop", 0, at=20, beside=at), Fault("stop", 1, at=at, seconds=0.05)))
-        for at in range(30, 60)
+        for at in range(30, 36)
     ],
     broken.branches_known_only_after_the_load: [Schedule(1, ON_A_BRANCH)],
     broken.no_branches: [Schedule(1, (Job(saves=3, keep_last=2), Job(back=1, saves=2, keep_last=2)))],
