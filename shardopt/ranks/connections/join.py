@@ -4,8 +4,8 @@ session                   the last session that a rank 0 has begun: its name, it
 <name>/leader/<rank>      where a leader of that session listens; rank 0 has taken it by then
 <name>/broken/<session>   the error by which a session ended
 
-The first two are deleted once all ranks have an answer. Until then nothing says that a session is of this job: whoever
-is refused, or cut off, reads `session` again.
+The first is emptied and the second deleted once all ranks have an answer. Until then nothing says that a session is of
+this job: whoever is refused, or cut off, reads `session` again.
 """
 
 from __future__ import annotations
@@ -48,7 +48,11 @@ class Entry:
 
 def publish(store: Store, key: str, entry: Entry) -> None:
     """Writes an entry."""
-    store.set(key, json.dumps([entry.name, entry.key, entry.at]))
+    store.set(key, _text_of(entry))
+
+
+def _text_of(entry: Entry) -> str:
+    return json.dumps([entry.name, entry.key, entry.at])
 
 
 def read(store: Store, key: str) -> Entry | None:
@@ -183,9 +187,11 @@ def within(seconds: float, question: Callable[[], T]) -> T:
 
 
 def delete(store: Store, keys: Sequence[str], session: Entry) -> None:
-    """Deletes what is needed no more once all have joined; `session` only where it is this one's."""
-    entry = read(store, "session")
-    if entry is not None and entry.name == session.name:
-        store.delete_key("session")
+    """Deletes what is needed no more once all have joined; of `session` an empty entry stays.
+
+    By one request that changes this session's entry and no other: where it is late, as that of a process that was
+    stopped, the entry of the job that was started next may stand there.
+    """
+    store.compare_set("session", _text_of(session), _NOTHING)
     for key in keys:
         store.delete_key(key)
