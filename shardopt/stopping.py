@@ -17,7 +17,7 @@ import sys
 from functools import partial
 from typing import NoReturn
 
-from shardopt.ranks import Halt, Ranks
+from shardopt.ranks import DEADLINE_SECONDS, Halt, Ranks
 from shardopt.signals import Listener
 from shardopt.world import world
 
@@ -44,27 +44,30 @@ class Stop:
         self._deadline_runs = world().lock()  # acquired for good once it does
         self._listener = Listener(signum, self._signaled.set, self._on_signal)
 
-    def after(self, step: int, ranks: Ranks) -> bool:
+    def after(self, step: int, ranks: Ranks, deadline_seconds: float = DEADLINE_SECONDS) -> bool:
         """Whether all ranks are to stop after this step.
 
         Every rank asks for the same steps, in the same order; the first question is collective, the others are not.
+
+        Args:
+            deadline_seconds: how long a rank may not answer before the others give up; that of the first question.
 
         Raises:
             RankError: at the first question, a rank that did not ask; once all are to stop, one that does not answer.
         """
         if step != self._asked_for:
             if self._stops_at is None:
-                self._stops_at = self._ask(self._asked + 1, ranks)
+                self._stops_at = self._ask(self._asked + 1, ranks, deadline_seconds)
                 if self._stops_at is not None:
                     self._start_deadline()
             # Not before: a question that was interrupted is asked again, or this rank would count fewer than others.
             self._asked_for, self._asked = step, self._asked + 1
         return self._stops_at is not None and self._asked >= self._stops_at
 
-    def _ask(self, question: int, ranks: Ranks) -> int | None:
+    def _ask(self, question: int, ranks: Ranks, deadline_seconds: float) -> int | None:
         """Returns the question after which all stop; None while there is none: this rank is past this one then."""
         if self._halt is None or self._halt[0] is not ranks:
-            self._halt = ranks, ranks.halt(_QUESTION)
+            self._halt = ranks, ranks.halt(_QUESTION, deadline_seconds)
         return self._halt[1].at(question, self._signaled.is_set())
 
     def leave(self) -> NoReturn:

@@ -141,8 +141,9 @@ def publish_checkpoint(storage: Storage, manifest: Manifest, data: bytes, base: 
     if manifest.referred_files and base is not None and not base.is_there():
         gone.append(f"{base.source.url}/{MANIFEST_NAME}")
     if missing or gone:
-        if storage.read(MANIFEST_NAME) == data:
-            storage.remove_durably(MANIFEST_NAME)
+        with suppress(FileNotFoundError):  # whoever has removed the files has come to the manifest meanwhile
+            if storage.read(MANIFEST_NAME) == data:
+                storage.remove_durably(MANIFEST_NAME)
         _refuse_gone(gone)
         remedy = "give each job a path of its own"
         problems = [Problem(each, "no such file any more", "what was written", remedy) for each in missing]
@@ -251,18 +252,27 @@ def _stored_tensors(plan: SavePlan) -> StoredTensors:
 
 
 def discard(storage: Storage, save_id: str) -> None:
-    """Removes the files of a failed save, and no others, unless it is committed all the same or may yet be."""
+    """Removes the files of a failed save, and no others, unless it is committed all the same or may yet be.
+
+    Of a copy there may be a second process that makes it anew, and commits it now: then its manifest is removed too.
+    """
     with suppress(Exception):  # the error that is being raised must not be hidden by another
-        try:
-            committed = read_manifest(storage)[0].save_id
-        except CheckpointNotFoundError:
-            committed = None
-        if committed != save_id and not storage.may_appear(MANIFEST_NAME):
+        if _committed_id(storage) != save_id and not storage.may_appear(MANIFEST_NAME):
             own = [name for name in storage.names() if FILE_NAME.fullmatch(name) and name.startswith(f"{save_id}-")]
             referred = referred_in(storage) if own else ()  # to the first copies of what is copied again
-            for name in own:
-                if name not in referred:
-                    storage.remove(name)
+            removed = [name for name in own if name not in referred]
+            for name in removed:
+                storage.remove(name)
+            if removed and _committed_id(storage) == save_id:
+                storage.remove_durably(MANIFEST_NAME)
+
+
+def _committed_id(storage: Storage) -> str | None:
+    """Returns the id of the save that is committed; None where there is none."""
+    try:
+        return read_manifest(storage)[0].save_id
+    except CheckpointNotFoundError:
+        return None
 
 
 def remove_checkpoint(storage: Storage) -> None:

@@ -6,6 +6,7 @@ Prints its trace, and, where it fails, a smaller schedule that fails too, as cod
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
 
@@ -27,7 +28,8 @@ def main() -> int:
     print(outcome)
     print(f"{len(outcome.trace)} operations, digest {outcome.digest}, {len(outcome.problems)} problems")
     if outcome.problems and not arguments.as_drawn:
-        smaller = shrink(outcome.schedule, lambda schedule: bool(simulate(schedule).problems))
+        wanted = _kind(outcome.problems[0])
+        smaller = shrink(outcome.schedule, lambda schedule: wanted in map(_kind, simulate(schedule).problems))
         print("\nA smaller schedule that fails too, and what it does:\n")
         print(simulate(smaller))
     return 1 if outcome.problems else 0
@@ -44,6 +46,11 @@ def _run_many(first: int, count: int) -> int:
     rate = count / (time.process_time() - begin)
     print(f"{count} schedules, {len(digests)} distinct, {failed} failed, {rate:.0f} a second of CPU")
     return 1 if failed else 0
+
+
+def _kind(problem: str) -> str:
+    """Returns what a problem has in common with others that have the same cause, as far as its text tells."""
+    return re.sub(r"\S*[\d/]\S*", "", problem.partition("\n")[0])[:120]
 
 
 def _first_problem(outcome: Outcome) -> str:

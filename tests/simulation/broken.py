@@ -35,6 +35,33 @@ def remains_removed_before_the_commit(patch: Callable[..., None]) -> None:
     patch(_commit, "publish_checkpoint", removing)
 
 
+def published_over_others(patch: Callable[..., None]) -> None:
+    def publish_new(self: Any, name: str, data: bytes) -> bool:
+        self.publish(name, data)
+        return True
+
+    patch(_of("shardopt.checkpoint.storage.local").LocalStorage, "publish_new", publish_new)
+
+
+def no_second_look_for_a_manifest(patch: Callable[..., None]) -> None:
+    class Looked:
+        """A storage of which everything is removed but a manifest that has come meanwhile."""
+
+        def __init__(self, storage: Any) -> None:
+            self._storage = storage
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._storage, name)
+
+        def remove_durably(self, name: str) -> None:
+            if not self.__dict__.get("_looked"):
+                self._storage.remove_durably(name)
+            self._looked = True
+
+    remove = _commit.remove_checkpoints
+    patch(_keeper, "remove_checkpoints", lambda storages: remove([Looked(storage) for storage in storages]))
+
+
 def branches_known_only_after_the_load(patch: Callable[..., None]) -> None:
     restore = _manager._restore
 

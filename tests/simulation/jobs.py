@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import errno
+import json
+import signal
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import safetensors.torch
 import torch
+from safetensors import SafetensorError
 
+from shardopt.checkpoint.run.export import Export
 from shardopt.checkpoint.run.manager import Manager
 from shardopt.errors import MismatchError, RankError, ShardoptError
 from tests.simulation.files import Inode
 from tests.simulation.objects import PROTOCOL
-from tests.simulation.schedule import DEADLINE_SECONDS, Fault, Job, Schedule
+from tests.simulation.schedule import DEADLINE_SECONDS, STOP_SECONDS, Fault, Job, Schedule
 from tests.simulation.store import StoreServer
 from tests.simulation.tasks import Killed, Process
 from tests.simulation.world import SimulatedGroup, SimulatedWorld, begin_process, end_process
 
 ROOT = "/sim/run"
 MIRROR = f"{PROTOCOL}://bucket/run"
-_SHARED, _LAYERS = ("w",), 4
+EXPORTS = "/sim/exports"
+_SHARED = ("w",)
 
 
 @dataclass
@@ -48,9 +54,9 @@ class Told:
 class App:
     """What a rank trains: tensors that all ranks have, those of its stage of the model, and plain values."""
 
-    def __init__(self, job: Job, number: int, rank: int) -> None:
+    def __init__(self, job: Job, number: int, rank: int, layers: int) -> None:
         self.tensors = {name: torch.zeros(3) for name in _SHARED}
-        self.stage = {f"layer{i}": torch.zeros(2) for i in range(_LAYERS) if not job.stages or i % job.ranks == rank}
+        self.stage = {f"layer{i}": torch.zeros(2) for i in range(layers) if not job.stages or i % job.ranks == rank}
         self.state = {
             "model": _Slow({**self.tensors}, job.state_seconds if rank == job.slow_rank else 0.0),
             "stage": dict(self.stage),
@@ -152,6 +158,7 @@ class RunningJob:
         process.address = f"10.0.{self.number}.{rank // 2 + 1}"  # type: ignore[attr-defined]
         process.job_size = self.job.ranks  # type: ignore[attr-defined]
         process.planning_seconds = self.job.planning_seconds if rank == self.job.slow_rank else 0.0  # type: ignore[attr-defined]
+        process.gives_up = lambda: self._judge_given_up(rank)  # type: ignore[attr-defined]
         for fault in self.schedule.faults:
             if fault.job == self.number and fault.rank == rank:
                 self._place(fault, process, rank)
@@ -162,6 +169,11 @@ class RunningJob:
         scheduler = self.world.scheduler
 
         def strike() -> None:
+            if fault.kind == "signal":
+                process.signal()
+                if not process.dead:
+                    scheduler.at(scheduler.now + STOP_SECONDS + 1.5, lambda: self._judge_stopped(process, rank))
+                    return
             self.disturbed.add(rank)
             if fault.kind == "kill":
                 process.kill()
@@ -190,6 +202,17 @@ class RunningJob:
         elif fault.kind != "unreadable":
             process.at_operation[fault.at].append(strike)
 
+    def _judge_stopped(self, process: Process, rank: int) -> None:
+        if not process.dead and rank not in self.disturbed:
+            self.ledger.problems.append(f"rank {rank} of job {self.number} was told to stop, and goes on")
+
+    def _judge_given_up(self, rank: int) -> None:
+        """Judges a rank that was told to stop and has ended without: something else must have held it up."""
+        slow = self.job.planning_seconds or self.job.state_seconds
+        if not slow and all(fault.kind == "signal" for fault in self.schedule.faults) and not self.disturbed:
+            self.ledger.problems.append(f"rank {rank} of job {self.number} was told to stop, and was not done in time")
+        self.disturbed.add(rank)
+
     def _damage_newest(self) -> None:
         """Makes a data file of the newest checkpoint unreadable: the one before is to be restored, if there is one."""
         root = self.world.files.find(ROOT)
@@ -205,8 +228,10 @@ class RunningJob:
         ledger.unreadable.add(int(whole[-1].split("-")[1]))
         ledger.committed.pop(int(whole[-1].split("-")[1]), None)  # it may be saved anew
         self.world.scheduler.note("storage", f"cannot read {whole[-1]} any more")
-        # Others may refer to its files, or belong to no branch that is known here.
+        # Others may refer to its files, belong to no branch that is known here, or be just about to be removed.
         simple = not any(job.incremental or job.back or job.misfit for job in self.schedule.jobs)
+        if any(fault.kind in ("stop", "cut") for fault in self.schedule.faults):
+            simple = simple and not any(job.keep_last for job in self.schedule.jobs)
         ledger.least = int(whole[-2].split("-")[1]) if simple and len(whole) > 1 else 0
         ledger.may_fail |= not ledger.least
 
@@ -225,12 +250,12 @@ class RunningJob:
         begin_process(process, self.job.ranks_per_block)
         process.at_exit.append(end_process)
         process.group = SimulatedGroup(process, self.server, rank, self.job.ranks)  # type: ignore[attr-defined]
-        with suppress(ShardoptError, _Stopped, KeyboardInterrupt):  # it was noted
+        with suppress(ShardoptError, _Stopped, _Left, KeyboardInterrupt):  # it was noted
             self._train(process.group, rank)  # type: ignore[attr-defined]
 
     def _train(self, group: SimulatedGroup, rank: int) -> None:
         job = self.job
-        app = App(job, self.number, rank)
+        app = App(job, self.number, rank, layers=max(each.ranks for each in self.schedule.jobs))
         manager = Manager(
             ROOT,
             mirror=MIRROR if job.mirror else None,
@@ -239,6 +264,9 @@ class RunningJob:
             incremental=job.incremental,
             deadline_seconds=DEADLINE_SECONDS,
             group=group,
+            stop_on=signal.SIGTERM if job.stops else None,
+            stop_seconds=STOP_SECONDS,
+            export=Export(EXPORTS) if job.exports else None,
         )
         with manager:
             if job.looks_alone and rank == 0:
@@ -297,7 +325,11 @@ class RunningJob:
             metrics = {"loss": "n/a"}
         passed = step + 1000 if job.astray == (rank, number) else step
         call = f"save {number}"
-        report = self._call(rank, call, lambda: manager.save(passed, app.state, metrics=metrics))
+        try:
+            report = self._call(rank, call, lambda: manager.save(passed, app.state, metrics=metrics))
+        except _Left:
+            self.ledger.commits(self.number, passed)
+            raise
         if job.stage and report is not None and rank in job.hears:
             report = self._call(rank, f"result {number}", report.result)
         if report is not None and (not job.stage or rank in job.hears):
@@ -326,6 +358,9 @@ class RunningJob:
             raise
         except KeyboardInterrupt:
             text = "KeyboardInterrupt"
+        except SystemExit:
+            ok, text = True, "told to stop"
+            raise _Left from None
         except ShardoptError as error:
             text = f"{type(error).__name__}: {error}"
             if ends or (isinstance(error, RankError) and not isinstance(error, MismatchError)):
@@ -349,6 +384,32 @@ class _Stopped(Exception):
     """Ends a rank whose call has raised what it must not."""
 
 
+class _Left(Exception):
+    """Ends a rank that was told to stop, and has saved."""
+
+
 def _described(result: Any) -> str:
     save_id = getattr(result, "save_id", "")
     return f"saved as {save_id}" if save_id else str(result) if isinstance(result, int | list) else ""
+
+
+def judge_exports(world: SimulatedWorld, jobs: list[RunningJob]) -> list[str]:
+    """Returns what is wrong with the export that there is, if there is one: it must be of one step of one job."""
+    root = world.files.find(EXPORTS)
+    record = None if root is None else root.entries.get("export.json")
+    if root is None or record is None:
+        return []
+    name = json.loads(record.data)["name"]
+    folder = root.entries.get(name)
+    model = None if folder is None else folder.entries.get("model.safetensors")
+    if model is None:
+        return [f"{name} is said to be exported, and is not there"]
+    try:
+        tensors = safetensors.torch.load(bytes(model.data))
+    except SafetensorError as error:
+        return [f"the export of {name} is damaged: {error}"]
+    step = int(name.split("-")[1])
+    values = {key.rpartition(".")[2]: set(value.tolist()) for key, value in tensors.items() if key != "frozen"}
+    if any(all(value == {_value(each.number, step, key)} for key, value in values.items()) for each in jobs):
+        return []
+    return [f"the export of {name} is of no job: {values}"]

@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass, field, replace
 
 DEADLINE_SECONDS = 2.0
+STOP_SECONDS = 6.0
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class Job:
         slow_rank: the rank that takes the seconds of the next two.
         planning_seconds, state_seconds: for how long it makes plans, and for how long its objects give their state.
         leaves_stopped: whether ranks that are stopped at its end are left, and may go on beside the next job.
+        stops: whether its ranks save and leave when one of them gets a signal.
+        exports: whether it writes each checkpoint as a Hugging Face folder too.
     """
 
     ranks: int = 2
@@ -49,6 +52,8 @@ class Job:
     planning_seconds: float = 0.0
     state_seconds: float = 0.0
     leaves_stopped: bool = False
+    stops: bool = False
+    exports: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,9 +62,9 @@ class Fault:
 
     Args:
         kind: "kill", "stop" (goes on after `seconds`, or beside the next job), "cut" (off the network, for `seconds`),
-            "interrupt" (as by SIGINT), "power" (of all hosts and disks), "store" (is lost), "disk" (error `detail` of
-            one operation on files), "object" (`detail` of one request), "unreadable" (the newest checkpoint, from the
-            beginning of a job).
+            "interrupt" (as by SIGINT), "signal" (by which it is told to stop), "power" (of all hosts and disks),
+            "store" (is lost), "disk" (error `detail` of one operation on files), "object" (`detail` of one request),
+            "unreadable" (the newest checkpoint, from the beginning of a job).
         at: the number of the operation; of those on files or objects for "disk" and "object".
         beside: the operation of rank 0 of the next job at which a stopped rank goes on; 0 for none.
     """
@@ -132,7 +137,7 @@ def _draw_job(chance: random.Random, number: int) -> Job:
         job = replace(job, slow_rank=chance.randrange(ranks), planning_seconds=1.6 * DEADLINE_SECONDS)
     if chance.random() < 0.06:
         job = replace(job, slow_rank=chance.randrange(ranks), state_seconds=1.6 * DEADLINE_SECONDS)
-    return job
+    return replace(job, stops=chance.random() < 0.2, exports=chance.random() < 0.06)
 
 
 def _with_mirrors(jobs: tuple[Job, ...]) -> tuple[Job, ...]:
@@ -145,7 +150,7 @@ def _draw_fault(chance: random.Random, jobs: tuple[Job, ...]) -> Fault:
     job = jobs[number]
     kinds = ["kill"] * 4 + ["stop"] * 4 + ["disk"] * 3 + ["unreadable"] * 2
     kinds += ["cut", "cut", "power", "store", "interrupt"]
-    kind = chance.choice(kinds + ["object"] * (6 * jobs[0].mirror))
+    kind = chance.choice(kinds + ["object"] * (6 * jobs[0].mirror) + ["signal"] * (15 * job.stops))
     rank = chance.choice((0, chance.randrange(job.ranks)))
     at = chance.randint(1, 15 + 45 * job.saves)
     if kind == "stop" and chance.random() < 0.6:
@@ -159,8 +164,6 @@ def _draw_fault(chance: random.Random, jobs: tuple[Job, ...]) -> Fault:
     if kind == "object":
         detail = chance.choice(("before", "after", "hang", "late", "twice"))
         return Fault(kind, number, rank, chance.randint(1, 25 * job.saves), detail=detail)
-    if kind == "interrupt" and rank == 0:
-        at += 15  # not before the others are connected: they would not be told
     if kind == "unreadable":
         return Fault(kind, number + 1)
     return Fault(kind, number, rank, at)

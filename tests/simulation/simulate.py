@@ -7,16 +7,18 @@ import logging
 import re
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from typing import Any
 from unittest import mock
 
 from shardopt import checkpoint
 from shardopt.checkpoint import agree_plan
+from shardopt.checkpoint.sources.read_manifest import read_manifest
 from shardopt.world import world as current_world
-from tests.simulation.jobs import MIRROR, ROOT, Ledger, RunningJob, Told
+from tests.simulation.jobs import MIRROR, ROOT, Ledger, RunningJob, Told, judge_exports
 from tests.simulation.schedule import DEADLINE_SECONDS, Job, Schedule
 from tests.simulation.store import StoreServer
 from tests.simulation.tasks import Process, Scheduler
-from tests.simulation.world import SimulatedWorld, begin_process, simulated
+from tests.simulation.world import SimulatedWorld, begin_process, simulated, without_garbage
 
 
 @dataclass
@@ -43,8 +45,16 @@ class Outcome:
 
 
 def simulate(schedule: Schedule) -> Outcome:
-    """Runs a schedule, and after it a job without faults that restores; all in this thread."""
-    last = Job(ranks=2, saves=1, mirror=schedule.jobs[0].mirror)
+    """Runs a schedule, and after it a job without faults that restores and saves; all in this thread.
+
+    That job has one rank, and in every fourth simulation two: it is there to see what the others have left.
+    """
+    with without_garbage():
+        return _simulate(schedule)
+
+
+def _simulate(schedule: Schedule) -> Outcome:
+    last = Job(ranks=1 if schedule.seed % 4 else 2, saves=1, mirror=schedule.jobs[0].mirror)
     whole = replace(schedule, jobs=(*schedule.jobs, last))
     scheduler = Scheduler(schedule.seed)
     world, ledger = SimulatedWorld(scheduler), Ledger()
@@ -108,6 +118,7 @@ def _verify(world: SimulatedWorld, jobs: list[RunningJob]) -> list[str]:
         _end(world, job.processes)
     gone = [path for path in jobs[0].ledger.files_of_user if world.files.find(path) is None]
     problems = [f"{path}, which was its user's, was removed" for path in gone]
+    committed: defaultdict[int, set[Any]] = defaultdict(set)  # step → the jobs of which there is a checkpoint of it
     reader = Process(scheduler, "reader", "reader")
     unreadable = {step for job in jobs for step in job.ledger.unreadable}
 
@@ -120,6 +131,9 @@ def _verify(world: SimulatedWorld, jobs: list[RunningJob]) -> list[str]:
                 if name.startswith("step-") and storage.child(name).exists("manifest.json"):
                     url = storage.child(name).url
                     report = checkpoint.verify(url)
+                    if root == ROOT:
+                        values = read_manifest(storage.child(name))[0].values
+                        committed[values["step"][1]].add(values["job"][1])
                     # What it refers to may be in one that cannot be read.
                     if any(root != ROOT or unreadable.isdisjoint(_steps_in(each.key)) for each in report.problems):
                         problems.append(f"{url} is committed, and not whole: {report}")
@@ -127,7 +141,11 @@ def _verify(world: SimulatedWorld, jobs: list[RunningJob]) -> list[str]:
     reader.start(read)
     if not scheduler.run(lambda: reader.dead, scheduler.now + 1000):
         problems.append("reading does not end")
-    return problems
+    if not any(job.job.keep_last for job in jobs):  # then nothing is ever removed
+        for step, number in jobs[0].ledger.committed.items():
+            if number not in committed[step]:
+                problems.append(f"step {step}, which job {number} has committed, is lost")
+    return problems + judge_exports(world, jobs)
 
 
 def _steps_in(url: str) -> list[int]:
@@ -156,7 +174,9 @@ def _judge(schedule: Schedule, ledger: Ledger, jobs: list[RunningJob]) -> list[s
     beside = any(fault.kind in ("stop", "cut") for fault in schedule.faults)
     for told in ledger.told:
         # A rank of the job before, at last: it has committed there, or cleared away what it took for remains.
-        was_first = beside and ("the path is taken" in told.text or "do not share the storage" in told.text)
+        was_first = beside and (
+            _WAS_FIRST.search(told.text) or (jobs[told.job].job.mirror and _COPIES.search(told.text))
+        )
         if not told.ok and _has_no_excuse(jobs[told.job], told) and not was_first and not ledger.may_fail:
             problems.append(f"a call failed in a job without faults: {told}")
     for number, job in enumerate(jobs):
@@ -189,11 +209,17 @@ def _is_told_at_once(running: RunningJob, told: Told) -> bool:
 def _has_no_excuse(running: RunningJob, told: Told) -> bool:
     """Whether nothing has hit a job, nor does it do anything for which it is to be refused."""
     job, number = running.job, running.number
-    if told.call == "misfit" or job.bad_metrics or job.astray:
+    if told.call == "misfit" or job.bad_metrics or job.astray or running.disturbed:
         return False
-    return not any(fault.job == number and fault.kind != "unreadable" for fault in running.schedule.faults)
+    if job.mirror and running.ledger.unreadable and "UnreadableError" in told.text:
+        return False  # in copying one that was not the newest any more, and so was not looked at by a restore
+    harmless = ("unreadable", "signal")  # who was hit by a signal before it listened is disturbed
+    return not any(fault.job == number and fault.kind not in harmless for fault in running.schedule.faults)
 
 
+_WAS_FIRST = re.compile("the path is taken|do not share the storage")
+_COPIES = re.compile("does not see the files of other ranks|were removed while it was committed|found no such file")
+"""What is said of a copy that another process makes too, or whose original another process has removed by its rules."""
 _LOST = re.compile(r"ranks? ([0-9, and]+?) (?:died|gave no sign of life|has ended|have ended)")
 
 

@@ -282,18 +282,19 @@ class SimulatedSelector:
                 scheduler.block(left)
             finally:
                 self._waiting = None
-        scheduler.random.shuffle(ready)
+        if len(ready) > 1:
+            scheduler.random.shuffle(ready)
         return ready
 
     def _ready(self) -> list[tuple[selectors.SelectorKey, int]]:
         ready = []
         for socket, key in self._keys.items():
-            if socket.closed:
-                continue
-            mask = selectors.EVENT_READ if key.events & selectors.EVENT_READ and socket.is_readable() else 0
-            mask |= selectors.EVENT_WRITE if key.events & selectors.EVENT_WRITE and socket.is_writable() else 0
-            if mask:
-                ready.append((key, mask))
+            if not socket.closed:
+                mask = selectors.EVENT_READ if socket.is_readable() else 0
+                if key.events != selectors.EVENT_READ and socket.is_writable():
+                    mask |= selectors.EVENT_WRITE
+                if mask := mask & key.events:
+                    ready.append((key, mask))
         return ready
 
     def close(self) -> None:

@@ -43,6 +43,8 @@ class Process:
         self.at_operation: defaultdict[int, list[Callable[[], None]]] = defaultdict(list)
         self.at_exit: list[Callable[[], None]] = []  # by the program, once its threads have ended
         self.at_end: list[Callable[[], None]] = []  # by the system, whatever ends it
+        self.listeners: list[tuple[Callable[[], None], Callable[[], None]]] = []  # for the signal; in the main thread,
+        # and in one of their own
         self._held: list[tuple[Task, int]] = []
 
     def start(self, function: Callable[[], object]) -> None:
@@ -87,6 +89,17 @@ class Process:
             main.interrupted = True
             self.scheduler.push(self.scheduler.now, main)
 
+    def signal(self) -> None:
+        """Sends it the signal by which it is told to stop: the end of a process that does not listen."""
+        if self.dead:
+            return
+        self.scheduler.note(self.name, "is told to stop")
+        if not self.listeners:
+            self.kill()
+        for in_main_thread, in_thread in self.listeners:
+            in_main_thread()
+            Task(self, in_thread, "signals", daemon=True).start()
+
     def stop(self) -> None:
         """Stops it, as by SIGSTOP."""
         if not self.dead:
@@ -96,7 +109,7 @@ class Process:
     def go_on(self) -> None:
         """Has it go on, as by SIGCONT."""
         if self.stopped:
-            self.stopped = False
+            self.stopped, self.scheduler.changed = False, True
             self.scheduler.note(self.name, "goes on")
             held, self._held = self._held, []
             for task, token in held:
@@ -174,6 +187,7 @@ class Scheduler:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
+        self._random = self.random.random
         self.now = 0.0
         self.trace: list[tuple[float, str, str]] = []
         self.hub = getcurrent()
@@ -190,7 +204,7 @@ class Scheduler:
 
     def draw(self, seconds: float) -> float:
         """Draws how long something takes that takes so long."""
-        drawn = self.random.random()
+        drawn = self._random()
         # Now and then far longer: what comes before all else in one run comes after all else in another.
         return seconds * (0.5 + drawn) if drawn < 0.95 else seconds * (1 + 600 * (drawn - 0.95))
 
@@ -208,14 +222,17 @@ class Scheduler:
         """Stops the current task for so long."""
         task = self.current
         assert task is not None
-        if task.process.dead:
+        process = task.process
+        if process.dead:
             raise Killed
         then = self.now + seconds
-        if not task.process.stopped and (not self._due or self._due[0][0] > then):
+        due = self._due
+        if (not due or due[0][0] > then) and not process.stopped:
             self.now = then  # nobody else is due before
             return
         task.token += 1
-        self.push(then, task)
+        self._pushed += 1
+        heapq.heappush(due, (then, self._pushed, task, task.token))
         self.hub.switch()
 
     def block(self, timeout: float | None = None) -> bool:
@@ -267,22 +284,21 @@ class Scheduler:
     def run(self, done: Callable[[], bool], until: float) -> bool:
         """Runs all that is due until it is done; returns False where it is not, at a time or with nothing due."""
         self.changed = True
+        due, pop = self._due, heapq.heappop
         while True:
             if self.changed:
                 self.changed = False
                 if done():
                     return True
-            if not self._due or self._due[0][0] > until:
+            if not due or due[0][0] > until:
                 return done()
-            then, _, what, token = heapq.heappop(self._due)
+            then, _, what, token = pop(due)
             if then > self.now:
                 self.now = then
-            if isinstance(what, Task):
-                if what.token == token and not what.ended:
-                    self._resume(what)
-            else:
+            if not isinstance(what, Task):
                 what()
-                self.changed = True
+            elif what.token == token and not what.ended:
+                self._resume(what)
 
     def _resume(self, task: Task) -> None:
         process = task.process
@@ -295,17 +311,20 @@ class Scheduler:
                 namespace[name] = value
             self._loaded = process
         self.current = task
-        torch._C._set_grad_enabled(task.grad_mode)
-        assert task.greenlet is not None
-        if process.dead and not task.greenlet:
-            task.ended = True  # before it has begun
-        elif process.dead:
-            task.greenlet.throw(Killed)
+        if torch.is_grad_enabled() is not task.grad_mode:
+            torch._C._set_grad_enabled(task.grad_mode)
+        body = task.greenlet
+        assert body is not None
+        if process.dead:
+            if body:
+                body.throw(Killed)
+            else:
+                task.ended = True  # before it has begun
         elif task.interrupted:
             task.interrupted = False
-            task.greenlet.throw(KeyboardInterrupt)
+            body.throw(KeyboardInterrupt)
         else:
-            task.greenlet.switch()
+            body.switch()
         task.grad_mode = torch.is_grad_enabled()
         self.current = None
 

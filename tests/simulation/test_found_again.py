@@ -10,6 +10,7 @@ from tests.simulation.simulate import simulate
 
 LONG = 1.6 * DEADLINE_SECONDS
 STOPPED = Schedule(3, (Job(ranks=1, saves=1, leaves_stopped=True),))
+CLEARED = replace(STOPPED, jobs=(*STOPPED.jobs, Job(ranks=1, saves=2, bad_metrics=1, leaves_stopped=True)))
 ON_A_BRANCH = (Job(saves=3), Job(back=1, saves=1), Job(misfit=True, saves=1))
 FAILING = Schedule(4, (Job(stage="now", hears=(0,), saves=3),))
 INTERRUPTED = Schedule(6, (Job(saves=1), Job(saves=1)))
@@ -17,6 +18,13 @@ INTERRUPTED = Schedule(6, (Job(saves=1), Job(saves=1)))
 FOUND = {
     broken.remains_removed_before_the_commit: [
         replace(STOPPED, faults=(Fault("stop", 0, at=at, beside=200),)) for at in range(8, 40)
+    ],
+    broken.published_over_others: [
+        replace(STOPPED, faults=(Fault("stop", 0, at=at, beside=200),)) for at in range(18, 22)
+    ],
+    broken.no_second_look_for_a_manifest: [
+        replace(CLEARED, faults=(Fault("stop", 0, at=20, beside=at), Fault("stop", 1, at=at, seconds=0.05)))
+        for at in range(30, 36)
     ],
     broken.branches_known_only_after_the_load: [Schedule(1, ON_A_BRANCH)],
     broken.no_branches: [Schedule(1, (Job(saves=3, keep_last=2), Job(back=1, saves=2, keep_last=2)))],
@@ -50,3 +58,12 @@ def test_who_dies_at_any_operation_is_named(rank):
     for at in range(1, 40):
         outcome = simulate(Schedule(54, (job,), (Fault("kill", 0, rank, at),)))
         assert outcome.problems == [], f"killed at {at}"
+
+
+@pytest.mark.parametrize("beside", range(2, 6))
+def test_who_has_joined_late_takes_nobody_elses_session_away(beside):
+    """Rank 0 of the first job is stopped as it empties the store of its session, and goes on as the next one joins."""
+    jobs = (Job(saves=1, leaves_stopped=True), Job(ranks=4, ranks_per_block=2, saves=1, new_store=False))
+    for at in (4, 5):
+        outcome = simulate(Schedule(1, jobs, (Fault("stop", 0, at=at, beside=beside),)))
+        assert outcome.problems == [], f"stopped at {at}"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future
 from typing import Any
 
-from tests.simulation.tasks import Process, Scheduler, Task
+from tests.simulation.tasks import Killed, Process, Scheduler, Task
 
 _SECONDS = 2e-6  # that a lock takes: enough for another thread to come first
 
@@ -27,6 +27,9 @@ class SimulatedLock:
             self.depth += 1
             return True
         scheduler.pause(scheduler.draw(_SECONDS))
+        if self.owner is None:
+            self.owner, self.depth = task, 1
+            return True
         end = None if timeout < 0 else scheduler.now + timeout
         while self.owner is not None:
             assert task is not None
@@ -52,8 +55,7 @@ class SimulatedLock:
     def locked(self) -> bool:
         return self.owner is not None
 
-    def __enter__(self) -> bool:
-        return self.acquire()
+    __enter__ = acquire
 
     def __exit__(self, *exc_info: Any) -> None:
         self.release()
@@ -105,10 +107,10 @@ class SimulatedCondition:
         self.acquire, self.release = self._lock.acquire, self._lock.release
 
     def __enter__(self) -> bool:
-        return self._lock.acquire()
+        return self.acquire()
 
     def __exit__(self, *exc_info: Any) -> None:
-        self._lock.release()
+        self.release()
 
     def wait(self, timeout: float | None = None) -> bool:
         task, depth = self._scheduler.current, self._lock.depth
@@ -210,6 +212,8 @@ class SimulatedPool(Executor):
                 future.cancel()
         while wait and self._running:
             self._running[0].join()
+            if self._process.dead:  # what was not begun then never is
+                raise Killed
 
 
 def wait_for_any(scheduler: Scheduler, futures: Iterable[Future[Any]]) -> set[Future[Any]]:
@@ -221,3 +225,15 @@ def wait_for_any(scheduler: Scheduler, futures: Iterable[Future[Any]]) -> set[Fu
     if not any(future.done() for future in futures):
         event.wait()
     return {future for future in futures if future.done()}
+
+
+class SimulatedListener:
+    """As `shardopt.signals.Listener`, for the one signal that there is."""
+
+    def __init__(self, process: Process, in_main_thread: Callable[[], None], in_thread: Callable[[], None]) -> None:
+        self._process, self._functions = process, (in_main_thread, in_thread)
+        process.listeners.append(self._functions)
+
+    def close(self) -> None:
+        if self._functions in self._process.listeners:
+            self._process.listeners.remove(self._functions)

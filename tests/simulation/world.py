@@ -8,9 +8,10 @@ import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -23,11 +24,12 @@ from tests.simulation.files import FileSystem, SimulatedOs
 from tests.simulation.objects import PROTOCOL, ObjectFileSystem, ObjectStore
 from tests.simulation.sockets import Fabric, SimulatedSelector, SimulatedSocket
 from tests.simulation.store import Network, SimulatedStore, StoreServer
-from tests.simulation.tasks import Process, Scheduler
+from tests.simulation.tasks import Killed, Process, Scheduler
 from tests.simulation.threads import (
     SimulatedCondition,
     SimulatedEvent,
     SimulatedFuture,
+    SimulatedListener,
     SimulatedLock,
     SimulatedPool,
     SimulatedThread,
@@ -148,6 +150,13 @@ class SimulatedWorld(World):
     def socket_pair(self) -> Any:
         return self.fabric.pair(self._process())
 
+    def exit_at_once(self, code: int) -> None:
+        """As `os._exit`."""
+        process = self._process()
+        process.gives_up()  # type: ignore[attr-defined]  # given by the job
+        process.kill()
+        raise Killed
+
     def open_storage(self, url: str, durable: bool, opener: Callable[[str, bool], Any]) -> Any:
         if url.startswith(f"{PROTOCOL}://"):
             return RemoteStorage(ObjectFileSystem(self.objects), url.removeprefix(f"{PROTOCOL}://"))
@@ -163,6 +172,7 @@ _KEPT_BY_PROCESS: list[tuple[str, str, Callable[[], Any]]] = [
     ("shardopt.checkpoint.sources.referred", "_bytes_of", dict),
     ("shardopt.checkpoint.async_save", "_default", AsyncSaver),
     ("shardopt.checkpoint.async_save", "_of_members", dict),
+    ("shardopt.ranks.groups", "_of_group", weakref.WeakKeyDictionary),
     ("shardopt.ranks.connections.node", "_nodes", weakref.WeakValueDictionary),
     ("shardopt.ranks.connections.tree", "RANKS_PER_BLOCK", lambda: 128),
 ]
@@ -182,6 +192,7 @@ def end_process() -> None:
     _namespace("shardopt.ranks.connections.node")["_stop_all"]()
 
 
+@lru_cache
 def _namespace(module: str) -> dict[str, Any]:
     return vars(importlib.import_module(module))  # not by attributes: `checkpoint.save` is a function
 
@@ -191,10 +202,7 @@ _POLICY = RetryPolicy(attempts=4, pause_seconds=0.05, longest_pause_seconds=0.4,
 
 @contextmanager
 def simulated(world: SimulatedWorld) -> Iterator[None]:
-    """Puts the world in place, and what the package reaches for past it.
-
-    Garbage is collected at the end alone: what is done when an object goes would else come at another time in each run.
-    """
+    """Puts the world in place, and what the package reaches for past it. To be called `without_garbage`."""
     fake_os = SimulatedOs(world.files)
     scheduler = world.scheduler
 
@@ -204,6 +212,8 @@ def simulated(world: SimulatedWorld) -> Iterator[None]:
         ("shardopt.checkpoint.storage.local", "_sync_file_range", None),
         ("shardopt.checkpoint.run.root", "os", fake_os),
         ("shardopt.checkpoint.storage.retry", "RETRY_POLICY", _POLICY),
+        ("shardopt.stopping", "Listener", lambda signum, *functions: SimulatedListener(world._process(), *functions)),
+        ("shardopt.stopping", "os", SimpleNamespace(_exit=world.exit_at_once, write=lambda fd, data: len(data))),
         # Buffers of their own size would cost more than all else that is done with so few bytes.
         ("shardopt.checkpoint.reading.fetch", "_BATCH_BYTES", 1 << 12),
         ("shardopt.checkpoint.reading.fetch", "_FAR_BATCH_BYTES", 1 << 12),
@@ -211,18 +221,47 @@ def simulated(world: SimulatedWorld) -> Iterator[None]:
         ("shardopt.ranks.ranks", "accelerator_of", lambda group: None),
         ("shardopt.ranks.ranks", "_job_size", lambda: getattr(world._process(), "job_size", 1)),
     ]
-    enabled, grad_mode = gc.isenabled(), torch.is_grad_enabled()
-    gc.disable()
-    with ExitStack() as stack:
-        for module, name, value in patches:
-            stack.enter_context(mock.patch.dict(_namespace(module), {name: value}))
-        for kept_by, name, _ in _KEPT_BY_PROCESS:
-            stack.callback(_namespace(kept_by).__setitem__, name, _namespace(kept_by)[name])
-        stack.enter_context(using(world))
-        try:
+    names = [
+        *((module, name) for module, name, _ in patches),
+        *((module, name) for module, name, _ in _KEPT_BY_PROCESS),
+    ]
+    before = [(_namespace(module), name, _namespace(module).get(name, _ABSENT)) for module, name in names]
+    grad_mode = torch.is_grad_enabled()
+    # One by one: a module whose whole namespace is put in place anew is looked up anew everywhere, which is slow.
+    for module, name, value in patches:
+        _namespace(module)[name] = value
+    try:
+        with using(world):
             yield
-        finally:
-            scheduler.give_up()
-            torch._C._set_grad_enabled(grad_mode)
-            if enabled:
-                gc.enable()
+    finally:
+        for namespace, name, value in before:
+            if value is _ABSENT:
+                namespace.pop(name, None)
+            else:
+                namespace[name] = value
+        scheduler.give_up()
+        torch._C._set_grad_enabled(grad_mode)
+
+
+_ABSENT = object()
+
+
+@contextmanager
+def without_garbage() -> Iterator[None]:
+    """Collects garbage at the end alone: what is done when an object goes would else come at another time in each run.
+
+    Only what was made meanwhile is looked at: all of torch would take longer than a schedule. Finalizers of it are
+    dropped, as they are with a process: what they hold on to has all the rest.
+    """
+    enabled, finalizers = gc.isenabled(), set(weakref.finalize._registry)  # type: ignore[attr-defined]  # private
+    gc.disable()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        for finalizer in weakref.finalize._registry.keys() - finalizers:  # type: ignore[attr-defined]
+            finalizer.detach()
+        gc.collect()
+        gc.unfreeze()
+        if enabled:
+            gc.enable()

@@ -9,8 +9,11 @@ import torch
 import torch.distributed as dist
 
 from shardopt import checkpoint
+from shardopt.checkpoint import commit as commit_module
+from shardopt.checkpoint.run import copying
 from shardopt.checkpoint.run import mirror as mirror_module
 from shardopt.checkpoint.run.mirror import Mirror
+from shardopt.checkpoint.sources.read_manifest import read_manifest
 from shardopt.checkpoint.storage import LocalStorage, storage_of
 from shardopt.errors import CheckpointError, CheckpointExistsError, CorruptionError
 from tests.harness import Fault, run_ranks, run_ranks_outcomes
@@ -107,6 +110,47 @@ def test_what_is_damaged_is_not_copied(roots, caplog):
     assert [name for name, url in mirror.committed() if url.startswith("memory")] == [second]
     assert "checksum" in caplog.text
     assert storage_of(remote).child(first).names() == []
+
+
+def test_a_copy_that_failed_leaves_none_of_its_files_to_one_that_is_committed_meanwhile(roots, monkeypatch):
+    """Another process of the job makes the same copy, and is done just when this one has found no manifest there."""
+    local, _ = roots
+    there = storage_of(local).child(save(local, 1))
+    manifest, data = read_manifest(there)
+    there.remove_durably("manifest.json")
+    look = commit_module.referred_in
+
+    def late(storage):
+        there.publish("manifest.json", data)
+        return look(storage)
+
+    monkeypatch.setattr(commit_module, "referred_in", late)
+    commit_module.discard(there, manifest.save_id)
+    assert there.names() == []
+
+
+@pytest.mark.parametrize("is_done", ["before it is looked for", "after that"])
+def test_a_copy_that_another_process_has_made_meanwhile_stays_whole_or_goes(roots, monkeypatch, is_done):
+    local, _ = roots
+    name = save(local, 1)
+    here, there = storage_of(local).child(name), storage_of(local).child("copy")
+    manifest, data = read_manifest(here)
+    there.make()
+    for file in manifest.own_files:
+        there.publish(file.name, here.read(file.name))
+    files = set(there.names())
+    look = copying.referred_in
+
+    def late(storage):
+        there.publish("manifest.json", data)
+        return look(storage)
+
+    if is_done == "after that":
+        monkeypatch.setattr(copying, "referred_in", late)
+    else:
+        there.publish("manifest.json", data)
+    copying.prepare_copy(here, there, manifest, [""])
+    assert set(there.names()) == (set() if is_done == "after that" else {*files, "manifest.json"})
 
 
 def test_one_that_waits_is_left_out_for_a_newer_one(roots, monkeypatch):

@@ -31,6 +31,7 @@ from shardopt.ranks.connections.frames import (
     encode,
 )
 from shardopt.ranks.connections.gathering import Gathering
+from shardopt.ranks.connections.join import Entry, publish
 from shardopt.ranks.connections.proof import Connecting, Listening, Meeting, Refused
 from shardopt.ranks.connections.tree import Tree, pack_runs, unpack_runs
 from shardopt.world import World, using
@@ -339,6 +340,21 @@ def test_what_an_older_version_left_in_the_store_is_no_session(job):
         return here.agree("x", lambda: here.rank)[0]
 
     assert together(ranks, late) == [0, 1, 2]
+
+
+def test_a_rank_0_of_an_older_job_that_is_stopped_holds_nobody_up(job):
+    stopped = World().listen("127.0.0.1")  # its system takes connections, and it says nothing
+    store = dist.PrefixStore("shardopt", job.store())
+    publish(store, "session", Entry("0123456789abcdef", KEY, (stopped.getsockname()[:2],)))
+    ranks = job.start()
+
+    def late(here):
+        time.sleep(0.3 if here.rank == 0 else 0)
+        return here.agree("x", lambda: here.rank, deadline_seconds=4.0)[0]
+
+    with stopped:
+        assert together(ranks, late) == [0, 1, 2]
+        stopped.accept()[0].close()  # so they have tried
 
 
 def test_ranks_get_sections_as_one_piece_of_memory(job):

@@ -65,6 +65,14 @@ def test_other_ranks_have_a_halt_of_their_own(stop):
     assert not stop.after(2, others) and stop._halt[0] is others
 
 
+def test_ranks_are_waited_for_as_long_as_the_manager_says(tmp_path, monkeypatch):
+    waited, halt = [], Ranks.halt
+    monkeypatch.setattr(Ranks, "halt", lambda self, what, seconds: waited.append(seconds) or halt(self, what, seconds))
+    with checkpoint.Manager(tmp_path, stop_on=signal.SIGUSR2, deadline_seconds=3.0) as manager:
+        manager.save(1, {"x": 1})
+    assert waited == [3.0]
+
+
 def test_what_the_signal_did_before_it_does_again():
     before = signal.getsignal(signal.SIGUSR2)
     held = threading.active_count(), len(os.listdir("/proc/self/fd"))

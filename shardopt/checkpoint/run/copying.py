@@ -85,7 +85,8 @@ def is_copied(source: Storage, target: Storage) -> bool:
 def prepare_copy(source: Storage, target: Storage, manifest: Manifest, digests: list[str]) -> None:
     """On rank 0: makes the directories, without remains of an earlier copy; refuses ranks that see other manifests.
 
-    Files to which other copies refer already are no remains.
+    Files to which other copies refer already are no remains. Nor are those of a copy that is there by now: another
+    process of the job, which was not dead, has made it since this one looked.
     """
     if len(set(digests)) > 1:
         problem = Problem(source.url, "not the same checkpoint on every rank", "one", "give all ranks the same path")
@@ -95,12 +96,20 @@ def prepare_copy(source: Storage, target: Storage, manifest: Manifest, digests: 
         beside = {file.directory: _place_of(file, target) for file in manifest.referred_files}
         for storage in beside.values():
             storage.make()
-        there = set(target.names())
-        own = [file.name for file in manifest.own_files if file.name in there]  # of a copy that was not finished
-        referred = referred_in(target) if own else ()
-        for name in own:
-            if name not in referred:
-                target.remove(name)
+        if not target.exists(MANIFEST_NAME):
+            _remove_remains(target, manifest)
+
+
+def _remove_remains(target: Storage, manifest: Manifest) -> None:
+    """Removes files of a copy that was not finished; its manifest too, if another process has finished it just now."""
+    there = set(target.names())
+    own = [file.name for file in manifest.own_files if file.name in there]
+    referred = referred_in(target) if own else ()
+    removed = [name for name in own if name not in referred]
+    for name in removed:
+        target.remove(name)
+    if removed:
+        target.remove_durably(MANIFEST_NAME)
 
 
 def upload_files(source: Storage, target: Storage, manifest: Manifest, ranks: Ranks) -> int:

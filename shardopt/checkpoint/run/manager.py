@@ -381,7 +381,7 @@ class Manager:
             _log.error("the save in the background has failed too: %s", failure)
 
     def _stops_after(self, step: int) -> bool:
-        return self._stop is not None and self._stop.after(step, ranks_of(self._group))
+        return self._stop is not None and self._stop.after(step, ranks_of(self._group), self._deadline_seconds)
 
     def _branches(self) -> Branches:
         """Returns the branches as all ranks know them. Collective the first time."""

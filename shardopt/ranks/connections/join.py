@@ -4,8 +4,8 @@ session                   the last session that a rank 0 has begun: its name, it
 <name>/leader/<rank>      where a leader of that session listens; rank 0 has taken it by then
 <name>/broken/<session>   the error by which a session ended
 
-The first two are deleted once all ranks have an answer. Until then nothing says that a session is of this job: whoever
-is refused, or cut off, reads `session` again.
+The first is emptied and the second deleted once all ranks have an answer. Until then nothing says that a session is of
+this job: whoever is refused, or cut off, reads `session` again.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ PAUSE_SECONDS = (0.002, 1.0)
 _CONNECT_SECONDS = 5.0
 _NOTHING = "-"  # what no entry is: the store answers it where there is no such key
 _CHALLENGE_SECONDS = 10.0
+_LOOK_SECONDS = 1.0  # between two looks whether the session of who does not answer is still the last one
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,11 @@ class Entry:
 
 def publish(store: Store, key: str, entry: Entry) -> None:
     """Writes an entry."""
-    store.set(key, json.dumps([entry.name, entry.key, entry.at]))
+    store.set(key, _text_of(entry))
+
+
+def _text_of(entry: Entry) -> str:
+    return json.dumps([entry.name, entry.key, entry.at])
 
 
 def read(store: Store, key: str) -> Entry | None:
@@ -81,9 +86,12 @@ def read_record(store: Store, name: str, session: bytes) -> dict[str, Any] | Non
 
 
 def connect(
-    entry: Entry, session: Entry, below: int, above: int, goes_on: Callable[[], bool]
+    store: Store, entry: Entry, session: Entry, below: int, above: int, goes_on: Callable[[], bool]
 ) -> tuple[Link, list[Message]] | None:
     """Connects with a rank that listens, and proves to each other who both are.
+
+    Who listens may be of an older job, and stopped or cut off: its system takes the connection, and nobody answers. So
+    whoever waits for an answer looks now and then whether a later session stands in the store.
 
     Args:
         goes_on: whether there is still reason to wait.
@@ -91,6 +99,11 @@ def connect(
     Returns:
         The connection, and what has come after the welcome; None where there is none to be had.
     """
+
+    def is_last() -> bool:
+        last = read(store, "session")
+        return last is not None and last.name == session.name
+
     for host, port in entry.at:
         if not goes_on():
             return None
@@ -101,7 +114,7 @@ def connect(
                 raise  # this rank's own trouble: nobody else is to be named for it
             continue
         try:
-            return link, _prove(link, Meeting(session.name, session.key, below, above), goes_on)
+            return link, _prove(link, Meeting(session.name, session.key, below, above), goes_on, is_last)
         except (Ended, Refused):
             link.close()
         except BaseException:
@@ -110,7 +123,7 @@ def connect(
     return None
 
 
-def _prove(link: Link, meeting: Meeting, goes_on: Callable[[], bool]) -> list[Message]:
+def _prove(link: Link, meeting: Meeting, goes_on: Callable[[], bool], is_last: Callable[[], bool]) -> list[Message]:
     side = Connecting(meeting)
     came: list[Message] = []
     with closing(world().selector()) as selector:
@@ -131,8 +144,10 @@ def _prove(link: Link, meeting: Meeting, goes_on: Callable[[], bool]) -> list[Me
                 left = end - world().monotonic()
                 if left <= 0 or not goes_on():
                     raise Refused("no answer")
-                if selector.select(min(left, 1.0)):
+                if selector.select(min(left, _LOOK_SECONDS)):
                     came.extend(link.receive())
+                elif not is_last():
+                    raise Refused("a later session has begun")
             return came.pop(0)
 
         say(side.hello())
@@ -172,9 +187,11 @@ def within(seconds: float, question: Callable[[], T]) -> T:
 
 
 def delete(store: Store, keys: Sequence[str], session: Entry) -> None:
-    """Deletes what is needed no more once all have joined; `session` only where it is this one's."""
-    entry = read(store, "session")
-    if entry is not None and entry.name == session.name:
-        store.delete_key("session")
+    """Deletes what is needed no more once all have joined; of `session` an empty entry stays.
+
+    By one request that changes this session's entry and no other: where it is late, as that of a process that was
+    stopped, the entry of the job that was started next may stand there.
+    """
+    store.compare_set("session", _text_of(session), _NOTHING)
     for key in keys:
         store.delete_key(key)

@@ -206,7 +206,7 @@ class Node:
         self.session, self.reached = session, self.tree.leader
         if leader is None:
             return False
-        met = connect(leader, session, self.tree.rank, self.tree.leader, lambda: not self._stopping)
+        met = connect(self.store, leader, session, self.tree.rank, self.tree.leader, lambda: not self._stopping)
         if met is None:
             return False
         link, came = met
