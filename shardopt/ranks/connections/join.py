@@ -86,7 +86,7 @@ def read_record(store: Store, name: str, session: bytes) -> dict[str, Any] | Non
 
 
 def connect(
-    store: Store, entry: Entry, session: Entry, below: int, above: int, goes_on: Callable[[], bool]
+    store: Store | None, entry: Entry, session: Entry, below: int, above: int, goes_on: Callable[[], bool]
 ) -> tuple[Link, list[Message]] | None:
     """Connects with a rank that listens, and proves to each other who both are.
 
@@ -94,6 +94,7 @@ def connect(
     whoever waits for an answer looks now and then whether a later session stands in the store.
 
     Args:
+        store: where a later session may stand; None once this one is known to be the job's.
         goes_on: whether there is still reason to wait.
 
     Returns:
@@ -101,6 +102,8 @@ def connect(
     """
 
     def is_last() -> bool:
+        if store is None:
+            return True
         last = read(store, "session")
         return last is not None and last.name == session.name
 

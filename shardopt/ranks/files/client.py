@@ -97,7 +97,7 @@ class FileClient:
             if self._free:
                 return self._free.pop()
         end = world().monotonic() + SILENT_SECONDS
-        met = connect(self._server, self._server, self._below, self._above, lambda: world().monotonic() < end)
+        met = connect(None, self._server, self._server, self._below, self._above, lambda: world().monotonic() < end)
         if met is None:
             where = ", ".join(f"{host}:{port}" for host, port in self._server.at)
             raise ConnectionRefusedError(f"rank {self._above} is not reached at {where}")
