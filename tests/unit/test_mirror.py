@@ -156,13 +156,13 @@ def test_a_copy_that_another_process_has_made_meanwhile_stays_whole_or_goes(root
 def test_one_that_waits_is_left_out_for_a_newer_one(roots, monkeypatch):
     local, remote = roots
     names = [save(local, step) for step in (1, 2, 3, 4)]
-    may_go_on, sound = threading.Event(), mirror_module.upload_files
+    may_go_on, sound = threading.Event(), copying.upload_files
 
     def slow(*args):
         may_go_on.wait(30)
         return sound(*args)
 
-    monkeypatch.setattr(mirror_module, "upload_files", slow)
+    monkeypatch.setattr(copying, "upload_files", slow)
     with Mirror(local, remote) as mirror:
         mirror.upload(names[0])
         while not storage_of(remote).exists(f"{names[0]}/none") and not mirror.uploading():
