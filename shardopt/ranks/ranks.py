@@ -63,7 +63,7 @@ class Ranks:
         ranks._group = _no_group  # what needs one raises, and is not done by each rank alone
         place = session or blake2b(repr(members).encode(), digest_size=16).hexdigest()
         store = world().store_of(job, f"shardopt-{place}")
-        ranks._channel = Channel(store, ranks.rank, ranks.members)
+        ranks._channel = Channel(store, ranks.rank, ranks.members, is_last=session != "")
         return ranks
 
     def side_channel(self, what: str, deadline_seconds: float = DEADLINE_SECONDS) -> Ranks:

@@ -3,10 +3,12 @@
 import errno
 import itertools
 import json
+import os
 import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 import traceback
 import tracemalloc
@@ -16,6 +18,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardopt import world as world_module
 from shardopt.ranks import Ranks
 from shardopt.ranks import ranks as ranks_module
 from shardopt.ranks.connections import address, tree
@@ -31,9 +34,10 @@ from shardopt.ranks.connections.frames import (
     encode,
 )
 from shardopt.ranks.connections.gathering import Gathering
+from shardopt.ranks.connections.join import Entry, leader_key, publish, read, withdraw
 from shardopt.ranks.connections.proof import Connecting, Listening, Meeting, Refused
 from shardopt.ranks.connections.tree import Tree, pack_runs, unpack_runs
-from shardopt.world import World, using
+from shardopt.world import World, using, world
 from tests.support.source import ROOT
 from tests.unit.test_ranks import Group, Job, together
 
@@ -262,6 +266,8 @@ def test_a_proven_rank_that_sends_nonsense_is_lost_and_named(job, nonsense, monk
         node.centre.links[0].put(list(nonsense))
         node.centre.to_flush[0] = node.centre.links[0]
         node.wake()
+    while 2 in ranks[0]._channel.node.centre.links:  # before it can report
+        time.sleep(0.001)
     outcomes = together(ranks, lambda here: here.agree("y", lambda: None, deadline_seconds=60))
     assert "y: rank 2 died, or ended before this call" in str(outcomes[0])
     assert str(outcomes[1]) == str(outcomes[0])
@@ -327,6 +333,108 @@ def test_what_was_answered_comes_though_who_answered_has_left_and_is_still_spoke
         while below.centre.above is None:
             below.changed.wait(10.0)
         assert below.centre.session(MAIN).answers == {2: answer}
+
+
+def test_a_rank_that_takes_nothing_holds_nobody_up(job, monkeypatch):
+    monkeypatch.setattr("shardopt.ranks.connections.node._TAKES_NOTHING_SECONDS", 0.2)
+    ranks = job.start(2)
+    together(ranks, lambda here: here.agree("x", lambda: None))
+    above, below = (here._channel.node for here in ranks)
+    seconds = []
+    with below.changed:  # so that it does not read, as if it was stopped
+        for number in (2, 3):
+            with above.changed:
+                above.centre.answer(MAIN, number, bytes(64 << 20))  # more than sockets hold
+                above.wake()
+            begin = time.monotonic()
+            above.wait_until_handed_over(60.0)
+            seconds.append(time.monotonic() - begin)
+            assert above.centre.links[1].stuck_at == above.centre.links[1].sent_bytes
+    assert max(seconds) < 30.0
+    with below.changed:
+        while 3 not in below.centre.session(MAIN).answers:
+            assert below.changed.wait(30.0)
+
+
+def test_who_leaves_with_sections_that_others_are_to_ask_for_gives_them_first(job):
+    ranks = job.start(3)
+    gone = threading.Event()
+
+    def section_of(here):
+        if here.rank != 0:
+            gone.wait(10.0)
+        return here.rank
+
+    def call(here):
+        sections = [b"a", b"b", b"c"]
+        got = here.agree_in_sections(
+            "x", lambda: None, lambda _: 0, lambda _: (0, sections), lambda _: section_of(here)
+        )
+        if here.rank == 0:
+            here._channel.node.stop()
+            time.sleep(0.1)
+            gone.set()
+        return got[2]
+
+    assert together(ranks, call) == [b"a", b"b", b"c"]
+    ranks[0]._channel.node.join(10.0)
+
+
+def test_a_child_has_no_connection_whenever_it_is_forked(monkeypatch):
+    listener = world().listen("127.0.0.1")
+    children = []
+
+    def fork(connection):
+        child = os.fork()
+        if child == 0:
+            try:
+                os.fstat(descriptors[-1])
+                os._exit(1)
+            except OSError:
+                os._exit(0)
+        children.append(child)
+        prepare(connection)
+
+    descriptors, prepare = [], world_module._prepare
+    monkeypatch.setattr(world_module, "_prepare", lambda each: (descriptors.append(each.fileno()), fork(each)))
+    connected = world().connect(*listener.getsockname(), 5.0)
+    accepted = world().accept(listener)
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0]
+    for each in (listener, connected, accepted):
+        each.close()
+
+
+class TakenMeanwhile:
+    """A store in which another session begins as soon as it has answered once."""
+
+    def __init__(self, store, other):
+        self._store, self._other = store, other
+
+    def __getattr__(self, name):
+        def asked(*args):
+            answer = getattr(self._store, name)(*args)
+            if self._other is not None:
+                other, self._other = self._other, None
+                publish(self._store, "session", other)
+            return answer
+
+        return asked
+
+
+def test_who_withdraws_a_session_late_takes_no_later_one_with_it():
+    store, at = dist.HashStore(), (("127.0.0.1", 1),)
+    old, new = Entry("old", KEY, at), Entry("new", KEY, at)
+    publish(store, "session", old)
+    store.set(leader_key("old", 128), "x")
+    withdraw(TakenMeanwhile(store, new), [leader_key("old", 128)], old, is_last=False)
+    assert read(store, "session") == new and not store.check([leader_key("old", 128)])
+    withdraw(store, [], old, is_last=False)
+    assert read(store, "session") == new
+    withdraw(store, [], new, is_last=False)
+    assert read(store, "session") is None
+    publish(store, "session", old)
+    withdraw(store, [], old, is_last=True)
+    assert not store.check(["session"])
 
 
 def test_what_an_older_version_left_in_the_store_is_no_session(job):

@@ -37,6 +37,7 @@ class Session:
         answers: by round, for the thread that waits here, or that is still to come.
         signs: how many signs of life came, by rank.
         sections: of the last answers, by round and number, as messages have them; where they are kept for others.
+        served: the ranks below that have asked for sections of the last answer.
         wanted: the ranks that wait for a section, by round and number.
         got: sections for the thread that waits here.
         intervals: of all that show life here at present, in seconds.
@@ -52,6 +53,7 @@ class Session:
         self.answers: dict[int, bytes] = {}
         self.signs: dict[int, int] = {}
         self.sections: dict[tuple[int, int], bytes] = {}
+        self.served: set[int] = set()
         self.wanted: dict[tuple[int, int], list[int]] = {}
         self.got: dict[tuple[int, int], bytes] = {}
         self.intervals: list[float] = []
@@ -69,7 +71,9 @@ class Session:
 
     def pass_answer(self, number: int) -> None:
         """Forgets what was only kept until the answer of a round came by."""
-        self.answered = max(self.answered, number)
+        if number > self.answered:
+            self.answered = number
+            self.served.clear()
         for kept in (self.gatherings, self.own):
             for each in [each for each in kept if each <= number]:
                 del kept[each]

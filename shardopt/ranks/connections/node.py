@@ -10,7 +10,7 @@ import atexit
 import os
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
 
@@ -27,6 +27,7 @@ from shardopt.world import READ, SHUT_WR, WRITE, Selector, Socket, Store, Thread
 _UNPROVEN_SECONDS = 10.0
 _MOST_UNPROVEN = 512  # twice as many as can have a reason to come to one rank at once
 _CLOSE_SECONDS = 1.0
+_TAKES_NOTHING_SECONDS = 5.0  # after which a rank is not waited for that takes nothing
 _LINGER_SECONDS = 0.002
 _NEVER = float("inf")
 
@@ -132,19 +133,29 @@ class Node:
     def wait_until_handed_over(self, deadline_seconds: float) -> None:
         """Waits until all that is queued for the ranks below was handed to the system, or they are gone.
 
-        A process may end after that, in whatever way. One that takes nothing for the deadline is not waited for.
+        A process may end after that, in whatever way. Who takes nothing for some seconds is not waited for, nor before
+        it takes something again: it is stopped or cut off, and must not stop this rank too. Its messages stay queued.
         """
-        end = world().monotonic() + deadline_seconds
+        now = world().monotonic()
+        end, patience = now + deadline_seconds, min(deadline_seconds, _TAKES_NOTHING_SECONDS)
         with self.changed:
-            below = [self.centre.links[rank] for rank in self.tree.children if rank in self.centre.links]
-            marks = [(link, link.queued_bytes) for link in below]
+            links = [self.centre.links[rank] for rank in self.tree.children if rank in self.centre.links]
+            waited_for = {link: (link.queued_bytes, link.sent_bytes, now) for link in links}
             self._handing_over += 1
             try:
-                while any(link.open and link.sent_bytes < mark for link, mark in marks):
-                    left = end - world().monotonic()
-                    if left <= 0 or self.failure is not None or self._stopping:
+                while waited_for:
+                    now = world().monotonic()
+                    for link, (mark, sent, since) in list(waited_for.items()):
+                        if link.sent_bytes > sent:
+                            waited_for[link] = mark, link.sent_bytes, now
+                        elif now - since >= patience:
+                            link.stuck_at = sent
+                        if not link.open or link.sent_bytes >= mark or link.sent_bytes == link.stuck_at:
+                            del waited_for[link]
+                    if not waited_for or now >= end or self.failure is not None or self._stopping:
                         return
-                    self.changed.wait(left)
+                    gives_up = min(since for _, _, since in waited_for.values()) + patience
+                    self.changed.wait(min(end, gives_up) - now)
             finally:
                 self._handing_over -= 1
 
@@ -164,7 +175,9 @@ class Node:
         try:
             while not self._stopping:
                 self._meet()
-                self._serve()
+                self._serve(lambda: not (self._stopping or self._meets_again))
+            end = world().monotonic() + _CLOSE_SECONDS
+            self._serve(lambda: self.centre.owes_sections() and world().monotonic() < end, _LINGER_SECONDS)
         except BaseException as error:
             self.failure = error
         finally:
@@ -246,10 +259,11 @@ class Node:
         with self.changed:
             self._drain_wake()
 
-    def _serve(self) -> None:
+    def _serve(self, goes_on: Callable[[], bool], most_seconds: float = _NEVER) -> None:
+        """Sends and receives, and looks each time, and after so many seconds at most, whether this `goes_on`."""
         while True:
             with self.changed:
-                if self._stopping or self._meets_again:
+                if self._selector is None or not goes_on():
                     return
                 now = world().monotonic()
                 while self.forgotten:
@@ -258,10 +272,9 @@ class Node:
                 self._flush()
                 self._drop_silent(now)
                 self._sleeps_until = self._next_due()
-                assert self._selector is not None
                 selector = self._selector
-            left = None if self._sleeps_until == _NEVER else max(0.0, self._sleeps_until - now)
-            events = selector.select(left)
+            left = min(max(0.0, self._sleeps_until - now), most_seconds)
+            events = selector.select(None if left == _NEVER else left)
             with self.changed:
                 for key, mask in events:
                     if key.data is None:
@@ -422,15 +435,8 @@ class Node:
             self._selector = None
 
     def abandon(self) -> None:
-        """In a child that was forked: closes its descriptors of these connections, which stay the parent's.
-
-        Closed and nothing else: what waits for them in the system is shared with the parent.
-        """
+        """In a child that was forked, where its sockets are closed and it has no thread: it stays the parent's."""
         self._stopping = True
-        links = [*self.centre.links.values(), *(link for link, _, _ in self._unproven.values())]
-        for socket in (*(link.socket for link in links), *self._listeners, *(self._wake or ())):
-            with suppress(OSError):
-                socket.close()
         if self._selector is not None:
             self._selector.close()
 
