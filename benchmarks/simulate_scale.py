@@ -1,6 +1,6 @@
 """Plans for single ranks of large jobs without the others.
 
-    python -m benchmarks.simulate_scale [alike] [kinds] [mesh]
+    python -m benchmarks.simulate_scale [alike] [kinds] [mesh] [agreement] [files]
 
 `alike`: FSDP over 512 ranks × 32 replicas, AdamW. Times what one rank works out alone (layouts, fingerprint,
 assignment, its own part), the first time and again, the size of the manifest and the time to read it and hand it on.
@@ -11,6 +11,10 @@ there, and what any other rank does with its answer; and the second save of the 
 
 `mesh`: FSDP over 512 ranks, one dimension of a mesh of 1,024, so that two kinds of ranks hold copies. Both in seconds
 of the processor.
+
+`agreement`: all that ranks say to each other in a save, by their real code (`agreement_at_scale.py`), with bounds.
+
+`files`: opening, failing and retention of as many ranks and files (`scale_of_files.py`), with bounds.
 """
 
 from __future__ import annotations
@@ -26,6 +30,9 @@ from typing import Any
 
 import xxhash
 
+from benchmarks import scale_of_files
+from benchmarks.agreement_at_scale import LEADER, MEMBER, measure
+from benchmarks.bounds import HEADINGS, row
 from benchmarks.peers import write_table
 from shardopt.checkpoint.agree_plan import KeptPlan, compare_reports, report_state
 from shardopt.checkpoint.commit import manifest_of
@@ -280,7 +287,38 @@ def time_alike() -> None:
     print(write_table("scale", f"One rank of {REPLICAS * SHARDS:,}, simulated", ("what", "found"), rows))
 
 
-JOBS: dict[str, Callable[[], None]] = {"alike": time_alike, "kinds": time_experts, "mesh": time_mesh}
+def time_agreement() -> None:
+    size = REPLICAS * SHARDS
+    mesh = Mesh((REPLICAS, SHARDS), tuple(range(size)))
+    found = measure(size, lambda: describe(mesh))
+    rows = [row("rank 0, to connect with all and agree once", found[0][0]["agreement"], "s")]
+    for number, save in ((1, "first"), (2, "repeated")):
+        of_0, of_leader, of_member = (found[rank][number] for rank in (0, LEADER, MEMBER))
+        everything = of_0["agreement"] + of_0["planning"] + of_0["manifest"]
+        rows += [
+            row(f"{save} save: rank 0, agreement", of_0["agreement"], "s", 0.3),
+            row(f"{save} save: rank 0, plan and manifest", of_0["planning"] + of_0["manifest"], "s"),
+            row(f"{save} save: rank 0, all of it", everything, "s", 1),
+            row(f"{save} save: a leader, agreement", of_leader["agreement"], "s"),
+            row(f"{save} save: any other rank, agreement", of_member["agreement"], "s"),
+            row(f"{save} save: bytes of rank 0, for each rank", of_0["bytes"] / size, "", 1024),
+            row(f"{save} save: bytes of a leader, for each of its ranks", of_leader["bytes"] / LEADER, "", 1024),
+            row(f"{save} save: bytes of any other rank", of_member["bytes"], "", 1024),
+        ]
+    notes = (
+        "Seconds of the processor, of all threads of a process; bytes sent and received. The longest way of a save is "
+        "that through rank 0. Data files are not written, nor the manifest; reports of what was written differ."
+    )
+    print(write_table("scale_agreement", f"A save's agreement among {size:,} ranks", HEADINGS, rows, notes))
+
+
+JOBS: dict[str, Callable[[], None]] = {
+    "alike": time_alike,
+    "kinds": time_experts,
+    "mesh": time_mesh,
+    "agreement": time_agreement,
+    "files": lambda: scale_of_files.main([]),
+}
 
 
 def main(names: Sequence[str]) -> None:

@@ -33,7 +33,7 @@ from shardopt.ranks.connections.frames import (
     Message,
     encode,
 )
-from shardopt.ranks.connections.gathering import Gathering
+from shardopt.ranks.connections.gathering import Gathering, pack_reports, unpack_reports
 from shardopt.ranks.connections.join import Entry, leader_key, publish, read, withdraw
 from shardopt.ranks.connections.proof import Connecting, Listening, Meeting, Refused
 from shardopt.ranks.connections.tree import Tree, pack_runs, unpack_runs
@@ -573,6 +573,27 @@ def test_ranks_travel_as_runs(ranks):
 def test_runs_outside_of_a_block_are_refused(runs):
     with pytest.raises(ValueError, match=r"not in|shorter|longer"):
         unpack_runs(runs, range(100, 141))
+
+
+@given(st.lists(st.tuples(st.binary(max_size=50), st.sets(st.integers(100, 140), min_size=1).map(sorted)), max_size=6))
+def test_reports_travel_together(reports):
+    (packed,) = pack_reports(reports) if reports else (b"[]\n",)
+    assert list(unpack_reports(packed, range(100, 141))) == reports
+
+
+def test_long_reports_travel_apart():
+    reports = [(bytes(1 << 19), [rank]) for rank in range(5)] + [(bytes(3 << 20), [5])]
+    packed = list(pack_reports(reports))
+    assert [len(data) >> 19 for data in packed] == [2, 2, 1, 6]
+    assert [each for data in packed for each in unpack_reports(data, range(6))] == reports
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"{", b"[[[100,1],2]]\na", b"[[[100,1],-1]]\na", b"[[[99,1],1]]\na", b"[[1]]\n", b"[7]\n"]
+)
+def test_what_are_no_reports_is_refused(data):
+    with pytest.raises((ValueError, TypeError, LookupError)):
+        list(unpack_reports(data, range(100, 141)))
 
 
 def test_equal_reports_are_passed_on_once():

@@ -4,7 +4,7 @@ message    from          to            what
 BEAT       any           its leader    shows life in a session
 BEAT       rank 0        all           the same, passed on by leaders
 REPORT     member        its leader    what it reports in a round
-REPORTS    leader        rank 0        one report, with the ranks that have it: once all are there, or rank 0 asks
+REPORTS    leader        rank 0        reports, each with the ranks that have it: once all are there, or rank 0 asks
 ANSWER     rank 0        all           what was decided
 ASK        rank 0        leaders       who is missing in a round?
 MISSING    leader        rank 0        these are, and so many signs of life came of them
@@ -25,7 +25,7 @@ import struct
 from collections.abc import Iterable
 
 from shardopt.ranks.connections.frames import MAIN, Kind, Message, encode
-from shardopt.ranks.connections.gathering import Session
+from shardopt.ranks.connections.gathering import Session, pack_reports, unpack_reports
 from shardopt.ranks.connections.link import Ended, Link
 from shardopt.ranks.connections.tree import Tree, pack_runs, unpack_runs
 from shardopt.world import Condition, world
@@ -233,8 +233,8 @@ class Centre:
             session.sign(rank)
             self._gather(name, number, data, [rank])
         elif kind == Kind.REPORTS and rank not in self.tree.members:
-            runs, _, report = data.partition(b"\n")
-            self._gather(name, number, report, unpack_runs(json.loads(runs), self.tree.block_of(rank)))
+            for report, ranks in unpack_reports(data, self.tree.block_of(rank)):
+                self._gather(name, number, report, ranks)
         elif kind == Kind.MISSING and rank not in self.tree.members:
             for signs, runs in json.loads(data):
                 for missing in unpack_runs(runs, self.tree.block_of(rank)):
@@ -301,9 +301,8 @@ class Centre:
         if self.tree.leader not in self.links:
             return  # what is taken now would be lost; `repeat` comes back to it once there is a connection
         gathering = self.session(name).gatherings.get(number)
-        for report, ranks in gathering.take() if gathering is not None else ():
-            runs = json.dumps(pack_runs(ranks)).encode()
-            self._send_up(Message(Kind.REPORTS, name, number, runs + b"\n" + report))
+        for data in pack_reports(gathering.take()) if gathering is not None else ():
+            self._send_up(Message(Kind.REPORTS, name, number, data))
 
     def _tell_missing(self, name: bytes, number: int) -> None:
         session = self.session(name)

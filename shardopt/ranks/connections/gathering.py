@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Iterator, Sequence
 
 from shardopt.ranks.connections.halting import Halting
+from shardopt.ranks.connections.tree import pack_runs, unpack_runs
+
+_TOGETHER_BYTES = 1 << 20  # of reports in one message, or the one that is longer: who joins them has a copy
 
 
 class Gathering:
@@ -25,6 +29,40 @@ class Gathering:
         """Returns what has come since the last time: reports, each with its ranks, ascending."""
         new, self._new = self._new, {}
         return [(report, sorted(ranks)) for report, ranks in new.items()]
+
+
+def pack_reports(reports: Iterable[tuple[bytes, Sequence[int]]]) -> Iterator[bytes]:
+    """Encodes reports with their ranks, many together: their runs and lengths as JSON, a line feed, and all reports.
+
+    A message for each would take rank 0 longer than what is in them, where every rank reports its own.
+    """
+    together: list[tuple[bytes, Sequence[int]]] = []
+    nbytes = 0
+    for report, ranks in reports:
+        if together and nbytes + len(report) > _TOGETHER_BYTES:
+            yield _packed(together)
+            together, nbytes = [], 0
+        together.append((report, ranks))
+        nbytes += len(report)
+    if together:
+        yield _packed(together)
+
+
+def _packed(reports: Sequence[tuple[bytes, Sequence[int]]]) -> bytes:
+    table = [[pack_runs(ranks), len(report)] for report, ranks in reports]
+    head = json.dumps(table, separators=(",", ":")).encode()
+    return b"".join([head, b"\n", *(report for report, _ in reports)])
+
+
+def unpack_reports(data: bytes, within: range) -> Iterator[tuple[bytes, list[int]]]:
+    """Decodes what `pack_reports` encoded. Raises ValueError, TypeError, LookupError where it did not."""
+    head, _, reports = data.partition(b"\n")
+    at = 0
+    for runs, nbytes in json.loads(head):
+        if not 0 <= nbytes <= len(reports) - at:
+            raise ValueError(f"a report of {nbytes} bytes")
+        yield reports[at : at + nbytes], unpack_runs(runs, within)
+        at += nbytes
 
 
 class Session:
