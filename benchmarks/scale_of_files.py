@@ -3,8 +3,9 @@
     python -m benchmarks.scale_of_files [opening] [remote] [failing] [retention]
 
 `opening`: one rank that reads a tensor of which each of the data files has a row, of 100 tensors in each, on a local
-disk. `remote`: the same over S3, whose server is moto's, on this host, in a process of its own. `failing`: every rank has a thousand problems that no other has, and then all have the same. `retention`: a commit
-on an object store with 100 checkpoints kept, in requests; and the removal of one with as many files as ranks.
+disk. `remote`: the same over S3, whose server is moto's, on this host, in a process of its own. `failing`: every rank
+has a thousand problems that no other has, and then all have the same. `retention`: a commit on an object store with 100
+checkpoints kept, in requests; and the removal of one with as many files as ranks.
 
 Seconds are of the processor: the machine does other work too.
 """
