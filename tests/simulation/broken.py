@@ -17,7 +17,7 @@ _of = importlib.import_module
 _commit = _of("shardopt.checkpoint.commit")
 _manager = _of("shardopt.checkpoint.run.manager").Manager
 _saver = _of("shardopt.checkpoint.async_save").AsyncSaver
-_background = _of("shardopt.checkpoint.async_save")._BackgroundSave
+_background = _of("shardopt.checkpoint.background_save").BackgroundSave
 _keeper = _of("shardopt.checkpoint.run.keeper")
 _side = _of("shardopt.ranks.side").SideRanks
 

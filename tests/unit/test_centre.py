@@ -40,7 +40,7 @@ def test_a_leader_alone_in_its_block_reports_once_it_is_connected(centre_of):
         centre.links[0] = link = Link()
         centre.repeat()
     assert link.put_so_far.count(b'{"report":7}') == 1
-    assert b'[[[1,1],12]]\n{"report":7}' in link.put_so_far
+    assert b'[[[1,1,1],12]]\n{"report":7}' in link.put_so_far
 
 
 def test_whose_end_ends_a_call_is_not_hidden_by_the_end_of_the_leader_who_says_so(centre_of):

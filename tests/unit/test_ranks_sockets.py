@@ -36,7 +36,8 @@ from shardopt.ranks.connections.frames import (
 from shardopt.ranks.connections.gathering import Gathering, pack_reports, unpack_reports
 from shardopt.ranks.connections.join import Entry, leader_key, publish, read, withdraw
 from shardopt.ranks.connections.proof import Connecting, Listening, Meeting, Refused
-from shardopt.ranks.connections.tree import Tree, pack_runs, unpack_runs
+from shardopt.ranks.connections.runs import pack_runs, unpack_runs
+from shardopt.ranks.connections.tree import Tree
 from shardopt.world import World, using, world
 from tests.support.source import ROOT
 from tests.unit.test_ranks import Group, Job, together
@@ -233,13 +234,13 @@ def test_strangers_are_closed_and_cost_nobody_anything(job):
     assert node.centre.links == own and all(link.open for link in own.values())
     for link in (*silent, half):
         link.close()
-    while node._unproven:
+    while node._strangers.links():
         time.sleep(0.001)
 
 
 def test_who_says_nothing_is_closed_after_a_while(job, monkeypatch):
-    monkeypatch.setattr("shardopt.ranks.connections.node._UNPROVEN_SECONDS", 0.2)
-    monkeypatch.setattr("shardopt.ranks.connections.node._MOST_UNPROVEN", 3)
+    monkeypatch.setattr("shardopt.ranks.connections.strangers._UNPROVEN_SECONDS", 0.2)
+    monkeypatch.setattr("shardopt.ranks.connections.strangers._MOST_UNPROVEN", 3)
     ranks = job.start(2)
     together(ranks, lambda here: here.agree("x", lambda: None))
     at = ranks[0]._channel.node.session.at[0]
@@ -252,7 +253,7 @@ def test_who_says_nothing_is_closed_after_a_while(job, monkeypatch):
 NONSENSE = {
     "bytes": [b"nonsense" * 10],
     "a question of nobody": encode(Message(Kind.HERE, data=b"[2, 0]")),
-    "no count of signs": encode(Message(Kind.MISSING, data=b"[[Infinity, [2, 1]]]")),
+    "no count of signs": encode(Message(Kind.MISSING, data=b"[[Infinity, [2, 1, 1]]]")),
 }
 
 
@@ -569,7 +570,9 @@ def test_ranks_travel_as_runs(ranks):
     assert unpack_runs(pack_runs(sorted(ranks)), range(100, 141)) == sorted(ranks)
 
 
-@pytest.mark.parametrize("runs", [[99, 1], [139, 3], [100, 1 << 60], [100, 0], [100]])
+@pytest.mark.parametrize(
+    "runs", [[99, 1, 1], [139, 1, 3], [100, 1, 1 << 60], [100, 40, 3], [100, 0, 9], [100, 1, 0], [100, 1]]
+)
 def test_runs_outside_of_a_block_are_refused(runs):
     with pytest.raises(ValueError, match=r"not in|shorter|longer"):
         unpack_runs(runs, range(100, 141))
@@ -589,7 +592,7 @@ def test_long_reports_travel_apart():
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"{", b"[[[100,1],2]]\na", b"[[[100,1],-1]]\na", b"[[[99,1],1]]\na", b"[[1]]\n", b"[7]\n"]
+    "data", [b"", b"{", b"[[[100,1,1],2]]\na", b"[[[100,1,1],-1]]\na", b"[[[99,1,1],1]]\na", b"[[1]]\n", b"[7]\n"]
 )
 def test_what_are_no_reports_is_refused(data):
     with pytest.raises((ValueError, TypeError, LookupError)):

@@ -27,7 +27,8 @@ from collections.abc import Iterable
 from shardopt.ranks.connections.frames import MAIN, Kind, Message, encode
 from shardopt.ranks.connections.gathering import Session, pack_reports, unpack_reports
 from shardopt.ranks.connections.link import Ended, Link
-from shardopt.ranks.connections.tree import Tree, pack_runs, unpack_runs
+from shardopt.ranks.connections.runs import pack_runs, unpack_runs
+from shardopt.ranks.connections.tree import Tree
 from shardopt.world import Condition, world
 
 _NUMBER = struct.Struct("!I")
@@ -278,7 +279,7 @@ class Centre:
                     for number, gathering in session.gatherings.items():
                         if rank in gathering.reported:
                             self._pass_reports_on(name, number)
-                self._send_up(Message(Kind.ENDED, data=json.dumps([rank, 1]).encode()))
+                self._send_up(Message(Kind.ENDED, data=json.dumps(pack_runs([rank])).encode()))
             for name, session in self.sessions.items():
                 if rank in session.halting.waits_for:
                     session.halting.answer(rank, 0)  # it passes nothing any more

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 
 from shardopt.ranks.connections.halting import Halting
-from shardopt.ranks.connections.tree import pack_runs, unpack_runs
+from shardopt.ranks.connections.runs import pack_runs, unpack_runs
 
 _TOGETHER_BYTES = 1 << 20  # of reports in one message, or the one that is longer: who joins them has a copy
 
