@@ -114,7 +114,7 @@ class _Reads:
     def __init__(self, plan: _Plan, ranks: Ranks) -> None:
         self.plan = plan
         self.shared = BroadcastReads(plan.shared, ranks)
-        apart = {key: view.pieces for key, view in plan.into.items() if key not in plan.shared}
+        apart: dict[str, Sequence[Piece]] = {key: view.pieces for key, view in plan.into.items() if key not in plan.shared}
         self.requests = self._requests(apart | self.shared.own_pieces())
 
     @property

@@ -174,8 +174,8 @@ class Node:
             while not self._stopping:
                 self._meet()
                 self._serve(lambda: not (self._stopping or self._meets_again))
-            end = world().monotonic() + _CLOSE_SECONDS
-            self._serve(lambda: self.centre.owes_sections() and world().monotonic() < end, LINGER_SECONDS)
+            until = world().monotonic() + _CLOSE_SECONDS
+            self._serve(lambda: self.centre.owes_sections() and world().monotonic() < until, LINGER_SECONDS)
         except BaseException as error:
             self.failure = error
         finally:
