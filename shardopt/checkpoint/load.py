@@ -114,8 +114,8 @@ class _Reads:
     def __init__(self, plan: _Plan, ranks: Ranks) -> None:
         self.plan = plan
         self.shared = BroadcastReads(plan.shared, ranks)
-        apart: dict[str, Sequence[Piece]] = {key: view.pieces for key, view in plan.into.items() if key not in plan.shared}
-        self.requests = self._requests(apart | self.shared.own_pieces())
+        apart = {key: view.pieces for key, view in plan.into.items() if key not in plan.shared}
+        self.requests = self._requests({**apart, **self.shared.own_pieces()})
 
     @property
     def has_casts_to_check(self) -> bool:
