@@ -106,16 +106,9 @@ def plan(mesh: Mesh) -> SavePlan:
     return _kept[fingerprint][0]
 
 
-def timed(function, *args):
-    with gc_paused():  # as in a save
-        begin = time.perf_counter()
-        result = function(*args)
-        return time.perf_counter() - begin, result
-
-
 def worked(function, *args):
-    """As `timed`, in seconds of the processor: one thread works, and others of the machine do not count."""
-    with gc_paused():
+    """Returns seconds of the processor, and the result: one thread works, and others of the machine do not count."""
+    with gc_paused():  # as in a save
         begin = time.process_time()
         result = function(*args)
         return time.process_time() - begin, result
@@ -258,16 +251,16 @@ def time_mesh() -> None:
 
 def time_alike() -> None:
     mesh = Mesh((REPLICAS, SHARDS), tuple(range(REPLICAS * SHARDS)))
-    first, planned = timed(plan, mesh)
-    again, _ = timed(plan, mesh)
+    first, planned = worked(plan, mesh)
+    again, _ = worked(plan, mesh)
     names = [file_name("0123456789ab", *file) for file in planned.files]
     reports = [
         [[name, 1 << 30, xxhash.xxh3_64_hexdigest(name.encode())]] for name in names
     ]  # digests cannot be compressed
-    build, manifest = timed(manifest_of, "0123456789ab", planned, {}, reports)
-    encode, data = timed(encode_manifest, manifest)
-    parse, decoded = timed(decode_manifest, data, "simulated")
-    checking, _ = timed(CheckpointReader, cast(Source, SimpleNamespace(manifest=decoded, url="simulated")))
+    build, manifest = worked(manifest_of, "0123456789ab", planned, {}, reports)
+    encode, data = worked(encode_manifest, manifest)
+    parse, decoded = worked(decode_manifest, data, "simulated")
+    checking, _ = worked(CheckpointReader, cast(Source, SimpleNamespace(manifest=decoded, url="simulated")))
     answers = Answers()
     answers.answer(("", "read", 0, len(data), MANIFEST_NAME), lambda: data)
     packing, packed = worked(answers.pack)
@@ -288,7 +281,8 @@ def time_alike() -> None:
         ("manifest, as rank 0 hands it on", f"{len(packed) / 2**20:.2f} MiB"),
         ("manifest, packed on rank 0, unpacked", f"{packing * 1000:.0f} ms, {unpacking * 1000:.0f} ms"),
     ]
-    print(write_table("scale", f"One rank of {REPLICAS * SHARDS:,}, simulated", ("what", "found"), rows))
+    title = f"One rank of {REPLICAS * SHARDS:,}, simulated"
+    print(write_table("scale", title, ("what", "found, in seconds of the processor"), rows))
 
 
 def time_agreement() -> None:
