@@ -1,6 +1,6 @@
 """Plans for single ranks of large jobs without the others.
 
-    python -m benchmarks.simulate_scale [alike] [kinds] [mesh]
+    python -m benchmarks.simulate_scale [alike] [kinds] [mesh] [agreement] [files]
 
 `alike`: FSDP over 512 ranks × 32 replicas, AdamW. Times what one rank works out alone (layouts, fingerprint,
 assignment, its own part), the first time and again, the size of the manifest and the time to read it and hand it on.
@@ -11,6 +11,10 @@ there, and what any other rank does with its answer; and the second save of the 
 
 `mesh`: FSDP over 512 ranks, one dimension of a mesh of 1,024, so that two kinds of ranks hold copies. Both in seconds
 of the processor.
+
+`agreement`: all that ranks say to each other in a save, by their real code (`agreement_at_scale.py`), with bounds.
+
+`files`: opening, failing and retention of as many ranks and files (`scale_of_files.py`), with bounds.
 """
 
 from __future__ import annotations
@@ -22,10 +26,14 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import xxhash
 
+from benchmarks import scale_of_files
+from benchmarks.agreement_at_scale import LEADER, MEMBER, measure
+from benchmarks.bounds import HEADINGS, row
 from benchmarks.peers import write_table
 from shardopt.checkpoint.agree_plan import KeptPlan, compare_reports, report_state
 from shardopt.checkpoint.commit import manifest_of
@@ -36,6 +44,8 @@ from shardopt.checkpoint.planning.assign import check_covers
 from shardopt.checkpoint.planning.describe import Description, geometry_of
 from shardopt.checkpoint.planning.merge import MergedGeometry, merge_geometry, merge_values, read_section, sections_of
 from shardopt.checkpoint.planning.save_plan import RankWrites, SavePlan
+from shardopt.checkpoint.sources.reader import CheckpointReader
+from shardopt.checkpoint.sources.source import Source
 from shardopt.checkpoint.storage import Answers
 from shardopt.gc_pause import gc_paused
 from shardopt.ranks.kinds import compress, decompress
@@ -96,16 +106,9 @@ def plan(mesh: Mesh) -> SavePlan:
     return _kept[fingerprint][0]
 
 
-def timed(function, *args):
-    with gc_paused():  # as in a save
-        begin = time.perf_counter()
-        result = function(*args)
-        return time.perf_counter() - begin, result
-
-
 def worked(function, *args):
-    """As `timed`, in seconds of the processor: one thread works, and others of the machine do not count."""
-    with gc_paused():
+    """Returns seconds of the processor, and the result: one thread works, and others of the machine do not count."""
+    with gc_paused():  # as in a save
         begin = time.process_time()
         result = function(*args)
         return time.process_time() - begin, result
@@ -248,15 +251,16 @@ def time_mesh() -> None:
 
 def time_alike() -> None:
     mesh = Mesh((REPLICAS, SHARDS), tuple(range(REPLICAS * SHARDS)))
-    first, planned = timed(plan, mesh)
-    again, _ = timed(plan, mesh)
+    first, planned = worked(plan, mesh)
+    again, _ = worked(plan, mesh)
     names = [file_name("0123456789ab", *file) for file in planned.files]
     reports = [
         [[name, 1 << 30, xxhash.xxh3_64_hexdigest(name.encode())]] for name in names
     ]  # digests cannot be compressed
-    build, manifest = timed(manifest_of, "0123456789ab", planned, {}, reports)
-    encode, data = timed(encode_manifest, manifest)
-    parse, _ = timed(decode_manifest, data, "simulated")
+    build, manifest = worked(manifest_of, "0123456789ab", planned, {}, reports)
+    encode, data = worked(encode_manifest, manifest)
+    parse, decoded = worked(decode_manifest, data, "simulated")
+    checking, _ = worked(CheckpointReader, cast(Source, SimpleNamespace(manifest=decoded, url="simulated")))
     answers = Answers()
     answers.answer(("", "read", 0, len(data), MANIFEST_NAME), lambda: data)
     packing, packed = worked(answers.pack)
@@ -273,14 +277,46 @@ def time_alike() -> None:
         ("the most that one rank writes / the mean", f"{max(loads.values()) / mean:.3f}"),
         ("manifest, built on rank 0", f"{build:.2f} s + {encode:.2f} s"),
         ("manifest, size", f"{len(data) / 2**20:.1f} MiB"),
-        ("manifest, parsing", f"{parse:.2f} s"),
+        ("manifest, parsing, and looking whether its boxes cover its tensors", f"{parse:.2f} s + {checking:.2f} s"),
         ("manifest, as rank 0 hands it on", f"{len(packed) / 2**20:.2f} MiB"),
         ("manifest, packed on rank 0, unpacked", f"{packing * 1000:.0f} ms, {unpacking * 1000:.0f} ms"),
     ]
-    print(write_table("scale", f"One rank of {REPLICAS * SHARDS:,}, simulated", ("what", "found"), rows))
+    title = f"One rank of {REPLICAS * SHARDS:,}, simulated"
+    print(write_table("scale", title, ("what", "found, in seconds of the processor"), rows))
 
 
-JOBS: dict[str, Callable[[], None]] = {"alike": time_alike, "kinds": time_experts, "mesh": time_mesh}
+def time_agreement() -> None:
+    size = REPLICAS * SHARDS
+    mesh = Mesh((REPLICAS, SHARDS), tuple(range(size)))
+    found = measure(size, lambda: describe(mesh))
+    rows = [row("rank 0, to connect with all and agree once", found[0][0]["agreement"], "s")]
+    for number, save in ((1, "first"), (2, "repeated")):
+        of_0, of_leader, of_member = (found[rank][number] for rank in (0, LEADER, MEMBER))
+        everything = of_0["agreement"] + of_0["planning"] + of_0["manifest"]
+        rows += [
+            row(f"{save} save: rank 0, agreement", of_0["agreement"], "s", 0.3),
+            row(f"{save} save: rank 0, plan and manifest", of_0["planning"] + of_0["manifest"], "s"),
+            row(f"{save} save: rank 0, all of it", everything, "s", 1),
+            row(f"{save} save: a leader, agreement", of_leader["agreement"], "s"),
+            row(f"{save} save: any other rank, agreement", of_member["agreement"], "s"),
+            row(f"{save} save: bytes of rank 0, for each rank", of_0["bytes"] / size, "", 1024),
+            row(f"{save} save: bytes of a leader, for each of its ranks", of_leader["bytes"] / LEADER, "", 1024),
+            row(f"{save} save: bytes of any other rank", of_member["bytes"], "", 1024),
+        ]
+    notes = (
+        "Seconds of the processor, of all threads of a process; bytes sent and received. The longest way of a save is "
+        "that through rank 0. Data files are not written, nor the manifest; reports of what was written differ."
+    )
+    print(write_table("scale_agreement", f"A save's agreement among {size:,} ranks", HEADINGS, rows, notes))
+
+
+JOBS: dict[str, Callable[[], None]] = {
+    "alike": time_alike,
+    "kinds": time_experts,
+    "mesh": time_mesh,
+    "agreement": time_agreement,
+    "files": lambda: scale_of_files.main([]),
+}
 
 
 def main(names: Sequence[str]) -> None:

@@ -11,6 +11,7 @@ A test that wants another one derives from `World`, overrides what it is about, 
 
 from __future__ import annotations
 
+import os
 import random
 import secrets
 import selectors
@@ -19,9 +20,10 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol, TypeVar
 
 from torch.distributed import (  # type: ignore[attr-defined]  # from a compiled module
@@ -200,7 +202,7 @@ class World:
             OSError: this host has no such address, or no descriptor is free.
         """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener = _kept_from_children(lambda: socket.socket(family, socket.SOCK_STREAM))
         try:
             listener.bind((host, 0))
             listener.listen(backlog)
@@ -213,11 +215,17 @@ class World:
     def connect(self, host: str, port: int, timeout_seconds: float) -> socket.socket:
         """Returns a socket that is connected to a listener, sends without delay, and does not block from then on.
 
+        Args:
+            host: an address in digits; of a name only the first address is tried.
+
         Raises:
             OSError: nobody listens there, or it was not reached in time.
         """
-        connected = socket.create_connection((host, port), timeout_seconds)
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        connected = _kept_from_children(lambda: socket.socket(family, kind, protocol))
         try:
+            connected.settimeout(timeout_seconds)
+            connected.connect(address)
             _prepare(connected)
         except BaseException:
             connected.close()
@@ -230,7 +238,7 @@ class World:
         Raises:
             OSError: there is none (BlockingIOError), it has gone again, or no descriptor is free.
         """
-        accepted, _ = listener.accept()
+        accepted = _kept_from_children(lambda: listener.accept()[0])
         try:
             _prepare(accepted)
         except BaseException:
@@ -273,7 +281,7 @@ class World:
 
     def socket_pair(self) -> tuple[socket.socket, socket.socket]:
         """Returns two sockets, connected with each other, that do not block: one wakes who waits for the other."""
-        pair = socket.socketpair()
+        pair = _pair_kept_from_children()
         for end in pair:
             end.setblocking(False)
         return pair
@@ -281,6 +289,38 @@ class World:
     def open_storage(self, url: str, durable: bool, opener: Callable[[str, bool], T]) -> T:
         """Opens the storage at a URL, with the opener that the real world has."""
         return opener(url, durable)
+
+
+_forking = threading.RLock()
+_not_of_children: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _kept_from_children(make: Callable[[], socket.socket]) -> socket.socket:
+    """Makes a socket that a child which is forked closes: as long as it had it open, no peer would see this end closed.
+
+    A fork by another thread waits until it is known which socket that is; so nothing is done here that may take long.
+    """
+    with _forking:
+        made = make()
+        _not_of_children.add(made)
+    return made
+
+
+def _pair_kept_from_children() -> tuple[socket.socket, socket.socket]:
+    with _forking:
+        one, other = socket.socketpair()
+        _not_of_children.update((one, other))
+    return one, other
+
+
+def _close_in_child() -> None:
+    for each in list(_not_of_children):
+        with suppress(OSError):
+            each.close()  # and nothing else: what waits in it is shared with the parent
+    _forking.release()
+
+
+os.register_at_fork(before=_forking.acquire, after_in_parent=_forking.release, after_in_child=_close_in_child)
 
 
 def _prepare(connection: socket.socket) -> None:

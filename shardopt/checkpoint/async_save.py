@@ -16,20 +16,18 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from shardopt.checkpoint.agree_plan import Kept
+from shardopt.checkpoint.background_save import BackgroundSave, Staged
 from shardopt.checkpoint.format.metrics import numbers_of
-from shardopt.checkpoint.planning.describe import Description
 from shardopt.checkpoint.planning.replica_check import CheckReplicas
-from shardopt.checkpoint.planning.save_plan import RankWrites
 from shardopt.checkpoint.progress import Progress
-from shardopt.checkpoint.reports import SaveReport, emit_report
-from shardopt.checkpoint.save import DEFAULT_OPTIONS, Described, SaveOptions, replicas_to_check, save_described
+from shardopt.checkpoint.reports import SaveReport
+from shardopt.checkpoint.save import DEFAULT_OPTIONS, SaveOptions, replicas_to_check
 from shardopt.checkpoint.writing.host_memory import HostMemory
 from shardopt.checkpoint.writing.pending import PendingSave, hold_steps
 from shardopt.checkpoint.writing.staging import Shares, Staging
@@ -53,8 +51,6 @@ from shardopt.world import Thread, world
 
 Stage = Literal["now", "lazy"]
 InFlight = Literal["wait", "refuse"]
-
-_PLAN_SECONDS = 2.0  # for which a call waits until the save is planned, to copy no more than this rank writes
 
 _log = logging.getLogger("shardopt.checkpoint")
 
@@ -114,9 +110,9 @@ class AsyncSaver:
         self._wait(call, options.group)
         self._group = options.group
         side = self._side.of(ranks, options.deadline_seconds)
-        background = _BackgroundSave(side, os.fspath(url), self._kept, begin, options, afterwards)
+        background = BackgroundSave(side, os.fspath(url), self._kept, begin, options, afterwards)
         pending = background.pending
-        staged: _Staged | BaseException
+        staged: Staged | BaseException
         try:
             self._ranks, self._deadline_seconds = side, options.deadline_seconds
             self._pending, self._agreed_on_failure, self._thread = pending, False, None
@@ -126,7 +122,7 @@ class AsyncSaver:
             self._thread.start()
             staged = self._stage(app, stage, metrics, pending, ranks, options)
             background.hand_over(staged)
-            if isinstance(staged, _Staged) and staged.state.waits_for_plan:
+            if isinstance(staged, Staged) and staged.state.waits_for_plan:
                 background.copy_by_plan(staged.state)
         except BaseException as error:
             # The other ranks go into the thread's first round, in which all are to raise this.
@@ -217,7 +213,7 @@ class AsyncSaver:
         pending: PendingSave,
         ranks: Ranks,
         options: SaveOptions,
-    ) -> _Staged | BaseException:
+    ) -> Staged | BaseException:
         """Returns the staged state; or the error, which all ranks will raise in the thread."""
         try:
             numbers = None if metrics is None else numbers_of(metrics)
@@ -229,7 +225,7 @@ class AsyncSaver:
             hold_steps(staging.optimizers, pending, self._hooks)
             if staging.is_lazy:
                 copying_until(pending.staged)
-            return _Staged(staging, numbers)
+            return Staged(staging, numbers)
         except BaseException as error:
             if not self._hooks:
                 with suppress(Exception):  # not even `flatten` may have worked
@@ -250,115 +246,6 @@ class AsyncSaver:
             assert last is not None
             problem = Problem(last.url, "a save in flight", "one at a time", 'save later, or with in_flight="wait"')
             raise CheckpointError(f"{call} was refused", [problem])
-
-
-class _Staged(NamedTuple):
-    """The state at the call, and the metrics, as handed over to the thread."""
-
-    state: Staging
-    metrics: Mapping[str, float] | None
-
-
-class _BackgroundSave:
-    """The work of one save in the background, done once, in whichever thread runs it first."""
-
-    def __init__(
-        self,
-        ranks: Ranks,
-        url: str,
-        kept: Kept,
-        begin: float,
-        options: SaveOptions,
-        afterwards: Callable[[SaveReport], None],
-    ) -> None:
-        self._ranks, self._kept, self._begin = ranks, kept, begin
-        self._options, self._afterwards = options, afterwards
-        self._running = world().lock()  # acquired for good by the thread that runs it
-        self._handed_over = world().event()
-        self._staged: _Staged | BaseException | None = None
-        self._writes: RankWrites | None = None  # of this rank, once they are planned
-        self._planned = world().event()
-        self._copied = world().event()
-        self._copy_error: BaseException | None = None
-        self._staging_seconds = 0.0
-        self.pending = PendingSave(url)  # last: from now on it has to end
-
-    def hand_over(self, staged: _Staged | BaseException) -> None:
-        """Hands over the state to be saved, or the error of staging on this rank. The first call counts."""
-        if self._staged is None:
-            self._staged = staged
-        self._handed_over.set()
-
-    def copy_by_plan(self, staging: Staging) -> None:
-        """Copies what this rank writes, in the call, once that is planned.
-
-        Where other ranks are late, all that it holds: training is not to wait for them here.
-        """
-        try:
-            self._planned.wait(_PLAN_SECONDS)
-            if not self.pending.done:
-                staging.copy_by_plan(self._writes)
-        except Exception as error:
-            self.end_copying(error)  # which all ranks will raise in the thread
-        else:
-            self.end_copying()
-
-    def end_copying(self, error: BaseException | None = None) -> None:
-        """Says that the call has made its copies, or cannot. The first call counts."""
-        if not self._copied.is_set():
-            self._copy_error = error
-        self._copied.set()
-
-    def run(self) -> None:
-        """Saves the state that is handed over, and ends `pending`."""
-        if not self._running.acquire(blocking=False):
-            return
-        options = self._options
-        try:
-            with self._ranks.beating(options.deadline_seconds):
-                report = save_described(self._ranks, self.pending.url, self._described, self._kept, options)
-                seconds = world().monotonic() - self._begin
-                self.pending.succeed(replace(report, seconds=seconds, staging_seconds=self._staging_seconds))
-                emit_report("save", self.pending.result())
-                self._afterwards(self.pending.result())
-        except BaseException as error:
-            if self.pending.done:
-                raise  # of `afterwards`
-            self.pending.fail(error)
-        finally:
-            self._planned.set()  # where it was not: nobody is to wait for it any more
-
-    def _described(self) -> Described:
-        self._handed_over.wait()
-        staged = self._staged
-        if not isinstance(staged, _Staged):
-            assert staged is not None
-            raise staged
-        if staged.state.is_by_plan:
-            return Described(
-                staged.state.describe_before(), staged.metrics, lambda writes: self._by_plan(staged, writes)
-            )
-        staged.state.finish()
-        self._end_staging()
-        return Described(self._state_of(staged), staged.metrics)
-
-    def _by_plan(self, staged: _Staged, writes: RankWrites) -> tuple[Description, RankWrites]:
-        self._writes = writes
-        self._planned.set()
-        if staged.state.waits_for_plan:
-            self._copied.wait()
-            if self._copy_error is not None:
-                raise self._copy_error
-        staged.state.finish(writes)
-        self._end_staging()
-        return self._state_of(staged), staged.state.placed(writes)
-
-    def _end_staging(self) -> None:
-        self.pending.staged.set()
-        self._staging_seconds = world().monotonic() - self._begin
-
-    def _state_of(self, staged: _Staged) -> Description:
-        return staged.state.describe(replicas_to_check(self._options.check_replicas, self._ranks))
 
 
 _default = AsyncSaver()

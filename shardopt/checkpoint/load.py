@@ -9,7 +9,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from typing import Any, NamedTuple
 
 from torch.optim import Optimizer
@@ -41,7 +41,7 @@ from shardopt.flatten import flatten
 from shardopt.gc_pause import gc_paused
 from shardopt.param_groups import refuse_unmatched
 from shardopt.ranks import DEADLINE_SECONDS, Group, Ranks, ranks_of
-from shardopt.sharding.pieces import View
+from shardopt.sharding.pieces import Piece, View
 from shardopt.sharding.view import view_of
 from shardopt.state import FlatState, Handback, PartialStateful, PerRank, Tied
 from shardopt.world import world
@@ -82,7 +82,6 @@ class _Plan:
 
     Args:
         into: the tensors to be filled by the app's keys, of tied ones the first.
-        requests: all reads that fill `into` without the other ranks.
         shared: those of `into` of which each box is read by one of the ranks that have it.
         per_rank: the stored values of this rank, by stored key.
     """
@@ -92,14 +91,15 @@ class _Plan:
     names: Names
     match: Match
     into: Mapping[str, View]
-    requests: list[tuple[OpenFile, ReadRequest]]
     shared: Mapping[str, View]
     per_rank: Mapping[str, Any]
 
     @property
-    def has_casts_to_check(self) -> bool:
-        """Whether any tensor is cast to a dtype that cannot hold all numbers of the stored one."""
-        return bool(self.match.cast and casts_to_check(self.requests))
+    def bytes_wanted(self) -> int:
+        """The bytes that fill `into`, as they are stored."""
+        numels = {key: sum(piece.box.numel for piece in view.pieces) for key, view in self.into.items()}
+        tensors = self.names.manifest.tensors
+        return sum(numel * tensors[key].dtype.itemsize for key, numel in numels.items())
 
     def key_of(self, key: str) -> str:
         """Returns the key under which the checkpoint has a tensor or value of the app."""
@@ -107,29 +107,33 @@ class _Plan:
 
 
 class _Reads:
-    """A rank's reads and sends, worked out at first use: within a round, so that a failure reaches all ranks.
+    """A rank's reads and sends. To be made, and changed, within a round: what fails in it reaches all ranks.
 
-    Args:
-        alike: whether all ranks hold the same shared tensors; otherwise nothing is sent.
+    At first it takes for granted that all ranks hold the same shared tensors, and opens the files of what this one then
+    is to read. It learns in the round whether they do; where they do not, nothing is sent.
     """
 
-    def __init__(self, plan: _Plan, alike: bool, ranks: Ranks) -> None:
-        self._plan, self._alike, self._ranks = plan, alike, ranks
+    def __init__(self, plan: _Plan, ranks: Ranks) -> None:
+        self.plan = plan
+        self.shared = BroadcastReads(plan.shared, ranks)
+        apart = {key: view.pieces for key, view in plan.into.items() if key not in plan.shared}
+        self.requests = self._requests({**apart, **self.shared.own_pieces()})
 
-    @cached_property
-    def shared(self) -> BroadcastReads:
-        return BroadcastReads(self._plan.shared if self._alike else {}, self._ranks)
+    @property
+    def has_casts_to_check(self) -> bool:
+        """Whether any tensor is cast to a dtype that cannot hold all numbers of the stored one."""
+        return bool(self.plan.match.cast and casts_to_check(self.requests))
 
-    @cached_property
-    def requests(self) -> list[tuple[OpenFile, ReadRequest]]:
-        """All reads of this rank; where ranks share, of what only this one holds and of its share of the rest."""
-        plan = self._plan
-        if not (self._alike and plan.shared):
-            return plan.requests
-        pieces = {
-            key: view.pieces for key, view in plan.into.items() if key not in plan.shared
-        } | self.shared.own_pieces()
-        return [request for key, own in pieces.items() for request in plan.reader.requests(plan.key_of(key), own)]
+    def read_alone(self, ranks: Ranks) -> None:
+        """Has this rank read all that it holds, and send nothing."""
+        self.plan.reader.close()  # of open files only the entries of this rank's share were kept
+        self.shared = BroadcastReads({}, ranks)
+        self.requests = self._requests({key: view.pieces for key, view in self.plan.into.items()})
+
+    def _requests(self, pieces: Mapping[str, Sequence[Piece]]) -> list[tuple[OpenFile, ReadRequest]]:
+        reader, key_of = self.plan.reader, self.plan.key_of
+        reader.open_ahead({key_of(key): each for key, each in pieces.items()})
+        return [request for key, each in pieces.items() for request in reader.requests(key_of(key), each)]
 
 
 def load(
@@ -257,24 +261,37 @@ def _load_into(
     """Loads into the state that `app` has, step by step; returns what to warn of as well."""
     deadline_seconds = options.deadline_seconds
     begin = world().monotonic()
-    plan, opened = ranks.agree(
-        what,
-        work=lambda: _plan(look(), options, ranks),
-        report=lambda plan: [
+
+    def report_plan(reads: _Reads) -> list[Any]:
+        plan = reads.plan
+        return [
             plan.reader.digest,
             fingerprint(plan.shared),
             differences_of(plan.match, plan.names),
-            plan.has_casts_to_check,
+            reads.has_casts_to_check,
             plan.flat.unmatched_patterns(),
             dict(plan.flat.tied),
-        ],
+        ]
+
+    reads, opened = ranks.agree(
+        what,
+        work=lambda: _Reads(_plan(look(), options, ranks), ranks),
+        report=report_plan,
         decide=lambda reports: _compare_ranks(what.removeprefix(_LOADING), reports),
         deadline_seconds=deadline_seconds,
     )
+    plan, with_casts = reads.plan, opened["with_casts"]
     if opened["with_differences"]:
         settle(ranks, what, plan.match, plan.names, options.strictness, opened["with_differences"], deadline_seconds)
-    reads = _Reads(plan, opened["alike"], ranks)
-    if opened["with_casts"]:
+    if not opened["alike"]:
+        _, with_casts = ranks.agree(
+            what,
+            work=lambda: reads.read_alone(ranks),
+            report=lambda _: reads.has_casts_to_check,
+            decide=any,
+            deadline_seconds=deadline_seconds,
+        )
+    if with_casts:
         ranks.agree(what, work=lambda: _check_casts(plan, reads), deadline_seconds=deadline_seconds)
     if options.transactional:
         doing = f"{what} (transactional)"  # by which ranks notice that some of them do not verify
@@ -302,7 +319,7 @@ def _load_into(
         renamed={
             key: old for key, old in plan.names.renamed.items() if key in plan.match.tensors or key in plan.match.values
         },
-        bytes_wanted=sum(request.wanted.numel * request.dtype.itemsize for _, request in plan.requests),
+        bytes_wanted=plan.bytes_wanted,
         bytes_read=bytes_read,
         seconds=world().monotonic() - begin,
         world_size=plan.reader.manifest.world_size,
@@ -314,13 +331,13 @@ def _load_into(
 
 
 def _plan(look: _Look, options: LoadOptions, ranks: Ranks) -> _Plan:
-    """Plans this rank's reads; refuses what does not fit, or notes it, to be settled with the other ranks."""
+    """Plans what this rank loads; refuses what does not fit, or notes it, to be settled with the other ranks."""
     reader, flat, names = look
     views = {key: view_of(tensor, key).numbered_in(ranks.job_numbers) for key, tensor in flat.tensors().items()}
     refuse_untied(flat, views)
     match = compare(flat, views, names, options.strictness, ranks.size)
     if match.problems:
-        return _Plan(reader, flat, names, match, {}, [], {}, {})
+        return _Plan(reader, flat, names, match, {}, {}, {})
     old = names.renamed
     per_rank = reader.per_rank(ranks.rank) if match.per_rank else {}
     _refuse_missing([key for key in match.per_rank if old.get(key, key) not in per_rank], ranks.rank)
@@ -329,10 +346,8 @@ def _plan(look: _Look, options: LoadOptions, ranks: Ranks) -> _Plan:
     aliases = {key: first for key, first in names.aliases.items() if key in names.manifest.tensors and first in into}
     refuse_unequal(reader, into | {key: into[first] for key, first in aliases.items()}, tied | aliases, old)
     into = {key: view for key, view in into.items() if key not in tied}
-    reader.open_ahead({old.get(key, key): view.pieces for key, view in into.items()})
-    requests = [request for key, view in into.items() for request in reader.requests(old.get(key, key), view.pieces)]
     share = options.replicas == "exchange" or (options.replicas == "auto" and reader.is_remote)
-    return _Plan(reader, flat, names, match, into, requests, shared_among(into, ranks.size) if share else {}, per_rank)
+    return _Plan(reader, flat, names, match, into, shared_among(into, ranks.size) if share else {}, per_rank)
 
 
 def _refuse_missing(keys: list[str], rank: int) -> None:

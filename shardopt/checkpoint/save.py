@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from shardopt.checkpoint.agree_base import BaseOnRanks
 from shardopt.checkpoint.agree_plan import Comparison, Kept, Planned, Planning, compare_reports, report_state
 from shardopt.checkpoint.commit import manifest_to_commit
 from shardopt.checkpoint.format.manifest import DataFile
@@ -30,7 +31,7 @@ from shardopt.checkpoint.storage import Storage, wrap_os_errors
 from shardopt.checkpoint.writing.pending import raise_failures
 from shardopt.checkpoint.writing.unchanged import Base, PartsBySlot, cut_by_changes, pack_parts
 from shardopt.checkpoint.writing.write import from_memory, with_progress, write_files
-from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError, NoSpaceError, Problem, StateError
+from shardopt.errors import NoSpaceError, Problem, StateError
 from shardopt.flatten import flatten
 from shardopt.gc_pause import gc_paused
 from shardopt.ranks import DEADLINE_SECONDS, Group, Ranks, call_on, ranks_of, refuse_lone_processes
@@ -212,7 +213,7 @@ def _save_to(
 ) -> SaveReport:
     begin = world().monotonic()
     call = call_on("saving", url)
-    bases = _Bases(options)
+    bases = BaseOnRanks(options.base, options.base_required)
     place = place_of(ranks, url, options.durable, options.base, options.deadline_seconds)
 
     def describe_here() -> tuple[Described, str, bytes | None]:
@@ -221,13 +222,16 @@ def _save_to(
         metrics_json = None if here.metrics is None else pack_metrics(here.metrics)
         return here, here.state.geometry_fingerprint(), metrics_json
 
-    (here, geometry, metrics_json), decision = ranks.agree(
+    (here, geometry, metrics_json), decision, section = ranks.agree_in_sections(
         call,
         work=describe_here,
         report=lambda done: report_state(done[0].state, done[1], ranks.rank, kept),
         decide=lambda reports: _begin(place, reports, bases),
+        section_of=lambda decision: bases.section_of(decision["base"]),
         deadline_seconds=options.deadline_seconds,
     )
+    bases.take(decision["base"], section)
+    del section
     storage, save_id = place.storage, decision["save_id"]
     comparison = Comparison.from_json(decision["comparison"])
     planning = Planning(ranks, call, options.deadline_seconds, here.state, geometry, comparison)
@@ -237,7 +241,7 @@ def _save_to(
         if here.copied is not None and isinstance(own, Planned):
             state, writes = here.copied(own.writes)
             own = own._replace(writes=writes)
-        base = bases.agreed(storage, decision)
+        base = bases.opened(storage)
         place.wait(save_id)
         written = _write(storage, save_id, own, state, options.progress, base)
         return written, replace(planning, description=state)
@@ -256,7 +260,7 @@ def _save_to(
                 planned,
                 reports,
                 metrics_json,
-                bases.agreed(storage, decision),
+                bases.opened(storage),
                 options,
                 begin,
             ),
@@ -282,44 +286,6 @@ def _save_to(
     )
 
 
-class _Bases:
-    """The earlier save that this one refers to, if it does; opened once on each rank."""
-
-    def __init__(self, options: SaveOptions) -> None:
-        self._options = options
-        self._base: Base | None = None
-
-    def begin(self, storage: Storage) -> list[str] | None:
-        """Opens it on rank 0; returns its URL and digest, for all ranks. None where there is none."""
-        options = self._options
-        if options.base is None:
-            return None
-        try:
-            self._base = Base(options.base, storage)
-        except (CheckpointNotFoundError, CorruptionError) as error:
-            if options.base_required:
-                raise
-            _log.warning("everything is written anew: %s", error)
-            return None
-        return [options.base, self._base.digest]
-
-    def agreed(self, storage: Storage, decision: Mapping[str, Any]) -> Base | None:
-        """Returns it, as rank 0 has opened it; None where there is none, or this rank cannot see the same."""
-        if decision["base"] is None:
-            return None
-        url, digest = decision["base"]
-        if self._base is None:
-            try:
-                self._base = Base(url, storage)
-            except CheckpointError as error:
-                _log.warning("all that this rank has is written anew: %s", error)
-                return None
-        if self._base.digest != digest:
-            _log.warning("all that this rank has is written anew: it sees another checkpoint at %s than rank 0", url)
-            return None
-        return self._base
-
-
 class _Written(NamedTuple):
     """What a rank has written, and what it has left out for an earlier save has it."""
 
@@ -332,16 +298,19 @@ class _Written(NamedTuple):
         return [[[file.name, file.nbytes, file.digest] for file in self.files], pack_parts(self.parts)]
 
 
-def _begin(place: Place, reports: Sequence[Any], bases: _Bases) -> dict[str, Any]:
-    """Begins a save, on rank 0: refuses a taken path, names the save, and compares what ranks describe."""
+def _begin(place: Place, reports: Sequence[Any], bases: BaseOnRanks) -> tuple[dict[str, Any], list[bytes]]:
+    """Begins a save, on rank 0: refuses a taken path, names the save, and compares what ranks describe.
+
+    Returns what all ranks get, and what those need of it that refer to an earlier save.
+    """
     comparison = compare_reports(reports)
     save_id = world().random_name(6)
     storage = place.storage
     with wrap_os_errors(f"make {storage.url}"):
         place.refuse_taken()
-        base = bases.begin(storage)
+        base, sections = bases.begin(storage, len(reports))
         place.begin(save_id)
-    return {"save_id": save_id, "comparison": comparison.to_json(), "base": base}
+    return {"save_id": save_id, "comparison": comparison.to_json(), "base": base}, sections
 
 
 def _write(

@@ -18,7 +18,7 @@ from shardopt.ranks.calls import Call
 from shardopt.ranks.connections.address import addresses
 from shardopt.ranks.connections.frames import MAIN
 from shardopt.ranks.connections.heartbeat import Silence
-from shardopt.ranks.connections.join import Entry, delete, leader_key, read_record, record, within
+from shardopt.ranks.connections.join import Entry, leader_key, read_record, record, withdraw, within
 from shardopt.ranks.connections.node import Node
 from shardopt.ranks.failures import describe, different_calls, merge, names_of, numbered_in_group
 from shardopt.ranks.files.client import FileClient
@@ -51,14 +51,21 @@ class Channel:
         members: the numbers in the job, by rank.
         beside: another channel of the same ranks, whose connections this one uses too.
         session: the name of this one then, as 16 hexadecimal digits.
+        is_last: whether no other ranks will ever meet at this store.
     """
 
     def __init__(
-        self, store: Store, rank: int, members: Sequence[int], beside: Channel | None = None, session: str = ""
+        self,
+        store: Store,
+        rank: int,
+        members: Sequence[int],
+        beside: Channel | None = None,
+        session: str = "",
+        is_last: bool = False,
     ) -> None:
         self.store, self.rank, self.size = store, rank, len(members)
         self.reported = False  # whether the others have all that they need of this rank in this round
-        self._members = members
+        self._members, self._is_last = members, is_last
         self._connections: _Connections = (
             _Connections(Node(store, rank, len(members))) if beside is None else beside._connections
         )
@@ -259,8 +266,9 @@ class Channel:
             with self.node.changed:
                 came = centre.session(self._session).gathering(self._round).take()
             differs = False
-            for data, ranks in came:
-                report = unpack(data)
+            # All at once: where every rank has a report of its own, to begin to decode takes longer than to decode.
+            decoded = unpack(b"[" + b",".join(data for data, _ in came) + b"]")
+            for report, (_, ranks) in zip(decoded, came, strict=True):
                 differs |= report["call"] != self.call.same
                 reports.update(dict.fromkeys(ranks, report))
             return differs
@@ -309,7 +317,7 @@ class Channel:
             tree = centre.tree
             keys = [leader_key(session.name, rank) for rank in tree.children if rank not in tree.members]
             with suppress(TimeoutError):
-                within(_STORE_SECONDS, lambda: delete(self.store, keys, session))
+                within(_STORE_SECONDS, lambda: withdraw(self.store, keys, session, self._is_last))
         return reports, lost
 
     def _record(self, error: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from shardopt.ranks.calls import Call
 from shardopt.ranks.connections.heartbeat import DEADLINE_SECONDS
+from shardopt.ranks.connections.runs import pack_runs, unpack_runs
 from shardopt.ranks.ranks import Ranks
 
 Kinds = Sequence[tuple[int, ...]]
@@ -34,19 +35,12 @@ def kinds_of(fingerprints: Sequence[str]) -> list[tuple[int, ...]]:
 
 def pack_kinds(kinds: Kinds) -> list[list[int]]:
     """Encodes kinds as JSON, each as runs of ranks at equal distances: first, distance, count, and so on."""
-    return [_runs(ranks) for ranks in kinds]
+    return [pack_runs(ranks) for ranks in kinds]
 
 
 def unpack_kinds(wire: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
     """Decodes what `pack_kinds` encoded."""
-    return [
-        tuple(
-            rank
-            for first, distance, count in zip(runs[::3], runs[1::3], runs[2::3], strict=True)
-            for rank in range(first, first + distance * count, distance)
-        )
-        for runs in wire
-    ]
+    return [tuple(unpack_runs(runs)) for runs in wire]
 
 
 def number_of_kind(kinds: Kinds, rank: int) -> int:
@@ -101,15 +95,3 @@ def compress(value: Any) -> bytes:
 def decompress(data: bytes) -> Any:
     """Decodes what `compress` encoded."""
     return json.loads(zlib.decompress(data))
-
-
-def _runs(ranks: Sequence[int]) -> list[int]:
-    runs: list[int] = []
-    for rank in ranks:
-        if runs:
-            first, distance, count = runs[-3:]
-            if count == 1 or rank == first + distance * count:
-                runs[-2:] = [(rank - first) if count == 1 else distance, count + 1]
-                continue
-        runs += [rank, 1, 1]
-    return runs

@@ -59,16 +59,19 @@ class Witness:
         """Rank 0: looks; returns those of the missing that are silent, or in their place the leader that is.
 
         What leaders said of their members since the last look counts. Of a leader that says nothing any more, or has
-        never come, the members are not known.
+        never come, the members are not known: one that comes late is not to find its members given up in its place, so
+        their time begins with it.
         """
         centre, tree = self._node.centre, self._node.tree
         with self._node.changed:
             signs = centre.session(self._session).signs
-            counts = {rank: signs.get(rank, 0) for rank in missing}
+            counts: dict[int, int] = {}
             for rank in missing:
                 leader = tree.block_of(rank)[0]
                 if leader not in (0, rank):
                     counts[-leader] = centre.links[leader].heard if leader in centre.links else 0
+                if leader in (0, rank) or leader in centre.links:
+                    counts[rank] = signs.get(rank, 0)
         silent = watch.silent(counts)
         cut = {-each for each in silent if each < 0}
         return sorted(cut.union(each for each in silent if each > 0 and tree.block_of(each)[0] not in cut))

@@ -67,7 +67,7 @@ class Ranks:
         ranks._group = _no_group  # what needs one raises, and is not done by each rank alone
         place = session or blake2b(repr(members).encode(), digest_size=16).hexdigest()
         store = world().store_of(job, f"shardopt-{place}")
-        ranks._channel = Channel(store, ranks.rank, ranks.members)
+        ranks._channel = Channel(store, ranks.rank, ranks.members, is_last=session != "")
         return ranks
 
     def side_channel(self, what: str, deadline_seconds: float = DEADLINE_SECONDS) -> Ranks:
@@ -240,18 +240,18 @@ class Ranks:
         work: Callable[[], T],
         report: Callable[[T], Any],
         decide: Callable[[list[Any]], tuple[Any, Sequence[bytes]]],
-        section_of: Callable[[Any], int],
+        section_of: Callable[[Any], int | None],
         deadline_seconds: float = DEADLINE_SECONDS,
     ) -> tuple[T, Any, bytes]:
-        """Agrees as `agree` does on a decision that has sections, of which each rank needs one. Collective.
+        """Agrees as `agree` does on a decision that has sections, of which each rank needs one at most. Collective.
 
         Args:
             what, work, report, deadline_seconds: as for `agree`.
             decide: returns the JSON that every rank gets, and the sections, none of them empty.
-            section_of: gets that JSON; returns the number of the section that this rank needs.
+            section_of: gets that JSON; returns the number of the section that this rank needs, None for none.
 
         Returns:
-            What `work` returned on this rank, the JSON, and the section.
+            What `work` returned on this rank, the JSON, and the section; b"" for none.
 
         Raises:
             ShardoptError, RankError: as `agree`.
@@ -268,6 +268,8 @@ class Ranks:
 
         result, decision = self.agree(what, work, report, post, deadline_seconds)
         number = section_of(decision)
+        if number is None:
+            return result, decision, b""
         if self._channel is None or self.rank == 0:
             return result, decision, sections[number]
         try:

@@ -4,10 +4,13 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from shardopt import checkpoint
 from shardopt.errors import RankError
 from shardopt.ranks import Ranks, ranks_of
 from shardopt.ranks.connections import node, tree
@@ -232,11 +235,75 @@ def many_sessions(count, settled):
     return seen
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(3000, marks=pytest.mark.exhaustive)])
-def test_sessions_leave_nothing(count):
-    for early, late in run_ranks(2, many_sessions, count, 20, deadline_seconds=300.0):
+def over_a_server(folder):
+    """Begins the job of these ranks anew, with a store that a server has; the harness gives them one in a file."""
+    rank, size, port = dist.get_rank(), dist.get_world_size(), Path(folder) / "port"
+    dist.destroy_process_group()
+    if rank == 0:
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        port.with_suffix(".new").write_text(str(store.port))
+        port.with_suffix(".new").rename(port)
+    else:
+        while not port.exists():
+            time.sleep(0.01)
+        store = dist.TCPStore("localhost", int(port.read_text()), is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+
+
+def with_store(kind, folder, function, *args):
+    if kind == "server":
+        over_a_server(folder)
+    return function(*args)
+
+
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    [
+        ("file", 40),
+        pytest.param("file", 10_000, marks=pytest.mark.exhaustive),
+        pytest.param("server", 10_000, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_sessions_leave_nothing(tmp_path, kind, count):
+    outcomes = run_ranks(2, with_store, kind, str(tmp_path), many_sessions, count, 20, deadline_seconds=3000.0)
+    for early, late in outcomes:
         assert early[:3] == late[:3]
         assert max(early[3], late[3]) <= 3
+
+
+def many_managers(root, count, settled):
+    """Managers, each for one save, in turn in the call and in the background."""
+    job, here, seen = dist.group.WORLD, ranks_of(), []
+    for number in range(1, count + 1):
+        with checkpoint.Manager(root, keep_last=1, stage=("now", None)[number % 2]) as manager:
+            manager.save(number, {"x": torch.full((3,), float(number))})
+        if number in (settled, count):
+            while any(thread.name.startswith(("shardopt-save", "shardopt-tidy")) for thread in threading.enumerate()):
+                time.sleep(0.001)
+            dist.barrier()
+            left = [len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task")]
+            seen.append((*left, job.get_group_store().num_keys(), len(here._channel.node.centre.sessions)))
+            dist.barrier()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    [
+        ("server", 8),
+        pytest.param("file", 10_000, marks=pytest.mark.exhaustive),
+        pytest.param("server", 10_000, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_managers_and_their_saves_leave_nothing(tmp_path, kind, count):
+    root, settled = str(tmp_path / "run"), min(20, count // 2)
+    outcomes = run_ranks(
+        2, with_store, kind, str(tmp_path), many_managers, root, count, settled, deadline_seconds=3000.0
+    )
+    for early, late in outcomes:
+        assert early[:3] == late[:3]
+        assert max(early[3], late[3]) <= 4
+    assert checkpoint.Manager(root).steps() == [count]
 
 
 def two_jobs_in_one_store():

@@ -447,6 +447,23 @@ def test_what_others_have_written_is_looked_through_by_one_rank(loaded, form):
     assert max(counts.values()) <= 2, counts
 
 
+def save_twice(options, root):
+    with reached(options):
+        app = {"rows": state(1)["rows"], "both": state(1)["both"]}
+        checkpoint.save(f"{root}/first", app)
+        report = checkpoint.save(f"{root}/second", app, base=f"{root}/first")
+    return report.bytes_unchanged
+
+
+def test_the_manifest_that_a_save_refers_to_is_read_by_one_rank(here):
+    root = here.new_root()
+    unchanged = run_ranks(3, save_twice, here.options(), root)
+    assert min(unchanged) > 0
+    asked = [request for request in here.log()["requests"] if "/first/manifest.json" in request]
+    # To open it; before the commit, whether it still stands there.
+    assert sum(request.startswith("GET") for request in asked) == 2
+
+
 def save_and_restore(options, root, step):
     save_on_ranks(options, root, step)
     restore_on_ranks(options, root, step)

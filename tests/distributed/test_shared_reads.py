@@ -1,5 +1,7 @@
 """Boxes that several ranks load are read by one of them and sent to the others: the same bytes, fewer of them read."""
 
+import importlib
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +12,7 @@ import shardopt
 from shardopt import checkpoint
 from shardopt.checkpoint.reading import broadcast as share
 from shardopt.checkpoint.reading.broadcast import BroadcastReads
+from shardopt.checkpoint.sources.own import OwnSource
 from shardopt.errors import CorruptionError, PartialLoadError, RankError
 from shardopt.ranks import Ranks
 from tests.distributed import test_reshard_matrix as matrix
@@ -76,6 +79,34 @@ def test_each_byte_is_read_by_one_rank(tmp_path):
     assert run_ranks(4, load_big, path, "auto") == apart  # a local disk
 
 
+def replicated(filled):
+    return {"replicated": big(filled)["replicated"]}
+
+
+def save_replicated(path):
+    checkpoint.save(path, replicated(filled=True))
+
+
+def load_and_list_files(path):
+    opened, open_one = [], OwnSource._open
+
+    def listing(self, number, keys):
+        opened.append(number)
+        return open_one(self, number, keys)
+
+    OwnSource._open = listing
+    report = checkpoint.load(path, replicated(filled=False), replicas="exchange")
+    assert report.bytes_wanted == 12 * MIB
+    return opened
+
+
+def test_each_rank_opens_the_files_alone_that_it_reads(tmp_path):
+    path = str(tmp_path / "saved")
+    run_ranks(4, save_replicated, path)
+    opened = run_ranks(4, load_and_list_files, path)
+    assert sorted(opened) == [[0], [1], [2], [3]]
+
+
 def load_without_rows(path):
     """One rank wants one tensor more."""
     value = {"plain": torch.zeros(3 * 1024, 1024)}
@@ -113,20 +144,21 @@ def test_damage_that_one_rank_reads_is_raised_by_all(tmp_path):
     assert all("plain" in str(each.error) for each in outcomes)
 
 
-def load_and_break_on_rank_1(path, transactional):
-    """Returns the error where one rank cannot work out its reads, and whether the optimizer may step."""
+def load_and_break_on_rank_1(path, broken_method):
+    """Returns the error where one rank cannot work out its reads, or cannot read; and if the optimizer may step."""
     weight = torch.nn.Parameter(torch.zeros(3))
     optimizer = shardopt.keyed("adam", {"w": weight}, lr=0.5)
     optimizer.init_state()
     if dist.get_rank() == 1:
 
-        def broken(self):
+        def broken(*unused):
             raise LookupError("no part")
 
-        BroadcastReads.own_pieces = broken
+        owner = BroadcastReads if broken_method == "own_pieces" else importlib.import_module("shardopt.checkpoint.load")
+        setattr(owner, broken_method, broken)
     weight.grad = torch.ones(3)
     with pytest.raises(RankError) as caught:
-        checkpoint.load(path, {"w": weight, "optimizer": optimizer}, replicas="exchange", transactional=transactional)
+        checkpoint.load(path, {"w": weight, "optimizer": optimizer}, replicas="exchange")
     try:
         optimizer.step()
     except PartialLoadError:
@@ -141,12 +173,12 @@ def save_small(path):
     checkpoint.save(path, {"w": weight, "optimizer": optimizer})
 
 
-@pytest.mark.parametrize(("transactional", "then"), [(False, "torn"), (True, "steps")])
-def test_a_rank_that_fails_before_it_reads_is_named_to_all_at_once(tmp_path, transactional, then):
+@pytest.mark.parametrize(("method", "then"), [("fill", "torn"), ("own_pieces", "steps")])
+def test_a_rank_that_fails_at_what_is_shared_is_named_to_all_at_once(tmp_path, method, then):
     path = str(tmp_path / "saved")
     run_ranks(1, save_small, path)
     # A rank outside of a round would be missed by the others only after their deadline, which is far longer than this.
-    for message, optimizer in run_ranks(3, load_and_break_on_rank_1, path, transactional, deadline_seconds=30.0):
+    for message, optimizer in run_ranks(3, load_and_break_on_rank_1, path, method, deadline_seconds=30.0):
         assert "rank 1" in message and "LookupError" in message and "no part" in message
         assert optimizer == then
 

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import shardopt
 from shardopt import checkpoint
+from shardopt.checkpoint import background_save
 from shardopt.checkpoint.writing import staging
 from shardopt.errors import StateError
 from tests.harness.ranks import run_ranks
@@ -47,7 +48,7 @@ def is_as_saved(path, added=0.0):
 
 
 def save_shares(folder):
-    async_save._PLAN_SECONDS = 60.0
+    background_save._PLAN_SECONDS = 60.0
     mesh = init_device_mesh("cpu", (2, 2))
     app, copied = app_of(mesh), []
     for number in range(2):
@@ -130,7 +131,7 @@ def test_lazy_copies_are_of_what_is_written_too(tmp_path):
 
 
 def save_where_one_is_late(folder):
-    async_save._PLAN_SECONDS = 0.2
+    background_save._PLAN_SECONDS = 0.2
     app = {"plain": WHOLE.clone()}
     if dist.get_rank() == 1:
         time.sleep(1.5)

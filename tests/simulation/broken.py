@@ -17,7 +17,7 @@ _of = importlib.import_module
 _commit = _of("shardopt.checkpoint.commit")
 _manager = _of("shardopt.checkpoint.run.manager").Manager
 _saver = _of("shardopt.checkpoint.async_save").AsyncSaver
-_background = _of("shardopt.checkpoint.async_save")._BackgroundSave
+_background = _of("shardopt.checkpoint.background_save").BackgroundSave
 _keeper = _of("shardopt.checkpoint.run.keeper")
 _side = _of("shardopt.ranks.side").SideRanks
 
@@ -32,7 +32,7 @@ def remains_removed_before_the_commit(patch: Callable[..., None]) -> None:
                 storage.remove(name)
         publish(storage, manifest, data, base)
 
-    patch(_commit, "publish_checkpoint", removing)
+    patch(_of("shardopt.checkpoint.place"), "publish_checkpoint", removing)
 
 
 def published_over_others(patch: Callable[..., None]) -> None:

@@ -1,13 +1,15 @@
 """What a rank says of others, and when: the centre of a rank without sockets."""
 
-import json
+from types import SimpleNamespace
 
 import pytest
 
 from shardopt.ranks.connections import tree
 from shardopt.ranks.connections.centre import Centre
 from shardopt.ranks.connections.frames import MAIN, Kind, Message
-from shardopt.world import world
+from shardopt.ranks.connections.heartbeat import Silence
+from shardopt.ranks.lost import Witness
+from shardopt.world import World, using, world
 
 
 class Link:
@@ -38,7 +40,7 @@ def test_a_leader_alone_in_its_block_reports_once_it_is_connected(centre_of):
         centre.links[0] = link = Link()
         centre.repeat()
     assert link.put_so_far.count(b'{"report":7}') == 1
-    assert json.dumps([1, 1]).encode() in link.put_so_far
+    assert b'[[[1,1,1],12]]\n{"report":7}' in link.put_so_far
 
 
 def test_whose_end_ends_a_call_is_not_hidden_by_the_end_of_the_leader_who_says_so(centre_of):
@@ -63,3 +65,61 @@ def test_a_section_is_in_memory_once_whoever_it_is_sent_to(centre_of):
     held = [{id(part.obj) for part in buffers if isinstance(part, memoryview)} for buffers in sent.values()]
     assert len(held[0]) == 1 and held[0] == held[1] == held[2]
     assert all(sum(map(len, buffers)) >= len(section) for buffers in sent.values())
+
+
+def test_who_shows_life_in_a_session_that_is_over_does_not_begin_it_again(centre_of):
+    centre, name = centre_of(0, 3, 4), b"12345678"
+    with centre.changed:
+        centre.take(1, Message(Kind.BEAT, name))
+        assert centre.sessions[name].signs == {1: 1}
+        centre.forget(name)
+        centre.take(1, Message(Kind.BEAT, name))
+        centre.sign(2, name)
+        assert centre.sessions == {}
+        for number in range(1000):
+            centre.forget(number.to_bytes(8, "big"))
+    assert len(centre.forgotten) <= 256
+
+
+def test_all_stop_though_a_leader_leaves_while_they_are_asked(centre_of):
+    centre = centre_of(0, 6, 2)
+    links = centre.links
+    with centre.changed:
+        for rank in (1, 2, 4):
+            links[rank] = Link()
+        halting = centre.session(MAIN).halting
+        assert halting.passes(3)
+        centre.halt(MAIN)
+        centre.take(1, Message(Kind.PASSED, MAIN, data=(5).to_bytes(8, "big")))
+        centre.take(4, Message(Kind.PASSED, MAIN, data=(4).to_bytes(8, "big")))
+        assert halting.at is None
+        centre.lose(2)
+        assert halting.at == 6
+
+
+class Clock(World):
+    def __init__(self):
+        self.now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+
+def test_no_member_is_given_up_for_a_leader_that_comes_late(centre_of):
+    """Two in each block: 2 leads 3, and comes just before the deadline."""
+    centre = centre_of(0, 4, 2)
+    with using(Clock()) as clock, centre.changed:
+        watch = Silence(10.0)
+        witness = Witness(SimpleNamespace(centre=centre, tree=centre.tree, changed=centre.changed), MAIN)
+
+        def silent(*missing):
+            clock.now += 1.0
+            return witness.silent(watch, missing)
+
+        for _ in range(9):
+            assert silent(2, 3) == []
+        centre.links[2] = SimpleNamespace(heard=1)
+        for _ in range(10):
+            assert silent(3) == []
+            centre.links[2].heard += 1
+        assert silent(3) == [3]

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from shardopt import checkpoint
 from shardopt.checkpoint import commit as commit_module
 from shardopt.checkpoint.run import copying
-from shardopt.checkpoint.run import mirror as mirror_module
 from shardopt.checkpoint.run.mirror import Mirror
 from shardopt.checkpoint.sources.read_manifest import read_manifest
 from shardopt.checkpoint.storage import LocalStorage, storage_of
@@ -252,7 +251,7 @@ def flip_first(path):
 
 def test_a_rank_that_dies_in_an_upload_leaves_no_copy(tmp_path):
     local, remote = str(tmp_path / "a"), str(tmp_path / "b")
-    fault = Fault(1, "shardopt.checkpoint.run.mirror:upload_files", at=2)
+    fault = Fault(1, "shardopt.checkpoint.run.copying:upload_files", at=2)
     outcomes = run_ranks_outcomes(3, mirrored, local, remote, [1, 2], faults=[fault])
     assert outcomes[1].signal is not None
     assert all("rank 1" in str(outcomes[rank].error) for rank in (0, 2))
@@ -378,7 +377,7 @@ def test_a_copy_that_did_not_fit_is_made_when_there_is_room(tmp_path, monkeypatc
     name = save(local, 1)
     disk = FullDisk(monkeypatch, remote, 0)
     if killed:  # and had no time to clear up
-        monkeypatch.setattr(mirror_module, "discard", lambda *unused: None)
+        monkeypatch.setattr(copying, "discard", lambda *unused: None)
     for _ in range(2):
         mirror = Mirror(local, remote)
         mirror.upload(name)

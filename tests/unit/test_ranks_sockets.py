@@ -3,10 +3,12 @@
 import errno
 import itertools
 import json
+import os
 import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 import traceback
 import tracemalloc
@@ -16,6 +18,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardopt import world as world_module
 from shardopt.ranks import Ranks
 from shardopt.ranks import ranks as ranks_module
 from shardopt.ranks.connections import address, tree
@@ -30,11 +33,12 @@ from shardopt.ranks.connections.frames import (
     Message,
     encode,
 )
-from shardopt.ranks.connections.gathering import Gathering
-from shardopt.ranks.connections.join import Entry, publish
+from shardopt.ranks.connections.gathering import Gathering, pack_reports, unpack_reports
+from shardopt.ranks.connections.join import Entry, leader_key, publish, read, withdraw
 from shardopt.ranks.connections.proof import Connecting, Listening, Meeting, Refused
-from shardopt.ranks.connections.tree import Tree, pack_runs, unpack_runs
-from shardopt.world import World, using
+from shardopt.ranks.connections.runs import pack_runs, unpack_runs
+from shardopt.ranks.connections.tree import Tree
+from shardopt.world import World, using, world
 from tests.support.source import ROOT
 from tests.unit.test_ranks import Group, Job, together
 
@@ -230,13 +234,13 @@ def test_strangers_are_closed_and_cost_nobody_anything(job):
     assert node.centre.links == own and all(link.open for link in own.values())
     for link in (*silent, half):
         link.close()
-    while node._unproven:
+    while node._strangers.links():
         time.sleep(0.001)
 
 
 def test_who_says_nothing_is_closed_after_a_while(job, monkeypatch):
-    monkeypatch.setattr("shardopt.ranks.connections.node._UNPROVEN_SECONDS", 0.2)
-    monkeypatch.setattr("shardopt.ranks.connections.node._MOST_UNPROVEN", 3)
+    monkeypatch.setattr("shardopt.ranks.connections.strangers._UNPROVEN_SECONDS", 0.2)
+    monkeypatch.setattr("shardopt.ranks.connections.strangers._MOST_UNPROVEN", 3)
     ranks = job.start(2)
     together(ranks, lambda here: here.agree("x", lambda: None))
     at = ranks[0]._channel.node.session.at[0]
@@ -249,7 +253,7 @@ def test_who_says_nothing_is_closed_after_a_while(job, monkeypatch):
 NONSENSE = {
     "bytes": [b"nonsense" * 10],
     "a question of nobody": encode(Message(Kind.HERE, data=b"[2, 0]")),
-    "no count of signs": encode(Message(Kind.MISSING, data=b"[[Infinity, [2, 1]]]")),
+    "no count of signs": encode(Message(Kind.MISSING, data=b"[[Infinity, [2, 1, 1]]]")),
 }
 
 
@@ -263,6 +267,8 @@ def test_a_proven_rank_that_sends_nonsense_is_lost_and_named(job, nonsense, monk
         node.centre.links[0].put(list(nonsense))
         node.centre.to_flush[0] = node.centre.links[0]
         node.wake()
+    while 2 in ranks[0]._channel.node.centre.links:  # before it can report
+        time.sleep(0.001)
     outcomes = together(ranks, lambda here: here.agree("y", lambda: None, deadline_seconds=60))
     assert "y: rank 2 died, or ended before this call" in str(outcomes[0])
     assert str(outcomes[1]) == str(outcomes[0])
@@ -328,6 +334,108 @@ def test_what_was_answered_comes_though_who_answered_has_left_and_is_still_spoke
         while below.centre.above is None:
             below.changed.wait(10.0)
         assert below.centre.session(MAIN).answers == {2: answer}
+
+
+def test_a_rank_that_takes_nothing_holds_nobody_up(job, monkeypatch):
+    monkeypatch.setattr("shardopt.ranks.connections.node._TAKES_NOTHING_SECONDS", 0.2)
+    ranks = job.start(2)
+    together(ranks, lambda here: here.agree("x", lambda: None))
+    above, below = (here._channel.node for here in ranks)
+    seconds = []
+    with below.changed:  # so that it does not read, as if it was stopped
+        for number in (2, 3):
+            with above.changed:
+                above.centre.answer(MAIN, number, bytes(64 << 20))  # more than sockets hold
+                above.wake()
+            begin = time.monotonic()
+            above.wait_until_handed_over(60.0)
+            seconds.append(time.monotonic() - begin)
+            assert above.centre.links[1].stuck_at == above.centre.links[1].sent_bytes
+    assert max(seconds) < 30.0
+    with below.changed:
+        while 3 not in below.centre.session(MAIN).answers:
+            assert below.changed.wait(30.0)
+
+
+def test_who_leaves_with_sections_that_others_are_to_ask_for_gives_them_first(job):
+    ranks = job.start(3)
+    gone = threading.Event()
+
+    def section_of(here):
+        if here.rank != 0:
+            gone.wait(10.0)
+        return here.rank
+
+    def call(here):
+        sections = [b"a", b"b", b"c"]
+        got = here.agree_in_sections(
+            "x", lambda: None, lambda _: 0, lambda _: (0, sections), lambda _: section_of(here)
+        )
+        if here.rank == 0:
+            here._channel.node.stop()
+            time.sleep(0.1)
+            gone.set()
+        return got[2]
+
+    assert together(ranks, call) == [b"a", b"b", b"c"]
+    ranks[0]._channel.node.join(10.0)
+
+
+def test_a_child_has_no_connection_whenever_it_is_forked(monkeypatch):
+    listener = world().listen("127.0.0.1")
+    children = []
+
+    def fork(connection):
+        child = os.fork()
+        if child == 0:
+            try:
+                os.fstat(descriptors[-1])
+                os._exit(1)
+            except OSError:
+                os._exit(0)
+        children.append(child)
+        prepare(connection)
+
+    descriptors, prepare = [], world_module._prepare
+    monkeypatch.setattr(world_module, "_prepare", lambda each: (descriptors.append(each.fileno()), fork(each)))
+    connected = world().connect(*listener.getsockname(), 5.0)
+    accepted = world().accept(listener)
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0]
+    for each in (listener, connected, accepted):
+        each.close()
+
+
+class TakenMeanwhile:
+    """A store in which another session begins as soon as it has answered once."""
+
+    def __init__(self, store, other):
+        self._store, self._other = store, other
+
+    def __getattr__(self, name):
+        def asked(*args):
+            answer = getattr(self._store, name)(*args)
+            if self._other is not None:
+                other, self._other = self._other, None
+                publish(self._store, "session", other)
+            return answer
+
+        return asked
+
+
+def test_who_withdraws_a_session_late_takes_no_later_one_with_it():
+    store, at = dist.HashStore(), (("127.0.0.1", 1),)
+    old, new = Entry("old", KEY, at), Entry("new", KEY, at)
+    publish(store, "session", old)
+    store.set(leader_key("old", 128), "x")
+    withdraw(TakenMeanwhile(store, new), [leader_key("old", 128)], old, is_last=False)
+    assert read(store, "session") == new and not store.check([leader_key("old", 128)])
+    withdraw(store, [], old, is_last=False)
+    assert read(store, "session") == new
+    withdraw(store, [], new, is_last=False)
+    assert read(store, "session") is None
+    publish(store, "session", old)
+    withdraw(store, [], old, is_last=True)
+    assert not store.check(["session"])
 
 
 def test_what_an_older_version_left_in_the_store_is_no_session(job):
@@ -477,10 +585,33 @@ def test_ranks_travel_as_runs(ranks):
     assert unpack_runs(pack_runs(sorted(ranks)), range(100, 141)) == sorted(ranks)
 
 
-@pytest.mark.parametrize("runs", [[99, 1], [139, 3], [100, 1 << 60], [100, 0], [100]])
+@pytest.mark.parametrize(
+    "runs", [[99, 1, 1], [139, 1, 3], [100, 1, 1 << 60], [100, 40, 3], [100, 0, 9], [100, 1, 0], [100, 1]]
+)
 def test_runs_outside_of_a_block_are_refused(runs):
     with pytest.raises(ValueError, match=r"not in|shorter|longer"):
         unpack_runs(runs, range(100, 141))
+
+
+@given(st.lists(st.tuples(st.binary(max_size=50), st.sets(st.integers(100, 140), min_size=1).map(sorted)), max_size=6))
+def test_reports_travel_together(reports):
+    (packed,) = pack_reports(reports) if reports else (b"[]\n",)
+    assert list(unpack_reports(packed, range(100, 141))) == reports
+
+
+def test_long_reports_travel_apart():
+    reports = [(bytes(1 << 19), [rank]) for rank in range(5)] + [(bytes(3 << 20), [5])]
+    packed = list(pack_reports(reports))
+    assert [len(data) >> 19 for data in packed] == [2, 2, 1, 6]
+    assert [each for data in packed for each in unpack_reports(data, range(6))] == reports
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"{", b"[[[100,1,1],2]]\na", b"[[[100,1,1],-1]]\na", b"[[[99,1,1],1]]\na", b"[[1]]\n", b"[7]\n"]
+)
+def test_what_are_no_reports_is_refused(data):
+    with pytest.raises((ValueError, TypeError, LookupError)):
+        list(unpack_reports(data, range(100, 141)))
 
 
 def test_equal_reports_are_passed_on_once():

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,9 +113,9 @@ def stored_shape(dtype: Dtype, shape: Sequence[int]) -> list[int]:
     return [*shape] if dtype.safetensors else [*shape, dtype.itemsize]
 
 
-def read_sizes(wire: Iterable[Any]) -> tuple[int, ...]:
+def read_sizes(wire: Collection[Any]) -> tuple[int, ...]:
     """Returns sizes from untrusted JSON. Raises ValueError for anything else."""
-    return tuple(map(read_size, wire))
+    return tuple(wire) if all_sizes(wire) else tuple(map(read_size, wire))
 
 
 def read_size(wire: Any) -> int:

@@ -245,7 +245,8 @@ def _decode(data: bytes, where: str) -> Manifest:
         files = tuple(_decode_file(*file) for file in body["files"])
         sizes = [(len(each["files"]) + len(each.get("entries", ())), len(each["shape"])) for each in body["layouts"]]
         _check_limits(sizes, where)
-        layouts = [_decode_layout(layout, len(files)) for layout in body["layouts"]]
+        grids: _Grids = {}
+        layouts = [_decode_layout(layout, len(files), grids) for layout in body["layouts"]]
         if len({file.path for file in files}) < len(files) or type(body["save_id"]) is not str:
             raise ValueError("a file that stands twice, or a save_id that is no string")
         tensors = _decode_tensors(body["tensors"], layouts)
@@ -288,30 +289,40 @@ def _encode_layout(layout: StoredLayout) -> dict[str, Any]:
     return wire
 
 
-def _decode_layout(wire: Mapping[str, Any], file_count: int) -> StoredLayout:
+_Grids = dict[tuple[tuple[int, ...], ...], tuple[Box, ...]]
+"""The boxes of grids by their cuts: layouts of many files are few grids, that differ in which file has which cell."""
+
+
+def _decode_layout(wire: Mapping[str, Any], file_count: int, grids: _Grids) -> StoredLayout:
     shape, files = read_sizes(wire["shape"]), read_sizes(wire["files"])
     if "entries" not in wire and len(set(files)) < len(files):
         raise ValueError("two boxes of a tensor in one file")
     if "cuts" in wire:
-        cuts = [read_sizes(points) for points in wire["cuts"]]
-        if len(cuts) != len(shape) or prod(len(points) - 1 for points in cuts) != len(files):
-            raise ValueError("a grid whose cells are not as many as its files")
-        if any(point >= following for points in cuts for point, following in pairwise(points)):
-            raise ValueError("a grid with cells of nothing")
-        boxes = grid_boxes(cuts)
+        boxes = _decode_grid(wire["cuts"], len(shape), len(files), grids)
     else:
         boxes = tuple(Box(read_sizes(offsets), read_sizes(sizes)) for offsets, sizes in wire["boxes"])
-    if len(boxes) != len(files) or any(file >= file_count for file in files):
+        if any(len(box.offsets) != len(shape) or len(box.sizes) != len(shape) for box in boxes):
+            raise ValueError("a box that is not within its tensor")
+    if len(boxes) != len(files) or max(files, default=-1) >= file_count:
         raise ValueError("boxes in files that are not there")
     if prod(shape) >= 2**58:  # of items of up to 16 bytes; nothing may overflow that is computed from here on
         raise ValueError(f"the shape {list(shape)}")
-    if any(len(box.offsets) != len(shape) or min(box.sizes, default=0) < 0 for box in boxes):
-        raise ValueError("a box that is not within its tensor")
     entries = _decode_entries(wire["entries"], shape, boxes) if "entries" in wire else ()
     of_files = {(file, entry.box) for file, entry in zip(files, entries, strict=False) if not entry.is_patch}
     if len({file for file, _ in of_files}) < len(of_files):
         raise ValueError("two boxes of a tensor in one file")
     return StoredLayout(shape, boxes, files, entries)
+
+
+def _decode_grid(wire: Sequence[Any], dimensions: int, cells: int, grids: _Grids) -> tuple[Box, ...]:
+    cuts = tuple(map(read_sizes, wire))
+    if len(cuts) != dimensions or prod(len(points) - 1 for points in cuts) != cells:
+        raise ValueError("a grid whose cells are not as many as its files")
+    if cuts not in grids:
+        if any(point >= following for points in cuts for point, following in pairwise(points)):
+            raise ValueError("a grid with cells of nothing")
+        grids[cuts] = grid_boxes(cuts)
+    return grids[cuts]
 
 
 def _decode_entries(wire: Sequence[Any], shape: tuple[int, ...], boxes: Sequence[Box]) -> tuple[StoredEntry, ...]:

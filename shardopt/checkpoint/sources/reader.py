@@ -294,11 +294,12 @@ class CheckpointReader:
         return overlaps
 
     def _check_covers(self) -> None:
-        checked: set[int] = set()
+        checked: set[tuple[tuple[int, ...], int]] = set()
         for key, tensor in self._manifest.tensors.items():
-            if id(tensor.layout) not in checked:
-                checked.add(id(tensor.layout))
-                faults = cover_faults(tensor.layout.shape, tensor.layout.boxes)
+            layout = tensor.layout
+            if (layout.shape, id(layout.boxes)) not in checked:  # layouts that are alike share their boxes
+                checked.add((layout.shape, id(layout.boxes)))
+                faults = cover_faults(layout.shape, layout.boxes)
                 if faults:
                     raise damaged(f"{self.url}: {key}", "; ".join(faults))
 

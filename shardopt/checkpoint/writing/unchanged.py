@@ -58,13 +58,14 @@ class Base:
     Args:
         url: of a committed checkpoint.
         target: where the new one is to be.
+        data: the bytes of its manifest, where another rank has read them; None to read them here.
 
     Raises:
         OptionError: it does not lie beside the new one.
         CheckpointNotFoundError, CorruptionError, FormatError: there is no manifest to be read.
     """
 
-    def __init__(self, url: str, target: Storage) -> None:
+    def __init__(self, url: str, target: Storage, data: bytes | None = None) -> None:
         storage = storage_of(url)
         parent, target_parent = storage.parent(), target.parent()
         if parent is None or target_parent is None or parent[0].url != target_parent[0].url:
@@ -76,7 +77,7 @@ class Base:
             required = "a directory named by ASCII letters, digits and =+,@~._-"
             problem = Problem("base", repr(self.directory), required, "give the directory another name")
             raise OptionError("a save cannot refer to that", [problem])
-        self.source = OwnSource(storage)
+        self.source = OwnSource(storage, data)
         self.manifest = self.source.manifest
         self._files: dict[int, DataFileReader | None] = {}
         self._columns: dict[StoredLayout, Mapping[tuple[Any, ...], list[tuple[int, int, int]]]] = {}

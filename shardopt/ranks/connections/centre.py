@@ -4,7 +4,7 @@ message    from          to            what
 BEAT       any           its leader    shows life in a session
 BEAT       rank 0        all           the same, passed on by leaders
 REPORT     member        its leader    what it reports in a round
-REPORTS    leader        rank 0        one report, with the ranks that have it: once all are there, or rank 0 asks
+REPORTS    leader        rank 0        reports, each with the ranks that have it: once all are there, or rank 0 asks
 ANSWER     rank 0        all           what was decided
 ASK        rank 0        leaders       who is missing in a round?
 MISSING    leader        rank 0        these are, and so many signs of life came of them
@@ -25,14 +25,16 @@ import struct
 from collections.abc import Iterable
 
 from shardopt.ranks.connections.frames import MAIN, Kind, Message, encode
-from shardopt.ranks.connections.gathering import Session
+from shardopt.ranks.connections.gathering import Session, pack_reports, unpack_reports
 from shardopt.ranks.connections.link import Ended, Link
-from shardopt.ranks.connections.tree import Tree, pack_runs, unpack_runs
+from shardopt.ranks.connections.runs import pack_runs, unpack_runs
+from shardopt.ranks.connections.tree import Tree
 from shardopt.world import Condition, world
 
 _NUMBER = struct.Struct("!I")
 _PLACE = struct.Struct("!Q")
 _STACK_LINES = 20
+_MOST_FORGOTTEN = 256  # names of sessions; beats are late by seconds
 
 
 class Centre:
@@ -47,6 +49,7 @@ class Centre:
         came: those below that have ever been connected. No other process is taken for one of them.
         early: answers that were given before all below had come; who comes gets them first.
         here: where ranks are that were asked, by session, round and rank.
+        forgotten: the last sessions that were dropped here; others may still show life in them.
     """
 
     def __init__(self, tree: Tree, changed: Condition) -> None:
@@ -60,6 +63,7 @@ class Centre:
         self.early: list[Message] = []
         self.here: dict[tuple[bytes, int, int], str] = {}
         self.sessions: dict[bytes, Session] = {}
+        self.forgotten: dict[bytes, None] = {}
 
     def session(self, name: bytes) -> Session:
         """Returns a session, which begins with whoever speaks in it first."""
@@ -142,6 +146,22 @@ class Centre:
         """Rank 0: keeps a section of the answer that it is about to give."""
         self.session(name).sections[number, section] = _NUMBER.pack(section) + data
 
+    def owes_sections(self) -> bool:
+        """Whether ranks below may still ask for sections of the last answer.
+
+        A member asks for one at most; a leader asks for what its block needs, so only its next report shows its end.
+        """
+        for session in self.sessions.values():
+            number = session.answered
+            if session.wanted:
+                return True
+            if any(each == number for each, _ in session.sections):
+                following = session.gatherings.get(number + 1)
+                served = session.served | (set() if following is None else following.reported)
+                if not served.issuperset(rank for rank in self.tree.children if rank in self.links):
+                    return True
+        return False
+
     def pull(self, name: bytes, number: int, section: int) -> None:
         """Any rank but 0: wants a section, which comes to `got` of the session."""
         self._pull(name, number, section, self.tree.rank)
@@ -173,11 +193,12 @@ class Centre:
 
     def _take_from_above(self, message: Message) -> None:
         kind, name, number, data = message
-        session = self.session(name)
         if kind == Kind.BEAT:
-            session.sign(0)
+            self.sign(0, name)
             self._send(self.tree.children, message)
-        elif kind == Kind.ANSWER:
+            return
+        session = self.session(name)
+        if kind == Kind.ANSWER:
             session.sign(0)
             self.answered = True
             session.pass_answer(number)
@@ -205,15 +226,16 @@ class Centre:
 
     def _take_from_below(self, rank: int, message: Message) -> None:
         kind, name, number, data = message
-        session = self.session(name)
         if kind == Kind.BEAT:
-            session.sign(rank)
-        elif kind == Kind.REPORT and rank in self.tree.members:
+            self.sign(rank, name)
+            return
+        session = self.session(name)
+        if kind == Kind.REPORT and rank in self.tree.members:
             session.sign(rank)
             self._gather(name, number, data, [rank])
         elif kind == Kind.REPORTS and rank not in self.tree.members:
-            runs, _, report = data.partition(b"\n")
-            self._gather(name, number, report, unpack_runs(json.loads(runs), self.tree.block_of(rank)))
+            for report, ranks in unpack_reports(data, self.tree.block_of(rank)):
+                self._gather(name, number, report, ranks)
         elif kind == Kind.MISSING and rank not in self.tree.members:
             for signs, runs in json.loads(data):
                 for missing in unpack_runs(runs, self.tree.block_of(rank)):
@@ -237,8 +259,9 @@ class Centre:
             raise ValueError("not of a member")
 
     def sign(self, rank: int, name: bytes) -> None:
-        """Notes that a part of a long message of a neighbour has come."""
-        self.session(name).sign(0 if rank == self.tree.leader else rank)
+        """Notes that a neighbour shows life in a session: that a beat of it has come, or a part of a long message."""
+        if name not in self.forgotten:  # or late beats would make it anew, and it would stay
+            self.session(name).sign(0 if rank == self.tree.leader else rank)
 
     def lose(self, rank: int) -> None:
         """Notes that the connection with a neighbour has closed."""
@@ -256,7 +279,7 @@ class Centre:
                     for number, gathering in session.gatherings.items():
                         if rank in gathering.reported:
                             self._pass_reports_on(name, number)
-                self._send_up(Message(Kind.ENDED, data=json.dumps([rank, 1]).encode()))
+                self._send_up(Message(Kind.ENDED, data=json.dumps(pack_runs([rank])).encode()))
             for name, session in self.sessions.items():
                 if rank in session.halting.waits_for:
                     session.halting.answer(rank, 0)  # it passes nothing any more
@@ -279,9 +302,8 @@ class Centre:
         if self.tree.leader not in self.links:
             return  # what is taken now would be lost; `repeat` comes back to it once there is a connection
         gathering = self.session(name).gatherings.get(number)
-        for report, ranks in gathering.take() if gathering is not None else ():
-            runs = json.dumps(pack_runs(ranks)).encode()
-            self._send_up(Message(Kind.REPORTS, name, number, runs + b"\n" + report))
+        for data in pack_reports(gathering.take()) if gathering is not None else ():
+            self._send_up(Message(Kind.REPORTS, name, number, data))
 
     def _tell_missing(self, name: bytes, number: int) -> None:
         session = self.session(name)
@@ -293,6 +315,8 @@ class Centre:
 
     def _pull(self, name: bytes, number: int, section: int, rank: int) -> None:
         session, key = self.session(name), (number, section)
+        if number == session.answered and rank in self.tree.members:
+            session.served.add(rank)
         if self.tree.rank == 0 or key in session.sections:
             self._give(name, number, session.sections.get(key, _NUMBER.pack(section)), rank)
         elif key in session.wanted:
@@ -321,6 +345,8 @@ class Centre:
         halting = self.session(name).halting
         if halting.frozen:
             return
+        # Who is not connected has left: before this session began all were, and nobody comes a second time. A leader
+        # that leaves while it is asked is not waited for either (`lose`); its members learn of its end by themselves.
         halting.freeze(rank for rank in self.tree.children if rank in self.links)
         self._send(self.tree.children, Message(Kind.FREEZE, name))
         self._tell_foremost(name)
@@ -377,3 +403,6 @@ class Centre:
         """Drops a session that nobody uses here any more."""
         if name != MAIN:
             self.sessions.pop(name, None)
+            self.forgotten[name] = None
+            if len(self.forgotten) > _MOST_FORGOTTEN:
+                del self.forgotten[next(iter(self.forgotten))]

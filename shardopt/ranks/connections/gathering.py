@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Iterator, Sequence
 
 from shardopt.ranks.connections.halting import Halting
+from shardopt.ranks.connections.runs import pack_runs, unpack_runs
+
+_TOGETHER_BYTES = 1 << 20  # of reports in one message, or the one that is longer: who joins them has a copy
 
 
 class Gathering:
@@ -27,6 +31,40 @@ class Gathering:
         return [(report, sorted(ranks)) for report, ranks in new.items()]
 
 
+def pack_reports(reports: Iterable[tuple[bytes, Sequence[int]]]) -> Iterator[bytes]:
+    """Encodes reports with their ranks, many together: their runs and lengths as JSON, a line feed, and all reports.
+
+    A message for each would take rank 0 longer than what is in them, where every rank reports its own.
+    """
+    together: list[tuple[bytes, Sequence[int]]] = []
+    nbytes = 0
+    for report, ranks in reports:
+        if together and nbytes + len(report) > _TOGETHER_BYTES:
+            yield _packed(together)
+            together, nbytes = [], 0
+        together.append((report, ranks))
+        nbytes += len(report)
+    if together:
+        yield _packed(together)
+
+
+def _packed(reports: Sequence[tuple[bytes, Sequence[int]]]) -> bytes:
+    table = [[pack_runs(ranks), len(report)] for report, ranks in reports]
+    head = json.dumps(table, separators=(",", ":")).encode()
+    return b"".join([head, b"\n", *(report for report, _ in reports)])
+
+
+def unpack_reports(data: bytes, within: range) -> Iterator[tuple[bytes, list[int]]]:
+    """Decodes what `pack_reports` encoded. Raises ValueError, TypeError, LookupError where it did not."""
+    head, _, reports = data.partition(b"\n")
+    at = 0
+    for runs, nbytes in json.loads(head):
+        if not 0 <= nbytes <= len(reports) - at:
+            raise ValueError(f"a report of {nbytes} bytes")
+        yield reports[at : at + nbytes], unpack_runs(runs, within)
+        at += nbytes
+
+
 class Session:
     """One session of a rank, guarded by the lock of its `Centre`.
 
@@ -37,6 +75,7 @@ class Session:
         answers: by round, for the thread that waits here, or that is still to come.
         signs: how many signs of life came, by rank.
         sections: of the last answers, by round and number, as messages have them; where they are kept for others.
+        served: the ranks below that have asked for sections of the last answer.
         wanted: the ranks that wait for a section, by round and number.
         got: sections for the thread that waits here.
         intervals: of all that show life here at present, in seconds.
@@ -52,6 +91,7 @@ class Session:
         self.answers: dict[int, bytes] = {}
         self.signs: dict[int, int] = {}
         self.sections: dict[tuple[int, int], bytes] = {}
+        self.served: set[int] = set()
         self.wanted: dict[tuple[int, int], list[int]] = {}
         self.got: dict[tuple[int, int], bytes] = {}
         self.intervals: list[float] = []
@@ -69,7 +109,9 @@ class Session:
 
     def pass_answer(self, number: int) -> None:
         """Forgets what was only kept until the answer of a round came by."""
-        self.answered = max(self.answered, number)
+        if number > self.answered:
+            self.answered = number
+            self.served.clear()
         for kept in (self.gatherings, self.own):
             for each in [each for each in kept if each <= number]:
                 del kept[each]

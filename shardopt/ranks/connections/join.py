@@ -4,8 +4,8 @@ session                   the last session that a rank 0 has begun: its name, it
 <name>/leader/<rank>      where a leader of that session listens; rank 0 has taken it by then
 <name>/broken/<session>   the error by which a session ended
 
-The first is emptied and the second deleted once all ranks have an answer. Until then nothing says that a session is of
-this job: whoever is refused, or cut off, reads `session` again.
+Once all ranks have an answer nothing stands under `session`, and the leaders' keys are deleted. Until then nothing says
+that a session is of this job: whoever is refused, or cut off, reads `session` again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 PAUSE_SECONDS = (0.002, 1.0)
 """Between two looks at the store: the first, and the longest; each is as long as a fourth of what was waited."""
 _CONNECT_SECONDS = 5.0
-_NOTHING = "-"  # what no entry is: the store answers it where there is no such key
+_NOTHING = "-"  # what no entry is: the store answers it where there is no such key, and it stands where one was
 _CHALLENGE_SECONDS = 10.0
 _LOOK_SECONDS = 1.0  # between two looks whether the session of who does not answer is still the last one
 
@@ -48,10 +48,10 @@ class Entry:
 
 def publish(store: Store, key: str, entry: Entry) -> None:
     """Writes an entry."""
-    store.set(key, _text_of(entry))
+    store.set(key, _text(entry))
 
 
-def _text_of(entry: Entry) -> str:
+def _text(entry: Entry) -> str:
     return json.dumps([entry.name, entry.key, entry.at])
 
 
@@ -189,12 +189,19 @@ def within(seconds: float, question: Callable[[], T]) -> T:
     return answers[0]
 
 
-def delete(store: Store, keys: Sequence[str], session: Entry) -> None:
-    """Deletes what is needed no more once all have joined; of `session` an empty entry stays.
+def withdraw(store: Store, keys: Sequence[str], session: Entry, is_last: bool) -> None:
+    """Takes out of the store what is needed no more once all have joined.
 
-    By one request that changes this session's entry and no other: where it is late, as that of a process that was
-    stopped, the entry of the job that was started next may stand there.
+    Of `session` only what this session has put there: another one, of a job that has begun since, may have put its own,
+    and nobody would find it any more. No store deletes a key if it has a value, so the key stays, with nothing in it.
+
+    Args:
+        keys: of this session alone.
+        is_last: whether no other session will ever be under this key, so that it can be deleted.
     """
-    store.compare_set("session", _text_of(session), _NOTHING)
+    if is_last:
+        store.delete_key("session")
+    else:
+        store.compare_set("session", _text(session), _NOTHING)
     for key in keys:
         store.delete_key(key)

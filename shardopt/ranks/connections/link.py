@@ -17,11 +17,15 @@ class Ended(Exception):
 class Link:
     """A socket that does not block, with a queue before it. One thread alone sends and receives.
 
+    The queue has no bound of its own: a rank that takes nothing can be due no more than the answer of a round, its
+    sections, and some bytes each few seconds, for without its report there is no other round.
+
     Attributes:
         rank: of the peer; None until it has proved who it is.
         heard: how many times something was received.
         queued_bytes, sent_bytes, received_bytes: since the beginning; `sent_bytes` were handed to the system.
         waits_to_write: whether the thread waits for room to send more.
+        stuck_at: how much was sent when the peer was last waited for in vain, to take more; -1 if it never was.
     """
 
     def __init__(self, socket: Socket, rank: int | None = None) -> None:
@@ -29,6 +33,7 @@ class Link:
         self.open = True
         self.heard = self.queued_bytes = self.sent_bytes = self.received_bytes = 0
         self.waits_to_write = False
+        self.stuck_at = -1
         self._decoder = Decoder()
         self._queue: deque[memoryview] = deque()
 

@@ -10,7 +10,7 @@ import atexit
 import os
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
 
@@ -19,15 +19,15 @@ from shardopt.ranks.connections.centre import Centre
 from shardopt.ranks.connections.frames import Message
 from shardopt.ranks.connections.heartbeat import interval_seconds
 from shardopt.ranks.connections.join import PAUSE_SECONDS, Entry, connect, leader_key, publish, read
+from shardopt.ranks.connections.leaving import LINGER_SECONDS, take_leave
 from shardopt.ranks.connections.link import Ended, Link
 from shardopt.ranks.connections.proof import Listening, Refused
+from shardopt.ranks.connections.strangers import Strangers
 from shardopt.ranks.connections.tree import Tree
-from shardopt.world import READ, SHUT_WR, WRITE, Selector, Socket, Store, Thread, world
+from shardopt.world import READ, WRITE, Selector, Socket, Store, Thread, world
 
-_UNPROVEN_SECONDS = 10.0
-_MOST_UNPROVEN = 512  # twice as many as can have a reason to come to one rank at once
 _CLOSE_SECONDS = 1.0
-_LINGER_SECONDS = 0.002
+_TAKES_NOTHING_SECONDS = 5.0  # after which a rank is not waited for that takes nothing
 _NEVER = float("inf")
 
 
@@ -58,8 +58,7 @@ class Node:
         self._selector: Selector | None = None
         self._wake: tuple[Socket, Socket] | None = None
         self._listeners: list[Socket] = []
-        self._unproven: dict[int, tuple[Link, Listening, float]] = {}
-        self._numbers = count()
+        self._strangers = Strangers()
         self._woken = self._stopping = self._refuses = self._meets_again = False
         self._sleeps_until = _NEVER
         self._handing_over = 0
@@ -132,19 +131,29 @@ class Node:
     def wait_until_handed_over(self, deadline_seconds: float) -> None:
         """Waits until all that is queued for the ranks below was handed to the system, or they are gone.
 
-        A process may end after that, in whatever way. One that takes nothing for the deadline is not waited for.
+        A process may end after that, in whatever way. Who takes nothing for some seconds is not waited for, nor before
+        it takes something again: it is stopped or cut off, and must not stop this rank too. Its messages stay queued.
         """
-        end = world().monotonic() + deadline_seconds
+        now = world().monotonic()
+        end, patience = now + deadline_seconds, min(deadline_seconds, _TAKES_NOTHING_SECONDS)
         with self.changed:
-            below = [self.centre.links[rank] for rank in self.tree.children if rank in self.centre.links]
-            marks = [(link, link.queued_bytes) for link in below]
+            links = [self.centre.links[rank] for rank in self.tree.children if rank in self.centre.links]
+            waited_for = {link: (link.queued_bytes, link.sent_bytes, now) for link in links}
             self._handing_over += 1
             try:
-                while any(link.open and link.sent_bytes < mark for link, mark in marks):
-                    left = end - world().monotonic()
-                    if left <= 0 or self.failure is not None or self._stopping:
+                while waited_for:
+                    now = world().monotonic()
+                    for link, (mark, sent, since) in list(waited_for.items()):
+                        if link.sent_bytes > sent:
+                            waited_for[link] = mark, link.sent_bytes, now
+                        elif now - since >= patience:
+                            link.stuck_at = sent
+                        if not link.open or link.sent_bytes >= mark or link.sent_bytes == link.stuck_at:
+                            del waited_for[link]
+                    if not waited_for or now >= end or self.failure is not None or self._stopping:
                         return
-                    self.changed.wait(left)
+                    gives_up = min(since for _, _, since in waited_for.values()) + patience
+                    self.changed.wait(min(end, gives_up) - now)
             finally:
                 self._handing_over -= 1
 
@@ -164,7 +173,9 @@ class Node:
         try:
             while not self._stopping:
                 self._meet()
-                self._serve()
+                self._serve(lambda: not (self._stopping or self._meets_again))
+            until = world().monotonic() + _CLOSE_SECONDS
+            self._serve(lambda: self.centre.owes_sections() and world().monotonic() < until, LINGER_SECONDS)
         except BaseException as error:
             self.failure = error
         finally:
@@ -246,22 +257,23 @@ class Node:
         with self.changed:
             self._drain_wake()
 
-    def _serve(self) -> None:
+    def _serve(self, goes_on: Callable[[], bool], most_seconds: float = _NEVER) -> None:
+        """Sends and receives, and looks each time, and after so many seconds at most, whether this `goes_on`."""
         while True:
             with self.changed:
-                if self._stopping or self._meets_again:
+                if self._selector is None or not goes_on():
                     return
                 now = world().monotonic()
                 while self.forgotten:
                     self.centre.forget(self.forgotten.popleft())
                 self._beat(now)
                 self._flush()
-                self._drop_silent(now)
+                for link in self._strangers.silent(now):
+                    self._drop(link)
                 self._sleeps_until = self._next_due()
-                assert self._selector is not None
                 selector = self._selector
-            left = None if self._sleeps_until == _NEVER else max(0.0, self._sleeps_until - now)
-            events = selector.select(left)
+            left = min(max(0.0, self._sleeps_until - now), most_seconds)
+            events = selector.select(None if left == _NEVER else left)
             with self.changed:
                 for key, mask in events:
                     if key.data is None:
@@ -308,25 +320,21 @@ class Node:
         if self._refuses:
             socket.close()
             return
-        if len(self._unproven) >= _MOST_UNPROVEN:
-            self._drop(next(iter(self._unproven.values()))[0])
+        oldest = self._strangers.one_too_many()
+        if oldest is not None:
+            self._drop(oldest)
         assert self._selector is not None and self.session is not None
-        link, number = Link(socket), next(self._numbers)
-        side = Listening(self.session.name, self.session.key, self.tree.rank)
-        self._unproven[number] = link, side, world().monotonic() + _UNPROVEN_SECONDS
+        link = Link(socket)
+        self._strangers.add(link, Listening(self.session.name, self.session.key, self.tree.rank))
         self._selector.register(socket, READ, link)
 
     def _prove(self, link: Link, message: Message) -> None:
-        number, side = next((number, side) for number, (other, side, _) in self._unproven.items() if other is link)
-        answer, rank = side.take(message)
+        rank = self._strangers.prove(link, message)
         if rank is None:
-            assert answer is not None
-            link.put_message(answer)
-            link.flush()
             return
         if rank not in self.tree.children or rank in self.centre.came or self._refuses:
             raise Refused("nobody is waited for under this number")
-        del self._unproven[number]
+        self._strangers.forget(link)
         link.rank = rank
         link.trust()
         self.centre.welcome(rank, link)
@@ -338,8 +346,7 @@ class Node:
         assert self._selector is not None
         self._selector.unregister(link.socket)
         link.close()
-        for number in [number for number, (other, _, _) in self._unproven.items() if other is link]:
-            del self._unproven[number]
+        self._strangers.forget(link)
         rank = link.rank
         if rank is None or self.centre.links.get(rank) is not link:
             return
@@ -347,11 +354,6 @@ class Node:
             self._meets_again, self.left = True, self.session  # it may have been an older job's
         else:
             self.centre.lose(rank)
-
-    def _drop_silent(self, now: float) -> None:
-        for link, _, until in list(self._unproven.values()):
-            if until <= now:
-                self._drop(link)
 
     def _flush(self) -> None:
         while self.centre.to_flush:
@@ -381,7 +383,7 @@ class Node:
         beats = [
             session.beaten + min(session.intervals) for session in self.centre.sessions.values() if session.intervals
         ]
-        return min([*beats, *(until for _, _, until in self._unproven.values())], default=_NEVER)
+        return min([*beats, self._strangers.due()])
 
     def _drain_wake(self) -> None:
         self._woken = False
@@ -391,57 +393,23 @@ class Node:
 
     def _close(self, seconds: float) -> None:
         """Closes all connections, when their peers have all that was queued for them, or so much time has passed."""
-        links, strangers = [*self.centre.links.values()], [link for link, _, _ in self._unproven.values()]
-        end = world().monotonic() + seconds
-        while seconds and self._selector is not None:
-            for link in links:
-                with suppress(Ended):  # the others still get what is theirs
-                    link.flush()
-            left = end - world().monotonic()
-            if left <= 0 or all(link.is_empty for link in links):
-                break
-            world().sleep(min(left, 0.01))
-        for link in links:
-            with suppress(OSError):
-                link.socket.shutdown(SHUT_WR)
-        # What comes at a socket that is closed, or is not read there, destroys what was sent and has not arrived. So
-        # all is read until the peers close too, which they do once they have read to the end.
-        while unread := [link for link in links if _is_open_beyond(link)]:
-            if world().monotonic() >= end:
-                break
-            world().sleep(_LINGER_SECONDS)
-            links = unread
-        for link in (*self.centre.links.values(), *strangers):
+        if self._selector is not None:
+            take_leave([*self.centre.links.values()], seconds)
+        for link in (*self.centre.links.values(), *self._strangers.links()):
             link.close()
         for listener in self._listeners:
             listener.close()
         self._listeners.clear()
-        self._unproven.clear()
+        self._strangers = Strangers()
         if self._selector is not None:
             self._selector.close()
             self._selector = None
 
     def abandon(self) -> None:
-        """In a child that was forked: closes its descriptors of these connections, which stay the parent's.
-
-        Closed and nothing else: what waits for them in the system is shared with the parent.
-        """
+        """In a child that was forked, where its sockets are closed and it has no thread: it stays the parent's."""
         self._stopping = True
-        links = [*self.centre.links.values(), *(link for link, _, _ in self._unproven.values())]
-        for socket in (*(link.socket for link in links), *self._listeners, *(self._wake or ())):
-            with suppress(OSError):
-                socket.close()
         if self._selector is not None:
             self._selector.close()
-
-
-def _is_open_beyond(link: Link) -> bool:
-    """Reads what has come from a peer, and drops it; returns whether more may come."""
-    try:
-        link.receive()
-    except Ended:
-        return False
-    return True
 
 
 _numbers = count()

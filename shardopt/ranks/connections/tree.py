@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 RANKS_PER_BLOCK = 128
 """So that at 16,384 ranks nobody has more than 255 connections. The same on all ranks."""
@@ -39,24 +39,3 @@ class Tree:
         if self.rank == 0:
             return self.block_of(rank)[0] if 0 < rank < self.size else None
         return self.leader
-
-
-def pack_runs(ranks: Iterable[int]) -> list[int]:
-    """Encodes ascending ranks as runs: first, count, and so on."""
-    runs: list[int] = []
-    for rank in ranks:
-        if runs and rank == runs[-2] + runs[-1]:
-            runs[-1] += 1
-        else:
-            runs += [rank, 1]
-    return runs
-
-
-def unpack_runs(runs: Sequence[int], within: range) -> list[int]:
-    """Decodes what `pack_runs` encoded. Raises ValueError where a rank is not within a range."""
-    ranks: list[int] = []
-    for first, count in zip(runs[::2], runs[1::2], strict=True):
-        if first not in within or count < 1 or first + count > within.stop:
-            raise ValueError(f"ranks {first} to {first + count - 1} are not in {within}")
-        ranks += range(first, first + count)
-    return ranks
