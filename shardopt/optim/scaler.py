@@ -35,7 +35,8 @@ class GradScaler(torch.amp.GradScaler):
     `group`, in which every rank takes part, also one without a gradient or a loss of its own.
 
     Args:
-        as torch's; on the CPU pass device="cpu".
+        device, init_scale, growth_factor, backoff_factor, growth_interval, enabled: as torch's; on the CPU pass
+            device="cpu".
         group: the ranks that agree: a process group, or a device mesh. None is the whole job.
     """
 
