@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
+import traceback
 import types
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -109,12 +110,12 @@ def _run_program(program: Program, folder: Path, in_full: bool, s3: str) -> None
 def check_output(block: Block, output: str) -> None:
     """Looks for the lines of a block in what was printed, in their order."""
     position = 0
-    lines = output.splitlines()
+    lines = [" ".join(line.split()) for line in output.splitlines()]
     for wanted in block.text.splitlines():
         if not wanted.strip("… "):
             continue
-        pattern = re.compile(".*".join(re.escape(part) for part in wanted.strip().split("…")))
-        while position < len(lines) and not pattern.fullmatch(lines[position].strip()):
+        pattern = re.compile(".*".join(re.escape(" ".join(part.split())) for part in wanted.split("…")))
+        while position < len(lines) and not pattern.fullmatch(lines[position]):
             position += 1
         assert position < len(lines), f"{block.where}: was not printed (in this order):\n{wanted}\n--- but\n{output}"
         position += 1
@@ -210,6 +211,9 @@ def _run_on_rank(script: Script, folder: Path, log: Path, port: int) -> None:
     except SystemExit as end:
         if end.code:
             raise RuntimeError(f"ended with {end.code}") from None
+    except BaseException:
+        traceback.print_exc()  # as the interpreter does with that of a script
+        raise
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
