@@ -16,6 +16,7 @@ A comment in the line above the fence, which no reader sees, says more:
     <!-- run: fails=CheckpointError -->   an error in whose text or output this occurs
     <!-- run: exhaustive -->        takes too long for every run of the tests: only with --exhaustive
     <!-- run: root -->              bash: in the repository's own folder
+    <!-- run: s3=bucket,runs -->    with an S3 server that has these buckets, which s3:// then means
     <!-- run: needs=lightning,accelerate -->  is left out where a module is not there (launch/test_integrations.sh)
     <!-- not run: wants a bucket of yours -->  with the reason, which the tests show. There should be few.
 
@@ -34,7 +35,7 @@ same comment, on lines of its own; these run first, in the same program. A comme
     -->
 
 A `text` block under `<!-- prints -->` is what the block before it has printed on rank 0: each of its lines must be in
-the output, in this order; `…` in a line stands for anything, and lines that are `…` alone for nothing.
+the output, in this order, however it is spaced; `…` in a line stands for anything, and a line of `…` alone for any lines.
 
 In bash blocks `torchrun --standalone --nproc-per-node N FILE …`, `python FILE …` and `shardopt …` are run by the tests'
 own ranks, which have torch loaded; with --exhaustive the shell runs them as they stand.
@@ -49,7 +50,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 LANGUAGES = ("python", "bash", "json", "yaml", "toml", "text")
 _FENCE = re.compile(r"^(?P<indent> *)(?P<fence>`{3,}|~{3,})(?P<info>.*)$")
-_WORDS = {"ranks", "continued", "file", "fails", "exhaustive", "root", "needs"}
+_WORDS = {"ranks", "continued", "file", "fails", "exhaustive", "root", "s3", "needs"}
 
 
 class PageError(ValueError):

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import multiprocessing
 import os
 import re
 import shlex
 import subprocess
 import sys
 import tomllib
+import traceback
 import types
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
+from urllib.request import Request, urlopen
 
+import fsspec
 import torch.distributed as dist
 import yaml
 
 from tests.docs.blocks import ROOT, Block, Program, blocks_of, programs_of
 from tests.harness import RanksFailed, run_ranks
+from tests.harness.s3 import s3_server
 
 DEADLINE_SECONDS = 100.0
 
@@ -33,6 +39,7 @@ class Script:
     arguments: tuple[str, ...] = ()
     variables: tuple[tuple[str, str], ...] = ()
     verb: bool = False  # `arguments` are those of `shardopt`
+    s3: str = ""  # where s3:// leads
 
 
 def run_page(page: Path, folder: Path, in_full: bool = False) -> None:
@@ -44,10 +51,14 @@ def run_page(page: Path, folder: Path, in_full: bool = False) -> None:
     Raises:
         AssertionError: a block failed, did not fail though it should, or printed something else; says which.
     """
-    for program in programs_of(blocks_of(page)):
-        if (program.has("exhaustive") and not in_full) or missing_modules(program):
-            continue
-        _run_program(program, folder, in_full)
+    programs = [program for program in programs_of(blocks_of(page)) if not missing_modules(program)]
+    programs = [program for program in programs if in_full or not program.has("exhaustive")]
+    with ExitStack() as stack:
+        s3 = stack.enter_context(s3_server()).endpoint if any(program.has("s3") for program in programs) else ""
+        for program in programs:
+            for bucket in filter(None, program.first.words.get("s3", "").split(",")):
+                urlopen(Request(f"{s3}/{bucket}", method="PUT")).close()
+            _run_program(program, folder, in_full, s3 if program.has("s3") else "")
 
 
 def missing_modules(program: Program) -> list[str]:
@@ -63,7 +74,7 @@ def parse(block: Block) -> None:
     )
 
 
-def _run_program(program: Program, folder: Path, in_full: bool) -> None:
+def _run_program(program: Program, folder: Path, in_full: bool, s3: str) -> None:
     __tracebackhide__ = True
     first = program.first
     name = first.words.get("file")
@@ -79,10 +90,10 @@ def _run_program(program: Program, folder: Path, in_full: bool) -> None:
     failure = ""
     try:
         if first.language == "bash":
-            _run_shell(first, folder, log, in_full)
+            _run_shell(first, folder, log, in_full, s3)
         else:
             pieces = [(str(block.page), *piece) for block in program.blocks for piece in block.pieces]
-            _run_script(Script(first.ranks, tuple(pieces)), folder, log)
+            _run_script(Script(first.ranks, tuple(pieces), s3=s3), folder, log)
     except (RanksFailed, subprocess.SubprocessError) as error:
         failure = str(error)
     output = log.read_text(errors="replace")
@@ -99,18 +110,18 @@ def _run_program(program: Program, folder: Path, in_full: bool) -> None:
 def check_output(block: Block, output: str) -> None:
     """Looks for the lines of a block in what was printed, in their order."""
     position = 0
-    lines = output.splitlines()
+    lines = [" ".join(line.split()) for line in output.splitlines()]
     for wanted in block.text.splitlines():
         if not wanted.strip("… "):
             continue
-        pattern = re.compile(".*".join(re.escape(part) for part in wanted.strip().split("…")))
-        while position < len(lines) and not pattern.fullmatch(lines[position].strip()):
+        pattern = re.compile(".*".join(re.escape(" ".join(part.split())) for part in wanted.split("…")))
+        while position < len(lines) and not pattern.fullmatch(lines[position]):
             position += 1
         assert position < len(lines), f"{block.where}: was not printed (in this order):\n{wanted}\n--- but\n{output}"
         position += 1
 
 
-def _run_shell(block: Block, folder: Path, log: Path, in_full: bool) -> None:
+def _run_shell(block: Block, folder: Path, log: Path, in_full: bool, s3: str) -> None:
     """A block of bash: by our own ranks where all of its lines are commands that these can run, else by bash."""
     where = ROOT if "root" in block.words else folder
     lines = block.text.replace("\\\n", " ").splitlines()
@@ -119,10 +130,11 @@ def _run_shell(block: Block, folder: Path, log: Path, in_full: bool) -> None:
     if scripts and all(script is not None for script in scripts):
         for script in scripts:
             assert script is not None
-            _run_script(script, where, log)
+            _run_script(replace(script, s3=s3), where, log)
         return
     variables = {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    variables |= {f"FSSPEC_S3_{name.upper()}": value for name, value in _client_of(s3).items()}
     with log.open("ab") as output:
         subprocess.run(
             ["bash", "-euo", "pipefail", "-c", block.text],
@@ -134,6 +146,10 @@ def _run_shell(block: Block, folder: Path, log: Path, in_full: bool) -> None:
             timeout=DEADLINE_SECONDS,
             check=True,
         )
+
+
+def _client_of(s3: str) -> dict[str, str]:
+    return {"endpoint_url": s3, "key": "test", "secret": "test"} if s3 else {}
 
 
 def _script_of(command: Sequence[str], folder: Path) -> Script | None:
@@ -171,6 +187,8 @@ def _run_on_rank(script: Script, folder: Path, log: Path, port: int) -> None:
     variables |= {"TORCHELASTIC_RESTART_COUNT": "0"} | dict(script.variables)
     os.environ.update(variables)
     os.chdir(folder)
+    multiprocessing.set_start_method("fork", force=True)  # of workers, as in a script; ranks have the server's own
+    fsspec.config.conf["s3"] = _client_of(script.s3)
     if rank == 0:
         output = os.open(log, os.O_WRONLY | os.O_APPEND)
         os.dup2(output, 1)
@@ -193,6 +211,9 @@ def _run_on_rank(script: Script, folder: Path, log: Path, port: int) -> None:
     except SystemExit as end:
         if end.code:
             raise RuntimeError(f"ended with {end.code}") from None
+    except BaseException:
+        traceback.print_exc()  # as the interpreter does with that of a script
+        raise
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
