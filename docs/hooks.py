@@ -62,16 +62,20 @@ def _uris(files: Files) -> dict[str, str]:
     for file in files:
         if file.src_uri.startswith("source/"):
             uris[file.src_uri.removeprefix("source/").removesuffix(".md")] = file.src_uri
-        elif file.abs_src_path is not None and Path(file.abs_src_path).is_relative_to(ROOT):
-            if not file.inclusion.is_excluded():
-                uris[Path(file.abs_src_path).relative_to(ROOT).as_posix()] = file.src_uri
+        elif _path_of(file) and not file.inclusion.is_excluded():
+            uris[_path_of(file)] = file.src_uri
     return uris
+
+
+def _path_of(file: File) -> str:
+    """The path in the repository; empty for what comes from elsewhere, as the theme's files and pages that are made."""
+    path = Path(file.abs_src_path) if file.abs_src_path is not None else None
+    return path.relative_to(ROOT).as_posix() if path is not None and path.is_relative_to(ROOT) else ""
 
 
 def _in_repository(file: File, target: str) -> str:
     """Where a page's link leads, as a path in the repository."""
-    here = Path(str(file.abs_src_path)).relative_to(ROOT).parent.as_posix() if file.abs_src_path else "."
-    return posixpath.normpath(posixpath.join(here, target))
+    return posixpath.normpath(posixpath.join(posixpath.dirname(_path_of(file)), target))
 
 
 def _source_page(path: str) -> str:

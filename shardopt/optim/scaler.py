@@ -27,6 +27,8 @@ _stepping: ContextVar[bool] = ContextVar("a GradScaler of this package is steppi
 class GradScaler(torch.amp.GradScaler):
     """torch.amp.GradScaler for plain and sharded parameters mixed at will, and for any optimizer of torch or of here.
 
+    Source of loss scaling: Micikevicius et al., Mixed Precision Training (2018), arXiv:1710.03740, section 3.2.
+
     It unscales local tensors, and the ranks agree on whether any gradient of the job is not finite: all of them step or
     none does, and they keep one scale. (torch's leaves that to each rank where parameters are plain, does not see the
     gradients of shards in a ShardedTensor, and cannot unscale plain parameters and DTensors at once.)

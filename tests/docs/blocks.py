@@ -35,7 +35,7 @@ same comment, on lines of its own; these run first, in the same program. A comme
     -->
 
 A `text` block under `<!-- prints -->` is what the block before it has printed on rank 0: each of its lines must be in
-the output, in this order, however it is spaced; `…` in a line stands for anything, and a line of `…` alone for any lines.
+the output, in this order, however it is spaced. `…` in a line stands for anything, alone for any lines.
 
 In bash blocks `torchrun --standalone --nproc-per-node N FILE …`, `python FILE …` and `shardopt …` are run by the tests'
 own ranks, which have torch loaded; with --exhaustive the shell runs them as they stand.
