@@ -82,7 +82,7 @@ def _source_page(path: str) -> str:
     text = (ROOT / path).read_text()
     fence = "`" * (1 + max([2, *(len(run) for run in re.findall(r"`{3,}", text))]))
     language = LANGUAGES.get(Path(path).suffix, "text")
-    return f"# {path}\n\n{fence}{language}\n{text.rstrip()}\n{fence}\n"
+    return f"---\nsearch:\n  exclude: true\n---\n\n# {path}\n\n{fence}{language}\n{text.rstrip()}\n{fence}\n"
 
 
 def _without_blocks(markdown: str) -> str:
