@@ -18,11 +18,11 @@ pytestmark = [  # of DCP in one process, and where it writes over a checkpoint
 WEIGHT = torch.arange(1024, dtype=torch.float32)
 
 
-def flip_a_bit(folder, pattern):
-    """Flips one bit of the weight's bytes, in the file that has them."""
+def flip_a_bit(folder, pattern, tensor=WEIGHT):
+    """Flips one bit of a tensor's bytes, in the file that has them."""
     (path,) = folder.glob(pattern)
     data = bytearray(path.read_bytes())
-    at = bytes(data).index(WEIGHT.numpy().tobytes()) + 2046
+    at = bytes(data).index(tensor.numpy().tobytes()) + 2046
     data[at] ^= 1
     path.write_bytes(bytes(data))
 
@@ -97,3 +97,33 @@ def replicas_that_differ(folder):
 
 def test_replicas_that_differ(tmp_path):
     run_ranks(2, replicas_that_differ, str(tmp_path))
+
+
+@pytest.mark.parametrize("wanted", [{"other": torch.zeros(4)}, {"weight": torch.zeros(512)}], ids=["missing", "shape"])
+def test_a_load_that_is_refused(tmp_path, wanted):
+    stored = {"first": WEIGHT, "weight": WEIGHT}
+    dcp.save(stored, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    checkpoint.save(tmp_path / "own", stored)
+    into = {"first": torch.zeros(1024), **wanted}
+    with pytest.raises(dcp.api.CheckpointException):
+        dcp.load(into, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    with pytest.raises(MismatchError):
+        checkpoint.load(tmp_path / "own", into, strict=checkpoint.Strictness(unexpected="ignore"))
+    assert not into["first"].any()
+
+
+def test_damage_in_the_middle_of_a_load(tmp_path):
+    stored = {"first": WEIGHT, "second": WEIGHT + 1}
+    dcp.save(stored, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    (path,) = (tmp_path / "dcp").glob("*.distcp")
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2 + 100])  # all of the first, some of the second
+    into = {"first": torch.zeros(1024), "second": torch.zeros(1024)}
+    with pytest.raises(dcp.api.CheckpointException):
+        dcp.load(into, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert torch.equal(into["first"], WEIGHT)
+    checkpoint.save(tmp_path / "own", stored)
+    flip_a_bit(tmp_path / "own", "*.safetensors", WEIGHT + 1)
+    into = {"first": torch.zeros(1024), "second": torch.zeros(1024)}
+    with pytest.raises(CorruptionError):
+        checkpoint.load(tmp_path / "own", into, transactional=True)
+    assert not into["first"].any() and not into["second"].any()
