@@ -117,21 +117,25 @@ def _texts(node: ast.AST, scopes: tuple[ast.AST, ...], depth: int = 0) -> list[s
     return [VARIES]
 
 
-def _assigned(scope: ast.AST, name: str) -> list[ast.AST]:
+def _assigned(scope: ast.AST, name: str) -> list[ast.expr]:
     """The values that a scope gives to a name; none where it is an argument."""
-    nodes = scope.body if isinstance(scope, ast.Module) else ast.walk(scope)
-    values: list[ast.AST] = []
-    for node in nodes:
-        if isinstance(node, ast.Assign) and node.value is not None:
+    return _assignments(scope).get(name, [])
+
+
+@cache
+def _assignments(scope: ast.AST) -> dict[str, list[ast.expr]]:
+    values: dict[str, list[ast.expr]] = {}
+    for node in scope.body if isinstance(scope, ast.Module) else ast.walk(scope):
+        if isinstance(node, ast.Assign):
             for target in node.targets:
-                if isinstance(target, ast.Name) and target.id == name:
-                    values.append(node.value)
-                elif isinstance(target, ast.Tuple):
-                    names = [each.id if isinstance(each, ast.Name) else "" for each in target.elts]
-                    if name in names and isinstance(node.value, ast.Tuple):
-                        values.append(node.value.elts[names.index(name)])
-        if isinstance(node, ast.AnnAssign) and getattr(node.target, "id", "") == name and node.value is not None:
-            values.append(node.value)
+                if isinstance(target, ast.Name):
+                    values.setdefault(target.id, []).append(node.value)
+                elif isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                    for each, value in zip(target.elts, node.value.elts, strict=False):
+                        if isinstance(each, ast.Name):
+                            values.setdefault(each.id, []).append(value)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
+            values.setdefault(node.target.id, []).append(node.value)
     return values
 
 

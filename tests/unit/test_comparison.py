@@ -1,4 +1,4 @@
-"""What docs/comparison.md says of torch.distributed.checkpoint (DCP), seen with the installed torch; and of shardopt."""
+"""What docs/comparison.md says of torch.distributed.checkpoint (DCP), seen with the installed torch, and of us."""
 
 import pytest
 import torch

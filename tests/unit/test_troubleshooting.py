@@ -29,9 +29,9 @@ def matched() -> dict[str, list[Message]]:
     """The messages that each pattern of the page matches."""
     texts = [(message, message.text.removeprefix("found ")) for message in messages()]
     return {
-        pattern: [message for message, text in texts if regex.fullmatch(text)]
+        pattern: [message for message, text in texts if longest in text and regex.fullmatch(text)]
         for pattern in dict.fromkeys(PATTERNS)
-        for regex in [matcher(pattern)]
+        for regex, longest in [(matcher(pattern), max(pattern.split(VARIES), key=len))]
     }
 
 
