@@ -35,9 +35,7 @@ def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", "configs/mkdocs.yml"]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
-    built = subprocess.run(
-        [*command, "--site-dir", folder], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
-    )
+    built = subprocess.run([*command, "--site-dir", folder], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert built.returncode == 0, built.stdout + built.stderr
     return folder
 
