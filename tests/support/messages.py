@@ -62,9 +62,9 @@ def _in_tree(tree: ast.Module, makers: set[str]) -> Iterator[tuple[int, bool, st
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.name in _TOLD_IN:
             for each in ast.walk(node):
-                for text in _texts(each, ()) if isinstance(each, ast.JoinedStr) else []:
-                    if text.count(" ") > 1 and _says_something(text):
-                        yield each.lineno, False, text
+                if isinstance(each, ast.JoinedStr):
+                    said = [text for text in _texts(each, ()) if text.count(" ") > 1 and _says_something(text)]
+                    yield from ((each.lineno, False, text) for text in said)
     for scopes, call in _calls(tree, (tree,)):
         function = call.func
         name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
