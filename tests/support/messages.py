@@ -83,8 +83,8 @@ def _in_tree(tree: ast.Module, makers: set[str]) -> Iterator[tuple[int, bool, st
             texts = [_without_percents(text) for text in _texts(call.args[0], scopes)] if call.args else []
             yield from ((call.lineno, False, text) for text in texts if _says_something(text))
         elif name in makers:
-            said = ([text for text in _texts(each, scopes) if _is_words(text)] for each in call.args)
-            yield from ((call.lineno, True, text) for text in next(filter(None, said), []))
+            of_arguments = ([text for text in _texts(each, scopes) if _is_words(text)] for each in call.args)
+            yield from ((call.lineno, True, text) for text in next(filter(None, of_arguments), []))
 
 
 def _calls(node: ast.AST, scopes: tuple[ast.AST, ...]) -> Iterator[tuple[tuple[ast.AST, ...], ast.Call]]:
