@@ -1,10 +1,11 @@
 """Draws docs/warmup.png: the multiplier of every warm-up policy, and of a whole run.
 
-    pip install "shardopt[demo]" && python docs/plot_warmup.py
+    pip install "shardopt[demo]" && python docs/plot_warmup.py [FOLDER]     # docs, if none is given
 
 The values are those that `WarmupOptimizer` uses, read from a schedule, so that the picture cannot differ from the code.
 """
 
+import sys
 from pathlib import Path
 
 import matplotlib
@@ -37,7 +38,7 @@ PANELS = {
 }
 
 
-def main() -> None:
+def main(folder: Path) -> None:
     figure, axes = plt.subplots(3, 3, figsize=(11, 8), sharex=True, sharey=True, layout="constrained")
     for axis, (title, stages) in zip(axes.flat, PANELS.items(), strict=True):
         schedule = Schedule(stages)
@@ -53,8 +54,8 @@ def main() -> None:
     for axis in axes[:, 0]:
         axis.set_ylabel("× full rate")
     figure.suptitle("Warm-up policies (dashed: a stage ends; after the last one the rate stays)", fontsize=12)
-    figure.savefig(Path(__file__).with_name("warmup.png"), dpi=110)
+    figure.savefig(folder / "warmup.png", dpi=110)
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent)

@@ -42,7 +42,7 @@ if [[ ! -f $stamp || $(<"$stamp") != "$(wanted)" ]]; then
     echo "setup: installing the project and the tested versions of what it needs"
     rm -f "$stamp"
     .venv/bin/python -m pip install --quiet --disable-pip-version-check \
-        --constraint configs/constraints.txt --editable '.[demo,test,dev]'
+        --constraint configs/constraints.txt --editable '.[demo,docs,test,dev]'
     wanted >"$stamp"
 fi
 echo "setup: .venv is ready"

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Sets up, installs the tested versions of the frameworks in a folder of their own, and runs all tests of integrations.
+# Sets up, installs the tested versions of the frameworks in a folder of their own, and runs all tests of integrations,
+# the programs of their pages included.
 # Arguments go to pytest.
 set -euo pipefail
 
@@ -14,4 +15,4 @@ if ! cmp --silent configs/integrations.txt "$folder/made-from"; then
     cp configs/integrations.txt "$folder/made-from"
 fi
 export PYTHONPATH="$PWD:$PWD/$folder${PYTHONPATH:+:$PYTHONPATH}"
-exec .venv/bin/python -m pytest tests/integrations --exhaustive "$@"
+exec .venv/bin/python -m pytest tests/integrations tests/docs/test_blocks.py -k integrations --exhaustive "$@"

@@ -277,6 +277,8 @@ class Averaging:
 class EMA(Averaging):
     """Exponential moving averages: average ← decay · average + (1 - decay) · weight.
 
+    Source: Polyak and Juditsky, Acceleration of Stochastic Approximation by Averaging (1992), for equal weights, with
+    weights that decay as in Tarvainen and Valpola, Mean Teachers Are Better Role Models (2017), arXiv:1703.01780.
     Bit-identical to torch's `AveragedModel` with `get_ema_multi_avg_fn(decay)`, but for tensors that have no average.
 
     Args:

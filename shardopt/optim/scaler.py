@@ -27,6 +27,8 @@ _stepping: ContextVar[bool] = ContextVar("a GradScaler of this package is steppi
 class GradScaler(torch.amp.GradScaler):
     """torch.amp.GradScaler for plain and sharded parameters mixed at will, and for any optimizer of torch or of here.
 
+    Source of loss scaling: Micikevicius et al., Mixed Precision Training (2018), arXiv:1710.03740, section 3.2.
+
     It unscales local tensors, and the ranks agree on whether any gradient of the job is not finite: all of them step or
     none does, and they keep one scale. (torch's leaves that to each rank where parameters are plain, does not see the
     gradients of shards in a ShardedTensor, and cannot unscale plain parameters and DTensors at once.)
@@ -35,7 +37,8 @@ class GradScaler(torch.amp.GradScaler):
     `group`, in which every rank takes part, also one without a gradient or a loss of its own.
 
     Args:
-        as torch's; on the CPU pass device="cpu".
+        device, init_scale, growth_factor, backoff_factor, growth_interval, enabled: as torch's; on the CPU pass
+            device="cpu".
         group: the ranks that agree: a process group, or a device mesh. None is the whole job.
     """
 

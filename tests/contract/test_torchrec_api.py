@@ -1,6 +1,6 @@
 """The API that torchrec.optim documents, by its names, signatures and uses, in both spellings that import it.
 
-A user of torchrec.optim moves over by changing the import (docs/migrating-from-torchrec.md has the differences).
+A user of torchrec.optim moves over by changing the import (docs/moving/torchrec.md has the differences).
 """
 
 import copy

@@ -169,3 +169,27 @@ def test_torchtitans_own_optimizers_and_loader_go_on_on_as_many_ranks_and_are_re
     (problems,) = run_ranks(1, refuse_stock, run, deadline_seconds=DEADLINE)
     assert [key for key, _ in problems] == ["dataloader.dp_rank_1"]
     assert "says nothing for another number of them" in problems[0][1]
+
+
+def train_by_itself(folder, steps):
+    """With torchtitan's own checkpoints, saved after step 4, and optimizers."""
+    stock = importlib.import_module("benchmarks.frameworks_sharded").stock
+    return train(folder, steps, change=lambda config: stock(config, own_loader=False))[0]
+
+
+def train_moved(folder, steps, begin):
+    def change(config):
+        config.checkpoint.initial_load_path, config.checkpoint.initial_load_model_only = begin, False
+
+    return train(folder, steps, change=change)[0]
+
+
+def test_a_checkpoint_that_torchtitan_wrote_by_itself_is_moved_over(tmp_path):
+    expected = run_ranks(2, train_by_itself, str(tmp_path / "whole"), 8, deadline_seconds=DEADLINE)[0]
+    run_ranks(2, train_by_itself, str(tmp_path / "theirs"), 4, deadline_seconds=DEADLINE)
+    of_the_model = r"^(?!optimizer\.|lr_scheduler\.|dataloader\.|train_state\.)"  # as docs/moving/torchtitan.md has it
+    moved = str(tmp_path / "moved")
+    checkpoint.convert(tmp_path / "theirs/checkpoint/step-4", moved, to="shardopt", rename={of_the_model: "model."})
+    for ranks in (2, 3):
+        losses = run_ranks(ranks, train_moved, str(tmp_path / f"on-{ranks}"), 8, moved, deadline_seconds=DEADLINE)[0]
+        assert losses == pytest.approx({step: expected[step] for step in range(5, 9)}, rel=1e-5 if ranks == 3 else 0)

@@ -100,6 +100,9 @@ class RowWiseAdagrad(_RowWise):
     not moved. Groups, defaults and names are those of torchrec.optim's class; that one moves all elements of a row by
     the mean of their gradients, while here each is moved by its own, as by FBGEMM's exact row-wise Adagrad.
 
+    Sources: Duchi, Hazan, Singer, Adaptive Subgradient Methods (2011); the mean over a row as in Mudigere et al.,
+    Software-Hardware Co-design for Fast and Scalable Training of Deep Learning Recommendation Models (2022).
+
     State of a parameter: `step`, without dimensions, on the CPU, float32 (float64 where that is torch's default dtype);
     `sum`, [N, 1, ...], float32 whatever the parameter's dtype (float64 of a float64 parameter).
 
@@ -144,6 +147,8 @@ class RowWiseAdam(_RowWise):
     """Adam with one second moment for each row: an average over steps of the mean of the squared gradients of the row.
 
     With a sparse gradient only its rows are moved, and only their moments decay, as with torch's SparseAdam.
+
+    Sources: Kingma, Ba, Adam: A Method for Stochastic Optimization (2015); the mean over a row as in RowWiseAdagrad.
 
     State of a parameter: `step`, without dimensions, on the CPU, float32 (float64 where that is torch's default dtype);
     `exp_avg`, like the parameter; `exp_avg_sq`, [N, 1, ...], float32 whatever the parameter's dtype (float64 of a

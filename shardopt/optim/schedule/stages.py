@@ -17,7 +17,7 @@ from shardopt.optim.schedule import multipliers
 class WarmupPolicy(Enum):
     """The multiplier of a stage by the iteration i, from the stage's begin s to its end N, with its value v.
 
-    A stage multiplies the full rate by `lr_scale` times:
+    A stage multiplies the full rate by `lr_scale` times one of the following, whose sources are in `multipliers.py`:
 
     NONE: 1.
 

@@ -1,0 +1,39 @@
+"""The scripts in docs/ draw the pictures of the pages, all of them."""
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+from tests.docs.blocks import ROOT
+
+DOCS = ROOT / "docs"
+FOLDERS = {"pictures/draw.py": "pictures", "plot_warmup.py": ".", "draw_cli.py": "cli"}
+OF_THE_DEMO = "demo.png"  # examples/draw_runs.py draws it, of a run
+
+
+def _pictures(folder, inside="."):
+    pictures = [path for path in (folder / inside).glob("*") if path.suffix in {".png", ".svg"}]
+    return {path.relative_to(folder).as_posix() for path in pictures} - {OF_THE_DEMO}
+
+
+@pytest.mark.parametrize("script", ["pictures/draw.py", "plot_warmup.py"])
+def test_a_script_draws_its_pictures(script, tmp_path):
+    spec = importlib.util.spec_from_file_location(script.removesuffix(".py").replace("/", "_"), DOCS / script)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    (tmp_path / FOLDERS[script]).mkdir(exist_ok=True)
+    module.main(tmp_path / FOLDERS[script])
+    assert _pictures(tmp_path, FOLDERS[script]) == _pictures(DOCS, FOLDERS[script])
+
+
+@pytest.mark.exhaustive  # it trains a model and reads its checkpoints many times: half a minute
+def test_the_script_of_the_command_line_draws_its_pictures(tmp_path):
+    subprocess.run([sys.executable, "docs/draw_cli.py", tmp_path / "cli"], cwd=ROOT, check=True)
+    assert _pictures(tmp_path, "cli") == _pictures(DOCS, "cli")
+
+
+def test_every_picture_has_a_script():
+    there = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*") if path.suffix in {".png", ".svg"}}
+    assert there - {OF_THE_DEMO} == set().union(*(_pictures(DOCS, folder) for folder in FOLDERS.values()))

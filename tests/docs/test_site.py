@@ -1,0 +1,132 @@
+"""The site builds without a warning, asks no other server for anything, and its reference has all that is public."""
+
+import ast
+import importlib
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from shardopt.errors import ShardoptError
+from tests.docs.blocks import ROOT
+from tests.support.source import PACKAGE, sources
+
+ENTRY = re.compile(r"^::: (\S+)", re.MULTILINE)
+PACKAGES = [
+    "shardopt",
+    "shardopt.optim",
+    "shardopt.checkpoint",
+    "shardopt.checkpoint.dcp",
+    "shardopt.checkpoint.rearrange",
+    "shardopt.checkpoint.rearrange.families",
+    "shardopt.nn",
+    "shardopt.algorithms",
+    "shardopt.sharding",
+]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """Builds the site strictly, as launch/docs.sh does: a dead link, anchor or reference fails."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", "configs/mkdocs.yml"]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    built = subprocess.run([*command, "--site-dir", folder], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert built.returncode == 0, built.stdout + built.stderr
+    return folder
+
+
+def test_nothing_is_fetched_from_elsewhere(site):
+    """Links lead elsewhere; scripts, styles, fonts and pictures do not."""
+    fetched = re.compile(
+        r"<(?:script|img|iframe|source)[^>]*?src=\"?(\w+:)?//|<link(?![^>]*canonical)[^>]*href=\"?(\w+:)?//"
+    )
+    assert [str(page) for page in site.rglob("*.html") if fetched.search(page.read_text())] == []
+    imported = re.compile(r"@import|url\(\"?(\w+:)?//")
+    assert [str(style) for style in site.rglob("*.css") if imported.search(style.read_text())] == []
+
+
+def test_every_page_can_be_searched(site):
+    found = {
+        entry["location"].split("#")[0] for entry in json.loads((site / "search/search_index.json").read_text())["docs"]
+    }
+    pages = {path.parent.relative_to(site).as_posix() + "/" for path in site.rglob("index.html")}
+    assert {page for page in pages - found if page != "./" and not page.startswith("source/")} == set()
+    assert not any(page.startswith("source/") for page in found)
+
+
+def test_what_is_for_tests_is_not_on_the_site(site):
+    assert [
+        str(page) for page in site.rglob("*.html") if re.search(r"<!-- *(not )?run:|<!-- *then", page.read_text())
+    ] == []
+
+
+def test_the_reference_has_all_that_is_public():
+    """By what a name stands for, as `shardopt` and `shardopt.optim` offer much of the same."""
+    written = [name for page in (ROOT / "docs" / "reference").glob("*.md") for name in ENTRY.findall(page.read_text())]
+    assert sorted({name for name in written if written.count(name) > 1}) == []
+    of_integrations = {name for name in written if name.startswith("shardopt.integrations.")}
+    there = {id(_imported(name)) for name in {*written} - of_integrations}
+    public = {
+        f"{package}.{name}": getattr(importlib.import_module(package), name)
+        for package in PACKAGES
+        for name in importlib.import_module(package).__all__
+    }
+    public |= {kind.__name__: kind for kind in _errors(ShardoptError)}
+    # Aliases of types, which have no docstring, stand in the signatures that use them.
+    missing = [name for name, value in public.items() if id(value) not in there and _has_docstring(value)]
+    assert missing == []
+    assert _public_integrations() - of_integrations == set()
+    assert of_integrations - _public_integrations() == set()
+
+
+def test_what_is_in_the_reference_has_a_docstring():
+    written = {name for page in (ROOT / "docs" / "reference").glob("*.md") for name in ENTRY.findall(page.read_text())}
+    modules = {f"shardopt.{source.module.replace('/', '.')}": source.tree for source in sources()}
+    for name in written:
+        if name.startswith("shardopt.integrations."):
+            module, _, attribute = name.rpartition(".")
+            (node,) = [node for node in modules[module].body if getattr(node, "name", "") == attribute]
+            assert ast.get_docstring(node), name
+        else:
+            assert inspect.getdoc(_imported(name)), name
+
+
+def _imported(name):
+    module, _, attribute = name.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except ModuleNotFoundError:
+        return importlib.import_module(name)
+
+
+def _errors(kind):
+    yield kind
+    for child in kind.__subclasses__():
+        if child.__module__ == "shardopt.errors":
+            yield from _errors(child)
+
+
+def _has_docstring(value):
+    return inspect.isclass(value) or inspect.isfunction(value)
+
+
+# What a framework's file has for the others beside it.
+BETWEEN_INTEGRATIONS = {"accelerated", "lightning_state", "optimizers", "run"}
+HELPERS = {"sampler_of", "rest_of_epoch", "batches_of_epoch"}
+
+
+def _public_integrations():
+    """The names that programs import, by their sources, as frameworks need not be installed."""
+    names = set()
+    for path in (PACKAGE / "integrations").glob("*.py"):
+        if path.stem in BETWEEN_INTEGRATIONS | {"__init__"}:
+            continue
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
+                names.add(f"shardopt.integrations.{path.stem}.{node.name}")
+    return {name for name in names if name.rpartition(".")[2] not in HELPERS}
