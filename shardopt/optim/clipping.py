@@ -48,8 +48,8 @@ class GradientClippingOptimizer(OptimizerWrapper):
     NORM scales all gradients g of the job by min(1, max_gradient / (‖g‖_p + 1e-6)), as torch.nn.utils.clip_grad_norm_
     does in one process (Pascanu, Mikolov, Bengio, On the Difficulty of Training Recurrent Neural Networks, 2013,
     arXiv:1211.5063, algorithm 1). Each element counts once, on however many ranks it is; of replicas with different
-    gradients the first rank's counts. The norm is taken in fp64 and is the same on every rank. VALUE limits each element
-    to [-max_gradient, max_gradient], and needs no other rank.
+    gradients the first rank's counts. The norm is taken in fp64 and is the same on every rank. VALUE limits each
+    element to [-max_gradient, max_gradient], and needs no other rank.
 
     With NORM every rank of the job, or of `group`, must step, also one without a gradient or a parameter: each step is
     one all-reduce over all of them. Before the first, and before the first with other parameters, ranks exchange who
