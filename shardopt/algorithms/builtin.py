@@ -27,6 +27,10 @@ def _like(name: str, **more: Any) -> StateEntry:
     return StateEntry(name, Kind.PARAMETER, **more)
 
 
+def _positive(name: str, **more: Any) -> StateEntry:
+    return _like(name, signed=False, **more)
+
+
 def _scalar(name: str, initial: float | AtFirstStep = 0.0) -> StateEntry:
     return StateEntry(name, Kind.SCALAR, Dtype.COUNTER, initial)
 
@@ -51,6 +55,14 @@ def _centered(options: Options) -> bool:
     return bool(options["centered"])
 
 
+def _not_centered(options: Options) -> bool:
+    return not options["centered"]
+
+
+def _never(options: Options) -> bool:
+    return False
+
+
 def _is_matrix(dimensions: int) -> bool:
     return dimensions > 1
 
@@ -63,40 +75,40 @@ def _is_vector(dimensions: int) -> bool:
 _EXACT = (torch.float64, torch.float32)
 _WITH_BF16 = (*_EXACT, torch.bfloat16)
 _STEP = _scalar("step")
-_ADAM = (_STEP, _like("exp_avg"), _like("exp_avg_sq"), _like("max_exp_avg_sq", exists=_amsgrad))
+_ADAM = (_STEP, _like("exp_avg"), _positive("exp_avg_sq"), _positive("max_exp_avg_sq", exists=_amsgrad))
 _LR = AtFirstStep.LEARNING_RATE
 
 for _spec in (
-    AlgorithmSpec(torch.optim.Adadelta, "Adadelta", True, (_STEP, _like("square_avg"), _like("acc_delta"))),
+    AlgorithmSpec(torch.optim.Adadelta, "Adadelta", True, (_STEP, _positive("square_avg"), _positive("acc_delta"))),
     AlgorithmSpec(
         torch.optim.Adagrad,
         "Adagrad",
         True,
-        (_STEP, _like("sum", initial="initial_accumulator_value")),
+        (_STEP, _positive("sum", initial="initial_accumulator_value")),
         state_at_construction=True,
         takes_sparse=True,
         fused_agrees=_WITH_BF16,
     ),
     AlgorithmSpec(torch.optim.Adam, "Adam", True, _ADAM, fused_agrees=_WITH_BF16),
     AlgorithmSpec(torch.optim.AdamW, "AdamW", True, _ADAM, fused_agrees=_WITH_BF16),
-    AlgorithmSpec(torch.optim.Adamax, "Adamax", True, (_STEP, _like("exp_avg"), _like("exp_inf"))),
-    AlgorithmSpec(torch.optim.ASGD, "ASGD", True, (_STEP, _scalar("eta", _LR), _scalar("mu", 1.0), _like("ax"))),
+    AlgorithmSpec(torch.optim.Adamax, "Adamax", True, (_STEP, _like("exp_avg"), _positive("exp_inf"))),
+    AlgorithmSpec(torch.optim.ASGD, "ASGD", True, (_STEP, _scalar("eta", _LR), _scalar("mu", 1.0), _like("ax", narrows=_never))),
     AlgorithmSpec(
-        torch.optim.NAdam, "NAdam", True, (_STEP, _scalar("mu_product", 1.0), _like("exp_avg"), _like("exp_avg_sq"))
+        torch.optim.NAdam, "NAdam", True, (_STEP, _scalar("mu_product", 1.0), _like("exp_avg"), _positive("exp_avg_sq"))
     ),
-    AlgorithmSpec(torch.optim.RAdam, "RAdam", True, (_STEP, _like("exp_avg"), _like("exp_avg_sq"))),
+    AlgorithmSpec(torch.optim.RAdam, "RAdam", True, (_STEP, _like("exp_avg"), _positive("exp_avg_sq"))),
     AlgorithmSpec(
         torch.optim.RMSprop,
         "RMSprop",
         True,
         (
             _STEP,
-            _like("square_avg"),
+            _positive("square_avg", narrows=_not_centered),
             _like("momentum_buffer", exists=_positive_momentum),
-            _like("grad_avg", exists=_centered),
+            _like("grad_avg", exists=_centered, narrows=_never),
         ),
     ),
-    AlgorithmSpec(torch.optim.Rprop, "Rprop", True, (_STEP, _like("prev"), _like("step_size", initial=_LR))),
+    AlgorithmSpec(torch.optim.Rprop, "Rprop", True, (_STEP, _like("prev"), _positive("step_size", initial=_LR))),
     AlgorithmSpec(
         torch.optim.SGD,
         "SGD",
@@ -171,7 +183,7 @@ for _spec in (
         SparseAdam,
         "SparseAdam",
         True,
-        (StateEntry("step", Kind.SCALAR, Dtype.PLAIN_COUNT), _like("exp_avg"), _like("exp_avg_sq")),
+        (StateEntry("step", Kind.SCALAR, Dtype.PLAIN_COUNT), _like("exp_avg"), _positive("exp_avg_sq")),
         takes_sparse=True,
         takes_dense=False,
         stands_for=torch.optim.SparseAdam,

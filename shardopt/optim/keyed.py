@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 import torch
 from torch.optim import Optimizer
 
+from shardopt.algorithms.low_precision.optimizer import low_precision
+from shardopt.algorithms.low_precision.options import as_texts, asks_for_less
 from shardopt.algorithms.registry import spec_of
 from shardopt.errors import StateError
 from shardopt.optim.base import KeyedOptimizer
@@ -90,7 +92,9 @@ def build(
     tied: Tied | None = None,
 ) -> list[Wrapper]:
     """Builds one optimizer of the class `wrapper` for each algorithm; arguments as of `keyed`."""
-    main = _class_of(algorithm)
+    defaults, groups = as_texts(defaults), [as_texts(each) if isinstance(each, Mapping) else each for each in groups]
+    own = [each for each in groups if isinstance(each, Mapping)]
+    main = _class_of(algorithm, asks_for_less(defaults) or any(asks_for_less(e) for e in own if "algorithm" not in e))
     refuse_bad_options(main, defaults, "defaults")
     groups_of: dict[Any, list[Grouped]] = {}
     places: dict[Any, list[int]] = {}
@@ -104,7 +108,8 @@ def build(
     for position, (options, matched) in enumerate(grouped):
         members = NamedParameters(matched)
         members.dropped, members.tied = params.dropped, params.tied
-        optimizer = _class_of(options.pop("algorithm", main))
+        named_here = options.pop("algorithm", None)
+        optimizer = main if named_here is None else _class_of(named_here, asks_for_less(options))
         refuse_bad_options(optimizer, options, f"groups[{position}]")
         # torch holds only defaults against their ranges; this lets it look at the options of each group too.
         optimizer([torch.zeros(1, 1, device="cpu")], **{**(defaults if optimizer is main else {}), **options})
@@ -119,8 +124,11 @@ def build(
     return built
 
 
-def _class_of(algorithm: Any) -> Any:
+def _class_of(algorithm: Any, less: bool = False) -> Any:
+    """Returns the class of an algorithm; `less`: the one that stores parameters and state as its options say."""
     spec = spec_of(algorithm)
+    if less:
+        return low_precision(spec).optimizer
     return spec.optimizer if isinstance(algorithm, str) or algorithm is spec.stands_for else algorithm
 
 

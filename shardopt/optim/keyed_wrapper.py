@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shardopt.algorithms.low_precision.options import as_texts
 from shardopt.optim.base import KeyedOptimizer
 from shardopt.optim.local.local_step import LocalOptimizer
 from shardopt.optim.local.state_view import LocalState
@@ -162,6 +163,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         return {name for name, key in key_of.items() if key in initial}
 
     def _add_group(self, names: Mapping[Tensor, str], options: Mapping[str, Any]) -> None:
+        options = as_texts(options)
         besides = {name for group in self.param_groups for name in group}  # schedules and the like have added some
         refuse_bad_options(type(self._local.optimizer), options, "param_group", besides)
         self._local.add_group(names, options)

@@ -144,6 +144,18 @@ def sharded_stack_like(tensor: ShardedTensor, count: int, memory: Sequence[Tenso
     return _resharded(tensor, stacked, (count, *tensor.metadata().size), memory, added_dims=1, dtype=dtype)
 
 
+def sharded_blocks_like(
+    tensor: ShardedTensor, count: int, memory: Sequence[Tensor], dtype: torch.dtype
+) -> ShardedTensor:
+    """Makes a ShardedTensor of `count` numbers for each index of the first dimension, along which alone it is cut."""
+
+    def blocks(shard: ShardMetadata) -> ShardMetadata:
+        offsets, sizes = [shard.shard_offsets[0], 0], [shard.shard_sizes[0], count]
+        return dataclasses.replace(shard, shard_offsets=offsets, shard_sizes=sizes)
+
+    return _resharded(tensor, blocks, (tensor.metadata().size[0], count), memory, added_dims=0, dtype=dtype)
+
+
 def _resharded(
     tensor: ShardedTensor,
     change: Callable[[ShardMetadata], ShardMetadata],

@@ -43,6 +43,7 @@ FLOORS = {
     "algorithms/muon": 11,
     "algorithms/lbfgs": 11,
     "algorithms/row_wise": 11,
+    "algorithms/low_precision": 11,
     "algorithms/builtin": 12,
     "algorithms/__init__": 13,
     "optim/state_dict": 20,

@@ -24,6 +24,7 @@ from shardopt.algorithms.registry import (
     MakesGlobalState,
     MakesState,
     StepsOn,
+    StoresNarrow,
     find_spec,
     unknown,
 )
@@ -67,6 +68,7 @@ class LocalOptimizer:
         self._known: list[list[Tensor]] = []  # the parameters of each group, once they were looked at
         # With the group of each parameter, and its place there.
         self._alone: dict[Tensor, tuple[Group, int, GroupShards]] = {}
+        self._alone_in: dict[Tensor, Group] = {}
         bound = self._bind(names)
         self.optimizer = optim_factory(list(chain.from_iterable(bound.values())))
         # Without the one that torch gives every optimizer that was copied.
@@ -81,6 +83,9 @@ class LocalOptimizer:
             group["params"] = parameters_of(group["params"], owners, bound, names)
         self._drop_stand_ins(bound)
         self.hand_over_parameters(names)
+        if isinstance(self.optimizer, StoresNarrow):
+            for group in self.groups:
+                self.optimizer.refuse_parameters(group, {each: names[each] for each in group["params"]})
 
     @property
     def groups(self) -> list[Group]:
@@ -117,6 +122,8 @@ class LocalOptimizer:
         try:
             groups = [*self.groups, {**self.optimizer.defaults, **options}]
             refuse_unfit(self.optimizer, self.spec, names, self.shards.values(), groups)
+            if isinstance(self.optimizer, StoresNarrow):
+                self.optimizer.refuse_parameters(groups[-1], names)
             self.optimizer.add_param_group({**options, "params": list(chain.from_iterable(bound.values()))})
         except Exception:
             for parameter in names:
@@ -167,6 +174,14 @@ class LocalOptimizer:
 
         Only of an elementwise algorithm, which computes the same in a step on all parameters.
         """
+        if isinstance(self.optimizer, StoresNarrow):
+            group_of = self._alone_in.get(parameter)
+            if group_of is None or all(group_of is not each for each in self.groups):
+                self._alone_in = self._group_of()
+                group_of = self._alone_in.get(parameter)
+            if group_of is not None:
+                self.optimizer.step_alone(group_of, parameter)
+            return
         assert self.spec is not None and self.spec.elementwise
         group, place, shards = self._alone.get(parameter) or ({"params": ()}, 0, None)
         here = group["params"][place : place + 1]
@@ -335,11 +350,25 @@ class LocalOptimizer:
         state = self.state_of(parameter)
         if isinstance(state, ShardedState):
             state.share_scalars()
+        if isinstance(self.optimizer, StoresNarrow):
+            self.optimizer.state_loaded(parameter)
+
+    def waiting_for_others(self) -> list[str]:
+        """Returns the names of parameters whose step needs numbers of other ranks, though the algorithm is elementwise."""
+        if not isinstance(self.optimizer, StoresNarrow):
+            return []
+        return [
+            self._names[parameter]
+            for group in self.groups
+            for parameter in group["params"]
+            if self.optimizer.waits_for_others(group, parameter)
+        ]
 
     def state_changed(self) -> None:
         """Drops the caches of state from step to step: someone else than the inner optimizer changed it."""
         self._grouped.clear()
         self._alone.clear()
+        self._alone_in.clear()
 
     def _bind(self, names: Mapping[Tensor, str]) -> dict[Tensor, tuple[Tensor, ...]]:
         """Returns parameter → its local tensors; one without has an empty stand-in, by which its group is known."""
