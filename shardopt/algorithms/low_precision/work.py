@@ -114,6 +114,9 @@ class Work:
             entries = {entry.name: torch.zeros_like(nothing) for entry in self._form.entries}
             stepped = self._step(nothing, torch.zeros_like(nothing), entries, state, steps)
         if store:
+            for name, scales in self.shared.scales.items() if self.shared is not None else ():
+                for into, new in zip(local_tensors(state[f"{name}_scale"]), local_tensors(scales), strict=True):
+                    into.copy_(new)
             for name, value in self._scalars(state).items():
                 value.copy_(stepped.state[name])
             if STEP not in stepped.state:
@@ -197,12 +200,14 @@ class Work:
                 put(entry.name, values)
 
     def _encode(self, chunk: Chunk, piece: _Piece, entry: Stored, flat: Tensor, noise: Tensor | None) -> Tensor:
-        """Returns codes of a chunk's new values, and stores their scales."""
-        stored = piece.scales[entry.name][chunk.rows, chunk.blocks]
-        found = self._largest(chunk, flat)
-        stored.copy_(piece.shared[entry.name][chunk.rows, chunk.blocks] if self.shared is not None else found)
+        """Returns codes of a chunk's new values; stores their scales where no other rank has a part in them."""
+        scales = self._largest(chunk, flat)
+        if self.shared is None:
+            piece.scales[entry.name][chunk.rows, chunk.blocks] = scales
+        else:  # the stored ones are those that other chunks are still decoded with
+            scales = piece.shared[entry.name][chunk.rows, chunk.blocks]
         scratch = chunk.of_scratch(flat)
-        codes = encode(scratch.view(scratch.shape[0], -1, chunk.block), stored, entry.signed, noise)
+        codes = encode(scratch.view(scratch.shape[0], -1, chunk.block), scales, entry.signed, noise)
         return codes.view(scratch.shape)
 
     def _pieces(self, state: Mapping[str, Any]) -> Iterator[_Piece]:
