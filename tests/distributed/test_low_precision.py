@@ -1,6 +1,5 @@
 """Low-precision state and parameters on real ranks: the bits of one process in every layout, through a checkpoint."""
 
-import itertools
 
 import pytest
 import torch
@@ -14,68 +13,33 @@ from shardopt.errors import AlgorithmError, GradientError
 from shardopt.sharding.view import local_tensors
 from tests.harness import run_ranks, run_ranks_outcomes
 from tests.support.fake_rank import shard
-from tests.support.low_precision import LAYOUTS, Training
+from tests.support.low_precision import ALGORITHMS, LAYOUTS, OPTIONS, Training, finished
 from tests.support.placement import give_gradient
 
 MIDDLE, END = 3, 5
-BF16, FP32 = torch.bfloat16, torch.float32
-OPTIONS = {
-    "codes": (FP32, {"state_dtype": torch.uint8}),
-    "codes, at random": (BF16, {"state_dtype": torch.uint8, "rounding": "stochastic"}),
-    "codes, master": (BF16, {"state_dtype": torch.uint8, "master_dtype": FP32}),
-    "bf16, at random": (BF16, {"state_dtype": BF16, "rounding": "stochastic"}),
-    "bf16, master": (BF16, {"state_dtype": BF16, "master_dtype": FP32, "rounding": "stochastic"}),
-    "master": (BF16, {"master_dtype": FP32}),
-    "at random": (BF16, {"rounding": "stochastic"}),
-}
-ALGORITHMS = {
-    "adadelta": {},
-    "adagrad": {"initial_accumulator_value": 0.1},
-    "adam": {"amsgrad": True},
-    "adamw": {"lr": 1e-2},
-    "adamax": {},
-    "asgd": {"t0": 1.0},
-    "nadam": {},
-    "radam": {"betas": (0.5, 0.7)},
-    "rmsprop": {"momentum": 0.9, "centered": True},
-    "rprop": {},
-    "sgd": {"momentum": 0.9, "nesterov": True},
-}
+CUT = ("columns", "last", "both", "table_columns", "table_grid")  # layouts in which ranks share rows
 FEW = [("adamw", "codes, at random"), ("sgd", "codes, master"), ("nadam", "codes"), ("rprop", "bf16, at random")]
-EVERY = list(itertools.product(ALGORITHMS, OPTIONS))
-
-
-def made(layout, case, seed=0):
-    algorithm, how = case
-    dtype, options = OPTIONS[how]
-    return Training(layout, algorithm, {**ALGORITHMS[algorithm], **options}, dtype, seed)
 
 
 def in_one_process(case):
-    training = made("plain", case)
-    training.steps(0, MIDDLE)
-    middle = training.whole()
-    training.steps(MIDDLE, END)
-    return middle, training.whole()
+    return finished(case, MIDDLE), finished(case, END)
 
 
 def begin(path, layout, cases, wanted):
     """Trains from the start in a layout, and saves."""
-    found = {}
-    for number, case in enumerate(cases):
-        training = made(layout, case)
+    trainings = [Training.of(case, layout) for case in cases]
+    for training in trainings:
         training.steps(0, MIDDLE)
-        found[case] = training.differences(wanted[case][0])
-        checkpoint.save(path / str(number), training.app)
-    return found
+    checkpoint.save(path, {str(number): training.app for number, training in enumerate(trainings)})
+    return {case: training.differences(wanted[case][0]) for case, training in zip(cases, trainings, strict=True)}
 
 
 def go_on(path, layout, cases, wanted):
     """Goes on in another layout, from other parameters."""
+    trainings = [Training.of(case, layout, seed=1) for case in cases]
+    checkpoint.load(path, {str(number): training.app for number, training in enumerate(trainings)}, init_state=True)
     found = {}
-    for number, case in enumerate(cases):
-        training = made(layout, case, seed=1)
-        checkpoint.load(path / str(number), training.app, init_state=True)
+    for case, training in zip(cases, trainings, strict=True):
         loaded = training.differences(wanted[case][0])
         training.steps(MIDDLE, END)
         found[case] = loaded + training.differences(wanted[case][1])
@@ -83,6 +47,7 @@ def go_on(path, layout, cases, wanted):
 
 
 def compare(path, cases, one, other):
+    path = path / "saved"
     wanted = {case: in_one_process(case) for case in cases}
     (ranks, layout), (later_ranks, later_layout) = one, other
     for found in run_ranks(ranks, begin, path, layout, cases, wanted, deadline_seconds=300):
@@ -101,9 +66,52 @@ def test_codes_scales_masters_and_random_rounding_have_the_bits_of_one_process(o
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_algorithm_and_option_has_the_bits_of_one_process(layout, ranks, tmp_path):
-    """From a layout on some ranks to the next layout on the next number of ranks."""
+@pytest.mark.parametrize("how", OPTIONS)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("layout", CUT)
+def test_every_algorithm_has_the_bits_of_one_process(layout, ranks, how, tmp_path):
+    """From a layout on some ranks to the layout after it on the next number of ranks."""
     following = LAYOUTS[(LAYOUTS.index(layout) + 1) % len(LAYOUTS)]
-    compare(tmp_path, EVERY, (ranks, layout), (ranks % 4 + 1, following))
+    compare(tmp_path, [(algorithm, how) for algorithm in ALGORITHMS], (ranks, layout), (ranks % 4 + 1, following))
+
+
+def count_collectives():
+    """Two optimizers, on parameters of which rows are shared and on others; each takes a step."""
+    mesh = init_device_mesh("cpu", (2,))
+    full = torch.ones(64, 128)
+    params = {
+        f"{placement.dim}.{i}": torch.nn.Parameter(shard(full, mesh, placement))
+        for placement in (Shard(0), Shard(1))
+        for i in range(3)
+    }
+    for dim in "01":
+        chosen = {name: parameter for name, parameter in params.items() if name.startswith(dim)}
+        optimizer = shardopt.keyed("adamw", chosen, state_dtype="uint8")
+        for parameter in chosen.values():
+            give_gradient(parameter, full)
+        optimizer.step()
+        dist.barrier()
+
+
+def test_a_step_has_one_all_reduce_where_ranks_share_rows_and_none_elsewhere():
+    for outcome in run_ranks_outcomes(2, count_collectives, trace=["torch.distributed:all_reduce"]):
+        assert outcome.ok, outcome
+        assert len(outcome.calls) == 1
+
+
+def one_bad_gradient():
+    mesh = init_device_mesh("cpu", (2,))
+    weight = torch.nn.Parameter(shard(torch.ones(64, 128), mesh, Shard(1)))
+    with pytest.raises(AlgorithmError, match="w: found 8-bit state whose blocks lie on several ranks"):
+        shardopt.in_backward({"w": weight}, "adamw", state_dtype="uint8")
+    optimizer = shardopt.keyed("adamw", {"w": weight}, state_dtype="uint8")
+    give_gradient(weight, torch.ones(64, 128).to_sparse(1) if dist.get_rank() else torch.ones(64, 128))
+    with pytest.raises(GradientError) as raised:
+        optimizer.step()
+    assert (local_tensors(weight)[0] == 1).all() and not optimizer.state_dict()["state"]
+    return str(raised.value)
+
+
+def test_a_gradient_that_one_rank_refuses_is_refused_by_all_that_share_its_rows():
+    other, own = run_ranks(2, one_bad_gradient, deadline_seconds=60)
+    assert "w.grad: found torch.sparse_coo" in own and "w: found a gradient" in other and "another rank" in other

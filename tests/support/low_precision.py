@@ -1,5 +1,7 @@
 """Parameters under the same names in every layout, and what a run in one process leaves of them."""
 
+import functools
+
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard
@@ -9,7 +11,7 @@ import shardopt
 from shardopt.sharding.view import is_held, view_of
 from tests.support.fake_rank import shard
 from tests.support.layouts import give_gradient, meshes, trained
-from tests.support.placement import ends_of, runs, same, sharded_tensor_of, two_on_first_none_on_last
+from tests.support.placement import runs, same, sharded_tensor_of, two_on_first_none_on_last
 
 # Blocks of 256 that end where no shard does, rows shorter than a block, fp32 state (of 1 dimension, few elements, or short
 # rows), and fewer rows than ranks.
@@ -67,9 +69,41 @@ def _table(full, dim):
         ]
         return sharded_tensor_of(full, boxes, [number % ranks for number in range(4)])
     holders, size = two_on_first_none_on_last(ranks), full.shape[dim or 0]
-    ends = [*ends_of([min(1, size) for _ in range(1, len(holders))]), size]
-    ends = [min(end * 3, size) for end in ends[:-1]] + [size] if size > 12 else ends
+    ends = [*(min(3 * number, size) for number in range(1, len(holders))), size]
     return sharded_tensor_of(full, runs(full.shape, dim or 0, ends), holders)
+
+
+BF16, FP32 = torch.bfloat16, torch.float32
+OPTIONS = {
+    "codes": (FP32, {"state_dtype": torch.uint8}),
+    "codes, at random": (BF16, {"state_dtype": torch.uint8, "rounding": "stochastic"}),
+    "codes, master": (BF16, {"state_dtype": torch.uint8, "master_dtype": FP32}),
+    "bf16, at random": (BF16, {"state_dtype": BF16, "rounding": "stochastic"}),
+    "bf16, master": (BF16, {"state_dtype": BF16, "master_dtype": FP32, "rounding": "stochastic"}),
+    "master": (BF16, {"master_dtype": FP32}),
+    "at random": (BF16, {"rounding": "stochastic"}),
+}
+ALGORITHMS = {
+    "adadelta": {},
+    "adagrad": {"initial_accumulator_value": 0.1},
+    "adam": {"amsgrad": True},
+    "adamw": {"lr": 1e-2},
+    "adamax": {},
+    "asgd": {"t0": 1.0},
+    "nadam": {},
+    "radam": {"betas": (0.5, 0.7)},
+    "rmsprop": {"momentum": 0.9, "centered": True},
+    "rprop": {},
+    "sgd": {"momentum": 0.9, "nesterov": True},
+}
+
+
+@functools.cache
+def finished(case, steps=3):
+    """Everything after some steps in one process; `case` is an algorithm, and how it stores."""
+    training = Training.of(case)
+    training.steps(0, steps)
+    return training.whole()
 
 
 class Training:
@@ -79,6 +113,12 @@ class Training:
         self.layout, self.dtype = layout, dtype
         self.params = {name: trained(place(full, layout)) for name, full in values(seed, dtype).items()}
         self.optimizer = shardopt.keyed(algorithm, self.params, **options)
+
+    @classmethod
+    def of(cls, case, layout="plain", seed=0):
+        algorithm, how = case
+        dtype, options = OPTIONS[how]
+        return cls(layout, algorithm, {**ALGORITHMS[algorithm], **options}, dtype, seed)
 
     def steps(self, first, last):
         for step in range(first, last):
@@ -115,14 +155,14 @@ class Training:
 
 
 def dequantized(codes, scales, signed):
-    """What codes stand for, by their definition, in Python's own numbers: fp64 [R, D] of uint8 [R, D] and fp32 [R, B]."""
+    """What codes stand for, by their definition in Python's own numbers: fp32 [R, D] of uint8 [R, D] and fp32 [R, B]."""
     binades = 15 if signed else 31
     least, rows, width = 2.0**-binades, codes.shape[0], codes[0].numel()
-    table = []
+    table: list[float] = []
     for code in range(256):
         magnitude = min(code & 127 if signed else code, 8 * binades)
         number = (2.0 ** (magnitude // 8 - binades) * (1 + magnitude % 8 / 8) - least) / (1 - least)
         table.append(-number if signed and code > 127 else number)
-    numbers = torch.tensor(table, dtype=torch.float64)[codes.reshape(rows, -1).long()]
+    numbers = torch.tensor(table)[codes.reshape(rows, -1).long()]
     block = min(width, 256)
-    return numbers * scales.double().repeat_interleave(block, 1)[:, :width]
+    return numbers * scales.repeat_interleave(block, 1)[:, :width]

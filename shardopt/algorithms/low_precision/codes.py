@@ -19,16 +19,14 @@ _BINADES = {True: 15, False: 31}
 _SIGN = 128
 
 
-def decode(codes: Tensor, scales: Tensor, signed: bool, into: Tensor) -> None:
-    """Writes the numbers that codes stand for.
+def decode(codes: Tensor, signed: bool, into: Tensor) -> None:
+    """Writes the numbers that codes stand for, over the scales of their blocks.
 
     Args:
-        codes: uint8, [R, W], the elements of some columns of blocks.
-        scales: fp32, [R, W].
-        into: fp32, [R, W]; strided.
+        codes: uint8, of the shape of `into`.
+        into: fp32, strided.
     """
-    table = _table(signed, codes.device)
-    into.copy_(table.index_select(0, codes.reshape(-1).int()).view(codes.shape).mul_(scales))
+    into.copy_(_table(signed, codes.device).index_select(0, codes.reshape(-1).int()).view(codes.shape))
 
 
 def largest(values: Tensor) -> Tensor:
@@ -51,7 +49,7 @@ def encode(values: Tensor, scales: Tensor, signed: bool, noise: Tensor | None) -
     signs = (values.view(torch.int32) >> 24).bitwise_and_(_SIGN) if signed else None
     least = 2.0 ** -_BINADES[signed]
     values.abs_().div_((scales + (scales == 0)).unsqueeze(-1))
-    positive = None if signed else values > 0
+    positive = None if signed else values.view(torch.int32).clamp(max=1)
     bits = values.mul_(1 - least).add_(least).view(torch.int32)
     below = (1 << _LOST) - 1
     bits.add_((1 << _LOST) >> 1 if noise is None else noise.view(bits.shape).bitwise_and_(below))
@@ -74,8 +72,9 @@ def round_at_random(values: Tensor, noise: Tensor) -> Tensor:
         bf16, new. What is not a number stays so.
     """
     bits = noise.view(values.shape).bitwise_and_(0xFFFF).add_(values.view(torch.int32)).bitwise_and_(-0x10000)
-    rounded = bits.view(torch.float32)
-    return torch.where(values.isfinite(), rounded, values).bfloat16()
+    # Of what is not a number the sum may be one (CUDA's has all bits set); a maximum brings it back.
+    not_numbers = values.clamp(max=torch.finfo(torch.float32).max).sub_(torch.inf)
+    return torch.maximum(bits.view(torch.float32), not_numbers).bfloat16()
 
 
 def code_of_one(signed: bool) -> int:

@@ -147,10 +147,9 @@ class Work:
             entries[entry.name], scratch = chunk.scratch(device)
             inside = scratch[:, chunk.inside]
             if entry.coded:
-                scales = piece.scales[entry.name][chunk.rows, chunk.blocks].repeat_interleave(chunk.block, 1)
-                decode(
-                    chunk.of(piece.matrices[entry.name]), scales[:, chunk.inside], entry.signed, inside
-                )
+                decode(chunk.of(piece.matrices[entry.name]), entry.signed, inside)
+                scales = piece.scales[entry.name][chunk.rows, chunk.blocks]
+                scratch.view(*scales.shape, chunk.block).mul_(scales.unsqueeze(-1))
             else:
                 inside.copy_(chunk.of(piece.matrices[entry.name]))
         stepped = self._step(tensor, gradient, entries, state, steps)
