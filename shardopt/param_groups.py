@@ -24,7 +24,7 @@ IMPLEMENTATION_OPTIONS = frozenset({"foreach", "fused", "capturable", "different
 """Options that say how this process computes a step, not what: they belong to its device and are neither saved nor
 loaded, or a job resumed on other hardware would run with what the old one asked for."""
 STORAGE_OPTIONS: Mapping[str, str | None] = {"state_dtype": None, "master_dtype": None, "rounding": "nearest"}
-"""Options that say in how many bits state and parameters are stored, and what stands for each where a group has none."""
+"""Options that say in how many bits state and parameters are stored, each with its value where a group has none."""
 
 _NAME_LISTS = (PARAMS, UNTOUCHED, ELSEWHERE)
 

@@ -270,7 +270,7 @@ def _refuse(params: Mapping[str, Tensor], groups: Collection[Mapping[str, Any]])
 
 
 def _refuse_waiting(names: Collection[str]) -> None:
-    remedy = 'cut it along its first dimension alone, give it to a group with state_dtype=None, or step after backward'
+    remedy = "cut it along its first dimension alone, give it to a group with state_dtype=None, or step after backward"
     problems = [
         Problem(name, "8-bit state whose blocks lie on several ranks", "scales that need no other rank", remedy)
         for name in names

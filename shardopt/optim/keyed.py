@@ -92,17 +92,17 @@ def build(
     tied: Tied | None = None,
 ) -> list[Wrapper]:
     """Builds one optimizer of the class `wrapper` for each algorithm; arguments as of `keyed`."""
-    defaults, groups = as_texts(defaults), [as_texts(each) if isinstance(each, Mapping) else each for each in groups]
-    own = [each for each in groups if isinstance(each, Mapping)]
-    main = _class_of(algorithm, asks_for_less(defaults) or any(asks_for_less(e) for e in own if "algorithm" not in e))
+    defaults, given = as_texts(defaults), [as_texts(each) if isinstance(each, Mapping) else each for each in groups]
+    own = [each for each in given if isinstance(each, Mapping) and "algorithm" not in each]
+    main = _class_of(algorithm, any(map(asks_for_less, (defaults, *own))))
     refuse_bad_options(main, defaults, "defaults")
     groups_of: dict[Any, list[Grouped]] = {}
     places: dict[Any, list[int]] = {}
     shared_group = SharedGroup(group)
     is_alone = shared_group.ranks.size == 1
     params = named(named_params, alone=is_alone, tied=tied)
-    grouped, patterns = by_pattern(params, groups), patterns_of(groups)
-    unmatched = unmatched_patterns(params, groups)
+    grouped, patterns = by_pattern(params, given), patterns_of(given)
+    unmatched = unmatched_patterns(params, given)
     if unmatched and is_alone:  # of several, another may have what it matches
         raise StateError("a pattern matches no parameter", unmatched)
     for position, (options, matched) in enumerate(grouped):
@@ -116,8 +116,8 @@ def build(
         groups_of.setdefault(optimizer, []).append((options, members))
         places.setdefault(optimizer, []).append(position)
     built: list[Wrapper] = []
-    for optimizer, own in groups_of.items():
-        made = _build(wrapper, optimizer, own, defaults if optimizer is main else {})
+    for optimizer, grouped_own in groups_of.items():
+        made = _build(wrapper, optimizer, grouped_own, defaults if optimizer is main else {})
         made.work_with(shared_group)
         made.note_patterns(Places(patterns, tuple(places[optimizer])), () if built else unmatched)
         built.append(made)

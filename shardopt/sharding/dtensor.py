@@ -184,7 +184,7 @@ def dtensor_sum_like(tensor: DTensor, dims: Collection[int], local: Tensor) -> D
 
 
 def dtensor_blocks_like(tensor: DTensor, count: int, local: Tensor) -> DTensor:
-    """Wraps a local tensor in a DTensor of `count` numbers for each index of another's first dimension, placed as it."""
+    """Wraps a local tensor in a DTensor of `count` numbers for each index of another's first dimension."""
     spec: Any = tensor._spec
     others = range(1, tensor.ndim)
     placements = tuple(Replicate() if _splits(each, tensor.ndim, others) else each for each in spec.placements)

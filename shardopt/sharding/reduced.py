@@ -1,7 +1,7 @@
 """Reduced and stacked tensors: placed as a sharded tensor that they belong to, with a dimension less or more.
 
-Less: sums over some dimensions, and the ranks that share them; or some numbers for each index of the first. More: several
-tensors like it in a stack.
+Less: sums over some dimensions, and the ranks that share them; or some numbers for each index of the first. More:
+several tensors like it in a stack.
 
 A sum over dimension d is complete on a rank unless the tensor is cut along d. Where it is, each rank of a process group
 has a summand, and all of them need the sum. So the sum lies like the tensor along its other dimensions, and is the same

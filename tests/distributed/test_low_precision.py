@@ -1,6 +1,5 @@
 """Low-precision state and parameters on real ranks: the bits of one process in every layout, through a checkpoint."""
 
-
 import pytest
 import torch
 import torch.distributed as dist

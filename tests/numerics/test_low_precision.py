@@ -192,7 +192,9 @@ def test_in_backward_trains_the_same_bits(how):
 def test_groups_store_each_in_its_way_and_a_closure_is_called_once():
     model = linear(BF16)
     groups = [{"match": "bias", "state_dtype": None, "rounding": "nearest"}, {"match": "^1", "state_dtype": BF16}]
-    optimizer = shardopt.keyed("adamw", model.named_parameters(), state_dtype="uint8", rounding="stochastic", groups=groups)
+    optimizer = shardopt.keyed(
+        "adamw", model.named_parameters(), state_dtype="uint8", rounding="stochastic", groups=groups
+    )
     calls = []
 
     def closure():
@@ -229,7 +231,11 @@ def test_what_cannot_be_stored_so_is_refused_by_name(options, named):
 @pytest.mark.parametrize(
     ("saved", "loaded", "named"),
     [
-        ({"state_dtype": "uint8"}, {}, r"param_groups.0.bias.state_dtype: found 'uint8'.*resume with state_dtype='uint8'"),
+        (
+            {"state_dtype": "uint8"},
+            {},
+            r"param_groups.0.bias.state_dtype: found 'uint8'.*resume with state_dtype='uint8'",
+        ),
         ({}, {"state_dtype": "uint8"}, r"state_dtype: found None.*required 'uint8'; resume without state_dtype"),
         ({"master_dtype": FP32}, {"state_dtype": BF16}, r"master_dtype: found 'float32'"),
         ({"rounding": "stochastic"}, {"state_dtype": BF16}, r'rounding: .*keep_options\("rounding"\)'),

@@ -13,8 +13,8 @@ from tests.support.fake_rank import shard
 from tests.support.layouts import give_gradient, meshes, trained
 from tests.support.placement import runs, same, sharded_tensor_of, two_on_first_none_on_last
 
-# Blocks of 256 that end where no shard does, rows shorter than a block, fp32 state (of 1 dimension, few elements, or short
-# rows), and fewer rows than ranks.
+# Blocks of 256 that end where no shard does, rows shorter than a block, fp32 state (of 1 dimension, few elements, or
+# short rows), and fewer rows than ranks.
 SHAPES = {
     "wide": (9, 601),
     "short.rows": (67, 70),
@@ -59,7 +59,7 @@ def place(full, layout):
 
 
 def _table(full, dim):
-    """A ShardedTensor of uneven shards: rank 0 has two, and the last of several ranks none; None cuts rows and columns."""
+    """A ShardedTensor of uneven shards: rank 0 has two, the last of several ranks none; None cuts rows and columns."""
     ranks = dist.get_world_size()
     if dim is None and full.ndim > 1:
         cuts = [[(0, size // 3), (size // 3, size)] for size in full.shape[:2]]
@@ -155,7 +155,7 @@ class Training:
 
 
 def dequantized(codes, scales, signed):
-    """What codes stand for, by their definition in Python's own numbers: fp32 [R, D] of uint8 [R, D] and fp32 [R, B]."""
+    """What codes stand for, by their definition: fp32 [R, D] of uint8 [R, D] and fp32 [R, B]."""
     binades = 15 if signed else 31
     least, rows, width = 2.0**-binades, codes.shape[0], codes[0].numel()
     table: list[float] = []

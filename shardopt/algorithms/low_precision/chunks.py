@@ -86,7 +86,7 @@ class Chunk(NamedTuple):
         if inside.stop < scratch.shape[1]:
             scratch[:, inside.stop :] = 0
 
-    def index(self, device: torch.device) -> tuple[Tensor, int]:
+    def positions(self, device: torch.device) -> tuple[Tensor, int]:
         """Returns the positions of scratch memory's elements in the flattened global tensor, int64, and a bound."""
         rows, columns = self.scratch_shape
         first = self.row * self.width + self.column - self.inside.start
@@ -123,9 +123,7 @@ def chunks_of(box: Box, shape: tuple[int, ...], block: int, on_cpu: bool) -> Ite
             most_rows = max(1, most // padded)
             columns = slice(at + begin - column, at + end - column)
             for row in range(0, rows, most_rows):
-                yield Chunk(
-                    slice(row, min(row + most_rows, rows)), columns, first_row + row, begin, block, width
-                )
+                yield Chunk(slice(row, min(row + most_rows, rows)), columns, first_row + row, begin, block, width)
 
 
 def _is_linear(box: Box, shape: tuple[int, ...], block: int) -> bool:

@@ -1,4 +1,4 @@
-"""Steps of an algorithm's own class on scratch memory: a tensor at a time, with state that is handed over and taken back."""
+"""Steps of an algorithm's own class on scratch memory: a tensor at a time, with state handed over and taken back."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Random bits that belong to an element: the same on any mesh, in any order, and after any resume.
 
 A 32-bit hash of the element's index in the flattened global tensor, keyed by the parameter's name, the entry and the
-step. The mix is x ^= x >> 16, x *= a, x ^= x >> 15, x *= b, x ^= x >> 16, whose every output bit depends on every input
-bit (constants of Chris Wellons' search for hashes of low bias); one half of the key goes in before it, and one after the
-first product. int32 arithmetic wraps.
+step. The mix is x ^= x >> 16, x *= a, x ^= x >> 15, x *= b, x ^= x >> 16, of which every output bit depends on every
+input bit (constants of Chris Wellons' search for hashes of low bias); one half of the key goes in before it, and one
+after the first product. int32 arithmetic wraps.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class LowPrecisionOptimizer(Optimizer, metaclass=_Variant):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Takes one step. Where rows of codes are cut, collective: one all-reduce for each group of ranks that share some.
+        """Takes one step. Where rows of codes are cut, collective: one all-reduce for each group of ranks that share them.
 
         Args:
             closure: evaluates the model again and returns the loss, which is returned; called once.
@@ -134,11 +134,11 @@ class LowPrecisionOptimizer(Optimizer, metaclass=_Variant):
             view = view_of(parameter, name)
             for option, found, required in unfit(group, view.dtype):
                 problems.append(Problem(f"{name}: {option}", found, required, "give it to a group without this option"))
-            if not problems and form_of(self.algorithm, group, view.shape, view.dtype).coded:
-                if not tells_of_others(parameter):
-                    found = f"a {type(parameter).__name__}, which does not say who has the rest of its rows"
-                    remedy = 'give it to a group with state_dtype="bfloat16" or None'
-                    problems.append(Problem(f"{name}: state_dtype", found, "a DTensor, or ShardedTensor", remedy))
+            coded = not problems and form_of(self.algorithm, group, view.shape, view.dtype).coded
+            if coded and not tells_of_others(parameter):
+                found = f"a {type(parameter).__name__}, which does not say who has the rest of its rows"
+                remedy = 'give it to a group with state_dtype="bfloat16" or None'
+                problems.append(Problem(f"{name}: state_dtype", found, "a DTensor, or ShardedTensor", remedy))
         if problems:
             raise AlgorithmError(f"{self.algorithm.name} cannot store these parameters or their state so", problems)
 
@@ -222,7 +222,7 @@ def low_precision(spec: AlgorithmSpec) -> AlgorithmSpec:
     keywords = [each for each in given if each.kind is inspect.Parameter.VAR_KEYWORD]
     signature = arguments.replace(parameters=[*(each for each in given if each not in keywords), *own, *keywords])
     members = {"algorithm": spec, "__signature__": signature, "__module__": __name__, "__doc__": spec.optimizer.__doc__}
-    made = _Variant(spec.optimizer.__name__, (LowPrecisionOptimizer,), members)
+    made: Any = _Variant(spec.optimizer.__name__, (LowPrecisionOptimizer,), members)
     step = () if any(entry.name == STEP for entry in spec.state) else (_counter(),)
     scales = tuple(
         StateEntry(f"{entry.name}_scale", Kind.BLOCKS, Dtype.AT_LEAST_SINGLE)

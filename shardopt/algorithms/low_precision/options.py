@@ -31,7 +31,10 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "master_dtype": (None, "float32"),
     "rounding": ("nearest", STOCHASTIC),
 }
-_UNFIT = {"foreach": "the step goes through chunks of one parameter at a time", "fused": "the step runs torch's for-loop"}
+_UNFIT = {
+    "foreach": "the step goes through chunks of one parameter at a time",
+    "fused": "the step runs torch's for-loop",
+}
 _UNFIT |= {"capturable": "counters stay on the CPU", "differentiable": "chunks take no part in autograd"}
 
 

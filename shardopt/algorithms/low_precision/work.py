@@ -176,7 +176,7 @@ class Work:
     def _store(self, chunk: Chunk, piece: _Piece, tensor: Tensor, new: Mapping[str, Tensor], steps: int) -> None:
         form, matrices = self._form, piece.matrices
         at_random = form.rounds_parameter or form.rounds_state
-        index, most = chunk.index(tensor.device) if at_random else (tensor, 0)
+        index, most = chunk.positions(tensor.device) if at_random else (tensor, 0)
 
         def noise(entry: str) -> Tensor:
             return random_bits(index, most, noise_key(self.name, entry, steps + 1))
@@ -191,7 +191,9 @@ class Work:
         for entry in form.entries:
             values = chunk.of_scratch(new[entry.name])
             if entry.coded:
-                codes = self._encode(chunk, piece, entry, new[entry.name], noise(entry.name) if form.rounds_state else None)
+                codes = self._encode(
+                    chunk, piece, entry, new[entry.name], noise(entry.name) if form.rounds_state else None
+                )
                 put(entry.name, codes)
             elif form.rounds_state and entry.dtype is torch.bfloat16:
                 put(entry.name, round_at_random(values, noise(entry.name)))

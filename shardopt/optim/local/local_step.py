@@ -354,7 +354,7 @@ class LocalOptimizer:
             self.optimizer.state_loaded(parameter)
 
     def waiting_for_others(self) -> list[str]:
-        """Returns the names of parameters whose step needs numbers of other ranks, though the algorithm is elementwise."""
+        """Returns the names of parameters whose step needs numbers of other ranks, as those of cut 8-bit state."""
         if not isinstance(self.optimizer, StoresNarrow):
             return []
         return [

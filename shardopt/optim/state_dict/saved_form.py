@@ -213,7 +213,9 @@ def _plan_group(plan: LoadPlan, where: str, group: KeyedGroup, by_member: Mappin
         return
     _plan_storage(plan, where, group, by_member)
     left_out = {*IMPLEMENTATION_OPTIONS, *group.kept, *own_keys, PARAMS, UNTOUCHED}
-    if STORAGE_OPTIONS.keys() <= saved.keys() or any(STORAGE_OPTIONS.keys() <= each.keys() for each in _distinct(by_member)):
+    if STORAGE_OPTIONS.keys() <= saved.keys() or any(
+        STORAGE_OPTIONS.keys() <= each.keys() for each in _distinct(by_member)
+    ):
         left_out |= STORAGE_OPTIONS.keys()
     options = _common_options(plan, where, by_member, left_out)
     if group.kept.isdisjoint(next(iter(by_member.values()))):
@@ -232,12 +234,14 @@ def _plan_group(plan: LoadPlan, where: str, group: KeyedGroup, by_member: Mappin
 
 def _storage(group: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options by which a group stores its state; one that names none stores it as torch does."""
-    return {name: group[name] for name in STORAGE_OPTIONS} if STORAGE_OPTIONS.keys() <= group.keys() else {**STORAGE_OPTIONS}
+    return (
+        {name: group[name] for name in STORAGE_OPTIONS}
+        if STORAGE_OPTIONS.keys() <= group.keys()
+        else {**STORAGE_OPTIONS}
+    )
 
 
-def _plan_storage(
-    plan: LoadPlan, where: str, group: KeyedGroup, by_member: Mapping[str, Mapping[str, Any]]
-) -> None:
+def _plan_storage(plan: LoadPlan, where: str, group: KeyedGroup, by_member: Mapping[str, Mapping[str, Any]]) -> None:
     """Notes the parameters whose state was saved in another form than it has here; the first for each form."""
     here, noted = _storage(group.saved), set()
     for member, options in by_member.items():
@@ -248,7 +252,9 @@ def _plan_storage(
                 continue
             noted.add((name, stored))
             key = f"{plan.section(PARAM_GROUPS)}.{member}" if member else where
-            plan.problem(f"{key}.{name}", f"{stored!r}, by which it was saved", repr(here[name]), _storage_remedy(name, stored))
+            plan.problem(
+                f"{key}.{name}", f"{stored!r}, by which it was saved", repr(here[name]), _storage_remedy(name, stored)
+            )
 
 
 def _storage_remedy(name: str, stored: Any) -> str:
@@ -256,7 +262,11 @@ def _storage_remedy(name: str, stored: Any) -> str:
     if name == "rounding":
         return f'{resume}; or call keep_options("rounding") before loading, to round as the code says'
     other = f"{resume}; or load the model alone, and begin the state of these parameters anew"
-    return other if name == "master_dtype" or stored == "uint8" else f"{other}; bfloat16 is converted with convert_dtype=True"
+    return (
+        other
+        if name == "master_dtype" or stored == "uint8"
+        else f"{other}; bfloat16 is converted with convert_dtype=True"
+    )
 
 
 def _common_options(
