@@ -19,10 +19,10 @@ small enough for one thread. All else here is arithmetic on integers, comparison
 products and quotients, which IEEE 754 rounds in one way.
 
 **8 bits** (`blocks.py`, `codes.py`). A row is all that lies under one index of the first dimension, flattened; it is
-cut into blocks of 256 elements (the last may be shorter), by the global shape alone. Each block has a scale, the largest
-absolute value in it, in a tensor [rows, blocks of a row] placed as the parameter along its rows. Codes are uint8, placed
-as the parameter. Tensors below 4,096 elements, and those whose rows have fewer than 64 (1-dimensional ones among them),
-keep fp32 state.
+cut into blocks of 256 elements (the last may be shorter), by the global shape alone. Each block has a scale, the
+largest absolute value in it, in a tensor [rows, blocks of a row] placed as the parameter along its rows. Codes are
+uint8, placed as the parameter. Tensors below 4,096 elements, and those whose rows have fewer than 64 (1-dimensional
+ones among them), keep fp32 state.
 
 The code is a float with 3 bits of mantissa, linear below its least exponent: x / scale = ±c with 15 binades for entries
 that may be negative, and c with 31 binades for those that may not (second moments), whose range is then the square of
@@ -31,8 +31,8 @@ and e5m2 has two bits of mantissa. A table of quantiles ("dynamic" codes) needs 
 A positive number is never stored as 0, so that no step divides by eps alone.
 
 **Cut blocks** (`shared_scales.py`). Where ranks share rows, each finds the largest values of its own elements of the
-new state, without storing it; one all-reduce (MAX) for each process group, for all parameters, makes them those of whole
-rows; then the step is taken. These parameters are computed twice, and no state is ever kept beside the stored one.
+new state, without storing it; one all-reduce (MAX) for each process group, for all parameters, makes them those of
+whole rows; then the step is taken. These parameters are computed twice, and no new state is kept in the meantime.
 
 **Rounding at random** (`noise.py`) is keyed by the name, the entry, the step in the state, and the element's global
 index.

@@ -82,7 +82,7 @@ class LowPrecisionOptimizer(Optimizer, metaclass=_Variant):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Takes one step. Where rows of codes are cut, collective: one all-reduce for each group of ranks that share them.
+        """Takes one step. Collective where ranks share rows of codes: one all-reduce for each group of such ranks.
 
         Args:
             closure: evaluates the model again and returns the loss, which is returned; called once.
