@@ -95,13 +95,10 @@ def measure_bytes(algorithm: str, stored: str) -> float:
 def peak_of(call: Callable[[], Any]) -> int:
     """The most bytes that torch has allocated at once within a call, beside what was there."""
     gc.collect()
-    with (
-        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded,
-        tempfile.TemporaryDirectory() as at,
-    ):
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         call()
-        recorded.stop()
-        trace = Path(at) / "trace.json"
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
         recorded.export_chrome_trace(str(trace))
         events = json.loads(trace.read_text())["traceEvents"]
     changes = [
@@ -162,7 +159,7 @@ def main() -> None:
     peaks = {name: measure_peaks(name) for name in STORED}
     rows = [[name, *(f"{value:.3f}" for value in peaks[name])] for name in STORED]
     title = "Memory of AdamW, bytes a parameter"
-    notes = "State; the most that a step allocates beside it; the most that a load allocates. With biases. "
+    notes = "State; the tensors that a step makes beside it, at most at once; those that a load in place makes. With biases."
     print(write_table("state_memory_peaks", title, ["stored", "state", "step", "load"], rows, notes))
     times = measure_times(rounds)
     base = times["fp32, fused"]
