@@ -159,7 +159,7 @@ def main() -> None:
     peaks = {name: measure_peaks(name) for name in STORED}
     rows = [[name, *(f"{value:.3f}" for value in peaks[name])] for name in STORED]
     title = "Memory of AdamW, bytes a parameter"
-    notes = "State; the tensors that a step makes beside it, at most at once; those that a load in place makes. With biases."
+    notes = "State; the most that tensors of a step take beside it; the same of a load in place. With biases."
     print(write_table("state_memory_peaks", title, ["stored", "state", "step", "load"], rows, notes))
     times = measure_times(rounds)
     base = times["fp32, fused"]
