@@ -83,9 +83,11 @@ class LocalOptimizer:
             group["params"] = parameters_of(group["params"], owners, bound, names)
         self._drop_stand_ins(bound)
         self.hand_over_parameters(names)
-        if isinstance(self.optimizer, StoresNarrow):
+        # Asked once: the check of a protocol takes as long as the step of a small parameter.
+        self._narrow = self.optimizer if isinstance(self.optimizer, StoresNarrow) else None
+        if self._narrow is not None:
             for group in self.groups:
-                self.optimizer.refuse_parameters(group, {each: names[each] for each in group["params"]})
+                self._narrow.refuse_parameters(group, {each: names[each] for each in group["params"]})
 
     @property
     def groups(self) -> list[Group]:
@@ -122,8 +124,8 @@ class LocalOptimizer:
         try:
             groups = [*self.groups, {**self.optimizer.defaults, **options}]
             refuse_unfit(self.optimizer, self.spec, names, self.shards.values(), groups)
-            if isinstance(self.optimizer, StoresNarrow):
-                self.optimizer.refuse_parameters(groups[-1], names)
+            if self._narrow is not None:
+                self._narrow.refuse_parameters(groups[-1], names)
             self.optimizer.add_param_group({**options, "params": list(chain.from_iterable(bound.values()))})
         except Exception:
             for parameter in names:
@@ -174,13 +176,13 @@ class LocalOptimizer:
 
         Only of an elementwise algorithm, which computes the same in a step on all parameters.
         """
-        if isinstance(self.optimizer, StoresNarrow):
+        if self._narrow is not None:
             group_of = self._alone_in.get(parameter)
             if group_of is None or all(group_of is not each for each in self.groups):
                 self._alone_in = self._group_of()
                 group_of = self._alone_in.get(parameter)
             if group_of is not None:
-                self.optimizer.step_alone(group_of, parameter)
+                self._narrow.step_alone(group_of, parameter)
             return
         assert self.spec is not None and self.spec.elementwise
         group, place, shards = self._alone.get(parameter) or ({"params": ()}, 0, None)
@@ -350,18 +352,18 @@ class LocalOptimizer:
         state = self.state_of(parameter)
         if isinstance(state, ShardedState):
             state.share_scalars()
-        if isinstance(self.optimizer, StoresNarrow):
-            self.optimizer.state_loaded(parameter)
+        if self._narrow is not None:
+            self._narrow.state_loaded(parameter)
 
     def waiting_for_others(self) -> list[str]:
         """Returns the names of parameters whose step needs numbers of other ranks, as those of cut 8-bit state."""
-        if not isinstance(self.optimizer, StoresNarrow):
+        if self._narrow is None:
             return []
         return [
             self._names[parameter]
             for group in self.groups
             for parameter in group["params"]
-            if self.optimizer.waits_for_others(group, parameter)
+            if self._narrow.waits_for_others(group, parameter)
         ]
 
     def state_changed(self) -> None:
