@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 __all__ = [
     "EMA",
     "SWA",
+    "AdEMAMix",
     "CombinedOptimizer",
     "EmptyFusedOptimizer",
     "FusedOptimizer",
@@ -14,6 +15,7 @@ __all__ = [
     "GradientClippingOptimizer",
     "KeyedOptimizer",
     "KeyedOptimizerWrapper",
+    "Lion",
     "MixtureSampler",
     "OptimizerWrapper",
     "PerRankState",
@@ -22,6 +24,8 @@ __all__ = [
     "ResumableSampler",
     "RowWiseAdagrad",
     "RowWiseAdam",
+    "ScheduleFreeAdamW",
+    "ScheduleFreeSGD",
     "WarmupOptimizer",
     "WarmupPolicy",
     "WarmupStage",
@@ -32,6 +36,9 @@ __all__ = [
 
 # Imported when they are first asked for: the shell's verbs are modules of this package, and their help needs no torch.
 if TYPE_CHECKING:
+    from shardopt.algorithms.elementwise.ademamix import AdEMAMix
+    from shardopt.algorithms.elementwise.lion import Lion
+    from shardopt.algorithms.elementwise.schedule_free import ScheduleFreeAdamW, ScheduleFreeSGD
     from shardopt.algorithms.row_wise.row_wise import RowWiseAdagrad, RowWiseAdam
     from shardopt.mixture import MixtureSampler
     from shardopt.optim.averaging import EMA, SWA
@@ -51,6 +58,9 @@ else:
     __getattr__, __dir__ = _lazy_names(
         __name__,
         {
+            "shardopt.algorithms.elementwise.ademamix": ["AdEMAMix"],
+            "shardopt.algorithms.elementwise.lion": ["Lion"],
+            "shardopt.algorithms.elementwise.schedule_free": ["ScheduleFreeAdamW", "ScheduleFreeSGD"],
             "shardopt.algorithms.row_wise.row_wise": ["RowWiseAdagrad", "RowWiseAdam"],
             "shardopt.mixture": ["MixtureSampler"],
             "shardopt.optim.averaging": ["EMA", "SWA"],

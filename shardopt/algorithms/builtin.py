@@ -7,6 +7,9 @@ from typing import Any
 import torch
 
 from shardopt.algorithms.adafactor import Adafactor, unsuitable_for_adafactor
+from shardopt.algorithms.elementwise.ademamix import AdEMAMix
+from shardopt.algorithms.elementwise.lion import Lion
+from shardopt.algorithms.elementwise.schedule_free import ScheduleFreeAdamW, ScheduleFreeSGD
 from shardopt.algorithms.lbfgs.lbfgs import LBFGS, unsuitable_for_lbfgs
 from shardopt.algorithms.muon.muon import Muon, unsuitable_for_muon
 from shardopt.algorithms.registry import (
@@ -65,6 +68,11 @@ _WITH_BF16 = (*_EXACT, torch.bfloat16)
 _STEP = _scalar("step")
 _ADAM = (_STEP, _like("exp_avg"), _like("exp_avg_sq"), _like("max_exp_avg_sq", exists=_amsgrad))
 _LR = AtFirstStep.LEARNING_RATE
+_AVERAGED = (
+    _STEP,
+    *(StateEntry(name, Kind.SCALAR, Dtype.WIDE) for name in ("weight_sum", "lr_max")),
+)
+_BASE = _like("z", initial=AtFirstStep.PARAMETER)
 
 for _spec in (
     AlgorithmSpec(torch.optim.Adadelta, "Adadelta", True, (_STEP, _like("square_avg"), _like("acc_delta"))),
@@ -79,6 +87,9 @@ for _spec in (
     ),
     AlgorithmSpec(torch.optim.Adam, "Adam", True, _ADAM, fused_agrees=_WITH_BF16),
     AlgorithmSpec(torch.optim.AdamW, "AdamW", True, _ADAM, fused_agrees=_WITH_BF16),
+    AlgorithmSpec(
+        AdEMAMix, "AdEMAMix", True, (_STEP, _like("exp_avg"), _like("exp_avg_sq"), _like("exp_avg_slow"))
+    ),
     AlgorithmSpec(torch.optim.Adamax, "Adamax", True, (_STEP, _like("exp_avg"), _like("exp_inf"))),
     AlgorithmSpec(torch.optim.ASGD, "ASGD", True, (_STEP, _scalar("eta", _LR), _scalar("mu", 1.0), _like("ax"))),
     AlgorithmSpec(
@@ -137,6 +148,7 @@ for _spec in (
         stands_for=torch.optim.LBFGS,
         unsuitable=unsuitable_for_lbfgs,
     ),
+    AlgorithmSpec(Lion, "Lion", True, (_like("exp_avg"),)),
     AlgorithmSpec(
         Muon,
         "Muon",
@@ -167,6 +179,8 @@ for _spec in (
         unsuitable=unsuitable_for_row_wise,
         takes_sparse=True,
     ),
+    AlgorithmSpec(ScheduleFreeAdamW, "ScheduleFreeAdamW", True, (*_AVERAGED, _like("exp_avg_sq"), _BASE)),
+    AlgorithmSpec(ScheduleFreeSGD, "ScheduleFreeSGD", True, (*_AVERAGED, _BASE)),
     AlgorithmSpec(
         SparseAdam,
         "SparseAdam",

@@ -5,7 +5,7 @@ shards of state are put together again, by tests and by the documentation; no ot
 
 Another package's class is brought in with a few lines:
 
-    register(AlgorithmSpec(Lion, "lion", elementwise=True, state=(StateEntry("exp_avg", Kind.PARAMETER),)))
+    register(AlgorithmSpec(Signum, "signum", elementwise=True, state=(StateEntry("exp_avg", Kind.PARAMETER),)))
 """
 
 from __future__ import annotations
@@ -128,6 +128,7 @@ class AtFirstStep(Enum):
 
     LEARNING_RATE = "the group's lr at the first step"
     GRADIENT = "made from the first gradient; not there before it"
+    PARAMETER = "the parameter's value at the first step"
 
 
 def _always(options: Options) -> bool:

@@ -41,6 +41,7 @@ FLOORS = {
     "algorithms/adafactor": 11,
     "algorithms/sparse_adam": 11,
     "algorithms/muon": 11,
+    "algorithms/elementwise": 11,
     "algorithms/lbfgs": 11,
     "algorithms/row_wise": 11,
     "algorithms/builtin": 12,

@@ -32,7 +32,7 @@ from shardopt.torch_private import (
 from tests.support.fake_rank import fake_rank
 
 WITH_INIT_GROUP = [
-    spec for spec in algorithms() if spec.steps_on is StepsOn.LOCAL_TENSORS and spec.name not in ("LBFGS", "SparseAdam")
+    spec for spec in algorithms() if spec.steps_on is StepsOn.LOCAL_TENSORS and hasattr(spec.optimizer, "_init_group")
 ]
 
 
