@@ -31,6 +31,7 @@ __all__ = [
     "WarmupStage",
     "in_backward",
     "keyed",
+    "ramped_decay",
     "update_bn",
 ]
 
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from shardopt.optim.backward import in_backward
     from shardopt.optim.batch_norm import update_bn
     from shardopt.optim.clipping import GradientClipping, GradientClippingOptimizer
+    from shardopt.optim.decay_ramps import ramped_decay
     from shardopt.optim.fused import EmptyFusedOptimizer, FusedOptimizer, FusedOptimizerModule
     from shardopt.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper, keyed
     from shardopt.optim.scaler import GradScaler
@@ -67,6 +69,7 @@ else:
             "shardopt.optim.backward": ["in_backward"],
             "shardopt.optim.batch_norm": ["update_bn"],
             "shardopt.optim.clipping": ["GradientClipping", "GradientClippingOptimizer"],
+            "shardopt.optim.decay_ramps": ["ramped_decay"],
             "shardopt.optim.fused": ["EmptyFusedOptimizer", "FusedOptimizer", "FusedOptimizerModule"],
             "shardopt.optim.keyed": [
                 "CombinedOptimizer",

@@ -87,9 +87,7 @@ for _spec in (
     ),
     AlgorithmSpec(torch.optim.Adam, "Adam", True, _ADAM, fused_agrees=_WITH_BF16),
     AlgorithmSpec(torch.optim.AdamW, "AdamW", True, _ADAM, fused_agrees=_WITH_BF16),
-    AlgorithmSpec(
-        AdEMAMix, "AdEMAMix", True, (_STEP, _like("exp_avg"), _like("exp_avg_sq"), _like("exp_avg_slow"))
-    ),
+    AlgorithmSpec(AdEMAMix, "AdEMAMix", True, (_STEP, _like("exp_avg"), _like("exp_avg_sq"), _like("exp_avg_slow"))),
     AlgorithmSpec(torch.optim.Adamax, "Adamax", True, (_STEP, _like("exp_avg"), _like("exp_inf"))),
     AlgorithmSpec(torch.optim.ASGD, "ASGD", True, (_STEP, _scalar("eta", _LR), _scalar("mu", 1.0), _like("ax"))),
     AlgorithmSpec(

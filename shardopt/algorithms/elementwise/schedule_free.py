@@ -260,5 +260,3 @@ def refusal_to_step(key: str) -> StateError:
         key, "an optimizer in evaluation mode", "training mode", "call optimizer.train() before the first step"
     )
     return StateError("a step would train the averages; nothing was changed", [problem])
-
-
