@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+from operator import lt
 from typing import Any
 
 import torch
 
 from shardopt.algorithms.adafactor import Adafactor, unsuitable_for_adafactor
+from shardopt.algorithms.blocked.optimizer import MOST_DIMENSIONS, unsuitable_for_blocks
+from shardopt.algorithms.blocked.shampoo import Shampoo
+from shardopt.algorithms.blocked.soap import SOAP
 from shardopt.algorithms.elementwise.ademamix import AdEMAMix
 from shardopt.algorithms.elementwise.lion import Lion
 from shardopt.algorithms.elementwise.schedule_free import ScheduleFreeAdamW, ScheduleFreeSGD
@@ -38,12 +43,31 @@ def _moments(name: str, **more: Any) -> StateEntry:
     return StateEntry(name, Kind.TABLE_ROWS, Dtype.AT_LEAST_SINGLE, **more)
 
 
+def _blocks(name: str, **more: Any) -> StateEntry:
+    return StateEntry(name, Kind.BLOCKS, Dtype.AT_LEAST_SINGLE, **more)
+
+
+def _factors(*prefixes: str) -> tuple[StateEntry, ...]:
+    """The factors of each dimension, as far as a parameter has so many."""
+    return tuple(
+        _blocks(f"{prefix}_{dim}", suits=partial(lt, dim)) for prefix in prefixes for dim in range(MOST_DIMENSIONS)
+    )
+
+
 def _amsgrad(options: Options) -> bool:
     return bool(options["amsgrad"])
 
 
 def _has_momentum(options: Options) -> bool:
     return bool(options["momentum"] != 0)
+
+
+def _has_average(options: Options) -> bool:
+    return bool(options["betas"][0] != 0)
+
+
+def _is_grafted(options: Options) -> bool:
+    return options["graft"] is not None
 
 
 def _positive_momentum(options: Options) -> bool:
@@ -179,6 +203,27 @@ for _spec in (
     ),
     AlgorithmSpec(ScheduleFreeAdamW, "ScheduleFreeAdamW", True, (*_AVERAGED, _like("exp_avg_sq"), _BASE)),
     AlgorithmSpec(ScheduleFreeSGD, "ScheduleFreeSGD", True, (*_AVERAGED, _BASE)),
+    AlgorithmSpec(
+        Shampoo,
+        "Shampoo",
+        False,
+        (
+            _STEP,
+            _blocks("exp_avg", exists=_has_average),
+            _blocks("exp_avg_sq", exists=_is_grafted),
+            *_factors("preconditioner", "root"),
+        ),
+        steps_on=StepsOn.PARAMETERS,
+        unsuitable=unsuitable_for_blocks,
+    ),
+    AlgorithmSpec(
+        SOAP,
+        "SOAP",
+        False,
+        (_STEP, _blocks("exp_avg"), _blocks("exp_avg_sq"), *_factors("GG", "Q")),
+        steps_on=StepsOn.PARAMETERS,
+        unsuitable=unsuitable_for_blocks,
+    ),
     AlgorithmSpec(
         SparseAdam,
         "SparseAdam",

@@ -44,8 +44,9 @@ FLOORS = {
     "algorithms/elementwise": 11,
     "algorithms/lbfgs": 11,
     "algorithms/row_wise": 11,
-    "algorithms/builtin": 12,
-    "algorithms/__init__": 13,
+    "algorithms/blocked": 12,  # over muon, whose redistribution of whole matrices it uses
+    "algorithms/builtin": 13,
+    "algorithms/__init__": 14,
     "optim/state_dict": 20,
     "optim/gradients": 21,
     "optim/local": 22,
