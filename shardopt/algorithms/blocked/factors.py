@@ -42,9 +42,13 @@ def apply_factors(block: Tensor, factors: Sequence[Tensor | None], inverse: bool
 
 
 def descending_eigenvectors(factor: Tensor) -> Tensor:
-    """Computes the eigenvectors of a symmetric matrix [m, m], as columns, by descending eigenvalue; in its dtype."""
-    tiny = 1e-30 * torch.eye(factor.shape[0], dtype=factor.dtype, device=factor.device)
-    return torch.linalg.eigh(factor + tiny)[1].flip(1).contiguous()
+    """Computes the eigenvectors of a symmetric matrix [m, m], as columns, by descending eigenvalue; in its dtype.
+
+    They are computed in fp64: in fp32 LAPACK does not converge on some matrices of low rank, as a first gradient gives.
+    """
+    wide = factor.double()
+    tiny = 1e-30 * torch.eye(factor.shape[0], dtype=wide.dtype, device=wide.device)
+    return torch.linalg.eigh(wide + tiny)[1].flip(1).contiguous().to(factor.dtype)
 
 
 def inverse_root(factor: Tensor, root: int, eps: float) -> Tensor:

@@ -191,7 +191,7 @@ class BlockOptimizer(Optimizer):
         for place, (parameter, group) in enumerate(self._group_of.items()):
             members = members_of(parameter)
             view = view_of(parameter)
-            if view.layout.holders is None or view.layout.local:
+            if view.layout.holders is None or len(members) == 1:
                 self._owners[parameter] = None
                 continue
             if not self._is_assigned(parameter):
