@@ -139,8 +139,8 @@ def free_unsharded_parameters() -> None:
     """Makes all modules of `fully_shard` in this process have their sharded parameters. Local.
 
     A forward without a backward leaves unsharded copies (the root's always), which the next forward would take although
-    the shards have changed since. Parameters do not know their modules: all objects that the garbage collector knows are
-    looked at.
+    the shards have changed since. Parameters do not know their modules: all objects that the garbage collector knows
+    are looked at.
     """
     every = gc.get_objects()
     kinds = {kind for kind in set(map(type, every)) if issubclass(kind, FSDPModule)}

@@ -47,8 +47,8 @@ class Kind(Enum):
     HISTORY = "history × parameter"
     """As many tensors like the parameter as the option `history_size` says, stacked along a new first dimension."""
     BLOCKS = "blocks, each whole on one rank"
-    """A global shape that follows from the parameter's shape and the options alone; each block of it is on the rank that
-    works on it. Of a plain parameter it is a plain tensor."""
+    """A global shape that follows from the parameter's shape and the options alone; each block of it is on the rank
+    that works on it. Of a plain parameter it is a plain tensor."""
     GLOBAL = "global"
     """An entry that belongs to no parameter, the same on every rank; its dtype is a rule of its own."""
 

@@ -74,8 +74,8 @@ class GradientClippingOptimizer(OptimizerWrapper):
 
     Raises:
         StateError: an argument out of range, a `max_gradient` without `clipping`, or an optimizer without names; or
-            gradients are to be clipped or measured, and the optimizer or a child of it updates in backward, so that they are gone
-            before they could be.
+            gradients are to be clipped or measured, and the optimizer or a child of it updates in backward, so that
+            they are gone before they could be.
     """
 
     def __init__(

@@ -104,8 +104,8 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
             AlgorithmError: a group names `fused=True`, and torch's fused implementation for the CPU would be wrong: a
                 parameter, its gradient and its state do not lie alike in memory, or SGD is to step in 16 bits. Nothing
                 was changed.
-            StateError: a parameter was sharded in another way since the optimizer was built; or averages are in the model
-                (`eval`).
+            StateError: a parameter was sharded in another way since the optimizer was built; or averages are in the
+                model (`eval`).
         """
         return self._local.step(closure)
 

@@ -1,4 +1,4 @@
-"""Algorithms that torch lacks, on real ranks: the same bits as over whole parameters, on any mesh and through checkpoints.
+"""Algorithms that torch lacks, on real ranks: the same bits as over whole parameters, also through checkpoints.
 
 Parameters lie in every way that `matrices` knows: plain, rows, columns, both, FSDP2 over tensor parallel, HSDP, a
 ShardedTensor of which a rank holds nothing, one mesh for each half of the ranks.

@@ -51,7 +51,7 @@ SOAP_OPTIONS = {
 
 
 class Wide:
-    """torch, in which the package finds float64 where it asks for float32: it takes QR in that, whatever it is given."""
+    """torch, in which the package finds float64 where it asks for float32, in which it takes every QR."""
 
     def __getattr__(self, name):
         return torch.float64 if name == "float32" else getattr(torch, name)
@@ -87,7 +87,9 @@ def test_soap_is_the_packages(options, monkeypatch):
 def test_shampoo_is_the_papers_equations(graft, size, stagger):
     options = {"lr": 0.05, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.1, "precondition_frequency": 3}
     ours = parameters()
-    optimizer = shardopt.keyed("shampoo", ours, **options, graft=graft, graft_beta=0.95, block_size=size, stagger=stagger)
+    optimizer = shardopt.keyed(
+        "shampoo", ours, **options, graft=graft, graft_beta=0.95, block_size=size, stagger=stagger
+    )
     train(optimizer, ours)
     assert_close(ours, shampoo_by_hand(parameters(), graft, size, stagger, options))
 
@@ -190,7 +192,14 @@ def test_blocks_and_their_owners():
     blocks = blocks_of((5, 3), 2)
     assert [block.box.offsets for block in blocks] == [(0, 0), (0, 2), (2, 0), (2, 2), (4, 0), (4, 2)]
     assert blocks[5].box.sizes == (1, 1)
-    assert [block.factors[0].offsets for block in blocks] == [(0, 0, 0), (0, 1, 0), (2, 0, 0), (2, 1, 0), (4, 0, 0), (4, 1, 0)]
+    assert [block.factors[0].offsets for block in blocks] == [
+        (0, 0, 0),
+        (0, 1, 0),
+        (2, 0, 0),
+        (2, 1, 0),
+        (4, 0, 0),
+        (4, 1, 0),
+    ]
     assert blocks[5].factors[0].sizes == (1, 1, 2) and factor_shape((5, 3), 2, 0) == (5, 2, 2)
     assert factor_shape((5, 3), 2, 1) == (3, 3, 2) and factor_shape((5, 3), None, 1) == (3, 1, 3)
     assert blocks_of((0, 3), 2) == () and len(blocks_of((), 2)) == 1

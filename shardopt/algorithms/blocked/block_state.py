@@ -13,7 +13,9 @@ from shardopt.sharding.sharded_tensor import sharded_tensor_at
 from shardopt.sharding.view import view_of
 
 
-def make_zeros(shape: Sequence[int], boxes: Sequence[Box], owners: Sequence[int] | None, rank: int, like: Tensor) -> Tensor:
+def make_zeros(
+    shape: Sequence[int], boxes: Sequence[Box], owners: Sequence[int] | None, rank: int, like: Tensor
+) -> Tensor:
     """Makes a tensor of zeros of which each box lies on the rank that owns it. Local: no collective.
 
     Args:

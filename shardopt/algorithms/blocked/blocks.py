@@ -1,12 +1,12 @@
-"""The blocks that a parameter is cut into, where the state of each lies, and who works on it. Integers only, no tensors.
+"""The blocks that a parameter is cut into, where their state lies, and who works on them. Integers only, no tensors.
 
 A parameter of D dimensions is cut into a grid of blocks of at most `size` elements along each dimension, by its global
 shape alone. State of two kinds is kept for them, in tensors whose global shapes follow from that of the parameter:
 
     like the parameter      a block lies where it lies in the parameter
-    factors of dimension i  [N_i, n, min(size, N_i)] for a parameter of N_i elements along i, whose grid has n blocks in all
-                            other dimensions together: the symmetric matrices [m, m] of the blocks, those along i one behind
-                            the other. Of a block that is smaller at the end, the last columns are padding of zeros.
+    factors of dimension i  [N_i, n, min(size, N_i)] for a parameter of N_i elements along i, whose grid has n blocks in
+                            all other dimensions together: the symmetric matrices [m, m] of the blocks, those along i
+                            one behind the other. Of a smaller block at the end, the last columns are padding of zeros.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def apply_factors(block: Tensor, factors: Sequence[Tensor | None], inverse: bool
         A new tensor of the block's shape, contiguous.
     """
     result = block
-    for factor in factors:  # each product puts its dimension behind the others; after all of them the order is as before
+    for factor in factors:  # each puts its dimension behind the others; after all of them the order is as before
         if factor is None:
             result = result.movedim(0, -1)
         else:
@@ -52,7 +52,7 @@ def descending_eigenvectors(factor: Tensor) -> Tensor:
 
 
 def inverse_root(factor: Tensor, root: int, eps: float) -> Tensor:
-    """Computes (F + eps I)^(−1 / root) of a symmetric positive semidefinite matrix, in fp64: small eigenvalues count most.
+    """Computes (F + eps I)^(−1 / root) of a positive semidefinite matrix, in fp64, as small eigenvalues count most.
 
     Args:
         factor: [m, m]. Eigenvalues below zero, which are errors of rounding, are taken for zero.

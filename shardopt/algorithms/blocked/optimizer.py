@@ -1,12 +1,12 @@
-"""The base of algorithms that precondition blocks: each step gathers every block's gradient at its owner, which computes
-the update on the whole block with state that it alone keeps, and scatters it back.
+"""The base of algorithms that precondition blocks: each step gathers every block's gradient at its owner, which
+computes the update on the whole block with state that it alone keeps, and scatters it back.
 
 So a block's update is the same bits on any mesh. Exchanges, rounds and checks of absent gradients are Muon's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from operator import add
 from typing import Any
@@ -23,12 +23,12 @@ from shardopt.algorithms.late_checks import LateChecks
 from shardopt.algorithms.muon.assignment import Job
 from shardopt.algorithms.muon.redistribute import MatrixRedistributor
 from shardopt.algorithms.muon.teams import Team, refusal, refuse_differing_gradients
-from shardopt.errors import GradientError, Problem, StateError
+from shardopt.errors import GradientError
 from shardopt.ranks import ranks_among, ranks_of
 from shardopt.sharding.box import Box, cover_faults
 from shardopt.sharding.layout import Layout
 from shardopt.sharding.pieces import View, narrowed
-from shardopt.sharding.view import assemble, device_of, groups_of, is_held, local_tensors, members_of, view_of
+from shardopt.sharding.view import assemble, device_of, groups_of, is_held, members_of, view_of
 
 Group = Mapping[str, Any]
 MOST_DIMENSIONS = 5
@@ -40,10 +40,10 @@ class BlockOptimizer(Optimizer):
     Every rank of every mesh must call `step` with the same parameters in the same order, and the same of them must have
     gradients.
 
-    State of a parameter: `step`, a number on the CPU; further tensors in fp32 (fp64 of a parameter of fp64) whose global
-    shapes follow from the parameter's and from `block_size` (see `blocks.py`), each block of which is on its owner alone.
-    Owners are chosen among the ranks that hold a parameter, by the work that its blocks are; of a plain parameter every
-    rank is the owner.
+    State of a parameter: `step`, a number on the CPU; further tensors in fp32 (fp64 of a parameter of fp64) whose
+    global shapes follow from the parameter's and from `block_size` (see `blocks.py`), each block of which is on its
+    owner alone. Owners are chosen among the ranks that hold a parameter, by the work that its blocks are; of a plain
+    parameter every rank is the owner.
     """
 
     round_bytes = 128 << 20
@@ -109,9 +109,9 @@ class BlockOptimizer(Optimizer):
             closure: evaluates the model again and returns the loss, which is returned; called once.
 
         Raises:
-            GradientError: on all ranks that share a parameter: its gradient does not fit it or is sparse on one of them,
-                or is absent on some. Nothing was changed; but on an accelerator, where an earlier step has taken what
-                was absent or refused for zeros.
+            GradientError: on all ranks that share a parameter: its gradient does not fit it or is sparse on one of
+                them, or is absent on some. Nothing was changed; but on an accelerator, where an earlier step has taken
+                what was absent or refused for zeros.
             StateError: a parameter was sharded in another way since its state was made.
         """
         self._late.run_ready()
@@ -306,7 +306,9 @@ class _Work:
         else:
             pieces = self._gradient_pieces
         common = ((box.intersect(block), box, tensor) for box, tensor in pieces)
-        return {each.within(block): narrowed(tensor, each.within(box)) for each, box, tensor in common if each is not None}
+        return {
+            each.within(block): narrowed(tensor, each.within(box)) for each, box, tensor in common if each is not None
+        }
 
     def update_of(self, number: int, gradient: Tensor) -> Tensor:
         """Computes the update of a block of which this rank is the owner; zeros without a gradient."""

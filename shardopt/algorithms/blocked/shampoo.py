@@ -8,13 +8,13 @@ Of a block with gradient G of D dimensions (here a matrix [m, n], D = 2), t the 
     V ← β_g V + (1 − β_g) G²,  A = M̂ / (√(V / (1 − β_gᵗ)) + graft_eps)    with graft="adam"
     θ ← (1 − lr weight_decay) θ − lr U ‖A‖ / ‖U‖                          without it θ ← (1 − lr weight_decay) θ − lr U
 
-The inverse roots are those of the last refresh: of the first step, and of every `precondition_frequency` steps. Norms are
-those of the block.
+The inverse roots are those of the last refresh: of the first step, and of every `precondition_frequency` steps. Norms
+are those of the block.
 
-State: M exp_avg and V exp_avg_sq like the parameter; L, R as preconditioner_0, preconditioner_1, and their roots as root_0,
-root_1, factors of the blocks.
-Sources: Gupta et al., Shampoo: Preconditioned Stochastic Tensor Optimization (arXiv:1802.09568); Shi et al., A Distributed
-Data-Parallel PyTorch Implementation of the Distributed Shampoo Optimizer (arXiv:2309.06497).
+State: M exp_avg and V exp_avg_sq like the parameter; L, R as preconditioner_0, preconditioner_1, and their roots as
+root_0, root_1, factors of the blocks.
+Sources: Gupta et al., Shampoo: Preconditioned Stochastic Tensor Optimization (arXiv:1802.09568); Shi et al., A
+Distributed Data-Parallel PyTorch Implementation of the Distributed Shampoo Optimizer (arXiv:2309.06497).
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ class Shampoo(BlockOptimizer):
     """Distributed Shampoo (arXiv:2309.06497) for parameters that may be sharded, on one or several meshes.
 
     State of a parameter: `step`; `exp_avg` (unless β₁ is 0) and `exp_avg_sq` (with grafting) of its shape;
-    `preconditioner_i`, `root_i` for each dimension i, [N_i, blocks, min(N_i, block_size)]; all in fp32 (fp64 of a parameter
-    of fp64), each block's on its owner alone. Of a matrix [M, N] cut into whole blocks of B that is 2 M N (1 + 2) elements.
+    `preconditioner_i`, `root_i` for each dimension i, [N_i, blocks, min(N_i, block_size)]; all in fp32 (fp64 of a
+    parameter of fp64), each block's on its owner alone. Of a matrix [M, N] cut into whole blocks that is 6 M N
+    elements, with grafting and average.
 
     Args:
         params: tensors, or groups of them.
@@ -49,8 +50,8 @@ class Shampoo(BlockOptimizer):
         block_size: cuts parameters into blocks of at most so many elements along each dimension.
         graft: whose norm an update takes: "adam", or None for its own.
         graft_beta, graft_eps: β_g and what is added to the root.
-        stagger: whether the refreshes of blocks are spread over the steps, by their parameters' names; otherwise all are
-            due in the same step.
+        stagger: whether the refreshes of blocks are spread over the steps, by their parameters' names; otherwise all
+            are due in the same step.
 
     Raises:
         ValueError: an option is out of its range.

@@ -1,6 +1,6 @@
 """SOAP: Adam in the eigenbases of Shampoo's preconditioners.
 
-Of a block with gradient G (of any number of dimensions; here a matrix [m, n]), t the number of its steps after the first:
+Of a block with gradient G (of any number of dimensions; here [m, n]), t the number of its steps after the first:
 
     L ← β_s L + (1 − β_s) G Gᵀ,  R ← β_s R + (1 − β_s) Gᵀ G
     M ← β₁ M + (1 − β₁) G                   G' = Q_Lᵀ G Q_R,  M' = Q_Lᵀ M Q_R
@@ -8,10 +8,11 @@ Of a block with gradient G (of any number of dimensions; here a matrix [m, n]), 
     θ ← (1 − lr weight_decay) (θ − lr √(1 − β₂ᵗ) / (1 − β₁ᵗ) Q_L (M' / (√V + eps)) Q_Rᵀ)
 
 The first step only makes L and R, and Q_L and Q_R from their eigenvectors (descending). Every `precondition_frequency`
-steps these are refreshed after the update by one step of power iteration: Q ← the orthogonal factor of L Q, whose columns
-are sorted before by diag(Qᵀ L Q), descending, and V with them. A dimension that is too large has no Q.
+steps these are refreshed after the update by one step of power iteration: Q ← the orthogonal factor of L Q, whose
+columns are sorted before by diag(Qᵀ L Q), descending, and V with them. A dimension that is too large has no Q.
 
-State: M exp_avg and V exp_avg_sq like the parameter; L, R as GG_0, GG_1, and Q_L, Q_R as Q_0, Q_1, factors of the blocks.
+State: M exp_avg and V exp_avg_sq like the parameter; L, R as GG_0, GG_1, and Q_L, Q_R as Q_0, Q_1, factors of the
+blocks.
 Source: Vyas et al., SOAP: Improving and Stabilizing Shampoo using Adam (arXiv:2409.11321), in the order of the authors'
 implementation.
 """
@@ -34,8 +35,8 @@ class SOAP(BlockOptimizer):
     """SOAP (arXiv:2409.11321) for parameters that may be sharded, on one or several meshes.
 
     State of a parameter: `step`; `exp_avg`, `exp_avg_sq` of its shape; `GG_i`, `Q_i` for each dimension i that is
-    preconditioned, [N_i, 1, N_i] without `block_size`; all in fp32 (fp64 of a parameter of fp64). Of a matrix [M, N] that
-    is 2 (M² + N² + M N) elements in all, on its owner alone.
+    preconditioned, [N_i, 1, N_i] without `block_size`; all in fp32 (fp64 of a parameter of fp64). Of a matrix [M, N]
+    that is 2 (M² + N² + M N) elements in all, on its owner alone.
 
     Args:
         params: tensors, or groups of them.
@@ -50,8 +51,8 @@ class SOAP(BlockOptimizer):
         correct_bias: whether M and V are corrected for their start at zero.
         block_size: cuts parameters into blocks of at most so many elements along each dimension, each with bases of its
             own; None: whole parameters, as in the paper.
-        stagger: whether the refreshes of blocks are spread over the steps, by their parameters' names; otherwise all are
-            due in the same step.
+        stagger: whether the refreshes of blocks are spread over the steps, by their parameters' names; otherwise all
+            are due in the same step.
 
     Raises:
         ValueError: an option is out of its range.

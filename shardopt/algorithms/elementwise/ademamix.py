@@ -5,8 +5,8 @@
     M ← β₁ M + (1 − β₁) G,  V ← β₂ V + (1 − β₂) G²,  S ← β₃ₜ S + (1 − β₃ₜ) G
     θ ← (1 − lr weight_decay) θ − lr (M / (1 − β₁ᵗ) + αₜ S) / (√V / √(1 − β₂ᵗ) + eps)
 
-with αₜ = min(1, t / t_alpha_beta3) α, and β₃ₜ rising from β₁ to β₃ over as many steps, such that the half-life of S rises
-linearly: ln β₃ₜ = ln β₁ ln β₃ / ((1 − t / T) ln β₃ + (t / T) ln β₁).
+with αₜ = min(1, t / t_alpha_beta3) α, and β₃ₜ rising from β₁ to β₃ over as many steps, such that the half-life of S
+rises linearly: ln β₃ₜ = ln β₁ ln β₃ / ((1 − t / T) ln β₃ + (t / T) ln β₁).
 Source: Pagliardini et al., The AdEMAMix Optimizer: Better, Faster, Older (arXiv:2409.03137).
 """
 
@@ -32,7 +32,8 @@ from shardopt.algorithms.elementwise.base import (
 class AdEMAMix(ElementwiseOptimizer):
     """AdEMAMix (arXiv:2409.03137) as a torch optimizer.
 
-    State of a parameter: `step`, a number on the CPU; `exp_avg`, `exp_avg_sq` and `exp_avg_slow`, of its shape and dtype.
+    State of a parameter: `step`, a number on the CPU; `exp_avg`, `exp_avg_sq` and `exp_avg_slow`, of its shape and
+    dtype.
 
     Args:
         params: tensors or groups of them.

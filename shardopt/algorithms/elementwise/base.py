@@ -12,6 +12,7 @@ device, dtype and counters (foreach). Every element goes through the same operat
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -28,8 +29,8 @@ class ElementwiseOptimizer(Optimizer):
     """A torch optimizer whose step is elementwise.
 
     Gradients are dense and are not changed. `foreach` steps all tensors of a group together (None: where they are on an
-    accelerator); it needs scratch memory of as many bytes as the group's gradients, one at a time that of one parameter.
-    There is no `capturable`, `differentiable` or `fused` implementation.
+    accelerator); it needs scratch memory of as many bytes as the group's gradients, one at a time that of one
+    parameter. There is no `capturable`, `differentiable` or `fused` implementation.
     """
 
     _tensors: ClassVar[tuple[str, ...]]
@@ -107,7 +108,7 @@ class ElementwiseOptimizer(Optimizer):
             gradients = list(torch._foreach_neg(gradients))
         self._update(group, numbers, weights, gradients, *state)
         if _is_narrow(parameters[0]):
-            for tensor, result in zip(sum(changed, []), sum(wide, []), strict=True):
+            for tensor, result in zip(chain.from_iterable(changed), chain.from_iterable(wide), strict=True):
                 tensor.copy_(result)
 
 

@@ -15,7 +15,7 @@ Source: Defazio et al., The Road Less Scheduled (arXiv:2405.15682), in the order
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -176,8 +176,8 @@ class ScheduleFreeSGD(ScheduleFree):
 class ScheduleFreeAdamW(ScheduleFree):
     """Schedule-Free AdamW (arXiv:2405.15682).
 
-    State of a parameter: `exp_avg_sq` and `z`, of its shape and dtype; `step`, `weight_sum` and `lr_max`, numbers on the
-    CPU.
+    State of a parameter: `exp_avg_sq` and `z`, of its shape and dtype; `step`, `weight_sum` and `lr_max`, numbers on
+    the CPU.
 
     Args:
         params: tensors or groups of them.
