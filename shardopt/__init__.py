@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 __all__ = [
     "EMA",
+    "SOAP",
     "SWA",
     "AdEMAMix",
     "CombinedOptimizer",
@@ -26,6 +27,7 @@ __all__ = [
     "RowWiseAdam",
     "ScheduleFreeAdamW",
     "ScheduleFreeSGD",
+    "Shampoo",
     "WarmupOptimizer",
     "WarmupPolicy",
     "WarmupStage",
@@ -37,6 +39,8 @@ __all__ = [
 
 # Imported when they are first asked for: the shell's verbs are modules of this package, and their help needs no torch.
 if TYPE_CHECKING:
+    from shardopt.algorithms.blocked.shampoo import Shampoo
+    from shardopt.algorithms.blocked.soap import SOAP
     from shardopt.algorithms.elementwise.ademamix import AdEMAMix
     from shardopt.algorithms.elementwise.lion import Lion
     from shardopt.algorithms.elementwise.schedule_free import ScheduleFreeAdamW, ScheduleFreeSGD
@@ -60,6 +64,8 @@ else:
     __getattr__, __dir__ = _lazy_names(
         __name__,
         {
+            "shardopt.algorithms.blocked.shampoo": ["Shampoo"],
+            "shardopt.algorithms.blocked.soap": ["SOAP"],
             "shardopt.algorithms.elementwise.ademamix": ["AdEMAMix"],
             "shardopt.algorithms.elementwise.lion": ["Lion"],
             "shardopt.algorithms.elementwise.schedule_free": ["ScheduleFreeAdamW", "ScheduleFreeSGD"],

@@ -3,6 +3,8 @@
 The function that builds one by algorithm and pattern is `shardopt.keyed`; here `keyed` is the module.
 """
 
+from shardopt.algorithms.blocked.shampoo import Shampoo
+from shardopt.algorithms.blocked.soap import SOAP
 from shardopt.algorithms.elementwise.ademamix import AdEMAMix
 from shardopt.algorithms.elementwise.lion import Lion
 from shardopt.algorithms.elementwise.schedule_free import ScheduleFreeAdamW, ScheduleFreeSGD
@@ -20,6 +22,7 @@ from shardopt.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 __all__ = [
     "EMA",
+    "SOAP",
     "SWA",
     "AdEMAMix",
     "CombinedOptimizer",
@@ -38,6 +41,7 @@ __all__ = [
     "RowWiseAdam",
     "ScheduleFreeAdamW",
     "ScheduleFreeSGD",
+    "Shampoo",
     "WarmupOptimizer",
     "WarmupPolicy",
     "WarmupStage",

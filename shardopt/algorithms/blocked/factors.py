@@ -48,7 +48,9 @@ def descending_eigenvectors(factor: Tensor) -> Tensor:
     """
     wide = factor.double()
     tiny = 1e-30 * torch.eye(factor.shape[0], dtype=wide.dtype, device=wide.device)
-    return torch.linalg.eigh(wide + tiny)[1].flip(1).contiguous().to(factor.dtype)
+    _, vectors = torch.linalg.eigh(wide + tiny)
+    descending: Tensor = vectors.flip(1).contiguous().to(factor.dtype)
+    return descending
 
 
 def inverse_root(factor: Tensor, root: int, eps: float) -> Tensor:
@@ -64,7 +66,8 @@ def inverse_root(factor: Tensor, root: int, eps: float) -> Tensor:
     """
     values, vectors = torch.linalg.eigh(factor.double())
     powers = values.clamp_(min=0.0).add_(eps).pow_(-1.0 / root)
-    return ((vectors * powers) @ vectors.T).to(factor.dtype)
+    root_of: Tensor = ((vectors * powers) @ vectors.T).to(factor.dtype)
+    return root_of
 
 
 def number(lr: Any) -> Any:

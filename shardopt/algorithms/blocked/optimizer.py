@@ -172,7 +172,8 @@ class BlockOptimizer(Optimizer):
 
     @property
     def _owners(self) -> dict[Tensor, tuple[int, ...] | None]:
-        return self.__dict__.setdefault("_owners_of", {})  # copies are made without it
+        owners: dict[Tensor, tuple[int, ...] | None] = self.__dict__.setdefault("_owners_of", {})
+        return owners  # copies are made without it
 
     @property
     def _group_of(self) -> dict[Tensor, Group]:
