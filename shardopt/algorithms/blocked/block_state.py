@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from shardopt.errors import Problem, StateError
 from shardopt.sharding.box import Box
 from shardopt.sharding.pieces import narrowed
 from shardopt.sharding.sharded_tensor import sharded_tensor_at
@@ -32,12 +33,20 @@ def make_zeros(
     return sharded_tensor_at(shape, placed, here, like)
 
 
-def owners_in(state: Tensor, boxes: Sequence[Box]) -> tuple[int, ...] | None:
-    """Returns who holds each box of a tensor that `make_zeros` made; None of a plain one."""
+def owners_in(key: str, state: Tensor, boxes: Sequence[Box]) -> tuple[int, ...] | None:
+    """Returns who holds each box of a tensor that `make_zeros` made; None of a plain one.
+
+    Raises:
+        StateError: it was made of other boxes; names `key`.
+    """
     layout = view_of(state).layout
     if layout.holders is None:
         return None
     holder_of = dict(zip(layout.boxes, layout.holders, strict=True))
+    if holder_of.keys() != set(boxes):
+        required = f"{len(boxes)} blocks, as its group's block_size says"
+        remedy = "leave block_size as it was, or drop the state"
+        raise StateError("state does not fit", [Problem(key, f"{len(holder_of)} blocks", required, remedy)])
     return tuple(holder_of[box][0] for box in boxes)
 
 

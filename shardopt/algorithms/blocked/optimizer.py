@@ -112,14 +112,14 @@ class BlockOptimizer(Optimizer):
             GradientError: on all ranks that share a parameter: its gradient does not fit it or is sparse on one of
                 them, or is absent on some. Nothing was changed; but on an accelerator, where an earlier step has taken
                 what was absent or refused for zeros.
-            StateError: a parameter was sharded in another way since its state was made.
+            StateError: the state of a parameter was made for other blocks than those of its group's `block_size`.
         """
         self._late.run_ready()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if any(not self._is_assigned(p) for group in self.param_groups for p in group["params"]):
+        if not all(self._is_assigned(group, p) for group in self.param_groups for p in group["params"]):
             self._assign()
         works = [
             _Work(self, parameter, group, self.names.get(parameter, ""))
@@ -142,7 +142,7 @@ class BlockOptimizer(Optimizer):
 
     def initial_state(self, group: Group, parameter: Tensor) -> dict[str, Any]:
         """Makes the state of a parameter that has none, as its first step would; changes nothing."""
-        if not self._is_assigned(parameter):
+        if not self._is_assigned(group, parameter):
             self._assign()
         view = view_of(parameter)
         dtype = torch.promote_types(view.dtype, torch.float32)
@@ -179,8 +179,12 @@ class BlockOptimizer(Optimizer):
     def _group_of(self) -> dict[Tensor, Group]:
         return {parameter: group for group in self.param_groups for parameter in group["params"]}
 
-    def _is_assigned(self, parameter: Tensor) -> bool:
-        return parameter in self._owners
+    def _is_assigned(self, group: Group, parameter: Tensor) -> bool:
+        """Whether each block has an owner: a load may have brought another `block_size`."""
+        owners = self._owners.get(parameter)
+        if owners is None:
+            return parameter in self._owners
+        return len(owners) == len(self.blocks(group, view_of(parameter).shape))
 
     def _assign(self) -> None:
         """Gives owners to the blocks of those parameters that have none; where there is state, those who have it.
@@ -195,7 +199,7 @@ class BlockOptimizer(Optimizer):
             if view.layout.holders is None or len(members) == 1:
                 self._owners[parameter] = None
                 continue
-            if not self._is_assigned(parameter):
+            if not self._is_assigned(group, parameter):
                 owners = self._owners_by_state(parameter, group, view.shape)
                 if owners is None:
                     name = self.names.get(parameter, f"{place:09}")
@@ -215,13 +219,12 @@ class BlockOptimizer(Optimizer):
 
     def _owners_by_state(self, parameter: Tensor, group: Group, shape: tuple[int, ...]) -> tuple[int, ...] | None:
         state, blocks = self.state.get(parameter, {}), self.blocks(group, shape)
-        for name in self._like_names(group):
-            if name in state:
-                return owners_in(state[name], [block.box for block in blocks])
+        boxes_of = {name: [block.box for block in blocks] for name in self._like_names(group)}
         for dim in self.factored_dims(group, shape):
-            name = f"{self._factor_names()[0]}_{dim}"
+            boxes_of[f"{self._factor_names()[0]}_{dim}"] = [block.factors[dim] for block in blocks]
+        for name, boxes in boxes_of.items():
             if name in state:
-                return owners_in(state[name], [block.factors[dim] for block in blocks])
+                return owners_in(f"{self.names.get(parameter, 'a parameter')}.{name}", state[name], boxes)
         return None
 
     def _costs(self, group: Group, shape: tuple[int, ...]) -> list[int]:
