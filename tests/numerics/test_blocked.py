@@ -188,6 +188,21 @@ def test_narrow_parameters_are_trained_in_fp32_and_resume_exactly(name, dtype):
         other.load_state_dict(optimizer.state_dict())
 
 
+@pytest.mark.parametrize("name", ["SOAP", "Shampoo"])
+def test_a_state_dict_by_position_goes_on_exactly(name):
+    """torch's own, of the plain class; it casts state to the parameter's dtype."""
+    made = shardopt.algorithms.spec_of(name).optimizer
+    params = parameters(torch.bfloat16)
+    optimizer = made(params.values(), lr=0.1, precondition_frequency=2)
+    train(optimizer, params, 0, 3)
+    others = {key: torch.nn.Parameter(p.detach().clone()) for key, p in params.items()}
+    other = made(others.values())
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for each, of in ((optimizer, params), (other, others)):
+        train(each, of, 3, 5)
+    assert all(torch.equal(parameter, others[key]) for key, parameter in params.items())
+
+
 def test_blocks_and_their_owners():
     blocks = blocks_of((5, 3), 2)
     assert [block.box.offsets for block in blocks] == [(0, 0), (0, 2), (2, 0), (2, 2), (4, 0), (4, 2)]

@@ -206,6 +206,8 @@ def test_torchs_contract(name):
         return loss
 
     assert optimizer.step(closure).item() == 6.0
+    for _ in range(4):
+        optimizer.step()
     twin = torch.nn.Parameter(weight.detach().clone())
     other = made([twin])
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
@@ -213,3 +215,5 @@ def test_torchs_contract(name):
         parameter.grad = torch.full((3, 2), 0.5)
         each.step()
     assert torch.equal(weight, twin) and other.param_groups[0]["lr"] == 0.1
+    for entry, saved in optimizer.state[weight].items():
+        assert saved.dtype == other.state[twin][entry].dtype and torch.equal(saved, other.state[twin][entry]), entry

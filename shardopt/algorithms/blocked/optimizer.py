@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from shardopt.algorithms.blocked.block_state import WorkingTensor, make_zeros, owners_in
 from shardopt.algorithms.blocked.blocks import Block, assign, blocks_of, cost_of, factor_shape, job_of
 from shardopt.algorithms.dense_gradients import dense_gradients
+from shardopt.algorithms.elementwise.base import restore_dtypes
 from shardopt.algorithms.late_checks import LateChecks
 from shardopt.algorithms.muon.assignment import Job
 from shardopt.algorithms.muon.redistribute import MatrixRedistributor
@@ -139,6 +140,11 @@ class BlockOptimizer(Optimizer):
             self._step_team(team)
         _raise_fault(unchecked)  # now that the others do not wait for this rank
         return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads as torch does, but state in the dtype that it was saved with, where torch casts to the parameter's."""
+        super().load_state_dict(state_dict)
+        restore_dtypes(self, state_dict, lambda name: name != "step")
 
     def initial_state(self, group: Group, parameter: Tensor) -> dict[str, Any]:
         """Makes the state of a parameter that has none, as its first step would; changes nothing."""

@@ -123,6 +123,23 @@ def _is_narrow(tensor: Tensor) -> bool:
     return tensor.dtype.itemsize < torch.float32.itemsize
 
 
+def restore_dtypes(optimizer: Optimizer, state_dict: Mapping[str, Any], names: Callable[[str], bool]) -> None:
+    """Puts back state that torch's `load_state_dict` has cast to the dtype of its parameter, and moved to its device.
+
+    Args:
+        optimizer: has just loaded.
+        state_dict: what it has loaded, by position.
+        names: whether an entry keeps its own dtype; one without dimensions is kept on the CPU.
+    """
+    saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+    loaded = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    for number, parameter in zip(saved, loaded, strict=True):
+        for name, value in state_dict["state"].get(number, {}).items():
+            if names(name) and isinstance(value, Tensor):
+                device = optimizer.state[parameter][name].device if value.ndim else torch.device("cpu")
+                optimizer.state[parameter][name] = value.detach().to(device, copy=True)
+
+
 def refuse_options(name: str, demands: Iterable[tuple[str, Any, str, bool]]) -> None:
     """Raises ValueError for the first option that is out of its range.
 

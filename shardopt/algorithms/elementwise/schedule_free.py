@@ -29,6 +29,7 @@ from shardopt.algorithms.elementwise.base import (
     computed_in,
     is_rate,
     refuse_options,
+    restore_dtypes,
 )
 from shardopt.errors import Problem, StateError
 
@@ -66,6 +67,11 @@ class ScheduleFree(ElementwiseOptimizer):
     def eval(self) -> None:
         """Gives the model the averages, x, to evaluate; steps are refused until `train`."""
         self.train(False)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads as torch does, but the weights of averages in float64, where torch casts to the parameter's dtype."""
+        super().load_state_dict(state_dict)
+        restore_dtypes(self, state_dict, ("weight_sum", "lr_max").__contains__)
 
     def _beta(self, group: Group) -> float:
         raise NotImplementedError
