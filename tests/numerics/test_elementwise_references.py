@@ -138,6 +138,26 @@ def test_modes_and_resume_through_every_wrapper(wrapping, mode):
         assert all(torch.equal(value, state[name]) for name, value in optimizer.state[one].items())
 
 
+def test_a_refused_step_changes_nothing_in_other_children():
+    params = parameters()
+    first = {"w0": params["w0"]}
+    rest = {name: parameter for name, parameter in params.items() if name != "w0"}
+    free = shardopt.keyed("ScheduleFreeSGD", rest)
+    optimizer = shardopt.CombinedOptimizer([shardopt.keyed("adamw", first), free])
+    clipping = shardopt.GradientClippingOptimizer(optimizer, shardopt.GradientClipping.VALUE, max_gradient=1e-3)
+    train(clipping, params, last=1)
+    clipping.eval()
+    before = {name: parameter.detach().clone() for name, parameter in params.items()}
+    gradients = tensors(5, torch.float32)
+    for parameter, gradient in zip(params.values(), gradients, strict=True):
+        parameter.grad = gradient.clone()
+    for each in (clipping, optimizer):
+        with pytest.raises(StateError, match="evaluation mode"):
+            each.step(lambda: pytest.fail("the model was evaluated"))
+    assert all(torch.equal(parameter, before[name]) for name, parameter in params.items())
+    assert all(torch.equal(p.grad, gradient) for p, gradient in zip(params.values(), gradients, strict=True))
+
+
 def test_a_scaler_and_updates_in_backward_know_the_modes():
     params = parameters()
     optimizer = shardopt.keyed("ScheduleFreeSGD", params, lr=0.1)
