@@ -57,7 +57,9 @@ def train(optimizer, parameters, steps, dtype):
 def differing(optimizer, parameters, case, dtype, steps=STEPS):
     """Names of parameters and state on this rank that differ from those of a run over whole parameters."""
     name, options = CASES[case]
-    whole = {key: torch.nn.Parameter(value(key, 0, dtype)) for key in SHAPES if 0 not in SHAPES[key]}
+    whole = {
+        key: torch.nn.Parameter(value(key, 0, dtype)) for key in SHAPES if 0 not in SHAPES[key] and key in parameters
+    }
     alone = shardopt.keyed(name, whole, **options)
     train(alone, whole, range(steps), dtype)
     state, wanted = optimizer.state_dict()["state"], alone.state_dict()["state"]
@@ -95,10 +97,19 @@ def test_same_bits_on_any_mesh(ranks):
     assert run_ranks(ranks, all_trained, list(CASES), dtypes, deadline_seconds=500) == [{}] * ranks
 
 
+def saved_matrices(name, dtype):
+    """Without the matrix that two meshes have, each by itself, where state has one owner in each of them: a save refuses
+    ShardedTensors of which ranks do not tell the same."""
+    parameters = matrices(dtype)
+    if name in ("SOAP", "Shampoo"):
+        del parameters["cut"]
+    return parameters
+
+
 def save_halfway(cases, dtype, folder, mode):
     for case in cases:
         name, options = CASES[case]
-        parameters = matrices(dtype)
+        parameters = saved_matrices(name, dtype)
         optimizer = shardopt.keyed(name, parameters, **options)
         train(optimizer, parameters, range(HALF), dtype)
         optimizer.train(mode)
@@ -110,7 +121,7 @@ def resume(cases, dtype, folder, mode):
     result = {}
     for case in cases:
         name, options = CASES[case]
-        parameters = dict(reversed(matrices(dtype).items()))
+        parameters = dict(reversed(saved_matrices(name, dtype).items()))
         optimizer = shardopt.keyed(name, parameters, **{**options, "lr": 7.0})
         optimizer.init_state()
         checkpoint.load(f"{folder}/{case}", {"model": parameters, "optimizer": optimizer})
@@ -128,7 +139,9 @@ def differing_when_saved(optimizer, parameters, case, dtype, mode):
     if mode or not case.startswith("ScheduleFree"):
         return differing(optimizer, parameters, case, dtype)
     name, options = CASES[case]
-    whole = {key: torch.nn.Parameter(value(key, 0, dtype)) for key in SHAPES if 0 not in SHAPES[key]}
+    whole = {
+        key: torch.nn.Parameter(value(key, 0, dtype)) for key in SHAPES if 0 not in SHAPES[key] and key in parameters
+    }
     alone = shardopt.keyed(name, whole, **options)
     train(alone, whole, range(HALF), dtype)
     alone.eval()
