@@ -98,8 +98,10 @@ def test_same_bits_on_any_mesh(ranks):
 
 
 def saved_matrices(name, dtype):
-    """Without the matrix that two meshes have, each by itself, where state has one owner in each of them: a save refuses
-    ShardedTensors of which ranks do not tell the same."""
+    """Without the matrix that two meshes have, each by itself, where state has an owner in each of them.
+
+    A save refuses ShardedTensors of which ranks do not tell the same.
+    """
     parameters = matrices(dtype)
     if name in ("SOAP", "Shampoo"):
         del parameters["cut"]
