@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+from operator import lt
 from typing import Any
 
 import torch
 
 from shardopt.algorithms.adafactor import Adafactor, unsuitable_for_adafactor
+from shardopt.algorithms.blocked.optimizer import MOST_DIMENSIONS, unsuitable_for_blocks
+from shardopt.algorithms.blocked.shampoo import Shampoo
+from shardopt.algorithms.blocked.soap import SOAP
+from shardopt.algorithms.elementwise.ademamix import AdEMAMix
+from shardopt.algorithms.elementwise.lion import Lion
+from shardopt.algorithms.elementwise.schedule_free import ScheduleFreeAdamW, ScheduleFreeSGD
 from shardopt.algorithms.lbfgs.lbfgs import LBFGS, unsuitable_for_lbfgs
 from shardopt.algorithms.muon.muon import Muon, unsuitable_for_muon
 from shardopt.algorithms.registry import (
@@ -39,12 +47,31 @@ def _moments(name: str, **more: Any) -> StateEntry:
     return StateEntry(name, Kind.TABLE_ROWS, Dtype.AT_LEAST_SINGLE, **more)
 
 
+def _blocks(name: str, **more: Any) -> StateEntry:
+    return StateEntry(name, Kind.BLOCKS, Dtype.AT_LEAST_SINGLE, **more)
+
+
+def _factors(*prefixes: str) -> tuple[StateEntry, ...]:
+    """The factors of each dimension, as far as a parameter has so many."""
+    return tuple(
+        _blocks(f"{prefix}_{dim}", suits=partial(lt, dim)) for prefix in prefixes for dim in range(MOST_DIMENSIONS)
+    )
+
+
 def _amsgrad(options: Options) -> bool:
     return bool(options["amsgrad"])
 
 
 def _has_momentum(options: Options) -> bool:
     return bool(options["momentum"] != 0)
+
+
+def _has_average(options: Options) -> bool:
+    return bool(options["betas"][0] != 0)
+
+
+def _is_grafted(options: Options) -> bool:
+    return options["graft"] is not None
 
 
 def _positive_momentum(options: Options) -> bool:
@@ -77,6 +104,11 @@ _WITH_BF16 = (*_EXACT, torch.bfloat16)
 _STEP = _scalar("step")
 _ADAM = (_STEP, _like("exp_avg"), _positive("exp_avg_sq"), _positive("max_exp_avg_sq", exists=_amsgrad))
 _LR = AtFirstStep.LEARNING_RATE
+_AVERAGED = (
+    _STEP,
+    *(StateEntry(name, Kind.SCALAR, Dtype.WIDE) for name in ("weight_sum", "lr_max")),
+)
+_BASE = _like("z", initial=AtFirstStep.PARAMETER, narrows=_never)
 
 for _spec in (
     AlgorithmSpec(torch.optim.Adadelta, "Adadelta", True, (_STEP, _positive("square_avg"), _positive("acc_delta"))),
@@ -91,6 +123,9 @@ for _spec in (
     ),
     AlgorithmSpec(torch.optim.Adam, "Adam", True, _ADAM, fused_agrees=_WITH_BF16),
     AlgorithmSpec(torch.optim.AdamW, "AdamW", True, _ADAM, fused_agrees=_WITH_BF16),
+    AlgorithmSpec(
+        AdEMAMix, "AdEMAMix", True, (_STEP, _like("exp_avg"), _positive("exp_avg_sq"), _like("exp_avg_slow"))
+    ),
     AlgorithmSpec(torch.optim.Adamax, "Adamax", True, (_STEP, _like("exp_avg"), _positive("exp_inf"))),
     AlgorithmSpec(
         torch.optim.ASGD, "ASGD", True, (_STEP, _scalar("eta", _LR), _scalar("mu", 1.0), _like("ax", narrows=_never))
@@ -151,6 +186,7 @@ for _spec in (
         stands_for=torch.optim.LBFGS,
         unsuitable=unsuitable_for_lbfgs,
     ),
+    AlgorithmSpec(Lion, "Lion", True, (_like("exp_avg"),)),
     AlgorithmSpec(
         Muon,
         "Muon",
@@ -180,6 +216,29 @@ for _spec in (
         steps_on=StepsOn.PARAMETERS,
         unsuitable=unsuitable_for_row_wise,
         takes_sparse=True,
+    ),
+    AlgorithmSpec(ScheduleFreeAdamW, "ScheduleFreeAdamW", True, (*_AVERAGED, _positive("exp_avg_sq"), _BASE)),
+    AlgorithmSpec(ScheduleFreeSGD, "ScheduleFreeSGD", True, (*_AVERAGED, _BASE)),
+    AlgorithmSpec(
+        Shampoo,
+        "Shampoo",
+        False,
+        (
+            _STEP,
+            _blocks("exp_avg", exists=_has_average),
+            _blocks("exp_avg_sq", exists=_is_grafted),
+            *_factors("preconditioner", "root"),
+        ),
+        steps_on=StepsOn.PARAMETERS,
+        unsuitable=unsuitable_for_blocks,
+    ),
+    AlgorithmSpec(
+        SOAP,
+        "SOAP",
+        False,
+        (_STEP, _blocks("exp_avg"), _blocks("exp_avg_sq"), *_factors("GG", "Q")),
+        steps_on=StepsOn.PARAMETERS,
+        unsuitable=unsuitable_for_blocks,
     ),
     AlgorithmSpec(
         SparseAdam,

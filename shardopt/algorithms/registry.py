@@ -5,7 +5,7 @@ shards of state are put together again, by tests and by the documentation; no ot
 
 Another package's class is brought in with a few lines:
 
-    register(AlgorithmSpec(Lion, "lion", elementwise=True, state=(StateEntry("exp_avg", Kind.PARAMETER),)))
+    register(AlgorithmSpec(Signum, "signum", elementwise=True, state=(StateEntry("exp_avg", Kind.PARAMETER),)))
 """
 
 from __future__ import annotations
@@ -44,10 +44,13 @@ class Kind(Enum):
     TABLE_ROWS = "rows of a table"
     """One number for each index of the first dimension: all others have size 1. Placed as the parameter along the
     first."""
-    BLOCKS = "blocks of a table"
+    ROW_BLOCKS = "blocks of rows"
     """One number for each block of elements of a row, [rows, blocks]. Placed as the parameter along the first."""
     HISTORY = "history × parameter"
     """As many tensors like the parameter as the option `history_size` says, stacked along a new first dimension."""
+    BLOCKS = "blocks, each whole on one rank"
+    """A global shape that follows from the parameter's shape and the options alone; each block of it is on the rank
+    that works on it. Of a plain parameter it is a plain tensor."""
     GLOBAL = "global"
     """An entry that belongs to no parameter, the same on every rank; its dtype is a rule of its own."""
 
@@ -147,6 +150,7 @@ class AtFirstStep(Enum):
 
     LEARNING_RATE = "the group's lr at the first step"
     GRADIENT = "made from the first gradient; not there before it"
+    PARAMETER = "the parameter's value at the first step"
 
 
 def _always(options: Options) -> bool:

@@ -211,6 +211,7 @@ def test_groups_store_each_in_its_way_and_a_closure_is_called_once():
 
 REFUSED = {
     "another algorithm": ({"algorithm": "muon"}, "Muon"),
+    "averages": ({"algorithm": "schedulefreeadamw"}, "ScheduleFreeAdamW"),
     "no such dtype": ({"state_dtype": torch.int8}, "'int8'"),
     "no such rounding": ({"rounding": "up"}, "'up'"),
     "fused": ({"state_dtype": BF16, "fused": True}, "for-loop"),

@@ -84,6 +84,8 @@ OPTIONS = {
     "at random": (BF16, {"rounding": "stochastic"}),
 }
 ALGORITHMS = {
+    "lion": {"lr": 0.01},
+    "ademamix": {"lr": 0.05},
     "adadelta": {},
     "adagrad": {"initial_accumulator_value": 0.1},
     "adam": {"amsgrad": True},

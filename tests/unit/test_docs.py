@@ -24,27 +24,27 @@ def test_the_example_of_rearranging_gives_back_what_was_stored(tmp_path, monkeyp
 
 
 @pytest.fixture
-def lion(monkeypatch, capsys):
+def signum(monkeypatch, capsys):
     """Runs what the page on algorithms defines, and forgets it afterwards."""
     monkeypatch.setattr(registry, "_SPECS", dict(registry._SPECS))
     (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "algorithms.md").read_text(), re.DOTALL)
     names = {}
     exec(compile(program, "docs/algorithms.md", "exec"), names)
     assert capsys.readouterr().out.strip() == "['exp_avg']"
-    return names["Lion"]
+    return names["Signum"]
 
 
-def test_the_example_of_a_registered_algorithm_steps_on_shards(lion):
+def test_the_example_of_a_registered_algorithm_steps_on_shards(signum):
     full, gradient = torch.randn(9, 5), torch.randn(9, 5)
     whole = torch.nn.Parameter(full.clone())
     whole.grad = gradient
-    plain = lion([whole], weight_decay=0.1)
+    plain = signum([whole], weight_decay=0.1)
     for _ in range(3):
         plain.step()
     with fake_rank(1, 2) as mesh:
         parameter = torch.nn.Parameter(shard(full, mesh, *LAYOUTS["uneven"].placements))
         parameter.grad = shard(gradient, mesh, *LAYOUTS["uneven"].placements)
-        optimizer = shardopt.keyed("lion", {"w": parameter}, weight_decay=0.1)
+        optimizer = shardopt.keyed("signum", {"w": parameter}, weight_decay=0.1)
         optimizer.init_state()
         for _ in range(3):
             optimizer.step()

@@ -225,7 +225,7 @@ def low_precision(spec: AlgorithmSpec) -> AlgorithmSpec:
     made: Any = _Variant(spec.optimizer.__name__, (LowPrecisionOptimizer,), members)
     step = () if any(entry.name == STEP for entry in spec.state) else (_counter(),)
     scales = tuple(
-        StateEntry(f"{entry.name}_scale", Kind.BLOCKS, Dtype.AT_LEAST_SINGLE)
+        StateEntry(f"{entry.name}_scale", Kind.ROW_BLOCKS, Dtype.AT_LEAST_SINGLE)
         for entry in spec.state
         if entry.kind is Kind.PARAMETER
     )

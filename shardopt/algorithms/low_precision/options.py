@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from shardopt.algorithms.low_precision.blocks import suits_blocks
-from shardopt.algorithms.registry import AlgorithmSpec, Kind, Options
+from shardopt.algorithms.registry import AlgorithmSpec, AtFirstStep, Kind, Options
 from shardopt.errors import AlgorithmError, Problem
 from shardopt.param_groups import STORAGE_OPTIONS
 
@@ -66,10 +66,15 @@ def refuse_bad_values(options: Mapping[str, Any], algorithm: str) -> None:
 
 
 def refuse_algorithm(spec: AlgorithmSpec) -> None:
-    """Raises AlgorithmError where an algorithm computes more of an element than from that element."""
-    if spec.elementwise and spec.takes_dense and all(e.kind in (Kind.PARAMETER, Kind.SCALAR) for e in spec.state):
+    """Raises AlgorithmError where an algorithm computes more of an element than from that element, or makes parameters
+    of its state between steps too."""
+    averages = any(entry.initial is AtFirstStep.PARAMETER for entry in spec.state)
+    like = all(entry.kind in (Kind.PARAMETER, Kind.SCALAR) for entry in spec.state)
+    if spec.elementwise and spec.takes_dense and like and not averages:
         return
     of = "rows with a gradient alone" if spec.elementwise else "more than one element at a time"
+    if averages:
+        of = "parameters that it makes anew of its state to evaluate"
     problem = Problem(
         key=", ".join(STORAGE_OPTIONS),
         found=f"{spec.name}, which computes with {of}",

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shardopt.algorithms.elementwise.schedule_free import TRAIN_MODE, ScheduleFree, is_evaluating, refusal_to_step
 from shardopt.algorithms.initial_state import initial_state, is_initial
 from shardopt.algorithms.registry import (
     AlgorithmSpec,
@@ -39,7 +40,7 @@ from shardopt.optim.state_dict.groups import refuse_flattened, refuse_unfit_grou
 from shardopt.ranks import SharedGroup
 from shardopt.sharding.gradients import requires_gradient, zero_gradients
 from shardopt.sharding.view import empty_local_tensor, local_tensors
-from shardopt.torch_private import gathers_as_torch, step_without_hooks
+from shardopt.torch_private import free_unsharded_parameters, gathers_as_torch, step_without_hooks
 
 Group = dict[str, Any]
 
@@ -154,8 +155,33 @@ class LocalOptimizer:
         if self.spec is not None and self.spec.has_global_state:
             cast(MakesGlobalState, self.optimizer).shared_group = group
 
+    @property
+    def evaluating(self) -> bool:
+        """Whether the algorithm has put averages into the parameters, in which no step may be taken."""
+        return isinstance(self.optimizer, ScheduleFree) and is_evaluating(self.groups)
+
+    def train(self, mode: bool) -> None:
+        """Lets an algorithm with weights of two kinds put those to train into the parameters, or those to evaluate."""
+        if not isinstance(self.optimizer, ScheduleFree) or all(group[TRAIN_MODE] == mode for group in self.groups):
+            return
+        self._check_groups()
+        if self.shards:
+            free_unsharded_parameters()
+        before = [(group, group["params"]) for group in self.groups]
+        try:
+            for group, parameters in before:
+                for shards in filter(None, map(self.shards.get, parameters)):
+                    self._move_state(shards, group)
+                group["params"] = list(chain.from_iterable(map(self.local_tensors, parameters)))
+            self.optimizer.train(mode)
+        finally:
+            for group, parameters in before:
+                group["params"] = parameters
+
     def step(self, closure: Callable[[], Any] | None) -> Any:
         """Takes one step of the algorithm without hooks; returns the closure's loss."""
+        if self.evaluating:
+            raise refusal_to_step(type(self.optimizer).__name__)
         if self.spec is None or not self.spec.elementwise:
             self._check_groups()
             self.states.hand_over()
