@@ -4,7 +4,9 @@ from typing import TYPE_CHECKING
 
 __all__ = [
     "EMA",
+    "SOAP",
     "SWA",
+    "AdEMAMix",
     "CombinedOptimizer",
     "EmptyFusedOptimizer",
     "FusedOptimizer",
@@ -14,6 +16,7 @@ __all__ = [
     "GradientClippingOptimizer",
     "KeyedOptimizer",
     "KeyedOptimizerWrapper",
+    "Lion",
     "MixtureSampler",
     "OptimizerWrapper",
     "PerRankState",
@@ -22,22 +25,32 @@ __all__ = [
     "ResumableSampler",
     "RowWiseAdagrad",
     "RowWiseAdam",
+    "ScheduleFreeAdamW",
+    "ScheduleFreeSGD",
+    "Shampoo",
     "WarmupOptimizer",
     "WarmupPolicy",
     "WarmupStage",
     "in_backward",
     "keyed",
+    "ramped_decay",
     "update_bn",
 ]
 
 # Imported when they are first asked for: the shell's verbs are modules of this package, and their help needs no torch.
 if TYPE_CHECKING:
+    from shardopt.algorithms.blocked.shampoo import Shampoo
+    from shardopt.algorithms.blocked.soap import SOAP
+    from shardopt.algorithms.elementwise.ademamix import AdEMAMix
+    from shardopt.algorithms.elementwise.lion import Lion
+    from shardopt.algorithms.elementwise.schedule_free import ScheduleFreeAdamW, ScheduleFreeSGD
     from shardopt.algorithms.row_wise.row_wise import RowWiseAdagrad, RowWiseAdam
     from shardopt.mixture import MixtureSampler
     from shardopt.optim.averaging import EMA, SWA
     from shardopt.optim.backward import in_backward
     from shardopt.optim.batch_norm import update_bn
     from shardopt.optim.clipping import GradientClipping, GradientClippingOptimizer
+    from shardopt.optim.decay_ramps import ramped_decay
     from shardopt.optim.fused import EmptyFusedOptimizer, FusedOptimizer, FusedOptimizerModule
     from shardopt.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper, keyed
     from shardopt.optim.scaler import GradScaler
@@ -51,12 +64,18 @@ else:
     __getattr__, __dir__ = _lazy_names(
         __name__,
         {
+            "shardopt.algorithms.blocked.shampoo": ["Shampoo"],
+            "shardopt.algorithms.blocked.soap": ["SOAP"],
+            "shardopt.algorithms.elementwise.ademamix": ["AdEMAMix"],
+            "shardopt.algorithms.elementwise.lion": ["Lion"],
+            "shardopt.algorithms.elementwise.schedule_free": ["ScheduleFreeAdamW", "ScheduleFreeSGD"],
             "shardopt.algorithms.row_wise.row_wise": ["RowWiseAdagrad", "RowWiseAdam"],
             "shardopt.mixture": ["MixtureSampler"],
             "shardopt.optim.averaging": ["EMA", "SWA"],
             "shardopt.optim.backward": ["in_backward"],
             "shardopt.optim.batch_norm": ["update_bn"],
             "shardopt.optim.clipping": ["GradientClipping", "GradientClippingOptimizer"],
+            "shardopt.optim.decay_ramps": ["ramped_decay"],
             "shardopt.optim.fused": ["EmptyFusedOptimizer", "FusedOptimizer", "FusedOptimizerModule"],
             "shardopt.optim.keyed": [
                 "CombinedOptimizer",

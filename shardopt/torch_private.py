@@ -14,6 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -132,6 +133,19 @@ def reduced_by_ddp(parameters: Iterable[Tensor]) -> bool:
         return False
     gc.collect()  # one that nobody has any more
     return is_reduced()
+
+
+def free_unsharded_parameters() -> None:
+    """Makes all modules of `fully_shard` in this process have their sharded parameters. Local.
+
+    A forward without a backward leaves unsharded copies (the root's always), which the next forward would take although
+    the shards have changed since. Parameters do not know their modules: all objects that the garbage collector knows
+    are looked at.
+    """
+    every = gc.get_objects()
+    kinds = {kind for kind in set(map(type, every)) if issubclass(kind, FSDPModule)}
+    for module in [each for each in every if type(each) in kinds] if kinds else ():
+        module.reshard()
 
 
 def is_torchs(attribute: str) -> bool:

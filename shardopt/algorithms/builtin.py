@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+from operator import lt
 from typing import Any
 
 import torch
 
 from shardopt.algorithms.adafactor import Adafactor, unsuitable_for_adafactor
+from shardopt.algorithms.blocked.optimizer import MOST_DIMENSIONS, unsuitable_for_blocks
+from shardopt.algorithms.blocked.shampoo import Shampoo
+from shardopt.algorithms.blocked.soap import SOAP
+from shardopt.algorithms.elementwise.ademamix import AdEMAMix
+from shardopt.algorithms.elementwise.lion import Lion
+from shardopt.algorithms.elementwise.schedule_free import ScheduleFreeAdamW, ScheduleFreeSGD
 from shardopt.algorithms.lbfgs.lbfgs import LBFGS, unsuitable_for_lbfgs
 from shardopt.algorithms.muon.muon import Muon, unsuitable_for_muon
 from shardopt.algorithms.registry import (
@@ -27,12 +35,27 @@ def _like(name: str, **more: Any) -> StateEntry:
     return StateEntry(name, Kind.PARAMETER, **more)
 
 
+def _positive(name: str, **more: Any) -> StateEntry:
+    return _like(name, signed=False, **more)
+
+
 def _scalar(name: str, initial: float | AtFirstStep = 0.0) -> StateEntry:
     return StateEntry(name, Kind.SCALAR, Dtype.COUNTER, initial)
 
 
 def _moments(name: str, **more: Any) -> StateEntry:
     return StateEntry(name, Kind.TABLE_ROWS, Dtype.AT_LEAST_SINGLE, **more)
+
+
+def _blocks(name: str, **more: Any) -> StateEntry:
+    return StateEntry(name, Kind.BLOCKS, Dtype.AT_LEAST_SINGLE, **more)
+
+
+def _factors(*prefixes: str) -> tuple[StateEntry, ...]:
+    """The factors of each dimension, as far as a parameter has so many."""
+    return tuple(
+        _blocks(f"{prefix}_{dim}", suits=partial(lt, dim)) for prefix in prefixes for dim in range(MOST_DIMENSIONS)
+    )
 
 
 def _amsgrad(options: Options) -> bool:
@@ -43,12 +66,28 @@ def _has_momentum(options: Options) -> bool:
     return bool(options["momentum"] != 0)
 
 
+def _has_average(options: Options) -> bool:
+    return bool(options["betas"][0] != 0)
+
+
+def _is_grafted(options: Options) -> bool:
+    return options["graft"] is not None
+
+
 def _positive_momentum(options: Options) -> bool:
     return bool(options["momentum"] > 0)
 
 
 def _centered(options: Options) -> bool:
     return bool(options["centered"])
+
+
+def _not_centered(options: Options) -> bool:
+    return not options["centered"]
+
+
+def _never(options: Options) -> bool:
+    return False
 
 
 def _is_matrix(dimensions: int) -> bool:
@@ -63,40 +102,50 @@ def _is_vector(dimensions: int) -> bool:
 _EXACT = (torch.float64, torch.float32)
 _WITH_BF16 = (*_EXACT, torch.bfloat16)
 _STEP = _scalar("step")
-_ADAM = (_STEP, _like("exp_avg"), _like("exp_avg_sq"), _like("max_exp_avg_sq", exists=_amsgrad))
+_ADAM = (_STEP, _like("exp_avg"), _positive("exp_avg_sq"), _positive("max_exp_avg_sq", exists=_amsgrad))
 _LR = AtFirstStep.LEARNING_RATE
+_AVERAGED = (
+    _STEP,
+    *(StateEntry(name, Kind.SCALAR, Dtype.WIDE) for name in ("weight_sum", "lr_max")),
+)
+_BASE = _like("z", initial=AtFirstStep.PARAMETER, narrows=_never)
 
 for _spec in (
-    AlgorithmSpec(torch.optim.Adadelta, "Adadelta", True, (_STEP, _like("square_avg"), _like("acc_delta"))),
+    AlgorithmSpec(torch.optim.Adadelta, "Adadelta", True, (_STEP, _positive("square_avg"), _positive("acc_delta"))),
     AlgorithmSpec(
         torch.optim.Adagrad,
         "Adagrad",
         True,
-        (_STEP, _like("sum", initial="initial_accumulator_value")),
+        (_STEP, _positive("sum", initial="initial_accumulator_value")),
         state_at_construction=True,
         takes_sparse=True,
         fused_agrees=_WITH_BF16,
     ),
     AlgorithmSpec(torch.optim.Adam, "Adam", True, _ADAM, fused_agrees=_WITH_BF16),
     AlgorithmSpec(torch.optim.AdamW, "AdamW", True, _ADAM, fused_agrees=_WITH_BF16),
-    AlgorithmSpec(torch.optim.Adamax, "Adamax", True, (_STEP, _like("exp_avg"), _like("exp_inf"))),
-    AlgorithmSpec(torch.optim.ASGD, "ASGD", True, (_STEP, _scalar("eta", _LR), _scalar("mu", 1.0), _like("ax"))),
     AlgorithmSpec(
-        torch.optim.NAdam, "NAdam", True, (_STEP, _scalar("mu_product", 1.0), _like("exp_avg"), _like("exp_avg_sq"))
+        AdEMAMix, "AdEMAMix", True, (_STEP, _like("exp_avg"), _positive("exp_avg_sq"), _like("exp_avg_slow"))
     ),
-    AlgorithmSpec(torch.optim.RAdam, "RAdam", True, (_STEP, _like("exp_avg"), _like("exp_avg_sq"))),
+    AlgorithmSpec(torch.optim.Adamax, "Adamax", True, (_STEP, _like("exp_avg"), _positive("exp_inf"))),
+    AlgorithmSpec(
+        torch.optim.ASGD, "ASGD", True, (_STEP, _scalar("eta", _LR), _scalar("mu", 1.0), _like("ax", narrows=_never))
+    ),
+    AlgorithmSpec(
+        torch.optim.NAdam, "NAdam", True, (_STEP, _scalar("mu_product", 1.0), _like("exp_avg"), _positive("exp_avg_sq"))
+    ),
+    AlgorithmSpec(torch.optim.RAdam, "RAdam", True, (_STEP, _like("exp_avg"), _positive("exp_avg_sq"))),
     AlgorithmSpec(
         torch.optim.RMSprop,
         "RMSprop",
         True,
         (
             _STEP,
-            _like("square_avg"),
+            _positive("square_avg", narrows=_not_centered),
             _like("momentum_buffer", exists=_positive_momentum),
-            _like("grad_avg", exists=_centered),
+            _like("grad_avg", exists=_centered, narrows=_never),
         ),
     ),
-    AlgorithmSpec(torch.optim.Rprop, "Rprop", True, (_STEP, _like("prev"), _like("step_size", initial=_LR))),
+    AlgorithmSpec(torch.optim.Rprop, "Rprop", True, (_STEP, _like("prev"), _positive("step_size", initial=_LR))),
     AlgorithmSpec(
         torch.optim.SGD,
         "SGD",
@@ -137,6 +186,7 @@ for _spec in (
         stands_for=torch.optim.LBFGS,
         unsuitable=unsuitable_for_lbfgs,
     ),
+    AlgorithmSpec(Lion, "Lion", True, (_like("exp_avg"),)),
     AlgorithmSpec(
         Muon,
         "Muon",
@@ -167,11 +217,34 @@ for _spec in (
         unsuitable=unsuitable_for_row_wise,
         takes_sparse=True,
     ),
+    AlgorithmSpec(ScheduleFreeAdamW, "ScheduleFreeAdamW", True, (*_AVERAGED, _positive("exp_avg_sq"), _BASE)),
+    AlgorithmSpec(ScheduleFreeSGD, "ScheduleFreeSGD", True, (*_AVERAGED, _BASE)),
+    AlgorithmSpec(
+        Shampoo,
+        "Shampoo",
+        False,
+        (
+            _STEP,
+            _blocks("exp_avg", exists=_has_average),
+            _blocks("exp_avg_sq", exists=_is_grafted),
+            *_factors("preconditioner", "root"),
+        ),
+        steps_on=StepsOn.PARAMETERS,
+        unsuitable=unsuitable_for_blocks,
+    ),
+    AlgorithmSpec(
+        SOAP,
+        "SOAP",
+        False,
+        (_STEP, _blocks("exp_avg"), _blocks("exp_avg_sq"), *_factors("GG", "Q")),
+        steps_on=StepsOn.PARAMETERS,
+        unsuitable=unsuitable_for_blocks,
+    ),
     AlgorithmSpec(
         SparseAdam,
         "SparseAdam",
         True,
-        (StateEntry("step", Kind.SCALAR, Dtype.PLAIN_COUNT), _like("exp_avg"), _like("exp_avg_sq")),
+        (StateEntry("step", Kind.SCALAR, Dtype.PLAIN_COUNT), _like("exp_avg"), _positive("exp_avg_sq")),
         takes_sparse=True,
         takes_dense=False,
         stands_for=torch.optim.SparseAdam,

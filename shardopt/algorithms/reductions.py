@@ -1,14 +1,14 @@
-"""All-reduces of the sums over dimensions that are cut: one for each process group, whatever the number of tensors."""
+"""All-reduces over the cuts of tensors: one for each process group, whatever the number of tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardopt.ranks import ranks_of
+from shardopt.ranks import Ranks, ranks_of
 from shardopt.sharding.reduced import ShardGroup
 
 Term = tuple[Tensor, tuple[ShardGroup, ...]]
@@ -20,6 +20,15 @@ def all_reduce_terms(terms: Iterable[Term]) -> None:
 
     All ranks of a group must pass tensors of the same shapes, in the same order.
     """
+    _all_reduce(terms, Ranks.all_reduce_sum)
+
+
+def all_reduce_largest(terms: Iterable[Term]) -> None:
+    """Takes the largest of each element, as `all_reduce_terms` adds it up; none may be NaN."""
+    _all_reduce(terms, Ranks.all_reduce_max)
+
+
+def _all_reduce(terms: Iterable[Term], reduce: Callable[[Ranks, Tensor], Tensor]) -> None:
     by_group: dict[Any, dict[Any, list[Tensor]]] = {}
     for tensor, cuts in terms:
         for cut in cuts:
@@ -27,7 +36,7 @@ def all_reduce_terms(terms: Iterable[Term]) -> None:
     for group, kinds in by_group.items():
         ranks = ranks_of(group)
         for tensors in kinds.values():
-            flat = ranks.all_reduce_sum(torch.cat([tensor.flatten() for tensor in tensors]).to(ranks.device))
+            flat = reduce(ranks, torch.cat([tensor.flatten() for tensor in tensors]).to(ranks.device))
             pieces = torch.split(flat, [tensor.numel() for tensor in tensors])
             sums = [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
             torch._foreach_copy_(tensors, sums)

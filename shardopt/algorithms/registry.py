@@ -5,7 +5,7 @@ shards of state are put together again, by tests and by the documentation; no ot
 
 Another package's class is brought in with a few lines:
 
-    register(AlgorithmSpec(Lion, "lion", elementwise=True, state=(StateEntry("exp_avg", Kind.PARAMETER),)))
+    register(AlgorithmSpec(Signum, "signum", elementwise=True, state=(StateEntry("exp_avg", Kind.PARAMETER),)))
 """
 
 from __future__ import annotations
@@ -44,8 +44,13 @@ class Kind(Enum):
     TABLE_ROWS = "rows of a table"
     """One number for each index of the first dimension: all others have size 1. Placed as the parameter along the
     first."""
+    ROW_BLOCKS = "blocks of rows"
+    """One number for each block of elements of a row, [rows, blocks]. Placed as the parameter along the first."""
     HISTORY = "history × parameter"
     """As many tensors like the parameter as the option `history_size` says, stacked along a new first dimension."""
+    BLOCKS = "blocks, each whole on one rank"
+    """A global shape that follows from the parameter's shape and the options alone; each block of it is on the rank
+    that works on it. Of a plain parameter it is a plain tensor."""
     GLOBAL = "global"
     """An entry that belongs to no parameter, the same on every rank; its dtype is a rule of its own."""
 
@@ -123,11 +128,29 @@ class KeepsLess(Protocol):
         """Gives the state of a parameter, if it has any, the shapes that it is saved with."""
 
 
+@runtime_checkable
+class StoresNarrow(Protocol):
+    """The protocol of one that stores parameters and state in fewer bits than it computes with."""
+
+    def refuse_parameters(self, group: Mapping[str, Any], names: Mapping[Tensor, str]) -> None:
+        """Raises AlgorithmError where one of the parameters, given with names, cannot be stored as its group says."""
+
+    def waits_for_others(self, group: Mapping[str, Any], parameter: Tensor) -> bool:
+        """Whether a step of the parameter needs numbers of other ranks."""
+
+    def step_alone(self, group: Mapping[str, Any], parameter: Tensor) -> None:
+        """Takes one step on a single parameter, of those that need nothing of other ranks."""
+
+    def state_loaded(self, parameter: Tensor) -> None:
+        """Makes the parameter what its state, which was loaded, says that it is."""
+
+
 class AtFirstStep(Enum):
     """Initial values that are not known before the first step, so that making state early must not fix them."""
 
     LEARNING_RATE = "the group's lr at the first step"
     GRADIENT = "made from the first gradient; not there before it"
+    PARAMETER = "the parameter's value at the first step"
 
 
 def _always(options: Options) -> bool:
@@ -154,6 +177,9 @@ class StateEntry:
             number (of a complex parameter: both of its parts), or what the first step takes it from.
         exists: whether a group with these options has it.
         suits: whether a parameter with that number of dimensions has it.
+        signed: whether an element may be negative.
+        narrows: whether it may be stored in fewer bits in a group with these options. A mean of parameters may not, nor
+            do two means whose difference has to stay positive.
     """
 
     name: str
@@ -162,6 +188,8 @@ class StateEntry:
     initial: float | str | AtFirstStep = 0.0
     exists: Callable[[Options], bool] = _always
     suits: Callable[[int], bool] = _any_number
+    signed: bool = True
+    narrows: Callable[[Options], bool] = _always
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +254,7 @@ class AlgorithmSpec:
 
 
 _SPECS: dict[type[Optimizer], AlgorithmSpec] = {}
+_VARIANTS: dict[type[Optimizer], AlgorithmSpec] = {}
 
 
 def register(spec: AlgorithmSpec) -> AlgorithmSpec:
@@ -253,6 +282,14 @@ def register(spec: AlgorithmSpec) -> AlgorithmSpec:
     return spec
 
 
+def register_variant(spec: AlgorithmSpec) -> None:
+    """Registers the class that computes an algorithm in another way, under options of its own.
+
+    It is found by its class, and not by a name: that is the algorithm's.
+    """
+    _VARIANTS[spec.optimizer] = spec
+
+
 def algorithms() -> tuple[AlgorithmSpec, ...]:
     """Returns the specs of all registered algorithms, by name."""
     return tuple(sorted(dict.fromkeys(_SPECS.values()), key=lambda spec: spec.name))
@@ -261,7 +298,7 @@ def algorithms() -> tuple[AlgorithmSpec, ...]:
 def find_spec(optimizer: type[Optimizer]) -> AlgorithmSpec | None:
     """Finds the spec of a class, or of the registered base whose `step` it inherits; None if there is neither."""
     for base in optimizer.__mro__:
-        spec = _SPECS.get(base)
+        spec = _SPECS.get(base) or _VARIANTS.get(base)
         if spec is not None:
             return spec if step_without_hooks(optimizer) is step_without_hooks(base) else None
     return None

@@ -3,11 +3,17 @@
 The function that builds one by algorithm and pattern is `shardopt.keyed`; here `keyed` is the module.
 """
 
+from shardopt.algorithms.blocked.shampoo import Shampoo
+from shardopt.algorithms.blocked.soap import SOAP
+from shardopt.algorithms.elementwise.ademamix import AdEMAMix
+from shardopt.algorithms.elementwise.lion import Lion
+from shardopt.algorithms.elementwise.schedule_free import ScheduleFreeAdamW, ScheduleFreeSGD
 from shardopt.algorithms.row_wise.row_wise import RowWiseAdagrad, RowWiseAdam
 from shardopt.optim.averaging import EMA, SWA
 from shardopt.optim.backward import in_backward
 from shardopt.optim.batch_norm import update_bn
 from shardopt.optim.clipping import GradientClipping, GradientClippingOptimizer
+from shardopt.optim.decay_ramps import ramped_decay
 from shardopt.optim.fused import EmptyFusedOptimizer, FusedOptimizer, FusedOptimizerModule
 from shardopt.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper
 from shardopt.optim.scaler import GradScaler
@@ -16,7 +22,9 @@ from shardopt.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 __all__ = [
     "EMA",
+    "SOAP",
     "SWA",
+    "AdEMAMix",
     "CombinedOptimizer",
     "EmptyFusedOptimizer",
     "FusedOptimizer",
@@ -26,13 +34,18 @@ __all__ = [
     "GradientClippingOptimizer",
     "KeyedOptimizer",
     "KeyedOptimizerWrapper",
+    "Lion",
     "OptimizerWrapper",
     "ReduceLROnPlateau",
     "RowWiseAdagrad",
     "RowWiseAdam",
+    "ScheduleFreeAdamW",
+    "ScheduleFreeSGD",
+    "Shampoo",
     "WarmupOptimizer",
     "WarmupPolicy",
     "WarmupStage",
     "in_backward",
+    "ramped_decay",
     "update_bn",
 ]

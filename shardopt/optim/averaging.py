@@ -7,7 +7,8 @@
         evaluate(model)                          # with the averages; afterwards all is as it was
     checkpoint.save(url, {"model": model, "optimizer": opt, "ema": ema})
 
-Averages lie like their weights, shard by shard, so an update neither communicates nor waits for a device.
+Averages lie like their weights, shard by shard, so an update neither communicates nor waits for a device (but where
+averages are kept on another one).
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ N_AVERAGED = "n_averaged"
 _SCRATCH_BYTES = 64 << 20  # converted weights that an update holds at a time
 
 Pair = tuple[Tensor, Tensor]
+AvgFn = Callable[[Tensor, Tensor, Tensor], Tensor]
+MultiAvgFn = Callable[[list[Tensor], list[Tensor], Tensor], Any]
 
 
 class Averaging:
@@ -52,16 +55,35 @@ class Averaging:
         dtype: of the averages of real floating-point weights, torch.float32 for bf16 weights, in which small changes
             are lost; None for that of each weight.
         use_buffers: whether buffers are averaged as well, as far as they are floating-point.
+        device: where averages are kept, such as "cpu" for those of a model on a GPU: an update then waits for the
+            copies of the weights. None: beside each weight, also when that moves.
+        avg_fn: the formula, as torch's `AveragedModel` takes it: (average, weight, n_averaged) → new average, from the
+            second update on. Of sharded weights it is given local tensors, so that it has to be elementwise. It is
+            code, and not saved.
+        multi_avg_fn: the same for lists of averages, which it changes in place, and weights, of one device and dtype.
 
     Raises:
         LayoutError: a weight is sharded in a way that cannot be described, or has no memory yet.
-        StateError: the dtype is not a floating-point one, or the model is in FullyShardedDataParallel.
+        StateError: the dtype is not a floating-point one, both formulas are given, or the model is in
+            FullyShardedDataParallel.
     """
 
     _entry: ClassVar[str]
     """The name of an average in state, so that no kind is loaded as another."""
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype | None = None, use_buffers: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        dtype: torch.dtype | None = None,
+        use_buffers: bool = False,
+        *,
+        device: torch.device | str | int | None = None,
+        avg_fn: AvgFn | None = None,
+        multi_avg_fn: MultiAvgFn | None = None,
+    ) -> None:
+        if avg_fn is not None and multi_avg_fn is not None:
+            problem = Problem("avg_fn", "avg_fn and multi_avg_fn", "one formula", "leave one of them out")
+            raise StateError("averages cannot be made", [problem])
         if dtype is not None and not dtype.is_floating_point:
             problem = Problem("dtype", str(dtype), "a floating-point dtype", "pass torch.float32")
             raise StateError("averages cannot be made", [problem])
@@ -71,16 +93,38 @@ class Averaging:
             raise StateError("averages cannot be made", [problem])
         self._model = model
         self._use_buffers = use_buffers
+        self._device = None if device is None else torch.device(device)
+        self._avg_fn, self._multi_avg_fn = avg_fn, multi_avg_fn
         _reshard(model)
         self._params = _by_plain_name(model.named_parameters())
         refuse_flattened(self._params)
         for name, tensor in self._tensors().items():
             view_of(tensor, name)  # refuses a tensor that could not be saved
         self._averages = {
-            name: [_copied(local, dtype) for local in local_tensors(tensor)] for name, tensor in self._tensors().items()
+            name: [_copied(local, dtype, self._device) for local in local_tensors(tensor)]
+            for name, tensor in self._tensors().items()
         }
         self._n_averaged = torch.zeros((), dtype=torch.int64, device="cpu")
         self._own_values: dict[str, list[Tensor]] | None = None
+
+    @property
+    def module(self) -> nn.Module:
+        """The model whose weights are averaged."""
+        return self._model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the model's forward with the averages, without gradients; its own weights are back when this returns.
+
+        As `AveragedModel`'s, but that costs a swap and back: for more than one batch `with ema.swap():` is cheaper,
+        within which this is the model's forward alone. Every rank must call.
+
+        Raises:
+            StateError: as `swap`.
+        """
+        if self.swapped:
+            return self._model(*args, **kwargs)
+        with torch.no_grad(), self.swap():
+            return self._model(*args, **kwargs)
 
     @property
     def n_averaged(self) -> int:
@@ -93,25 +137,40 @@ class Averaging:
         return self._own_values is not None
 
     def update(self) -> None:
-        """Takes the model's weights of now into the averages. No device is waited for.
+        """Takes the model's weights of now into the averages. No device is waited for, if averages are on the weights'.
 
-        Where averages have another dtype than weights, up to 64 MiB (or one weight) are converted at a time.
+        Where averages have another dtype or device than weights, up to 64 MiB (or one weight) are converted at a time.
 
         Raises:
-            StateError: the averages stand in the model, or a weight was sharded in another way since; nothing was
-                changed.
+            StateError: the averages stand in the model, a weight was sharded in another way since, or a decay is out
+                of its range; nothing was changed.
         """
         self._refuse_swapped("averages cannot be updated")
         n = self.n_averaged
+        own = self._avg_fn is None and self._multi_avg_fn is None
+        step_size = self._step_size(n) if n and own else 1.0
         with torch.no_grad():
             for averages, weights in _buckets(list(self._pairs())):
                 if n == 0 or not _is_inexact(averages[0].dtype):
                     torch._foreach_copy_(averages, weights)
                 else:
-                    # torch's formulas take the step towards the weights as one weight for all: a lerp.
-                    dtype = averages[0].dtype
-                    torch._foreach_lerp_(averages, [weight.to(dtype) for weight in weights], self._step_size(n))
+                    device, dtype = averages[0].device, averages[0].dtype
+                    converted = [weight.detach().to(device, dtype) for weight in weights]
+                    if own:
+                        # torch's formulas take the step towards the weights as one weight for all: a lerp.
+                        torch._foreach_lerp_(averages, converted, step_size)
+                    else:
+                        self._apply(averages, converted)
         self._n_averaged += 1
+
+    def _apply(self, averages: list[Tensor], weights: list[Tensor]) -> None:
+        """Updates averages by the user's formula."""
+        if self._multi_avg_fn is not None:
+            self._multi_avg_fn(averages, weights, self._n_averaged.clone())
+            return
+        assert self._avg_fn is not None
+        for average, weight in zip(averages, weights, strict=True):
+            average.copy_(self._avg_fn(average, weight, self._n_averaged.clone()))
 
     def attach(self, optimizer: Optimizer) -> Callable[[], None]:
         """Updates after each step of `optimizer`, and lets it refuse to step while the averages stand in the model.
@@ -236,7 +295,7 @@ class Averaging:
             weights = local_tensors(tensors[name]) if name in tensors else ()
             _refuse_other_shapes(name, weights, averages, "when the averages were made")
             for i, local in enumerate(weights):
-                if averages[i].device != local.device:
+                if self._device is None and averages[i].device != local.device:
                     averages[i] = averages[i].to(local.device)
                 yield averages[i], local
 
@@ -283,26 +342,41 @@ class EMA(Averaging):
 
     Args:
         model: as for `Averaging`.
-        decay: in [0, 1].
-        dtype, use_buffers: as for `Averaging`.
+        decay: in [0, 1]; or a function of the number of updates so far (1 or more) that gives it, such as
+            `ramped_decay`. 0.999 where neither it nor a formula is given.
+        dtype, use_buffers, device, avg_fn, multi_avg_fn: as for `Averaging`. A formula takes the place of the decay.
 
     Raises:
-        LayoutError, StateError: as for `Averaging`; the decay is not in [0, 1].
+        LayoutError, StateError: as for `Averaging`; the decay is not in [0, 1], or given beside a formula.
     """
 
     _entry = "ema"
 
     def __init__(
-        self, model: nn.Module, decay: float = 0.999, dtype: torch.dtype | None = None, use_buffers: bool = False
+        self,
+        model: nn.Module,
+        decay: float | Callable[[int], float] | None = None,
+        dtype: torch.dtype | None = None,
+        use_buffers: bool = False,
+        *,
+        device: torch.device | str | int | None = None,
+        avg_fn: AvgFn | None = None,
+        multi_avg_fn: MultiAvgFn | None = None,
     ) -> None:
-        if not isinstance(decay, int | float) or not 0 <= decay <= 1:
-            problem = Problem("decay", repr(decay), "a number in [0, 1]", "pass 0.999 or the like")
+        if decay is not None and (avg_fn or multi_avg_fn) is not None:
+            problem = Problem("decay", "a decay and a formula", "one of them", "leave the decay out")
             raise StateError("averages cannot be made", [problem])
-        super().__init__(model, dtype, use_buffers)
-        self.decay = decay
+        self.decay = 0.999 if decay is None else decay
+        if not callable(self.decay):
+            _refuse_bad_decay(self.decay, "averages cannot be made")
+        super().__init__(model, dtype, use_buffers, device=device, avg_fn=avg_fn, multi_avg_fn=multi_avg_fn)
 
     def _step_size(self, n: int) -> float:
-        return 1 - self.decay
+        decay = self.decay
+        if callable(decay):
+            decay = decay(n)
+            _refuse_bad_decay(decay, "averages cannot be updated")
+        return 1 - decay
 
 
 class SWA(Averaging):
@@ -352,9 +426,15 @@ def _by_plain_name(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     return {name.removeprefix(before): tensor for name, tensor in by_name.items()}
 
 
-def _copied(local: Tensor, dtype: torch.dtype | None) -> Tensor:
+def _copied(local: Tensor, dtype: torch.dtype | None, device: torch.device | None) -> Tensor:
     wanted = dtype if dtype is not None and local.is_floating_point() else local.dtype
-    return local.detach().to(dtype=wanted, copy=True)
+    return local.detach().to(device=device or local.device, dtype=wanted, copy=True)
+
+
+def _refuse_bad_decay(decay: Any, doing: str) -> None:
+    if not isinstance(decay, int | float) or not 0 <= decay <= 1:
+        problem = Problem("decay", repr(decay), "a number in [0, 1]", "pass 0.999 or the like")
+        raise StateError(doing, [problem])
 
 
 def _refuse_other_shapes(name: str, tensors: Sequence[Tensor], before: Sequence[Tensor], when: str) -> None:
@@ -374,14 +454,14 @@ def _buckets(pairs: Iterable[Pair]) -> Iterator[tuple[list[Tensor], list[Tensor]
 
     Where weights have to be converted a bucket ends at `_SCRATCH_BYTES` of them, or with the weight that exceeds it.
     """
-    buckets: dict[tuple[torch.device, torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+    buckets: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
     scratch_bytes = 0
     for average, weight in pairs:
-        key = average.device, average.dtype, weight.dtype
+        key = average.device, average.dtype, weight.device, weight.dtype
         averages, weights = buckets.setdefault(key, ([], []))
         averages.append(average)
         weights.append(weight)
-        if average.dtype != weight.dtype:
+        if (average.device, average.dtype) != (weight.device, weight.dtype):
             scratch_bytes += average.numel() * average.element_size()
             if scratch_bytes > _SCRATCH_BYTES:
                 yield buckets.pop(key)

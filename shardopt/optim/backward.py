@@ -112,6 +112,7 @@ class InBackwardOptimizer(KeyedOptimizerWrapper, FusedOptimizer):
     def __init__(self, params: Mapping[str, Tensor], optim_factory: Callable[[list[Tensor]], Optimizer]) -> None:
         super().__init__(params, optim_factory)
         _refuse(params, self.param_groups)
+        _refuse_waiting(self._local.waiting_for_others())
         self._forget()
 
     def start(self) -> None:
@@ -178,6 +179,7 @@ class InBackwardOptimizer(KeyedOptimizerWrapper, FusedOptimizer):
         if self._handles:
             _refuse_updated(names)
         super()._add_group(names, options)
+        _refuse_waiting(self._local.waiting_for_others())
         if self._handles:
             self._handles += map(self._listen, names)
 
@@ -265,6 +267,16 @@ def _refuse(params: Mapping[str, Tensor], groups: Collection[Mapping[str, Any]])
     ]
     if problems:
         raise StateError("backward does not tell when the gradients of these parameters are complete", problems)
+
+
+def _refuse_waiting(names: Collection[str]) -> None:
+    remedy = "cut it along its first dimension alone, give it to a group with state_dtype=None, or step after backward"
+    problems = [
+        Problem(name, "8-bit state whose blocks lie on several ranks", "scales that need no other rank", remedy)
+        for name in names
+    ]
+    if problems:
+        raise AlgorithmError("ranks cannot agree on scales within backward", problems)
 
 
 def _keep_for_this_stream(gradient: Tensor) -> None:

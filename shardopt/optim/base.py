@@ -215,6 +215,24 @@ class KeyedOptimizer(RelatedOptimizer):
             raise StateError("an option is not known", [problem])
         self._keep_options({*names, *(f"initial_{name}" for name in names)})
 
+    def train(self, mode: bool = True) -> None:
+        """Puts the weights to train into the model, or without `mode` their averages, to evaluate and to ship.
+
+        Of algorithms with weights of two kinds (Schedule-Free); of others it does nothing, so that a loop may always
+        call it. Local; every rank has to call. While averages are in the model steps are refused, in any wrapper. The
+        mode is saved with the groups, and a load takes it from there: so model and optimizer are to be loaded together.
+        Unsharded parameters that a forward of `fully_shard` has left are freed.
+        """
+
+    def eval(self) -> None:
+        """Puts averages of the weights into the model, as `train(False)`."""
+        self.train(False)
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether averages are in the model in place of the weights to train."""
+        return False
+
     @property
     def group(self) -> Group | None:
         """The ranks that train these parameters, as given to `keyed`; None is the whole job."""

@@ -95,6 +95,14 @@ class ByPosition(Optimizer):
         """Takes one step of the keyed optimizer, whose hooks run; returns the closure's loss."""
         return self._optimizer.step(closure)
 
+    def train(self, mode: bool = True) -> None:
+        """Calls the keyed optimizer's."""
+        self._optimizer.train(mode)
+
+    def eval(self) -> None:
+        """Calls the keyed optimizer's."""
+        self._optimizer.eval()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops or zeroes the gradients of the keyed optimizer."""
         self._optimizer.zero_grad(set_to_none)

@@ -66,6 +66,8 @@ class GradientClippingOptimizer(OptimizerWrapper):
         norm_type: p, more than 0; `inf` or "inf" is the largest absolute value of all elements.
         enable_global_grad_clip: makes no difference. The norm is always that of the whole job.
         param_to_pgs: makes no difference. The holders follow from each tensor's own layout.
+        track_grad_norm: whether the norm is also measured in each step where NORM is not asked for, for
+            `last_total_grad_norm`: then these steps are collective as well.
         error_if_nonfinite: whether a norm that is infinite or NaN is an error, and no step is taken. It has to wait
             for the norm in every step. Otherwise gradients become zero or NaN, as torch's do.
         group: the ranks over which the norm is taken: a process group, or a device mesh. None is the `group` of the
@@ -73,8 +75,8 @@ class GradientClippingOptimizer(OptimizerWrapper):
 
     Raises:
         StateError: an argument out of range, a `max_gradient` without `clipping`, or an optimizer without names; or
-            gradients are to be clipped, and the optimizer or a child of it updates in backward, so that they are gone
-            before they could be.
+            gradients are to be clipped or measured, and the optimizer or a child of it updates in backward, so that
+            they are gone before they could be.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
         norm_type: float | str = 2.0,
         enable_global_grad_clip: bool = False,
         param_to_pgs: Mapping[Any, Sequence[ProcessGroup]] | None = None,
+        track_grad_norm: bool = False,
         error_if_nonfinite: bool = False,
         group: Group | None = None,
     ) -> None:
@@ -94,17 +97,37 @@ class GradientClippingOptimizer(OptimizerWrapper):
         self._max_gradient = float(max_gradient)
         self._norm = GradientNorm(float(norm_type), SharedGroup(optimizer.group if group is None else group))
         self._error_if_nonfinite = error_if_nonfinite
+        self._track_grad_norm = track_grad_norm
         self._total_norm: Tensor | None = None
-        if self._clipping is not GradientClipping.NONE:
+        if self._clipping is not GradientClipping.NONE or track_grad_norm:
             self._refuse_updates_in_backward()
 
     @property
     def total_norm(self) -> Tensor | None:
-        """The norm of the gradients before they were last clipped; None before that, and where NORM is not asked for.
+        """The norm of the gradients before they were last clipped; None before that, and where it is not measured: with
+        VALUE and NONE it is only under `track_grad_norm`.
 
         fp64, without dimensions, equal on all ranks, on the device that ranks communicate on. To read it waits for it.
         """
         return self._total_norm
+
+    @property
+    def last_total_grad_norm(self) -> Tensor | None:
+        """`total_norm`, under torchrec's name."""
+        return self._total_norm
+
+    def compute_total_grad_norm(self) -> tuple[Tensor, list[Tensor]]:
+        """Measures the norm of the gradients that are there now, and changes nothing. Collective.
+
+        Returns:
+            The norm, as `total_norm`, and all local gradients, live.
+
+        Raises:
+            StateError, GradientError, LayoutError, RankError: as `clip_grad_norm_`.
+        """
+        self._refuse_updates_in_backward()
+        measured = self._norm.measure(self._parameters(), self._names_of_parameters)
+        return measured.total, list(chain.from_iterable(measured.kinds))
 
     def clip_grad_norm_(self) -> Tensor:
         """Clips the norm of the gradients that are there now, as NORM does before a step. Collective.
@@ -130,7 +153,10 @@ class GradientClippingOptimizer(OptimizerWrapper):
     def _before_step(self) -> None:
         if self._clipping is GradientClipping.NORM:
             self.clip_grad_norm_()
-        elif self._clipping is GradientClipping.VALUE:
+            return
+        if self._track_grad_norm:
+            self._total_norm, _ = self.compute_total_grad_norm()
+        if self._clipping is GradientClipping.VALUE:
             gradients = chain.from_iterable(writable_gradients(name, parameter) for name, parameter in self._named())
             with torch.no_grad():
                 clamp(alike(gradient for gradient in gradients if gradient is not None), self._max_gradient)

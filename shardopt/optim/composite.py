@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from shardopt.algorithms.elementwise.schedule_free import refusal_to_step
 from shardopt.errors import AlgorithmError, Problem, StateError
 from shardopt.optim.base import KeyedOptimizer
 from shardopt.optim.related import RelatedOptimizer
@@ -49,6 +50,7 @@ class CompositeOptimizer(KeyedOptimizer):
 
         Raises:
             AlgorithmError: a child has to evaluate the model itself, several times (LBFGS); nothing was changed.
+            StateError: averages are in the model (`eval`); nothing was changed.
         """
         if self._needs_closure:
             remedy = "call step of LBFGS itself; being part of another serves for saving and loading alone"
@@ -56,6 +58,8 @@ class CompositeOptimizer(KeyedOptimizer):
                 type(self).__name__, "LBFGS among its children", "algorithms that step on gradients", remedy
             )
             raise AlgorithmError("the closure is evaluated once for all", [problem])
+        if self.evaluating:
+            raise refusal_to_step(type(self).__name__)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -79,6 +83,16 @@ class CompositeOptimizer(KeyedOptimizer):
         """Drops or zeroes the gradients of every child."""
         for child in self._children:
             child.zero_grad(set_to_none)
+
+    def train(self, mode: bool = True) -> None:
+        """Calls that of every child."""
+        for child in self._children:
+            child.train(mode)
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether any child is."""
+        return any(child.evaluating for child in self._children)
 
     def post_load_state_dict(self) -> None:
         """Called after state was loaded; every child's."""

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 import torch
 from torch.optim import Optimizer
 
+from shardopt.algorithms.low_precision.optimizer import low_precision
+from shardopt.algorithms.low_precision.options import as_texts, asks_for_less
 from shardopt.algorithms.registry import spec_of
 from shardopt.errors import StateError
 from shardopt.optim.base import KeyedOptimizer
@@ -59,9 +61,13 @@ def keyed(
         tied: name → the name that stands for it, of parameters that are tied and may be so on different ranks only:
             `{"output.weight": "embed.weight"}`. This optimizer has them under the second name: a norm counts them once,
             and they have one state. To make their gradients equal before the step is the training loop's part.
-        defaults: options of `algorithm`. Where neither `foreach` nor `fused` is among them, each step takes the
-            fastest implementation that computes what the for-loop computes: on the CPU the fused one of Adam, AdamW,
-            Adagrad and SGD (but SGD's not in bfloat16, and none in float16), elsewhere what torch takes by itself.
+        defaults: options of `algorithm`; and of an elementwise one, here or in a group, how it stores:
+            `state_dtype` (torch.bfloat16, or torch.uint8 for 8-bit codes; default: as what is stepped), `master_dtype`
+            (torch.float32: bf16 and fp16 parameters get a master) and `rounding` ("nearest", or "stochastic"). Its step
+            is then computed in fp32, in chunks; see docs/low-memory.md. Where neither `foreach` nor `fused` is asked
+            for, and none of these, each step takes the fastest implementation that computes what the for-loop computes:
+            on the CPU the fused one of Adam, AdamW, Adagrad and SGD (but SGD's not in bfloat16, and none in float16),
+            elsewhere what torch takes by itself.
 
     Returns:
         A KeyedOptimizerWrapper, or where there are several algorithms a CombinedOptimizer of one for each, in which
@@ -90,37 +96,43 @@ def build(
     tied: Tied | None = None,
 ) -> list[Wrapper]:
     """Builds one optimizer of the class `wrapper` for each algorithm; arguments as of `keyed`."""
-    main = _class_of(algorithm)
+    defaults, given = as_texts(defaults), [as_texts(each) if isinstance(each, Mapping) else each for each in groups]
+    own = [each for each in given if isinstance(each, Mapping) and "algorithm" not in each]
+    main = _class_of(algorithm, any(map(asks_for_less, (defaults, *own))))
     refuse_bad_options(main, defaults, "defaults")
     groups_of: dict[Any, list[Grouped]] = {}
     places: dict[Any, list[int]] = {}
     shared_group = SharedGroup(group)
     is_alone = shared_group.ranks.size == 1
     params = named(named_params, alone=is_alone, tied=tied)
-    grouped, patterns = by_pattern(params, groups), patterns_of(groups)
-    unmatched = unmatched_patterns(params, groups)
+    grouped, patterns = by_pattern(params, given), patterns_of(given)
+    unmatched = unmatched_patterns(params, given)
     if unmatched and is_alone:  # of several, another may have what it matches
         raise StateError("a pattern matches no parameter", unmatched)
     for position, (options, matched) in enumerate(grouped):
         members = NamedParameters(matched)
         members.dropped, members.tied = params.dropped, params.tied
-        optimizer = _class_of(options.pop("algorithm", main))
+        named_here = options.pop("algorithm", None)
+        optimizer = main if named_here is None else _class_of(named_here, asks_for_less(options))
         refuse_bad_options(optimizer, options, f"groups[{position}]")
         # torch holds only defaults against their ranges; this lets it look at the options of each group too.
         optimizer([torch.zeros(1, 1, device="cpu")], **{**(defaults if optimizer is main else {}), **options})
         groups_of.setdefault(optimizer, []).append((options, members))
         places.setdefault(optimizer, []).append(position)
     built: list[Wrapper] = []
-    for optimizer, own in groups_of.items():
-        made = _build(wrapper, optimizer, own, defaults if optimizer is main else {})
+    for optimizer, grouped_own in groups_of.items():
+        made = _build(wrapper, optimizer, grouped_own, defaults if optimizer is main else {})
         made.work_with(shared_group)
         made.note_patterns(Places(patterns, tuple(places[optimizer])), () if built else unmatched)
         built.append(made)
     return built
 
 
-def _class_of(algorithm: Any) -> Any:
+def _class_of(algorithm: Any, less: bool = False) -> Any:
+    """Returns the class of an algorithm; `less`: the one that stores parameters and state as its options say."""
     spec = spec_of(algorithm)
+    if less:
+        return low_precision(spec).optimizer
     return spec.optimizer if isinstance(algorithm, str) or algorithm is spec.stands_for else algorithm
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shardopt.algorithms.low_precision.options import as_texts
 from shardopt.optim.base import KeyedOptimizer
 from shardopt.optim.local.local_step import LocalOptimizer
 from shardopt.optim.local.state_view import LocalState
@@ -104,13 +105,23 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
             AlgorithmError: a group names `fused=True`, and torch's fused implementation for the CPU would be wrong: a
                 parameter, its gradient and its state do not lie alike in memory, or SGD is to step in 16 bits. Nothing
                 was changed.
-            StateError: a parameter was sharded in another way since the optimizer was built.
+            StateError: a parameter was sharded in another way since the optimizer was built; or averages are in the
+                model (`eval`).
         """
         return self._local.step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops or zeroes gradients, as torch does; of ShardedTensor parameters those of their local shards."""
         self._local.zero_grad(set_to_none)
+
+    def train(self, mode: bool = True) -> None:
+        """Puts the weights to train into the model, or their averages; see `KeyedOptimizer.train`."""
+        self._local.train(mode)
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether averages are in the model in place of the weights to train."""
+        return self._local.evaluating
 
     def work_with(self, group: SharedGroup) -> None:
         """From now on takes these for the ranks that train the parameters; an algorithm that asks does, too."""
@@ -162,6 +173,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
         return {name for name, key in key_of.items() if key in initial}
 
     def _add_group(self, names: Mapping[Tensor, str], options: Mapping[str, Any]) -> None:
+        options = as_texts(options)
         besides = {name for group in self.param_groups for name in group}  # schedules and the like have added some
         refuse_bad_options(type(self._local.optimizer), options, "param_group", besides)
         self._local.add_group(names, options)

@@ -164,6 +164,17 @@ class Ranks:
             dist.all_reduce(numbers, group=group)
         return numbers
 
+    def all_reduce_max(self, numbers: Tensor) -> Tensor:
+        """Takes the largest of each number over the ranks, in place. Collective: one all-reduce.
+
+        Args:
+            numbers: on `device`, of the same shape and dtype on every rank; none may be NaN, which has no order.
+        """
+        group = self._process_group()
+        if group is not None:
+            dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
+        return numbers
+
     def all_to_all(self, sent: Tensor, sent_counts: Sequence[int], got_counts: Sequence[int]) -> Exchange:
         """Sends a section of a vector to each of the ranks, and receives theirs. Collective: one all-to-all.
 

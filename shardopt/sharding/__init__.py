@@ -7,7 +7,8 @@ here changes. One that torch brings gets a file of its own, as `dtensor`, `shard
     view.py        view_of, local_tensors, assemble, local_like, empty_local_tensor     boxes, memory, the way back
                    is_held, is_on_all_ranks, tells_of_others, members_of, groups_of     on which ranks it is
     gradients.py   local_gradients, GradientReader, takes_gradient, zero_gradients, requires_gradient
-    reduced.py     shard_groups_of, is_first_of, sum_memory, local_views, sum_like, stack_like
+    reduced.py     shard_groups_of, is_first_of, sum_memory, local_views, sum_like, stack_like,
+                   blocks_like
                    a dimension less or more: asked only by algorithms that reduce, never of registered kinds
 """
 

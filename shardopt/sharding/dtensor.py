@@ -183,6 +183,15 @@ def dtensor_sum_like(tensor: DTensor, dims: Collection[int], local: Tensor) -> D
     return _dtensor_around(local, spec, placements, order, with_ones(tensor.shape, dims))
 
 
+def dtensor_blocks_like(tensor: DTensor, count: int, local: Tensor) -> DTensor:
+    """Wraps a local tensor in a DTensor of `count` numbers for each index of another's first dimension."""
+    spec: Any = tensor._spec
+    others = range(1, tensor.ndim)
+    placements = tuple(Replicate() if _splits(each, tensor.ndim, others) else each for each in spec.placements)
+    order = spec.shard_order and tuple(entry for entry in spec.shard_order if entry.tensor_dim == 0)
+    return _dtensor_around(local, spec, placements, order, (tensor.shape[0], count))
+
+
 def dtensor_stack_like(tensor: DTensor, count: int, local: Tensor) -> DTensor:
     """Wraps a local tensor in a DTensor placed as `count` tensors like another, stacked along a new first dimension."""
     if tensor.device_mesh.get_coordinate() is None:

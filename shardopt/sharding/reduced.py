@@ -1,6 +1,7 @@
 """Reduced and stacked tensors: placed as a sharded tensor that they belong to, with a dimension less or more.
 
-Less: sums over some dimensions, and the ranks that share them. More: several tensors like it in a stack.
+Less: sums over some dimensions, and the ranks that share them; or some numbers for each index of the first. More:
+several tensors like it in a stack.
 
 A sum over dimension d is complete on a rank unless the tensor is cut along d. Where it is, each rank of a process group
 has a summand, and all of them need the sum. So the sum lies like the tensor along its other dimensions, and is the same
@@ -31,8 +32,15 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardopt.sharding.box import with_ones
-from shardopt.sharding.dtensor import dtensor_stack_like, dtensor_sum_like
-from shardopt.sharding.sharded_tensor import cut_dims, holders_of, sharded_stack_like, sharded_sum_like, window_of
+from shardopt.sharding.dtensor import dtensor_blocks_like, dtensor_stack_like, dtensor_sum_like
+from shardopt.sharding.sharded_tensor import (
+    cut_dims,
+    holders_of,
+    sharded_blocks_like,
+    sharded_stack_like,
+    sharded_sum_like,
+    window_of,
+)
 from shardopt.sharding.view import empty_local_tensor, local_like, local_tensors, tells_of_others
 
 
@@ -143,6 +151,28 @@ def stack_like(tensor: Tensor, count: int) -> Tensor:
     if not isinstance(tensor, DTensor):
         return made[0]
     return dtensor_stack_like(tensor, count, made[0])
+
+
+def blocks_like(tensor: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    """Makes zeros for `count` numbers of each index of a tensor's first dimension, [N, count].
+
+    They are placed as the tensor along the first dimension, and whole on all ranks that share an index. Local, no
+    collective.
+
+    Args:
+        tensor: of at least two dimensions.
+        count: at least 1.
+        dtype: of the result.
+    """
+    dims = range(1, len(tensor.metadata().size) if isinstance(tensor, ShardedTensor) else tensor.ndim)
+    if isinstance(tensor, ShardedTensor) and _is_plain(tensor.metadata(), dims):
+        return torch.zeros(tensor.metadata().size[0], count, dtype=dtype, device=empty_local_tensor(tensor).device)
+    if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None:
+        return dtensor_blocks_like(tensor, count, torch.zeros(0, dtype=dtype, device=tensor.device))
+    made = [torch.zeros(each.shape[0], count, dtype=dtype, device=each.device) for each in local_tensors(tensor)]
+    if isinstance(tensor, ShardedTensor):
+        return sharded_blocks_like(tensor, count, made, dtype)
+    return dtensor_blocks_like(tensor, count, made[0]) if isinstance(tensor, DTensor) else made[0]
 
 
 def _is_plain(metadata: ShardedTensorMetadata, dims: Collection[int]) -> bool:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata
+from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
 from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
 from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec, ShardingSpec
 from torch.distributed._shard.sharding_spec.chunk_sharding_spec import ChunkShardingSpec
@@ -105,6 +105,38 @@ def sharded_tensor_of(
         here: the metadata of this rank's shards.
         tensors: this rank's shards, in the order of `here`.
     """
+    return _made(spec, metadata, here, tensors, like._process_group)
+
+
+def sharded_tensor_at(
+    shape: Sequence[int], placed: Sequence[tuple[Box, int]], tensors: Sequence[Tensor], like: Tensor
+) -> ShardedTensor:
+    """Makes a ShardedTensor over the ranks of the job, each of whose shards lies on a rank of its own choice.
+
+    Local: no collective. The job has to have a process group.
+
+    Args:
+        shape: of the whole.
+        placed: the box of each shard, and the rank of the job that holds it; the same on every rank.
+        tensors: this rank's shards, in that order.
+        like: a tensor of their dtype, on the kind of device that they are on.
+    """
+    kind = like.device.type
+    shards = [ShardMetadata([*box.offsets], [*box.sizes], f"rank:{rank}/{kind}") for box, rank in placed]
+    properties = TensorProperties(dtype=like.dtype, layout=torch.strided, requires_grad=False)
+    metadata = ShardedTensorMetadata(shards, torch.Size(shape), properties)
+    rank = dist.get_rank()
+    here = [shard for shard, (_, holder) in zip(shards, placed, strict=True) if holder == rank]
+    return _made(EnumerableShardingSpec(shards), metadata, here, tensors, dist.group.WORLD)
+
+
+def _made(
+    spec: ShardingSpec,
+    metadata: ShardedTensorMetadata,
+    here: Sequence[ShardMetadata],
+    tensors: Sequence[Tensor],
+    group: dist.ProcessGroup | None,
+) -> ShardedTensor:
     # torch's own constructor from local shards refuses the empty chunks past the end that its ChunkShardingSpec makes.
     made: ShardedTensor = ShardedTensor.__new__(
         ShardedTensor,
@@ -117,7 +149,7 @@ def sharded_tensor_of(
     )
     made._metadata = metadata
     # torch leaves this untyped; it sets the process group and the (empty) remote shards.
-    made._prepare_init(process_group=like._process_group, init_rrefs=False)  # type: ignore[no-untyped-call]
+    made._prepare_init(process_group=group, init_rrefs=False)  # type: ignore[no-untyped-call]
     made._local_shards = [LocalShard(local, shard) for local, shard in zip(tensors, here, strict=True)]
     return made
 
@@ -142,6 +174,18 @@ def sharded_stack_like(tensor: ShardedTensor, count: int, memory: Sequence[Tenso
 
     dtype = tensor.metadata().tensor_properties.dtype
     return _resharded(tensor, stacked, (count, *tensor.metadata().size), memory, added_dims=1, dtype=dtype)
+
+
+def sharded_blocks_like(
+    tensor: ShardedTensor, count: int, memory: Sequence[Tensor], dtype: torch.dtype
+) -> ShardedTensor:
+    """Makes a ShardedTensor of `count` numbers for each index of the first dimension, along which alone it is cut."""
+
+    def blocks(shard: ShardMetadata) -> ShardMetadata:
+        offsets, sizes = [shard.shard_offsets[0], 0], [shard.shard_sizes[0], count]
+        return dataclasses.replace(shard, shard_offsets=offsets, shard_sizes=sizes)
+
+    return _resharded(tensor, blocks, (tensor.metadata().size[0], count), memory, added_dims=0, dtype=dtype)
 
 
 def _resharded(

@@ -16,7 +16,7 @@ import shardopt
 from shardopt.algorithms import algorithms, spec_of
 from shardopt.errors import AlgorithmError
 from shardopt.sharding.view import local_tensors
-from tests.support.cases import ELEMENTWISE
+from tests.support.cases import ELEMENTWISE, plain_class
 from tests.support.fake_rank import fake_rank
 
 SHAPE, IMAGES = (18, 12), (2, 6, 5, 4)  # of images the second dimension are channels
@@ -102,7 +102,7 @@ class Twins:
         self.whole = torch.nn.Parameter(self.whole.double().contiguous())
         self.parameter = torch.nn.Parameter(self.local if mesh is None else self.sharded(self.local))
         self.local = local_tensors(self.parameter)[0]
-        kind = getattr(torch.optim, name)
+        kind = plain_class(name)
         loop = {"lr": 0.05, "foreach": how == "foreach", **options}
         self.torchs, self.oracle = kind([self.twin], **loop), kind([self.whole], **{**loop, "foreach": False})
         named = {"foreach": {"foreach": True}, "fused": {"fused": True}, "default": {}}[how]
@@ -270,7 +270,7 @@ def test_updates_in_backward(name, sharded, mesh):
         whole = DTensor.from_local(local_tensor, mesh, [Shard(0)], run_check=False) if sharded else local_tensor
         parameter = torch.nn.Parameter(whole)
         optimizer = shardopt.in_backward({"w": parameter}, name, **options)
-        torchs = getattr(torch.optim, name)([twin], **options, foreach=False)
+        torchs = plain_class(name)([twin], **options, foreach=False)
         for factor in numbers[1:]:
             (twin * factor).sum().backward()
             fits = name in FUSED and fused_is_right(twin, torchs.state.get(twin, {}))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing._internal.common_optimizers import optim_db
 
-from shardopt.algorithms import algorithms
+from shardopt.algorithms import algorithms, spec_of
 
 INFOS = {info.optim_cls.__name__: info for info in optim_db}
 # SparseAdam takes none of the gradients that the others are given; it is in tests/numerics/test_sparse.py.
@@ -12,13 +12,30 @@ ELEMENTWISE = [spec.name for spec in algorithms() if spec.elementwise and spec.t
 IMPLEMENTATIONS = {"for-loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 
 
+# Of algorithms that torch lacks.
+OWN_OPTIONS = {
+    "AdEMAMix": [("ramped", {"t_alpha_beta3": 4, "weight_decay": 0.1})],
+    "Lion": [("default", {}), ("decayed", {"lr": 0.01, "weight_decay": 0.1, "maximize": True})],
+    "ScheduleFreeAdamW": [("default", {}), ("warm", {"lr": 0.1, "warmup_steps": 3, "weight_decay": 0.1, "r": 1.0})],
+    "ScheduleFreeSGD": [("warm", {"lr": 0.1, "warmup_steps": 3, "weight_decay": 0.1, "r": 1.0})],
+}
+
+
 def option_sets(name):
+    if name in OWN_OPTIONS:
+        return OWN_OPTIONS[name]
     return [(inputs.desc, inputs.kwargs) for inputs in INFOS[name].optim_inputs_func(device="cpu")]
 
 
 def implementations(name):
     """Those that an algorithm has; the database leaves foreach out on the CPU, where it works."""
-    return [how for how in IMPLEMENTATIONS if how == "for-loop" or how in INFOS[name].supported_impls]
+    supported = INFOS[name].supported_impls if name in INFOS else ("foreach",)
+    return [how for how in IMPLEMENTATIONS if how == "for-loop" or how in supported]
+
+
+def plain_class(name):
+    """The class over plain tensors that an elementwise algorithm is held against: torch's, where it has one."""
+    return getattr(torch.optim, name, spec_of(name).optimizer)
 
 
 def case(name, desc, options, how):
@@ -43,6 +60,7 @@ EXTRA_CASES = [
     for name in ELEMENTWISE
     for desc, options in EXTRA_OPTIONS.items()
     for how in implementations(name)
+    if name in INFOS or desc == "tensor_rate"  # torch's own contract has the others, ours do not
 ]
 
 

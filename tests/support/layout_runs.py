@@ -18,6 +18,7 @@ from torch.nn import Parameter
 
 import shardopt
 from shardopt.sharding.view import local_tensors, view_of
+from tests.support.cases import plain_class
 from tests.support.fake_rank import shard
 
 STEPS = 8
@@ -145,8 +146,8 @@ class Run:
 
 
 def torch_run(algorithm: str, options: Options, names: Iterable[str], dtype: torch.dtype, laid_out: LaysOut) -> Run:
-    """torch's own optimizer over plain parameters: the whole ones, or boxes of them. Eight steps."""
-    make: Any = getattr(torch.optim, algorithm)
+    """The plain optimizer over plain parameters: the whole ones, or boxes of them. Eight steps."""
+    make: Any = plain_class(algorithm)
     return Run(names, dtype, lambda parameters: make(parameters.values(), **options), laid_out).steps()
 
 

@@ -1,5 +1,7 @@
 """EMA and SWA in one process: torch's own averages bit for bit, swapped in and out, saved and loaded."""
 
+import copy
+
 import pytest
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -413,3 +415,87 @@ def test_the_statistics_of_the_averages_leave_with_them():
         shardopt.update_bn([batch(step) for step in range(3)], net)
         assert net[1].num_batches_tracked == 3
     assert_equal(values(net), own)
+
+
+def own_average(average, weight, n_averaged):
+    return average + (weight - average) / (n_averaged + 2)
+
+
+def own_averages(averages_, weights, n_averaged):
+    torch._foreach_lerp_(averages_, weights, 1 / (float(n_averaged) + 2))
+
+
+@pytest.mark.parametrize(
+    "formula", [{"avg_fn": own_average}, {"multi_avg_fn": own_averages}], ids=["avg_fn", "multi_avg_fn"]
+)
+@pytest.mark.parametrize("kind", [shardopt.EMA, shardopt.SWA])
+def test_a_formula_is_applied_as_torch_applies_it(kind, formula):
+    net = model()
+    theirs, ours = AveragedModel(net, **formula), kind(net, **formula, device="cpu")
+    optimizer = sgd(net)
+    ours.attach(optimizer)
+    train(net, optimizer, range(5), lambda: theirs.update_parameters(net))
+    actual = averages(ours)
+    for name, value in theirs.module.named_parameters():
+        assert torch.equal(actual[name], value), name
+    assert not torch.equal(actual["2.weight"], net[2].weight)
+    if kind is shardopt.EMA:
+        assert not torch.equal(shardopt.EMA(net)._averages["0.weight"][0], actual["0.weight"])
+
+
+def test_it_is_called_as_a_module_with_the_averages():
+    net = model()
+    ema, theirs = shardopt.EMA(net, 0.5), AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    optimizer = sgd(net)
+    ema.attach(optimizer)
+    train(net, optimizer, range(3), lambda: theirs.update_parameters(net))
+    net.eval()
+    theirs.eval()
+    theirs.module.load_state_dict({**theirs.module.state_dict(), **dict(net.named_buffers())})
+    before, own = values(net), net(batch(9))
+    assert torch.equal(ema(batch(9)), theirs(batch(9))) and not torch.equal(own, theirs(batch(9)))
+    assert not ema(batch(9)).requires_grad and ema.module is net
+    assert_equal(values(net), before)
+    with ema.swap():
+        assert torch.equal(ema(batch(9)), theirs(batch(9))) and ema.swapped
+    with pytest.raises(RuntimeError):
+        ema(torch.zeros(6, 4))  # the forward fails
+    assert_equal(values(net), before)
+
+
+def test_ramped_decays():
+    net = model()
+    decays = []
+
+    def told(n):
+        decays.append(shardopt.ramped_decay(0.3, inv_gamma=2.0, power=0.75)(n))
+        return decays[-1]
+
+    ema = shardopt.EMA(net, told)
+    wanted = None
+    for _ in range(4):
+        with torch.no_grad():
+            net[0].weight += 1
+        weight = net[0].weight.detach().clone()
+        wanted = weight if wanted is None else wanted.lerp(weight, 1 - told(ema.n_averaged))
+        ema.update()
+    assert torch.equal(averages(ema)["0.weight"], wanted)
+    assert decays[0] == pytest.approx(1 - 1.5**-0.75) and decays[-1] == 0.3 and decays == sorted(decays)
+    simple = shardopt.ramped_decay(0.5)
+    assert [simple(n) for n in (1, 2, 100)] == [2 / 11, 3 / 12, 0.5]
+    assert copy.deepcopy(simple) == simple
+    for bad in ({"decay": 2.0}, {"inv_gamma": 0.0}, {"power": -1.0}):
+        with pytest.raises(StateError, match=next(iter(bad))):
+            shardopt.ramped_decay(**bad)
+    wrong = shardopt.EMA(net, lambda n: 2.0)
+    wrong.update()
+    before = {name: value.clone() for name, value in averages(wrong).items()}
+    with pytest.raises(StateError, match="decay"):
+        wrong.update()
+    assert_equal(averages(wrong), before)
+
+
+def test_formulas_that_contradict():
+    for options in ({"avg_fn": own_average, "multi_avg_fn": own_averages}, {"decay": 0.9, "avg_fn": own_average}):
+        with pytest.raises(StateError, match="averages cannot be made"):
+            shardopt.EMA(model(), **options)

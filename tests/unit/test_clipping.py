@@ -386,3 +386,31 @@ def test_a_parameter_that_all_have_whole_is_told_by_the_first_and_by_the_others(
     assert of_first_count.tolist() == [[1.0, 1.0], [0.0, 0.0], [0.0, 0.0]]
     assert of_others.tolist() == [[0.0, 0.0], [2.0, 6.0], [2.0, 6.0]]
     assert of_others_count.tolist() == [[0.0, 0.0], [1.0, 1.0], [1.0, 1.0]]
+
+
+@pytest.mark.parametrize("clip", list(GradientClipping))
+def test_the_norm_is_tracked_without_being_clipped(clip):
+    params = parameters()
+    wanted = torch.linalg.vector_norm(torch.cat([param.grad.flatten() for param in params.values()]).double())
+    made = clipping(params, clip, track_grad_norm=True)
+    untracked = clipping(parameters(), clip)
+    assert made.last_total_grad_norm is None
+    norm, gradients = made.compute_total_grad_norm()
+    assert made.last_total_grad_norm is None and len(gradients) == sum(param.numel() > 0 for param in params.values())
+    before = {name: param.grad.clone() for name, param in params.items()}
+    for each in (made, untracked):
+        each._before_step()
+    torch.testing.assert_close(made.last_total_grad_norm, wanted)
+    torch.testing.assert_close(norm, wanted)
+    assert made.last_total_grad_norm is made.total_norm
+    assert (untracked.last_total_grad_norm is None) == (clip is not GradientClipping.NORM)
+    same = all(torch.equal(param.grad, before[name]) for name, param in params.items())
+    assert same == (clip is GradientClipping.NONE)
+
+
+def test_a_norm_that_backward_has_used_up_cannot_be_tracked():
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = shardopt.in_backward({"w": weight}, "sgd", lr=0.1)
+    with pytest.raises(StateError, match="cannot be clipped"):
+        GradientClippingOptimizer(optimizer, track_grad_norm=True)
+    optimizer.stop()

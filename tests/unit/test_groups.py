@@ -188,5 +188,5 @@ def test_all_names_of_a_tied_parameter_land_together():
 def test_algorithms_go_by_class_and_by_name():
     for algorithm in (torch.optim.RMSprop, "RMSprop", "rmsprop"):
         assert "KeyedOptimizerWrapper of RMSprop" in repr(shardopt.keyed(algorithm, parameters("w")))
-    with pytest.raises(AlgorithmError, match=r"adamm: .* required one of ASGD, Adadelta"):
+    with pytest.raises(AlgorithmError, match=r"adamm: .* required one of ASGD, AdEMAMix, Adadelta"):
         shardopt.keyed("adamm", parameters("w"))

@@ -98,6 +98,7 @@ def test_it_makes_what_torch_would_make_and_the_registry_says_so(name, options):
         initial = {
             AtFirstStep.GRADIENT: 0.0,
             AtFirstStep.LEARNING_RATE: group["lr"],
+            AtFirstStep.PARAMETER: 0.0,
         }
         for parameter in params.values():
             state = optimizer.state.get(parameter, {})

@@ -677,7 +677,7 @@ class OwnDefaults(torch.optim.Adam):
     pass
 
 
-class Lion(torch.optim.Optimizer):
+class Signum(torch.optim.Optimizer):
     """A stranger with one like-parameter state."""
 
     def __init__(self, params, lr=0.5):
@@ -707,24 +707,24 @@ def test_what_is_no_algorithm_at_all_is_refused_by_name(other):
 
 def test_a_stranger_is_refused_until_it_is_registered(monkeypatch):
     monkeypatch.setattr(registry, "_SPECS", dict(registry._SPECS))
-    for stranger in (Lion, OwnStep, "lion"):
-        with pytest.raises(AlgorithmError, match=r"one of ASGD, Adadelta, .*register"):
+    for stranger in (Signum, OwnStep, "signum"):
+        with pytest.raises(AlgorithmError, match=r"one of ASGD, AdEMAMix, .*register"):
             shardopt.keyed(stranger, parameters())
-    KeyedOptimizerWrapper(parameters(), Lion)  # plain parameters are stepped on by the optimizer itself
+    KeyedOptimizerWrapper(parameters(), Signum)  # plain parameters are stepped on by the optimizer itself
     shardopt.keyed(OwnDefaults, parameters())  # its step is Adam's
     with fake_rank(0, 2) as mesh:
         weight = torch.nn.Parameter(shard(torch.ones(4, 2), mesh, Shard(0)))
-        with pytest.raises(AlgorithmError, match="Lion: found an algorithm that is not registered"):
-            KeyedOptimizerWrapper({"w": weight}, Lion)
-        register(AlgorithmSpec(Lion, "lion", elementwise=True, state=(StateEntry("exp_avg", Kind.PARAMETER),)))
-        optimizer = shardopt.keyed("lion", {"w": weight})
+        with pytest.raises(AlgorithmError, match="Signum: found an algorithm that is not registered"):
+            KeyedOptimizerWrapper({"w": weight}, Signum)
+        register(AlgorithmSpec(Signum, "signum", elementwise=True, state=(StateEntry("exp_avg", Kind.PARAMETER),)))
+        optimizer = shardopt.keyed("signum", {"w": weight})
         optimizer.init_state()
         weight.grad = torch.ones_like(weight)
         optimizer.step()
         assert local_tensors(weight)[0].eq(0.5).all()
         assert optimizer.state[weight]["exp_avg"].placements == (Shard(0),)
         with pytest.raises(AlgorithmError, match="a class once"):
-            register(AlgorithmSpec(OwnStep, "Lion", elementwise=True))
+            register(AlgorithmSpec(OwnStep, "Signum", elementwise=True))
 
 
 def test_the_base_class_keys_what_it_is_given():

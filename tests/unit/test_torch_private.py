@@ -32,7 +32,7 @@ from shardopt.torch_private import (
 from tests.support.fake_rank import fake_rank
 
 WITH_INIT_GROUP = [
-    spec for spec in algorithms() if spec.steps_on is StepsOn.LOCAL_TENSORS and spec.name not in ("LBFGS", "SparseAdam")
+    spec for spec in algorithms() if spec.steps_on is StepsOn.LOCAL_TENSORS and hasattr(spec.optimizer, "_init_group")
 ]
 
 
@@ -50,7 +50,8 @@ def test_hooks_are_one_wrapper_around_step(spec):
         weight.grad = torch.ones(2, 2).to_sparse() if spec.name == "SparseAdam" else torch.ones(2, 2)
         return weight.sum()
 
-    step_without_hooks(type(optimizer))(optimizer, closure)
+    for _ in range(2):  # SOAP's first step only looks at the gradients
+        step_without_hooks(type(optimizer))(optimizer, closure)
     assert fired == []
     assert not torch.equal(weight.detach(), torch.ones(2, 2))
 

@@ -27,10 +27,13 @@ class Job:
     Args:
         layout: with the holders of each box.
         cost: in any unit that is the same for all.
+        owner: the rank that is to compute, a global number, where it keeps state for it; None: whichever suits. The
+            same for all matrices of a plan.
     """
 
     layout: Layout
     cost: int
+    owner: int | None = None
 
     @property
     def elements(self) -> int:
@@ -81,7 +84,10 @@ def plan(jobs: tuple[Job, ...], ranks: tuple[int, ...], rank: int, most_elements
         rank: one of them.
         most_elements: at which size of its matrices an owner puts the next one into a later round.
     """
-    owners = _owners([job.cost for job in jobs], len(ranks))
+    if any(job.owner is None for job in jobs):
+        owners = _owners([job.cost for job in jobs], len(ranks))
+    else:
+        owners = [ranks.index(job.owner) for job in jobs if job.owner is not None]
     rounds = _rounds([job.elements for job in jobs], owners, most_elements)
     return tuple(_round(jobs, [ranks[owner] for owner in owners], numbers, ranks, rank) for numbers in rounds)
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shardopt.algorithms.elementwise.schedule_free import TRAIN_MODE, ScheduleFree, is_evaluating, refusal_to_step
 from shardopt.algorithms.initial_state import initial_state, is_initial
 from shardopt.algorithms.registry import (
     AlgorithmSpec,
@@ -24,6 +25,7 @@ from shardopt.algorithms.registry import (
     MakesGlobalState,
     MakesState,
     StepsOn,
+    StoresNarrow,
     find_spec,
     unknown,
 )
@@ -38,7 +40,7 @@ from shardopt.optim.state_dict.groups import refuse_flattened, refuse_unfit_grou
 from shardopt.ranks import SharedGroup
 from shardopt.sharding.gradients import requires_gradient, zero_gradients
 from shardopt.sharding.view import empty_local_tensor, local_tensors
-from shardopt.torch_private import gathers_as_torch, step_without_hooks
+from shardopt.torch_private import free_unsharded_parameters, gathers_as_torch, step_without_hooks
 
 Group = dict[str, Any]
 
@@ -67,6 +69,7 @@ class LocalOptimizer:
         self._known: list[list[Tensor]] = []  # the parameters of each group, once they were looked at
         # With the group of each parameter, and its place there.
         self._alone: dict[Tensor, tuple[Group, int, GroupShards]] = {}
+        self._alone_in: dict[Tensor, Group] = {}
         bound = self._bind(names)
         self.optimizer = optim_factory(list(chain.from_iterable(bound.values())))
         # Without the one that torch gives every optimizer that was copied.
@@ -81,6 +84,11 @@ class LocalOptimizer:
             group["params"] = parameters_of(group["params"], owners, bound, names)
         self._drop_stand_ins(bound)
         self.hand_over_parameters(names)
+        # Asked once: the check of a protocol takes as long as the step of a small parameter.
+        self._narrow = self.optimizer if isinstance(self.optimizer, StoresNarrow) else None
+        if self._narrow is not None:
+            for group in self.groups:
+                self._narrow.refuse_parameters(group, {each: names[each] for each in group["params"]})
 
     @property
     def groups(self) -> list[Group]:
@@ -117,6 +125,8 @@ class LocalOptimizer:
         try:
             groups = [*self.groups, {**self.optimizer.defaults, **options}]
             refuse_unfit(self.optimizer, self.spec, names, self.shards.values(), groups)
+            if self._narrow is not None:
+                self._narrow.refuse_parameters(groups[-1], names)
             self.optimizer.add_param_group({**options, "params": list(chain.from_iterable(bound.values()))})
         except Exception:
             for parameter in names:
@@ -145,8 +155,33 @@ class LocalOptimizer:
         if self.spec is not None and self.spec.has_global_state:
             cast(MakesGlobalState, self.optimizer).shared_group = group
 
+    @property
+    def evaluating(self) -> bool:
+        """Whether the algorithm has put averages into the parameters, in which no step may be taken."""
+        return isinstance(self.optimizer, ScheduleFree) and is_evaluating(self.groups)
+
+    def train(self, mode: bool) -> None:
+        """Lets an algorithm with weights of two kinds put those to train into the parameters, or those to evaluate."""
+        if not isinstance(self.optimizer, ScheduleFree) or all(group[TRAIN_MODE] == mode for group in self.groups):
+            return
+        self._check_groups()
+        if self.shards:
+            free_unsharded_parameters()
+        before = [(group, group["params"]) for group in self.groups]
+        try:
+            for group, parameters in before:
+                for shards in filter(None, map(self.shards.get, parameters)):
+                    self._move_state(shards, group)
+                group["params"] = list(chain.from_iterable(map(self.local_tensors, parameters)))
+            self.optimizer.train(mode)
+        finally:
+            for group, parameters in before:
+                group["params"] = parameters
+
     def step(self, closure: Callable[[], Any] | None) -> Any:
         """Takes one step of the algorithm without hooks; returns the closure's loss."""
+        if self.evaluating:
+            raise refusal_to_step(type(self.optimizer).__name__)
         if self.spec is None or not self.spec.elementwise:
             self._check_groups()
             self.states.hand_over()
@@ -167,6 +202,14 @@ class LocalOptimizer:
 
         Only of an elementwise algorithm, which computes the same in a step on all parameters.
         """
+        if self._narrow is not None:
+            group_of = self._alone_in.get(parameter)
+            if group_of is None or all(group_of is not each for each in self.groups):
+                self._alone_in = self._group_of()
+                group_of = self._alone_in.get(parameter)
+            if group_of is not None:
+                self._narrow.step_alone(group_of, parameter)
+            return
         assert self.spec is not None and self.spec.elementwise
         group, place, shards = self._alone.get(parameter) or ({"params": ()}, 0, None)
         here = group["params"][place : place + 1]
@@ -335,11 +378,25 @@ class LocalOptimizer:
         state = self.state_of(parameter)
         if isinstance(state, ShardedState):
             state.share_scalars()
+        if self._narrow is not None:
+            self._narrow.state_loaded(parameter)
+
+    def waiting_for_others(self) -> list[str]:
+        """Returns the names of parameters whose step needs numbers of other ranks, as those of cut 8-bit state."""
+        if self._narrow is None:
+            return []
+        return [
+            self._names[parameter]
+            for group in self.groups
+            for parameter in group["params"]
+            if self._narrow.waits_for_others(group, parameter)
+        ]
 
     def state_changed(self) -> None:
         """Drops the caches of state from step to step: someone else than the inner optimizer changed it."""
         self._grouped.clear()
         self._alone.clear()
+        self._alone_in.clear()
 
     def _bind(self, names: Mapping[Tensor, str]) -> dict[Tensor, tuple[Tensor, ...]]:
         """Returns parameter → its local tensors; one without has an empty stand-in, by which its group is known."""

@@ -30,6 +30,7 @@ from shardopt.param_groups import (
     IMPLEMENTATION_OPTIONS,
     PARAM_GROUPS,
     PARAMS,
+    STORAGE_OPTIONS,
     UNTOUCHED,
     Groups,
     are_named,
@@ -210,7 +211,12 @@ def _plan_group(plan: LoadPlan, where: str, group: KeyedGroup, by_member: Mappin
         for algorithm in dict.fromkeys(stored[ALGORITHM] for stored in others):
             _plan_another_algorithm(plan, where, saved[ALGORITHM], algorithm)
         return
+    _plan_storage(plan, where, group, by_member)
     left_out = {*IMPLEMENTATION_OPTIONS, *group.kept, *own_keys, PARAMS, UNTOUCHED}
+    if STORAGE_OPTIONS.keys() <= saved.keys() or any(
+        STORAGE_OPTIONS.keys() <= each.keys() for each in _distinct(by_member)
+    ):
+        left_out |= STORAGE_OPTIONS.keys()
     options = _common_options(plan, where, by_member, left_out)
     if group.kept.isdisjoint(next(iter(by_member.values()))):
         plan.loaded_groups.append(group.live)
@@ -224,6 +230,43 @@ def _plan_group(plan: LoadPlan, where: str, group: KeyedGroup, by_member: Mappin
     into = {name: value for name, value in saved.items() if name not in left_out}
     plan.mapping(where, into, options, _REMEDY)
     plan.then(lambda: saved.update(into))
+
+
+def _storage(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options by which a group stores its state; one that names none stores it as torch does."""
+    return (
+        {name: group[name] for name in STORAGE_OPTIONS}
+        if STORAGE_OPTIONS.keys() <= group.keys()
+        else {**STORAGE_OPTIONS}
+    )
+
+
+def _plan_storage(plan: LoadPlan, where: str, group: KeyedGroup, by_member: Mapping[str, Mapping[str, Any]]) -> None:
+    """Notes the parameters whose state was saved in another form than it has here; the first for each form."""
+    here, noted = _storage(group.saved), set()
+    for member, options in by_member.items():
+        for name, stored in _storage(options).items():
+            converted = plan.convert_dtype and {stored, here[name]} == {None, "bfloat16"}
+            kept = name == "rounding" and name in group.kept
+            if stored == here[name] or converted or kept or (name, stored) in noted:
+                continue
+            noted.add((name, stored))
+            key = f"{plan.section(PARAM_GROUPS)}.{member}" if member else where
+            plan.problem(
+                f"{key}.{name}", f"{stored!r}, by which it was saved", repr(here[name]), _storage_remedy(name, stored)
+            )
+
+
+def _storage_remedy(name: str, stored: Any) -> str:
+    resume = f"resume with {name}={stored!r}" if stored != STORAGE_OPTIONS[name] else f"resume without {name}"
+    if name == "rounding":
+        return f'{resume}; or call keep_options("rounding") before loading, to round as the code says'
+    other = f"{resume}; or load the model alone, and begin the state of these parameters anew"
+    return (
+        other
+        if name == "master_dtype" or stored == "uint8"
+        else f"{other}; bfloat16 is converted with convert_dtype=True"
+    )
 
 
 def _common_options(

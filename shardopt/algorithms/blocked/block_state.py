@@ -1,0 +1,76 @@
+"""State of blocks: made with each block on the rank that owns it, and handed out as whole blocks to work on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shardopt.errors import Problem, StateError
+from shardopt.sharding.box import Box
+from shardopt.sharding.pieces import narrowed
+from shardopt.sharding.sharded_tensor import sharded_tensor_at
+from shardopt.sharding.view import view_of
+
+
+def make_zeros(
+    shape: Sequence[int], boxes: Sequence[Box], owners: Sequence[int] | None, rank: int, like: Tensor
+) -> Tensor:
+    """Makes a tensor of zeros of which each box lies on the rank that owns it. Local: no collective.
+
+    Args:
+        shape: of the whole.
+        boxes: that cover it.
+        owners: of each box, ranks of the job; None: all of it is here, as a plain tensor.
+        rank: this one.
+        like: a tensor of its dtype and device.
+    """
+    if owners is None or not boxes:
+        return torch.zeros(tuple(shape), dtype=like.dtype, device=like.device)
+    placed = list(zip(boxes, owners, strict=True))
+    here = [like.new_zeros(box.sizes) for box, owner in placed if owner == rank]
+    return sharded_tensor_at(shape, placed, here, like)
+
+
+def owners_in(key: str, state: Tensor, boxes: Sequence[Box]) -> tuple[int, ...] | None:
+    """Returns who holds each box of a tensor that `make_zeros` made; None of a plain one.
+
+    Raises:
+        StateError: it was made of other boxes; names `key`.
+    """
+    layout = view_of(state).layout
+    if layout.holders is None:
+        return None
+    holder_of = dict(zip(layout.boxes, layout.holders, strict=True))
+    if holder_of.keys() != set(boxes):
+        required = f"{len(boxes)} blocks, as its group's block_size says"
+        remedy = "leave block_size as it was, or drop the state"
+        raise StateError("state does not fit", [Problem(key, f"{len(holder_of)} blocks", required, remedy)])
+    return tuple(holder_of[box][0] for box in boxes)
+
+
+class WorkingTensor:
+    """One block of a state tensor, whole and contiguous in memory of its own; `put_back` writes what was changed.
+
+    A block that is a slice of a plain tensor is copied: the bits of products may depend on where their factors are
+    aligned, and so on how many blocks are in one memory.
+
+    Args:
+        state: as `make_zeros` made it.
+        box: of the block in it.
+        square: whether it is the box of a factor, of which the matrix [m, m] without padding is wanted.
+    """
+
+    def __init__(self, state: Tensor, box: Box, square: bool = False) -> None:
+        (piece,) = (each for each in view_of(state).pieces if each.box.contains(box))
+        self._there = narrowed(piece.tensor, box.within(piece.box))
+        if square:
+            self._there = self._there[:, 0, : box.sizes[0]]
+        whole = self._there.numel() == piece.tensor.numel() and self._there.is_contiguous()
+        self.tensor = self._there if whole else self._there.clone(memory_format=torch.contiguous_format)
+
+    def put_back(self, result: Tensor) -> None:
+        """Writes the new values of the block."""
+        if result is not self._there:
+            self._there.copy_(result)

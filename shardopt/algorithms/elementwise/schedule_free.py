@@ -1,0 +1,268 @@
+"""Schedule-Free SGD and AdamW: averages of the weights take the place of a schedule.
+
+y the weights that gradients are taken at, x their average, z the weights of the base method; t the number of the step.
+In training mode the model has y, in evaluation mode x; x itself is not kept, as y = β x + (1 − β) z.
+
+    w = tʳ lr_max^weight_lr_power, c = w / Σ w, where lr_max is the largest rate so far
+    U = G + weight_decay y                                                  (SGD)
+    V ← β₂ V + (1 − β₂) G², U = G / (√(V / (1 − β₂ᵗ)) + eps) + weight_decay y        (AdamW)
+    z ← z − lr U
+    x ← (1 − c) x + c z,  that is  y ← (1 − c) y + c z_old + lr (β (1 − c) − 1) U
+
+with β momentum, or β₁ of betas, and lr times t / warmup_steps in the first steps.
+Source: Defazio et al., The Road Less Scheduled (arXiv:2405.15682), in the order of operations of the authors' package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardopt.algorithms.elementwise.base import (
+    ElementwiseOptimizer,
+    Group,
+    Numbers,
+    are_decays,
+    computed_in,
+    is_rate,
+    refuse_options,
+    restore_dtypes,
+)
+from shardopt.errors import Problem, StateError
+
+TRAIN_MODE = "train_mode"
+"""The option of a group that says whether the model has y (True) or x."""
+
+
+class ScheduleFree(ElementwiseOptimizer):
+    """The base of both: the two modes, and the weights of the average.
+
+    Counters are a parameter's own (`step`; `weight_sum`, the sum of w, and `lr_max` in float64), so a parameter that
+    had no gradient for a while averages over its own steps alone.
+    """
+
+    def train(self, mode: bool = True) -> None:
+        """Gives the model the weights to train, y, from those to evaluate, x; without `mode` the other way.
+
+        Nothing happens in the mode that there is already, nor to a parameter that never had a step, whose x is y. Both
+        ways there is one rounding: y after `eval` and `train` may differ from before in the last bits.
+        """
+        with torch.no_grad():
+            for group in self.param_groups:
+                if group[TRAIN_MODE] == mode:
+                    continue
+                beta = self._beta(group)
+                for parameter in group["params"]:
+                    base = self.state.get(parameter, {}).get("z")
+                    if base is not None:
+                        here = computed_in(parameter)
+                        here.lerp_(computed_in(base), 1 - beta if mode else 1 - 1 / beta)
+                        if here.dtype != parameter.dtype and not parameter.is_complex():
+                            parameter.copy_(here)
+                group[TRAIN_MODE] = mode
+
+    def eval(self) -> None:
+        """Gives the model the averages, x, to evaluate; steps are refused until `train`."""
+        self.train(False)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads as torch does, but the weights of averages in float64, where torch casts to the parameter's dtype."""
+        super().load_state_dict(state_dict)
+        restore_dtypes(self, state_dict, ("weight_sum", "lr_max").__contains__)
+
+    def _beta(self, group: Group) -> float:
+        raise NotImplementedError
+
+    def _refuse_step(self) -> None:
+        if is_evaluating(self.param_groups):
+            raise refusal_to_step(type(self).__name__)
+
+    def _initial_state(self, parameter: Tensor) -> dict[str, Any]:
+        wide = torch.get_default_dtype() == torch.float64
+        return {
+            "step": torch.zeros((), dtype=torch.float64 if wide else torch.float32, device="cpu"),
+            "weight_sum": torch.zeros((), dtype=torch.float64, device="cpu"),
+            "lr_max": torch.zeros((), dtype=torch.float64, device="cpu"),
+            **super()._initial_state(parameter),
+            "z": torch.clone(parameter.detach(), memory_format=torch.preserve_format),
+        }
+
+    def _count(self, group: Group, state: dict[str, Any]) -> Numbers:
+        state["step"] += 1
+        step = int(state["step"])
+        lr = float(group["lr"])
+        if step <= group["warmup_steps"]:
+            lr = lr * (step / group["warmup_steps"])
+        lr_max = max(lr, float(state["lr_max"]))
+        state["lr_max"].fill_(lr_max)
+        weight = (step ** group["r"]) * (lr_max ** group["weight_lr_power"])
+        state["weight_sum"] += weight
+        total = float(state["weight_sum"])
+        return lr, weight / total if total else 0.0, float(step)
+
+    @staticmethod
+    def _move(group: Group, lr: float, share: float, beta: float, y: list[Tensor], z: list[Tensor], u: Any) -> None:
+        """Moves y and z by U, with c = `share`."""
+        torch._foreach_lerp_(y, z, share)
+        torch._foreach_add_(y, u, alpha=lr * (beta * (1 - share) - 1))
+        torch._foreach_sub_(z, u, alpha=lr)
+
+
+class ScheduleFreeSGD(ScheduleFree):
+    """Schedule-Free SGD (arXiv:2405.15682).
+
+    State of a parameter: `z`, of its shape and dtype; `step`, `weight_sum` and `lr_max`, numbers on the CPU.
+
+    Args:
+        params: tensors or groups of them.
+        lr: the learning rate, a number or a tensor of one element, which is read in every step; no schedule is needed.
+        momentum: β, between 0 and 1.
+        weight_decay: at least 0, taken at y.
+        warmup_steps: over which the rate rises linearly.
+        r: the power of the step in the weight of the average.
+        weight_lr_power: the power of the largest rate so far in it.
+        foreach, maximize: as of `Lion`.
+
+    Raises:
+        ValueError: an option is out of its range.
+    """
+
+    _tensors = ("z",)
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1.0,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        warmup_steps: int = 0,
+        r: float = 0.0,
+        weight_lr_power: float = 2.0,
+        foreach: bool | None = None,
+        maximize: bool = False,
+    ) -> None:
+        refuse_options(
+            "ScheduleFreeSGD",
+            [
+                ("lr", lr, "at least 0", is_rate(lr)),
+                ("momentum", momentum, "a number between 0 and 1", 0 < momentum < 1),
+                ("weight_decay", weight_decay, "at least 0", weight_decay >= 0),
+                ("warmup_steps", warmup_steps, "at least 0", warmup_steps >= 0),
+            ],
+        )
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "warmup_steps": warmup_steps,
+            "r": r,
+            "weight_lr_power": weight_lr_power,
+            TRAIN_MODE: True,
+            "foreach": foreach,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults)
+
+    def _beta(self, group: Group) -> float:
+        return float(group["momentum"])
+
+    def _update(
+        self, group: Group, numbers: Numbers, weights: list[Tensor], gradients: list[Tensor], *state: list[Tensor]
+    ) -> None:
+        (lr, share, _), (z,) = numbers, state
+        u: Any = gradients
+        if group["weight_decay"] != 0:
+            u = torch._foreach_add(gradients, weights, alpha=group["weight_decay"])
+        self._move(group, lr, share, self._beta(group), weights, z, u)
+
+
+class ScheduleFreeAdamW(ScheduleFree):
+    """Schedule-Free AdamW (arXiv:2405.15682).
+
+    State of a parameter: `exp_avg_sq` and `z`, of its shape and dtype; `step`, `weight_sum` and `lr_max`, numbers on
+    the CPU.
+
+    Args:
+        params: tensors or groups of them.
+        lr: the learning rate, a number or a tensor of one element, which is read in every step; no schedule is needed.
+        betas: (β₁, β₂), β₁ between 0 and 1, β₂ in [0, 1).
+        eps: is added to the root.
+        weight_decay, warmup_steps, r, weight_lr_power, foreach, maximize: as of `ScheduleFreeSGD`.
+
+    Raises:
+        ValueError: an option is out of its range.
+    """
+
+    _tensors = ("exp_avg_sq", "z")
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 0.0025,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        warmup_steps: int = 0,
+        r: float = 0.0,
+        weight_lr_power: float = 2.0,
+        foreach: bool | None = None,
+        maximize: bool = False,
+    ) -> None:
+        refuse_options(
+            "ScheduleFreeAdamW",
+            [
+                ("lr", lr, "at least 0", is_rate(lr)),
+                ("betas", betas, "two numbers in [0, 1)", len(betas) == 2 and are_decays(betas)),
+                ("betas", betas, "a first one above 0", betas[0] > 0),
+                ("eps", eps, "at least 0", eps >= 0),
+                ("weight_decay", weight_decay, "at least 0", weight_decay >= 0),
+                ("warmup_steps", warmup_steps, "at least 0", warmup_steps >= 0),
+            ],
+        )
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "warmup_steps": warmup_steps,
+            "r": r,
+            "weight_lr_power": weight_lr_power,
+            TRAIN_MODE: True,
+            "foreach": foreach,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults)
+
+    def _beta(self, group: Group) -> float:
+        return float(group["betas"][0])
+
+    def _update(
+        self, group: Group, numbers: Numbers, weights: list[Tensor], gradients: list[Tensor], *state: list[Tensor]
+    ) -> None:
+        (lr, share, step), (squares, z) = numbers, state
+        beta1, beta2 = group["betas"]
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, gradients, gradients, value=1 - beta2)
+        roots = torch._foreach_div(squares, 1 - beta2 ** int(step))
+        torch._foreach_sqrt_(roots)
+        torch._foreach_add_(roots, group["eps"])
+        u = torch._foreach_div(gradients, roots)
+        if group["weight_decay"] != 0:
+            torch._foreach_add_(u, weights, alpha=group["weight_decay"])
+        self._move(group, lr, share, beta1, weights, z, u)
+
+
+def is_evaluating(groups: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether the model has averages in place of the weights to train, by the options of its groups."""
+    return any(group.get(TRAIN_MODE) is False for group in groups)
+
+
+def refusal_to_step(key: str) -> StateError:
+    """Makes the error of a step on averages."""
+    problem = Problem(
+        key, "an optimizer in evaluation mode", "training mode", "call optimizer.train() before the first step"
+    )
+    return StateError("a step would train the averages; nothing was changed", [problem])

@@ -1,0 +1,98 @@
+"""8-bit codes of fp32 numbers, and bf16 numbers rounded at random.
+
+A code is what is left of a float's bits: with x in [0, 1] and d = 2^-k, the bits of the fp32 number y = x (1 - d) + d
+minus those of d, without the lowest 20. So it has 3 bits of mantissa, 0 is 0, 8k is 1, and below d the codes are d / 8
+apart. k is 15 for numbers with a sign, which is bit 7 of the code, and 31 for those without.
+
+R rows, B blocks of S elements in each; memory is flat, [R · B · S], and padded to whole vectors.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+_LOST = 20  # of the 23 bits of fp32's mantissa
+_BINADES = {True: 15, False: 31}
+_SIGN = 128
+
+
+def decode(codes: Tensor, signed: bool, into: Tensor) -> None:
+    """Writes the numbers that codes stand for, over the scales of their blocks.
+
+    Args:
+        codes: uint8, of the shape of `into`.
+        into: fp32, strided.
+    """
+    into.copy_(_table(signed, codes.device).index_select(0, codes.reshape(-1).int()).view(codes.shape))
+
+
+def largest(values: Tensor) -> Tensor:
+    """Returns the largest absolute value in each block, infinite where one is not a number: [R, B] of [R, B, S]."""
+    return values.abs().amax(-1).nan_to_num_(nan=torch.inf, posinf=torch.inf)
+
+
+def encode(values: Tensor, scales: Tensor, signed: bool, noise: Tensor | None) -> Tensor:
+    """Encodes numbers.
+
+    Args:
+        values: fp32, [R, B, S]; used up.
+        scales: fp32, [R, B]; at least the largest absolute value in each block.
+        signed: whether numbers may be negative.
+        noise: random bits, int32, of as many elements; None to round to nearest.
+
+    Returns:
+        uint8, [R, B, S].
+    """
+    signs = (values.view(torch.int32) >> 24).bitwise_and_(_SIGN) if signed else None
+    least = 2.0 ** -_BINADES[signed]
+    values.abs_().div_((scales + (scales == 0)).unsqueeze(-1))
+    positive = None if signed else values.view(torch.int32).clamp(max=1)
+    bits = values.mul_(1 - least).add_(least).view(torch.int32)
+    below = (1 << _LOST) - 1
+    bits.add_((1 << _LOST) >> 1 if noise is None else noise.view(bits.shape).bitwise_and_(below))
+    bits.bitwise_right_shift_(_LOST).sub_(_first_code(signed)).clamp_(0, 8 * _BINADES[signed])
+    if signs is not None:
+        bits.bitwise_or_(signs)
+    if positive is not None:
+        bits = torch.maximum(bits, positive)
+    return bits.to(torch.uint8)
+
+
+def round_at_random(values: Tensor, noise: Tensor) -> Tensor:
+    """Rounds fp32 numbers to one of the two bf16 numbers beside each, the nearer the likelier.
+
+    Args:
+        values: fp32.
+        noise: random bits, int32, of as many elements; used up.
+
+    Returns:
+        bf16, new. What is not a number stays so.
+    """
+    bits = noise.view(values.shape).bitwise_and_(0xFFFF).add_(values.view(torch.int32)).bitwise_and_(-0x10000)
+    # Of what is not a number the sum may be one (CUDA's has all bits set); a maximum brings it back.
+    not_numbers = values.clamp(max=torch.finfo(torch.float32).max).sub_(torch.inf)
+    return torch.maximum(bits.view(torch.float32), not_numbers).bfloat16()
+
+
+def code_of_one(signed: bool) -> int:
+    """Returns the code of the largest number of a block."""
+    return 8 * _BINADES[signed]
+
+
+def _first_code(signed: bool) -> int:
+    """Returns the upper bits of d, which stand for code 0."""
+    return (127 - _BINADES[signed]) << (23 - _LOST)
+
+
+@lru_cache(maxsize=64)
+def _table(signed: bool, device: torch.device) -> Tensor:
+    """Returns the number that each of 256 codes stands for, fp32."""
+    least = 2.0 ** -_BINADES[signed]
+    magnitudes = torch.arange(_SIGN if signed else 256, dtype=torch.int32)
+    bits = (magnitudes.clamp(max=8 * _BINADES[signed]) + _first_code(signed)) << _LOST
+    values = (bits.view(torch.float32).double() - least) / (1 - least)
+    values = torch.cat([values, -values]) if signed else values
+    return values.float().to(device)

@@ -1,0 +1,71 @@
+"""Steps of an algorithm's own class on scratch memory: a tensor at a time, with state handed over and taken back."""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardopt.algorithms.initial_state import initial_state
+from shardopt.algorithms.registry import AlgorithmSpec, Options
+from shardopt.param_groups import IMPLEMENTATION_OPTIONS, PARAMS, STORAGE_OPTIONS
+from shardopt.torch_private import step_without_hooks
+
+
+class Stepped(NamedTuple):
+    """What a step leaves: the state of the tensor, and the options that it has changed."""
+
+    state: dict[str, Any]
+    changed: dict[str, Any]
+
+
+class InnerSteps:
+    """An optimizer of the algorithm's class, without parameters of its own.
+
+    Args:
+        spec: of the algorithm.
+        defaults: options; those that its constructor knows are given to it.
+
+    Raises:
+        ValueError: an option is out of range, as its constructor says.
+    """
+
+    def __init__(self, spec: AlgorithmSpec, defaults: Options) -> None:
+        self._spec = spec
+        arguments = list(inspect.signature(spec.optimizer).parameters)[1:]
+        options = {name: value for name, value in defaults.items() if name in arguments}
+        make: Any = spec.optimizer
+        self._optimizer: Optimizer = make([torch.zeros(1, 1, device="cpu")], **options)
+        self.defaults: dict[str, Any] = self._optimizer.defaults
+        self._step = step_without_hooks(spec.optimizer)
+
+    def initial(self, options: Options) -> dict[str, Any]:
+        """Returns the state of a tensor of one element before its first step, fp32, on the CPU."""
+        return initial_state(self._spec, self._optimizer, self._own(options), torch.zeros(1, device="cpu"))
+
+    def step(self, options: Options, tensor: Tensor, gradient: Tensor, state: Mapping[str, Any]) -> Stepped:
+        """Steps a tensor in place, with torch's for-loop.
+
+        Args:
+            options: of its group; not changed.
+            tensor, gradient: fp32, of a size that is a multiple of the CPU's vectors.
+            state: of the tensor; its tensors are changed. Empty for a first step that makes it.
+        """
+        own = self._own(options)
+        group = {**own, PARAMS: [tensor]}
+        tensor.grad = gradient
+        self._optimizer.param_groups = [group]
+        self._optimizer.state = defaultdict(dict, {tensor: dict(state)})
+        self._step(self._optimizer)
+        changed = {name: value for name, value in group.items() if name != PARAMS and value is not own.get(name)}
+        return Stepped(self._optimizer.state[tensor], changed)
+
+    def _own(self, options: Options) -> dict[str, Any]:
+        """Returns the options that are the algorithm's, with its for-loop for an implementation."""
+        own = {name: value for name, value in options.items() if name not in STORAGE_OPTIONS and name != PARAMS}
+        return {**own, **{name: False for name in IMPLEMENTATION_OPTIONS if name in own}}

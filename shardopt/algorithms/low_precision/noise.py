@@ -1,0 +1,57 @@
+"""Random bits that belong to an element: the same on any mesh, in any order, and after any resume.
+
+A 32-bit hash of the element's index in the flattened global tensor, keyed by the parameter's name, the entry and the
+step. The mix is x ^= x >> 16, x *= a, x ^= x >> 15, x *= b, x ^= x >> 16, of which every output bit depends on every
+input bit (constants of Chris Wellons' search for hashes of low bias); one half of the key goes in before it, and one
+after the first product. int32 arithmetic wraps.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_A, _B, _C = 0x7FEB352D, 0x846CA68B - 2**32, 0x9E3779B1 - 2**32
+
+
+class NoiseKey(NamedTuple):
+    """Two 32-bit numbers."""
+
+    before: int
+    between: int
+
+
+def noise_key(name: str, entry: str, step: int) -> NoiseKey:
+    """Makes the key of one entry of a parameter's state, or of the parameter itself ("param"), in one step."""
+    digest = blake2b(f"{name}\0{entry}\0{step}".encode(), digest_size=8).digest()
+    before, between = (int.from_bytes(digest[i : i + 4], "little", signed=True) for i in (0, 4))
+    return NoiseKey(before, between)
+
+
+def random_bits(index: Tensor, most: int, key: NoiseKey) -> Tensor:
+    """Makes 32 random bits for each element.
+
+    Args:
+        index: int64, the elements' positions in the flattened global tensor.
+        most: none of them is greater.
+
+    Returns:
+        int32, new.
+    """
+    bits = index.to(torch.int32)  # the lower half
+    bits.bitwise_xor_(key.before)
+    _fold(bits, 16)
+    bits.mul_(_A).add_(key.between)
+    if most >= 2**32:
+        bits.add_((index >> 32).to(torch.int32).mul_(_C))
+    _fold(bits, 15)
+    bits.mul_(_B)
+    return _fold(bits, 16)
+
+
+def _fold(bits: Tensor, shift: int) -> Tensor:
+    """x ^= x >> shift, of unsigned numbers; torch's shift copies the sign."""
+    return bits.bitwise_xor_((bits >> shift).bitwise_and_((1 << (32 - shift)) - 1))

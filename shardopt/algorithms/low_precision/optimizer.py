@@ -1,0 +1,284 @@
+"""The optimizer that runs an elementwise algorithm on state, and parameters, which are stored in fewer bits."""
+
+from __future__ import annotations
+
+import copyreg
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache, partial
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardopt.algorithms.late_checks import LateChecks
+from shardopt.algorithms.low_precision.blocks import blocks_of_row
+from shardopt.algorithms.low_precision.codes import code_of_one
+from shardopt.algorithms.low_precision.inner import InnerSteps
+from shardopt.algorithms.low_precision.options import (
+    MASTER,
+    STEP,
+    as_texts,
+    form_of,
+    refuse_algorithm,
+    refuse_bad_values,
+    unfit,
+)
+from shardopt.algorithms.low_precision.shared_scales import agree, cuts_of_blocks
+from shardopt.algorithms.low_precision.work import Work
+from shardopt.algorithms.registry import (
+    AlgorithmSpec,
+    AtFirstStep,
+    Dtype,
+    Kind,
+    StateEntry,
+    StepsOn,
+    find_spec,
+    register_variant,
+)
+from shardopt.errors import AlgorithmError, GradientError, Problem
+from shardopt.param_groups import PARAMS, STORAGE_OPTIONS
+from shardopt.sharding.reduced import blocks_like
+from shardopt.sharding.view import assemble, local_tensors, tells_of_others, view_of
+
+Group = Mapping[str, Any]
+
+
+class _Variant(type):
+    """The class of the classes here."""
+
+
+class LowPrecisionOptimizer(Optimizer, metaclass=_Variant):
+    """The base of the classes that `low_precision` makes, one for each algorithm.
+
+    State of a parameter: the algorithm's own entries, those like the parameter in `state_dtype`; "<entry>_scale", fp32
+    [rows, blocks of a row], for each that is codes; "master", fp32 like the parameter, where it has one; and "step",
+    a number, where the algorithm keeps none. A parameter whose step is 0 never had one: its first makes state anew.
+
+    Args:
+        params: plain or sharded, or groups of them.
+        options: of the algorithm, and those of `STORAGE_OPTIONS`.
+
+    Raises:
+        AlgorithmError: an option is none that there is, or goes with none of those.
+    """
+
+    algorithm: ClassVar[AlgorithmSpec]
+    names: Mapping[Tensor, str] = MappingProxyType({})
+    _inner: InnerSteps | None = None
+
+    def __init__(self, params: Iterable[Any], **options: Any) -> None:
+        options = {**STORAGE_OPTIONS, **as_texts(options)}
+        self._inner = InnerSteps(self.algorithm, options)
+        super().__init__(params, {**self._inner.defaults, **{name: options[name] for name in STORAGE_OPTIONS}})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, as torch does."""
+        group = as_texts(param_group)
+        refuse_bad_values({**self.defaults, **group}, self.algorithm.name)
+        super().add_param_group(group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Takes one step. Collective where ranks share rows of codes: one all-reduce for each group of such ranks.
+
+        Args:
+            closure: evaluates the model again and returns the loss, which is returned; called once.
+
+        Raises:
+            GradientError: a gradient does not fit its parameter, or is sparse; also on the ranks that share rows with
+                the one that has it. Nothing was changed; but on an accelerator the others are told a step later.
+        """
+        self._late.run_ready()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._step_all([(group, parameter) for group in self.param_groups for parameter in group[PARAMS]])
+        return loss
+
+    def step_alone(self, group: Mapping[str, Any], parameter: Tensor) -> None:
+        """Takes one step on a single parameter, of those that need nothing of other ranks."""
+        with torch.no_grad():
+            self._step_all([(group, parameter)])
+
+    def initial_state(self, group: Group, parameter: Tensor) -> dict[str, Any]:
+        """Makes the state of a parameter that has none; changes nothing."""
+        view = view_of(parameter)
+        form, initial = form_of(self.algorithm, group, view.shape, view.dtype), self.inner.initial(group)
+        made = {entry.name: initial[entry.name] for entry in self.algorithm.entries(group) if entry.name in initial}
+        at_first = {entry.name for entry in self.algorithm.state if isinstance(entry.initial, AtFirstStep)}
+        state = {STEP: torch.zeros((), dtype=torch.float32, device="cpu"), **made}
+        for entry in form.entries:
+            value = 0.0 if entry.name in at_first else float(made[entry.name])
+            if entry.coded:
+                scales = blocks_like(parameter, blocks_of_row(view.shape), torch.float32)
+                for local in local_tensors(scales):
+                    local.fill_(abs(value))
+                state[entry.scale_name] = scales
+                value = 0 if value == 0 else code_of_one(entry.signed)
+            tensors = [torch.full_like(local, value, dtype=entry.dtype) for local in local_tensors(parameter)]
+            state[entry.name] = assemble(parameter, tensors)
+        if form.master:
+            masters = [local.detach().to(torch.float32) for local in local_tensors(parameter)]
+            state[MASTER] = assemble(parameter, masters)
+        return state
+
+    def refuse_parameters(self, group: Group, names: Mapping[Tensor, str]) -> None:
+        """Raises AlgorithmError where a parameter cannot be stored as its group says."""
+        refuse_bad_values(group, self.algorithm.name)
+        problems = []
+        for parameter, name in names.items():
+            view = view_of(parameter, name)
+            for option, found, required in unfit(group, view.dtype):
+                problems.append(Problem(f"{name}: {option}", found, required, "give it to a group without this option"))
+            coded = not problems and form_of(self.algorithm, group, view.shape, view.dtype).coded
+            if coded and not tells_of_others(parameter):
+                found = f"a {type(parameter).__name__}, which does not say who has the rest of its rows"
+                remedy = 'give it to a group with state_dtype="bfloat16" or None'
+                problems.append(Problem(f"{name}: state_dtype", found, "a DTensor, or ShardedTensor", remedy))
+        if problems:
+            raise AlgorithmError(f"{self.algorithm.name} cannot store these parameters or their state so", problems)
+
+    def waits_for_others(self, group: Group, parameter: Tensor) -> bool:
+        """Whether a step of the parameter needs numbers of other ranks."""
+        view = view_of(parameter)
+        return form_of(self.algorithm, group, view.shape, view.dtype).coded and bool(cuts_of_blocks(parameter))
+
+    @torch.no_grad()
+    def state_loaded(self, parameter: Tensor) -> None:
+        """Makes a parameter of its master, which was loaded; not of one that was never stepped."""
+        state = self.state.get(parameter, {})
+        if MASTER in state and state[STEP] > 0:
+            for local, master in zip(local_tensors(parameter), local_tensors(state[MASTER]), strict=True):
+                local.copy_(master)
+
+    @property
+    def inner(self) -> InnerSteps:
+        """The algorithm's own class, which a copy makes anew."""
+        if self._inner is None:
+            self._inner = InnerSteps(self.algorithm, self.defaults)
+        return self._inner
+
+    def _step_all(self, pairs: list[tuple[Any, Tensor]]) -> None:
+        """Takes a step on parameters, each with its group."""
+        works = [Work(self, group, parameter) for group, parameter in pairs]
+        # Ranks that share rows have to name them in one order.
+        works.sort(key=lambda work: work.name)
+        shared = [work for work in works if work.shared is not None]
+        faults = [work.fault for work in works if work.fault]
+        if not faults:
+            for work in shared:
+                work.find_scales()
+        else:
+            for work in shared:
+                work.refuse()
+        agree(work.shared for work in shared if work.shared is not None)
+        if faults:
+            raise faults[0]
+        self._look_for_refusals(shared)
+        changed: list[tuple[Any, dict[str, Any]]] = []
+        for work in works:
+            if work.is_due():
+                changed.append((work.group, work.apply()))
+        for group, options in changed:
+            group.update(options)
+
+    def _look_for_refusals(self, works: list[Work]) -> None:
+        """Raises where another rank cannot step what this one shares; a step later where that is told on a device."""
+        told = [(work.name, work.has_gradient, work.shared.flag) for work in works if work.shared is not None]
+        for device in {flag.device for _, _, flag in told}:
+            names, have, flags = zip(*[each for each in told if each[2].device == device], strict=True)
+            if device.type == "cpu":
+                _raise_refused([name for name, flag in zip(names, flags, strict=True) if flag == 2])
+            else:
+                self._late.defer(torch.cat(flags), partial(_raise_late, names, have))
+
+    @property
+    def _late(self) -> LateChecks:
+        checks: LateChecks = self.__dict__.setdefault("_late_checks", LateChecks())  # copies are made without it
+        return checks
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "names": {}}
+
+
+@lru_cache
+def low_precision(spec: AlgorithmSpec) -> AlgorithmSpec:
+    """Returns the variant of an algorithm that takes the options of `STORAGE_OPTIONS`; under the algorithm's name.
+
+    Raises:
+        AlgorithmError: the algorithm is not elementwise.
+    """
+    refuse_algorithm(spec)
+    arguments = inspect.signature(spec.optimizer)
+    own = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
+        for name, default in STORAGE_OPTIONS.items()
+    ]
+    given = list(arguments.parameters.values())
+    keywords = [each for each in given if each.kind is inspect.Parameter.VAR_KEYWORD]
+    signature = arguments.replace(parameters=[*(each for each in given if each not in keywords), *own, *keywords])
+    members = {"algorithm": spec, "__signature__": signature, "__module__": __name__, "__doc__": spec.optimizer.__doc__}
+    made: Any = _Variant(spec.optimizer.__name__, (LowPrecisionOptimizer,), members)
+    step = () if any(entry.name == STEP for entry in spec.state) else (_counter(),)
+    scales = tuple(
+        StateEntry(f"{entry.name}_scale", Kind.ROW_BLOCKS, Dtype.AT_LEAST_SINGLE)
+        for entry in spec.state
+        if entry.kind is Kind.PARAMETER
+    )
+    master = StateEntry(MASTER, Kind.PARAMETER, Dtype.AT_LEAST_SINGLE)
+    entries = tuple(_settled(entry) for entry in spec.state)
+    variant = AlgorithmSpec(
+        made,
+        spec.name,
+        elementwise=False,
+        state=(*step, *entries, *scales, master),
+        why_not="where ranks share rows of codes, they find the scales of these together",
+        steps_on=StepsOn.PARAMETERS,
+    )
+    register_variant(variant)
+    return variant
+
+
+def _counter() -> StateEntry:
+    return StateEntry(STEP, Kind.SCALAR, Dtype.COUNTER)
+
+
+def _settled(entry: StateEntry) -> StateEntry:
+    """Returns an entry whose first value is known: of state whose step is 0 nothing is taken."""
+    if not isinstance(entry.initial, AtFirstStep):
+        return entry
+    return StateEntry(entry.name, entry.kind, entry.dtype, 0.0, entry.exists, entry.suits, entry.signed, entry.narrows)
+
+
+def _variant_of(optimizer: type[Optimizer]) -> type[Optimizer]:
+    spec = find_spec(optimizer)
+    assert spec is not None
+    return low_precision(spec).optimizer
+
+
+def _pickled(made: type[LowPrecisionOptimizer]) -> Any:
+    return made.__qualname__ if made is LowPrecisionOptimizer else (_variant_of, (made.algorithm.optimizer,))
+
+
+# The classes that `low_precision` makes stand in no module, and are found by what they were made of.
+copyreg.pickle(_Variant, _pickled)  # type: ignore[arg-type]  # typeshed has a constructor of instances in mind
+
+
+def _raise_late(names: Sequence[str], have: Sequence[bool], flags: Tensor) -> None:
+    """Raises where another rank has refused its gradients in an earlier step, or has had one that this one had not."""
+    pairs = zip(names, have, flags.tolist(), strict=True)
+    _raise_refused([name for name, had, flag in pairs if flag == 2 or (flag == 1 and not had)])
+
+
+def _raise_refused(names: list[str]) -> None:
+    """Raises where another rank has refused its gradients; the error there says what is wrong with them."""
+    problems = [
+        Problem(name, "a gradient, of it or of another, that another rank refuses", "good ones on all", "see its error")
+        for name in names
+    ]
+    if problems:
+        raise GradientError("a rank that shares rows cannot step", problems)

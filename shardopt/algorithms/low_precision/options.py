@@ -1,0 +1,179 @@
+"""The options that say how parameters and state are stored, and what follows from them for a parameter.
+
+    state_dtype    None: as the tensor that is stepped; "bfloat16"; or "uint8", 8-bit codes
+    master_dtype   None; or "float32": bf16 and fp16 parameters get a master in fp32, which is stepped in their place
+    rounding       "nearest", or "stochastic": of bf16 parameters without a master, and of state
+
+They are texts in groups, so that they can be saved; `as_texts` makes them of dtypes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from shardopt.algorithms.low_precision.blocks import suits_blocks
+from shardopt.algorithms.registry import AlgorithmSpec, AtFirstStep, Kind, Options
+from shardopt.errors import AlgorithmError, Problem
+from shardopt.param_groups import STORAGE_OPTIONS
+
+CODES = "uint8"
+MASTER = "master"
+STEP = "step"
+STOCHASTIC = "stochastic"
+
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "state_dtype": (None, "bfloat16", CODES),
+    "master_dtype": (None, "float32"),
+    "rounding": ("nearest", STOCHASTIC),
+}
+_UNFIT = {
+    "foreach": "the step goes through chunks of one parameter at a time",
+    "fused": "the step runs torch's for-loop",
+}
+_UNFIT |= {"capturable": "counters stay on the CPU", "differentiable": "chunks take no part in autograd"}
+
+
+def as_texts(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns options with dtypes as their names: torch.bfloat16 as "bfloat16"."""
+    return {
+        name: str(value).removeprefix("torch.") if name in STORAGE_OPTIONS and isinstance(value, torch.dtype) else value
+        for name, value in options.items()
+    }
+
+
+def asks_for_less(options: Mapping[str, Any]) -> bool:
+    """Whether options name another way to store than torch's."""
+    return any(options.get(name, default) != default for name, default in STORAGE_OPTIONS.items())
+
+
+def refuse_bad_values(options: Mapping[str, Any], algorithm: str) -> None:
+    """Raises AlgorithmError where one of the options here has a value that there is not, or goes with none of them."""
+    problems = [
+        Problem(name, repr(options[name]), " or ".join(map(repr, choices)), "write one of them, or the dtype itself")
+        for name, choices in _CHOICES.items()
+        if options.get(name, choices[0]) not in choices
+    ]
+    problems += [
+        Problem(name, "True", f"False, as {why}", "leave it out") for name, why in _UNFIT.items() if options.get(name)
+    ]
+    if problems:
+        raise AlgorithmError(f"{algorithm} cannot store its state in this way", problems)
+
+
+def refuse_algorithm(spec: AlgorithmSpec) -> None:
+    """Raises AlgorithmError where an algorithm computes more of an element than from that element, or makes parameters
+    of its state between steps too."""
+    averages = any(entry.initial is AtFirstStep.PARAMETER for entry in spec.state)
+    like = all(entry.kind in (Kind.PARAMETER, Kind.SCALAR) for entry in spec.state)
+    if spec.elementwise and spec.takes_dense and like and not averages:
+        return
+    of = "rows with a gradient alone" if spec.elementwise else "more than one element at a time"
+    if averages:
+        of = "parameters that it makes anew of its state to evaluate"
+    problem = Problem(
+        key=", ".join(STORAGE_OPTIONS),
+        found=f"{spec.name}, which computes with {of}",
+        required="an elementwise algorithm with dense gradients",
+        remedy=f"leave these options out for {spec.name}",
+    )
+    raise AlgorithmError(f"{spec.name} does not store state or parameters in fewer bits", [problem])
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """How one entry of state that lies like the parameter is stored.
+
+    Args:
+        name: of the entry.
+        dtype: of its tensor; uint8 of codes.
+        coded: whether it is codes, with a tensor of scales beside it.
+        signed: whether an element may be negative.
+    """
+
+    name: str
+    dtype: torch.dtype
+    coded: bool
+    signed: bool
+
+    @property
+    def scale_name(self) -> str:
+        """The name of the entry with the scales of codes."""
+        return f"{self.name}_scale"
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How the state of a parameter is stored.
+
+    Args:
+        entries: of state like the parameter, but for the master.
+        master: whether there is one.
+        rounds_state, rounds_parameter: whether at random, where they are stored in fewer bits.
+    """
+
+    entries: tuple[Stored, ...]
+    master: bool
+    rounds_state: bool
+    rounds_parameter: bool
+
+    @property
+    def coded(self) -> bool:
+        """Whether some entry is codes."""
+        return any(entry.coded for entry in self.entries)
+
+
+def form_of(spec: AlgorithmSpec, options: Options, shape: tuple[int, ...], dtype: torch.dtype) -> Form:
+    """Returns the form of the state of a parameter.
+
+    Args:
+        spec: of the algorithm itself.
+        options: of the parameter's group.
+        shape: global shape.
+        dtype: of the parameter.
+    """
+    entries = tuple(
+        (entry.name, entry.signed, entry.narrows(options))
+        for entry in spec.entries(options, len(shape))
+        if entry.kind is Kind.PARAMETER
+    )
+    return _form_of(entries, *(options[name] for name in STORAGE_OPTIONS), tuple(shape), dtype)
+
+
+@lru_cache(maxsize=4096)
+def _form_of(
+    entries: tuple[tuple[str, bool, bool], ...],
+    state_dtype: str | None,
+    master_dtype: str | None,
+    rounding: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+) -> Form:
+    master = master_dtype is not None and dtype.itemsize == 2
+    stepped = torch.float32 if master else dtype
+
+    def stored(name: str, signed: bool, narrows: bool) -> Stored:
+        coded = state_dtype == CODES and narrows and suits_blocks(shape)
+        if state_dtype is None:
+            return Stored(name, stepped, False, signed)
+        if coded:
+            return Stored(name, torch.uint8, True, signed)
+        return Stored(name, torch.bfloat16 if state_dtype == "bfloat16" and narrows else torch.float32, False, signed)
+
+    stochastic = rounding == STOCHASTIC
+    at_random = stochastic and not master and dtype is torch.bfloat16
+    return Form(tuple(stored(*entry) for entry in entries), master, stochastic, at_random)
+
+
+def unfit(options: Options, dtype: torch.dtype) -> Iterator[tuple[str, str, str]]:
+    """Yields option, found and required for each option that does not go with parameters of a dtype."""
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        for name, default in STORAGE_OPTIONS.items():
+            if options[name] != default:
+                yield name, f"a parameter of {dtype}", "float32, bfloat16 or float16"
+    elif dtype is torch.float16 and options["rounding"] == STOCHASTIC and options["master_dtype"] is None:
+        yield "rounding", "a parameter of torch.float16 without a master", "bfloat16, or a master"

@@ -1,0 +1,243 @@
+"""The step of one parameter on this rank: chunk by chunk loaded, computed and stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardopt.algorithms.dense_gradients import dense_gradients
+from shardopt.algorithms.low_precision.blocks import block_size
+from shardopt.algorithms.low_precision.chunks import VECTOR, Chunk, as_matrix, chunks_of
+from shardopt.algorithms.low_precision.codes import decode, encode, largest, round_at_random
+from shardopt.algorithms.low_precision.inner import Stepped
+from shardopt.algorithms.low_precision.noise import noise_key, random_bits
+from shardopt.algorithms.low_precision.options import MASTER, STEP, Stored, form_of
+from shardopt.algorithms.low_precision.shared_scales import SharedScales, cuts_of_blocks, rows_of
+from shardopt.algorithms.registry import Kind
+from shardopt.errors import GradientError
+from shardopt.sharding.box import Box
+from shardopt.sharding.gradients import requires_gradient
+from shardopt.sharding.view import assemble, device_of, is_held, local_tensors, view_of
+
+if TYPE_CHECKING:
+    from shardopt.algorithms.low_precision.optimizer import LowPrecisionOptimizer
+
+_PARAMETER = ""
+_GRADIENT = "grad"
+
+
+class _Piece(NamedTuple):
+    """The matrices of one box: of the parameter (""), its gradient ("grad") and state; and [rows, blocks] of scales."""
+
+    box: Box
+    matrices: dict[str, Tensor]
+    scales: dict[str, Tensor]
+    shared: dict[str, Tensor]
+
+
+class Work:
+    """The step of one parameter.
+
+    Args:
+        optimizer: has its state.
+        group: has its options.
+        parameter: of any kind.
+    """
+
+    def __init__(self, optimizer: LowPrecisionOptimizer, group: Any, parameter: Tensor) -> None:
+        self.group, self.parameter = group, parameter
+        self._optimizer = optimizer
+        view = view_of(parameter)
+        self._shape = view.shape
+        self.name = optimizer.names.get(parameter) or f"a parameter of shape {tuple(view.shape)}"
+        self._form = form_of(optimizer.algorithm, group, view.shape, view.dtype)
+        self._block = block_size(view.shape) if self._form.coded else 0
+        self._gradients: list[Tensor] | None = None
+        self.fault: GradientError | None = None  # raised once the ranks that share rows know of it
+        self.shared: SharedScales | None = None
+        try:
+            self._gradients = dense_gradients(parameter, self.name)
+        except GradientError as error:
+            self.fault = error
+        cuts = cuts_of_blocks(parameter) if self._form.coded else ()
+        if cuts and (self._gradients is not None or requires_gradient(parameter)):
+            self.shared = SharedScales(parameter, self._form, cuts)
+
+    def is_due(self) -> bool:
+        """Whether the parameter has a gradient, and this rank a share of it; valid once ranks have agreed."""
+        if not is_held(self.parameter):
+            return False
+        if self.shared is None or not self.shared.is_known:
+            return self._gradients is not None
+        return self.shared.is_due
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether this rank has a gradient of it."""
+        return self._gradients is not None
+
+    def find_scales(self) -> None:
+        """Finds the largest values of the new state of this rank's elements, where ranks share rows."""
+        assert self.shared is not None
+        if self._gradients is not None:
+            self.shared.has_gradient()
+        if is_held(self.parameter):  # without a gradient, for the case that others have one: it is then zero here
+            self._walk(store=False)
+
+    def refuse(self) -> None:
+        """Tells the ranks that share rows that this one cannot step."""
+        assert self.shared is not None
+        self.shared.refuse()
+
+    def apply(self) -> dict[str, Any]:
+        """Takes the step; returns the options that it has changed."""
+        if not self._optimizer.state.get(self.parameter):
+            self._optimizer.state[self.parameter] = self._optimizer.initial_state(self.group, self.parameter)
+        return self._walk(store=True)
+
+    def _walk(self, store: bool) -> dict[str, Any]:
+        """Computes all chunks, and stores them, or only finds the largest values in blocks."""
+        state = self._optimizer.state.get(self.parameter) or self._optimizer.initial_state(self.group, self.parameter)
+        steps = int(state[STEP])
+        device = device_of(self.parameter)
+        stepped: Stepped | None = None
+        for piece in self._pieces(state):
+            for chunk in chunks_of(piece.box, self._shape, self._block, device.type == "cpu"):
+                stepped = self._compute(chunk, piece, state, steps, store)
+            if store:
+                self._put_back(piece, state)
+        if stepped is None:  # counters go on where a rank has no elements
+            nothing = torch.zeros(VECTOR, device=device)
+            entries = {entry.name: torch.zeros_like(nothing) for entry in self._form.entries}
+            stepped = self._step(nothing, torch.zeros_like(nothing), entries, state, steps)
+        if store:
+            for name, scales in self.shared.scales.items() if self.shared is not None else ():
+                for into, new in zip(local_tensors(state[f"{name}_scale"]), local_tensors(scales), strict=True):
+                    into.copy_(new)
+            for name, value in self._scalars(state).items():
+                value.copy_(stepped.state[name])
+            if STEP not in stepped.state:
+                state[STEP] += 1
+        return stepped.changed
+
+    def _step(
+        self, tensor: Tensor, gradient: Tensor, entries: dict[str, Tensor], state: Mapping[str, Any], steps: int
+    ) -> Stepped:
+        """Takes the algorithm's step on scratch memory."""
+        if not steps and self._optimizer.algorithm.settled_at_first_step:
+            return self._optimizer.inner.step(self.group, tensor, gradient, {})
+        scalars = {name: value.clone() for name, value in self._scalars(state).items()}
+        return self._optimizer.inner.step(self.group, tensor, gradient, {**scalars, **entries})
+
+    def _scalars(self, state: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Returns the algorithm's own numbers in the state."""
+        entries = self._optimizer.algorithm.entries(self.group, len(self._shape))
+        return {entry.name: state[entry.name] for entry in entries if entry.kind is Kind.SCALAR}
+
+    def _compute(self, chunk: Chunk, piece: _Piece, state: Mapping[str, Any], steps: int, store: bool) -> Stepped:
+        """Takes the step of a chunk; stores the result, or only the largest values in it."""
+        device = piece.matrices[_PARAMETER].device
+        source = MASTER if self._form.master and steps else _PARAMETER
+        tensor, gradient = (self._load(chunk, piece.matrices[name], device) for name in (source, _GRADIENT))
+        entries = {}
+        for entry in self._form.entries:
+            entries[entry.name], scratch = chunk.scratch(device)
+            inside = scratch[:, chunk.inside]
+            if entry.coded:
+                decode(chunk.of(piece.matrices[entry.name]), entry.signed, inside)
+                scales = piece.scales[entry.name][chunk.rows, chunk.blocks]
+                scratch.view(*scales.shape, chunk.block).mul_(scales.unsqueeze(-1))
+            else:
+                inside.copy_(chunk.of(piece.matrices[entry.name]))
+        stepped = self._step(tensor, gradient, entries, state, steps)
+        if store:
+            self._store(chunk, piece, tensor, stepped.state, steps)
+            return stepped
+        for entry in self._form.entries:
+            if entry.coded:
+                found = piece.shared[entry.name][chunk.rows, chunk.blocks]
+                torch.maximum(found, self._largest(chunk, stepped.state[entry.name]), out=found)
+        return stepped
+
+    def _load(self, chunk: Chunk, matrix: Tensor, device: torch.device) -> Tensor:
+        flat, scratch = chunk.scratch(device)
+        scratch[:, chunk.inside].copy_(chunk.of(matrix))
+        return flat
+
+    def _largest(self, chunk: Chunk, flat: Tensor) -> Tensor:
+        """Returns the largest values in blocks of a chunk, [rows, blocks]."""
+        scratch = chunk.of_scratch(flat)
+        chunk.clear_outside(scratch)
+        return largest(scratch.view(scratch.shape[0], -1, chunk.block))
+
+    def _store(self, chunk: Chunk, piece: _Piece, tensor: Tensor, new: Mapping[str, Tensor], steps: int) -> None:
+        form, matrices = self._form, piece.matrices
+        at_random = form.rounds_parameter or form.rounds_state
+        index, most = chunk.positions(tensor.device) if at_random else (tensor, 0)
+
+        def noise(entry: str) -> Tensor:
+            return random_bits(index, most, noise_key(self.name, entry, steps + 1))
+
+        def put(name: str, scratch: Tensor) -> None:
+            chunk.of(matrices[name]).copy_(scratch[:, chunk.inside])
+
+        stepped = chunk.of_scratch(tensor)
+        if form.master:
+            put(MASTER, stepped)
+        put(_PARAMETER, round_at_random(stepped, noise("param")) if form.rounds_parameter else stepped)
+        for entry in form.entries:
+            values = chunk.of_scratch(new[entry.name])
+            if entry.coded:
+                codes = self._encode(
+                    chunk, piece, entry, new[entry.name], noise(entry.name) if form.rounds_state else None
+                )
+                put(entry.name, codes)
+            elif form.rounds_state and entry.dtype is torch.bfloat16:
+                put(entry.name, round_at_random(values, noise(entry.name)))
+            else:
+                put(entry.name, values)
+
+    def _encode(self, chunk: Chunk, piece: _Piece, entry: Stored, flat: Tensor, noise: Tensor | None) -> Tensor:
+        """Returns codes of a chunk's new values; stores their scales where no other rank has a part in them."""
+        scales = self._largest(chunk, flat)
+        if self.shared is None:
+            piece.scales[entry.name][chunk.rows, chunk.blocks] = scales
+        else:  # the stored ones are those that other chunks are still decoded with
+            scales = piece.shared[entry.name][chunk.rows, chunk.blocks]
+        scratch = chunk.of_scratch(flat)
+        codes = encode(scratch.view(scratch.shape[0], -1, chunk.block), scales, entry.signed, noise)
+        return codes.view(scratch.shape)
+
+    def _pieces(self, state: Mapping[str, Any]) -> Iterator[_Piece]:
+        """Yields the boxes that this rank has, with the memory of all that belongs to them."""
+        parameter, names = self.parameter, [entry.name for entry in self._form.entries]
+        gradients = self._gradients or [torch.zeros_like(local) for local in local_tensors(parameter)]
+        tensors = {_PARAMETER: parameter, _GRADIENT: assemble(parameter, gradients)}
+        tensors |= {name: state[name] for name in (*names, *([MASTER] if self._form.master else []))}
+        views = {name: view_of(tensor).pieces for name, tensor in tensors.items()}
+        coded = [entry for entry in self._form.entries if entry.coded]
+        for number, piece in enumerate(views[_PARAMETER]):
+            if not piece.box.numel:
+                continue
+            yield _Piece(
+                piece.box,
+                {
+                    name: as_matrix(pieces[number].tensor, piece.box, self._shape, self._block)
+                    for name, pieces in views.items()
+                },
+                {entry.name: rows_of(state[entry.scale_name], piece.box) for entry in coded},
+                {} if self.shared is None else {e.name: rows_of(self.shared.scales[e.name], piece.box) for e in coded},
+            )
+
+    def _put_back(self, piece: _Piece, state: Mapping[str, Any]) -> None:
+        """Writes matrices that are copies back to the memory that they are of."""
+        for name, matrix in piece.matrices.items():
+            if name == _GRADIENT:
+                continue
+            tensor = self.parameter if name == _PARAMETER else state[name]
+            own = next(each.tensor for each in view_of(tensor).pieces if each.box == piece.box)
+            if own.data_ptr() != matrix.data_ptr():
+                own.copy_(matrix.view(own.shape))

@@ -1,0 +1,265 @@
+"""Algorithms that torch lacks, on real ranks: the same bits as over whole parameters, also through checkpoints.
+
+Parameters lie in every way that `matrices` knows: plain, rows, columns, both, FSDP2 over tensor parallel, HSDP, a
+ShardedTensor of which a rank holds nothing, one mesh for each half of the ranks.
+"""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import shardopt
+from shardopt import checkpoint
+from shardopt.algorithms.blocked.optimizer import BlockOptimizer
+from shardopt.errors import GradientError, MismatchError
+from shardopt.sharding.view import is_held, local_tensors
+from tests.harness import run_ranks
+from tests.support.matrices import SHAPES, matrices, value
+from tests.support.placement import give_gradient, same
+
+STEPS = 6
+HALF = 3
+ABSENT = {2: {"plain", "rows", "table", "grid"}, 4: SHAPES.keys() - {"uneven"}}
+FREE = {"lr": 0.1, "warmup_steps": 2, "weight_decay": 0.1}
+CASES = {
+    "Lion": ("Lion", {"lr": 0.01, "weight_decay": 0.1}),
+    "AdEMAMix": ("AdEMAMix", {"t_alpha_beta3": 3, "weight_decay": 0.1}),
+    "ScheduleFreeAdamW": ("ScheduleFreeAdamW", FREE),
+    "ScheduleFreeSGD": ("ScheduleFreeSGD", FREE),
+    "SOAP": ("SOAP", {"lr": 0.05, "precondition_frequency": 2}),
+    "SOAP-blocks": ("SOAP", {"precondition_frequency": 2, "block_size": 8, "max_precondition_dim": 7}),
+    "Shampoo": ("Shampoo", {"lr": 0.05, "precondition_frequency": 2, "block_size": 8, "weight_decay": 0.1}),
+    "Shampoo-plain": ("Shampoo", {"betas": (0.0, 1.0), "graft": None, "eps": 1e-3, "stagger": False}),
+}
+USUAL = ["Lion", "ScheduleFreeAdamW", "SOAP", "Shampoo"]
+
+
+def gradient(name, step, dtype):
+    return None if name in ABSENT.get(step, ()) else value(name, step + 1, dtype)
+
+
+def train(optimizer, parameters, steps, dtype):
+    for step in steps:
+        for name, parameter in parameters.items():
+            give_gradient(parameter, gradient(name, step, dtype))
+        if step in (1, HALF):  # as around an evaluation
+            optimizer.eval()
+            optimizer.train()
+        optimizer.step()
+
+
+def differing(optimizer, parameters, case, dtype, steps=STEPS):
+    """Names of parameters and state on this rank that differ from those of a run over whole parameters."""
+    name, options = CASES[case]
+    whole = {
+        key: torch.nn.Parameter(value(key, 0, dtype)) for key in SHAPES if 0 not in SHAPES[key] and key in parameters
+    }
+    alone = shardopt.keyed(name, whole, **options)
+    train(alone, whole, range(steps), dtype)
+    state, wanted = optimizer.state_dict()["state"], alone.state_dict()["state"]
+    found = [key for key in whole if not same(parameters[key], whole[key].detach())]
+    for key in whole:
+        if not is_held(parameters[key]):
+            assert key not in state
+            continue
+        assert list(state[key]) == list(wanted[key]), key
+        found += [f"{key}.{entry}" for entry in state[key] if not same(state[key][entry], wanted[key][entry])]
+    return found
+
+
+def trained(case, dtype):
+    name, options = CASES[case]
+    parameters = matrices(dtype)
+    names = sorted(parameters, reverse=dist.get_rank() % 2 == 1)  # another order on each rank
+    optimizer = shardopt.keyed(name, {key: parameters[key] for key in names}, **options)
+    train(optimizer, parameters, range(STEPS), dtype)
+    return differing(optimizer, parameters, case, dtype)
+
+
+def all_trained(cases, dtypes):
+    return {(case, dtype): found for case in cases for dtype in dtypes if (found := trained(case, dtype))}
+
+
+def test_same_bits_on_four_ranks():
+    assert run_ranks(4, all_trained, USUAL, [torch.float32]) == [{}] * 4
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_same_bits_on_any_mesh(ranks):
+    dtypes = [torch.float32, torch.bfloat16, torch.float64]
+    assert run_ranks(ranks, all_trained, list(CASES), dtypes, deadline_seconds=500) == [{}] * ranks
+
+
+def saved_matrices(name, dtype):
+    """Without the matrix that two meshes have, each by itself, where state has an owner in each of them.
+
+    A save refuses ShardedTensors of which ranks do not tell the same.
+    """
+    parameters = matrices(dtype)
+    if name in ("SOAP", "Shampoo"):
+        del parameters["cut"]
+    return parameters
+
+
+def save_halfway(cases, dtype, folder, mode):
+    for case in cases:
+        name, options = CASES[case]
+        parameters = saved_matrices(name, dtype)
+        optimizer = shardopt.keyed(name, parameters, **options)
+        train(optimizer, parameters, range(HALF), dtype)
+        optimizer.train(mode)
+        checkpoint.save(f"{folder}/{case}", {"model": parameters, "optimizer": optimizer})
+
+
+def resume(cases, dtype, folder, mode):
+    """The rest of the steps, after a load into an optimizer over another order of parameters."""
+    result = {}
+    for case in cases:
+        name, options = CASES[case]
+        parameters = dict(reversed(saved_matrices(name, dtype).items()))
+        optimizer = shardopt.keyed(name, parameters, **{**options, "lr": 7.0})
+        optimizer.init_state()
+        checkpoint.load(f"{folder}/{case}", {"model": parameters, "optimizer": optimizer})
+        assert optimizer.evaluating == (not mode and name.startswith("ScheduleFree"))
+        optimizer.train()
+        train(optimizer, parameters, range(HALF, STEPS), dtype)
+        found = differing_when_saved(optimizer, parameters, case, dtype, mode)
+        if found:
+            result[case] = found
+    return result
+
+
+def differing_when_saved(optimizer, parameters, case, dtype, mode):
+    """As `differing`; a run that was not interrupted has evaluated where the other one was saved."""
+    if mode or not case.startswith("ScheduleFree"):
+        return differing(optimizer, parameters, case, dtype)
+    name, options = CASES[case]
+    whole = {
+        key: torch.nn.Parameter(value(key, 0, dtype)) for key in SHAPES if 0 not in SHAPES[key] and key in parameters
+    }
+    alone = shardopt.keyed(name, whole, **options)
+    train(alone, whole, range(HALF), dtype)
+    alone.eval()
+    alone.train()
+    train(alone, whole, range(HALF, STEPS), dtype)
+    return [key for key in whole if not same(parameters[key], whole[key].detach())]
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed", "mode", "cases"),
+    [
+        (2, 3, False, USUAL),
+        *(
+            pytest.param(*pair, mode, list(CASES), marks=pytest.mark.exhaustive)
+            for pair in [(1, 4), (4, 1), (4, 2), (3, 4), (2, 2)]
+            for mode in (True, False)
+        ),
+    ],
+)
+def test_resume_is_exact_on_any_number_of_ranks(saved, resumed, mode, cases, tmp_path):
+    folder, dtype = str(tmp_path), torch.float32
+    run_ranks(saved, save_halfway, cases, dtype, folder, mode, deadline_seconds=300)
+    assert run_ranks(resumed, resume, cases, dtype, folder, mode, deadline_seconds=300) == [{}] * resumed
+
+
+# --- blocks and their owners -----------------------------------------------------------------------------------------
+
+
+def ownership():
+    """Bytes of state on this rank, what copies train, and errors that every rank has to see."""
+    parameters = matrices()
+    optimizer = shardopt.keyed("SOAP", parameters, block_size=8, precondition_frequency=2)
+    train(optimizer, parameters, range(2), torch.float32)
+    inner = optimizer._local.optimizer
+    assert isinstance(inner, BlockOptimizer)
+    sharded = {name: state for name, state in optimizer.state_dict()["state"].items() if name != "plain"}
+    nbytes = sum(
+        local.nbytes for state in sharded.values() for value_ in state.values() for local in local_tensors(value_)
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch's, of ShardedTensors
+        copied = copy.deepcopy(optimizer)
+    assert copied._local.optimizer._owners == {
+        copied.params[name]: inner._owners[parameter] for name, parameter in parameters.items()
+    }
+    later = torch.nn.Parameter(
+        distribute_tensor(torch.ones(40, 8), init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
+    )
+    before = dict(inner._owners)
+    optimizer.add_param_group({"params": {"later": later}})
+    assert all(inner._owners[parameter] == owners for parameter, owners in before.items())
+    train(copied, dict(copied.params), range(2, 4), torch.float32)
+    optimizer.zero_grad()
+    train(optimizer, parameters, range(2, 4), torch.float32)
+    same_bits = all(
+        torch.equal(one, other)
+        for name, parameter in parameters.items()
+        for one, other in zip(local_tensors(parameter), local_tensors(copied.params[name]), strict=True)
+    )
+    with pytest.raises(GradientError, match=r"rows\.grad"):
+        give_gradient(parameters["rows"], None if dist.get_rank() == 1 else value("rows", 1))
+        optimizer.step()
+    return nbytes, same_bits, inner._owners[later]
+
+
+def test_blocks_are_dealt_by_work_and_stay_with_their_owners():
+    (of_one,) = [nbytes for nbytes, *_ in run_ranks(1, bytes_before_the_first_step)]
+    of_ranks = run_ranks(4, ownership)
+    assert all(same_bits for _, same_bits, _ in of_ranks)
+    assert len({owners for *_, owners in of_ranks}) == 1 and len(set(of_ranks[0][2])) == 4
+    assert max(nbytes for nbytes, *_ in of_ranks) <= 0.45 * of_one
+
+
+def bytes_before_the_first_step():
+    parameters = matrices()
+    optimizer = shardopt.keyed("SOAP", parameters, block_size=8, precondition_frequency=2)
+    optimizer.init_state()
+    state = {name: state for name, state in optimizer.state_dict()["state"].items() if name != "plain"}
+    return (
+        sum(local.nbytes for each in state.values() for value_ in each.values() for local in local_tensors(value_)),
+    )
+
+
+def with_fully_shard(folder):
+    """A model of fully_shard: evaluated with averages, whose unsharded copies must not be trained on."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+    whole = copy.deepcopy(net)
+    for layer in (net[0], net):  # the root has the last layer, whose copy stays unsharded after a forward
+        fully_shard(layer)
+    pairs = []
+    for model in (net, whole):
+        optimizer = shardopt.keyed("ScheduleFreeSGD", model.named_parameters(), lr=0.5)
+        for step in range(4):
+            batch = torch.randn(6, 4, generator=torch.Generator().manual_seed(step))
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.eval()
+            with torch.no_grad():
+                evaluated = model(batch)
+            optimizer.train()
+        pairs.append((optimizer, evaluated))
+    (sharded, one), (alone, other) = pairs
+    torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+    for name, parameter in sharded.params.items():
+        torch.testing.assert_close(parameter.full_tensor(), alone.params[name].detach(), rtol=1e-6, atol=1e-6)
+    # Another algorithm in the checkpoint is refused by name, whichever it is.
+    checkpoint.save(folder, {"optimizer": sharded})
+    for algorithm in ("SOAP", "Lion"):
+        strange = shardopt.keyed(algorithm, net.named_parameters())
+        strange.init_state()
+        with pytest.raises(MismatchError, match="ScheduleFreeSGD"):
+            checkpoint.load(folder, {"optimizer": strange})
+    return True
+
+
+def test_evaluation_of_fully_sharded_models(tmp_path):
+    assert run_ranks(2, with_fully_shard, str(tmp_path / "saved")) == [True] * 2

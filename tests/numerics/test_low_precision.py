@@ -1,0 +1,302 @@
+"""Low-precision state and parameters in one process: codes, equations, rounding at random, memory; on ranks see
+tests/distributed."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import shardopt
+from shardopt import checkpoint
+from shardopt.algorithms.low_precision.codes import encode, round_at_random
+from shardopt.algorithms.low_precision.noise import noise_key, random_bits
+from shardopt.errors import AlgorithmError, MismatchError
+from tests.support.fake_rank import fake_rank
+from tests.support.low_precision import ALGORITHMS, OPTIONS, Training, dequantized, finished
+
+BF16, FP32 = torch.bfloat16, torch.float32
+ROWS = ("rows", "fsdp_tp", "hsdp", "table")  # layouts that need no other rank
+CASES = [(algorithm, how) for algorithm in ALGORITHMS for how in OPTIONS]
+
+
+def differences_on(rank, ranks, layout, case):
+    wanted = finished(case)
+    with fake_rank(rank, ranks):
+        training = Training.of(case, layout)
+        training.steps(0, 3)
+        return training.differences(wanted)
+
+
+@pytest.mark.parametrize(
+    ("number", "case"),
+    [
+        pytest.param(number, case, marks=() if number % 5 == 0 else pytest.mark.exhaustive, id=", ".join(case))
+        for number, case in enumerate(CASES)
+    ],
+)
+def test_a_rank_has_the_bits_of_one_process(number, case):
+    assert differences_on(number % 3, 3 + number % 2, ROWS[number % len(ROWS)], case) == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("layout", ROWS)
+@pytest.mark.parametrize("how", OPTIONS)
+def test_every_rank_has_the_bits_of_one_process(how, layout, ranks):
+    for algorithm in ALGORITHMS:
+        for rank in range(ranks):
+            assert differences_on(rank, ranks, layout, (algorithm, how)) == [], (algorithm, rank)
+
+
+def gradients(step, shape=(24, 300)):
+    generator = torch.Generator().manual_seed(step)
+    spread = torch.logspace(-4, 1, shape[1])
+    return torch.randn(shape, generator=generator) * spread
+
+
+def test_a_step_is_torchs_on_what_the_codes_say_and_stores_the_nearest_codes():
+    weight = torch.nn.Parameter(gradients(99))
+    optimizer = shardopt.keyed("adamw", {"w": weight}, lr=0.1, weight_decay=0.1, state_dtype=torch.uint8)
+    optimizer.init_state()
+    for step in range(6):
+        state = optimizer.state[weight]
+        names = (("exp_avg", True), ("exp_avg_sq", False))
+        before = {name: dequantized(state[name], state[f"{name}_scale"], signed) for name, signed in names}
+        theirs = torch.nn.Parameter(weight.detach().clone())
+        plain = torch.optim.AdamW([theirs], lr=0.1, weight_decay=0.1)
+        plain.state[theirs] = {"step": state["step"].clone(), **before}
+        weight.grad, theirs.grad = gradients(step), gradients(step)
+        optimizer.step()
+        plain.step()
+        assert torch.equal(weight, theirs)
+        for name, signed in names:
+            wanted, codes, scales = plain.state[theirs][name], state[name], state[f"{name}_scale"]
+            assert (codes.dtype, scales.shape) == (torch.uint8, (24, 2))
+            largest = torch.stack([part.abs().amax(1) for part in wanted.split(256, 1)], 1)
+            assert torch.equal(scales, largest)
+            error = (dequantized(codes, scales, signed) - wanted).abs()
+            for other in (-1, 1):  # no neighbour of a code is nearer, but for the rounding of fp32
+                magnitude = (codes.int() & 127 if signed else codes.int()) + other
+                neighbour = magnitude.clamp(0, 120 if signed else 248) | (codes.int() & 128 if signed else 0)
+                off = (dequantized(neighbour.to(torch.uint8), scales, signed) - wanted).abs()
+                nearer = off < error * (1 - 1e-4) - 1e-6 * wanted.abs()
+                assert not (nearer & ~((codes == 1) & (not signed))).any()  # a positive number is never 0
+            assert signed or not ((codes == 0) & (wanted > 0)).any()
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_codes_hold_what_they_stand_for_and_their_ends(signed):
+    codes = torch.arange(121 if signed else 249, dtype=torch.uint8)
+    numbers = dequantized(codes[None], torch.ones(1, 1), signed)
+    assert (numbers[0].diff() > 0).all() and numbers[0, -1] == 1 and numbers[0, 0] == 0
+    encoded = encode(numbers.float()[:, None].clone(), torch.ones(1, 1), signed, None)
+    assert torch.equal(encoded.flatten(), codes)
+    zeros = encode(torch.zeros(2, 1, 4), torch.zeros(2, 1), signed, None)
+    assert not zeros.any()
+
+
+def test_random_rounding_is_unbiased_and_keeps_what_is_no_number():
+    index = torch.arange(1 << 18)
+    values = torch.full(index.shape, 1 + 2**-9)  # a quarter of the way from 1 to the next number in bf16
+    rounded = round_at_random(values, random_bits(index, 1 << 18, noise_key("w", "param", 1))).float()
+    assert set(rounded.tolist()) == {1.0, 1 + 2**-7}
+    assert abs((rounded > 1).float().mean() - 0.25) < 0.005
+    strange = torch.tensor([0x7FFFFFFF, -1, 0x7F800000, -0x800000], dtype=torch.int32).view(torch.float32)
+    kept = round_at_random(strange, torch.full((4,), -1, dtype=torch.int32))
+    assert kept[:2].isnan().all() and kept[2:].tolist() == [torch.inf, -torch.inf]
+    noise = random_bits(index, 1 << 18, noise_key("w", "exp_avg", 2))
+    codes = encode(torch.full((1024, 1, 256), 0.7), torch.ones(1024, 1), True, noise)
+    mean = dequantized(codes, torch.ones(1024, 1), True).mean()
+    assert codes.unique().numel() == 2 and abs(mean - 0.7) < 5e-4  # codes are 0.06 apart there
+
+
+def test_random_bits_differ_by_name_entry_step_and_element_and_are_fair():
+    index = torch.arange(1 << 14)
+    keys = [noise_key(*each) for each in (("w", "m", 1), ("w", "m", 2), ("w", "v", 1), ("u", "m", 1))]
+    draws = [random_bits(index, 1 << 14, key) for key in keys]
+    draws += [random_bits(index + shift, 1 << 40, keys[0]) for shift in (2**32, 2**33, 1 << 14)]
+    bits = torch.stack([(draw[:, None] >> torch.arange(32, dtype=torch.int32)) & 1 for draw in draws]).float()
+    assert ((bits.mean(1) - 0.5).abs() < 0.024).all()  # 6 deviations
+    flat = bits.flatten(1) - 0.5
+    assert ((flat @ flat.T / flat.shape[1] * 4 - torch.eye(len(draws))).abs() < 0.009).all()
+    neighbours = (bits[:, 1:] - 0.5) * (bits[:, :-1] - 0.5)
+    assert (neighbours.mean(1).abs() * 4 < 0.05).all()
+    assert torch.equal(draws[0][100:200], random_bits(index[100:200], 200, keys[0]))
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        pytest.param(each, marks=() if each in ("sgd", "rprop", "adagrad", "asgd") else pytest.mark.exhaustive)
+        for each in ALGORITHMS
+    ],
+)
+def test_state_that_was_made_early_is_not_noticed(algorithm):
+    early, late = Training.of((algorithm, "codes, master")), Training.of((algorithm, "codes, master"))
+    early.optimizer.init_state()
+    assert early.optimizer.unstepped_state(early.params) == set(early.params)
+    for training in (early, late):
+        for group in training.optimizer.param_groups:
+            group["lr"] = 0.05  # after the state was made
+        for parameter in training.params.values():
+            parameter.data.add_(1)  # after the master was made
+        training.steps(0, 2)
+    assert early.differences(late.whole()) == []
+    assert not early.optimizer.unstepped_state(early.params)
+
+
+def test_copies_go_on_with_the_same_bits():
+    one = Training.of(("sgd", "codes, at random"))
+    one.steps(0, 2)
+    copies = [copy.deepcopy(one), pickle.loads(pickle.dumps(one))]
+    for training in (one, *copies):
+        training.steps(2, 4)
+        assert training.differences(one.whole()) == []
+
+
+def test_a_parameter_is_made_of_its_master_when_that_is_loaded():
+    one, other = (Training.of(("adamw", "codes, master"), seed=seed) for seed in (0, 1))
+    one.steps(0, 2)
+    other.steps(0, 1)
+    other.optimizer.load_state_dict(copy.deepcopy(one.optimizer.state_dict()))
+    for name, parameter in one.params.items():
+        assert torch.equal(other.params[name], parameter)
+        assert torch.equal(parameter, one.optimizer.state[parameter]["master"].to(BF16))
+
+
+def linear(dtype=FP32):
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(96, 128), torch.nn.Linear(128, 64)).to(dtype)
+
+
+@pytest.mark.parametrize("how", ["codes, at random", "bf16, master"])
+def test_in_backward_trains_the_same_bits(how):
+    dtype, options = OPTIONS[how]
+    after, within = linear(dtype), linear(dtype)
+    stepped = shardopt.keyed("adamw", after.named_parameters(), **options)
+    fused = shardopt.in_backward(within, "adamw", **options)
+    for step in range(3):
+        for model in (after, within):
+            model(gradients(step, (8, 96)).to(dtype)).square().sum().backward()
+        stepped.step()
+        stepped.zero_grad()
+        fused.step()
+    assert all(map(torch.equal, after.parameters(), within.parameters()))
+    states = [optimizer.state_dict()["state"] for optimizer in (stepped, fused)]
+    for name, entries in states[0].items():
+        assert all(torch.equal(value, states[1][name][entry]) for entry, value in entries.items())
+
+
+def test_groups_store_each_in_its_way_and_a_closure_is_called_once():
+    model = linear(BF16)
+    groups = [{"match": "bias", "state_dtype": None, "rounding": "nearest"}, {"match": "^1", "state_dtype": BF16}]
+    optimizer = shardopt.keyed(
+        "adamw", model.named_parameters(), state_dtype="uint8", rounding="stochastic", groups=groups
+    )
+    calls = []
+
+    def closure():
+        calls.append(1)
+        loss = model(torch.ones(2, 96, dtype=BF16)).sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).requires_grad and len(calls) == 1
+    state = optimizer.state_dict()["state"]
+    assert [state[name]["exp_avg"].dtype for name in ("0.weight", "0.bias", "1.weight")] == [torch.uint8, BF16, BF16]
+    assert [group["state_dtype"] for group in optimizer.state_dict()["param_groups"]] == [None, "bfloat16", "uint8"]
+
+
+REFUSED = {
+    "another algorithm": ({"algorithm": "muon"}, "Muon"),
+    "averages": ({"algorithm": "schedulefreeadamw"}, "ScheduleFreeAdamW"),
+    "no such dtype": ({"state_dtype": torch.int8}, "'int8'"),
+    "no such rounding": ({"rounding": "up"}, "'up'"),
+    "fused": ({"state_dtype": BF16, "fused": True}, "for-loop"),
+    "foreach in a group": ({"state_dtype": BF16, "groups": [{"match": "weight", "foreach": True}]}, "foreach"),
+    "fp64": ({"state_dtype": BF16, "dtype": torch.float64}, "0.weight"),
+    "fp16 at random": ({"rounding": "stochastic", "dtype": torch.float16}, "or a master"),
+}
+
+
+@pytest.mark.parametrize(("options", "named"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_stored_so_is_refused_by_name(options, named):
+    options = {"algorithm": "adamw", "state_dtype": "uint8", "dtype": FP32, **options}
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False)).to(options.pop("dtype"))
+    with pytest.raises(AlgorithmError, match="(?s)" + named):
+        shardopt.keyed(options.pop("algorithm"), model.named_parameters(), **options)
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "named"),
+    [
+        (
+            {"state_dtype": "uint8"},
+            {},
+            r"param_groups.0.bias.state_dtype: found 'uint8'.*resume with state_dtype='uint8'",
+        ),
+        ({}, {"state_dtype": "uint8"}, r"state_dtype: found None.*required 'uint8'; resume without state_dtype"),
+        ({"master_dtype": FP32}, {"state_dtype": BF16}, r"master_dtype: found 'float32'"),
+        ({"rounding": "stochastic"}, {"state_dtype": BF16}, r'rounding: .*keep_options\("rounding"\)'),
+    ],
+)
+def test_another_form_on_resume_is_refused_by_name(saved, loaded, named, tmp_path):
+    model, optimizers = linear(BF16), []
+    for options in (saved, loaded):
+        optimizers.append(shardopt.keyed("adamw", model.named_parameters(), **options))
+    model(torch.ones(2, 96, dtype=BF16)).sum().backward()
+    optimizers[0].step()
+    checkpoint.save(tmp_path / "saved", {"optimizer": optimizers[0]})
+    with pytest.raises(MismatchError, match=named):
+        checkpoint.load(tmp_path / "saved", {"optimizer": optimizers[1]}, init_state=True)
+
+
+def test_a_run_may_go_on_with_another_rounding_and_bf16_is_converted_if_asked():
+    model = linear(FP32)
+    model(torch.ones(2, 96)).sum().backward()
+    one = shardopt.keyed("adamw", model.named_parameters(), state_dtype=BF16)
+    one.step()
+    other = shardopt.keyed("adamw", model.named_parameters(), state_dtype=BF16, rounding="stochastic")
+    other.init_state()
+    other.keep_options("rounding")
+    other.load_state_dict(one.state_dict())
+    assert other.param_groups[0]["rounding"] == "stochastic"
+    plain = shardopt.keyed("adamw", model.named_parameters())
+    plain.init_state()
+    with pytest.raises(MismatchError, match="converted with convert_dtype=True"):
+        plain.load_state_dict(one.state_dict())
+    plain.load_state_dict(one.state_dict(), convert_dtype=True)
+    for parameter in model.parameters():
+        assert torch.equal(plain.state[parameter]["exp_avg"], one.state[parameter]["exp_avg"].float())
+
+
+class LargestOutput(TorchDispatchMode):
+    """The bytes of the largest tensor that an operation made new."""
+
+    def __init__(self):
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        made = operation(*args, **(kwargs or {}))
+        known = {each.untyped_storage().data_ptr() for each in args if isinstance(each, torch.Tensor)}
+        if isinstance(made, torch.Tensor) and made.untyped_storage().data_ptr() not in known:
+            self.nbytes = max(self.nbytes, made.nbytes)
+        return made
+
+
+@pytest.mark.parametrize("how", ["codes, at random", "master"])
+def test_a_step_has_scratch_of_a_chunk_and_8_bit_adamw_keeps_two_bytes(how):
+    dtype, options = OPTIONS[how]
+    weight = torch.nn.Parameter(gradients(0, (700, 768)).to(dtype))
+    optimizer = shardopt.keyed("adamw", {"w": weight}, **options)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    with LargestOutput() as largest:
+        optimizer.step()
+    assert 0 < largest.nbytes <= 8 * 32_768  # of an index
+    if how.startswith("codes"):
+        kept = sum(value.nbytes for value in optimizer.state[weight].values())
+        assert 2 < kept / weight.numel() < 2.04
