@@ -203,12 +203,15 @@ def main(names: Sequence[str]) -> None:
     if len(names) == 1:
         print(json.dumps(JOBS[names[0]]()))
         return
-    rows = []
+    local, over_s3 = [], []
     for name in names or JOBS:  # each in a process of its own, whose memory is measured
         command = [sys.executable, "-m", "benchmarks.scale_of_files", name]
         answer = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-        rows += json.loads(answer.splitlines()[-1])
-    print(write_table("scale_files", f"One rank of {RANKS:,} and as many files", HEADINGS, rows))
+        (over_s3 if name == "remote" else local).extend(json.loads(answer.splitlines()[-1]))
+    if local:
+        print(write_table("scale_files", f"One rank of {RANKS:,} and as many files", HEADINGS, local))
+    if over_s3:
+        print(write_table("scale_files_s3", f"One rank that opens {RANKS:,} files over S3", HEADINGS, over_s3))
 
 
 if __name__ == "__main__":

@@ -52,9 +52,12 @@ def _unopened(url: str, error: Exception) -> Problem | None:
     if protocol is None:
         return None
     if protocol == "hosts":
-        found, required = "what hosts have in directories of their own", "a path that one process sees all of"
-        remedy = "load it in a job on these hosts, or from the root that it was promoted to"
-        return Problem(url, found, required, remedy)
+        return Problem(
+            url,
+            "what hosts have in directories of their own",
+            "a path that one process sees all of",
+            "load it in a job on these hosts, or from the root that it was promoted to",
+        )
     if known is None and protocol not in available_protocols():
         alike = difflib.get_close_matches(protocol, available_protocols(), 3, cutoff=0.5)
         remedy = f"did you mean {' or '.join(alike)}? " if alike else ""
