@@ -44,7 +44,7 @@ def apply_factors(block: Tensor, factors: Sequence[Tensor | None], inverse: bool
 def descending_eigenvectors(factor: Tensor) -> Tensor:
     """Computes the eigenvectors of a symmetric matrix [m, m], as columns, by descending eigenvalue; in its dtype.
 
-    They are computed in fp64: in fp32 LAPACK does not converge on some matrices of low rank, as a first gradient gives.
+    They are computed in fp64, in which those of the small eigenvalues of a first gradient are told apart better.
     """
     wide = factor.double()
     tiny = 1e-30 * torch.eye(factor.shape[0], dtype=wide.dtype, device=wide.device)
