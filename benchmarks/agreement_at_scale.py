@@ -38,7 +38,7 @@ from shardopt.ranks.connections.link import Ended, Link
 from shardopt.ranks.connections.tree import RANKS_PER_BLOCK, Tree
 from shardopt.world import READ, WRITE, using, world
 
-commit_module: Any = importlib.import_module("shardopt.checkpoint.commit")
+place_module: Any = importlib.import_module("shardopt.checkpoint.place")
 save_module: Any = importlib.import_module("shardopt.checkpoint.save")  # by which name the package has a function
 
 LEADER, MEMBER = RANKS_PER_BLOCK, RANKS_PER_BLOCK + 1
@@ -77,14 +77,14 @@ def run_real(
     """One rank. The member tells its reports to the stand-ins."""
     planning, manifest = _Spent(), _Spent()
     Planning.plan_or_error = planning.around(Planning.plan_or_error)  # type: ignore[method-assign]
-    save_module.commit = manifest.around(save_module.commit)
+    save_module.manifest_to_commit = manifest.around(save_module.manifest_to_commit)
 
     def write_nothing(storage: Any, save_id: str, *unused: Any) -> Any:
         name = file_name(save_id, rank, 0)
         return save_module._Written([DataFile(name, 1 << 30, xxhash.xxh3_64_hexdigest(name.encode()))], {}, 0)
 
     save_module._write = write_nothing
-    commit_module.publish_checkpoint = lambda *unused: None  # which would miss the files
+    place_module.publish_checkpoint = lambda *unused: None  # which would miss the files
     if reports is not None:
         report, told = Centre.report, reports
 

@@ -138,7 +138,7 @@ COPY = "shardopt.checkpoint.writing.staging:copy_on_host"
     [
         ("now", Fault(1, COPY, at=3, action="ENOMEM"), "RankError: .* on rank 1: OSError"),
         ("lazy", Fault(2, COPY, at=4, action="EIO"), "RankError: .* on rank 2: OSError"),
-        ("lazy", Fault(2, "os:writev", at=2, action="ENOSPC"), "CheckpointError: .* on rank 2: .*No space left"),
+        ("lazy", Fault(2, "os:writev", at=2, action="ENOSPC"), "NoSpaceError: .* on rank 2: .*No space left"),
         ("now", Fault(0, "os:link", at=2, action="EIO"), "CheckpointError: .* on rank 0: cannot commit"),
     ],
     ids=["copying", "copying later", "writing", "committing"],

@@ -58,7 +58,7 @@ def check_survivors(fault):
 # For rank 0 _put is the answer, for others the report; of _get each rank has one more a round than it has told.
 @pytest.mark.parametrize(
     ("rank", "operation", "at", "done"),
-    [(0, TALK[0], 1, 0), (0, TALK[1], 3, 1), (2, TALK[0], 2, 1), (2, TALK[1], 1, 1)],
+    [(0, TALK[0], 1, 0), (0, TALK[1], 2, 1), (2, TALK[0], 2, 1), (2, TALK[1], 1, 1)],
     ids=["0 before it answers", "0 after it answered", "2 before it reports", "2 before it hears"],
 )
 def test_a_death_is_named_by_the_survivors(rank, operation, at, done):
