@@ -158,7 +158,7 @@ def stand_in(size: int, port: int, reports: Connection, done: Connection) -> Non
     for above, entry in ((0, session), (LEADER, at_leader)):
         for rank in Tree(above, size).children:
             if rank not in REAL:
-                met = connect(entry, session, rank, above, lambda: True)
+                met = connect(None, entry, session, rank, above, lambda: True)
                 assert met is not None
                 tree = Tree(rank, size)
                 block = tree.block_of(rank) if tree.leads else range(rank, rank + 1)
