@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 
 from shardopt.checkpoint.commit import discard, publish_checkpoint, refuse_committed
 from shardopt.checkpoint.format.constants import writer_of
@@ -12,6 +12,7 @@ from shardopt.checkpoint.hosts.hosts import Hosts, hosts_of, is_on_hosts, split
 from shardopt.checkpoint.hosts.share import Share
 from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
 from shardopt.checkpoint.storage.common_storage import remove_marker, wait_for_marker, write_marker
+from shardopt.checkpoint.storage.no_space import explain_no_space
 from shardopt.checkpoint.writing.unchanged import Base
 from shardopt.errors import OptionError, Problem, ShardoptError
 from shardopt.ranks import Call, Ranks
@@ -134,7 +135,7 @@ class _OnHosts(Place):
 
     def arrive(self) -> None:
         if self._hosts.is_leader:
-            with wrap_os_errors(f"make {self._share.url}"):
+            with wrap_os_errors(f"make {self._share.url}"), self._explaining("a directory"):
                 self._share.begin()
 
     def publish(self, manifest: Manifest, data: bytes, base: Base | None) -> str:
@@ -148,7 +149,7 @@ class _OnHosts(Place):
                 return
             files = decode_manifest(published.encode(), share.url).files
             own = {file.name: file.nbytes for file in files if hosts.of_rank[writer_of(file.name)] == hosts.number}
-            with wrap_os_errors(f"commit {share.url}"):
+            with wrap_os_errors(f"commit {share.url}"), self._explaining("a record"):
                 share.keep_record(published.encode(), own)
 
         try:
@@ -159,6 +160,9 @@ class _OnHosts(Place):
                 with suppress(OSError):
                     share.clear()
             raise
+
+    def _explaining(self, content: str) -> AbstractContextManager[None]:
+        return explain_no_space(self._share, content, lambda: 0, lambda: 0)
 
     def discard(self, save_id: str) -> None:
         with suppress(Exception):  # the error that is being raised must not be hidden by another

@@ -338,7 +338,7 @@ def test_a_local_file_is_not_written_over(tmp_path):
 
 def test_new_directories_are_durable_up_to_the_first_that_was_there(tmp_path, monkeypatch):
     synced = []
-    monkeypatch.setattr(LocalStorage, "_sync_directory", lambda self, path: synced.append(path))
+    monkeypatch.setattr(LocalStorage, "sync_directory", lambda self, path: synced.append(path))
     LocalStorage(str(tmp_path / "a" / "b" / "c")).make()
     assert synced == [str(tmp_path / "a" / "b"), str(tmp_path / "a"), str(tmp_path)]
     LocalStorage(str(tmp_path / "a" / "b" / "c")).make()

@@ -7,7 +7,7 @@ name once it is whole; nothing else says that it is there.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from shardopt.checkpoint.format.constants import RECORD_NAME
 from shardopt.checkpoint.format.manifest import DataFile
@@ -18,7 +18,7 @@ from shardopt.checkpoint.hosts.whole import WholeCheckpoint
 from shardopt.checkpoint.reading.data_file_reader import DataFileReader
 from shardopt.checkpoint.reading.verified_chunks import VerifiedChunks
 from shardopt.checkpoint.storage import wrap_os_errors
-from shardopt.errors import CheckpointError
+from shardopt.errors import CheckpointError, CorruptionError
 from shardopt.world import world
 
 _log = logging.getLogger("shardopt.checkpoint")
@@ -41,7 +41,7 @@ def fetch_copies(hosts: Hosts, whole: WholeCheckpoint, copies: int, most_per_sec
                 whole.share.make()
                 whole.share.publish(RECORD_NAME, whole.record)
             for name, _ in fetches:
-                if name not in whole.share.files():
+                if whole.share.files().get(name) != files[name].nbytes:
                     copy_file(whole, whole.share, files[name], most_per_second)
     except CheckpointError as error:
         _log.warning("copies of %s for other hosts were not all made: %s", whole.url, error)
@@ -49,19 +49,41 @@ def fetch_copies(hosts: Hosts, whole: WholeCheckpoint, copies: int, most_per_sec
     return True
 
 
-def remove_damaged(hosts: Hosts, whole: WholeCheckpoint) -> None:
-    """Verifies what this host has of a checkpoint; removes what is damaged and others have too. On its leader."""
+def damaged_files(hosts: Hosts, whole: WholeCheckpoint) -> list[str]:
+    """Verifies what this host has of a checkpoint; returns the names of what is damaged. On its leader.
+
+    Only what is known to be: a file that cannot be opened now, for want of a descriptor say, is not.
+    """
+    damaged = []
     for file in whole.manifest.files:
         if hosts.number not in whole.holders[file.name]:
             continue
         try:
             for _ in VerifiedChunks(DataFileReader(whole.share, file)):
                 pass
+        except CorruptionError as error:
+            _log.warning("%s/%s is damaged: %s", whole.share.url, file.name, error)
+            damaged.append(file.name)
         except CheckpointError as error:
-            is_only = len(whole.holders[file.name]) == 1
-            _log.warning("%s, the only copy: %s" if is_only else "%s is removed: %s", whole.share.url, error)
-            if not is_only:
-                whole.share.remove(file.name)
+            _log.warning("%s/%s was not verified: %s", whole.share.url, file.name, error)
+    return damaged
+
+
+def replace_damaged(hosts: Hosts, whole: WholeCheckpoint, damaged: Sequence[Sequence[str]]) -> None:
+    """Fetches what is damaged on this host from one where it is not; what is there stays until then. On its leader.
+
+    Args:
+        damaged: by host, the names of files.
+    """
+    intact = {name: [host for host in have if name not in damaged[host]] for name, have in whole.holders.items()}
+    source = WholeCheckpoint(hosts, whole.name, whole.record, whole.manifest, intact)
+    for file in whole.manifest.files:
+        if file.name in damaged[hosts.number] and intact[file.name]:
+            try:
+                with wrap_os_errors(f"write {whole.share.url}/{file.name}"):
+                    copy_file(source, whole.share, file)
+            except CheckpointError as error:
+                _log.warning("%s/%s is not replaced: %s", whole.share.url, file.name, error)
 
 
 def copy_file(whole: WholeCheckpoint, target: Share, file: DataFile, most_per_second: float | None = None) -> None:

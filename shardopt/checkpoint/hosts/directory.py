@@ -11,7 +11,7 @@ import stat
 from contextlib import suppress
 
 from shardopt.checkpoint.format.constants import DIRECTORY_NAME
-from shardopt.errors import CheckpointError, Problem
+from shardopt.errors import CheckpointError, NoSpaceError, Problem
 from shardopt.world import world
 
 _IDENTITY_NAME = ".host"
@@ -34,8 +34,11 @@ class HostDirectory:
 
     def __init__(self, path: str) -> None:
         self.path = os.path.abspath(path)
-        with suppress(FileExistsError):
-            os.makedirs(self.path, mode=0o700)
+        try:
+            with suppress(FileExistsError):
+                os.makedirs(self.path, mode=0o700)
+        except OSError as error:
+            raise _refused(self.path, f"that it cannot be made: {error.strerror}") from error
         try:
             self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
@@ -47,6 +50,19 @@ class HostDirectory:
         except BaseException:
             self.close()
             raise
+
+    def refuse_replaced(self) -> None:
+        """Raises NoSpaceError where the path has another directory by now, or none: nobody knows whose that is."""
+        try:
+            there = os.stat(self.path, follow_symlinks=False)
+        except OSError:
+            there = None
+        held = os.fstat(self._fd)
+        if there is None or (there.st_dev, there.st_ino) != (held.st_dev, held.st_ino):
+            found = "none any more" if there is None else "another directory"
+            remedy = "keep others from removing it (systemd's RemoveIPC, tmpfiles), and start the job again"
+            problem = Problem(self.path, found, "the directory that was there when the hosts met", remedy)
+            raise NoSpaceError("a host's own directory is gone", [problem])
 
     def close(self) -> None:
         """Closes the descriptor."""
@@ -79,6 +95,15 @@ class HostDirectory:
             raise _refused(self.path, f"a directory of user {status.st_uid}")
         if status.st_mode & 0o077:
             raise _refused(self.path, f"a directory of mode {stat.S_IMODE(status.st_mode):04o}")
+        above = os.path.dirname(self.path)
+        while True:
+            status = os.stat(above)
+            is_shared = status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX
+            if status.st_uid not in (0, os.geteuid()) or is_shared:
+                raise _refused(self.path, f"that others may replace it, as {above} is theirs too")
+            if above == os.path.dirname(above):
+                return
+            above = os.path.dirname(above)
 
     def _identity(self) -> str:
         """Reads the directory's identity; of those who make one at the same time, one succeeds."""
@@ -97,13 +122,18 @@ class HostDirectory:
                     raise _refused(self.path, f"a file {_IDENTITY_NAME} that no host has written")
                 return identity
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            with open(os.open(temporary, flags, 0o600, dir_fd=self._fd), "wb") as file:
-                file.write(world().random_name(_IDENTITY_BYTES).encode())
-                file.flush()
-                os.fsync(file.fileno())
-            with suppress(FileExistsError):
-                os.link(temporary, _IDENTITY_NAME, src_dir_fd=self._fd, dst_dir_fd=self._fd)
-            os.unlink(temporary, dir_fd=self._fd)
+            try:
+                with open(os.open(temporary, flags, 0o600, dir_fd=self._fd), "wb") as file:
+                    file.write(world().random_name(_IDENTITY_BYTES).encode())
+                    file.flush()
+                    os.fsync(file.fileno())
+                with suppress(FileExistsError):
+                    os.link(temporary, _IDENTITY_NAME, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+            except OSError as error:
+                raise _refused(self.path, f"that nothing can be written there: {error.strerror}") from error
+            finally:
+                with suppress(OSError):
+                    os.unlink(temporary, dir_fd=self._fd)
 
 
 def _refused(path: str, found: str) -> CheckpointError:

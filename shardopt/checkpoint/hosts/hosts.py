@@ -7,9 +7,10 @@ import weakref
 from collections.abc import Sequence
 from functools import partial
 
-from shardopt.checkpoint.format.constants import FILE_NAME, RECORD_NAME
+from shardopt.checkpoint.format.constants import DIRECTORY_NAME, FILE_NAME, RECORD_NAME
 from shardopt.checkpoint.hosts.directory import HostDirectory
 from shardopt.checkpoint.hosts.share import Share
+from shardopt.errors import OptionError, Problem
 from shardopt.ranks import Ranks
 from shardopt.ranks.files.client import FileClient
 from shardopt.ranks.files.server import FileServer
@@ -24,9 +25,17 @@ def is_on_hosts(url: str | os.PathLike[str]) -> bool:
 
 
 def split(url: str | os.PathLike[str]) -> tuple[str, str]:
-    """Splits the URL of a checkpoint on hosts into the path of the directory on each host, and the name in there."""
+    """Splits the URL of a checkpoint on hosts into the path of the directory on each host, and the name in there.
+
+    Raises:
+        OptionError: it has no such name.
+    """
     root, _, name = os.fspath(url).removeprefix(PREFIX).rstrip("/").rpartition("/")
-    return root or "/", name
+    if not root or not DIRECTORY_NAME.fullmatch(name):
+        required = "hosts://, an absolute path, and a name of ASCII letters, digits and =+,@~_-. below it"
+        problem = Problem(os.fspath(url), repr(name), required, "mend the URL")
+        raise OptionError("this is no place for a checkpoint on hosts", [problem])
+    return root, name
 
 
 class Hosts:
@@ -128,7 +137,7 @@ def hosts_of(ranks: Ranks, root: str, deadline_seconds: float, domain: str | Non
     Raises:
         CheckpointError: a host's directory cannot be used.
     """
-    met: Hosts | None = ranks.kept.get(("hosts", root))
+    met: Hosts | None = ranks.kept.get(("hosts", root, domain))
     if met is not None:
         return met
     for hosts in [each for each in _met if each.is_gone]:  # of a job that this process was in before
@@ -155,7 +164,7 @@ def hosts_of(ranks: Ranks, root: str, deadline_seconds: float, domain: str | Non
         hosts.close()
         raise
     hosts.know(at)
-    ranks.kept["hosts", root] = hosts
+    ranks.kept["hosts", root, domain] = hosts
     _met.append(hosts)
     return hosts
 

@@ -7,6 +7,7 @@ whoever finds one record, and every file that it names on some host, has found a
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 
@@ -27,6 +28,14 @@ class Share(LocalStorage):
 
     def __init__(self, directory: HostDirectory, name: str, durable: bool) -> None:
         super().__init__(f"{directory.path}/{name}", durable)
+        self._directory = directory
+
+    def make(self) -> None:
+        """Makes the directory, in the one that this host has held since the hosts met."""
+        self._directory.refuse_replaced()
+        with suppress(FileExistsError):
+            os.mkdir(self.url, 0o700)
+        self.sync_directory(self._directory.path)
 
     def begin(self) -> None:
         """Makes the directory, without what a dead save has left.

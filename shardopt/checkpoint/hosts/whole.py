@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import NoReturn
 
 from shardopt.checkpoint.format.constants import MANIFEST_NAME
@@ -36,7 +36,7 @@ class WholeCheckpoint(Storage):
 
     def __init__(self, hosts: Hosts, name: str, record: bytes, manifest: Manifest, holders: Holders) -> None:
         self.url = hosts.url(name)
-        self._hosts, self._name, self.record = hosts, name, record
+        self._hosts, self.name, self.record = hosts, name, record
         self.manifest, self.holders = manifest, holders
         self._nbytes = {file.name: file.nbytes for file in manifest.files}
         self._copies = {file: self._in_order(have) for file, have in holders.items()}
@@ -61,9 +61,6 @@ class WholeCheckpoint(Storage):
             self._at[name] += 1
         host, following = copies[copy], copies[copy + 1]
         _log.warning("%s: the copy of host %d is taken for that of host %d: %s", self.url, following, host, error)
-        if host == self._hosts.number:
-            with suppress(OSError):
-                self.share.remove(name)  # so that a whole one takes its place
         return True
 
     def size(self, name: str) -> int:
@@ -96,7 +93,7 @@ class WholeCheckpoint(Storage):
         client = self._hosts.client(host)
 
         def fetch(spans: Sequence[Span]) -> None:
-            client.read_into(self._name, name, spans)
+            client.read_into(self.name, name, spans)
 
         yield fetch
 

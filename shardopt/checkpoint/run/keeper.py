@@ -46,6 +46,8 @@ class Keeper:
         self._root, self._copies = root, copies
         self._rules = rules
         self._mirror = mirror
+        self.promoting: Callable[[], frozenset[str]] = frozenset
+        """Returns the names of checkpoints that come to the root from a tier."""
         self._metrics: dict[Place, Mapping[str, float]] = {}
         self._resumed: Place | None = None
         self._saved: Place | None = None
@@ -151,9 +153,9 @@ class Keeper:
         # A checkpoint that a background save of this process writes may lie anywhere; a copy is read until it is done,
         # and what is loaded until all ranks have it.
         busy = {storage_of(url).url for url in tracked_urls()} | urls_being_read()
-        names: Collection[str] = ()
+        names = self.promoting()
         if self._mirror is not None:
-            names = self._mirror.uploading() | (self._mirror.filling() if root is self._copies else frozenset())
+            names |= self._mirror.uploading() | (self._mirror.filling() if root is self._copies else frozenset())
         free = [place for place in places if place.name not in names and root.checkpoint(place).url not in busy]
         root.forget(free)
         remove_checkpoints([root.checkpoint(place) for place in free])

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 from shardopt.checkpoint.async_save import AsyncSaver, Stage
@@ -148,6 +149,7 @@ class Manager:
         refuse_unfit_tiers(tiers, incremental)
         self._committing = world().lock()
         self._tiers = Tiers(tiers, self._root, deadline_seconds, group)
+        self._keeper.promoting = self._tiers.promoting
         self._slow_saves = SlowSaves(None if self._stop is None or ranks_of(group).rank else stop_seconds)
 
     def path(self, step: int) -> str:
@@ -185,7 +187,9 @@ class Manager:
 
         With each tier is the number of hosts that may be lost without it, and None with the root.
         """
-        found: dict[int, dict[str, int | None]] = {step: dict(tiers) for step, tiers in self._tiers.where().items()}
+        found: dict[int, dict[str, int | None]] = {
+            step: dict(tiers) for step, tiers in self._tiers.where(self._branches()).items()
+        }
         for step in self.steps():
             found.setdefault(step, {})[self._root.url] = None
         return dict(sorted(found.items()))
@@ -305,7 +309,7 @@ class Manager:
             load_from,
         )
         if restored is None:
-            self._tiers.restored(None, None)
+            self._tiers.restored(None, None, branches, False, lambda: None)
             if ranks_of(self._group).rank == 0:
                 where = self._root.url if self._root.is_there() else f"{self._root.url}, which is not there"
                 announce(f"restored nothing: there is no checkpoint in {where}")
@@ -319,8 +323,14 @@ class Manager:
         self._last = None
         self._keeper.restored(place, restored.damaged)
         self._upload_newest(restored.damaged)
-        keeps_later = (step is not None or branch is not None) and beyond == "set_aside"
-        self._tiers.restored(place, restored.candidate.url, keeps_later)
+        seconds = restored.report.save_seconds
+        self._tiers.restored(
+            place,
+            restored.candidate.url,
+            self._keeper.branches,
+            place.step % self._every == 0,
+            lambda: self._after_commit_here(place, seconds, None),
+        )
         self._announce(summary_of(restored))
         self._slow_saves.look_at(restored.candidate.url, restored.report.save_seconds)
         return place.step
@@ -447,14 +457,18 @@ class Manager:
         force: bool = False,
     ) -> SaveReport | PendingSave | None:
         place = self._branches().place(int(step))
+        to_root = stop is not None or force  # nothing that is lost with its hosts
+        if to_root and is_on_hosts(self._known.get(place, "")):
+            self._tiers.wait()  # it may be on its way to the root
+            self._known.pop(place) if is_on_hosts(self._known[place]) else None
         if self._is_known(place):
             return self._last[1] if self._last is not None and self._last[0] == place else None
         if self._mirror is not None:
             self._mirror.prepare()
-        self._keeper.make_way(place)
-        # A job that is told to stop leaves nothing that is lost with its hosts.
-        on_tiers = [] if stop is not None or force else self._tiers.urls(place)
-        if on_tiers:
+        with self._committing:
+            self._keeper.make_way(place)
+        on_tiers = [] if to_root else self._tiers.urls(place)
+        if self._tiers and stop is None:
             self._tiers.prepare()
         url, *instead = (*on_tiers, self._root.checkpoint(place).url)
         numbers = _numbers_or_none(metrics)
@@ -468,7 +482,7 @@ class Manager:
                 self._save_options(self._deadline_seconds, instead),
                 stage=self._stage,
                 metrics=metrics,
-                afterwards=lambda report: self._after_commit(place, report, numbers),
+                afterwards=lambda report: self._after_commit(place, report, numbers, True),
             )
             self._last = place, pending
             return pending
@@ -477,7 +491,7 @@ class Manager:
         deadline_seconds = min(self._deadline_seconds, stop.deadline_seconds if stop else math.inf)
         options = self._save_options(deadline_seconds, instead)
         report = save_now(url, app, options, metrics, raise_earlier=stop is None)
-        self._after_commit(place, report, numbers)
+        self._after_commit(place, report, numbers, stop is None)
         self._last = place, report
         return report
 
@@ -492,20 +506,32 @@ class Manager:
             instead=tuple(instead),
         )
 
-    def _after_commit(self, place: Place, report: SaveReport, metrics: Mapping[str, float]) -> None:
-        """Begins to copy the new checkpoint, and removes those no longer wanted. No save is under way then."""
-        if is_on_hosts(report.url):
-            self._known[place] = report.url
-            to_root = place.step % self._every == 0
-            self._tiers.committed(place, report.url, to_root, lambda: self._after_commit_here(place, report, metrics))
-        else:
-            self._after_commit_here(place, report, metrics)
+    def _after_commit(self, place: Place, report: SaveReport, metrics: Mapping[str, float], in_turn: bool) -> None:
+        """Begins to copy the new checkpoint, and removes those no longer wanted. No save is under way then.
 
-    def _after_commit_here(self, place: Place, report: SaveReport, metrics: Mapping[str, float]) -> None:
-        """Does the same for a checkpoint that is under the root; one from a tier may come beside another save."""
-        url = self._root.checkpoint(place).url
+        Args:
+            in_turn: whether what is begun is begun after what tiers have begun: in one order on all ranks.
+        """
+        self._known[place] = report.url
+        after = partial(self._after_commit_here, place, report.seconds, metrics)
+        if is_on_hosts(report.url):
+            self._tiers.committed(place, report.url, place.step % self._every == 0, after)
+        elif self._tiers and in_turn:
+            self._tiers.committed_at_root(place, after)
+        else:
+            after()
+
+    def _after_commit_here(self, place: Place, seconds: float | None, metrics: Mapping[str, float] | None) -> None:
+        """Does the same for a checkpoint that is under the root; one from a tier may come beside another save.
+
+        Args:
+            metrics: None where they are to be read.
+        """
+        checkpoint = self._root.checkpoint(place)
+        url = checkpoint.url
+        metrics = metrics_of(checkpoint) if metrics is None else metrics
         with self._committing:
-            self._slow_saves.look_at(url, report.seconds)
+            self._slow_saves.look_at(url, seconds)
             self._known[place] = self._base = url
             if self._mirror is not None:
                 self._upload(place)
@@ -537,7 +563,7 @@ class Manager:
     def _earlier_failures(self) -> list[BaseException]:
         """Takes the failures of this rank's saves and copies that were not raised yet; waits for the save in flight."""
         failures = [self._saver.take_failure()] if self._saver is not None else []
-        failures += [*take_failures(), self._failed_copy]
+        failures += [*take_failures(), self._failed_copy, self._tiers.take_failure()]
         self._failed_copy = None
         if self._mirror is not None:
             failures.append(self._mirror.take_failure())

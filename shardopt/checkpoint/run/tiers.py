@@ -12,25 +12,28 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
-from shardopt.checkpoint.format.constants import RECORD_NAME, writer_of
-from shardopt.checkpoint.hosts.copying import copy_file, fetch_copies, remove_damaged
+from shardopt.checkpoint.format.constants import writer_of
+from shardopt.checkpoint.hosts.copying import copy_file, damaged_files, fetch_copies, replace_damaged
 from shardopt.checkpoint.hosts.finding import find, whole_on
 from shardopt.checkpoint.hosts.hosts import PREFIX, Hosts, hosts_of
 from shardopt.checkpoint.hosts.whole import WholeCheckpoint
 from shardopt.checkpoint.reports import CopyReport, emit_report
+from shardopt.checkpoint.run.branches import Branches
 from shardopt.checkpoint.run.copying import copy_over_ranks, is_copied
 from shardopt.checkpoint.run.restoring import Candidate
 from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.run.steps import Place, place_of
 from shardopt.checkpoint.storage import Storage, wrap_os_errors
-from shardopt.errors import OptionError, Problem
+from shardopt.checkpoint.storage.no_space import explain_no_space
+from shardopt.errors import NoSpaceError, OptionError, Problem
 from shardopt.ranks import Group, Ranks, SideRanks, ranks_of
 from shardopt.world import Thread, world
 
+_ALL = 1 << 20  # threads that wait
 _log = logging.getLogger("shardopt.checkpoint")
 
 
@@ -66,6 +69,13 @@ def refuse_unfit_tiers(tiers: Sequence[Tier], incremental: bool) -> None:
             if type(value) is not int or value < least:
                 wanted = f"an int of at least {least}"
                 problems.append(Problem(f"tiers[{number}].{name}", repr(value), wanted, "mend it"))
+        if tier.most_per_second is not None and not (
+            isinstance(tier.most_per_second, int | float) and tier.most_per_second > 0
+        ):
+            found = repr(tier.most_per_second)
+            problems.append(Problem(f"tiers[{number}].most_per_second", found, "a number of bytes above 0", "mend it"))
+        if not isinstance(tier.domain, str | None):
+            problems.append(Problem(f"tiers[{number}].domain", repr(tier.domain), "a name, or None", "mend it"))
     paths = [os.path.abspath(tier.path) for tier in tiers]
     if len(set(paths)) < len(paths):
         problems.append(Problem("tiers", "one path twice", "a path for each", "mend it"))
@@ -78,17 +88,17 @@ def refuse_unfit_tiers(tiers: Sequence[Tier], incremental: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """What is to be done for a checkpoint that a tier has.
+    """What is to be done for a checkpoint that was committed.
 
     Args:
-        tier, onto: numbers of tiers; that which has it, and those behind that are to get it.
+        tier, onto: numbers of tiers; that which has it (None: the root alone), and those behind that are to get it.
         to_root: whether the root is to get it.
         then: called once it has.
         is_restored: whether the run has just been restored from it: then what the hosts have of it is verified.
     """
 
     place: Place
-    tier: int
+    tier: int | None
     onto: tuple[int, ...] = ()
     to_root: bool = False
     then: Callable[[], None] = lambda: None
@@ -106,9 +116,11 @@ class Tiers:
         self._tiers, self._root, self._group = tuple(tiers), root, group
         self._deadline_seconds = deadline_seconds
         self._side = SideRanks("the tiers of a run")
-        self._lock = world().lock()
-        self._waiting: list[_Job] = []
-        self._last: Thread | None = None
+        self._changed = world().condition()
+        self._waiting: deque[_Job] = deque()  # the first is under way
+        self._begun: deque[tuple[Ranks, Sequence[Hosts]]] = deque()  # with which each is done
+        self._worker: Thread | None = None
+        self._restored: Place | None = None
         self._failure: BaseException | None = None
         self._copied: dict[int, set[Place]] = {number: set() for number in range(len(tiers))}
 
@@ -135,10 +147,20 @@ class Tiers:
         Args:
             to_root: whether it goes to the root too; `then` is called once it is there.
         """
-        number = self._number_of(url)
-        if number is not None:
-            onto = tuple(other for other in self._due(place.step) if other > number)
-            self._begin(_Job(place, number, onto, to_root, then))
+        self._begin(_Job(place, number := self._number_of(url), self._behind(place, number), to_root, then))
+
+    def committed_at_root(self, place: Place, then: Callable[[], None]) -> None:
+        """Has `then` called in its turn, for a checkpoint that was saved to the root: in one order on all ranks."""
+        self._begin(_Job(place, None, then=then))
+
+    def promoting(self) -> frozenset[str]:
+        """Returns the names of checkpoints that come to the root now or later; nothing of them is to be removed."""
+        with self._changed:
+            return frozenset(job.place.name for job in self._waiting if job.to_root)
+
+    def _behind(self, place: Place, number: int | None) -> tuple[int, ...]:
+        """Returns the tiers behind one that are due for a checkpoint."""
+        return () if number is None else tuple(other for other in self._due(place.step) if other > number)
 
     def _number_of(self, url: str) -> int | None:
         """Returns the number of the tier that a checkpoint is on; None where it is on none."""
@@ -158,53 +180,58 @@ class Tiers:
             found += [Candidate(place, hosts.url(place.name)) for place in places if place is not None]
         return found
 
-    def where(self) -> dict[int, dict[str, int]]:
-        """Returns by step the tiers that have it, each with the number of hosts that may be lost. Collective."""
+    def where(self, branches: Branches) -> dict[int, dict[str, int]]:
+        """Returns by step of the run the tiers that have it, with the number of hosts that may be lost. Collective."""
         if self._tiers:
             self.prepare()
         found: dict[int, dict[str, int]] = {}
         for number, tier in enumerate(self._tiers):
             for name, survives in whole_on(self._ranks, self._hosts(number), self._deadline_seconds).items():
                 place = place_of(name)
-                if place is not None:
+                if place is not None and branches.has(place):
                     found.setdefault(place.step, {})[tier.path] = survives
         return found
 
-    def restored(self, place: Place | None, url: str | None, keeps_later: bool = False) -> None:
-        """Removes what is newer than the checkpoint that the run goes on from, and copies that one again. Collective.
+    def restored(
+        self, place: Place | None, url: str | None, branches: Branches, to_root: bool, then: Callable[[], None]
+    ) -> None:
+        """Goes on from a checkpoint: removes what is newer, verifies and copies this one, and promotes it. Collective.
 
-        What is newer is not whole on the hosts that are left, and its places are to be saved to once more.
+        What is newer on the run's branch is not whole on the hosts that are left, and its places are to be saved to
+        once more. A promotion may have been cut off.
 
         Args:
             place, url: of the checkpoint; None where there was none.
-            keeps_later: whether the run goes on from it on another branch. Then what is newer stays, until the tier
-                has as many of that branch as it keeps.
+            branches: of the run, after it was taken back.
+            to_root, then: as for `committed`.
         """
         if not self._tiers:
             return
-        step, branch = (-1, 0) if place is None else place
+        step = -1 if place is None else place.step
+
+        def unwanted(other: Place) -> bool:
+            return branches.is_removed(other) or (other.branch == branches.current and other.step > step)
 
         def clear() -> None:
             for number in range(len(self._tiers)):
-                hosts = self._hosts(number)
-                if hosts.is_leader:
-                    self._clear(hosts, lambda other: other.branch == branch and other.step > step)
+                self._clear(self._hosts(number), unwanted)
 
         self.prepare()
-        if not keeps_later:
-            what = f"clearing what is newer than step {max(step, 0)}"
-            self._ranks.agree(what, work=clear, deadline_seconds=self._deadline_seconds)
+        what = f"clearing what is newer than step {max(step, 0)}"
+        self._ranks.agree(what, work=clear, deadline_seconds=self._deadline_seconds)
         for copied in self._copied.values():
             copied.clear()
         self._failure = None  # of what came to nothing before, and was logged
+        self._restored = place
         number = None if url is None else self._number_of(url)
         if place is not None and number is not None:
-            self._begin(_Job(place, number, is_restored=True))
+            self._begin(_Job(place, number, self._behind(place, number), to_root, then, is_restored=True))
 
     def wait(self) -> None:
         """Waits until all that was begun is done. Local."""
-        if self._last is not None:
-            self._last.join()
+        with self._changed:
+            while self._waiting:
+                self._changed.wait()
 
     def close(self) -> None:
         """As `wait`."""
@@ -229,65 +256,87 @@ class Tiers:
     def _begin(self, job: _Job) -> None:
         ranks = self._side.of(self._ranks, self._deadline_seconds)  # made by `prepare`
         hosts = [self._hosts(number) for number in range(len(self._tiers))]
-        with self._lock:
+        with self._changed:
             self._waiting.append(job)
-            # Not a daemon: a program that ends waits for it.
-            thread = world().thread(partial(self._in_turn, ranks, hosts, job, self._last), "shardopt-tiers")
-            self._last = thread
-        thread.start()
+            self._begun.append((ranks, hosts))
+            if self._worker is None:
+                # Not a daemon: a program that ends waits for it. It ends when there is nothing to do.
+                self._worker = world().thread(self._work, "shardopt-tiers")
+                self._worker.start()
 
-    def _in_turn(self, ranks: Ranks, hosts: Sequence[Hosts], job: _Job, before: Thread | None) -> None:
-        try:
-            with ranks.beating(self._deadline_seconds):
-                if before is not None:
-                    before.join()
-                self._do(ranks, hosts, job)
-        except BaseException as error:  # raised by the next call; the training goes on meanwhile
-            _log.error("what is behind the save of step %d has failed: %s", job.place.step, error)
-            self._failure = error
-        finally:
-            with self._lock:
-                self._waiting.remove(job)
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                if not self._waiting:
+                    self._worker = None
+                    return
+                job, (ranks, hosts) = self._waiting[0], self._begun[0]
+            try:
+                with ranks.beating(self._deadline_seconds):
+                    self._do(ranks, hosts, job)
+            except BaseException as error:  # raised by the next call; the training goes on meanwhile
+                _log.error("what is behind the save of step %d has failed: %s", job.place.step, error)
+                self._failure = error
+            with self._changed:
+                self._waiting.popleft()
+                self._begun.popleft()
+                self._changed.notify(_ALL)
 
     def _do(self, ranks: Ranks, hosts: Sequence[Hosts], job: _Job) -> None:
-        source = hosts[job.tier]
-        what = f"copying {source.url(job.place.name)}"
+        if job.tier is None:
+            job.then()
+            return
+        source, name = hosts[job.tier], job.place.name
         _, wanted = ranks.agree(
-            what,
+            f"copying {name} on {source.root}",
             work=lambda: None,
-            decide=lambda _: job.promotes or self._is_newest(job),
+            decide=lambda _: job.promotes or job.is_restored or self._is_newest(job),
             deadline_seconds=self._deadline_seconds,
         )
-        if not wanted:
+        if not wanted:  # a newer one is there, and is copied next
+            self._clear(source, lambda other: other == job.place)
             return
         if job.is_restored:
-            self._verify(ranks, source, job.place)
+            self._mend(ranks, source, job.place)
         whole = self._copy(ranks, source, job.tier, job.place)
         for number in job.onto:
-            self._promote(ranks, whole, hosts[number], job.place)
-            self._copy(ranks, hosts[number], number, job.place)
+            try:
+                self._promote(ranks, whole, hosts[number], job.place)
+            except NoSpaceError as error:
+                if ranks.rank == 0:
+                    _log.warning("step %d is not on %s: %s", job.place.step, hosts[number].root, error)
+                self._clear(hosts[number], lambda other: other == job.place)
+            else:
+                self._copy(ranks, hosts[number], number, job.place)
         if job.to_root:
             self._promote_to_root(ranks, whole, self._root.checkpoint(job.place))
             job.then()
 
     def _is_newest(self, job: _Job) -> bool:
-        with self._lock:
-            return self._waiting[-1] is job
+        with self._changed:
+            return [each for each in self._waiting if each.tier is not None][-1] is job
 
-    def _verify(self, ranks: Ranks, hosts: Hosts, place: Place) -> None:
-        """Has each host remove what it has of a checkpoint and is damaged, so that it is fetched anew."""
-        what = f"verifying {hosts.url(place.name)}"
+    def _mend(self, ranks: Ranks, hosts: Hosts, place: Place) -> None:
+        """Has each host verify what it has of a checkpoint, and fetch anew what is damaged, where another has it."""
+        what = f"verifying {place.name} on {hosts.root}"
         whole = find(ranks, hosts, place.name, what, self._deadline_seconds)
+        _, damaged = ranks.agree(
+            what,
+            work=lambda: damaged_files(hosts, whole) if hosts.is_leader else [],
+            report=lambda names: names,
+            decide=lambda reports: [reports[leader] for leader in hosts.leaders],
+            deadline_seconds=self._deadline_seconds,
+        )
         ranks.agree(
             what,
-            work=lambda: remove_damaged(hosts, whole) if hosts.is_leader else None,
+            work=lambda: replace_damaged(hosts, whole, damaged) if hosts.is_leader else None,
             deadline_seconds=self._deadline_seconds,
         )
 
     def _copy(self, ranks: Ranks, hosts: Hosts, number: int, place: Place) -> WholeCheckpoint:
         """Has each host fetch its copies of a checkpoint of a tier, and clears what is older than those that stay."""
         begin = world().monotonic()
-        what = f"copying {hosts.url(place.name)}"
+        what = f"copying {place.name} on {hosts.root}"
         whole = find(ranks, hosts, place.name, what, self._deadline_seconds)
         tier = self._tiers[number]
 
@@ -303,15 +352,21 @@ class Tiers:
             copies, seconds = min(tier.copies, hosts.count), world().monotonic() - begin
             emit_report("copy", CopyReport(whole.url, whole.manifest.save_id, copies, nbytes, seconds))
         newest = sorted(each for each in self._copied[number] if each.branch == place.branch)[-tier.keep_last :]
-        if len(newest) == tier.keep_last and hosts.is_leader:
-            oldest = newest[0].step
-            self._clear(hosts, lambda other: other.branch < place.branch or other.step < oldest)
         self._copied[number] = set(newest)
+        is_full = len(newest) == tier.keep_last
+
+        def unwanted(other: Place) -> bool:
+            if is_full and (other.branch < place.branch or other.step < newest[0].step):
+                return True
+            # Older ones that are not copied never will be; this one is there.
+            return other.branch == place.branch and other < place and other not in (*newest, self._restored)
+
+        self._clear(hosts, unwanted)
         return whole
 
     def _promote(self, ranks: Ranks, whole: WholeCheckpoint, target: Hosts, place: Place) -> None:
         """Copies a checkpoint from one tier to another: each host the files that its ranks have written."""
-        what = f"copying {whole.url} to {target.url(place.name)}"
+        what = f"promoting {place.name} to {target.root}"
         share = target.share(place.name)
         own = {
             file.name: file
@@ -320,18 +375,27 @@ class Tiers:
         }
 
         def copy() -> None:
-            if not target.is_leader or share.exists(RECORD_NAME):
+            if not target.is_leader:
                 return
-            with wrap_os_errors(f"copy {whole.url} to {share.url}"):
-                share.begin()
+            needed = sum(file.nbytes for file in own.values())
+            if share.record() != whole.record:
+                share.clear()  # what is there is of another save
+            with (
+                wrap_os_errors(f"copy {whole.url} to {share.url}"),
+                explain_no_space(share, "its files", lambda: needed, lambda: sum(share.files().values())),
+            ):
+                share.make()
                 there = share.files()
-                for name, file in own.items():
-                    if name not in there:
+                for file in own.values():
+                    if there.get(file.name) != file.nbytes:
                         copy_file(whole, share, file)
 
         def record() -> None:
-            if target.is_leader:
-                with wrap_os_errors(f"commit {share.url}"):
+            if target.is_leader and share.record() != whole.record:
+                with (
+                    wrap_os_errors(f"commit {share.url}"),
+                    explain_no_space(share, "a record", whole.record.__len__, lambda: 0),
+                ):
                     share.keep_record(whole.record, {name: file.nbytes for name, file in own.items()})
 
         for work in (copy, record):
@@ -339,7 +403,7 @@ class Tiers:
 
     def _promote_to_root(self, ranks: Ranks, whole: WholeCheckpoint, target: Storage) -> None:
         _, copied = ranks.agree(
-            f"copying {whole.url} to {target.url}",
+            f"promoting {target.url.rstrip('/').rpartition('/')[2]} to the root",
             work=lambda: None,
             decide=lambda _: is_copied(whole, target),
             deadline_seconds=self._deadline_seconds,
@@ -348,6 +412,9 @@ class Tiers:
             copy_over_ranks(ranks, whole, target, lambda: (whole.manifest, whole.record), self._deadline_seconds)
 
     def _clear(self, hosts: Hosts, unwanted: Callable[[Place], bool]) -> None:
+        """Removes shares, on leaders."""
+        if not hosts.is_leader:
+            return
         try:
             for name in hosts.share(".").names():
                 place = place_of(name)

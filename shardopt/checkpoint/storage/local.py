@@ -58,7 +58,7 @@ class LocalStorage(Storage):
             missing.append(os.path.dirname(missing[-1]))
         os.makedirs(self.url, exist_ok=True)
         for path in missing:
-            self._sync_directory(os.path.dirname(path))  # a new name is in the directory above it
+            self.sync_directory(os.path.dirname(path))  # a new name is in the directory above it
 
     def names(self) -> list[str]:
         try:
@@ -119,7 +119,7 @@ class LocalStorage(Storage):
             self._sync(fd)
         finally:
             os.close(fd)
-        self._sync_directory(self.url)
+        self.sync_directory(self.url)
         return total
 
     def _write_batch(self, fd: int, offset: int, buffers: list[memoryview]) -> int:
@@ -139,13 +139,13 @@ class LocalStorage(Storage):
             with suppress(OSError):
                 os.unlink(self._path(temporary))
             raise
-        self._sync_directory(self.url)
+        self.sync_directory(self.url)
         return nbytes
 
     def publish(self, name: str, data: bytes) -> None:
         temporary = self._write_temporary(name, data)
         os.replace(temporary, self._path(name))
-        self._sync_directory(self.url)
+        self.sync_directory(self.url)
 
     def publish_new(self, name: str, data: bytes) -> bool:
         temporary = self._write_temporary(name, data)
@@ -159,7 +159,7 @@ class LocalStorage(Storage):
         finally:
             with suppress(OSError):
                 os.unlink(temporary)
-        self._sync_directory(self.url)
+        self.sync_directory(self.url)
         return exclusive
 
     def _write_temporary(self, name: str, data: bytes) -> str:
@@ -183,7 +183,7 @@ class LocalStorage(Storage):
     def remove_durably(self, name: str) -> None:
         with suppress(FileNotFoundError):
             os.unlink(self._path(name))
-            self._sync_directory(self.url)
+            self.sync_directory(self.url)
 
     def remove_if_empty(self) -> None:
         try:
@@ -215,7 +215,7 @@ class LocalStorage(Storage):
         if self._durable:
             os.fsync(fd)
 
-    def _sync_directory(self, path: str) -> None:
+    def sync_directory(self, path: str) -> None:
         """Makes the names in a directory durable; without it a crash may lose a file whose bytes are safe."""
         fd = os.open(path, os.O_RDONLY)
         try:
