@@ -469,7 +469,7 @@ class Manager:
             self._keeper.make_way(place)
         on_tiers = [] if to_root else self._tiers.urls(place)
         if self._tiers and stop is None:
-            self._tiers.prepare()
+            self._tiers.make_room()
         url, *instead = (*on_tiers, self._root.checkpoint(place).url)
         numbers = _numbers_or_none(metrics)
         if self._stage is not None and stop is None:

@@ -119,6 +119,7 @@ class Tiers:
         self._changed = world().condition()
         self._waiting: deque[_Job] = deque()  # the first is under way
         self._begun: deque[tuple[Ranks, Sequence[Hosts]]] = deque()  # with which each is done
+        self._given_up: set[_Job] = set()  # on rank 0
         self._worker: Thread | None = None
         self._restored: Place | None = None
         self._failure: BaseException | None = None
@@ -132,6 +133,26 @@ class Tiers:
         self._side.of(self._ranks, self._deadline_seconds)
         for number in range(len(self._tiers)):
             self._hosts(number)
+
+    def make_room(self) -> None:
+        """Removes saves that wait to be copied while a newer one does: they would never be. Collective."""
+        self.prepare()
+        _, superseded = self._ranks.agree(
+            "making room on tiers",
+            work=lambda: None,
+            decide=lambda _: self._supersede(),
+            deadline_seconds=self._deadline_seconds,
+        )
+        for number, *place in superseded:
+            self._clear(self._hosts(number), Place(*place).__eq__)
+
+    def _supersede(self) -> list[tuple[int, int, int]]:
+        """On rank 0: gives up what has no turn yet and will have none; returns tier, step and branch of each."""
+        with self._changed:
+            of_tiers = [job for job in list(self._waiting)[1:] if job.tier is not None][:-1]
+            given_up = [job for job in of_tiers if not (job.promotes or job.is_restored or job in self._given_up)]
+            self._given_up.update(given_up)
+        return [(job.tier, *job.place) for job in given_up if job.tier is not None]
 
     def is_due(self, step: int) -> bool:
         """Whether a save of this step goes to some tier."""
@@ -278,7 +299,7 @@ class Tiers:
                 _log.error("what is behind the save of step %d has failed: %s", job.place.step, error)
                 self._failure = error
             with self._changed:
-                self._waiting.popleft()
+                self._given_up.discard(self._waiting.popleft())
                 self._begun.popleft()
                 self._changed.notify(_ALL)
 
@@ -294,7 +315,7 @@ class Tiers:
             deadline_seconds=self._deadline_seconds,
         )
         if not wanted:  # a newer one is there, and is copied next
-            self._clear(source, lambda other: other == job.place)
+            self._clear(source, job.place.__eq__)
             return
         if job.is_restored:
             self._mend(ranks, source, job.place)
@@ -305,7 +326,7 @@ class Tiers:
             except NoSpaceError as error:
                 if ranks.rank == 0:
                     _log.warning("step %d is not on %s: %s", job.place.step, hosts[number].root, error)
-                self._clear(hosts[number], lambda other: other == job.place)
+                self._clear(hosts[number], job.place.__eq__)
             else:
                 self._copy(ranks, hosts[number], number, job.place)
         if job.to_root:
