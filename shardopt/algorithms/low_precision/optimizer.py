@@ -132,8 +132,7 @@ class LowPrecisionOptimizer(Optimizer, metaclass=_Variant):
         problems = []
         for parameter, name in names.items():
             view = view_of(parameter, name)
-            for option, found, required in unfit(group, view.dtype):
-                problems.append(Problem(f"{name}: {option}", found, required, "give it to a group without this option"))
+            problems += [Problem(f"{name}: {key}", *told) for key, *told in unfit(group, view.dtype)]
             coded = not problems and form_of(self.algorithm, group, view.shape, view.dtype).coded
             if coded and not tells_of_others(parameter):
                 found = f"a {type(parameter).__name__}, which does not say who has the rest of its rows"
