@@ -13,7 +13,7 @@ import shardopt
 from shardopt import checkpoint
 from shardopt.algorithms.low_precision.codes import encode, round_at_random
 from shardopt.algorithms.low_precision.noise import noise_key, random_bits
-from shardopt.errors import AlgorithmError, MismatchError
+from shardopt.errors import AlgorithmError, MismatchError, StateError
 from tests.support.fake_rank import fake_rank, shard
 from tests.support.low_precision import ALGORITHMS, OPTIONS, Training, dequantized, finished
 
@@ -96,6 +96,22 @@ def test_codes_hold_what_they_stand_for_and_their_ends(signed):
     assert torch.equal(encoded.flatten(), codes)
     zeros = encode(torch.zeros(2, 1, 4), torch.zeros(2, 1), signed, None)
     assert not zeros.any()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_block_with_a_number_that_is_not_finite_becomes_nan_in_its_whole_and_no_other(bad):
+    weight = torch.nn.Parameter(gradients(7))
+    optimizer = shardopt.keyed("adamw", {"w": weight}, lr=0.1, state_dtype=torch.uint8)
+    weight.grad = gradients(1)
+    weight.grad[2, 5] = bad
+    optimizer.step()
+    state = optimizer.state[weight]
+    for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
+        numbers = dequantized(state[name], state[f"{name}_scale"], signed)
+        assert numbers[2, :256].isnan().all() and numbers.isnan().sum() == 256 and not numbers.isinf().any()
+    weight.grad = gradients(2)
+    optimizer.step()
+    assert weight[2, :256].isnan().all() and weight.isnan().sum() == 256
 
 
 def test_random_rounding_is_unbiased_and_keeps_what_is_no_number():
@@ -223,6 +239,24 @@ def test_groups_store_each_in_its_way_and_a_closure_is_called_once():
     assert [group["state_dtype"] for group in optimizer.state_dict()["param_groups"]] == [None, "bfloat16", "uint8"]
 
 
+@pytest.mark.parametrize("change", [{"state_dtype": None}, {"state_dtype": "bfloat16"}, {"master_dtype": "float32"}])
+def test_another_form_while_training_is_refused_before_anything_changes(change):
+    params = {name: torch.nn.Parameter(gradients(7).to(BF16)) for name in ("first", "w")}
+    optimizer = shardopt.keyed("adamw", params, state_dtype=torch.uint8, groups=[{"match": "first"}])
+    for parameter in params.values():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    before = copy.deepcopy((params, optimizer.state_dict()["state"]))
+    optimizer.param_groups[1].update(change)
+    with pytest.raises(StateError, match=r"w: (exp_avg|master): found"):
+        optimizer.step()
+    assert all(torch.equal(params[name], before[0][name]) for name in params)
+    for name, entries in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(value, before[1][name][entry]) for entry, value in entries.items())
+    optimizer.param_groups[1].update(state_dtype="uint8", master_dtype=None)
+    optimizer.step()
+
+
 class Faster(torch.optim.AdamW):
     def __init__(self, params, lr=0.5, **options):
         super().__init__(params, lr=lr, **options)
@@ -236,7 +270,7 @@ REFUSED = {
     "fused": ({"state_dtype": BF16, "fused": True}, "for-loop"),
     "foreach in a group": ({"state_dtype": BF16, "groups": [{"match": "weight", "foreach": True}]}, "foreach"),
     "fp64": ({"state_dtype": BF16, "dtype": torch.float64}, "0.weight"),
-    "a subclass": ({"algorithm": Faster}, "Faster, a subclass of AdamW.*give \"adamw\""),
+    "a subclass": ({"algorithm": Faster}, 'Faster, a subclass of AdamW.*give "adamw"'),
     "fp16 at random": ({"rounding": "stochastic", "dtype": torch.float16}, "or a master"),
 }
 
@@ -252,7 +286,7 @@ def test_what_cannot_be_stored_so_is_refused_by_name(options, named):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
 def test_what_torch_would_compute_otherwise_is_refused_beside_a_group_that_asks(dtype):
     params = {"w": torch.nn.Parameter(torch.ones(4)), "wide": torch.nn.Parameter(torch.ones(4, dtype=dtype))}
-    with pytest.raises(AlgorithmError, match=f'wide: dtype: found .*{dtype}.*"algorithm" of its own'):
+    with pytest.raises(AlgorithmError, match=f'wide: dtype: found a parameter of {dtype}.*"algorithm" of its own'):
         shardopt.keyed("adamw", params, groups=[{"match": "^w$", "state_dtype": BF16}])
 
 

@@ -90,6 +90,7 @@ class LowPrecisionOptimizer(Optimizer, metaclass=_Variant):
         Raises:
             GradientError: a gradient does not fit its parameter, or is sparse; also on the ranks that share rows with
                 the one that has it. Nothing was changed; but on an accelerator the others are told a step later.
+            StateError: a group's options were changed, and its state is stored otherwise. Nothing was changed.
         """
         self._late.run_ready()
         loss = None
@@ -132,7 +133,7 @@ class LowPrecisionOptimizer(Optimizer, metaclass=_Variant):
         problems = []
         for parameter, name in names.items():
             view = view_of(parameter, name)
-            problems += [Problem(f"{name}: {key}", *told) for key, *told in unfit(group, view.dtype)]
+            problems += unfit(name, group, view.dtype)
             coded = not problems and form_of(self.algorithm, group, view.shape, view.dtype).coded
             if coded and not tells_of_others(parameter):
                 found = f"a {type(parameter).__name__}, which does not say who has the rest of its rows"
