@@ -80,7 +80,7 @@ def _decompose(factor: Tensor) -> tuple[Tensor, Tensor]:
     identity = torch.eye(factor.shape[0], dtype=factor.dtype, device=factor.device)
     try:
         values, vectors = torch.linalg.eigh(torch.where(finite, factor, identity))
-    except torch.linalg.LinAlgError:  # it did not converge
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # it did not converge; public, but not in `__all__`
         return torch.full_like(factor[0], torch.nan), torch.full_like(factor, torch.nan)
     lost = torch.where(finite, 1.0, torch.nan).to(factor.dtype)
     return values * lost, vectors * lost

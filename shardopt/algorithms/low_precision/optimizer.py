@@ -130,7 +130,7 @@ class LowPrecisionOptimizer(Optimizer, metaclass=_Variant):
     def refuse_parameters(self, group: Group, names: Mapping[Tensor, str]) -> None:
         """Raises AlgorithmError where a parameter cannot be stored as its group says."""
         refuse_bad_values(group, self.algorithm.name)
-        problems = []
+        problems: list[Problem] = []
         for parameter, name in names.items():
             view = view_of(parameter, name)
             problems += unfit(name, group, view.dtype)
