@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from shardopt.algorithms.low_precision.options import as_texts
 from shardopt.algorithms.registry import AlgorithmSpec, spec_of
 from shardopt.errors import AlgorithmError, Problem, StateError
 from shardopt.optim.fused import FusedOptimizer, FusedOptimizerModule
@@ -20,6 +21,7 @@ from shardopt.optim.gradients.local_gradients import warn_of_no_gradients
 from shardopt.optim.keyed import build
 from shardopt.optim.keyed_wrapper import KeyedOptimizerWrapper
 from shardopt.optim.state_dict.groups import NamedTensors
+from shardopt.param_groups import PARAMS
 from shardopt.ranks import Group
 from shardopt.sharding.gradients import takes_gradient, zero_gradients
 from shardopt.sharding.view import local_tensors
@@ -112,7 +114,9 @@ class InBackwardOptimizer(KeyedOptimizerWrapper, FusedOptimizer):
     def __init__(self, params: Mapping[str, Tensor], optim_factory: Callable[[list[Tensor]], Optimizer]) -> None:
         super().__init__(params, optim_factory)
         _refuse(params, self.param_groups)
-        _refuse_waiting(self._local.waiting_for_others())
+        for group in self.param_groups:
+            names = {parameter: self._names[parameter] for parameter in group[PARAMS]}
+            _refuse_waiting(self._local.waiting_for_others(names, group))
         self._forget()
 
     def start(self) -> None:
@@ -178,8 +182,8 @@ class InBackwardOptimizer(KeyedOptimizerWrapper, FusedOptimizer):
         _refuse({name: parameter for parameter, name in names.items()}, [{**self.defaults, **options}])
         if self._handles:
             _refuse_updated(names)
+        _refuse_waiting(self._local.waiting_for_others(names, {**self.defaults, **as_texts(options)}))
         super()._add_group(names, options)
-        _refuse_waiting(self._local.waiting_for_others())
         if self._handles:
             self._handles += map(self._listen, names)
 

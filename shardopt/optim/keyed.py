@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 import torch
 from torch.optim import Optimizer
 
-from shardopt.algorithms.low_precision.optimizer import low_precision
-from shardopt.algorithms.low_precision.options import as_texts, asks_for_less
+from shardopt.algorithms.low_precision.optimizer import LowPrecisionOptimizer, low_precision
+from shardopt.algorithms.low_precision.options import as_texts, asks_for_less, without_defaults
 from shardopt.algorithms.registry import spec_of
-from shardopt.errors import StateError
+from shardopt.errors import AlgorithmError, Problem, StateError
 from shardopt.optim.base import KeyedOptimizer
 from shardopt.optim.combined import CombinedOptimizer
 from shardopt.optim.keyed_wrapper import KeyedOptimizerWrapper
@@ -26,7 +26,7 @@ from shardopt.optim.state_dict.groups import (
 )
 from shardopt.optim.state_dict.options import refuse_bad_options
 from shardopt.optim.wrapper import OptimizerWrapper
-from shardopt.param_groups import PARAMS
+from shardopt.param_groups import PARAMS, STORAGE_OPTIONS
 from shardopt.ranks import Group, SharedGroup
 from shardopt.state import Tied
 
@@ -99,6 +99,7 @@ def build(
     defaults, given = as_texts(defaults), [as_texts(each) if isinstance(each, Mapping) else each for each in groups]
     own = [each for each in given if isinstance(each, Mapping) and "algorithm" not in each]
     main = _class_of(algorithm, any(map(asks_for_less, (defaults, *own))))
+    defaults = _options_for(main, defaults)
     refuse_bad_options(main, defaults, "defaults")
     groups_of: dict[Any, list[Grouped]] = {}
     places: dict[Any, list[int]] = {}
@@ -114,6 +115,7 @@ def build(
         members.dropped, members.tied = params.dropped, params.tied
         named_here = options.pop("algorithm", None)
         optimizer = main if named_here is None else _class_of(named_here, asks_for_less(options))
+        options = _options_for(optimizer, options)
         refuse_bad_options(optimizer, options, f"groups[{position}]")
         # torch holds only defaults against their ranges; this lets it look at the options of each group too.
         optimizer([torch.zeros(1, 1, device="cpu")], **{**(defaults if optimizer is main else {}), **options})
@@ -131,9 +133,23 @@ def build(
 def _class_of(algorithm: Any, less: bool = False) -> Any:
     """Returns the class of an algorithm; `less`: the one that stores parameters and state as its options say."""
     spec = spec_of(algorithm)
+    is_its_own = isinstance(algorithm, str) or algorithm in (spec.optimizer, spec.stands_for)
+    if less and not is_its_own:  # the spec is of its base, whose variant has other defaults
+        problem = Problem(
+            key=", ".join(STORAGE_OPTIONS),
+            found=f"{algorithm.__name__}, a subclass of {spec.name}",
+            required=f"{spec.name} itself",
+            remedy=f'give "{spec.name.lower()}" and the options that {algorithm.__name__} sets',
+        )
+        raise AlgorithmError(f"{algorithm.__name__} does not store state or parameters in fewer bits", [problem])
     if less:
         return low_precision(spec).optimizer
-    return spec.optimizer if isinstance(algorithm, str) or algorithm is spec.stands_for else algorithm
+    return spec.optimizer if is_its_own else algorithm
+
+
+def _options_for(optimizer: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns options as the class takes them: only one that stores in fewer bits has options for that."""
+    return {**options} if issubclass(optimizer, LowPrecisionOptimizer) else without_defaults(options)
 
 
 def _build(wrapper: type[Wrapper], optimizer: Any, grouped: Sequence[Grouped], defaults: Mapping[str, Any]) -> Wrapper:

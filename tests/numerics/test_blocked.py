@@ -224,6 +224,27 @@ def test_blocks_and_their_owners():
     assert loads[2] == 100 and abs(loads[0] - loads[1]) <= 20
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("name", ["soap", "shampoo"])
+def test_what_is_not_finite_goes_into_its_parameter_and_the_step_ends(name, bad):
+    """An error would be the owner's alone, and the other ranks of the step would wait for it."""
+    params = parameters(torch.float32, {"good": (4, 3), "spoilt": (4, 3)})
+    optimizer = shardopt.keyed(name, params, lr=0.1, precondition_frequency=1)
+    train(optimizer, params, 0, 2)
+    for _ in range(2):
+        params["spoilt"].grad[0, 0] = bad
+        optimizer.step()
+    assert params["good"].isfinite().all() and params["spoilt"].isnan().all()
+
+
+def test_a_decomposition_that_fails_gives_nan(monkeypatch):
+    def fail(matrix):
+        raise torch.linalg.LinAlgError
+
+    monkeypatch.setattr(torch.linalg, "eigh", fail)
+    assert inverse_root(torch.eye(3), 4, 0.0).isnan().all()
+
+
 def test_inverse_roots():
     generator = torch.Generator().manual_seed(0)
     half = torch.randn(6, 3, generator=generator, dtype=torch.float64)

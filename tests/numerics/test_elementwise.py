@@ -228,3 +228,24 @@ def test_a_step_on_plain_parameters_can_be_differentiated(name):
     assert all(
         map(torch.equal, ours, differentiate(name, lambda tensor: getattr(torch.optim, name)([tensor], **options)))
     )
+
+
+class CountedRate(float):
+    """A learning rate that counts how often it is read; reading one on an accelerator would wait for it."""
+
+    reads = 0
+
+    def __float__(self):
+        CountedRate.reads += 1
+        return float.__float__(self)
+
+
+@pytest.mark.parametrize("algorithm", [shardopt.Lion, shardopt.AdEMAMix, shardopt.ScheduleFreeSGD])
+def test_a_learning_rate_is_read_once_a_group(algorithm, monkeypatch):
+    params = [torch.nn.Parameter(torch.ones(2)) for _ in range(5)]
+    optimizer = algorithm([{"params": params[:3]}, {"params": params[3:]}], lr=CountedRate(0.1))
+    for parameter in params:
+        parameter.grad = torch.ones(2)
+    monkeypatch.setattr(CountedRate, "reads", 0)
+    optimizer.step()
+    assert CountedRate.reads == 2

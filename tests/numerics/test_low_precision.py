@@ -6,14 +6,15 @@ import pickle
 
 import pytest
 import torch
+from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardopt
 from shardopt import checkpoint
 from shardopt.algorithms.low_precision.codes import encode, round_at_random
 from shardopt.algorithms.low_precision.noise import noise_key, random_bits
-from shardopt.errors import AlgorithmError, MismatchError
-from tests.support.fake_rank import fake_rank
+from shardopt.errors import AlgorithmError, MismatchError, StateError
+from tests.support.fake_rank import fake_rank, shard
 from tests.support.low_precision import ALGORITHMS, OPTIONS, Training, dequantized, finished
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -95,6 +96,22 @@ def test_codes_hold_what_they_stand_for_and_their_ends(signed):
     assert torch.equal(encoded.flatten(), codes)
     zeros = encode(torch.zeros(2, 1, 4), torch.zeros(2, 1), signed, None)
     assert not zeros.any()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_block_with_a_number_that_is_not_finite_becomes_nan_in_its_whole_and_no_other(bad):
+    weight = torch.nn.Parameter(gradients(7))
+    optimizer = shardopt.keyed("adamw", {"w": weight}, lr=0.1, state_dtype=torch.uint8)
+    weight.grad = gradients(1)
+    weight.grad[2, 5] = bad
+    optimizer.step()
+    state = optimizer.state[weight]
+    for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
+        numbers = dequantized(state[name], state[f"{name}_scale"], signed)
+        assert numbers[2, :256].isnan().all() and numbers.isnan().sum() == 256 and not numbers.isinf().any()
+    weight.grad = gradients(2)
+    optimizer.step()
+    assert weight[2, :256].isnan().all() and weight.isnan().sum() == 256
 
 
 def test_random_rounding_is_unbiased_and_keeps_what_is_no_number():
@@ -189,6 +206,19 @@ def test_in_backward_trains_the_same_bits(how):
         assert all(torch.equal(value, states[1][name][entry]) for entry, value in entries.items())
 
 
+def test_in_backward_refuses_a_group_whose_scales_need_other_ranks_before_it_is_added():
+    with fake_rank(1, 2) as mesh:
+        rows, columns = (torch.nn.Parameter(shard(torch.ones(80, 128), mesh, Shard(dim))) for dim in (0, 1))
+        optimizer = shardopt.in_backward({"rows": rows}, "adamw", state_dtype=torch.uint8)
+        with pytest.raises(AlgorithmError, match="columns: found 8-bit state"):
+            optimizer.add_param_group({"params": {"columns": columns}})
+        assert len(optimizer.param_groups) == 1 and [*optimizer.params] == ["rows"]
+        optimizer.state_dict()
+        optimizer.add_param_group({"params": {"columns": columns}, "state_dtype": BF16})
+        with pytest.raises(AlgorithmError, match="columns: found 8-bit state"):
+            shardopt.in_backward({"columns": columns}, "adamw", state_dtype=torch.uint8)
+
+
 def test_groups_store_each_in_its_way_and_a_closure_is_called_once():
     model = linear(BF16)
     groups = [{"match": "bias", "state_dtype": None, "rounding": "nearest"}, {"match": "^1", "state_dtype": BF16}]
@@ -209,6 +239,29 @@ def test_groups_store_each_in_its_way_and_a_closure_is_called_once():
     assert [group["state_dtype"] for group in optimizer.state_dict()["param_groups"]] == [None, "bfloat16", "uint8"]
 
 
+@pytest.mark.parametrize("change", [{"state_dtype": None}, {"state_dtype": "bfloat16"}, {"master_dtype": "float32"}])
+def test_another_form_while_training_is_refused_before_anything_changes(change):
+    params = {name: torch.nn.Parameter(gradients(7).to(BF16)) for name in ("first", "w")}
+    optimizer = shardopt.keyed("adamw", params, state_dtype=torch.uint8, groups=[{"match": "first"}])
+    for parameter in params.values():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    before = copy.deepcopy((params, optimizer.state_dict()["state"]))
+    optimizer.param_groups[1].update(change)
+    with pytest.raises(StateError, match=r"w: (exp_avg|master): found"):
+        optimizer.step()
+    assert all(torch.equal(params[name], before[0][name]) for name in params)
+    for name, entries in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(value, before[1][name][entry]) for entry, value in entries.items())
+    optimizer.param_groups[1].update(state_dtype="uint8", master_dtype=None)
+    optimizer.step()
+
+
+class Faster(torch.optim.AdamW):
+    def __init__(self, params, lr=0.5, **options):
+        super().__init__(params, lr=lr, **options)
+
+
 REFUSED = {
     "another algorithm": ({"algorithm": "muon"}, "Muon"),
     "averages": ({"algorithm": "schedulefreeadamw"}, "ScheduleFreeAdamW"),
@@ -217,6 +270,7 @@ REFUSED = {
     "fused": ({"state_dtype": BF16, "fused": True}, "for-loop"),
     "foreach in a group": ({"state_dtype": BF16, "groups": [{"match": "weight", "foreach": True}]}, "foreach"),
     "fp64": ({"state_dtype": BF16, "dtype": torch.float64}, "0.weight"),
+    "a subclass": ({"algorithm": Faster}, 'Faster, a subclass of AdamW.*give "adamw"'),
     "fp16 at random": ({"rounding": "stochastic", "dtype": torch.float16}, "or a master"),
 }
 
@@ -227,6 +281,34 @@ def test_what_cannot_be_stored_so_is_refused_by_name(options, named):
     model = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False)).to(options.pop("dtype"))
     with pytest.raises(AlgorithmError, match="(?s)" + named):
         shardopt.keyed(options.pop("algorithm"), model.named_parameters(), **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+def test_what_torch_would_compute_otherwise_is_refused_beside_a_group_that_asks(dtype):
+    params = {"w": torch.nn.Parameter(torch.ones(4)), "wide": torch.nn.Parameter(torch.ones(4, dtype=dtype))}
+    with pytest.raises(AlgorithmError, match=f'wide: dtype: found a parameter of {dtype}.*"algorithm" of its own'):
+        shardopt.keyed("adamw", params, groups=[{"match": "^w$", "state_dtype": BF16}])
+
+
+def test_a_group_with_an_algorithm_of_its_own_keeps_what_torch_computes():
+    number, moved = torch.nn.Parameter(torch.ones(4, dtype=torch.complex64)), []
+    groups = [{"match": "number", "algorithm": "adamw", "lr": 0.1, "state_dtype": None}]
+    optimizer = shardopt.keyed(
+        "adamw", {"w": torch.nn.Parameter(torch.ones(4)), "number": number}, state_dtype=BF16, groups=groups
+    )
+    alone = torch.nn.Parameter(torch.ones(4, dtype=torch.complex64))
+    for stepped, parameter in ((optimizer, number), (torch.optim.AdamW([alone], lr=0.1), alone)):
+        parameter.grad = torch.full((4,), 1j, dtype=torch.complex64)
+        stepped.step()
+        moved.append(parameter.detach())
+    assert torch.equal(*moved) and moved[0].imag.any()
+
+
+@pytest.mark.parametrize("algorithm", ["adamw", "soap", Faster])
+def test_torchs_way_to_store_may_be_asked_for_by_name(algorithm):
+    plain = {"state_dtype": None, "master_dtype": None, "rounding": "nearest"}
+    made = shardopt.keyed(algorithm, linear(FP32).named_parameters(), groups=[{"match": "bias", **plain}], **plain)
+    assert not plain.keys() & made.param_groups[0].keys() and not plain.keys() & made.defaults.keys()
 
 
 @pytest.mark.parametrize(

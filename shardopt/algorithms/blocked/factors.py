@@ -44,11 +44,12 @@ def apply_factors(block: Tensor, factors: Sequence[Tensor | None], inverse: bool
 def descending_eigenvectors(factor: Tensor) -> Tensor:
     """Computes the eigenvectors of a symmetric matrix [m, m], as columns, by descending eigenvalue; in its dtype.
 
-    They are computed in fp64, in which those of the small eigenvalues of a first gradient are told apart better.
+    They are computed in fp64, in which those of the small eigenvalues of a first gradient are told apart better. Of a
+    matrix that is not finite in its whole they are NaN.
     """
     wide = factor.double()
     tiny = 1e-30 * torch.eye(factor.shape[0], dtype=wide.dtype, device=wide.device)
-    _, vectors = torch.linalg.eigh(wide + tiny)
+    _, vectors = _decompose(wide + tiny)
     descending: Tensor = vectors.flip(1).contiguous().to(factor.dtype)
     return descending
 
@@ -62,12 +63,27 @@ def inverse_root(factor: Tensor, root: int, eps: float) -> Tensor:
         eps: at least 0; where it is 0, a zero eigenvalue gives infinity.
 
     Returns:
-        [m, m] in the dtype of `factor`.
+        [m, m] in the dtype of `factor`; NaN where that is not finite in its whole.
     """
-    values, vectors = torch.linalg.eigh(factor.double())
+    values, vectors = _decompose(factor.double())
     powers = values.clamp_(min=0.0).add_(eps).pow_(-1.0 / root)
     root_of: Tensor = ((vectors * powers) @ vectors.T).to(factor.dtype)
     return root_of
+
+
+def _decompose(factor: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes eigenvalues [m] and eigenvectors [m, m] of a symmetric matrix; NaN where that cannot be done.
+
+    An error here would be its owner's alone, in the middle of a collective step, and the other ranks would wait for it.
+    """
+    finite = factor.isfinite().all()
+    identity = torch.eye(factor.shape[0], dtype=factor.dtype, device=factor.device)
+    try:
+        values, vectors = torch.linalg.eigh(torch.where(finite, factor, identity))
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # it did not converge; public, but not in `__all__`
+        return torch.full_like(factor[0], torch.nan), torch.full_like(factor, torch.nan)
+    lost = torch.where(finite, 1.0, torch.nan).to(factor.dtype)
+    return values * lost, vectors * lost
 
 
 def number(lr: Any) -> Any:

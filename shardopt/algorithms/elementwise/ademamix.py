@@ -93,9 +93,9 @@ class AdEMAMix(ElementwiseOptimizer):
         step = torch.zeros((), dtype=torch.float64 if wide else torch.float32, device="cpu")
         return {"step": step, **super()._initial_state(parameter)}
 
-    def _count(self, group: Group, state: dict[str, Any]) -> Numbers:
+    def _count(self, group: Group, lr: float, state: dict[str, Any]) -> Numbers:
         state["step"] += 1
-        return float(group["lr"]), float(state["step"])
+        return lr, float(state["step"])
 
     def _update(
         self, group: Group, numbers: Numbers, weights: list[Tensor], gradients: list[Tensor], *state: list[Tensor]

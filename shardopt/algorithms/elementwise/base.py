@@ -68,9 +68,15 @@ class ElementwiseOptimizer(Optimizer):
         """Makes the state of a parameter that has its first gradient."""
         return {name: torch.zeros_like(parameter, memory_format=torch.preserve_format) for name in self._tensors}
 
-    def _count(self, group: Group, state: dict[str, Any]) -> Numbers:
-        """Counts a step in the state of a parameter, and returns the numbers that its update depends on."""
-        return (float(group["lr"]),)
+    def _count(self, group: Group, lr: float, state: dict[str, Any]) -> Numbers:
+        """Counts a step in the state of a parameter, and returns the numbers that its update depends on.
+
+        Args:
+            group: the options.
+            lr: its learning rate, which was read once: a tensor on an accelerator has to be waited for.
+            state: of the parameter.
+        """
+        return (lr,)
 
     def _update(
         self, group: Group, numbers: Numbers, weights: list[Tensor], gradients: list[Tensor], *state: list[Tensor]
@@ -89,11 +95,12 @@ class ElementwiseOptimizer(Optimizer):
         if foreach is None:
             foreach = bool(parameters) and not any(p.is_cpu for p in parameters)
         buckets: dict[Any, tuple[Numbers, list[Tensor]]] = {}
+        lr = float(group["lr"]) if parameters else 0.0
         for place, parameter in enumerate(parameters):
             state = self.state[parameter]
             if not state:
                 state.update(self._initial_state(parameter))
-            numbers = self._count(group, state)
+            numbers = self._count(group, lr, state)
             together = foreach and not _is_narrow(parameter)
             key = (numbers, parameter.device, parameter.dtype) if together else place
             buckets.setdefault(key, (numbers, []))[1].append(parameter)

@@ -90,10 +90,9 @@ class ScheduleFree(ElementwiseOptimizer):
             "z": torch.clone(parameter.detach(), memory_format=torch.preserve_format),
         }
 
-    def _count(self, group: Group, state: dict[str, Any]) -> Numbers:
+    def _count(self, group: Group, lr: float, state: dict[str, Any]) -> Numbers:
         state["step"] += 1
         step = int(state["step"])
-        lr = float(group["lr"])
         if step <= group["warmup_steps"]:
             lr = lr * (step / group["warmup_steps"])
         lr_max = max(lr, float(state["lr_max"]))

@@ -34,12 +34,21 @@ def largest(values: Tensor) -> Tensor:
     return values.abs().amax(-1).nan_to_num_(nan=torch.inf, posinf=torch.inf)
 
 
+def as_stored(scales: Tensor) -> Tensor:
+    """Returns scales as they are stored: NaN for an infinite one, by which all numbers of its block become NaN.
+
+    They are infinite until then, as a reduction over ranks need not take a NaN for the largest.
+    """
+    return scales.masked_fill(scales.isinf(), torch.nan)
+
+
 def encode(values: Tensor, scales: Tensor, signed: bool, noise: Tensor | None) -> Tensor:
     """Encodes numbers.
 
     Args:
         values: fp32, [R, B, S]; used up.
-        scales: fp32, [R, B]; at least the largest absolute value in each block.
+        scales: fp32, [R, B]; at least the largest absolute value in each block. Where it is infinite, codes stand for
+            nothing: see `as_stored`.
         signed: whether numbers may be negative.
         noise: random bits, int32, of as many elements; None to round to nearest.
 

@@ -90,6 +90,7 @@ class LowPrecisionOptimizer(Optimizer, metaclass=_Variant):
         Raises:
             GradientError: a gradient does not fit its parameter, or is sparse; also on the ranks that share rows with
                 the one that has it. Nothing was changed; but on an accelerator the others are told a step later.
+            StateError: a group's options were changed, and its state is stored otherwise. Nothing was changed.
         """
         self._late.run_ready()
         loss = None
@@ -129,11 +130,10 @@ class LowPrecisionOptimizer(Optimizer, metaclass=_Variant):
     def refuse_parameters(self, group: Group, names: Mapping[Tensor, str]) -> None:
         """Raises AlgorithmError where a parameter cannot be stored as its group says."""
         refuse_bad_values(group, self.algorithm.name)
-        problems = []
+        problems: list[Problem] = []
         for parameter, name in names.items():
             view = view_of(parameter, name)
-            for option, found, required in unfit(group, view.dtype):
-                problems.append(Problem(f"{name}: {option}", found, required, "give it to a group without this option"))
+            problems += unfit(name, group, view.dtype)
             coded = not problems and form_of(self.algorithm, group, view.shape, view.dtype).coded
             if coded and not tells_of_others(parameter):
                 found = f"a {type(parameter).__name__}, which does not say who has the rest of its rows"

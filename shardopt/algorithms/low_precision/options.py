@@ -51,6 +51,13 @@ def asks_for_less(options: Mapping[str, Any]) -> bool:
     return any(options.get(name, default) != default for name, default in STORAGE_OPTIONS.items())
 
 
+def without_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns options without those that ask for torch's way to store, which its own classes do not know."""
+    return {
+        name: value for name, value in options.items() if name not in STORAGE_OPTIONS or value != STORAGE_OPTIONS[name]
+    }
+
+
 def refuse_bad_values(options: Mapping[str, Any], algorithm: str) -> None:
     """Raises AlgorithmError where one of the options here has a value that there is not, or goes with none of them."""
     problems = [
@@ -169,11 +176,25 @@ def _form_of(
     return Form(tuple(stored(*entry) for entry in entries), master, stochastic, at_random)
 
 
-def unfit(options: Options, dtype: torch.dtype) -> Iterator[tuple[str, str, str]]:
-    """Yields option, found and required for each option that does not go with parameters of a dtype."""
+def unfit(name: str, options: Options, dtype: torch.dtype) -> Iterator[Problem]:
+    """Yields what of the options of its group does not go with a parameter of a dtype.
+
+    A group that asks for nothing is computed in fp32 too, where another of the algorithm asks: fp64 would lose half of
+    its bits, and a complex number its imaginary part.
+    """
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        for name, default in STORAGE_OPTIONS.items():
-            if options[name] != default:
-                yield name, f"a parameter of {dtype}", "float32, bfloat16 or float16"
+        asked = [option for option, default in STORAGE_OPTIONS.items() if options[option] != default]
+        for key in asked or (["dtype"] if dtype.is_floating_point or dtype.is_complex else []):
+            yield Problem(
+                key=f"{name}: {key}",
+                found=f"a parameter of {dtype}, where steps are computed in float32",
+                required="float32, bfloat16 or float16",
+                remedy='give it to a group with an "algorithm" of its own, and without these options',
+            )
     elif dtype is torch.float16 and options["rounding"] == STOCHASTIC and options["master_dtype"] is None:
-        yield "rounding", "a parameter of torch.float16 without a master", "bfloat16, or a master"
+        yield Problem(
+            key=f"{name}: rounding",
+            found=f"a parameter of {dtype} without a master",
+            required="bfloat16, or a master",
+            remedy="give it to a group without this option",
+        )

@@ -11,13 +11,13 @@ from torch import Tensor
 from shardopt.algorithms.dense_gradients import dense_gradients
 from shardopt.algorithms.low_precision.blocks import block_size
 from shardopt.algorithms.low_precision.chunks import VECTOR, Chunk, as_matrix, chunks_of
-from shardopt.algorithms.low_precision.codes import decode, encode, largest, round_at_random
+from shardopt.algorithms.low_precision.codes import as_stored, decode, encode, largest, round_at_random
 from shardopt.algorithms.low_precision.inner import Stepped
 from shardopt.algorithms.low_precision.noise import noise_key, random_bits
 from shardopt.algorithms.low_precision.options import MASTER, STEP, Stored, form_of
 from shardopt.algorithms.low_precision.shared_scales import SharedScales, cuts_of_blocks, rows_of
 from shardopt.algorithms.registry import Kind
-from shardopt.errors import GradientError
+from shardopt.errors import GradientError, Problem, ShardoptError, StateError
 from shardopt.sharding.box import Box
 from shardopt.sharding.gradients import requires_gradient
 from shardopt.sharding.view import assemble, device_of, is_held, local_tensors, view_of
@@ -56,15 +56,31 @@ class Work:
         self._form = form_of(optimizer.algorithm, group, view.shape, view.dtype)
         self._block = block_size(view.shape) if self._form.coded else 0
         self._gradients: list[Tensor] | None = None
-        self.fault: GradientError | None = None  # raised once the ranks that share rows know of it
+        self.fault: ShardoptError | None = self._unlike_form()  # raised once the ranks that share rows know of it
         self.shared: SharedScales | None = None
         try:
             self._gradients = dense_gradients(parameter, self.name)
         except GradientError as error:
-            self.fault = error
+            self.fault = self.fault or error
         cuts = cuts_of_blocks(parameter) if self._form.coded else ()
         if cuts and (self._gradients is not None or requires_gradient(parameter)):
             self.shared = SharedScales(parameter, self._form, cuts)
+
+    def _unlike_form(self) -> StateError | None:
+        """Returns what to raise where state was made under other options than the group has now."""
+        state = self._optimizer.state.get(self.parameter)
+        if not state:
+            return None
+        wanted: dict[str, torch.dtype | None] = {entry.name: entry.dtype for entry in self._form.entries}
+        wanted[MASTER] = torch.float32 if self._form.master else None
+        has = {name: view_of(state[name]).dtype if name in state else None for name in wanted}
+        remedy = "put the group's options back; state is stored as they said when it was made"
+        problems = [
+            Problem(f"{self.name}: {name}", _named(has[name]), f"{_named(dtype)}, as its group says", remedy)
+            for name, dtype in wanted.items()
+            if has[name] is not dtype
+        ]
+        return StateError("state is stored otherwise than its group says", problems) if problems else None
 
     def is_due(self) -> bool:
         """Whether the parameter has a gradient, and this rank a share of it; valid once ranks have agreed."""
@@ -116,7 +132,7 @@ class Work:
         if store:
             for name, scales in self.shared.scales.items() if self.shared is not None else ():
                 for into, new in zip(local_tensors(state[f"{name}_scale"]), local_tensors(scales), strict=True):
-                    into.copy_(new)
+                    into.copy_(as_stored(new))
             for name, value in self._scalars(state).items():
                 value.copy_(stepped.state[name])
             if STEP not in stepped.state:
@@ -204,7 +220,7 @@ class Work:
         """Returns codes of a chunk's new values; stores their scales where no other rank has a part in them."""
         scales = self._largest(chunk, flat)
         if self.shared is None:
-            piece.scales[entry.name][chunk.rows, chunk.blocks] = scales
+            piece.scales[entry.name][chunk.rows, chunk.blocks] = as_stored(scales)
         else:  # the stored ones are those that other chunks are still decoded with
             scales = piece.shared[entry.name][chunk.rows, chunk.blocks]
         scratch = chunk.of_scratch(flat)
@@ -241,3 +257,7 @@ class Work:
             own = next(each.tensor for each in view_of(tensor).pieces if each.box == piece.box)
             if own.data_ptr() != matrix.data_ptr():
                 own.copy_(matrix.view(own.shape))
+
+
+def _named(dtype: torch.dtype | None) -> str:
+    return "none" if dtype is None else str(dtype)

@@ -381,16 +381,16 @@ class LocalOptimizer:
         if self._narrow is not None:
             self._narrow.state_loaded(parameter)
 
-    def waiting_for_others(self) -> list[str]:
-        """Returns the names of parameters whose step needs numbers of other ranks, as those of cut 8-bit state."""
+    def waiting_for_others(self, names: Mapping[Tensor, str], options: Mapping[str, Any]) -> list[str]:
+        """Returns the names of those parameters whose step needs numbers of other ranks, as those of cut 8-bit state.
+
+        Args:
+            names: parameters of one group, or to be.
+            options: of that group, all of them.
+        """
         if self._narrow is None:
             return []
-        return [
-            self._names[parameter]
-            for group in self.groups
-            for parameter in group["params"]
-            if self._narrow.waits_for_others(group, parameter)
-        ]
+        return [name for parameter, name in names.items() if self._narrow.waits_for_others(options, parameter)]
 
     def state_changed(self) -> None:
         """Drops the caches of state from step to step: someone else than the inner optimizer changed it."""
