@@ -241,3 +241,35 @@ def save_alone(root):
 def test_one_process_has_tiers_too(tmp_path):
     expected = {1: {f"{tmp_path}/memory": 0}, 2: {f"{tmp_path}/memory": 0, f"{tmp_path}/root": None}}
     assert run_ranks(1, save_alone, str(tmp_path), backend=None) == [expected]
+
+
+def force(root, hosts, stage):
+    manager = manager_of(root, hosts, stage=stage)
+    manager.save(1, app_of(1))
+    manager.save(1, app_of(1), force=True)
+    manager.wait()
+    where = manager.where()
+    manager.close()
+    return {Path(path).name for path in where[1]}
+
+
+@pytest.mark.parametrize("stage", ["now", pytest.param(None, marks=pytest.mark.exhaustive)])
+def test_a_save_that_is_forced_comes_to_the_root_whatever_tier_has_it(tmp_path, stage):
+    assert run_ranks(2, force, str(tmp_path), (0, 1), stage) == [{"memory", "root"}] * 2
+
+
+def in_domains(root, hosts):
+    load_first = app_of(1)
+    checkpoint.save(url_of(root, hosts, 7), load_first)  # by whom no domain is named
+    host = hosts[dist.get_rank()]
+    tier = Tier(f"{root}/host-{host}/run", every=1, copies=2, domain=f"rack-{host // 2}")
+    with checkpoint.Manager(f"{root}/root", tiers=[tier], every=9) as manager:
+        manager.save(1, app_of(1))
+        manager.wait()
+
+
+def test_copies_go_to_other_failure_domains(tmp_path):
+    run_ranks(4, in_domains, str(tmp_path), (0, 1, 2, 3))
+    for rack in ((0, 1), (2, 3)):  # without either of them every file is on the other
+        files = {path.name for host in rack for path in tmp_path.glob(f"host-{host}/run/step-00000001/*.safetensors")}
+        assert len(files) == 4

@@ -56,6 +56,7 @@ class Hosts:
         # Weak: these ranks keep this, for as long as there are such.
         self._ranks, self._rank = weakref.ref(ranks), ranks.rank
         self.root, self.directory, self.domains = root, directory, tuple(domains)
+        self.domain: str | None = None  # as this rank gave it
         self.of_rank = tuple(of_rank)
         self.number = self.of_rank[ranks.rank]
         leaders: dict[int, int] = {}
@@ -132,14 +133,18 @@ def hosts_of(ranks: Ranks, root: str, deadline_seconds: float, domain: str | Non
 
     Args:
         root: of the directory on each host; ranks may give other paths for it.
-        domain: the failure domain of this rank's host; that of its leader counts, the first time.
+        domain: the failure domain of this rank's host; that of its leader counts. None for any. Where they have met
+            under others, they meet anew.
 
     Raises:
         CheckpointError: a host's directory cannot be used.
     """
-    met: Hosts | None = ranks.kept.get(("hosts", root, domain))
-    if met is not None:
+    met: Hosts | None = ranks.kept.get(("hosts", root))
+    if met is not None and domain in (None, met.domain):
         return met
+    if met is not None:  # by somebody who named no domain
+        _met.remove(met)
+        met.close()
     for hosts in [each for each in _met if each.is_gone]:  # of a job that this process was in before
         _met.remove(hosts)
         hosts.close()
@@ -152,6 +157,7 @@ def hosts_of(ranks: Ranks, root: str, deadline_seconds: float, domain: str | Non
         deadline_seconds=deadline_seconds,
     )
     hosts = Hosts(ranks, root, directory, of_rank, domains)
+    hosts.domain = domain
     try:
         _, at = ranks.agree(
             what,
@@ -164,7 +170,7 @@ def hosts_of(ranks: Ranks, root: str, deadline_seconds: float, domain: str | Non
         hosts.close()
         raise
     hosts.know(at)
-    ranks.kept["hosts", root, domain] = hosts
+    ranks.kept["hosts", root] = hosts
     _met.append(hosts)
     return hosts
 

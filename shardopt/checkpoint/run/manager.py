@@ -418,12 +418,18 @@ class Manager:
             if newest is not None:
                 self._upload(newest)
 
-    def _is_known(self, place: Place) -> bool:
-        """Whether this Manager has committed a checkpoint, or was restored from it, and it is there. Collective."""
+    def _is_known(self, place: Place, at_root: bool) -> bool:
+        """Whether this Manager has committed a checkpoint, or was restored from it, and it is there. Collective.
+
+        Args:
+            at_root: whether one that a tier alone has does not count; it may be on its way to the root.
+        """
         if self._saver is not None and self._last is not None and self._last[0] == place:
             self._saver.wait()  # which may have failed, and then is no checkpoint
+        if at_root and is_on_hosts(self._known.get(place, "")):
+            self._tiers.wait()
         url = self._known.get(place)
-        if url is None:
+        if url is None or (at_root and is_on_hosts(url)):
             return False
         _, is_there = ranks_of(self._group).agree(
             f"looking for step {place.step} in {self._root.url}",
@@ -458,10 +464,7 @@ class Manager:
     ) -> SaveReport | PendingSave | None:
         place = self._branches().place(int(step))
         to_root = stop is not None or force  # nothing that is lost with its hosts
-        if to_root and is_on_hosts(self._known.get(place, "")):
-            self._tiers.wait()  # it may be on its way to the root
-            self._known.pop(place) if is_on_hosts(self._known[place]) else None
-        if self._is_known(place):
+        if self._is_known(place, to_root):
             return self._last[1] if self._last is not None and self._last[0] == place else None
         if self._mirror is not None:
             self._mirror.prepare()

@@ -33,7 +33,6 @@ from shardopt.errors import NoSpaceError, OptionError, Problem
 from shardopt.ranks import Group, Ranks, SideRanks, ranks_of
 from shardopt.world import Thread, world
 
-_ALL = 1 << 20  # threads that wait
 _log = logging.getLogger("shardopt.checkpoint")
 
 
@@ -168,7 +167,8 @@ class Tiers:
         Args:
             to_root: whether it goes to the root too; `then` is called once it is there.
         """
-        self._begin(_Job(place, number := self._number_of(url), self._behind(place, number), to_root, then))
+        number = self._number_of(url)
+        self._begin(_Job(place, number, self._behind(place, number), to_root, then))
 
     def committed_at_root(self, place: Place, then: Callable[[], None]) -> None:
         """Has `then` called in its turn, for a checkpoint that was saved to the root: in one order on all ranks."""
@@ -295,13 +295,16 @@ class Tiers:
             try:
                 with ranks.beating(self._deadline_seconds):
                     self._do(ranks, hosts, job)
-            except BaseException as error:  # raised by the next call; the training goes on meanwhile
+            except BaseException as error:  # the training goes on meanwhile
                 _log.error("what is behind the save of step %d has failed: %s", job.place.step, error)
-                self._failure = error
+                if (
+                    job.promotes or job.tier is None
+                ):  # raised by the next call; copies alone are made with the next save
+                    self._failure = error
             with self._changed:
                 self._given_up.discard(self._waiting.popleft())
                 self._begun.popleft()
-                self._changed.notify(_ALL)
+                self._changed.notify()  # nobody but the program itself waits
 
     def _do(self, ranks: Ranks, hosts: Sequence[Hosts], job: _Job) -> None:
         if job.tier is None:
