@@ -185,6 +185,7 @@ class SimulatedOs:
             split=posixpath.split,
             isdir=lambda path: (found := files.find(path)) is not None and found.is_directory,
             isfile=lambda path: (found := files.find(path)) is not None and not found.is_directory,
+            ismount=lambda path: path == "/",
             lexists=lambda path: files.find(path) is not None,
         )
 

@@ -67,3 +67,14 @@ def test_who_has_joined_late_takes_nobody_elses_session_away(beside):
     for at in (4, 5):
         outcome = simulate(Schedule(1, jobs, (Fault("stop", 0, at=at, beside=beside),)))
         assert outcome.problems == [], f"stopped at {at}"
+
+
+@pytest.mark.parametrize("fault", [Fault("disk", 0, at=7, detail="ESTALE"), Fault("kill", 0, at=8)], ids=str)
+def test_a_directory_is_durable_though_whoever_made_it_failed_or_was_killed(fault):
+    jobs = (Job(ranks=1, saves=2), Job(ranks=1, saves=2), Job(ranks=1, saves=1))
+    assert simulate(Schedule(6163, jobs, (fault, Fault("power", 2, at=2)))).problems == []
+
+
+def test_a_session_whose_host_takes_no_connections_is_left_for_the_next():
+    jobs = (Job(saves=1, leaves_stopped=True), Job(saves=1, new_store=False, looks_alone=True))
+    assert simulate(Schedule(5689, jobs, (Fault("cut", 0, seconds=15.0),))).problems == []

@@ -170,6 +170,7 @@ _KEPT_BY_PROCESS: list[tuple[str, str, Callable[[], Any]]] = [
     ("shardopt.checkpoint.reading.in_use", "_readers", Counter),
     ("shardopt.checkpoint.sources.referred", "_known", OrderedDict),
     ("shardopt.checkpoint.sources.referred", "_bytes_of", dict),
+    ("shardopt.checkpoint.storage.local", "_durably_named", set),
     ("shardopt.checkpoint.async_save", "_default", AsyncSaver),
     ("shardopt.checkpoint.async_save", "_of_members", dict),
     ("shardopt.ranks.groups", "_of_group", weakref.WeakKeyDictionary),

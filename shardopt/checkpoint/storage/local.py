@@ -26,6 +26,7 @@ _BATCH_BYTES = 16 << 20  # written in one call; more would hold on to memory tha
 
 # Errors of a disk, or the file system on it, that has lost bytes; not of one that is out of reach.
 _LOST = {errno.EIO, errno.EBADMSG, errno.EUCLEAN}
+_durably_named: set[str] = set()  # directories that this process has made durable, with all above them
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}\.tmp")  # as `_write_temporary` names them
 
 _SYNC_FILE_RANGE_WRITE = 2
@@ -59,6 +60,13 @@ class LocalStorage(Storage):
         os.makedirs(self.url, exist_ok=True)
         for path in missing:
             self.sync_directory(os.path.dirname(path))  # a new name is in the directory above it
+        above = [os.path.dirname(path) for path in missing]
+        # Whoever made those that were there may have failed, or been killed, before their names were durable.
+        while above[-1] not in _durably_named and not os.path.ismount(above[-1]):
+            above.append(os.path.dirname(above[-1]))
+            with suppress(PermissionError):  # then nobody of this user has made it
+                self.sync_directory(above[-1])
+        _durably_named.update(above)
 
     def names(self) -> list[str]:
         try:

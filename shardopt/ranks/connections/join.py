@@ -26,7 +26,8 @@ T = TypeVar("T")
 
 PAUSE_SECONDS = (0.002, 1.0)
 """Between two looks at the store: the first, and the longest; each is as long as a fourth of what was waited."""
-_CONNECT_SECONDS = 5.0
+CONNECT_SECONDS = (0.5, 5.0)
+"""For a host to take a connection: the shortest, and the longest."""
 _NOTHING = "-"  # what no entry is: the store answers it where there is no such key, and it stands where one was
 _CHALLENGE_SECONDS = 10.0
 _LOOK_SECONDS = 1.0  # between two looks whether the session of who does not answer is still the last one
@@ -86,7 +87,13 @@ def read_record(store: Store, name: str, session: bytes) -> dict[str, Any] | Non
 
 
 def connect(
-    store: Store | None, entry: Entry, session: Entry, below: int, above: int, goes_on: Callable[[], bool]
+    store: Store | None,
+    entry: Entry,
+    session: Entry,
+    below: int,
+    above: int,
+    goes_on: Callable[[], bool],
+    most_seconds: float,
 ) -> tuple[Link, list[Message]] | None:
     """Connects with a rank that listens, and proves to each other who both are.
 
@@ -96,6 +103,7 @@ def connect(
     Args:
         store: where a later session may stand; None once this one is known to be the job's.
         goes_on: whether there is still reason to wait.
+        most_seconds: for each of its addresses to take the connection.
 
     Returns:
         The connection, and what has come after the welcome; None where there is none to be had.
@@ -111,7 +119,7 @@ def connect(
         if not goes_on():
             return None
         try:
-            link = Link(world().connect(host, port, _CONNECT_SECONDS), above)
+            link = Link(world().connect(host, port, most_seconds), above)
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 raise  # this rank's own trouble: nobody else is to be named for it

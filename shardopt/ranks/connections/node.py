@@ -18,7 +18,7 @@ from shardopt.ranks.connections.address import addresses
 from shardopt.ranks.connections.centre import Centre
 from shardopt.ranks.connections.frames import Message
 from shardopt.ranks.connections.heartbeat import interval_seconds
-from shardopt.ranks.connections.join import PAUSE_SECONDS, Entry, connect, leader_key, publish, read
+from shardopt.ranks.connections.join import CONNECT_SECONDS, PAUSE_SECONDS, Entry, connect, leader_key, publish, read
 from shardopt.ranks.connections.leaving import LINGER_SECONDS, take_leave
 from shardopt.ranks.connections.link import Ended, Link
 from shardopt.ranks.connections.proof import Listening, Refused
@@ -201,12 +201,14 @@ class Node:
             return
         begun = world().monotonic()
         while not self._stopping:
-            if self._connect():
+            waited = world().monotonic() - begun
+            # A host that is gone answers nothing; the session that is the last one by then has another.
+            if self._connect(most_seconds=min(max(waited / 2, CONNECT_SECONDS[0]), CONNECT_SECONDS[1])):
                 return
             waited = world().monotonic() - begun
             self._pause(min(max(waited / 4, PAUSE_SECONDS[0]), PAUSE_SECONDS[1]))
 
-    def _connect(self) -> bool:
+    def _connect(self, most_seconds: float) -> bool:
         """Tries once to get to the leader; returns whether this rank is connected."""
         session = read(self.store, "session")
         if session is None or self.tree.leader is None:
@@ -217,7 +219,9 @@ class Node:
         self.session, self.reached = session, self.tree.leader
         if leader is None:
             return False
-        met = connect(self.store, leader, session, self.tree.rank, self.tree.leader, lambda: not self._stopping)
+        met = connect(
+            self.store, leader, session, self.tree.rank, self.tree.leader, lambda: not self._stopping, most_seconds
+        )
         if met is None:
             return False
         link, came = met

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
-from shardopt.ranks.connections.join import Entry, connect
+from shardopt.ranks.connections.join import CONNECT_SECONDS, Entry, connect
 from shardopt.ranks.files.asking import (
     FOUND,
     MOST_RANGES,
@@ -97,7 +97,9 @@ class FileClient:
             if self._free:
                 return self._free.pop()
         end = world().monotonic() + SILENT_SECONDS
-        met = connect(None, self._server, self._server, self._below, self._above, lambda: world().monotonic() < end)
+        met = connect(
+            None, self._server, self._server, self._below, self._above, lambda: world().monotonic() < end, CONNECT_SECONDS[1]
+        )
         if met is None:
             where = ", ".join(f"{host}:{port}" for host, port in self._server.at)
             raise ConnectionRefusedError(f"rank {self._above} is not reached at {where}")
