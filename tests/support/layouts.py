@@ -1,5 +1,7 @@
 """Parameters placed in every way there is, on any number of ranks, made of known global values."""
 
+from weakref import WeakKeyDictionary
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -45,10 +47,17 @@ def values(seed, dtype=torch.float32):
 
 
 def meshes():
-    """All ranks in a row, and in two rows where their number is even."""
-    ranks = dist.get_world_size()
-    rows = 2 if ranks % 2 == 0 else 1
-    return init_device_mesh("cpu", (ranks,)), init_device_mesh("cpu", (rows, ranks // rows))
+    """All ranks in a row, and in two rows where their number is even; made once, as each has groups with threads."""
+    made = _meshes.get(dist.group.WORLD)
+    if made is None:
+        ranks = dist.get_world_size()
+        rows = 2 if ranks % 2 == 0 else 1
+        made = init_device_mesh("cpu", (ranks,)), init_device_mesh("cpu", (rows, ranks // rows))
+        _meshes[dist.group.WORLD] = made
+    return made
+
+
+_meshes = WeakKeyDictionary()  # of all ranks' group
 
 
 def place(full, name, row, square):
