@@ -256,6 +256,7 @@ def with_store(kind, folder, function, *args):
     return function(*args)
 
 
+@pytest.mark.timeout(3300)  # 10,000 take minutes, above what the suite grants a test
 @pytest.mark.parametrize(
     ("kind", "count"),
     [
@@ -287,6 +288,7 @@ def many_managers(root, count, settled):
     return seen
 
 
+@pytest.mark.timeout(3300)
 @pytest.mark.parametrize(
     ("kind", "count"),
     [
