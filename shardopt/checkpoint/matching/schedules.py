@@ -27,7 +27,7 @@ _BY_POSITION = (_BASE, _LAST, *_LIMITS, "lr_lambdas")
 _MOST_NAMES = 3
 _REMEDY = (
     "give the groups as they were saved, in the same order; or leave the schedule out of the app, load with "
-    'Strictness(unexpected="ignore"), and make it afterwards with last_epoch= the steps that it had made, less one'
+    'Strictness(unexpected="ignore"), and then make it anew with last_epoch= the steps that it had made, less one'
 )
 
 _log = logging.getLogger("shardopt.checkpoint")
