@@ -19,10 +19,17 @@ from shardopt.checkpoint.hosts.hosts import is_on_hosts
 from shardopt.checkpoint.matching.compare import Match, compare
 from shardopt.checkpoint.matching.init_state import init_unstepped
 from shardopt.checkpoint.matching.names_in_app import names_in_app
-from shardopt.checkpoint.matching.partial_load import mark_partial_load, unmark_partial_load
+from shardopt.checkpoint.matching.partial_load import (
+    CHANGED_NOTHING,
+    MAY_HAVE_CHANGED,
+    damage_told,
+    mark_partial_load,
+    unmark_partial_load,
+)
 from shardopt.checkpoint.matching.renaming import Names
+from shardopt.checkpoint.matching.schedules import warn_of_other_rates
 from shardopt.checkpoint.matching.settling import compare_differences, differences_of, settle
-from shardopt.checkpoint.matching.strictness import Strictness, strictness_of
+from shardopt.checkpoint.matching.strictness import Strictness, log_passed_over, strictness_of
 from shardopt.checkpoint.matching.tied import refuse_unequal
 from shardopt.checkpoint.planning.tied import refuse_other_ties, refuse_untied, tied_in
 from shardopt.checkpoint.progress import Progress
@@ -198,8 +205,8 @@ def load(
         CheckpointNotFoundError, FormatError: there is nothing here to load.
         MismatchError: the checkpoint does not fit, or has numbers that a cast would turn into infinities or others;
             every difference is listed, and nothing was changed.
-        CorruptionError: stored bytes are not what was written. Where that is met in the middle, the optimizers of
-            `app` refuse to step until a load is whole.
+        CorruptionError: stored bytes are not what was written. Its message says whether anything was changed by then:
+            where that is met in the middle, the optimizers of `app` refuse to step until a load is whole.
         RankError: a rank failed in another way, died, or did not make the call.
     """
     options = LoadOptions(
@@ -221,6 +228,7 @@ def load(
     with reading(url), ranks_of(group).beating(deadline_seconds), gc_paused():
         report, differences = _load(url, app, options)
     emit_report("load", report)
+    log_passed_over(report.url, report.missing, report.unexpected, options.strictness)
     for difference in differences:
         warnings.warn(f"loading {report.url}: {difference}", stacklevel=2)
     return report
@@ -232,10 +240,11 @@ def _load(
     """Loads, with state made for optimizers where `init_state` asks for it; returns what to warn of as well."""
     ranks = ranks_of(options.group)
     what = f"{_LOADING}{os.fspath(url)}"
-    if is_on_hosts(url):
-        open_here = opener_on_hosts(ranks, what, url, options.deadline_seconds)
-    else:
-        open_here = opener_of(ranks, what, url, options.base_root, options.deadline_seconds)
+    with damage_told(CHANGED_NOTHING):
+        if is_on_hosts(url):
+            open_here = opener_on_hosts(ranks, what, url, options.deadline_seconds)
+        else:
+            open_here = opener_of(ranks, what, url, options.base_root, options.deadline_seconds)
 
     @cache
     def opened() -> CheckpointReader:  # in a round, as all that may fail
@@ -247,7 +256,8 @@ def _load(
 
     if not options.init_state:
         return _load_into(ranks, what, look, options)
-    undo = init_unstepped(ranks, what, look, options.deadline_seconds)
+    with damage_told(CHANGED_NOTHING):
+        undo = init_unstepped(ranks, what, look, options.deadline_seconds)
     try:
         return _load_into(ranks, what, look, options)
     except ShardoptError:
@@ -259,8 +269,38 @@ def _load_into(
     ranks: Ranks, what: str, look: Callable[[], _Look], options: LoadOptions
 ) -> tuple[LoadReport, list[Problem]]:
     """Loads into the state that `app` has, step by step; returns what to warn of as well."""
-    deadline_seconds = options.deadline_seconds
     begin = world().monotonic()
+    with damage_told(CHANGED_NOTHING):
+        reads = _compare(ranks, what, look, options)
+    with damage_told(MAY_HAVE_CHANGED):
+        bytes_read, loaded = _read(ranks, what, reads, options)
+    if ranks.rank == 0:
+        warn_of_other_rates(loaded)
+    plan = reads.plan
+    report = LoadReport(
+        url=plan.reader.url,
+        save_id=plan.reader.manifest.save_id,
+        loaded=(*plan.match.tensors, *plan.match.values, *plan.match.per_rank),
+        missing=tuple(plan.match.missing),
+        unexpected=tuple(plan.match.unexpected),
+        cast=tuple(plan.match.cast),
+        renamed={
+            key: old for key, old in plan.names.renamed.items() if key in plan.match.tensors or key in plan.match.values
+        },
+        bytes_wanted=plan.bytes_wanted,
+        bytes_read=bytes_read,
+        seconds=world().monotonic() - begin,
+        world_size=plan.reader.manifest.world_size,
+        saved_at=plan.reader.manifest.saved_at,
+        left_out=plan.reader.left_out,
+        save_seconds=plan.reader.manifest.seconds,
+    )
+    return report, plan.match.warnings
+
+
+def _compare(ranks: Ranks, what: str, look: Callable[[], _Look], options: LoadOptions) -> _Reads:
+    """Plans the reads of this rank, once all ranks know that everything fits; changes nothing."""
+    deadline_seconds = options.deadline_seconds
 
     def report_plan(reads: _Reads) -> list[Any]:
         plan = reads.plan
@@ -296,6 +336,12 @@ def _load_into(
     if options.transactional:
         doing = f"{what} (transactional)"  # by which ranks notice that some of them do not verify
         ranks.agree(doing, work=lambda: check_all(reads.requests), deadline_seconds=deadline_seconds)
+    return reads
+
+
+def _read(ranks: Ranks, what: str, reads: _Reads, options: LoadOptions) -> tuple[int, list[Handback]]:
+    """Fills the app; returns the bytes that this rank read, and the objects that got their state back."""
+    plan, deadline_seconds = reads.plan, options.deadline_seconds
     loaded = [each for each in plan.flat.handbacks if each.elsewhere or plan.match.loads_into(each.path, plan.flat)]
     optimizers = [each.target for each in loaded if isinstance(each.target, Optimizer)]
 
@@ -308,26 +354,7 @@ def _load_into(
     # A round of its own: nobody is to wait for what its reader failed to read, or to hand back what others lack.
     ranks.agree(what, work=lambda: _hand_back(plan, reads.shared, loaded, lenient), deadline_seconds=deadline_seconds)
     unmark_partial_load(optimizers)
-
-    report = LoadReport(
-        url=plan.reader.url,
-        save_id=plan.reader.manifest.save_id,
-        loaded=(*plan.match.tensors, *plan.match.values, *plan.match.per_rank),
-        missing=tuple(plan.match.missing),
-        unexpected=tuple(plan.match.unexpected),
-        cast=tuple(plan.match.cast),
-        renamed={
-            key: old for key, old in plan.names.renamed.items() if key in plan.match.tensors or key in plan.match.values
-        },
-        bytes_wanted=plan.bytes_wanted,
-        bytes_read=bytes_read,
-        seconds=world().monotonic() - begin,
-        world_size=plan.reader.manifest.world_size,
-        saved_at=plan.reader.manifest.saved_at,
-        left_out=plan.reader.left_out,
-        save_seconds=plan.reader.manifest.seconds,
-    )
-    return report, plan.match.warnings
+    return bytes_read, loaded
 
 
 def _plan(look: _Look, options: LoadOptions, ranks: Ranks) -> _Plan:

@@ -199,7 +199,8 @@ class KeyedOptimizer(RelatedOptimizer):
         """From now on loads leave these options of all groups as they are here: those that the code gives.
 
         With "lr", "initial_lr" is kept as well. A schedule that is loaded beside the optimizer has rates of its own
-        ("base_lrs"), and sets them again: leave it out of what is loaded, or load it before it is made anew.
+        ("base_lrs"), and sets them again: leave it out of the app, load with `Strictness(unexpected="ignore")`, and
+        make it anew afterwards.
 
         Args:
             names: of options.

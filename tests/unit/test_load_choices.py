@@ -168,8 +168,9 @@ def test_damage_met_in_the_middle_keeps_the_optimizer_from_stepping(saved):
     whole = {file.name: file.read_bytes() for file in path.iterdir()}
     flip_last_byte_of(path, "optimizer.state.1.weight.exp_avg")
     app = app_of(*model_and_optimizer())
-    with pytest.raises(CorruptionError, match="exp_avg"):
+    with pytest.raises(CorruptionError, match="exp_avg") as caught:
         checkpoint.load(path, app)
+    assert "may be loaded in part, and optimizers in it refuse to step" in caught.value.message
     with pytest.raises(PartialLoadError, match="load it again"):
         train(app["model"], app["optimizer"])
     for name, data in whole.items():
@@ -185,7 +186,24 @@ def test_transactional_load_finds_damage_before_anything_changes(saved):
     flip_last_byte_of(path, "optimizer.state.1.weight.exp_avg")
     app = app_of(*model_and_optimizer())
     before = bits(app)
-    with pytest.raises(CorruptionError, match="nothing was changed"):
+    with pytest.raises(CorruptionError, match="this load changed nothing"):
         checkpoint.load(path, app, transactional=True)
     assert same(bits(app), before)
     train(app["model"], app["optimizer"])
+
+
+@pytest.mark.parametrize("init", [True, False])
+def test_damage_of_a_manifest_or_a_header_says_that_nothing_was_changed(saved, init):
+    path, _ = saved
+    for file in sorted(path.iterdir()):
+        whole = file.read_bytes()
+        file.write_bytes(whole[:40] + bytes([whole[40] ^ 1]) + whole[41:])
+        app = app_of(*model_and_optimizer(init))
+        before = bits(app)
+        with pytest.raises(CorruptionError) as caught:
+            checkpoint.load(path, app, init_state=True)
+        assert caught.value.message.endswith("; this load changed nothing")
+        assert str(caught.value).startswith(caught.value.message)
+        assert same(bits(app), before)
+        train(app["model"], app["optimizer"])
+        file.write_bytes(whole)

@@ -182,12 +182,24 @@ def test_a_damaged_newest_is_logged_and_the_one_before_taken(tmp_path, caplog, n
         "the checkpoint of step 2 is dama",
     ]
     # What is damaged is no checkpoint to retention, nor in the way of the save that comes to its step again.
+    caplog.clear()
     manager.save(2, app_of(20))
     assert manager.steps() == [1, 2, 3]
+    makes_way = f"what is damaged there makes way for what is saved now: {manager.path(2)}"
+    assert [record.getMessage() for record in caplog.records] == [makes_way]
     manager.save(3, app_of(30))
     assert manager.steps() == [1, 3]  # the one that was restored, and the newest
     assert checkpoint.verify(manager.path(3)).ok
     assert checkpoint.Manager(tmp_path).restore(app) == 3 and app["step"] == 30
+
+
+def test_a_restore_of_some_keys_says_so(tmp_path, caplog):
+    run(checkpoint.Manager(tmp_path), (1, 2))
+    app = app_of()
+    with caplog.at_level(logging.INFO, "shardopt"):
+        assert checkpoint.Manager(tmp_path).restore(app, select="^w$") == 2
+    assert app["w"].eq(2).all() and app["step"] == app_of()["step"]
+    assert "; of the app only what select='^w$' finds (1 keys)" in caplog.text
 
 
 def test_all_damaged_is_an_error(tmp_path):

@@ -218,7 +218,7 @@ def test_a_program_sees_what_was_restored_unless_it_has_configured_logging_other
     assert all(sum("restored step 3" in line for line in lines) == (2 if lines else 0) for lines in messages.values())
     first, second, none = messages[""]
     assert first.startswith(f"shardopt: restored step 3 from {tmp_path}/step-00000003, saved by 1 rank, ")
-    assert first.endswith(" s ago") and second.startswith(first.rsplit(",", 1)[0])
+    assert first.endswith(" ago") and second.startswith(first.rsplit(",", 1)[0])
     assert none == f"shardopt: restored nothing: there is no checkpoint in {tmp_path}/none, which is not there"
 
 

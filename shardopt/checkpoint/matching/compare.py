@@ -13,6 +13,7 @@ from shardopt.checkpoint.format.manifest import Manifest, StoredTensor
 from shardopt.checkpoint.format.tensor_bytes import torch_dtype
 from shardopt.checkpoint.matching.optimizer_state import keys_of_state, state_key, with_reason_of_parts
 from shardopt.checkpoint.matching.renaming import Names
+from shardopt.checkpoint.matching.schedules import schedule_problems
 from shardopt.checkpoint.matching.strictness import Choice, Strictness
 from shardopt.checkpoint.planning.tied import tied_in
 from shardopt.checkpoint.reading.target import describe_tensor, memory_problem
@@ -87,6 +88,9 @@ def compare(flat: FlatState, views: Mapping[str, View], names: Names, strictness
         if own_problems:
             problems += own_problems
             reported.append(handback.path)
+    for path, problem_here in schedule_problems(flat, names):
+        problems.append(problem_here)
+        reported.append(path)
     for key, leaf in flat.leaves.items():
         if key in stored and key in names.chosen and not is_below(leaf.path, *reported):
             view, tensor = views.get(key), manifest.tensors.get(key)

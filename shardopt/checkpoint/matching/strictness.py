@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+_MOST_KEYS = 5
+
+_log = logging.getLogger("shardopt.checkpoint")
 
 Choice = Literal["raise", "warn", "ignore"]
 
@@ -45,3 +51,18 @@ def strictness_of(strict: bool | Strictness) -> Strictness:
     if isinstance(strict, Strictness):
         return strict
     return Strictness() if strict else Strictness(missing="ignore", unexpected="ignore")
+
+
+def log_passed_over(url: str, missing: Sequence[str], unexpected: Sequence[str], strictness: Strictness) -> None:
+    """Logs in one line the keys that "ignore" has passed over; as a warning where it holds for those of both sides."""
+    texts = []
+    for keys, choice, whose in (
+        (missing, strictness.missing, "of the app that the checkpoint has not"),
+        (unexpected, strictness.unexpected, "of the checkpoint that the app has not"),
+    ):
+        if keys and choice == "ignore":
+            first = ", ".join([*keys[:_MOST_KEYS], *(["..."] if len(keys) > _MOST_KEYS else [])])
+            texts.append(f"{len(keys)} {'key' if len(keys) == 1 else 'keys'} {whose} ({first})")
+    if texts:
+        level = logging.WARNING if strictness.lets_objects_differ else logging.INFO
+        _log.log(level, "loading %s: passed over %s", url, " and ".join(texts))

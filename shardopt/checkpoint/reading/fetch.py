@@ -82,7 +82,7 @@ def _check_first(pool: Executor, requests: Sequence[tuple[OpenFile, ReadRequest]
     checks = [pool.submit(_problems, *each) for each in unchecked.values()]
     problems = [problem for check in checks for problem in check.result()]
     if problems:
-        raise CorruptionError("a checkpoint is damaged; nothing was changed", problems)
+        raise CorruptionError("a checkpoint is damaged", problems)
     for (_, number), (file, _) in unchecked.items():
         file.checked.add(number)
 
@@ -161,7 +161,7 @@ def check_all(requests: Sequence[tuple[OpenFile, ReadRequest]]) -> None:
     boxes = {(id(file), request.entry.begin): (file, request.entry) for file, request in requests}
     problems = [problem for file, entry in boxes.values() for problem in _damaged_in_all_copies(file, entry)]
     if problems:
-        raise CorruptionError("a checkpoint is damaged; nothing was changed", problems)
+        raise CorruptionError("a checkpoint is damaged", problems)
 
 
 def _damaged_in_all_copies(file: OpenFile, entry: Entry) -> list[Problem]:

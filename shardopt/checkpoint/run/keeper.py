@@ -74,6 +74,7 @@ class Keeper:
             url = root.checkpoint(place).url
             root.forget([place])
             if url in self._damaged:
+                self._say_removed([url])
                 self._on_rank_0(root, lambda root: remove_checkpoint(root.checkpoint(place)))
                 self._damaged -= {url}
 
@@ -158,7 +159,12 @@ class Keeper:
             names |= self._mirror.uploading() | (self._mirror.filling() if root is self._copies else frozenset())
         free = [place for place in places if place.name not in names and root.checkpoint(place).url not in busy]
         root.forget(free)
+        self._say_removed([url for place in free if (url := root.checkpoint(place).url) in self._damaged])
         remove_checkpoints([root.checkpoint(place) for place in free])
+
+    def _say_removed(self, damaged: Collection[str]) -> None:
+        if damaged and ranks_of(self._group).rank == 0:
+            _log.warning("what is damaged there makes way for what is saved now: %s", ", ".join(damaged))
 
     def _warn_of_later(self, newest: int) -> None:
         if self._saved is not None and newest > self._saved.step and not self._warned:

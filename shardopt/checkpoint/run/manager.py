@@ -255,7 +255,11 @@ class Manager:
                 run's way and of its rules'; "remove" removes them, once this one is loaded.
             required: whether it is an error that there is no checkpoint. A disk that is not mounted looks as a run that
                 has not begun: give True wherever one must have been saved.
-            strict, select, rename, transactional, replicas, progress: as for `load`.
+            select: as for `load`: other keys of the app stay as they are. Left in the script it holds at every start:
+                a job that is started again comes back with these keys alone, and with a new optimizer's state and a
+                step of 0 where it does not find them. The line about the restore says so. To begin with some weights
+                of another run, load these by `checkpoint.load(url, app, select=...)` where `restore` has returned 0.
+            strict, rename, transactional, replicas, progress: as for `load`.
 
         Returns:
             The step of the checkpoint, or 0 where there is none.
@@ -287,7 +291,7 @@ class Manager:
             )
 
         with ranks_of(self._group).beating(self._deadline_seconds):
-            return self._restore(load_from, step, branch, beyond, required)
+            return self._restore(load_from, step, branch, beyond, required, select)
 
     def _restore(
         self,
@@ -296,6 +300,7 @@ class Manager:
         branch: int | None,
         beyond: Beyond,
         required: bool,
+        select: str | None,
     ) -> int:
         if self._saver is not None:
             self._saver.wait()
@@ -331,7 +336,7 @@ class Manager:
             place.step % self._every == 0,
             lambda: self._after_commit_here(place, seconds, None),
         )
-        self._announce(summary_of(restored))
+        self._announce(summary_of(restored, select))
         self._slow_saves.look_at(restored.candidate.url, restored.report.save_seconds)
         return place.step
 

@@ -71,12 +71,13 @@ def restore_newest(look: Callable[[], list[Candidate]], load: Callable[[str], Lo
             return Restored(candidate, report, frozenset(failures) & {each.url for each in candidates})
 
 
-def summary_of(restored: Restored) -> str:
-    """Returns a line for the log about a restore."""
+def summary_of(restored: Restored, select: str | None) -> str:
+    """Returns a line for the log about a restore, of all keys or of those that `select` finds."""
     step, report = restored.candidate.place.step, restored.report
     ranks = "1 rank" if report.world_size == 1 else f"{report.world_size} ranks"
     ago = "" if report.saved_at is None else f", {_duration(world().wall_clock() - report.saved_at)} ago"
-    return f"restored step {step} from {report.url}, saved by {ranks}{ago}"
+    alone = "" if select is None else f"; of the app only what select={select!r} finds ({len(report.loaded)} keys)"
+    return f"restored step {step} from {report.url}, saved by {ranks}{ago}{alone}"
 
 
 def _duration(seconds: float) -> str:

@@ -316,8 +316,8 @@ def _plan_another_algorithm(plan: LoadPlan, where: str, here: str, stored: str) 
     key = f"{where}.{ALGORITHM}"
     if plan.strict:
         remedy = (
-            f"resume with {stored}; or leave the optimizer out of the app to begin anew with {here}; or load with "
-            "strict=False, which takes the state that fits and no options"
+            f"resume with {stored}; or begin anew with {here}: leave the optimizer out of the app, and load with "
+            'Strictness(unexpected="ignore"); or load with strict=False, which takes the state that fits and no options'
         )
         plan.problem(key, f"{stored}, by which it was saved", here, remedy)
         return

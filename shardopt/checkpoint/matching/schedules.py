@@ -1,0 +1,169 @@
+"""Schedules of torch's, which keep rates by the position of groups, against optimizers, whose groups go by name.
+
+A schedule that was saved with its groups in another order, or in another number, would give each group another one's
+rate at its next step, or fail there. Which rate a group started from stands with each of its parameters ("initial_lr"
+in the saved options): so a comparison sees where those of the schedule ("base_lrs") are of other groups.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from shardopt.checkpoint.matching.renaming import Names
+from shardopt.errors import Problem
+from shardopt.param_groups import PARAM_GROUPS, PARAMS
+from shardopt.state import FlatState, Handback, Path, join
+
+_BASE, _LAST, _INNER = "base_lrs", "_last_lr", "_schedulers"
+_LIMITS = ("min_lrs", "max_lrs")  # which the code gives, and groups have not
+_BY_POSITION = (_BASE, _LAST, *_LIMITS, "lr_lambdas")
+_MOST_NAMES = 3
+_REMEDY = (
+    "give the groups as they were saved, in the same order; or leave the schedule out of the app, load with "
+    'Strictness(unexpected="ignore"), and then make it anew with last_epoch= the steps that it had made, less one'
+)
+
+_log = logging.getLogger("shardopt.checkpoint")
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """A group of the app: the names in it on this rank, and the rate from which these began, by the checkpoint."""
+
+    names: Sequence[str]
+    rate: float | None
+
+    def __str__(self) -> str:
+        shown = [*self.names[:_MOST_NAMES], *(["..."] if len(self.names) > _MOST_NAMES else [])]
+        return f"({', '.join(shown)})" if shown else "(none here)"
+
+
+def schedule_problems(flat: FlatState, names: Names) -> Iterator[tuple[Path, Problem]]:
+    """Yields a problem, and its schedule's path, for each schedule with stored rates of other groups than it has now.
+
+    Without tensors in it, a schedule is one value of the checkpoint. What tensors have for rates is not known before
+    they are read: `warn_of_other_rates` looks at it afterwards.
+    """
+    for handback in flat.handbacks:
+        schedule, key = schedule_in(handback), join(handback.path)
+        if schedule is None or key not in names.chosen or key not in names.manifest.values:
+            continue
+        stored = names.manifest.values[key][1]
+        if isinstance(stored, Mapping):
+            groups, started_from = _groups_of(schedule.optimizer, flat, names)
+            for problem in _problems(stored, schedule, groups, started_from):
+                yield handback.path, replace(problem, key=f"{key}.{problem.key}")
+
+
+def schedule_in(handback: Handback) -> LRScheduler | None:
+    """Returns the schedule that an object of the app is, or that a library's own class has within."""
+    candidates = (handback.target, getattr(handback.target, "scheduler", None))
+    return next((each for each in candidates if isinstance(each, LRScheduler)), None)
+
+
+def warn_of_other_rates(loaded: Iterable[Handback]) -> None:
+    """Logs where schedules that were loaded have set other rates than the groups of their optimizer have now."""
+    by_groups: dict[int, list[tuple[str, LRScheduler]]] = {}
+    for handback in loaded:
+        schedule = schedule_in(handback)
+        if schedule is not None and schedule.optimizer.param_groups:
+            first = schedule.optimizer.param_groups[0]  # wrappers of an optimizer have its very groups
+            by_groups.setdefault(id(first), []).append((join(handback.path), schedule))
+    for schedules in by_groups.values():
+        groups = schedules[0][1].optimizer.param_groups
+        now = [_number(group.get("lr")) for group in groups]
+        last = [[*map(_number, getattr(schedule, _LAST, ()))] for _, schedule in schedules]
+        # One without parameters anywhere has nothing stored. Of several schedules, one has stepped last.
+        used = [i for i, group in enumerate(groups) if group[PARAMS]]
+        if not all(last) or any(all(i < len(each) and each[i] == now[i] for i in used) for each in last):
+            continue
+        _log.warning(
+            "the rates of %s are %s, and those of its optimizer's groups %s: its next step may set its own",
+            ", ".join(name for name, _ in schedules),
+            ", ".join(map(str, last)),
+            now,
+        )
+
+
+def _problems(
+    stored: Mapping[str, Any], schedule: LRScheduler, groups: Sequence[_Group], started_from: frozenset[float]
+) -> Iterator[Problem]:
+    """Yields the first problem of a schedule's stored state; of one made of others, those of each of them.
+
+    Args:
+        started_from: the rates from which all groups in the checkpoint started.
+    """
+    inner, live = stored.get(_INNER), getattr(schedule, _INNER, None)
+    if isinstance(inner, list) and isinstance(live, Sequence):
+        if len(inner) != len(live):
+            remedy = "make the schedule of as many as it was saved with"
+            yield Problem(_INNER, f"{len(inner)} schedules", f"{len(live)}, as in the app", remedy)
+            return
+        for i, (state, each) in enumerate(zip(inner, live, strict=True)):
+            if isinstance(state, Mapping) and isinstance(each, LRScheduler):
+                for problem in _problems(state, each, groups, started_from):
+                    yield replace(problem, key=f"{_INNER}.{i}.{problem.key}")
+    for name in _BY_POSITION:
+        saved, here = stored.get(name), getattr(schedule, name, None)
+        if not isinstance(saved, list) or not isinstance(here, list):
+            continue
+        if len(saved) != len(here):
+            told = ", ".join(f"{i} {group}" for i, group in enumerate(groups))
+            yield Problem(name, f"those of {len(saved)} groups", f"of {len(here)}: {told}", _REMEDY)
+            return
+        if name in _LIMITS and saved != here and sorted(saved) == sorted(here):
+            yield Problem(name, f"{saved}", f"{here}, as the code gives them", _REMEDY)
+            return
+        # Rates that somebody has changed in the schedule by hand are left alone: nothing says whose they are.
+        if name == _BASE and started_from.issubset(saved):
+            other = [
+                (i, group)
+                for i, (rate, group) in enumerate(zip(saved, groups, strict=False))
+                if group.rate is not None and group.rate != rate
+            ]
+            if other:
+                told = ", ".join(f"{group.rate} for group {i} {group}" for i, group in other)
+                yield Problem(name, f"{saved}, by the groups as they were saved", told, _REMEDY)
+                return
+
+
+def _groups_of(optimizer: Optimizer, flat: FlatState, names: Names) -> tuple[list[_Group], frozenset[float]]:
+    """Returns the groups of an optimizer as far as this app has them by name, and the rates that all stored ones had
+    started from.
+    """
+    groups = optimizer.param_groups
+    handback, keyed = next(((each, by) for each in flat.handbacks if (by := _keyed_groups(each, groups))), (None, {}))
+    if handback is None:
+        return [_Group((), None) for _ in groups], frozenset()
+    section = (*handback.path, PARAM_GROUPS)
+    rates: dict[str, float] = {
+        str(path[-1]): options["initial_lr"]
+        for path, options in names.manifest.values.values()
+        if path[:-1] == section and isinstance(options, Mapping) and isinstance(options.get("initial_lr"), int | float)
+    }
+    found = []
+    for group in groups:
+        members = keyed.get(id(group), ())
+        of_members = (rates.get(flat.tied.get(name, name)) for name in members)
+        found.append(_Group(members, next((rate for rate in of_members if rate is not None), None)))
+    return found, frozenset(rates.values())
+
+
+def _keyed_groups(handback: Handback, groups: Sequence[Mapping[str, Any]]) -> dict[int, Sequence[str]]:
+    """Returns the names in each of these groups, by identity, where an object of the app saves them; else nothing."""
+    live = handback.target.param_groups if isinstance(handback.target, Optimizer) else []
+    if handback.groups is None or len(live) != len(handback.groups):
+        return {}
+    by_identity = {id(group): saved[PARAMS] for group, saved in zip(live, handback.groups, strict=True)}
+    return by_identity if any(id(group) in by_identity for group in groups) else {}
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
