@@ -6,6 +6,7 @@ import math
 import os
 import tomllib
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -89,7 +90,10 @@ def launch(train: Train, description: str) -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if use_gpus else torch.device("cpu")
     if use_gpus:
         torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if use_gpus else "gloo")
+    # Torch's own limit, half an hour for gloo, is how long a rank else waits for a host that was cut off.
+    limit = config.get("collective_seconds")
+    timeout = {"timeout": timedelta(seconds=limit)} if limit else {}
+    dist.init_process_group("cpu:gloo,cuda:nccl" if use_gpus else "gloo", **timeout)
     train(config, device)
     dist.barrier()  # a rank that leaves while another still talks to it aborts that one
     dist.destroy_process_group()

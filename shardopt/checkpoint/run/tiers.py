@@ -24,6 +24,7 @@ from shardopt.checkpoint.hosts.whole import WholeCheckpoint
 from shardopt.checkpoint.reports import CopyReport, emit_report
 from shardopt.checkpoint.run.branches import Branches
 from shardopt.checkpoint.run.copying import copy_over_ranks, is_copied
+from shardopt.checkpoint.run.identity import claim_tiers
 from shardopt.checkpoint.run.restoring import Candidate
 from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.run.steps import Place, place_of
@@ -111,8 +112,15 @@ class _Job:
 class Tiers:
     """The tiers of a run, the fastest first. All ranks make the same calls."""
 
-    def __init__(self, tiers: Sequence[Tier], root: Root, deadline_seconds: float, group: Group | None = None) -> None:
-        self._tiers, self._root, self._group = tuple(tiers), root, group
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        root: Root,
+        deadline_seconds: float,
+        group: Group | None = None,
+        copies: Root | None = None,
+    ) -> None:
+        self._tiers, self._root, self._group, self._copies = tuple(tiers), root, group, copies
         self._deadline_seconds = deadline_seconds
         self._side = SideRanks("the tiers of a run")
         self._changed = world().condition()
@@ -122,16 +130,23 @@ class Tiers:
         self._worker: Thread | None = None
         self._restored: Place | None = None
         self._failure: BaseException | None = None
+        self._own: list[Hosts] = []  # whose directories are known to be the run's
         self._copied: dict[int, set[Place]] = {number: set() for number in range(len(tiers))}
 
     def __bool__(self) -> bool:
         return bool(self._tiers)
 
     def prepare(self) -> None:
-        """Has the hosts meet, where they have not. Collective then."""
+        """Has the hosts meet, where they have not. Collective then.
+
+        Raises:
+            CheckpointError: a host's directory cannot be used, or belongs to another run.
+        """
         self._side.of(self._ranks, self._deadline_seconds)
-        for number in range(len(self._tiers)):
-            self._hosts(number)
+        hosts = [self._hosts(number) for number in range(len(self._tiers))]
+        if hosts != self._own:
+            claim_tiers(self._ranks, hosts, self._root, self._copies, self._deadline_seconds)
+            self._own = hosts
 
     def make_room(self) -> None:
         """Removes saves that wait to be copied while a newer one does: they would never be. Collective."""
