@@ -31,9 +31,9 @@ OUT = REPOSITORY / "out"
 HOSTS, VICTIM = 4, 3
 STEPS, STORE_EVERY, LOST_STEP = 40, 10, 27
 TOLERANCE = 1e-6
-DEADLINE_SECONDS = 10  # after which ranks give up another one
+DEADLINE_SECONDS = 10  # after which ranks give up another one; if not given
 NO_PROGRESS_SECONDS = 240.0
-GRACE_SECONDS = 20.0  # that are left to ranks to say what they miss, once one has ended
+GRACE_SECONDS = 5.0  # that are left to ranks to say what they miss, once one has ended
 TIER = f"{MEMORY}/run"
 MODEL = ("model.layers=2", "model.width=64", "model.heads=4", "data.context=32", "schedule.warmup_steps=4")
 
@@ -88,8 +88,7 @@ class Job:
         self.out = out
         out.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, str(REPOSITORY / "examples/train_lm.py"), str(REPOSITORY / "configs/lm.toml")]
-        command += ["--out", str(out), "--set", f"steps={STEPS}", f"collective_seconds={DEADLINE_SECONDS}"]
-        command += [f"checkpoints.deadline_seconds={DEADLINE_SECONDS}", *MODEL, *settings]
+        command += ["--out", str(out), "--set", f"steps={STEPS}", *MODEL, *settings]
         self.ranks = {}
         for rank, host in enumerate(hosts):
             environment = {"RANK": str(rank), "WORLD_SIZE": str(len(hosts)), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
@@ -134,7 +133,10 @@ class Job:
 
 
 def main() -> int:
-    argparse.ArgumentParser(description=__doc__).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--deadline-seconds", type=int, default=DEADLINE_SECONDS, help="after which ranks give up one")
+    limit = parser.parse_args().deadline_seconds
+    limits = [f"collective_seconds={limit}", f"checkpoints.deadline_seconds={limit}"]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if os.getpid() != 1:
         raise SystemExit("this wants namespaces of its own: bash launch/demo_lost_host.sh")
@@ -154,7 +156,7 @@ def main() -> int:
     say(f"     host {VICTIM} is cut off and wiped in the middle of a save.")
     tiers = f'checkpoints.tiers=[{{path="{TIER}", every=1, copies=2}}]'
     with made(scratch) as hosts:
-        memory = lose_and_go_on(hosts, runs / "memory", [tiers], is_saving)
+        memory = lose_and_go_on(hosts, runs / "memory", [tiers, *limits], is_saving)
     tell(memory)
 
     say(f"3/4  The same, saved to the shared directory alone, every {STORE_EVERY} steps; the host is lost then.")
@@ -164,7 +166,7 @@ def main() -> int:
         return any(each.step >= last for each in read_losses(job.out))
 
     with made(scratch) as hosts:
-        store = lose_and_go_on(hosts, runs / "store", [], has_done_as_many)
+        store = lose_and_go_on(hosts, runs / "store", limits, has_done_as_many)
     tell(store)
 
     say("4/4  Compare with the uninterrupted run.")

@@ -20,6 +20,11 @@ _IDENTITY_BYTES = 16
 _LIMIT_BYTES = 1 << 16  # of a small file
 
 
+def is_host_directory(path: str) -> bool:
+    """Whether there is a directory that some `HostDirectory` has made. Changes nothing."""
+    return os.path.isfile(os.path.join(path, _IDENTITY_NAME))
+
+
 class HostDirectory:
     """A directory of mode 0700 that belongs to this user, held open.
 

@@ -27,10 +27,11 @@ from shardopt.checkpoint.run.copying import copy_over_ranks, is_copied
 from shardopt.checkpoint.run.identity import claim_tiers
 from shardopt.checkpoint.run.restoring import Candidate
 from shardopt.checkpoint.run.root import Root
+from shardopt.checkpoint.run.shares import note_tiers
 from shardopt.checkpoint.run.steps import Place, place_of
 from shardopt.checkpoint.storage import Storage, wrap_os_errors
 from shardopt.checkpoint.storage.no_space import explain_no_space
-from shardopt.errors import NoSpaceError, OptionError, Problem
+from shardopt.errors import CheckpointError, NoSpaceError, OptionError, Problem
 from shardopt.ranks import Group, Ranks, SideRanks, ranks_of
 from shardopt.world import Thread, world
 
@@ -147,6 +148,16 @@ class Tiers:
         if hosts != self._own:
             claim_tiers(self._ranks, hosts, self._root, self._copies, self._deadline_seconds)
             self._own = hosts
+            if self._ranks.rank == 0:
+                self._note()
+
+    def _note(self) -> None:
+        """Has the root tell which tiers there are, for those who look."""
+        members = ("path", "every", "keep_last", "copies")
+        try:
+            note_tiers(self._root.storage, [{name: getattr(tier, name) for name in members} for tier in self._tiers])
+        except CheckpointError as error:
+            _log.warning("%s", error)
 
     def make_room(self) -> None:
         """Removes saves that wait to be copied while a newer one does: they would never be. Collective."""
