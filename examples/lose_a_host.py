@@ -6,7 +6,6 @@ here, outside of the four hosts.
 
 import argparse
 import itertools
-import json
 import os
 import shutil
 import signal
@@ -135,16 +134,18 @@ class Job:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--deadline-seconds", type=int, default=DEADLINE_SECONDS, help="after which ranks give up one")
-    limit = parser.parse_args().deadline_seconds
+    parser.add_argument("--out", type=Path, default=OUT, help="a folder for the runs and the picture")
+    arguments = parser.parse_args()
+    limit, picture = arguments.deadline_seconds, arguments.out.absolute() / "lost_host.png"
     limits = [f"collective_seconds={limit}", f"checkpoints.deadline_seconds={limit}"]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if os.getpid() != 1:
         raise SystemExit("this wants namespaces of its own: bash launch/demo_lost_host.sh")
-    runs = OUT / "demo-lost-host"
+    runs = arguments.out.absolute() / "demo-lost-host"
     shutil.rmtree(runs, ignore_errors=True)
     scratch = runs / "host"
     scratch.mkdir(parents=True)
-    (OUT / "lost_host.png").unlink(missing_ok=True)
+    picture.unlink(missing_ok=True)
     make_switch()
 
     say(f"1/4  Train {STEPS} steps on {HOSTS} hosts, uninterrupted.")
@@ -171,8 +172,8 @@ def main() -> int:
 
     say("4/4  Compare with the uninterrupted run.")
     holds = [compare(whole, memory), compare(whole, store), compare_found(whole, memory)]
-    draw(whole, memory, store, TOLERANCE, OUT / "lost_host.png")
-    say(f"     The picture: {(OUT / 'lost_host.png').relative_to(REPOSITORY)}")
+    draw(whole, memory, store, TOLERANCE, picture)
+    say(f"     The picture: {os.path.relpath(picture)}")
     return 0 if all(holds) else 1
 
 
@@ -256,11 +257,9 @@ def collect(hosts: Sequence[Host], into: Path) -> list[str]:
                 shutil.copyfile(path, into / share.name / path.name)
     whole = []
     for directory in sorted(into.glob("step-*")):
-        record = directory / "prepared.json"
-        if record.exists():
-            files = [file["name"] for file in json.loads(record.read_bytes())["files"]]
-            if all((directory / name).exists() for name in files):
-                record.rename(directory / "manifest.json")
+        if (directory / "prepared.json").exists():
+            (directory / "prepared.json").rename(directory / "manifest.json")
+            if checkpoint.verify(directory).ok:
                 whole.append(directory.name)
     return whole
 

@@ -72,7 +72,7 @@ def whose(path):
     for call in (job.restored, lambda root: job.save(root, 1), lambda root: job.manager(root).where()):
         said = job.refused(call, "another")  # that is new
         assert all(f"host-{host}/memory (rank {host})" in said for host in range(2))
-        assert str(root) in said and "copy .run to run.json" in said
+        assert str(root) in said and "copy .run from there" in said
     job.on_rank_0(root.rename, moved)
     assert job.restored("moved") == 3
     said = job.refused(job.restored, "root")  # begun anew, where a run was

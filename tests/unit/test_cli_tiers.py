@@ -22,7 +22,7 @@ def run(tmp_path):
             manager.wait()
     whole = tmp_path / "whole"
     checkpoint.save(whole, {"w": torch.arange(5000.0), "step": 4})
-    halves = [Split(0, 0)]
+    halves = (Split(0, 0),)
     checkpoint.reshard(
         whole,
         tier / "step-00000004",

@@ -60,11 +60,10 @@ def decode_run(data: bytes, where: str) -> Run:
         raise damaged(where, "bytes that fail the seal at their end")
     wire = load_json(data, where, without_duplicates)
     number, root = wire.get("id"), wire.get("root")
-    if wire.get("format") != _FORMAT or not isinstance(root, str):
+    is_whole = isinstance(number, str) and _ID.fullmatch(number) and isinstance(root, str)
+    if wire.get("format") != _FORMAT or not is_whole:
         raise damaged(where, "no record of a run")
-    if not isinstance(number, str) or not _ID.fullmatch(number):
-        raise damaged(where, "a record of a run without its id")
-    return Run(number, root)
+    return Run(str(number), str(root))
 
 
 def run_at(storage: Storage, name: str = RUN_NAME) -> Run | None:
@@ -135,9 +134,11 @@ def _look_at(hosts: Hosts) -> list[Any]:
 
 def _refuse_others(run: Run | None, root: Root, reports: Sequence[Sequence[Any]]) -> None:
     """Raises CheckpointError where a host's directory is of another run than this one, which is None if it is new."""
-    remedy = "name another path; or remove the directory from each host, if nobody needs what it has"
-    if run is None:
-        remedy += f"; or, if {root.url} was lost and is to go on from there, copy {LABEL_NAME} to {RUN_NAME} in it"
+    remedy = (
+        f"name another path; or remove the directory from each host, if nobody needs what it has; or, if that is the "
+        f"run to go on with, copy {LABEL_NAME} from there to {root.url}/{RUN_NAME}"
+    )
+    required = f"{'a new run' if run is None else f'run {run.id[:8]}'}, of {root.url}"
     problems = []
     for rank, seen in enumerate(reports):
         for path, label, has_steps in filter(None, seen):
@@ -147,8 +148,7 @@ def _refuse_others(run: Run | None, root: Root, reports: Sequence[Sequence[Any]]
                 found = f"run {label[0][:8]}, which began at {label[1]}"
             else:
                 continue
-            required = "this run's steps or none" if run is None else f"run {run.id[:8]} or none"
-            problems.append(Problem(f"{path} (rank {rank})", found, f"{required}, of {root.url}", remedy))
+            problems.append(Problem(f"{path} (rank {rank})", found, required, remedy))
     if problems:
         raise CheckpointError("a host's directory belongs to another run", problems)
 

@@ -123,7 +123,7 @@ def _compared(storage: Storage, place: Place, manifest: Manifest, verify_bytes: 
     for file in here:
         size = storage.size(file.name)
         if size != file.nbytes:
-            remedy = "restore: it is fetched anew from another host that has it"
+            remedy = "restore from another one"
             problems.append(Problem(f"{storage.url}/{file.name}", f"{size} bytes", f"{file.nbytes}", remedy))
         elif verify_bytes:
             try:
