@@ -41,7 +41,7 @@ def draw(reference: Path, memory: Any, store: Any, tolerance: float, picture: Pa
 def draw_run(axes: Axes, loss: Any, color: str, name: str, height: float) -> None:
     """A run until its host is lost, and from where it went on; the seconds and the steps between the two."""
     records, resumed_at = loss.records, loss.resumed_at
-    times = [seen - loss.at for seen in loss.times]
+    times = loss.times
     for part in (slice(0, resumed_at), slice(resumed_at, None)):
         label = f"gone on from the {name}" if part.start else None
         axes.plot(times[part], [each.loss for each in records[part]], color=color, lw=2, label=label)

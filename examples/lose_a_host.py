@@ -28,10 +28,10 @@ from shardopt import checkpoint
 REPOSITORY = Path(__file__).resolve().parent.parent
 OUT = REPOSITORY / "out"
 HOSTS, VICTIM = 4, 3
-STEPS, STORE_EVERY, LOST_STEP = 40, 10, 27
+STEPS, STORE_EVERY, LOST_STEP = 36, 10, 27
 TOLERANCE = 1e-6
 DEADLINE_SECONDS = 10  # after which ranks give up another one; if not given
-NO_PROGRESS_SECONDS = 240.0
+NO_PROGRESS_SECONDS = 600.0
 GRACE_SECONDS = 5.0  # that are left to ranks to say what they miss, once one has ended
 TIER = f"{MEMORY}/run"
 MODEL = ("model.layers=2", "model.width=64", "model.heads=4", "data.context=32", "schedule.warmup_steps=4")
@@ -41,11 +41,12 @@ _ports = itertools.count(29400)
 
 @dataclass
 class Loss:
-    """A run that lost a host, and what came of it. Times are of `time.monotonic`."""
+    """A run that lost a host, and how it went on."""
 
     out: Path
-    at: float = 0.0  # when the host was lost
-    times: list[float] = field(default_factory=list)  # when each line of the log of losses was seen
+    times: list[float] = field(default_factory=list)
+    """The seconds from the loss until each line of the log of losses was seen; none above 0 before it went on."""
+    seconds: float = 0.0  # until the ranks that were left had given up
     found: list[str] = field(default_factory=list)  # checkpoints that the hosts that are left have together
 
     @property
@@ -55,7 +56,7 @@ class Loss:
     @property
     def resumed_at(self) -> int:
         """The number of the first line after the loss."""
-        return next(i for i, seen in enumerate(self.times) if seen > self.at)
+        return next(i for i, seen in enumerate(self.times) if seen > 0.0)
 
     @property
     def restored(self) -> int:
@@ -69,13 +70,13 @@ class Loss:
     @property
     def seconds_to_next(self) -> float:
         """From the loss to the next step that was done."""
-        return self.times[self.resumed_at] - self.at
+        return self.times[self.resumed_at]
 
     @property
     def seconds_to_new(self) -> float:
         """From the loss to the first step that was not done before."""
         before = self.records[self.resumed_at - 1].step
-        return next(seen for seen, each in zip(self.times, self.records, strict=True) if each.step > before) - self.at
+        return next(seen for seen, each in zip(self.times, self.records, strict=True) if each.step > before)
 
 
 class Job:
@@ -153,22 +154,18 @@ def main() -> int:
     with made(scratch) as hosts:
         Job(hosts, whole, ["checkpoints.every=1", f"checkpoints.keep_last={STEPS}"]).finish([])
 
-    say(f"2/4  The same, saved after every step to the hosts' memory, and to the shared directory every {STORE_EVERY};")
+    say(f"2/4  The same, saved after every step to the hosts' memory, and to a shared directory every {STORE_EVERY};")
     say(f"     host {VICTIM} is cut off and wiped in the middle of a save.")
+    settings = [f"checkpoints.every={STORE_EVERY}", *limits]
     tiers = f'checkpoints.tiers=[{{path="{TIER}", every=1, copies=2}}]'
     with made(scratch) as hosts:
-        memory = lose_and_go_on(hosts, runs / "memory", [tiers, *limits], is_saving)
-    tell(memory)
-
-    say(f"3/4  The same, saved to the shared directory alone, every {STORE_EVERY} steps; the host is lost then.")
-    last = memory.records[memory.resumed_at - 1].step
-
-    def has_done_as_many(host: Host, job: Job) -> bool:
-        return any(each.step >= last for each in read_losses(job.out))
-
-    with made(scratch) as hosts:
-        store = lose_and_go_on(hosts, runs / "store", limits, has_done_as_many)
-    tell(store)
+        killed = lose_one(hosts, runs / "killed", [*settings, tiers])
+        left = [host for host in hosts if host.number != VICTIM]
+        say(f"3/4  {HOSTS - 1} hosts go on from their memory; and once more, from the shared directory alone.")
+        memory = go_on(left, killed, runs / "memory", [*settings, tiers])
+        tell(memory)
+        store = go_on(left, killed, runs / "store", settings)
+        tell(store)
 
     say("4/4  Compare with the uninterrupted run.")
     holds = [compare(whole, memory), compare(whole, store), compare_found(whole, memory)]
@@ -190,36 +187,40 @@ def made(scratch: Path) -> Iterator[list[Host]]:
             host.end()
 
 
-def lose_and_go_on(
-    hosts: Sequence[Host], out: Path, settings: Sequence[str], is_time: Callable[[Host, Job], bool]
-) -> Loss:
-    """Trains on all hosts until it is time, loses one, and goes on with those that are left."""
-    settings = [f"checkpoints.every={STORE_EVERY}", *settings]
-    loss = Loss(out)
+def lose_one(hosts: Sequence[Host], out: Path, settings: Sequence[str]) -> Loss:
+    """Trains on all hosts until one is in the middle of a save, loses that one, and waits until the others give up."""
     victim = next(host for host in hosts if host.number == VICTIM)
     left = [host for host in hosts if host is not victim]
-    job = Job(hosts, out, settings)
-    job.follow(loss.times, lambda: job.has_ended() or is_time(victim, job))
+    job, seen = Job(hosts, out, settings), list[float]()
+    job.follow(seen, lambda: job.has_ended() or is_saving(victim, job))
     if job.has_ended():
         job.give_up(f"the job was over before host {VICTIM} could be lost")
-    loss.at = time.monotonic()
+    at = time.monotonic()
     victim.lose()
     # What a launcher does: once a rank has failed it ends the others, and starts those that are left.
-    times: list[float] = []  # of the lines so far, and of those that were under way
-    job.follow(times, lambda: job.has_lost_ranks(but=victim))
-    loss.times += [loss.at] * (len(times) - len(loss.times))
+    job.follow(seen, lambda: job.has_lost_ranks(but=victim))
     end = time.monotonic() + GRACE_SECONDS
     while not job.has_ended() and time.monotonic() < end:
         time.sleep(0.05)
     for rank in job.ranks.values():
         rank.kill()
         rank.wait()
-    say(f"     after {time.monotonic() - loss.at:.1f} s the ranks that are left have given up, as they say:")
+    seconds = time.monotonic() - at
+    say(f"     after {seconds:.1f} s the ranks that are left have given up, as they say:")
     said = [line.strip()[:160] for host in left for line in lines_of(job.log_of(host)) if "no sign of life" in line]
     say(f"     {said[-1] if said else 'a collective of the training has timed out'}")
-    loss.found = collect(left, out / "found")
-    Job(left, out, settings).finish(loss.times)
-    return loss
+    times = [min(each - at, 0.0) for each in seen]  # a line may be seen a moment after it was written
+    return Loss(out, times, seconds, collect(left, out / "found"))
+
+
+def go_on(left: Sequence[Host], killed: Loss, out: Path, settings: Sequence[str]) -> Loss:
+    """Goes on with the hosts that are left, in a copy of the run; its clock begins when the ranks had given up."""
+    shutil.copytree(killed.out, out)
+    begin = time.monotonic()
+    seen = [begin] * len(killed.times)
+    Job(left, out, settings).finish(seen)
+    after = [killed.seconds + each - begin for each in seen[len(killed.times) :]]
+    return Loss(out, killed.times + after, killed.seconds, killed.found)
 
 
 def is_saving(host: Host, job: Job) -> bool:
@@ -227,7 +228,7 @@ def is_saving(host: Host, job: Job) -> bool:
 
     It is stopped while we look: what is so then stays so.
     """
-    for step in range(LOST_STEP, STEPS - STORE_EVERY // 2):
+    for step in range(LOST_STEP, STEPS - 2):
         share = host.memory / "run" / f"step-{step:08d}"
         if is_unfinished(share):
             rank = job.ranks[host]

@@ -67,7 +67,7 @@ class Job:
 def whose(path):
     job = Job(path)
     root, moved = job.path / "root", job.path / "moved"
-    assert job.restored("root") == 0
+    assert job.restored("root") == 0 and not root.exists()  # as a root that is not mounted
     job.save("root", 3)
     for call in (job.restored, lambda root: job.save(root, 1), lambda root: job.manager(root).where()):
         said = job.refused(call, "another")  # that is new

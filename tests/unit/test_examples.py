@@ -164,7 +164,7 @@ def test_splits_that_do_not_divide_are_refused(pipeline: int, experts: int, batc
 
 def test_what_the_loss_of_a_host_costs_is_counted_from_what_was_done_before(tmp_path: Path) -> None:
     lines = [(1, 4.0), (2, 3.5), (3, 3.0), (2, 3.5), (3, 3.0), (4, 2.0)]
-    loss = Loss(write_run(tmp_path / "run", lines), at=10.0, times=[7.0, 8.0, 9.0, 20.0, 21.0, 22.0])
+    loss = Loss(write_run(tmp_path / "run", lines), times=[-3.0, -2.0, -1.0, 10.0, 11.0, 12.0])
     assert (loss.restored, loss.steps_lost) == (1, 2)
     assert (loss.seconds_to_next, loss.seconds_to_new) == (10.0, 12.0)
 

@@ -2,7 +2,7 @@
 
     run.json    {"format": "shardopt-run", "id": "52b1…", "root": "/shared/runs/7", "xxh3": "…"}
 
-A run that has tiers gets one the first time that its hosts meet: a random name that is written once, under its root and
+A run that has tiers gets one with its first save: a random name that is written once, under its root and
 its mirror, and is never changed. Each host's directory of a tier has a copy, `.run`. Whatever has another's is refused:
 nothing of it is read, and nothing removed. So a root that was begun anew does not go on from what hosts still have of
 the run before, and a root may be moved.
@@ -80,10 +80,10 @@ def run_at(storage: Storage, name: str = RUN_NAME) -> Run | None:
     return decode_run(data, f"{storage.url}/{name}")
 
 
-def claim_tiers(ranks: Ranks, tiers: Sequence[Hosts], root: Root, copies: Root | None, deadline_seconds: float) -> None:
-    """Sees that directories of tiers are of the run of a root, or of none yet; then marks them. Collective.
-
-    Nothing is written where one is another run's.
+def refuse_tiers_of_others(
+    ranks: Ranks, tiers: Sequence[Hosts], root: Root, copies: Root | None, deadline_seconds: float
+) -> None:
+    """Sees that directories of tiers are of the run of a root, or of none yet. Collective, writes nothing.
 
     Args:
         copies: the root of the mirror, which has the run's record too; None where there is no mirror.
@@ -93,12 +93,24 @@ def claim_tiers(ranks: Ranks, tiers: Sequence[Hosts], root: Root, copies: Root |
             are of two runs, or cannot be read. Each directory is named.
         CorruptionError: a record is damaged.
     """
-    paths = " and ".join(hosts.root for hosts in tiers)
+    ranks.agree(
+        f"looking whose steps lie at {_paths(tiers)}",
+        work=lambda: _look_at_all(tiers),
+        report=lambda seen: seen,
+        decide=lambda reports: _refuse_others(_run_of(root, copies), root, reports),
+        deadline_seconds=deadline_seconds,
+    )
 
-    def look() -> list[Any]:
-        return [_look_at(hosts) if hosts.is_leader else None for hosts in tiers]
 
-    def decide(reports: list[list[Any]]) -> str:
+def claim_tiers(ranks: Ranks, tiers: Sequence[Hosts], root: Root, copies: Root | None, deadline_seconds: float) -> None:
+    """Marks directories of tiers as those of the run of a root, which begins where it has not. Collective.
+
+    Nothing is written where one is another run's.
+
+    Args, Raises: as `refuse_tiers_of_others`; or a record cannot be written.
+    """
+
+    def begin(reports: list[list[Any]]) -> str:
         run = _run_of(root, copies)
         _refuse_others(run, root, reports)
         run = run or Run(world().random_name(_ID_BYTES), root.url)
@@ -106,22 +118,35 @@ def claim_tiers(ranks: Ranks, tiers: Sequence[Hosts], root: Root, copies: Root |
         return run.pack().decode()
 
     def mark(record: str) -> list[Any]:
-        data = record.encode()
         for hosts in tiers:
             if hosts.is_leader:
-                hosts.directory.keep_once(LABEL_NAME, data)
-        return look()
+                hosts.directory.keep_once(LABEL_NAME, record.encode())
+        return _look_at_all(tiers)
 
-    def refuse(reports: list[list[Any]]) -> None:
-        _refuse_others(_run_of(root, copies), root, reports)
-
-    what = f"looking whose steps lie at {paths}"
-    _, record = ranks.agree(what, work=look, report=lambda seen: seen, decide=decide, deadline_seconds=deadline_seconds)
-    what = f"marking {paths} as the run's"
-    # Two runs may have begun at once: each sees what is there now.
-    ranks.agree(
-        what, work=lambda: mark(record), report=lambda seen: seen, decide=refuse, deadline_seconds=deadline_seconds
+    _, record = ranks.agree(
+        f"beginning a run at {_paths(tiers)}",
+        work=lambda: _look_at_all(tiers),
+        report=lambda seen: seen,
+        decide=begin,
+        deadline_seconds=deadline_seconds,
     )
+    ranks.agree(
+        f"marking {_paths(tiers)} as the run's",
+        work=lambda: mark(record),
+        report=lambda seen: seen,
+        # Two runs may have begun at once: each sees what is there now.
+        decide=lambda reports: _refuse_others(_run_of(root, copies), root, reports),
+        deadline_seconds=deadline_seconds,
+    )
+
+
+def _paths(tiers: Sequence[Hosts]) -> str:
+    return " and ".join(hosts.root for hosts in tiers)
+
+
+def _look_at_all(tiers: Sequence[Hosts]) -> list[Any]:
+    """Returns what this rank sees of each tier where it leads its host, else None."""
+    return [_look_at(hosts) if hosts.is_leader else None for hosts in tiers]
 
 
 def _look_at(hosts: Hosts) -> list[Any]:

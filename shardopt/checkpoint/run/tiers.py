@@ -24,7 +24,7 @@ from shardopt.checkpoint.hosts.whole import WholeCheckpoint
 from shardopt.checkpoint.reports import CopyReport, emit_report
 from shardopt.checkpoint.run.branches import Branches
 from shardopt.checkpoint.run.copying import copy_over_ranks, is_copied
-from shardopt.checkpoint.run.identity import claim_tiers
+from shardopt.checkpoint.run.identity import claim_tiers, refuse_tiers_of_others
 from shardopt.checkpoint.run.restoring import Candidate
 from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.run.shares import note_tiers
@@ -131,7 +131,8 @@ class Tiers:
         self._worker: Thread | None = None
         self._restored: Place | None = None
         self._failure: BaseException | None = None
-        self._own: list[Hosts] = []  # whose directories are known to be the run's
+        self._met: list[Hosts] = []  # whose directories are known to be of no other run
+        self._own: list[Hosts] = []  # and are marked as the run's
         self._copied: dict[int, set[Place]] = {number: set() for number in range(len(tiers))}
 
     def __bool__(self) -> bool:
@@ -145,9 +146,15 @@ class Tiers:
         """
         self._side.of(self._ranks, self._deadline_seconds)
         hosts = [self._hosts(number) for number in range(len(self._tiers))]
-        if hosts != self._own:
-            claim_tiers(self._ranks, hosts, self._root, self._copies, self._deadline_seconds)
-            self._own = hosts
+        if hosts != self._met:
+            refuse_tiers_of_others(self._ranks, hosts, self._root, self._copies, self._deadline_seconds)
+            self._met = hosts
+
+    def _claim(self) -> None:
+        """Marks the hosts' directories as the run's, where that is not done; before anything is written. Collective."""
+        if self._met != self._own:
+            claim_tiers(self._ranks, self._met, self._root, self._copies, self._deadline_seconds)
+            self._own = self._met
             if self._ranks.rank == 0:
                 self._note()
 
@@ -160,8 +167,13 @@ class Tiers:
             _log.warning("%s", error)
 
     def make_room(self) -> None:
-        """Removes saves that wait to be copied while a newer one does: they would never be. Collective."""
+        """Before a save: removes those that wait to be copied while a newer one does, and never would be. Collective.
+
+        Raises:
+            CheckpointError: as `prepare`.
+        """
         self.prepare()
+        self._claim()
         _, superseded = self._ranks.agree(
             "making room on tiers",
             work=lambda: None,
@@ -264,6 +276,8 @@ class Tiers:
                 self._clear(self._hosts(number), unwanted)
 
         self.prepare()
+        if place is not None:
+            self._claim()
         what = f"clearing what is newer than step {max(step, 0)}"
         self._ranks.agree(what, work=clear, deadline_seconds=self._deadline_seconds)
         for copied in self._copied.values():
