@@ -7,6 +7,7 @@ here, outside of the four hosts.
 import argparse
 import itertools
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -207,8 +208,9 @@ def lose_one(hosts: Sequence[Host], out: Path, settings: Sequence[str]) -> Loss:
         rank.wait()
     seconds = time.monotonic() - at
     say(f"     after {seconds:.1f} s the ranks that are left have given up, as they say:")
-    said = [line.strip()[:160] for host in left for line in lines_of(job.log_of(host)) if "no sign of life" in line]
-    say(f"     {said[-1] if said else 'a collective of the training has timed out'}")
+    logs = "\n".join("\n".join(lines_of(job.log_of(host))) for host in left)
+    said = re.search(r"ranks? [0-9][0-9, and]* gave no sign of life for [0-9.]+ s", logs)
+    say(f"     {said[0] if said else 'a collective of the training has timed out'}")
     times = [min(each - at, 0.0) for each in seen]  # a line may be seen a moment after it was written
     return Loss(out, times, seconds, collect(left, out / "found"))
 
