@@ -6,6 +6,7 @@ import math
 import os
 import tomllib
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -73,6 +74,19 @@ def log_loss(out: Path, step: int, share: Tensor) -> float:
     return share.item()
 
 
+def init_with_limit(backend: str, limit: timedelta) -> None:
+    """Joins the job so that a collective waits no longer for a host that was cut off; torch has it wait half an hour.
+
+    What other ranks take to start does not count: all are there before it holds.
+    """
+    store, rank, ranks = next(dist.rendezvous("env://"))
+    store.set_timeout(timedelta(minutes=30))
+    if store.add("started", 1) == ranks:
+        store.set("all started", "")
+    store.wait(["all started"])
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
+
+
 @record  # so that torchrun's report has the traceback of the rank that failed first
 def launch(train: Train, description: str) -> None:
     """Reads the command line, joins the job that torchrun has started, and trains."""
@@ -89,7 +103,11 @@ def launch(train: Train, description: str) -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if use_gpus else torch.device("cpu")
     if use_gpus:
         torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if use_gpus else "gloo")
+    backend, limit = "cpu:gloo,cuda:nccl" if use_gpus else "gloo", config.get("collective_seconds")
+    if limit:
+        init_with_limit(backend, timedelta(seconds=limit))
+    else:
+        dist.init_process_group(backend)
     train(config, device)
     dist.barrier()  # a rank that leaves while another still talks to it aborts that one
     dist.destroy_process_group()

@@ -1,9 +1,10 @@
 """Draw an interrupted training run over the same run uninterrupted."""
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import matplotlib
-from compare_runs import Record, compare_losses, read_losses
+from compare_runs import Difference, Record, compare_losses, read_losses
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 
@@ -23,19 +24,26 @@ def draw(reference: Path, run: Path, tolerance: float, picture: Path) -> None:
     draw_losses(upper, read_losses(reference), records[:resumed_at], records[resumed_at:])
 
     differences = compare_losses(reference, run).differences
-    for part, color in ((differences[:resumed_at], BLUE), (differences[resumed_at:], ORANGE)):
-        lower.plot([each.step for each in part], [max(each.relative, EQUAL) for each in part], ".", color=color)
-    lower.axhline(tolerance, color=GREY, linestyle="--", linewidth=1)
-    lower.text(1, tolerance, f"tolerance {tolerance:g}", color=GREY, va="bottom")
-    lower.set_yscale("log")
-    lower.set_yticks([EQUAL, 1e-8, 1e-6, 1e-4], ["equal", "1e-8", "1e-6", "1e-4"])
-    lower.set_ylim(EQUAL / 3, max([10 * tolerance, *(3 * each.relative for each in differences)]))
+    draw_differences(lower, ((differences[:resumed_at], BLUE), (differences[resumed_at:], ORANGE)), tolerance)
     lower.set(xlabel="step", ylabel="relative difference")
     for axes in (upper, lower):
         axes.axvspan(records[resumed_at].step - 1, records[-1].step, color=ORANGE, alpha=0.06, linewidth=0)
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(picture)
     pyplot.close(figure)
+
+
+def draw_differences(axes: Axes, parts: Iterable[tuple[Sequence[Difference], str]], tolerance: float) -> None:
+    """How far the losses of a run's parts, each in its color, are from those of the uninterrupted run, by step."""
+    highest = 10 * tolerance
+    for part, color in parts:
+        axes.plot([each.step for each in part], [max(each.relative, EQUAL) for each in part], ".", color=color)
+        highest = max([highest, *(3 * each.relative for each in part)])
+    axes.axhline(tolerance, color=GREY, linestyle="--", linewidth=1)
+    axes.text(1, tolerance, f"tolerance {tolerance:g}", color=GREY, va="bottom")
+    axes.set_yscale("log")
+    axes.set_yticks([EQUAL, 1e-8, 1e-6, 1e-4], ["equal", "1e-8", "1e-6", "1e-4"])
+    axes.set_ylim(EQUAL / 3, highest)
 
 
 def draw_losses(axes: Axes, whole: list[Record], before: list[Record], after: list[Record]) -> None:

@@ -49,7 +49,8 @@ def train(config: dict[str, Any], device: torch.device) -> None:
     out.mkdir(parents=True, exist_ok=True)
     app = {"model": model, "optimizer": optimizer, "schedule": schedule, "data": data, "step": 0}
     # Saved beside training; and once more, after the same step on all ranks, when any of them is told to stop.
-    manager = checkpoint.Manager(out / "checkpoints", stage="lazy", stop_on=signal.SIGTERM, **config["checkpoints"])
+    rules = config["checkpoints"] | {"tiers": [checkpoint.Tier(**tier) for tier in config["checkpoints"]["tiers"]]}
+    manager = checkpoint.Manager(out / "checkpoints", stage="lazy", stop_on=signal.SIGTERM, **rules)
     manager.restore(app)
 
     while app["step"] < steps:

@@ -1,4 +1,4 @@
-"""`shardopt ls`: the checkpoints of a run, which are whole, which are kept and why."""
+"""`shardopt ls`: the checkpoints of a run, which are whole, which are kept and why; what this host has on its tiers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 from shardopt import checkpoint
 from shardopt.checkpoint.run.listing import Listed, RunListing, list_run
 from shardopt.checkpoint.run.retention import Rules
+from shardopt.checkpoint.run.shares import is_tier
 from shardopt.checkpoint.run.steps import Place
+from shardopt.cli.ls_tiers import has_damage, ls_tier, print_tiers, tier_document, tiers_of
 from shardopt.cli.output import Cell, Output, Span, nbytes_text, plural
 from shardopt.cli.rules import parse_rules
 from shardopt.world import utc_text
@@ -21,15 +23,20 @@ _WRONG = ("damaged", "unreadable")
 def ls(
     output: Output, *, url: str, verify: bool, keep_last: int | None, keep_every: int | None, best: str | None
 ) -> int:
-    """Lists a run, or one checkpoint; status 1 where one of those of the run is damaged or unreadable."""
+    """Lists a run, a tier or one checkpoint; status 1 where one of those of the run is damaged or unreadable."""
     rules = parse_rules(keep_last, keep_every, best)
+    if is_tier(url):
+        return ls_tier(output, url, verify)
     listing = list_run(url, verify)
-    if not (listing.checkpoints or listing.branches):
+    tiers = tiers_of(listing.url, verify)
+    if not (listing.checkpoints or listing.branches or tiers):
         listing = RunListing(listing.url, listing.branches, (_one(url, verify),))
     kept = listing.reasons_to_keep(rules)
     print_listing(output, listing, rules, kept)
-    output.data(document(listing, rules, kept))
-    return int(any(each.condition in _WRONG and each.in_run for each in listing.checkpoints))
+    print_tiers(output, tiers)
+    output.data(document(listing, rules, kept) | {"tiers": [tier_document(*each) for each in tiers]})
+    is_wrong = any(each.condition in _WRONG and each.in_run for each in listing.checkpoints)
+    return int(is_wrong or any(has_damage(here) for _, here in tiers if here is not None))
 
 
 def _one(url: str, verify: bool) -> Listed:

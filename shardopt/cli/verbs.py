@@ -22,7 +22,7 @@ VERBS = (
         "list the checkpoints of a run: when, ranks, bytes, metrics, which are whole, which are kept and why",
         "shardopt.cli.ls:ls",
         (
-            argument("url", "the root of a run, or one checkpoint"),
+            argument("url", "the root of a run, one checkpoint, or this host's directory of a tier"),
             switch("verify", "read every byte of each, and compare all checksums"),
             option("keep_last", _KEEP_LAST + ", to see what the rules would keep", kind=int, metavar="N"),
             *_RULES,

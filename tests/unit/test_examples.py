@@ -11,6 +11,7 @@ import torch
 from common import Windows, learning_rate_factor, override
 from compare_runs import compare_losses, differing_keys, read_losses
 from kill_and_resume import pid_of_rank
+from lose_a_host import Loss, collect
 from moe import TIED, MixtureOfExperts
 from train_embeddings import Pairs
 from train_moe import make_meshes
@@ -159,3 +160,29 @@ def test_splits_that_do_not_divide_are_refused(pipeline: int, experts: int, batc
     config = {"split": {"pipeline": pipeline, "experts": experts}, "model": {"experts": 8}}
     with as_rank(0, 6), pytest.raises(SystemExit, match=said):
         make_meshes(torch.device("cpu"), config | {"data": {"batch": batch, "micro_batches": 2}})
+
+
+def test_what_the_loss_of_a_host_costs_is_counted_from_what_was_done_before(tmp_path: Path) -> None:
+    lines = [(1, 4.0), (2, 3.5), (3, 3.0), (2, 3.5), (3, 3.0), (4, 2.0)]
+    loss = Loss(write_run(tmp_path / "run", lines), times=[-3.0, -2.0, -1.0, 10.0, 11.0, 12.0])
+    assert (loss.restored, loss.steps_lost) == (1, 2)
+    assert (loss.seconds_to_next, loss.seconds_to_new) == (10.0, 12.0)
+
+
+class OneHost:
+    def __init__(self, memory: Path) -> None:
+        self.memory = memory
+
+
+def test_what_hosts_have_is_put_together_to_a_checkpoint(tmp_path: Path) -> None:
+    url = tmp_path / "first/run/step-00000007"
+    checkpoint.save(url, {"x": torch.arange(9), "step": 7})
+    (url / "manifest.json").rename(url / "prepared.json")
+    other = tmp_path / "second/run/step-00000007"
+    other.mkdir(parents=True)
+    (file,) = url.glob("*.safetensors")
+    file.rename(other / file.name)
+    hosts: list[Any] = [OneHost(tmp_path / "first"), OneHost(tmp_path / "second")]
+    assert collect(hosts[:1], tmp_path / "half") == []
+    assert collect(hosts, tmp_path / "found") == ["step-00000007"]
+    assert checkpoint.verify(tmp_path / "found/step-00000007").ok

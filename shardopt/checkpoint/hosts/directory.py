@@ -17,6 +17,12 @@ from shardopt.world import world
 _IDENTITY_NAME = ".host"
 _IDENTITY = re.compile(r"[0-9a-f]{32}")
 _IDENTITY_BYTES = 16
+_LIMIT_BYTES = 1 << 16  # of a small file
+
+
+def is_host_directory(path: str) -> bool:
+    """Whether there is a directory that some `HostDirectory` has made. Changes nothing."""
+    return os.path.isfile(os.path.join(path, _IDENTITY_NAME))
 
 
 class HostDirectory:
@@ -89,6 +95,35 @@ class HostDirectory:
             raise FileNotFoundError("no regular file")
         return fd
 
+    def keep_once(self, name: str, data: bytes) -> bytes:
+        """Writes a small file in this directory, unless it is there; returns what it has then.
+
+        Of those who write one at the same time, one succeeds. Raises CheckpointError.
+        """
+        temporary = f"{name}.{world().random_name(6)}.tmp"
+        while True:
+            try:
+                fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._fd)
+                with open(fd, "rb") as file:
+                    return file.read(_LIMIT_BYTES)
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                raise _refused(self.path, f"a file {name} that cannot be read: {error.strerror}") from error
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            try:
+                with open(os.open(temporary, flags, 0o600, dir_fd=self._fd), "wb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+                with suppress(FileExistsError):
+                    os.link(temporary, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
+            except OSError as error:
+                raise _refused(self.path, f"that nothing can be written there: {error.strerror}") from error
+            finally:
+                with suppress(OSError):
+                    os.unlink(temporary, dir_fd=self._fd)
+
     def _refuse_strangers(self) -> None:
         status = os.fstat(self._fd)
         if status.st_uid != os.geteuid():
@@ -106,34 +141,13 @@ class HostDirectory:
             above = os.path.dirname(above)
 
     def _identity(self) -> str:
-        """Reads the directory's identity; of those who make one at the same time, one succeeds."""
-        temporary = f"{_IDENTITY_NAME}.{world().random_name(6)}.tmp"
-        while True:
-            try:
-                fd = os.open(_IDENTITY_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._fd)
-                with open(fd, "rb") as file:
-                    identity = file.read(2 * _IDENTITY_BYTES + 1).decode(errors="replace")
-            except FileNotFoundError:
-                pass
-            except OSError as error:
-                raise _refused(self.path, f"a file {_IDENTITY_NAME} that cannot be read: {error.strerror}") from error
-            else:
-                if not _IDENTITY.fullmatch(identity):
-                    raise _refused(self.path, f"a file {_IDENTITY_NAME} that no host has written")
-                return identity
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            try:
-                with open(os.open(temporary, flags, 0o600, dir_fd=self._fd), "wb") as file:
-                    file.write(world().random_name(_IDENTITY_BYTES).encode())
-                    file.flush()
-                    os.fsync(file.fileno())
-                with suppress(FileExistsError):
-                    os.link(temporary, _IDENTITY_NAME, src_dir_fd=self._fd, dst_dir_fd=self._fd)
-            except OSError as error:
-                raise _refused(self.path, f"that nothing can be written there: {error.strerror}") from error
-            finally:
-                with suppress(OSError):
-                    os.unlink(temporary, dir_fd=self._fd)
+        """Returns the directory's identity, made where there is none."""
+        identity = self.keep_once(_IDENTITY_NAME, world().random_name(_IDENTITY_BYTES).encode()).decode(
+            errors="replace"
+        )
+        if not _IDENTITY.fullmatch(identity):
+            raise _refused(self.path, f"a file {_IDENTITY_NAME} that no host has written")
+        return identity
 
 
 def _refused(path: str, found: str) -> CheckpointError:

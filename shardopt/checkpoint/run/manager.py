@@ -148,7 +148,7 @@ class Manager:
             self._stop = Stop(stop_signal, 128 + stop_signal if exit_code is None else exit_code, stop_seconds)
         refuse_unfit_tiers(tiers, incremental)
         self._committing = world().lock()
-        self._tiers = Tiers(tiers, self._root, deadline_seconds, group)
+        self._tiers = Tiers(tiers, self._root, deadline_seconds, group, self._copies)
         self._keeper.promoting = self._tiers.promoting
         self._slow_saves = SlowSaves(None if self._stop is None or ranks_of(group).rank else stop_seconds)
 

@@ -24,12 +24,14 @@ from shardopt.checkpoint.hosts.whole import WholeCheckpoint
 from shardopt.checkpoint.reports import CopyReport, emit_report
 from shardopt.checkpoint.run.branches import Branches
 from shardopt.checkpoint.run.copying import copy_over_ranks, is_copied
+from shardopt.checkpoint.run.identity import claim_tiers, refuse_tiers_of_others
 from shardopt.checkpoint.run.restoring import Candidate
 from shardopt.checkpoint.run.root import Root
+from shardopt.checkpoint.run.shares import note_tiers
 from shardopt.checkpoint.run.steps import Place, place_of
 from shardopt.checkpoint.storage import Storage, wrap_os_errors
 from shardopt.checkpoint.storage.no_space import explain_no_space
-from shardopt.errors import NoSpaceError, OptionError, Problem
+from shardopt.errors import CheckpointError, NoSpaceError, OptionError, Problem
 from shardopt.ranks import Group, Ranks, SideRanks, ranks_of
 from shardopt.world import Thread, world
 
@@ -111,8 +113,15 @@ class _Job:
 class Tiers:
     """The tiers of a run, the fastest first. All ranks make the same calls."""
 
-    def __init__(self, tiers: Sequence[Tier], root: Root, deadline_seconds: float, group: Group | None = None) -> None:
-        self._tiers, self._root, self._group = tuple(tiers), root, group
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        root: Root,
+        deadline_seconds: float,
+        group: Group | None = None,
+        copies: Root | None = None,
+    ) -> None:
+        self._tiers, self._root, self._group, self._copies = tuple(tiers), root, group, copies
         self._deadline_seconds = deadline_seconds
         self._side = SideRanks("the tiers of a run")
         self._changed = world().condition()
@@ -122,20 +131,49 @@ class Tiers:
         self._worker: Thread | None = None
         self._restored: Place | None = None
         self._failure: BaseException | None = None
+        self._met: list[Hosts] = []  # whose directories are known to be of no other run
+        self._own: list[Hosts] = []  # and are marked as the run's
         self._copied: dict[int, set[Place]] = {number: set() for number in range(len(tiers))}
 
     def __bool__(self) -> bool:
         return bool(self._tiers)
 
     def prepare(self) -> None:
-        """Has the hosts meet, where they have not. Collective then."""
+        """Has the hosts meet, where they have not. Collective then.
+
+        Raises:
+            CheckpointError: a host's directory cannot be used, or belongs to another run.
+        """
         self._side.of(self._ranks, self._deadline_seconds)
-        for number in range(len(self._tiers)):
-            self._hosts(number)
+        hosts = [self._hosts(number) for number in range(len(self._tiers))]
+        if hosts != self._met:
+            refuse_tiers_of_others(self._ranks, hosts, self._root, self._copies, self._deadline_seconds)
+            self._met = hosts
+
+    def _claim(self) -> None:
+        """Marks the hosts' directories as the run's, where that is not done; before anything is written. Collective."""
+        if self._met != self._own:
+            claim_tiers(self._ranks, self._met, self._root, self._copies, self._deadline_seconds)
+            self._own = self._met
+            if self._ranks.rank == 0:
+                self._note()
+
+    def _note(self) -> None:
+        """Has the root tell which tiers there are, for those who look."""
+        members = ("path", "every", "keep_last", "copies")
+        try:
+            note_tiers(self._root.storage, [{name: getattr(tier, name) for name in members} for tier in self._tiers])
+        except CheckpointError as error:
+            _log.warning("%s", error)
 
     def make_room(self) -> None:
-        """Removes saves that wait to be copied while a newer one does: they would never be. Collective."""
+        """Before a save: removes those that wait to be copied while a newer one does, and never would be. Collective.
+
+        Raises:
+            CheckpointError: as `prepare`.
+        """
         self.prepare()
+        self._claim()
         _, superseded = self._ranks.agree(
             "making room on tiers",
             work=lambda: None,
@@ -238,6 +276,8 @@ class Tiers:
                 self._clear(self._hosts(number), unwanted)
 
         self.prepare()
+        if place is not None:
+            self._claim()
         what = f"clearing what is newer than step {max(step, 0)}"
         self._ranks.agree(what, work=clear, deadline_seconds=self._deadline_seconds)
         for copied in self._copied.values():

@@ -1,0 +1,198 @@
+"""The identity of a run, by which its root, its mirror and its tiers know that they are of one run.
+
+    run.json    {"format": "shardopt-run", "id": "52b1…", "root": "/shared/runs/7", "xxh3": "…"}
+
+A run that has tiers gets one with its first save: a random name that is written once, under its root and
+its mirror, and is never changed. Each host's directory of a tier has a copy, `.run`. Whatever has another's is refused:
+nothing of it is read, and nothing removed. So a root that was begun anew does not go on from what hosts still have of
+the run before, and a root may be moved.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from shardopt.checkpoint.format.constants import damaged, is_sealed, load_json, seal, without_duplicates
+from shardopt.checkpoint.hosts.hosts import Hosts
+from shardopt.checkpoint.run.root import Root
+from shardopt.checkpoint.run.steps import place_of
+from shardopt.checkpoint.storage import Storage, wrap_os_errors
+from shardopt.errors import CheckpointError, Problem
+from shardopt.ranks import Ranks
+from shardopt.world import world
+
+RUN_NAME = "run.json"
+"""Under the root of a run and of its mirror."""
+LABEL_NAME = ".run"
+"""In a host's directory of a tier."""
+
+_FORMAT = "shardopt-run"
+_ID = re.compile(r"[0-9a-f]{32}")
+_ID_BYTES = 16
+_LIMIT_BYTES = 1 << 16
+
+_log = logging.getLogger("shardopt.checkpoint")
+
+
+class Run(NamedTuple):
+    """A run.
+
+    Args:
+        id: 32 hexadecimal digits.
+        root: its URL when the run began, for messages alone: roots may be moved.
+    """
+
+    id: str
+    root: str
+
+    def pack(self) -> bytes:
+        """Returns the record's bytes."""
+        return seal(json.dumps({"format": _FORMAT, "id": self.id, "root": self.root})[:-1].encode())
+
+
+def decode_run(data: bytes, where: str) -> Run:
+    """Decodes a record from untrusted bytes. Raises CorruptionError."""
+    if not is_sealed(data):
+        raise damaged(where, "bytes that fail the seal at their end")
+    wire = load_json(data, where, without_duplicates)
+    number, root = wire.get("id"), wire.get("root")
+    is_whole = isinstance(number, str) and _ID.fullmatch(number) and isinstance(root, str)
+    if wire.get("format") != _FORMAT or not is_whole:
+        raise damaged(where, "no record of a run")
+    return Run(str(number), str(root))
+
+
+def run_at(storage: Storage, name: str = RUN_NAME) -> Run | None:
+    """Returns the run whose record lies in a directory; None where there is none.
+
+    Raises:
+        CheckpointError: it cannot be read. CorruptionError: it is damaged.
+    """
+    with wrap_os_errors(f"look into {storage.url}"):
+        try:
+            data = storage.read(name, 0, _LIMIT_BYTES)
+        except FileNotFoundError:
+            return None
+    return decode_run(data, f"{storage.url}/{name}")
+
+
+def refuse_tiers_of_others(
+    ranks: Ranks, tiers: Sequence[Hosts], root: Root, copies: Root | None, deadline_seconds: float
+) -> None:
+    """Sees that directories of tiers are of the run of a root, or of none yet. Collective, writes nothing.
+
+    Args:
+        copies: the root of the mirror, which has the run's record too; None where there is no mirror.
+
+    Raises:
+        CheckpointError: a directory is of another run, or has checkpoints and no record of a run; or root and mirror
+            are of two runs, or cannot be read. Each directory is named.
+        CorruptionError: a record is damaged.
+    """
+    ranks.agree(
+        f"looking whose steps lie at {_paths(tiers)}",
+        work=lambda: _look_at_all(tiers),
+        report=lambda seen: seen,
+        decide=lambda reports: _refuse_others(_run_of(root, copies), root, reports),
+        deadline_seconds=deadline_seconds,
+    )
+
+
+def claim_tiers(ranks: Ranks, tiers: Sequence[Hosts], root: Root, copies: Root | None, deadline_seconds: float) -> None:
+    """Marks directories of tiers as those of the run of a root, which begins where it has not. Collective.
+
+    Nothing is written where one is another run's.
+
+    Args, Raises: as `refuse_tiers_of_others`; or a record cannot be written.
+    """
+
+    def begin(reports: list[list[Any]]) -> str:
+        run = _run_of(root, copies)
+        _refuse_others(run, root, reports)
+        run = run or Run(world().random_name(_ID_BYTES), root.url)
+        _keep(run, root, copies)
+        return run.pack().decode()
+
+    def mark(record: str) -> list[Any]:
+        for hosts in tiers:
+            if hosts.is_leader:
+                hosts.directory.keep_once(LABEL_NAME, record.encode())
+        return _look_at_all(tiers)
+
+    _, record = ranks.agree(
+        f"beginning a run at {_paths(tiers)}",
+        work=lambda: _look_at_all(tiers),
+        report=lambda seen: seen,
+        decide=begin,
+        deadline_seconds=deadline_seconds,
+    )
+    ranks.agree(
+        f"marking {_paths(tiers)} as the run's",
+        work=lambda: mark(record),
+        report=lambda seen: seen,
+        # Two runs may have begun at once: each sees what is there now.
+        decide=lambda reports: _refuse_others(_run_of(root, copies), root, reports),
+        deadline_seconds=deadline_seconds,
+    )
+
+
+def _paths(tiers: Sequence[Hosts]) -> str:
+    return " and ".join(hosts.root for hosts in tiers)
+
+
+def _look_at_all(tiers: Sequence[Hosts]) -> list[Any]:
+    """Returns what this rank sees of each tier where it leads its host, else None."""
+    return [_look_at(hosts) if hosts.is_leader else None for hosts in tiers]
+
+
+def _look_at(hosts: Hosts) -> list[Any]:
+    """Returns this host's path, the id and root of the run that it is of (or None), and whether it has checkpoints."""
+    here = hosts.share(".")
+    path = hosts.directory.path
+    run = run_at(here, LABEL_NAME)
+    return [path, None if run is None else list(run), any(place_of(name) is not None for name in here.names())]
+
+
+def _refuse_others(run: Run | None, root: Root, reports: Sequence[Sequence[Any]]) -> None:
+    """Raises CheckpointError where a host's directory is of another run than this one, which is None if it is new."""
+    remedy = (
+        f"name another path; or remove the directory from each host, if nobody needs what it has; or, if that is the "
+        f"run to go on with, copy {LABEL_NAME} from there to {root.url}/{RUN_NAME}"
+    )
+    required = f"{'a new run' if run is None else f'run {run.id[:8]}'}, of {root.url}"
+    problems = []
+    for rank, seen in enumerate(reports):
+        for path, label, has_steps in filter(None, seen):
+            if label is None and has_steps:
+                found = f"checkpoints, and no {LABEL_NAME} that says whose"
+            elif label is not None and (run is None or label[0] != run.id):
+                found = f"run {label[0][:8]}, which began at {label[1]}"
+            else:
+                continue
+            problems.append(Problem(f"{path} (rank {rank})", found, required, remedy))
+    if problems:
+        raise CheckpointError("a host's directory belongs to another run", problems)
+
+
+def _run_of(root: Root, copies: Root | None) -> Run | None:
+    """On rank 0: the run of a root and its mirror; None where neither has a record."""
+    own = run_at(root.storage)
+    copied = None if copies is None else run_at(copies.storage)
+    if own is not None and copied is not None and copies is not None and own.id != copied.id:
+        found = f"run {own.id[:8]} and run {copied.id[:8]}"
+        problem = Problem(RUN_NAME, found, "one run in both roots", "give each run roots of its own")
+        raise CheckpointError(f"{root.url} and {copies.url} are of two runs", [problem])
+    return own or copied
+
+
+def _keep(run: Run, root: Root, copies: Root | None) -> None:
+    """On rank 0: writes the record of a run where it is not yet."""
+    for each in filter(None, (root, copies)):
+        if run_at(each.storage) is None:
+            with wrap_os_errors(f"write {each.url}/{RUN_NAME}"):
+                each.storage.make()
+                each.storage.publish_new(RUN_NAME, run.pack())

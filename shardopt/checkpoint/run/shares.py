@@ -1,0 +1,188 @@
+"""Lists what one host has on a tier of a run, and which tiers a run had; no job is needed, and nothing is changed.
+
+    tiers.json    {"format": "shardopt-tiers", "tiers": [{"path": "/dev/shm/run-7", "every": 5, …}]}
+
+lies under the root of a run and tells the tiers that its last job had. It is for those who look alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from shardopt.checkpoint.format.constants import (
+    MANIFEST_LIMIT_BYTES,
+    RECORD_NAME,
+    damaged,
+    is_sealed,
+    load_json,
+    seal,
+    without_duplicates,
+    writer_of,
+)
+from shardopt.checkpoint.format.manifest import Manifest, decode_manifest
+from shardopt.checkpoint.hosts.directory import is_host_directory
+from shardopt.checkpoint.hosts.hosts import PREFIX
+from shardopt.checkpoint.reading.data_file_reader import DataFileReader
+from shardopt.checkpoint.reading.verified_chunks import VerifiedChunks
+from shardopt.checkpoint.run.identity import LABEL_NAME, Run, run_at
+from shardopt.checkpoint.run.steps import Place, place_of
+from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
+from shardopt.errors import CheckpointError, CorruptionError, Problem
+
+TIERS_NAME = "tiers.json"
+_FORMAT = "shardopt-tiers"
+
+Have = Literal["all", "some", "unfinished", "damaged", "unreadable"]
+
+
+@dataclass(frozen=True, slots=True)
+class HostShare:
+    """What one host has of a checkpoint that lies on several, as far as it can tell alone.
+
+    Args:
+        url: of the share.
+        have: "all": the record, and every file that it names. "some": the other files are on other hosts, or lost.
+            "unfinished": no record. "damaged": the record is, or a file has other bytes than it names. "unreadable": it
+            could not be looked at.
+        problems: why it is damaged or unreadable.
+        place: its step and branch.
+        saved_at, world_size: of the save; None where there is no record to tell, and so for what follows.
+        ranks: those of which this host has all files, its own and others', ascending.
+        files, nbytes: of the whole checkpoint.
+        files_here, nbytes_here: of those that this host has.
+    """
+
+    url: str
+    have: Have
+    problems: tuple[Problem, ...]
+    place: Place
+    saved_at: float | None = None
+    world_size: int | None = None
+    ranks: tuple[int, ...] = ()
+    files: int | None = None
+    nbytes: int | None = None
+    files_here: int | None = None
+    nbytes_here: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TierListing:
+    """What one host has in its directory of a tier. `run` is None where nothing says whose it is."""
+
+    url: str
+    run: Run | None
+    shares: tuple[HostShare, ...]
+
+
+def is_tier(url: str | os.PathLike[str]) -> bool:
+    """Whether a URL, with or without "hosts://", is of a host's own directory for shares of checkpoints."""
+    return is_host_directory(os.fspath(url).removeprefix(PREFIX))
+
+
+def list_tier(url: str | os.PathLike[str], verify_bytes: bool = False) -> TierListing:
+    """Lists what this host has on a tier. Local, changes nothing.
+
+    Args:
+        verify_bytes: whether to read every byte of each file.
+
+    Raises:
+        CheckpointError: the directory cannot be read. CorruptionError: the record of its run is damaged.
+    """
+    storage = storage_of(os.fspath(url).removeprefix(PREFIX))
+    with wrap_os_errors(f"look into {storage.url}"):
+        places = sorted(place for place in map(place_of, storage.names()) if place is not None)
+    shares = tuple(_look_at(storage.child(place.name), place, verify_bytes) for place in places)
+    return TierListing(storage.url, run_at(storage, LABEL_NAME), shares)
+
+
+def _look_at(storage: Storage, place: Place, verify_bytes: bool) -> HostShare:
+    try:
+        with wrap_os_errors(f"look into {storage.url}"):
+            try:
+                data = storage.read(RECORD_NAME, 0, MANIFEST_LIMIT_BYTES)
+            except FileNotFoundError:
+                return HostShare(storage.url, "unfinished", (), place)
+            where = f"{storage.url}/{RECORD_NAME}"
+            if not is_sealed(data):
+                raise damaged(where, "bytes that fail the seal at their end")
+            return _compared(storage, place, decode_manifest(data, where), verify_bytes)
+    except CheckpointError as error:
+        have: Have = "damaged" if isinstance(error, CorruptionError) else "unreadable"
+        problems = error.problems or (Problem(storage.url, error.message, "what was written", "take another copy"),)
+        return HostShare(storage.url, have, tuple(problems), place)
+
+
+def _compared(storage: Storage, place: Place, manifest: Manifest, verify_bytes: bool) -> HostShare:
+    there = set(storage.names())
+    here = [file for file in manifest.files if file.name in there]
+    problems: list[Problem] = []
+    for file in here:
+        size = storage.size(file.name)
+        if size != file.nbytes:
+            remedy = "restore from another one"
+            problems.append(Problem(f"{storage.url}/{file.name}", f"{size} bytes", f"{file.nbytes}", remedy))
+        elif verify_bytes:
+            try:
+                for _ in VerifiedChunks(DataFileReader(storage, file)):
+                    pass
+            except CorruptionError as error:
+                problems += error.problems
+    elsewhere = {writer_of(file.name) for file in manifest.files if file.name not in there}
+    return HostShare(
+        storage.url,
+        "damaged" if problems else "all" if len(here) == len(manifest.files) else "some",
+        tuple(problems),
+        place,
+        saved_at=manifest.saved_at,
+        world_size=manifest.world_size,
+        ranks=tuple(sorted({writer_of(file.name) for file in here} - elsewhere)),
+        files=len(manifest.files),
+        nbytes=sum(file.nbytes for file in manifest.files),
+        files_here=len(here),
+        nbytes_here=sum(file.nbytes for file in here),
+    )
+
+
+def note_tiers(root: Storage, tiers: Sequence[Mapping[str, Any]]) -> None:
+    """Writes down under a root which tiers its run has, if that is not there. Raises CheckpointError."""
+    data = seal(json.dumps({"format": _FORMAT, "tiers": list(tiers)})[:-1].encode())
+    with wrap_os_errors(f"write {root.url}/{TIERS_NAME}"):
+        try:
+            is_there = root.read(TIERS_NAME) == data
+        except FileNotFoundError:
+            is_there = False
+        if not is_there:
+            root.publish(TIERS_NAME, data)
+
+
+def tiers_at(url: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Returns the tiers that the run of a root had in its last job, by path; none where it had none.
+
+    Raises:
+        CheckpointError: they cannot be read. CorruptionError: what is written there is damaged.
+    """
+    root = storage_of(url)
+    where = f"{root.url}/{TIERS_NAME}"
+    with wrap_os_errors(f"look into {root.url}"):
+        try:
+            data = root.read(TIERS_NAME)
+        except FileNotFoundError:
+            return []
+    if not is_sealed(data):
+        raise damaged(where, "bytes that fail the seal at their end")
+    tiers = load_json(data, where, without_duplicates).get("tiers")
+    if not isinstance(tiers, list) or not all(isinstance(each, dict) and "path" in each for each in tiers):
+        raise damaged(where, "no list of tiers")
+    return tiers
+
+
+def tier_here(path: str, run: Run | None, verify_bytes: bool = False) -> TierListing | None:
+    """Lists what this host has on a tier of a run; None where it has no such directory, or one of another run."""
+    if not is_tier(path):
+        return None
+    listing = list_tier(path, verify_bytes)
+    return listing if listing.run is not None and run is not None and listing.run.id == run.id else None
