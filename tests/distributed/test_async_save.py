@@ -205,7 +205,7 @@ def save_second_beside(root):
 @pytest.mark.parametrize("action", ["kill", "EIO"])
 def test_every_fault_at_every_operation(tmp_path_factory, action):
     root = str(tmp_path_factory.mktemp("sound") / "root")
-    run_ranks_outcomes(test_faults.RANKS, test_faults.save_first, root)
+    run_ranks(test_faults.RANKS, test_faults.save_first, root)
     calls = run_ranks_outcomes(test_faults.RANKS, save_second_beside, root, trace=(COPY, *test_faults.CALLS))
     steps = Counter()
     for fault in each_operation(calls, action):

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from shardopt import checkpoint
 from shardopt.errors import ShardoptError
-from tests.harness import Fault, each_operation, run_ranks_outcomes
+from tests.harness import Fault, each_operation, run_ranks, run_ranks_outcomes
 
 RANKS = 3
 DEADLINE_SECONDS = 5.0
@@ -46,7 +46,7 @@ def save_first(root):
 @cache
 def sound_calls(root):
     """The calls of each rank in a sound save."""
-    run_ranks_outcomes(RANKS, save_first, root)
+    run_ranks(RANKS, save_first, root)
     return run_ranks_outcomes(RANKS, save_second, root, trace=CALLS)
 
 
@@ -67,7 +67,7 @@ def newest_is_whole(root):
 def survive(tmp_path, fault, save=save_second):
     """One save under one fault, checked; returns the step that is the newest afterwards."""
     root = str(tmp_path / "root")
-    run_ranks_outcomes(RANKS, save_first, root)
+    run_ranks(RANKS, save_first, root)
     outcomes = run_ranks_outcomes(RANKS, save, root, faults=[fault], deadline_seconds=DEADLINE_SECONDS + 25)
     step = newest_is_whole(root)
     killed = fault.action == "kill"
