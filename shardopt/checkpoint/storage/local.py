@@ -105,22 +105,26 @@ class LocalStorage(Storage):
 
     def write(self, name: str, buffers: Iterable[memoryview]) -> int:
         fd = os.open(self._path(name), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        total = 0
         try:
-            batch: list[memoryview] = []
-            batch_bytes = 0
-            for buffer in buffers:
-                batch.append(buffer)
-                batch_bytes += buffer.nbytes
-                if len(batch) == BUFFERS_PER_CALL or batch_bytes >= _BATCH_BYTES:
-                    total += self._write_batch(fd, total, batch)
-                    batch, batch_bytes = [], 0
-            total += self._write_batch(fd, total, batch)
-            self._sync(fd)
+            total = self.write_to(fd, buffers)
+            self.sync_file(fd)
         finally:
             os.close(fd)
         self.sync_directory(self.url)
         return total
+
+    def write_to(self, fd: int, buffers: Iterable[memoryview]) -> int:
+        """Writes to a file from its beginning on; returns the number of bytes."""
+        total = 0
+        batch: list[memoryview] = []
+        batch_bytes = 0
+        for buffer in buffers:
+            batch.append(buffer)
+            batch_bytes += buffer.nbytes
+            if len(batch) == BUFFERS_PER_CALL or batch_bytes >= _BATCH_BYTES:
+                total += self._write_batch(fd, total, batch)
+                batch, batch_bytes = [], 0
+        return total + self._write_batch(fd, total, batch)
 
     def _write_batch(self, fd: int, offset: int, buffers: list[memoryview]) -> int:
         nbytes = _write_all(fd, buffers)
@@ -169,7 +173,7 @@ class LocalStorage(Storage):
             with open(temporary, "xb") as file:
                 file.write(data)
                 file.flush()
-                self._sync(file.fileno())
+                self.sync_file(file.fileno())
         except BaseException:
             with suppress(OSError):
                 os.unlink(temporary)
@@ -211,7 +215,8 @@ class LocalStorage(Storage):
             return None
         return status.f_bavail * status.f_frsize
 
-    def _sync(self, fd: int) -> None:
+    def sync_file(self, fd: int) -> None:
+        """Makes the bytes of an open file durable."""
         if self._durable:
             os.fsync(fd)
 
@@ -219,7 +224,7 @@ class LocalStorage(Storage):
         """Makes the names in a directory durable; without it a crash may lose a file whose bytes are safe."""
         fd = os.open(path, os.O_RDONLY)
         try:
-            self._sync(fd)
+            self.sync_file(fd)
         finally:
             os.close(fd)
 
