@@ -50,6 +50,7 @@ from tests.harness.s3 import reached
 
 STORE_BYTES_PER_SECOND = 200e6
 WIDTH = 2048
+BATCH = 24
 STEP = "step-00000001"
 
 
@@ -150,10 +151,8 @@ def drop_from_cache(folder: Path) -> None:
         os.close(fd)
 
 
-def restores(
-    memory: str, disk: str, s3: dict[str, object], megabytes: float, repetitions: int
-) -> tuple[dict[str, float], dict[str, float], dict[str, float], int]:
-    """Medians of the seconds until all have restored, until all have made a step, and of loads; and the bytes."""
+def restores(memory: str, disk: str, s3: dict[str, object], megabytes: float, repetitions: int) -> dict[str, Any]:
+    """Medians of the seconds until all have restored, and made a step, of the processor's, and of loads; the bytes."""
     rank, size = dist.get_rank(), dist.get_world_size()
     job = Job(megabytes, 1)
     job.step()
@@ -184,6 +183,7 @@ def restores(
     }
     restored: defaultdict[str, list[float]] = defaultdict(list)
     stepped: defaultdict[str, list[float]] = defaultdict(list)
+    processor: defaultdict[str, list[float]] = defaultdict(list)
     number = 0
     for repetition in range(-1, repetitions):
         for name, is_wanted in sources.items():
@@ -204,24 +204,31 @@ def restores(
             dist.barrier()
             drop_from_cache(kept["disk"])
             with fresh_group(memory, number), reached(s3):
-                begin = time.perf_counter()
+                begin, busy = time.perf_counter(), time.process_time()
                 manager = checkpoint.Manager(root, every=1000, tiers=tiers)
                 assert manager.restore(fresh.app, required=True) == 1
-                restore_seconds = slowest(time.perf_counter() - begin)
+                seconds, busy = time.perf_counter() - begin, time.process_time() - busy
+                restore_seconds, processor_seconds = slowest(seconds), over_ranks(busy)
                 fresh.step()
                 step_seconds = slowest(time.perf_counter() - begin)
                 manager.close()
             if repetition >= 0:
                 restored[name].append(restore_seconds)
                 stepped[name].append(step_seconds)
+                processor[name].append(processor_seconds)
             else:
                 if job.app["step"] == 1:  # the step that has followed there
                     job.step()
                 assert all(map(torch.equal, fresh.local_tensors(), job.local_tensors()))
             del fresh
             shutil.rmtree(host, ignore_errors=True)
-    loads = loads_of(job, kept["memory"], Path(memory), repetitions)
-    return medians(restored), medians(stepped), loads, nbytes
+    return {
+        "restored": medians(restored),
+        "stepped": medians(stepped),
+        "processor": medians(processor),
+        "loads": loads_of(job, kept["memory"], Path(memory), repetitions),
+        "bytes": nbytes,
+    }
 
 
 def loads_of(job: Job, kept: Path, memory: Path, repetitions: int) -> dict[str, float]:
@@ -261,9 +268,8 @@ def restore(arguments: argparse.Namespace) -> None:
     with folders(arguments) as (memory, disk):
         (Path(memory) / "bucket").mkdir()
         with served(f"{memory}/bucket", STORE_BYTES_PER_SECOND) as s3:
-            restored, stepped, loads, nbytes = on_ranks(
-                4, restores, memory, disk, s3, arguments.megabytes, arguments.repetitions
-            )
+            took = on_ranks(4, restores, memory, disk, s3, arguments.megabytes, arguments.repetitions)
+    restored, stepped, loads, nbytes = took["restored"], took["stepped"], took["loads"], took["bytes"]
     store, store_step = list(restored.values())[-1], list(stepped.values())[-1]
     rows = [
         (
@@ -273,17 +279,26 @@ def restore(arguments: argparse.Namespace) -> None:
             f"{stepped[name]:.2f}",
             f"{store_step / stepped[name]:.1f}",
             f"{nbytes / seconds / 1e6:.0f}",
+            f"{took['processor'][name]:.2f}",
         )
         for name, seconds in restored.items()
     ]
-    header = ("from", "restored, s", "times as fast as S3", "and stepped, s", "times as fast as S3", "MB/s")
+    header = (
+        "from",
+        "restored, s",
+        "times as fast as S3",
+        "and stepped, s",
+        "times as fast as S3",
+        "MB/s",
+        "processor, s",
+    )
     ratio = loads["plain read"] / loads["load"]
     processor = loads["plain read, processor"] / loads["load, processor"]
     notes = (
         f"{nbytes / 2**30:.2f} GiB of AdamW's state on 4 ranks, each a host of its own (TCP on loopback), in a fresh "
         "process group each time. Restored: from `Manager(...)` and `restore()` until the last rank may go on with "
         "the next step, the optimizers' state being made in between; stepped: until the last has made it, while what "
-        "was restored is verified and copied behind. The S3 server sends "
+        "was restored is verified and copied behind; processor: seconds of all ranks until then. The S3 server sends "
         f"{STORE_BYTES_PER_SECOND / 1e6:.0f} MB/s in all, without TLS. {load_note()}\n\n"
         f"A load into state that is there, from the host's own memory: {1e3 * loads['load']:.0f} ms where a plain read "
         f"of the same files into the same tensors takes {1e3 * loads['plain read']:.0f} ms, {ratio:.2f} of its speed; "
@@ -301,7 +316,7 @@ STAGES = {'stage="now"': "now", 'stage="lazy"': "lazy", "stage=None": None}
 def stalls(memory: str, megabytes: float, repetitions: int) -> dict[str, dict[str, float]]:
     """Medians over interleaved saves: of the stall, and of the processor's seconds of all ranks."""
     rank = dist.get_rank()
-    job = Job(megabytes, 1)
+    job = Job(megabytes, BATCH)
     job.step()
     block = torch.zeros(sum(tensor.nbytes for tensor in job.local_tensors()), dtype=torch.uint8)
     managers = {
@@ -334,15 +349,19 @@ def stalls(memory: str, megabytes: float, repetitions: int) -> dict[str, dict[st
                 if pages == "on new files":
                     for spare in Path(f"{memory}/host-{rank}/{number}").glob(".spare-*"):
                         spare.unlink()
-                job.app["step"] += 1
+                if STAGES[name] is None:
+                    job.app["step"] += 1
                 dist.barrier()
-                begin = time.process_time()
+                begin, training = time.process_time(), 0.0
                 seconds, saved = timed(lambda manager=manager: manager.save(job.app["step"], job.app))
                 if STAGES[name] is not None:
-                    job.optimizer.step()  # without gradients: it only waits for the copy
+                    training = -time.thread_time()
+                    job.step()  # whose backward is what a lazy copy has time for
+                    training += time.thread_time()
                     seconds = saved.result().stall_seconds
                 manager.wait()
-                took[f"{name}, {pages}"] = slowest(seconds), over_ranks(time.process_time() - begin)
+                busy = time.process_time() - begin - training
+                took[f"{name}, {pages}"] = slowest(seconds), over_ranks(busy)
         if repetition >= 0:
             for name, (seconds, busy) in took.items():
                 stall[name].append(seconds)
@@ -370,7 +389,7 @@ def stall(arguments: argparse.Namespace) -> None:
     notes = (
         f"{arguments.megabytes} MiB of AdamW's state on each of 2 ranks, each a host of its own, on a tier in /dev/shm "
         "that keeps one save. The stall is the call and what the next step waited for, on the slowest rank; the "
-        "processor's time is that of the whole save, checksums, commit and removal of the one before included. "
+        "processor's time is that of the whole save without the step: checksums, commit, removal of the one before. "
         f"Medians of interleaved saves, from the third on. {load_note()}"
     )
     print(write_table("recovery_stall", "The stall of saves to memory", header, rows, notes))
@@ -379,7 +398,6 @@ def stall(arguments: argparse.Namespace) -> None:
 # Copying.
 
 BLOCK_STEPS = 10
-BATCH = 24
 
 
 def copying_steps(memory: str, megabytes: float, rounds: int, with_free_core: bool) -> dict[str, float]:
