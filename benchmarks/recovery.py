@@ -30,6 +30,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ class Job:
     def __init__(self, megabytes: float, batch: int) -> None:
         self.model = Layers(megabytes)
         self.optimizer = shardopt.keyed("adamw", self.model.named_parameters(), lr=1e-3)
-        self.app = {"model": self.model, "optimizer": self.optimizer, "step": 0}
+        self.app: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer, "step": 0}
         self.inputs = torch.linspace(-1, 1, batch * WIDTH).reshape(batch, WIDTH) * (1 + dist.get_rank())
 
     def step(self) -> None:
@@ -126,7 +127,8 @@ def fresh_group(folder: str, number: int) -> Iterator[None]:
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.barrier()
     dist.destroy_process_group()
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store-{number}", size), rank=rank, world_size=size)
+    store = dist.FileStore(f"{folder}/store-{number}", size)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     dist.barrier()
     yield
     dist.barrier()
@@ -237,7 +239,8 @@ def loads_of(job: Job, kept: Path, memory: Path, repetitions: int) -> dict[str, 
     host = memory / f"load-{rank}"
     lay_out(kept, host, lambda writer: writer == rank)
     (path,) = [file for file in (host / STEP).iterdir() if file.name != RECORD_NAME]
-    memories = [memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy()) for tensor in job.local_tensors()]
+    flat: list[Any] = [tensor.detach().reshape(-1).view(torch.uint8).numpy() for tensor in job.local_tensors()]
+    memories = [memoryview(each) for each in flat]
 
     def plain(begin: int = 0) -> None:
         fd = os.open(path, os.O_RDONLY)
@@ -353,7 +356,7 @@ def stalls(memory: str, megabytes: float, repetitions: int) -> dict[str, dict[st
                     job.app["step"] += 1
                 dist.barrier()
                 begin, training = time.process_time(), 0.0
-                seconds, saved = timed(lambda manager=manager: manager.save(job.app["step"], job.app))
+                seconds, saved = timed(partial(manager.save, job.app["step"], job.app))
                 if STAGES[name] is not None:
                     training = -time.thread_time()
                     job.step()  # whose backward is what a lazy copy has time for

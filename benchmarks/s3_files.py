@@ -142,7 +142,12 @@ def main() -> None:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     print(server.server_port, flush=True)
-    threading.Thread(target=lambda: (sys.stdin.read(), server.shutdown()), daemon=True).start()
+
+    def end_with_input() -> None:
+        sys.stdin.read()
+        server.shutdown()
+
+    threading.Thread(target=end_with_input, daemon=True).start()
     server.serve_forever()
 
 
