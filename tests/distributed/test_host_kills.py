@@ -21,7 +21,17 @@ from tests.harness import RanksFailed, each_operation, run_ranks, run_ranks_outc
 HOSTS = (0, 1, 2, 3)
 STEPS = 4
 DEADLINE_SECONDS = 5.0
-STORAGE = ("os:open", "os:writev", "os:fsync", "os:link", "os:replace", "os:unlink", "os:rmdir", "os:preadv")
+STORAGE = (
+    "os:open",
+    "os:writev",
+    "os:ftruncate",
+    "os:fsync",
+    "os:link",
+    "os:replace",
+    "os:unlink",
+    "os:rmdir",
+    "os:preadv",
+)
 NETWORK = ("socket:socket.sendall", "socket:socket.sendfile", "socket:socket.recv_into", "socket:socket.send")
 KILLS = 2  # in the tests that run every time
 

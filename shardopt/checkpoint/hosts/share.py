@@ -8,7 +8,7 @@ whoever finds one record, and every file that it names on some host, has found a
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
 from shardopt.checkpoint.format.constants import (
@@ -19,8 +19,10 @@ from shardopt.checkpoint.format.constants import (
     is_sealed,
 )
 from shardopt.checkpoint.hosts.directory import HostDirectory
+from shardopt.checkpoint.hosts.spare import FILE_MODE, keep_spare, take_spare
 from shardopt.checkpoint.storage import LocalStorage, is_temporary
 from shardopt.errors import CheckpointError, CheckpointExistsError, Problem
+from shardopt.world import world
 
 
 class Share(LocalStorage):
@@ -36,6 +38,7 @@ class Share(LocalStorage):
         with suppress(FileExistsError):
             os.mkdir(self.url, 0o700)
         self.sync_directory(self._directory.path)
+        self.sync_names_above(self._directory.path)
 
     def begin(self) -> None:
         """Makes the directory, without what a dead save has left.
@@ -52,6 +55,30 @@ class Share(LocalStorage):
         for name in self.names():
             if FILE_NAME.fullmatch(name) or is_temporary(name):
                 self.remove(name)
+
+    def write(self, name: str, buffers: Iterable[memoryview]) -> int:
+        """Writes a data file, over one of a removed checkpoint where one is kept; it has its name once it is whole."""
+        temporary = f"{self.url}/.{name}.{world().random_name(6)}.tmp"
+        try:
+            fd = take_spare(self._directory.path, name, temporary)
+            if fd is None:
+                fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
+            try:
+                nbytes = self.write_to(fd, buffers)
+                os.ftruncate(fd, nbytes)
+                self.sync_file(fd)
+            finally:
+                os.close(fd)  # before it has its name: nobody writes to what has one
+            os.replace(temporary, f"{self.url}/{name}")
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(temporary)
+            raise
+        self.sync_directory(self.url)
+        return nbytes
+
+    def write_atomically(self, name: str, buffers: Iterable[memoryview]) -> int:
+        return self.write(name, buffers)
 
     def keep_record(self, data: bytes, own: Mapping[str, int]) -> None:
         """Writes the record, durably, once this host's files are seen to be there.
@@ -82,10 +109,12 @@ class Share(LocalStorage):
         return found
 
     def clear(self) -> None:
-        """Removes the share; the record first."""
+        """Removes the share; the record first. Its data files are kept to be written over."""
         self.remove_durably(RECORD_NAME)
         for name in self.names():
-            if FILE_NAME.fullmatch(name) or is_temporary(name):
+            if FILE_NAME.fullmatch(name):
+                keep_spare(self._directory.path, f"{self.url}/{name}")
+            elif is_temporary(name):
                 self.remove(name)
         self.remove_if_empty()
 

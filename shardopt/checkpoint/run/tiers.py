@@ -4,7 +4,7 @@ A save goes to the first tier that is due. The rest goes on behind the training,
 from the training's state, in one thread with rounds of its own:
 
 copy       each host fetches its neighbours' files, until each file is on `copies` hosts
-clear      what is older than the last `keep_last` that are copied is removed
+clear      what is older than the last `keep_last` that are copied is removed; the next save is written over its files
 promote    the files go to the tiers behind that are due as well, and to the root
 """
 
@@ -13,13 +13,15 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from shardopt.checkpoint.format.constants import writer_of
 from shardopt.checkpoint.hosts.copying import copy_file, damaged_files, fetch_copies, replace_damaged
 from shardopt.checkpoint.hosts.finding import find, whole_on
 from shardopt.checkpoint.hosts.hosts import PREFIX, Hosts, hosts_of
+from shardopt.checkpoint.hosts.spare import remove_spares
 from shardopt.checkpoint.hosts.whole import WholeCheckpoint
 from shardopt.checkpoint.reports import CopyReport, emit_report
 from shardopt.checkpoint.run.branches import Branches
@@ -134,6 +136,7 @@ class Tiers:
         self._met: list[Hosts] = []  # whose directories are known to be of no other run
         self._own: list[Hosts] = []  # and are marked as the run's
         self._copied: dict[int, set[Place]] = {number: set() for number in range(len(tiers))}
+        self._led: list[str] = []  # directories of the hosts that this rank leads
 
     def __bool__(self) -> bool:
         return bool(self._tiers)
@@ -149,6 +152,7 @@ class Tiers:
         if hosts != self._met:
             refuse_tiers_of_others(self._ranks, hosts, self._root, self._copies, self._deadline_seconds)
             self._met = hosts
+            self._led = [each.directory.path for each in hosts if each.is_leader]
 
     def _claim(self) -> None:
         """Marks the hosts' directories as the run's, where that is not done; before anything is written. Collective."""
@@ -274,6 +278,7 @@ class Tiers:
         def clear() -> None:
             for number in range(len(self._tiers)):
                 self._clear(self._hosts(number), unwanted)
+            self._remove_spares()  # those of ranks that there are no more too
 
         self.prepare()
         if place is not None:
@@ -295,8 +300,9 @@ class Tiers:
                 self._changed.wait()
 
     def close(self) -> None:
-        """As `wait`."""
+        """Waits as `wait` does, and gives back what the next save would have been written over."""
         self.wait()
+        self._remove_spares()
 
     def take_failure(self) -> BaseException | None:
         """Returns the failure of a promotion once, if it was not raised yet; does not wait. Local."""
@@ -479,10 +485,21 @@ class Tiers:
         """Removes shares, on leaders."""
         if not hosts.is_leader:
             return
-        try:
+        with _logging_failures(hosts.root):
             for name in hosts.share(".").names():
                 place = place_of(name)
                 if place is not None and unwanted(place):
                     hosts.share(name).clear()
-        except OSError as error:  # no reason to end a training
-            _log.warning("old checkpoints could not be removed from %s: %s", hosts.root, error)
+
+    def _remove_spares(self) -> None:
+        for path in self._led:
+            with _logging_failures(path):
+                remove_spares(path)
+
+
+@contextmanager
+def _logging_failures(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:  # no reason to end a training
+        _log.warning("old checkpoints could not be removed from %s: %s", path, error)

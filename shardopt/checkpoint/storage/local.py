@@ -60,8 +60,14 @@ class LocalStorage(Storage):
         os.makedirs(self.url, exist_ok=True)
         for path in missing:
             self.sync_directory(os.path.dirname(path))  # a new name is in the directory above it
-        above = [os.path.dirname(path) for path in missing]
-        # Whoever made those that were there may have failed, or been killed, before their names were durable.
+        self.sync_names_above(os.path.dirname(self.url))
+
+    def sync_names_above(self, path: str) -> None:
+        """Makes the names of a directory, and of those above it, durable, once for each process.
+
+        Whoever made them may have failed, or been killed, before they were.
+        """
+        above = [path]
         while above[-1] not in _durably_named and not os.path.ismount(above[-1]):
             above.append(os.path.dirname(above[-1]))
             with suppress(PermissionError):  # then nobody of this user has made it
@@ -113,22 +119,26 @@ class LocalStorage(Storage):
 
     def write(self, name: str, buffers: Iterable[memoryview]) -> int:
         fd = os.open(self._path(name), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        total = 0
         try:
-            batch: list[memoryview] = []
-            batch_bytes = 0
-            for buffer in buffers:
-                batch.append(buffer)
-                batch_bytes += buffer.nbytes
-                if len(batch) == BUFFERS_PER_CALL or batch_bytes >= _BATCH_BYTES:
-                    total += self._write_batch(fd, total, batch)
-                    batch, batch_bytes = [], 0
-            total += self._write_batch(fd, total, batch)
-            self._sync(fd)
+            total = self.write_to(fd, buffers)
+            self.sync_file(fd)
         finally:
             os.close(fd)
         self.sync_directory(self.url)
         return total
+
+    def write_to(self, fd: int, buffers: Iterable[memoryview]) -> int:
+        """Writes to a file from its beginning on; returns the number of bytes."""
+        total = 0
+        batch: list[memoryview] = []
+        batch_bytes = 0
+        for buffer in buffers:
+            batch.append(buffer)
+            batch_bytes += buffer.nbytes
+            if len(batch) == BUFFERS_PER_CALL or batch_bytes >= _BATCH_BYTES:
+                total += self._write_batch(fd, total, batch)
+                batch, batch_bytes = [], 0
+        return total + self._write_batch(fd, total, batch)
 
     def _write_batch(self, fd: int, offset: int, buffers: list[memoryview]) -> int:
         nbytes = _write_all(fd, buffers)
@@ -177,7 +187,7 @@ class LocalStorage(Storage):
             with open(temporary, "xb") as file:
                 file.write(data)
                 file.flush()
-                self._sync(file.fileno())
+                self.sync_file(file.fileno())
         except BaseException:
             with suppress(OSError):
                 os.unlink(temporary)
@@ -219,7 +229,8 @@ class LocalStorage(Storage):
             return None
         return status.f_bavail * status.f_frsize
 
-    def _sync(self, fd: int) -> None:
+    def sync_file(self, fd: int) -> None:
+        """Makes the bytes of an open file durable."""
         if self._durable:
             os.fsync(fd)
 
@@ -227,7 +238,7 @@ class LocalStorage(Storage):
         """Makes the names in a directory durable; without it a crash may lose a file whose bytes are safe."""
         fd = os.open(path, os.O_RDONLY)
         try:
-            self._sync(fd)
+            self.sync_file(fd)
         finally:
             os.close(fd)
 
