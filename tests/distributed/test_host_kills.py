@@ -75,18 +75,22 @@ def tmp(tmp_path_factory):
     return str(tmp_path_factory.mktemp("kills"))
 
 
+def judge(outcomes, dead, case):
+    """Refuses a rank that raised what does not name a dead one, and one that waited for long."""
+    for outcome in outcomes:
+        if outcome.rank not in dead and outcome.error is not None:
+            assert isinstance(outcome.error, ShardoptError), (case, outcomes)
+            named = re.findall(r"\branks? ((?:\d+(?:, | and )?)+)", str(outcome.error))
+            assert set(dead) & {int(rank) for ranks in named for rank in re.findall(r"\d+", ranks)}, (case, outcomes)
+    ended = [each.at_seconds for each in outcomes]
+    assert max(ended) - min(ended) < 4 * DEADLINE_SECONDS + 5, (case, ended)
+
+
 def survive(root, faults, copies=2):
     """A run in which hosts die; the others go on. Returns the step that they went on from, and that they had to."""
     outcomes = run_ranks_outcomes(4, run_on, root, HOSTS, copies, faults=faults, deadline_seconds=60)
     dead = {fault.rank for fault in faults}
-    survivors = [each for each in outcomes if each.rank not in dead]
-    for outcome in survivors:
-        if outcome.error is not None:
-            assert isinstance(outcome.error, ShardoptError), outcomes
-            named = re.findall(r"\branks? ((?:\d+(?:, | and )?)+)", str(outcome.error))
-            assert dead & {int(rank) for ranks in named for rank in re.findall(r"\d+", ranks)}, outcomes
-    ended = [each.at_seconds for each in outcomes]
-    assert max(ended) - min(ended) < 4 * DEADLINE_SECONDS + 5, ended
+    judge(outcomes, dead, faults)
     for rank in dead:
         shutil.rmtree(f"{root}/host-{rank}", ignore_errors=True)
     left = [rank for rank in range(4) if rank not in dead]
