@@ -97,7 +97,8 @@ def test_a_place_that_is_taken_and_a_base_are_refused(tmp_path):
 
 def manager_of(root, hosts, **options):
     host = f"{root}/host-{hosts[dist.get_rank()]}"
-    tiers = [Tier(f"{host}/memory", every=1, copies=options.pop("copies", 2)), Tier(f"{host}/disk", every=2)]
+    copies = options.pop("copies", 2), options.pop("copies_on_disk", 1)
+    tiers = [Tier(f"{host}/memory", every=1, copies=copies[0]), Tier(f"{host}/disk", every=2, copies=copies[1])]
     return checkpoint.Manager(f"{root}/root", tiers=tiers, every=4, **options)
 
 
@@ -168,32 +169,54 @@ def flip(path, rng):
     path.write_bytes(data)
 
 
-def warned(root, hosts, steps):
+def warned(root, hosts, steps, **options):
     records = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
     logging.getLogger("shardopt.checkpoint").addHandler(handler)
-    return train(root, hosts, steps), records
+    return train(root, hosts, steps, **options), records
 
 
-@pytest.mark.parametrize("seed", [0, *[pytest.param(n, marks=pytest.mark.exhaustive) for n in range(1, 25)]])
-def test_flipped_bits_are_found_named_and_repaired(tmp_path, seed):
+@pytest.mark.parametrize(
+    ("seed", "tier"),
+    [(0, "memory"), *[pytest.param(n, ("memory", "disk")[n % 2], marks=pytest.mark.exhaustive) for n in range(1, 100)]],
+)
+def test_flipped_bits_are_found_named_and_repaired(tmp_path, seed, tier):
     rng, root, hosts = random.Random(seed), str(tmp_path), (0, 1, 2, 3)
-    run_ranks(4, train, root, hosts, 3)
-    files = sorted(tmp_path.glob("host-*/memory/step-00000003/*.safetensors"))
+    step = {"memory": 3, "disk": 2}[tier]
+    run_ranks(4, train, root, hosts, step, copies_on_disk=2)
+    files = sorted(tmp_path.glob(f"host-*/{tier}/step-{step:08d}/*.safetensors"))
     damaged = {}
     for path in files:  # one copy of each of the four files
         damaged.setdefault(path.name, []).append(path)
+    assert [len(paths) for paths in damaged.values()] == [2] * 4
     damaged = [rng.choice(paths) for paths in damaged.values()]
     for path in damaged:
         flip(path, rng)
-    results = run_ranks(4, warned, root, hosts, 3)
-    assert all(start == 3 for (start, _), _ in results)
-    assert results[0][0][1][3]["memory"] == 1  # two copies of each, and
+    if tier == "disk":
+        for path in tmp_path.glob("host-*/memory"):
+            shutil.rmtree(path)
+    results = run_ranks(4, warned, root, hosts, step, copies_on_disk=2)
+    assert all(start == step for (start, _), _ in results)
+    assert results[0][0][1][step][tier] == 1  # two copies of each, and
     said = "\n".join(line for _, lines in results for line in lines)
     assert all(path.name in said for path in damaged), said
     shutil.rmtree(tmp_path / f"host-{rng.randrange(HOSTS)}")  # both are whole again, so any host may go
-    assert run_ranks(4, train, root, hosts, 3)[0][0] == 3
+    assert run_ranks(4, train, root, hosts, step, copies_on_disk=2)[0][0] == step
+
+
+@pytest.mark.parametrize("seed", [0, *[pytest.param(n, marks=pytest.mark.exhaustive) for n in range(1, 12)]])
+def test_where_every_copy_has_flipped_bits_the_step_before_is_taken(tmp_path, seed):
+    rng, root, hosts = random.Random(seed), str(tmp_path), (0, 1, 2, 3)
+    run_ranks(4, train, root, hosts, 3)
+    name = rng.choice(sorted(tmp_path.glob("host-0/memory/step-00000003/*.safetensors"))).name
+    copies = sorted(tmp_path.glob(f"host-*/memory/step-00000003/{name}"))
+    assert len(copies) == 2
+    for path in copies:
+        flip(path, rng)
+    results = run_ranks(4, warned, root, hosts, 2)
+    assert all(start == 2 for (start, _), _ in results)
+    assert any("step 3 is damaged" in line and name in line for _, lines in results for line in lines)
 
 
 def test_a_host_that_is_full_goes_to_the_next_tier_with_one_warning(tmp_path):
