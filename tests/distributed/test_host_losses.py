@@ -214,7 +214,8 @@ def survive(root, seed, most):
         newest = max(found.values())
         assert newest >= max((step for _, step, _ in promised), default=0), (case, found, promised)
         if is_killed:
-            losses[depth, len(victims), next(place for place, step in found.items() if step == newest)] += 1
+            there = next(place for place, step in found.items() if step == newest) if newest else "nothing"
+            losses[depth, len(victims), there] += 1
 
 
 def test_a_sample_of_losses(tmp_path):

@@ -99,7 +99,7 @@ def manager_of(root, hosts, **options):
     host = f"{root}/host-{hosts[dist.get_rank()]}"
     copies = options.pop("copies", 2), options.pop("copies_on_disk", 1)
     tiers = [Tier(f"{host}/memory", every=1, copies=copies[0]), Tier(f"{host}/disk", every=2, copies=copies[1])]
-    return checkpoint.Manager(f"{root}/root", tiers=tiers, every=4, **options)
+    return checkpoint.Manager(f"{root}/root", tiers=tiers, **({"every": 4} | options))
 
 
 def train(root, hosts, steps, **options):
