@@ -5,6 +5,7 @@ is not the mirror. What has to be found is told by what lies in the directories 
 been promised before.
 """
 
+import logging
 import os
 import random
 import shutil
@@ -83,6 +84,9 @@ def live(root, told, hosts, victims, at, copies, stage):
         if event == "copy" and report.url.startswith("hosts://"):
             note("copies" if "/memory/" in report.url else "disk", int(report.url[-8:]))
 
+    handler = logging.FileHandler(f"{told}-{rank}.log")
+    handler.setLevel(logging.WARNING)
+    logging.getLogger("shardopt.checkpoint").addHandler(handler)
     if rank in victims[1:]:
         die_with(int(pids[victims[0]]), done)
     with watched((), STORAGE + NETWORK) as watch:
@@ -117,6 +121,11 @@ def read_told(told, ranks):
             else:
                 greatest[what] = max(greatest[what], int(step))
     return greatest, began
+
+
+def logs(told):
+    paths = sorted(Path(told).parent.glob(f"{Path(told).name}-*.log"))
+    return "\n".join(f"{path.name}: {line}" for path in paths for line in path.read_text().splitlines())
 
 
 def step_of(path):
@@ -193,7 +202,7 @@ def survive(root, seed, most):
             len(of_rank), live, root, told, of_rank, dead, at, copies, stage, deadline_seconds=120
         )
         was_told, began = read_told(told, len(of_rank))
-        assert began <= {newest}, (case, began, newest)
+        assert began <= {newest}, f"{case}: from {began} and not {newest}\n{logs(told)}"
         is_killed = any(outcome.signal is not None for outcome in outcomes)
         if is_killed:
             judge(outcomes, dead, case)

@@ -5,7 +5,9 @@ import logging
 import os
 import random
 import shutil
+import threading
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from shardopt import checkpoint
 from shardopt.checkpoint import Tier
+from shardopt.checkpoint.format.constants import RECORD_NAME
+from shardopt.checkpoint.hosts.share import Share
 from shardopt.errors import CheckpointExistsError, CheckpointNotFoundError, OptionError
 from tests.harness import Fault, run_ranks, run_ranks_outcomes
 
@@ -153,6 +157,26 @@ def test_memory_lost_everywhere_leaves_the_disks_and_disks_lost_too_leave_the_ro
     for host in (0, 1):
         shutil.rmtree(tmp_path / f"host-{host}")
     assert run_ranks(2, train, root, (0, 1), 4)[0][0] == 4
+
+
+def test_a_save_that_lacks_a_host_s_record_is_restored_where_its_files_are_there(tmp_path):
+    root = str(tmp_path)
+    run_ranks(3, train, root, (0, 1, 2), 3, copies=1)
+    (tmp_path / "host-2" / "memory" / "step-00000003" / RECORD_NAME).unlink()  # lost in the middle of the commit
+    assert run_ranks(3, train, root, (2, 0, 1), 3, copies=1)[0] == (3, {2: ANY, 3: {"memory": 0}})
+    assert len(list(tmp_path.glob(f"host-*/memory/step-00000003/{RECORD_NAME}"))) == 3
+
+
+def test_old_checkpoints_go_while_a_save_to_hosts_is_under_way(tmp_path, monkeypatch):
+    write, go_on = Share.write, threading.Event()
+    monkeypatch.setattr(Share, "write", lambda *args: write(*args) if go_on.wait(30) else 0)
+    pending = checkpoint.async_save(f"hosts://{tmp_path}/memory/step-7", {"x": torch.ones(3)}, stage="now")
+    with checkpoint.Manager(tmp_path / "root", keep_last=1) as manager:
+        for step in (1, 2):
+            manager.save(step, {"x": torch.ones(3)})
+        assert manager.steps() == [2] and not pending.done.is_set()
+    go_on.set()
+    pending.result(30)
 
 
 def test_two_of_four_hosts_where_there_are_three_copies(tmp_path):
