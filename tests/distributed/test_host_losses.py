@@ -20,9 +20,7 @@ import torch.distributed as dist
 
 from shardopt import checkpoint
 from shardopt.checkpoint import Tier
-from shardopt.checkpoint.format.constants import MANIFEST_NAME, RECORD_NAME
-from shardopt.checkpoint.format.manifest import decode_manifest
-from tests.distributed.test_host_kills import DEADLINE_SECONDS, NETWORK, STORAGE, judge
+from tests.distributed.test_host_kills import DEADLINE_SECONDS, NETWORK, STORAGE, judge, whole_at, whole_on_hosts
 from tests.distributed.test_hosts import app_of, assert_is
 from tests.harness import run_ranks_outcomes
 from tests.harness.faults import watched
@@ -126,28 +124,6 @@ def read_told(told, ranks):
 def logs(told):
     paths = sorted(Path(told).parent.glob(f"{Path(told).name}-*.log"))
     return "\n".join(f"{path.name}: {line}" for path in paths for line in path.read_text().splitlines())
-
-
-def step_of(path):
-    return int(path.name.removeprefix("step-"))
-
-
-def whole_on_hosts(root, hosts, tier):
-    """Returns the newest step of which a record, and each file that it names, is on one of these hosts."""
-    steps = [0]
-    shares = [path for host in hosts for path in Path(root).glob(f"host-{host}/{tier}/step-*")]
-    for name in {path.name for path in shares}:
-        here = [path for path in shares if path.name == name]
-        for record in {(path / RECORD_NAME).read_bytes() for path in here if (path / RECORD_NAME).exists()}:
-            files = decode_manifest(record, name).files
-            sizes = {(path.name, path.stat().st_size) for share in here for path in share.iterdir()}
-            if all((file.name, file.nbytes) in sizes for file in files):
-                steps.append(int(name.removeprefix("step-")))
-    return max(steps)
-
-
-def whole_at(root):
-    return max((step_of(path.parent) for path in Path(root).glob(f"step-*/{MANIFEST_NAME}")), default=0)
 
 
 def lose(root, victims, depth):
