@@ -215,6 +215,7 @@ def test_flipped_bits_are_found_named_and_repaired(tmp_path, seed, tier):
         damaged.setdefault(path.name, []).append(path)
     assert [len(paths) for paths in damaged.values()] == [2] * 4
     damaged = [rng.choice(paths) for paths in damaged.values()]
+    before = [path.read_bytes() for path in damaged]
     for path in damaged:
         flip(path, rng)
     if tier == "disk":
@@ -225,6 +226,7 @@ def test_flipped_bits_are_found_named_and_repaired(tmp_path, seed, tier):
     assert results[0][0][1][step][tier] == 1  # two copies of each, and
     said = "\n".join(line for _, lines in results for line in lines)
     assert all(path.name in said for path in damaged), said
+    assert [path.read_bytes() for path in damaged] == before
     shutil.rmtree(tmp_path / f"host-{rng.randrange(HOSTS)}")  # both are whole again, so any host may go
     assert run_ranks(4, train, root, hosts, step, copies_on_disk=2)[0][0] == step
 
