@@ -94,7 +94,10 @@ def live(root, told, hosts, victims, at, copies, stage):
         manager = manager_of(root, hosts[rank], copies, stage)
         app = app_of(0)
         start = manager.restore(app)
-        assert_is(app, start)
+        try:
+            assert_is(app, start)
+        except RuntimeError:  # gloo's, of this program's own collective where a rank has died
+            return None
         note("restored", start)
         for step in range(start + 1, start + 1 + MOST_STEPS):
             app |= app_of(step)
