@@ -8,12 +8,18 @@ import os
 import random
 import re
 import shutil
+import tempfile
+import traceback
+from collections import Counter
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from shardopt import checkpoint
+from shardopt.checkpoint.format.constants import MANIFEST_NAME, RECORD_NAME
+from shardopt.checkpoint.format.manifest import decode_manifest
 from shardopt.errors import ShardoptError
 from tests.distributed.test_hosts import app_of, assert_is, manager_of, train
 from tests.harness import RanksFailed, each_operation, run_ranks, run_ranks_outcomes
@@ -34,6 +40,7 @@ STORAGE = (
 )
 NETWORK = ("socket:socket.sendall", "socket:socket.sendfile", "socket:socket.recv_into", "socket:socket.send")
 KILLS = 2  # in the tests that run every time
+PARTS = 8  # in which every kill is tried, so that each part can be run by itself
 
 
 def note(root, what, step):
@@ -70,8 +77,7 @@ def told(root, what, ranks):
 
 @cache
 def kills(tmp, operations):
-    root = os.path.join(tmp, "sound")
-    os.makedirs(root)
+    root = tempfile.mkdtemp(dir=tmp)
     outcomes = run_ranks_outcomes(4, run_on, root, HOSTS, 2, trace=operations)
     assert all(outcome.ok for outcome in outcomes), outcomes
     return each_operation(outcomes, "kill")
@@ -82,25 +88,51 @@ def tmp(tmp_path_factory):
     return str(tmp_path_factory.mktemp("kills"))
 
 
+def whole_on_hosts(root, hosts, tier):
+    """Returns the newest step of which a record, and each file that it names, is on one of these hosts."""
+    steps = [0]
+    shares = [path for host in hosts for path in Path(root).glob(f"host-{host}/{tier}/step-*")]
+    for name in {path.name for path in shares}:
+        here = [path for path in shares if path.name == name]
+        for record in {(path / RECORD_NAME).read_bytes() for path in here if (path / RECORD_NAME).exists()}:
+            files = decode_manifest(record, name).files
+            sizes = {(path.name, path.stat().st_size) for share in here for path in share.iterdir()}
+            if all((file.name, file.nbytes) in sizes for file in files):
+                steps.append(int(name.removeprefix("step-")))
+    return max(steps)
+
+
+def whole_at(root):
+    """Returns the newest committed step under a root that all hosts share."""
+    manifests = Path(root).glob(f"step-*/{MANIFEST_NAME}")
+    return max((int(path.parent.name.removeprefix("step-")) for path in manifests), default=0)
+
+
+def judge(outcomes, dead, case):
+    """Refuses a rank that raised what does not name a dead one, and one that waited for long."""
+    for outcome in outcomes:
+        if outcome.rank not in dead and outcome.error is not None:
+            assert isinstance(outcome.error, ShardoptError), (case, outcomes)
+            named = re.findall(r"\branks? ((?:\d+(?:, | and )?)+)", str(outcome.error))
+            assert set(dead) & {int(rank) for ranks in named for rank in re.findall(r"\d+", ranks)}, (case, outcomes)
+    ended = [each.at_seconds for each in outcomes]
+    assert max(ended) - min(ended) < 4 * DEADLINE_SECONDS + 5, (case, ended)
+
+
 def survive(root, faults, copies=2):
     """A run in which hosts die; the others go on. Returns the step that they went on from, and that they had to."""
     outcomes = run_ranks_outcomes(4, run_on, root, HOSTS, copies, faults=faults, deadline_seconds=60)
     dead = {fault.rank for fault in faults}
-    survivors = [each for each in outcomes if each.rank not in dead]
-    for outcome in survivors:
-        if outcome.error is not None:
-            assert isinstance(outcome.error, ShardoptError), outcomes
-            named = re.findall(r"\branks? ((?:\d+(?:, | and )?)+)", str(outcome.error))
-            assert dead & {int(rank) for ranks in named for rank in re.findall(r"\d+", ranks)}, outcomes
-    ended = [each.at_seconds for each in outcomes]
-    assert max(ended) - min(ended) < 4 * DEADLINE_SECONDS + 5, ended
+    judge(outcomes, dead, faults)
     for rank in dead:
         shutil.rmtree(f"{root}/host-{rank}", ignore_errors=True)
     left = [rank for rank in range(4) if rank not in dead]
-    must = told(root, "copied", left)
-    results = run_ranks(len(left), go_on, root, tuple(HOSTS[rank] for rank in left))
-    assert len(set(results)) == 1 and results[0] >= must, (results, must, faults)
-    return results[0], must
+    hosts = [HOSTS[rank] for rank in left]
+    newest = max(whole_on_hosts(root, hosts, "memory"), whole_on_hosts(root, hosts, "disk"), whole_at(f"{root}/root"))
+    must = told(root, "copied", range(4))  # the dead one too: it is told when all have their copies
+    assert newest >= must, (newest, must, faults)
+    assert run_ranks(len(left), go_on, root, tuple(hosts)) == [newest] * len(left), (newest, faults)
+    return newest, must
 
 
 def go_on(root, hosts):
@@ -126,23 +158,30 @@ def test_a_sample_of_kills(tmp, tmp_path, number):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.timeout(5 * 3600)
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("operations", [STORAGE, NETWORK], ids=["storage", "network"])
-def test_every_kill(tmp, tmp_path, operations):
-    faults = kills(tmp, operations)
-    unreached = 0  # how often ranks show life depends on time
+def test_every_kill(tmp, tmp_path, operations, part):
+    faults = kills(tmp, operations)[part::PARTS]
+    unreached, failed, lost = 0, [], Counter()
     for number, fault in enumerate(faults):
         root = tmp_path / str(number)
         root.mkdir()
         try:
-            survive(str(root), [fault])
+            start, must = survive(str(root), [fault])
+            lost[start - must] += 1
         except RanksFailed as error:
-            if "no fault was reached" not in str(error):
-                raise
-            unreached += 1
+            if "no fault was reached" in str(error):
+                unreached += 1
+            else:
+                failed.append((fault, traceback.format_exc()))
+        except AssertionError:
+            failed.append((fault, traceback.format_exc()))
         shutil.rmtree(root)
-    print(f"{len(faults)} operations on 4 hosts, {unreached} of them not reached")
-    assert unreached <= len(faults) // 20
+    print(f"{len(faults)} operations of 4 hosts, {unreached} not reached, {len(failed)} failed; steps more: {lost}")
+    assert not failed, "\n\n".join(f"{fault}: {text}" for fault, text in failed)
+    # How often ranks show life depends on time: the run that was traced has more of that where the machine was busy.
+    assert unreached <= len(faults) // 5
 
 
 @pytest.mark.exhaustive

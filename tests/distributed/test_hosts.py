@@ -5,7 +5,9 @@ import logging
 import os
 import random
 import shutil
+import threading
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from shardopt import checkpoint
 from shardopt.checkpoint import Tier
+from shardopt.checkpoint.format.constants import RECORD_NAME
+from shardopt.checkpoint.hosts.share import Share
 from shardopt.errors import CheckpointExistsError, CheckpointNotFoundError, OptionError
 from tests.harness import Fault, run_ranks, run_ranks_outcomes
 
@@ -97,8 +101,9 @@ def test_a_place_that_is_taken_and_a_base_are_refused(tmp_path):
 
 def manager_of(root, hosts, **options):
     host = f"{root}/host-{hosts[dist.get_rank()]}"
-    tiers = [Tier(f"{host}/memory", every=1, copies=options.pop("copies", 2)), Tier(f"{host}/disk", every=2)]
-    return checkpoint.Manager(f"{root}/root", tiers=tiers, every=4, **options)
+    copies = options.pop("copies", 2), options.pop("copies_on_disk", 1)
+    tiers = [Tier(f"{host}/memory", every=1, copies=copies[0]), Tier(f"{host}/disk", every=2, copies=copies[1])]
+    return checkpoint.Manager(f"{root}/root", tiers=tiers, **({"every": 4} | options))
 
 
 def train(root, hosts, steps, **options):
@@ -154,6 +159,26 @@ def test_memory_lost_everywhere_leaves_the_disks_and_disks_lost_too_leave_the_ro
     assert run_ranks(2, train, root, (0, 1), 4)[0][0] == 4
 
 
+def test_a_save_that_lacks_a_host_s_record_is_restored_where_its_files_are_there(tmp_path):
+    root = str(tmp_path)
+    run_ranks(3, train, root, (0, 1, 2), 3, copies=1)
+    (tmp_path / "host-2" / "memory" / "step-00000003" / RECORD_NAME).unlink()  # lost in the middle of the commit
+    assert run_ranks(3, train, root, (2, 0, 1), 3, copies=1)[0] == (3, {2: ANY, 3: {"memory": 0}})
+    assert len(list(tmp_path.glob(f"host-*/memory/step-00000003/{RECORD_NAME}"))) == 3
+
+
+def test_old_checkpoints_go_while_a_save_to_hosts_is_under_way(tmp_path, monkeypatch):
+    write, go_on = Share.write, threading.Event()
+    monkeypatch.setattr(Share, "write", lambda *args: write(*args) if go_on.wait(30) else 0)
+    pending = checkpoint.async_save(f"hosts://{tmp_path}/memory/step-7", {"x": torch.ones(3)}, stage="now")
+    with checkpoint.Manager(tmp_path / "root", keep_last=1) as manager:
+        for step in (1, 2):
+            manager.save(step, {"x": torch.ones(3)})
+        assert manager.steps() == [2] and not pending.done.is_set()
+    go_on.set()
+    pending.result(30)
+
+
 def test_two_of_four_hosts_where_there_are_three_copies(tmp_path):
     root = str(tmp_path)
     run_ranks(4, train, root, (0, 1, 2, 3), 5, copies=3)
@@ -162,38 +187,62 @@ def test_two_of_four_hosts_where_there_are_three_copies(tmp_path):
     assert run_ranks(3, train, root, (3, 4, 2), 5, copies=3)[0][0] == 5
 
 
-def flip(path, rng):
+def flip(path, rng, begin=0):
     data = bytearray(path.read_bytes())
-    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    data[rng.randrange(begin, len(data))] ^= 1 << rng.randrange(8)
     path.write_bytes(data)
 
 
-def warned(root, hosts, steps):
+def warned(root, hosts, steps, **options):
     records = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
     logging.getLogger("shardopt.checkpoint").addHandler(handler)
-    return train(root, hosts, steps), records
+    return train(root, hosts, steps, **options), records
 
 
-@pytest.mark.parametrize("seed", [0, *[pytest.param(n, marks=pytest.mark.exhaustive) for n in range(1, 25)]])
-def test_flipped_bits_are_found_named_and_repaired(tmp_path, seed):
+@pytest.mark.parametrize(
+    ("seed", "tier"),
+    [(0, "memory"), *[pytest.param(n, ("memory", "disk")[n % 2], marks=pytest.mark.exhaustive) for n in range(1, 100)]],
+)
+def test_flipped_bits_are_found_named_and_repaired(tmp_path, seed, tier):
     rng, root, hosts = random.Random(seed), str(tmp_path), (0, 1, 2, 3)
-    run_ranks(4, train, root, hosts, 3)
-    files = sorted(tmp_path.glob("host-*/memory/step-00000003/*.safetensors"))
+    step = {"memory": 3, "disk": 2}[tier]
+    run_ranks(4, train, root, hosts, step, copies_on_disk=2)
+    files = sorted(tmp_path.glob(f"host-*/{tier}/step-{step:08d}/*.safetensors"))
     damaged = {}
     for path in files:  # one copy of each of the four files
         damaged.setdefault(path.name, []).append(path)
+    assert [len(paths) for paths in damaged.values()] == [2] * 4
     damaged = [rng.choice(paths) for paths in damaged.values()]
+    before = [path.read_bytes() for path in damaged]
     for path in damaged:
         flip(path, rng)
-    results = run_ranks(4, warned, root, hosts, 3)
-    assert all(start == 3 for (start, _), _ in results)
-    assert results[0][0][1][3]["memory"] == 1  # two copies of each, and
+    if tier == "disk":
+        for path in tmp_path.glob("host-*/memory"):
+            shutil.rmtree(path)
+    results = run_ranks(4, warned, root, hosts, step, copies_on_disk=2)
+    assert all(start == step for (start, _), _ in results)
+    assert results[0][0][1][step][tier] == 1  # two copies of each, and
     said = "\n".join(line for _, lines in results for line in lines)
     assert all(path.name in said for path in damaged), said
+    assert [path.read_bytes() for path in damaged] == before
     shutil.rmtree(tmp_path / f"host-{rng.randrange(HOSTS)}")  # both are whole again, so any host may go
-    assert run_ranks(4, train, root, hosts, 3)[0][0] == 3
+    assert run_ranks(4, train, root, hosts, step, copies_on_disk=2)[0][0] == step
+
+
+@pytest.mark.parametrize("seed", [0, *[pytest.param(n, marks=pytest.mark.exhaustive) for n in range(1, 12)]])
+def test_where_every_copy_has_flipped_bits_the_step_before_is_taken(tmp_path, seed):
+    rng, root, hosts = random.Random(seed), str(tmp_path), (0, 1, 2, 3)
+    run_ranks(4, train, root, hosts, 3)
+    name = rng.choice(sorted(tmp_path.glob("host-0/memory/step-00000003/*.safetensors"))).name
+    copies = sorted(tmp_path.glob(f"host-*/memory/step-00000003/{name}"))
+    assert len(copies) == 2
+    for path in copies:
+        flip(path, rng, begin=path.stat().st_size - 1000)  # of a tensor: a load does not need what pads the header
+    results = run_ranks(4, warned, root, hosts, 2)
+    assert all(start == 2 for (start, _), _ in results)
+    assert any("step 3 is damaged" in line and name in line for _, lines in results for line in lines)
 
 
 def test_a_host_that_is_full_goes_to_the_next_tier_with_one_warning(tmp_path):

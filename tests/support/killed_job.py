@@ -45,7 +45,9 @@ PHASES = {
 OF_RANK_0 = ("commit", "retention")
 
 
-def train(root, stage, keep_last, resumes_at=None, batch_size=6, dropout=0.2, on_resize="raise", **options):
+def train(
+    root, stage, keep_last, resumes_at=None, batch_size=6, dropout=0.2, on_resize="raise", every=EVERY, **options
+):
     """Trains from the newest checkpoint to the end. Without dropout the number of ranks does not matter."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Dropout(dropout), torch.nn.Linear(8, 2))
@@ -55,7 +57,7 @@ def train(root, stage, keep_last, resumes_at=None, batch_size=6, dropout=0.2, on
     data = shardopt.ResumableSampler(60, batch_size=batch_size, seed=1)
     app = {"model": model, "optimizer": shardopt.keyed("adamw", model.named_parameters(), lr=0.01), "data": data}
     app |= {"random": shardopt.RandomState(on_resize=on_resize), "step": 0}
-    with checkpoint.Manager(root, every=EVERY, keep_last=keep_last, stage=stage, **options) as manager:
+    with checkpoint.Manager(root, every=every, keep_last=keep_last, stage=stage, **options) as manager:
         resumed = manager.restore(app)
         assert resumes_at is None or resumed == resumes_at, (resumed, resumes_at)
         assert app["step"] == resumed

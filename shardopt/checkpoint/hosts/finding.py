@@ -78,8 +78,8 @@ def whole_on(ranks: Ranks, hosts: Hosts, deadline_seconds: float) -> dict[str, i
     def look() -> Any:
         if not hosts.is_leader:
             return None
-        names = [name for name in hosts.share(".").names() if DIRECTORY_NAME.fullmatch(name)]
-        return {name: share for name in names if (share := _share_of(hosts, name))[0] is not None}
+        # Also those without a record: a host may have been lost before it had one, and its files are part of the whole.
+        return {name: _share_of(hosts, name) for name in hosts.share(".").names() if DIRECTORY_NAME.fullmatch(name)}
 
     def decide(reports: list[Any]) -> dict[str, int]:
         by_host = [reports[leader] for leader in hosts.leaders]

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 
 from shardopt.checkpoint.commit import remove_checkpoint, remove_checkpoints
+from shardopt.checkpoint.hosts.hosts import is_on_hosts
 from shardopt.checkpoint.reading.in_use import urls_being_read
 from shardopt.checkpoint.run.branches import Branches
 from shardopt.checkpoint.run.metrics import metrics_of
@@ -153,7 +154,7 @@ class Keeper:
     def _remove(self, root: Root, places: Collection[Place]) -> None:
         # A checkpoint that a background save of this process writes may lie anywhere; a copy is read until it is done,
         # and what is loaded until all ranks have it.
-        busy = {storage_of(url).url for url in tracked_urls()} | urls_being_read()
+        busy = {storage_of(url).url for url in tracked_urls() if not is_on_hosts(url)} | urls_being_read()
         names = self.promoting()
         if self._mirror is not None:
             names |= self._mirror.uploading() | (self._mirror.filling() if root is self._copies else frozenset())

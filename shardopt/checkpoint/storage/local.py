@@ -67,6 +67,8 @@ class LocalStorage(Storage):
 
         Whoever made them may have failed, or been killed, before they were.
         """
+        if not self._durable:
+            return
         above = [path]
         while above[-1] not in _durably_named and not os.path.ismount(above[-1]):
             above.append(os.path.dirname(above[-1]))
