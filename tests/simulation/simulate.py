@@ -167,6 +167,8 @@ def _judge(schedule: Schedule, ledger: Ledger, jobs: list[RunningJob]) -> list[s
         # Where who passes answers on is hit while it does, some have the answer, and others an error.
         if jobs[job].leads_disturbed():
             all_told = [told for told in all_told if told.ok]
+        if call == "close" and jobs[job].job.exports:
+            all_told = [told for told in all_told if told.ok or told.rank]  # rank 0 alone makes them, and is told
         left = _have_left(ledger, job, call)
         if len({_meaning(told, left) for told in all_told}) > 1:
             each = "\n".join(f"  rank {told.rank}: {told.text}" for told in all_told)

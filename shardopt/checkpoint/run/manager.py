@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, NoReturn
 
@@ -359,6 +360,7 @@ class Manager:
         """Waits for saves and copies in the background, and ends the use of this manager. Raises their failures.
 
         Collective where a save in the background has failed: then all ranks raise if one of them has not raised it yet.
+        An export that has failed is rank 0's own, and raised there alone.
         """
         # Within an except or a finally it may be this rank alone that is on its way out, and the others anywhere.
         self._close(alone=sys.exception() is not None)
@@ -367,20 +369,18 @@ class Manager:
         if self._closed:
             return
         self._closed = True
-        try:
+        with ExitStack() as last_first:  # each is closed, whatever another raises
+            last_first.callback(self._keeper.close)
+            if self._exporter is not None:
+                last_first.callback(self._exporter.close)
+            if self._stop is not None:
+                # Not before the others: the signal would end the process, and what is being saved with it.
+                last_first.callback(self._stop.close)
+            if self._mirror is not None:
+                last_first.callback(self._mirror.close)
+            last_first.callback(self._tiers.close)
             if self._saver is not None:
-                self._saver.close(alone)
-        finally:
-            try:
-                self._tiers.close()
-                if self._mirror is not None:
-                    self._mirror.close()
-            finally:
-                if self._stop is not None:
-                    self._stop.close()  # not before: the signal would end the process, and what is being saved with it
-                if self._exporter is not None:
-                    self._exporter.close()
-                self._keeper.close()
+                last_first.callback(self._saver.close, alone)
         self._raise_failed_copy()
 
     def __enter__(self) -> Manager:
