@@ -27,6 +27,7 @@ __all__ = [
     "RowWiseAdam",
     "ScheduleFreeAdamW",
     "ScheduleFreeSGD",
+    "SemiSync",
     "Shampoo",
     "WarmupOptimizer",
     "WarmupPolicy",
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from shardopt.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper, keyed
     from shardopt.optim.scaler import GradScaler
     from shardopt.optim.schedules import ReduceLROnPlateau
+    from shardopt.optim.semi_sync.semi_sync import SemiSync
     from shardopt.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
     from shardopt.random_state import PerRankState, RandomState
     from shardopt.sampler import ResumableSampler
@@ -86,6 +88,7 @@ else:
             ],
             "shardopt.optim.scaler": ["GradScaler"],
             "shardopt.optim.schedules": ["ReduceLROnPlateau"],
+            "shardopt.optim.semi_sync.semi_sync": ["SemiSync"],
             "shardopt.optim.warmup": ["WarmupOptimizer", "WarmupPolicy", "WarmupStage"],
             "shardopt.random_state": ["PerRankState", "RandomState"],
             "shardopt.sampler": ["ResumableSampler"],

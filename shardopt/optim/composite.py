@@ -65,10 +65,15 @@ class CompositeOptimizer(KeyedOptimizer):
             with torch.enable_grad():
                 loss = closure()
         self._before_step()
-        for child in self._children:
+        for child in self._stepped:
             step_nested(child)
         self._after_step()
         return loss
+
+    @property
+    def _stepped(self) -> tuple[KeyedOptimizer, ...]:
+        """The children that each step steps: all of them."""
+        return self._children
 
     def _before_step(self) -> None:
         """Called in each step when the gradients are there and before the children step; does nothing here.
