@@ -7,6 +7,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from shardopt.algorithms.elementwise.schedule_free import refusal_to_step
@@ -103,6 +104,11 @@ class CompositeOptimizer(KeyedOptimizer):
         """Called after state was loaded; every child's."""
         for child in self._children:
             child.post_load_state_dict()
+
+    def unshared_tensors(self) -> tuple[tuple[str, ...], list[Tensor]]:
+        """Returns that of the first child which has any."""
+        every = (child.unshared_tensors() for child in self._children)
+        return next((each for each in every if each[1]), ((), []))
 
     def _keep_options(self, names: set[str]) -> None:
         for child in self._children:

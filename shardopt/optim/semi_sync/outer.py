@@ -53,6 +53,9 @@ class OuterOptimizer(OptimizerWrapper):
         alpha: what the weights keep of themselves in a merge, 0 to below 1.
     """
 
+    steps_own_tensors = True
+    """For saves, which find optimizers of other tensors than their model's."""
+
     def __init__(
         self, inner: KeyedOptimizer, make_outer: MakeOuter, islands: Islands, schedule: SyncSchedule, alpha: float
     ) -> None:
@@ -190,6 +193,7 @@ class OuterOptimizer(OptimizerWrapper):
 
     def _gather(self) -> StateDict:
         if not self._position[BEGUN]:
+            wait_for_copies()
             with torch.no_grad():
                 self._take_weights()
         self.settle()

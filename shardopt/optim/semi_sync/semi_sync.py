@@ -166,7 +166,7 @@ class SemiSync(CombinedOptimizer):
         """
         self._outer.sync()
 
-    def unshared_tensors(self) -> tuple[tuple[str, str], list[Tensor]]:
+    def unshared_tensors(self) -> tuple[tuple[str, ...], list[Tensor]]:
         """Returns the parameters that have values of this island's own now, and the place in an app for them."""
         tensors = [] if self.at_sync_point else list(self._inner.params.values())
         return (ISLANDS, self._keys[0].removeprefix(f"{ISLANDS}.")), tensors
