@@ -19,6 +19,7 @@ from shardopt.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimiz
 from shardopt.optim.scaler import GradScaler
 from shardopt.optim.schedules import ReduceLROnPlateau
 from shardopt.optim.semi_sync.semi_sync import SemiSync
+from shardopt.optim.semi_sync.semisync_optimizer import SemisyncOptimizer
 from shardopt.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "ScheduleFreeAdamW",
     "ScheduleFreeSGD",
     "SemiSync",
+    "SemisyncOptimizer",
     "Shampoo",
     "WarmupOptimizer",
     "WarmupPolicy",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
 from torch import Tensor
 
 from shardopt.errors import MismatchError, OptionError, Problem
+from shardopt.optim.semi_sync.buckets import BUCKET_BYTES, Buckets
 from shardopt.ranks import Group, Ranks, SharedGroup
 from shardopt.sharding.view import local_tensors, view_of
 
@@ -53,6 +54,24 @@ class Islands:
         found = self._merge(what, [asdict(problem) for problem in problems])
         if found:
             raise MismatchError(f"{what}: islands differ", [Problem(**each) for each in found])
+
+    def refuse_other_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """Compares tensors with those of the first island, bit by bit, in batches of bounded size. Collective over all.
+
+        Raises:
+            MismatchError: any differs.
+        """
+        problems = []
+        for batch in _batches(tensors):
+            buckets = Buckets([local for _, local in batch])
+            for view, (_, local) in zip(buckets.views, batch, strict=True):
+                view.copy_(local)
+            unlike = buckets.unlike_first(self.column)
+            for name in dict.fromkeys(name for (name, _), differs in zip(batch, unlike, strict=True) if differs):
+                found = f"other values on island {self.number} than on island 0"
+                remedy = "seed all islands alike, or load one checkpoint on all, before the first step"
+                problems.append(Problem(name, found, "the same weights on all islands", remedy))
+        self.refuse("the first step of islands", problems)
 
     def agree_on(self, params: Mapping[str, Tensor], options: Mapping[str, str]) -> dict[str, int]:
         """Finds parameters and options that are not the same on all islands. Collective over all.
@@ -102,6 +121,22 @@ class Islands:
         required = "one rank in both: an island's own ranks train it, and the group has one rank of each island"
         remedy = "make the inner optimizer with keyed(..., group=mesh['island']), and SemiSync with group=mesh['across']"
         raise OptionError("islands overlap", [Problem("group", found, required, remedy)])
+
+
+def _batches(tensors: Mapping[str, Tensor]) -> Iterator[list[tuple[str, Tensor]]]:
+    """Yields local tensors with their names, by name, of about `BUCKET_BYTES` at a time."""
+    batch: list[tuple[str, Tensor]] = []
+    full = 0
+    for name in sorted(tensors):
+        for local in local_tensors(tensors[name]):
+            size = local.numel() * local.element_size()
+            if batch and full + size > BUCKET_BYTES:
+                yield batch
+                batch, full = [], 0
+            batch.append((name, local))
+            full += size
+    if batch:
+        yield batch
 
 
 def _same(report: Any) -> Any:

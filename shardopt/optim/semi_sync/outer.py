@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardopt.errors import Problem, StateError
 from shardopt.optim.base import KeyedOptimizer, StateDict
-from shardopt.optim.semi_sync.buckets import BUCKET_BYTES, Buckets
+from shardopt.optim.semi_sync.buckets import Buckets
 from shardopt.optim.semi_sync.islands import Islands
 from shardopt.optim.semi_sync.schedule import SyncSchedule, fragments_by_name
 from shardopt.optim.semi_sync.weights import Weights, anchor_of
@@ -107,7 +107,7 @@ class OuterOptimizer(OptimizerWrapper):
         if self._position[BEGUN]:
             return
         self._take_weights()
-        self._refuse_other_weights(self._anchors)
+        self._islands.refuse_other_weights(self._anchors)
         self._position[BEGUN] = True
 
     @torch.no_grad()
@@ -156,7 +156,7 @@ class OuterOptimizer(OptimizerWrapper):
         anchors = {name: anchor_of(name, param) for name, param in params.items()}
         self.agree(params)
         if self._position[BEGUN]:
-            self._refuse_other_weights(anchors)
+            self._islands.refuse_other_weights(anchors)
 
         def put() -> None:
             self._optimizer.add_param_group({PARAMS: anchors})
@@ -277,36 +277,6 @@ class OuterOptimizer(OptimizerWrapper):
         for name, param in self._params_by_name.items():
             Weights(self._inner, param).copy_to(local_tensors(self._anchors[name]))
 
-    def _refuse_other_weights(self, anchors: Mapping[str, Tensor]) -> None:
-        """Compares anchors with those of the first island, bit by bit, in batches of bounded size."""
-        problems = []
-        for batch in _batches({name: local_tensors(anchors[name]) for name in sorted(anchors)}):
-            tensors = [(name, local) for name, each in batch.items() for local in each]
-            buckets = Buckets([local for _, local in tensors])
-            for view, (_, local) in zip(buckets.views, tensors, strict=True):
-                view.copy_(local)
-            for (name, _), unlike in zip(tensors, buckets.unlike_first(self._islands.column), strict=True):
-                if unlike:
-                    found = f"other values on island {self._islands.number} than on island 0"
-                    remedy = "seed all islands alike, or load one checkpoint on all, before the first step"
-                    problems.append(Problem(name, found, "the same weights on all islands", remedy))
-        self._islands.refuse("the first step of SemiSync", problems)
-
 
 _ALL = -1
 """Stands for all fragments."""
-
-
-def _batches(tensors: Mapping[str, tuple[Tensor, ...]]) -> Iterable[dict[str, tuple[Tensor, ...]]]:
-    """Yields tensors by name in batches of at most `BUCKET_BYTES`, or one name with more."""
-    batch: dict[str, tuple[Tensor, ...]] = {}
-    full = 0
-    for name, each in tensors.items():
-        size = sum(local.numel() * local.element_size() for local in each)
-        if batch and full + size > BUCKET_BYTES:
-            yield batch
-            batch, full = {}, 0
-        batch[name] = each
-        full += size
-    if batch:
-        yield batch
