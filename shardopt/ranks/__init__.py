@@ -3,8 +3,8 @@
 What ranks must do together is one call of `Ranks.agree`: each does its own work, rank 0 looks at the reports of all
 and decides, and either every rank gets the decision or every rank raises the same error. The exceptions are
 `Ranks.all_reduce_sum`, for the few numbers that every step needs, `Ranks.all_to_all`, for algorithms that need
-whole parameters and for rows of tables, and `Ranks.begin_all_reduce_sum` and `broadcast`, for what islands exchange: the
-only collectives of shardopt itself.
+whole parameters and for rows of tables, and `Ranks.begin_all_reduce_sum` and `broadcast`, for what islands exchange:
+the only collectives of shardopt itself.
 
 `connections/` moves bytes between ranks and knows who has ended. Of the files here each imports only those before it:
 calls (what rounds are for), failures (errors as JSON), lost (who does not answer), channel (rounds), halt, collectives,

@@ -88,7 +88,9 @@ def islands_that_differ(root):
     shared = {"model": here.model, "optimizer": shardopt.GradientClippingOptimizer(here.optimizer), "step": 5}
     told["shared"] = raised(checkpoint.save, f"{root}/shared", shared)
     told["lazily"] = raised(checkpoint.async_save(f"{root}/lazily", shared).result)
-    told["algorithm"] = raised(checkpoint.load, f"{root}/between", Island("rows", 2, **SHORT, outer="adamw").app, init_state=True)
+    told["algorithm"] = raised(
+        checkpoint.load, f"{root}/between", Island("rows", 2, **SHORT, outer="adamw").app, init_state=True
+    )
     told["every"] = raised(checkpoint.load, f"{root}/between", Island("rows", 2, every=5).app, init_state=True)
     checkpoint.load(f"{root}/met", Island("columns", 2, every=5).app, init_state=True)
     return told
@@ -115,8 +117,9 @@ def other_numbers_of_islands(root, layout, islands):
     url = f"{root}/{islands}"
     checkpoint.save(url, here.app)
     with checkpoint.open(url) as reader:
-        numbers = {key.split(".")[1] for key in reader.keys() if key.startswith("islands.")}
-        assert numbers == {str(each) for each in range(islands)}
+        keys = reader.keys()
+    numbers = {key.split(".")[1] for key in keys if key.startswith("islands.")}
+    assert numbers == {str(each) for each in range(islands)}
     return told, anchors
 
 

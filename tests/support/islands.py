@@ -38,7 +38,9 @@ class Island:
 
     def __init__(self, layout, islands, dtype=torch.float64, inner=None, seed=0, **options):
         self.layout, self.dtype = layout, dtype
-        self.mesh = init_device_mesh("cpu", (islands, dist.get_world_size() // islands), mesh_dim_names=("across", "own"))
+        self.mesh = init_device_mesh(
+            "cpu", (islands, dist.get_world_size() // islands), mesh_dim_names=("across", "own")
+        )
         self.model = plain_model(dtype, seed)
         own = self.mesh["own"]
         if layout == "tensor parallel":

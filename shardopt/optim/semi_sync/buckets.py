@@ -1,8 +1,8 @@
 """Values for several tensors in few flat buffers, which islands add up or compare.
 
-    buckets = Buckets(tensors)          # a view of a buffer for each, to be filled
-    buckets.begin_mean(ranks)           # one all-reduce for each buffer, behind whatever comes next
-    buckets.end_mean()                  # the views have the means
+buckets = Buckets(tensors)          # a view of a buffer for each, to be filled
+buckets.begin_mean(ranks)           # one all-reduce for each buffer, behind whatever comes next
+buckets.end_mean()                  # the views have the means
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -90,12 +91,10 @@ class Islands:
         what = "SemiSync"
         self._refuse_overlap()
         views = {name: view_of(tensor, name) for name, tensor in params.items()}
-        described = {
-            name: f"{view.dtype} {view.layout.shape}, here {[tuple(each.shape) for each in local_tensors(params[name])]}"
-            for name, view in views.items()
-        }
+        shards = {name: [tuple(local.shape) for local in local_tensors(tensor)] for name, tensor in params.items()}
+        described = {name: f"{view.dtype} {view.shape}, here {shards[name]}" for name, view in views.items()}
         _, problems = self.column.agree(what, work=lambda: [described, dict(options)], report=_same, decide=_compared)
-        numels = {name: params[name].numel() for name in params}
+        numels = {name: math.prod(view.shape) for name, view in views.items()}
         _, merged = self.row.agree(
             what,
             work=lambda: None,
@@ -109,7 +108,10 @@ class Islands:
         for ranks in (self.column, self.row):
             found = problems
             _, problems = ranks.agree(
-                what, work=lambda found=found: found, report=_same, decide=_distinct  # type: ignore[misc]
+                what,
+                work=lambda found=found: found,
+                report=_same,
+                decide=_distinct,  # type: ignore[misc]
             )
         return problems
 
@@ -119,7 +121,9 @@ class Islands:
             return
         found = f"an inner optimizer of ranks {[*self.row.members]}, and a group of ranks {[*self.column.members]}"
         required = "one rank in both: an island's own ranks train it, and the group has one rank of each island"
-        remedy = "make the inner optimizer with keyed(..., group=mesh['island']), and SemiSync with group=mesh['across']"
+        remedy = (
+            "make the inner optimizer with keyed(..., group=mesh['island']), and SemiSync with group=mesh['across']"
+        )
         raise OptionError("islands overlap", [Problem("group", found, required, remedy)])
 
 
@@ -167,4 +171,3 @@ def _compared(reports: list[Any]) -> list[Any]:
                     remedy = "build and shard the same model, with the same options, on every island"
                     problems.append(asdict(Problem(key, found, required, remedy)))
     return _distinct([problems])
-

@@ -1,4 +1,4 @@
-"""The outer half of a semi-synchronous optimizer: anchors, what islands exchange, and the steps on their mean change."""
+"""The outer half of a semi-synchronous optimizer: anchors, what islands exchange, and steps on their mean change."""
 
 from __future__ import annotations
 
@@ -219,17 +219,17 @@ class OuterOptimizer(OptimizerWrapper):
                 f"resume with {stored.get(ISLANDS)}; or {sync}, and load within optimizer.as_island(...), which says "
                 "whose inner state each island takes"
             )
-            found = f"{stored.get(ISLANDS)} islands, by which it was saved"
-            plan.problem(f"{key}.{ISLANDS}", found, str(self._islands.count), remedy)
+            then = f"{stored.get(ISLANDS)} islands, by which it was saved"
+            plan.problem(f"{key}.{ISLANDS}", then, str(self._islands.count), remedy)
         if self._takes_any_islands and steps != 0:
-            found = f"{steps} local steps since islands met, and weights of each island"
-            plan.problem(f"{key}.{STEPS}", found, "0, to begin from another island's state", sync)
+            apart = f"{steps} local steps since islands met, and weights of each island"
+            plan.problem(f"{key}.{STEPS}", apart, "0, to begin from another island's state", sync)
         for name in ("every", "fragments", "delay", "alpha"):
             here = self._position[name]
             if steps != 0 and stored.get(name) != here:
                 found = f"{stored.get(name)!r}, in the middle of an interval"
-                remedy = f"resume with {name}={stored.get(name)!r}; or {sync}: then any may follow"
-                plan.problem(f"{key}.{name}", found, repr(here), remedy)
+                same = f"resume with {name}={stored.get(name)!r}; or {sync}: then any may follow"
+                plan.problem(f"{key}.{name}", found, repr(here), same)
 
     def _forget_exchanges(self) -> None:
         """Drops the means that are under way, which are of weights that are no more; what they were for is loaded."""

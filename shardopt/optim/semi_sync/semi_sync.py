@@ -141,8 +141,8 @@ class SemiSync(CombinedOptimizer):
     def as_island(self, number: int) -> Iterator[SemiSync]:
         """Within it, loads take for this island's own what island `number` has saved, of however many islands.
 
-        So that a run goes on with more or fewer islands: what was saved at a sync point is the same weights for all, and
-        each takes the inner state of one of those that there were. `own` has that number, too.
+        So that a run goes on with more or fewer islands: what was saved at a sync point is the same weights for all,
+        and each takes the inner state of one of those that there were. `own` has that number, too.
 
             with optimizer.as_island(optimizer_number % 2):
                 checkpoint.load(url, {"optimizer": optimizer, **optimizer.own({"model": model})}, init_state=True)

@@ -40,10 +40,10 @@ class SemisyncOptimizer(CombinedOptimizer):
     """Steps of a local optimizer, and after every `num_local_steps` of them one of a global one on the same parameters.
 
     If the global optimizer, or the torch optimizer in it, has a method `global_step(local_step_counter, closure)`, that
-    is called, as torchrec's is, and does whatever it does. Any other keyed optimizer makes the outer step of DiLoCo: the
-    parameters get the values of the last meeting, and as gradients these minus their own, as a mean over `group`; then
-    the global optimizer steps. What is computed is computed in the parameters' own dtype: `SemiSync` keeps fp32 anchors
-    of bf16 parameters, overlaps, and saves all islands in one checkpoint.
+    is called, as torchrec's is, and does whatever it does. Any other keyed optimizer makes the outer step of DiLoCo:
+    the parameters get the values of the last meeting, and as gradients these minus their own, as a mean over `group`;
+    then the global optimizer steps. It computes in the parameters' own dtype: `SemiSync` keeps fp32 anchors of bf16
+    parameters, overlaps, and saves all islands in one checkpoint.
 
     Names in `state_dict()` have "semi_sync_local_optim.", "semi_sync_global_optim." or "semi_sync." (counters and the
     values of the last meeting) before them. Islands that differ are saved each by itself: `checkpoint.save(url of the
@@ -141,7 +141,7 @@ class SemisyncOptimizer(CombinedOptimizer):
 
     @property
     def state(self) -> Any:
-        """Parameter → its local state and its global one, with prefixes, and the counters; a new dict of live values."""
+        """Parameter → its local state and its global one, with prefixes, and the counters; a new dict."""
         self._refuse_torchs_getters()
         local, outer = self._optimizer.state, self._global_optimizer.state
         merged: dict[Any, dict[str, Any]] = {
@@ -193,9 +193,8 @@ class SemisyncOptimizer(CombinedOptimizer):
             raise StateError("a semi-synchronous optimizer takes no further groups", [problem])
 
     def __repr__(self) -> str:
-        return (
-            f"{SEMI_SYNC_LOCAL_OPTIM_KEY}: {self._optimizer!r}, {SEMI_SYNC_GLOBAL_OPTIM_KEY}: {self._global_optimizer!r}"
-        )
+        local, outer = self._optimizer, self._global_optimizer
+        return f"{SEMI_SYNC_LOCAL_OPTIM_KEY}: {local!r}, {SEMI_SYNC_GLOBAL_OPTIM_KEY}: {outer!r}"
 
     @property
     def _stepped(self) -> tuple[KeyedOptimizer, ...]:

@@ -29,8 +29,8 @@ def refuse_unfit(optimizer: KeyedOptimizer, role: str) -> None:
         remedy = "take adamw or sgd with a schedule; z and the average of Schedule-Free would not be synchronized"
         problems.append(Problem(role, "a Schedule-Free algorithm", required, remedy))
     if optimizer._needs_closure:
-        required = "an algorithm that steps on gradients"
-        problems.append(Problem(role, "an algorithm that evaluates the model itself", required, "take adamw or sgd"))
+        found, steps = "an algorithm that evaluates the model itself", "an algorithm that steps on gradients"
+        problems.append(Problem(role, found, steps, "take adamw or sgd"))
     if problems:
         raise AlgorithmError("islands cannot be synchronized with this algorithm", problems)
 
@@ -89,7 +89,7 @@ class Weights:
 
 
 def _masters(inner: KeyedOptimizer, param: Tensor) -> Sequence[Tensor] | None:
-    """Returns the local masters from which the next step makes a parameter; None where it steps the parameter itself."""
+    """Returns the local masters that the next step goes by; None where it goes by the parameter itself."""
     if not any(isinstance(atom, LowPrecisionOptimizer) for atom in inner._atoms()):
         return None
     entries: Any = inner.state.get(param) or {}
