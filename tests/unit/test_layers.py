@@ -53,9 +53,8 @@ FLOORS = {
     "optim/gradients": 21,
     "optim/local": 22,
     "optim/schedule": 22,
+    "optim/islands": 22,
     "optim": 23,
-    "optim/semi_sync": 24,  # around other optimizers of that room
-    "optim/__init__": 25,
     "checkpoint/reports": 20,
     "checkpoint/progress": 20,
     "checkpoint/format": 21,

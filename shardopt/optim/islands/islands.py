@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from shardopt.errors import MismatchError, OptionError, Problem
-from shardopt.optim.semi_sync.buckets import BUCKET_BYTES, Buckets
+from shardopt.optim.islands.buckets import BUCKET_BYTES, Buckets
 from shardopt.ranks import Group, Ranks, SharedGroup
 from shardopt.sharding.view import local_tensors, view_of
 
