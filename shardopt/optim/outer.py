@@ -95,7 +95,7 @@ class OuterOptimizer(OptimizerWrapper):
     @property
     def at_sync_point(self) -> bool:
         """Whether all islands have the same weights: no local step was taken since they met."""
-        return self._position[STEPS] == 0
+        return bool(self._position[STEPS] == 0)
 
     @torch.no_grad()
     def begin(self) -> None:

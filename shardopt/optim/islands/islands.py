@@ -105,15 +105,9 @@ class Islands:
         return dict(merged[1])
 
     def _merge(self, what: str, problems: list[Any]) -> list[Any]:
-        for ranks in (self.column, self.row):
-            found = problems
-            _, problems = ranks.agree(
-                what,
-                work=lambda found=found: found,
-                report=_same,
-                decide=_distinct,  # type: ignore[misc]
-            )
-        return problems
+        _, of_column = self.column.agree(what, work=lambda: problems, report=_same, decide=_distinct)
+        _, of_all = self.row.agree(what, work=lambda: of_column, report=_same, decide=_distinct)
+        return list(of_all)
 
     def _refuse_overlap(self) -> None:
         both = set(self.column.members) & set(self.row.members)
