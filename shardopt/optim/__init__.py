@@ -18,8 +18,8 @@ from shardopt.optim.fused import EmptyFusedOptimizer, FusedOptimizer, FusedOptim
 from shardopt.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper
 from shardopt.optim.scaler import GradScaler
 from shardopt.optim.schedules import ReduceLROnPlateau
-from shardopt.optim.semi_sync import SemiSync
-from shardopt.optim.semisync_optimizer import SemisyncOptimizer
+from shardopt.optim.semi_sync.semi_sync import SemiSync
+from shardopt.optim.semi_sync.semisync_optimizer import SemisyncOptimizer
 from shardopt.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 __all__ = [

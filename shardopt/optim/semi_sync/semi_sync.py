@@ -14,17 +14,16 @@ from shardopt.errors import OptionError, Problem, StateError
 from shardopt.optim.base import KeyedOptimizer
 from shardopt.optim.by_position import ByPosition
 from shardopt.optim.combined import CombinedOptimizer
-from shardopt.optim.island_weights import refuse_unfit
 from shardopt.optim.islands.islands import Islands
 from shardopt.optim.islands.schedule import SyncSchedule
 from shardopt.optim.keyed import keyed
-from shardopt.optim.outer import OuterOptimizer
-from shardopt.optim.semisync_optimizer import SemisyncOptimizer
+from shardopt.optim.semi_sync.outer import OuterOptimizer
+from shardopt.optim.semi_sync.weights import refuse_unfit
 from shardopt.optim.state_dict.groups import named
 from shardopt.param_groups import PARAMS
 from shardopt.ranks import Group, SharedGroup
 
-__all__ = ["SemiSync", "SemisyncOptimizer"]
+__all__ = ["SemiSync"]
 
 DILOCO = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 """The outer options with which DiLoCo was published (arXiv:2311.08105)."""

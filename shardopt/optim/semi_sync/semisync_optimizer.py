@@ -13,9 +13,9 @@ from torch.distributed import ProcessGroup
 from shardopt.errors import OptionError, Problem, StateError
 from shardopt.optim.base import KeyedOptimizer
 from shardopt.optim.combined import CombinedOptimizer
-from shardopt.optim.island_weights import refuse_unfit
 from shardopt.optim.islands.buckets import Buckets
 from shardopt.optim.islands.islands import Islands
+from shardopt.optim.semi_sync.weights import refuse_unfit
 from shardopt.optim.state_dict.groups import first_names
 from shardopt.param_groups import PARAMS
 from shardopt.ranks import Group, SharedGroup

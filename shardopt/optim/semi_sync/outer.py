@@ -11,10 +11,10 @@ from torch import Tensor
 
 from shardopt.errors import Problem, StateError
 from shardopt.optim.base import KeyedOptimizer, StateDict
-from shardopt.optim.island_weights import Weights, anchor_of
 from shardopt.optim.islands.buckets import Buckets
 from shardopt.optim.islands.islands import Islands
 from shardopt.optim.islands.schedule import SyncSchedule, fragments_by_name
+from shardopt.optim.semi_sync.weights import Weights, anchor_of
 from shardopt.optim.state_dict.groups import first_names
 from shardopt.optim.state_dict.load_plan import LoadPlan
 from shardopt.optim.state_dict.saved_form import STATE
