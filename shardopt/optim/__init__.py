@@ -18,6 +18,8 @@ from shardopt.optim.fused import EmptyFusedOptimizer, FusedOptimizer, FusedOptim
 from shardopt.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper, OptimizerWrapper
 from shardopt.optim.scaler import GradScaler
 from shardopt.optim.schedules import ReduceLROnPlateau
+from shardopt.optim.semi_sync.semi_sync import SemiSync
+from shardopt.optim.semi_sync.semisync_optimizer import SemisyncOptimizer
 from shardopt.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 __all__ = [
@@ -41,6 +43,8 @@ __all__ = [
     "RowWiseAdam",
     "ScheduleFreeAdamW",
     "ScheduleFreeSGD",
+    "SemiSync",
+    "SemisyncOptimizer",
     "Shampoo",
     "WarmupOptimizer",
     "WarmupPolicy",

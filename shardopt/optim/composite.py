@@ -7,6 +7,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from shardopt.algorithms.elementwise.schedule_free import refusal_to_step
@@ -65,10 +66,15 @@ class CompositeOptimizer(KeyedOptimizer):
             with torch.enable_grad():
                 loss = closure()
         self._before_step()
-        for child in self._children:
+        for child in self._stepped:
             step_nested(child)
         self._after_step()
         return loss
+
+    @property
+    def _stepped(self) -> tuple[KeyedOptimizer, ...]:
+        """The children that each step steps: all of them."""
+        return self._children
 
     def _before_step(self) -> None:
         """Called in each step when the gradients are there and before the children step; does nothing here.
@@ -98,6 +104,11 @@ class CompositeOptimizer(KeyedOptimizer):
         """Called after state was loaded; every child's."""
         for child in self._children:
             child.post_load_state_dict()
+
+    def unshared_tensors(self) -> tuple[tuple[str, ...], list[Tensor]]:
+        """Returns that of the first child which has any."""
+        every = (child.unshared_tensors() for child in self._children)
+        return next((each for each in every if each[1]), ((), []))
 
     def _keep_options(self, names: set[str]) -> None:
         for child in self._children:

@@ -25,6 +25,28 @@ class Exchange:
         return self._got
 
 
+class Sum:
+    """An all-reduce under way, in place; it keeps the numbers until it is done."""
+
+    def __init__(self, numbers: Tensor, work: dist.Work | None) -> None:
+        self._numbers = numbers
+        self._work = work
+
+    def wait(self) -> Tensor:
+        """Waits for the sums; on an accelerator only the current stream waits, not this process."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._numbers
+
+
+def begin_sum(group: dist.ProcessGroup | None, numbers: Tensor) -> Sum:
+    """Begins `Ranks.all_reduce_sum`; without a group there is nothing to add."""
+    if group is None or group.size() == 1:
+        return Sum(numbers, None)
+    return Sum(numbers, dist.all_reduce(numbers, group=group, async_op=True))
+
+
 def begin_exchange(
     group: dist.ProcessGroup | None, sent: Tensor, sent_counts: Sequence[int], got_counts: Sequence[int]
 ) -> Exchange:

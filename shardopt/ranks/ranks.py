@@ -15,7 +15,7 @@ from torch import Tensor
 from shardopt.errors import Problem, RankError, ShardoptError
 from shardopt.ranks.calls import Call, as_call
 from shardopt.ranks.channel import Channel, Silent
-from shardopt.ranks.collectives import Exchange, accelerator_of, begin_exchange
+from shardopt.ranks.collectives import Exchange, Sum, accelerator_of, begin_exchange, begin_sum
 from shardopt.ranks.connections.heartbeat import DEADLINE_SECONDS
 from shardopt.ranks.failures import describe, names_of
 from shardopt.ranks.files.client import FileClient
@@ -162,6 +162,27 @@ class Ranks:
         group = self._process_group()
         if group is not None:
             dist.all_reduce(numbers, group=group)
+        return numbers
+
+    def begin_all_reduce_sum(self, numbers: Tensor) -> Sum:
+        """Begins to sum each number over the ranks, in place; every rank gets the same bits. Collective.
+
+        It is only begun here: the numbers are not to be touched before `wait` of what this returns.
+
+        Args:
+            numbers: contiguous, on a device that the group communicates on, of one shape and dtype on every rank.
+        """
+        return begin_sum(self._process_group(), numbers)
+
+    def broadcast(self, numbers: Tensor) -> Tensor:
+        """Gives every rank the numbers of the first, in place. Collective: one broadcast.
+
+        Args:
+            numbers: contiguous, on a device that the group communicates on, of one shape and dtype on every rank.
+        """
+        group = self._process_group()
+        if group is not None and group.size() > 1:
+            dist.broadcast(numbers, group=group, group_src=0)
         return numbers
 
     def all_reduce_max(self, numbers: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ parameter.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.nn.parameter import Parameter
 from shardopt.errors import GradientError, Problem
 from shardopt.sharding.kinds import kind_of
 from shardopt.sharding.pieces import awaited, elements_overlap
-from shardopt.sharding.view import local_tensors
+from shardopt.sharding.view import assemble, local_tensors
 from shardopt.sharding.wrapper import is_wrapper
 
 
@@ -176,6 +176,18 @@ def attach_gradients(
 def takes_gradient(param: Tensor) -> bool:
     """Whether a gradient is set on the tensor itself (`param.grad`), not on its local shards."""
     return not (isinstance(param, ShardedTensor) or is_wrapper(param) or kind_of(param) is not None)
+
+
+def set_gradients(param: Tensor, gradients: Sequence[Tensor]) -> None:
+    """Gives a parameter these gradients of its local tensors, of their shapes and dtypes; nothing is copied. Local.
+
+    The reverse of `local_gradients`; not of registered kinds, whose gradients are their frameworks' own.
+    """
+    if takes_gradient(param):
+        param.grad = assemble(param, gradients)
+        return
+    for local, gradient in zip(local_tensors(param), gradients, strict=True):
+        local.grad = gradient
 
 
 def zero_gradients(param: Tensor, set_to_none: bool) -> None:

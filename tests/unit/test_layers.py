@@ -53,6 +53,7 @@ FLOORS = {
     "optim/gradients": 21,
     "optim/local": 22,
     "optim/schedule": 22,
+    "optim/islands": 22,
     "optim": 23,
     "checkpoint/reports": 20,
     "checkpoint/progress": 20,

@@ -16,7 +16,7 @@ from shardopt.checkpoint.format.shared_values import pack
 from shardopt.checkpoint.format.tensor_bytes import GIVEN_BACK, has_no_memory, stored_dtype
 from shardopt.checkpoint.planning.assign import Member
 from shardopt.checkpoint.planning.drift import Groups
-from shardopt.checkpoint.planning.ownership import refuse_strange_parameters
+from shardopt.checkpoint.planning.ownership import refuse_strange_parameters, refuse_unshared
 from shardopt.checkpoint.planning.replica_check import (
     CheckReplicas,
     Contents,
@@ -126,6 +126,7 @@ def describe(flat: FlatState, check_replicas: CheckReplicas, members: tuple[int,
         StateError, LayoutError: something in it cannot be stored; names all of it.
     """
     refuse_strange_parameters(flat)
+    refuse_unshared(flat)
     views: dict[str, View] = {}
     tensors: dict[str, tuple[Path, Dtype, Layout]] = {}
     values: dict[str, tuple[Path, Any]] = {}

@@ -1,4 +1,7 @@
-"""The check that optimizers step the parameters of the models beside them: one made too early steps unused tensors."""
+"""The checks that optimizers step the parameters of the models beside them, and that these are saved for each island.
+
+An optimizer that is made too early steps tensors that nobody uses; one of islands has weights that differ between them.
+"""
 
 from __future__ import annotations
 
@@ -47,6 +50,32 @@ def refuse_strange_parameters(flat: FlatState) -> None:
         raise StateError("an optimizer steps tensors that are no parameters of the model", problems)
 
 
+def refuse_unshared(flat: FlatState) -> None:
+    """Refuses parameters under a key that all ranks share, while ranks have values of their own by intent.
+
+    An optimizer whose `unshared_tensors()` has any now says so, and under which parts of a path they belong. That
+    replicas have drifted apart is found without this, but by samples; where few rows have changed these may miss it.
+
+    Raises:
+        StateError: names each such key.
+    """
+    problems = []
+    for handback in flat.handbacks:
+        unshared = getattr(handback.target, "unshared_tensors", None)
+        if not isinstance(handback.target, Optimizer) or unshared is None:
+            continue
+        place, tensors = unshared()
+        own = {id(tensor) for tensor in tensors}
+        for key, leaf in flat.leaves.items() if own else ():
+            below = any(leaf.path[start : start + len(place)] == place for start in range(len(leaf.path)))
+            if id(leaf.value) in own and not below:
+                found = "a parameter that has other values on other islands, under a key that they share"
+                remedy = 'put the model there by {**optimizer.own({"model": model})}, or save where islands have met'
+                problems.append(Problem(key, found, f"a key with {join(place)!r} in it", remedy))
+    if problems:
+        raise StateError("values of several islands cannot be saved as one", problems)
+
+
 def _strange(
     key: str, optimizer: Optimizer, modules: Mapping[str, Mapping[str, Tensor]], owned: set[int]
 ) -> Problem | None:
@@ -92,7 +121,12 @@ def _parameters_of(handback: Handback) -> dict[str, Tensor]:
 
 
 def _children_of(optimizer: Any) -> Iterator[Optimizer]:
-    """Yields an optimizer, or those that it combines, each of which has the names that its model has."""
+    """Yields an optimizer, or those that it combines, each of which has the names that its model has.
+
+    But none of those that say they step tensors of their own, which have the names of the model's all the same.
+    """
+    if getattr(optimizer, "steps_own_tensors", False):
+        return
     children = getattr(optimizer, "optimizers", None)
     if isinstance(children, list) and children and all(isinstance(each, tuple) and len(each) == 2 for each in children):
         for _, child in children:

@@ -1,0 +1,88 @@
+"""Values for several tensors in few flat buffers, which islands add up or compare.
+
+buckets = Buckets(tensors)          # a view of a buffer for each, to be filled
+buckets.begin_mean(ranks)           # one all-reduce for each buffer, behind whatever comes next
+buckets.end_mean()                  # the views have the means
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shardopt.ranks import Ranks, Sum
+
+BUCKET_BYTES = 64 << 20
+
+
+class Buckets:
+    """A view for each of several tensors, of its shape, dtype and device, contiguous in few buffers.
+
+    A buffer has tensors of one dtype and device in their order, at most `bucket_bytes` of them or one that is larger.
+    Ranks whose tensors have equal shapes and dtypes, in one order, have equal buffers.
+
+    Args:
+        like: floating-point tensors, in an order that all ranks share; not changed.
+    """
+
+    def __init__(self, like: Sequence[Tensor], bucket_bytes: int = BUCKET_BYTES) -> None:
+        self.flats: list[Tensor] = []
+        self.views: list[Tensor] = [*like]
+        self._places: list[tuple[int, int, int]] = [(0, 0, 0)] * len(like)  # buffer, begin and end of each view
+        self._sums: list[Sum] = []
+        self._ranks = 1
+        for run in _runs(like, bucket_bytes):
+            first = like[run[0]]
+            flat = torch.empty(sum(like[i].numel() for i in run), dtype=first.dtype, device=first.device)
+            begin = 0
+            for i in run:
+                end = begin + like[i].numel()
+                self.views[i], self._places[i] = flat[begin:end].view(like[i].shape), (len(self.flats), begin, end)
+                begin = end
+            self.flats.append(flat)
+
+    def begin_mean(self, ranks: Ranks) -> None:
+        """Begins to take the mean over ranks of what the views have, in place. Collective.
+
+        The views are not to be touched before `end_mean`.
+        """
+        self._sums = [ranks.begin_all_reduce_sum(flat) for flat in self.flats if flat.numel()]
+        self._ranks = ranks.size
+
+    def end_mean(self) -> None:
+        """Waits for the means; every rank has the same bits. On an accelerator only the current stream waits."""
+        for each in self._sums:
+            each.wait().div_(self._ranks)
+        self._sums = []
+
+    def unlike_first(self, ranks: Ranks) -> list[bool]:
+        """Finds the views that differ from the first rank's in any bit; these have its values then. Collective.
+
+        Waits for the device.
+        """
+        own = [flat.clone() for flat in self.flats]
+        for flat in self.flats:
+            if flat.numel():
+                ranks.broadcast(flat)
+        unlike = [
+            (own[k][begin:end].view(torch.uint8) != self.flats[k][begin:end].view(torch.uint8)).any()
+            for k, begin, end in self._places
+        ]
+        return [bool(each) for each in unlike]
+
+
+def _runs(like: Sequence[Tensor], bucket_bytes: int) -> list[list[int]]:
+    """Returns the tensors of each buffer, by their places."""
+    runs: list[list[int]] = []
+    open_runs: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
+    for i, tensor in enumerate(like):
+        key, size = (tensor.dtype, tensor.device), tensor.numel() * tensor.element_size()
+        run, full = open_runs.get(key, ([], 0))
+        if not run or full + size > bucket_bytes:
+            run, full = [], 0
+            runs.append(run)
+        run.append(i)
+        open_runs[key] = run, full + size
+    return runs

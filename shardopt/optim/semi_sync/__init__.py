@@ -1,0 +1,9 @@
+"""Semi-synchronous training: the optimizer (`semi_sync`), its half of anchors (`outer`), an island's `weights`.
+
+`semisync_optimizer` has torchrec's optimizer, under its name and signature.
+"""
+
+from shardopt.optim.semi_sync.semi_sync import SemiSync
+from shardopt.optim.semi_sync.semisync_optimizer import SemisyncOptimizer
+
+__all__ = ["SemiSync", "SemisyncOptimizer"]

@@ -1,0 +1,282 @@
+"""The outer half of a semi-synchronous optimizer: anchors, what islands exchange, and steps on their mean change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardopt.errors import Problem, StateError
+from shardopt.optim.base import KeyedOptimizer, StateDict
+from shardopt.optim.islands.buckets import Buckets
+from shardopt.optim.islands.islands import Islands
+from shardopt.optim.islands.schedule import SyncSchedule, fragments_by_name
+from shardopt.optim.semi_sync.weights import Weights, anchor_of
+from shardopt.optim.state_dict.groups import first_names
+from shardopt.optim.state_dict.load_plan import LoadPlan
+from shardopt.optim.state_dict.saved_form import STATE
+from shardopt.optim.wrapper import OptimizerWrapper, OwnState
+from shardopt.param_groups import PARAMS
+from shardopt.sharding.gradients import set_gradients, zero_gradients
+from shardopt.sharding.view import is_held, local_tensors
+from shardopt.staging_fence import wait_for_copies
+from shardopt.torch_private import step_nested
+
+ANCHORS = "anchors."
+"""Before the name of a parameter: its anchor, in state."""
+ANCHOR = "anchor"
+POSITION = "__semi_sync"
+"""In state: where in the interval this is, and the options that say what that means."""
+STEPS, BEGUN, ISLANDS = "steps", "begun", "islands"
+
+MakeOuter = Callable[[Mapping[str, Tensor]], KeyedOptimizer]
+
+
+class OuterOptimizer(OptimizerWrapper):
+    """An optimizer of anchors: the weights that all islands had when they last met.
+
+    R ranks of an island have an anchor as they have the parameter, all islands the same. After H local steps
+    the outer gradient of a parameter is its anchor minus its weights, as a mean over the islands; the wrapped optimizer
+    steps the anchor by it, and the weights are set to (or mixed with) the anchor.
+
+    State of its own: the anchors, and the position in the interval. A mean that is under way is no state: what looks
+    at the state first takes the outer step that it is for, which is the same step then and later.
+
+    Args:
+        inner: the optimizer of the parameters.
+        make_outer: makes the optimizer of the anchors, which it gets by the parameters' names.
+        islands: who meets.
+        schedule: when.
+        alpha: what the weights keep of themselves in a merge, 0 to below 1.
+    """
+
+    steps_own_tensors = True
+    """For saves, which find optimizers of other tensors than their model's."""
+
+    def __init__(
+        self, inner: KeyedOptimizer, make_outer: MakeOuter, islands: Islands, schedule: SyncSchedule, alpha: float
+    ) -> None:
+        self._inner, self._islands, self._schedule, self._alpha = inner, islands, schedule, alpha
+        self._params_by_name = {name: param for param, name in first_names(inner.params).items()}
+        self._anchors = {name: anchor_of(name, param) for name, param in self._params_by_name.items()}
+        self._exchanges: dict[int, tuple[list[str], Buckets]] = {}
+        self._fragment_of: dict[str, int] = {}
+        self._takes_any_islands = False
+        self._position: dict[str, Any] = {
+            STEPS: 0,
+            BEGUN: False,
+            "every": schedule.every,
+            "fragments": schedule.fragments,
+            "delay": schedule.delay,
+            "alpha": alpha,
+            ISLANDS: islands.count,
+        }
+        self._entries = {name: {ANCHOR: anchor} for name, anchor in self._anchors.items()}
+        super().__init__(make_outer(self._anchors))
+
+    def agree(self, new: Mapping[str, Tensor] | None = None) -> None:
+        """Finds what differs between islands, and deals parameters to fragments. Collective over all islands.
+
+        Raises:
+            MismatchError: parameters or options differ.
+            OptionError: islands overlap.
+        """
+        options = {name: repr(value) for name, value in self._position.items() if name not in (STEPS, BEGUN, ISLANDS)}
+        groups = [
+            {name: value for name, value in group.items() if name != PARAMS} for group in self._optimizer.param_groups
+        ]
+        options["outer"] = f"{type(self._optimizer).__name__} {groups}"
+        numels = self._islands.agree_on({**self._params_by_name, **(new or {})}, options)
+        self._fragment_of = fragments_by_name(numels, self._schedule.fragments)
+
+    @property
+    def at_sync_point(self) -> bool:
+        """Whether all islands have the same weights: no local step was taken since they met."""
+        return bool(self._position[STEPS] == 0)
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Takes the weights of before the first local step as anchors. Collective over all islands, that first time.
+
+        Raises:
+            MismatchError: islands begin with other weights.
+        """
+        if self._position[BEGUN]:
+            return
+        self._take_weights()
+        self._islands.refuse_other_weights(self._anchors)
+        self._position[BEGUN] = True
+
+    @torch.no_grad()
+    def after_local_step(self) -> None:
+        """Begins to exchange what is due after this local step, and merges what is to be merged."""
+        self._position[STEPS] += 1
+        step = self._position[STEPS]
+        due, merged = self._schedule.due(step), self._schedule.merged(step)
+        if due is not None:
+            self._begin_exchange(due, self._names_in(due))
+        if merged is not None:
+            self._merge(merged, self._alpha)
+        if merged is not None and self._schedule.fragments == 1 and self._schedule.delay == 0 and self._alpha == 0:
+            self._position[STEPS] = 0
+
+    @torch.no_grad()
+    def sync(self) -> None:
+        """Has all islands meet now: merges what is under way, and takes an outer step on all else. Collective."""
+        if self.at_sync_point:
+            return
+        wait_for_copies()
+        for fragment in self._schedule.in_flight(self._position[STEPS]):
+            self._merge(fragment, self._alpha)
+        self._begin_exchange(_ALL, list(self._anchors))
+        self._merge(_ALL, 0.0)
+        self._position[STEPS] = 0
+
+    def settle(self) -> None:
+        """Takes the outer steps for which means are under way; their merge is still to come. Local, but for waiting."""
+        if self._exchanges:
+            wait_for_copies()
+        for fragment in list(self._exchanges):
+            self._outer_step(fragment)
+
+    def add(self, params: Mapping[str, Tensor]) -> Callable[[], None]:
+        """Prepares anchors of further parameters; what is returned adds them. Collective over all islands.
+
+        Raises:
+            StateError: islands are in the middle of an interval.
+            MismatchError: parameters differ, or their values do.
+        """
+        if not self.at_sync_point:
+            found, required = f"{self._position[STEPS]} local steps since islands met", "none"
+            problem = Problem("add_param_group", found, required, "call sync() on all ranks before it")
+            raise StateError("parameters are added in the middle of an interval", [problem])
+        anchors = {name: anchor_of(name, param) for name, param in params.items()}
+        self.agree(params)
+        if self._position[BEGUN]:
+            self._islands.refuse_other_weights(anchors)
+
+        def put() -> None:
+            self._optimizer.add_param_group({PARAMS: anchors})
+            self._params_by_name.update(params)
+            self._anchors.update(anchors)
+            self._entries.update({name: {ANCHOR: anchor} for name, anchor in anchors.items()})
+
+        return put
+
+    def take_any_islands(self, take: bool) -> None:
+        """Whether loads take state that was saved by another number of islands, at a sync point."""
+        self._takes_any_islands = take
+
+    def init_state(
+        self, sparse_grad_parameter_names: Iterable[str] | None = None, *, names: Iterable[str] | None = None
+    ) -> None:
+        """Makes the wrapped optimizer's state, of all anchors where no names are given: they take no gradients."""
+        super().init_state(sparse_grad_parameter_names, names=self._anchors if names is None else names)
+
+    def held_state_names(self) -> set[str]:
+        """Returns the wrapped optimizer's names, the position, and the anchors of which this rank has a share."""
+        return {*self._optimizer.held_state_names(), *self._own_state()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.settle()
+        return super().__getstate__()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__} of {len(self._anchors)} anchors, by {self._optimizer!r}"
+
+    def _own_state(self) -> OwnState:
+        anchors = {f"{ANCHORS}{name}": self._entries[name] for name in self._anchors if is_held(self._anchors[name])}
+        return {POSITION: self._position, **anchors}
+
+    def _gather(self) -> StateDict:
+        if not self._position[BEGUN]:
+            wait_for_copies()
+            with torch.no_grad():
+                self._take_weights()
+        self.settle()
+        return super()._gather()
+
+    def _plan(self, plan: LoadPlan, offered: Mapping[str, Any]) -> None:
+        state = offered.get(STATE)
+        stored = state.get(POSITION) if isinstance(state, Mapping) else None
+        if isinstance(state, Mapping) and isinstance(stored, Mapping):
+            self._plan_position(plan, stored)
+            config = {name: value for name, value in self._position.items() if name not in (STEPS, BEGUN)}
+            offered = {**offered, STATE: {**state, POSITION: {**stored, **config}}}
+        super()._plan(plan, offered)
+        plan.then(self._forget_exchanges)
+
+    def _plan_position(self, plan: LoadPlan, stored: Mapping[str, Any]) -> None:
+        """Notes what the position was saved under and is not so here; at a sync point any interval may begin."""
+        steps, key = stored.get(STEPS), f"{plan.section(STATE)}.{POSITION}"
+        other_islands = stored.get(ISLANDS) != self._islands.count
+        sync = "save where islands have just met (after sync(), or at the end of an interval)"
+        if other_islands and not self._takes_any_islands:
+            remedy = (
+                f"resume with {stored.get(ISLANDS)}; or {sync}, and load within optimizer.as_island(...), which says "
+                "whose inner state each island takes"
+            )
+            then = f"{stored.get(ISLANDS)} islands, by which it was saved"
+            plan.problem(f"{key}.{ISLANDS}", then, str(self._islands.count), remedy)
+        if self._takes_any_islands and steps != 0:
+            apart = f"{steps} local steps since islands met, and weights of each island"
+            plan.problem(f"{key}.{STEPS}", apart, "0, to begin from another island's state", sync)
+        for name in ("every", "fragments", "delay", "alpha"):
+            here = self._position[name]
+            if steps != 0 and stored.get(name) != here:
+                found = f"{stored.get(name)!r}, in the middle of an interval"
+                same = f"resume with {name}={stored.get(name)!r}; or {sync}: then any may follow"
+                plan.problem(f"{key}.{name}", found, repr(here), same)
+
+    def _forget_exchanges(self) -> None:
+        """Drops the means that are under way, which are of weights that are no more; what they were for is loaded."""
+        for _, buckets in self._exchanges.values():
+            buckets.end_mean()
+        self._exchanges.clear()
+
+    def _names_in(self, fragment: int) -> list[str]:
+        return [name for name in self._anchors if self._fragment_of[name] == fragment]
+
+    def _begin_exchange(self, fragment: int, names: list[str]) -> None:
+        names = sorted(names)  # so that ranks of a column agree, whatever groups they have
+        anchors = [local_tensors(self._anchors[name]) for name in names]
+        buckets = Buckets([*chain.from_iterable(anchors)])
+        views = iter(buckets.views)
+        for name, locals_of_anchor in zip(names, anchors, strict=True):
+            weights = Weights(self._inner, self._params_by_name[name])
+            weights.subtract_from(locals_of_anchor, [next(views) for _ in locals_of_anchor])
+        buckets.begin_mean(self._islands.column)
+        self._exchanges[fragment] = names, buckets
+
+    def _outer_step(self, fragment: int) -> None:
+        names, buckets = self._exchanges.pop(fragment)
+        buckets.end_mean()
+        views = iter(buckets.views)
+        for name in names:
+            anchor = self._anchors[name]
+            set_gradients(anchor, [next(views) for _ in local_tensors(anchor)])
+        try:
+            step_nested(self._optimizer)
+        finally:
+            for name in names:
+                zero_gradients(self._anchors[name], set_to_none=True)
+
+    def _merge(self, fragment: int, alpha: float) -> None:
+        """Takes the outer step of a fragment, unless it was taken when the state was looked at, and sets weights."""
+        names = list(self._anchors) if fragment == _ALL else self._names_in(fragment)
+        if fragment in self._exchanges:
+            self._outer_step(fragment)
+        for name in names:
+            weights = Weights(self._inner, self._params_by_name[name])
+            weights.mix(local_tensors(self._anchors[name]), alpha)
+
+    def _take_weights(self) -> None:
+        for name, param in self._params_by_name.items():
+            Weights(self._inner, param).copy_to(local_tensors(self._anchors[name]))
+
+
+_ALL = -1
+"""Stands for all fragments."""

@@ -1,0 +1,277 @@
+"""Semi-synchronous training: islands step by themselves, and meet every so many steps (DiLoCo)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardopt.errors import OptionError, Problem, StateError
+from shardopt.optim.base import KeyedOptimizer
+from shardopt.optim.by_position import ByPosition
+from shardopt.optim.combined import CombinedOptimizer
+from shardopt.optim.islands.islands import Islands
+from shardopt.optim.islands.schedule import SyncSchedule
+from shardopt.optim.keyed import keyed
+from shardopt.optim.semi_sync.outer import OuterOptimizer
+from shardopt.optim.semi_sync.weights import refuse_unfit
+from shardopt.optim.state_dict.groups import named
+from shardopt.param_groups import PARAMS
+from shardopt.ranks import Group, SharedGroup
+
+__all__ = ["SemiSync"]
+
+DILOCO = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
+"""The outer options with which DiLoCo was published (arXiv:2311.08105)."""
+ISLANDS, GLOBAL = "islands", "global"
+
+Factory = Callable[[Mapping[str, Tensor]], KeyedOptimizer]
+
+
+class SemiSync(CombinedOptimizer):
+    """Local steps on each island, and every so many one outer step on the islands' mean change.
+
+    An island is some ranks of the job that train a whole model by themselves (`fully_shard`, tensor parallel, …), on
+    data of their own. All islands begin with the same weights and are laid out alike. Each step is one of `inner`, on
+    this island alone. After `every` of them the change since islands last met, as a mean over them, is the gradient
+    (its negative) of one step of `outer` on the weights of then, the *anchors*; the result is given to all islands.
+    Source: Douillard et al., DiLoCo (2023), arXiv:2311.08105.
+
+    With `fragments` the parameters are exchanged in so many parts, one after the other over the interval. With `delay`
+    the exchange runs behind that many further local steps, and `alpha` is what the weights then keep of these: alpha ·
+    weight + (1 - alpha) · anchor. Source: Streaming DiLoCo (2025), arXiv:2501.18512.
+
+    **State.** What belongs to one island has the names "islands.<number>.<fqn>" (its inner state and groups), what all
+    share "global.<fqn>" (outer state), "global.anchors.<fqn>" and "global.__semi_sync" (the position in the interval).
+    Parameters that differ between islands are saved for each of them: put the model under `own`. Anchors are in fp32
+    where parameters have fewer bits. `param_groups` are those of `inner`, which schedules and scalers so drive; those
+    of the outer optimizer are in `outer`.
+
+    Args:
+        inner: the optimizer of the parameters, or a wrapper of it; with this island as its group
+            (`keyed(..., group=mesh["island"])`), so that norms and agreement stay within it. It lives on inside.
+        outer: an algorithm's name or class, or a function that makes a keyed optimizer of {name: anchor}.
+        every: local steps from one exchange of a parameter to its next.
+        group: the ranks that have the same shards, one of each island: a process group, or a device mesh
+            (`mesh["across"]`). What islands exchange goes over it alone. None where this is the only island.
+        outer_options: of the algorithm; by default DiLoCo's for "sgd" (lr 0.7, Nesterov momentum 0.9), else the
+            algorithm's own.
+        fragments: how many, at most `every`.
+        delay: local steps behind which an exchange runs, less than `every`.
+        alpha: 0 (weights become the anchor) to below 1.
+
+    Every rank of every island must make it, step it and add groups to it, as often and in the same order. An exchange
+    holds the outer gradients of one fragment, in the anchors' dtype, in buffers of 64 MiB.
+
+    Raises:
+        StateError: `inner` is not a keyed optimizer.
+        OptionError: an option is out of its range, or islands overlap.
+        AlgorithmError: an algorithm has weights that are not the parameters alone (Schedule-Free), evaluates the model
+            itself (L-BFGS), or is not known.
+        LayoutError: a parameter is not of real floating-point numbers, or of a registered kind.
+        MismatchError: parameters or options are not alike on all islands. Every rank raises.
+    """
+
+    def __init__(
+        self,
+        inner: KeyedOptimizer,
+        outer: str | type[Optimizer] | Factory = "sgd",
+        *,
+        every: int,
+        group: Group | None,
+        outer_options: Mapping[str, Any] | None = None,
+        fragments: int = 1,
+        delay: int = 0,
+        alpha: float = 0.0,
+    ) -> None:
+        schedule = SyncSchedule(every, fragments, delay)
+        if not isinstance(alpha, int | float) or not 0 <= alpha < 1:
+            problem = Problem("alpha", repr(alpha), "0, or more and below 1", "pass what weights keep of themselves")
+            raise OptionError("islands cannot be synchronized so", [problem])
+        if not isinstance(inner, KeyedOptimizer):
+            problem = Problem("inner", f"a {type(inner).__name__}", "a KeyedOptimizer", "build it with shardopt.keyed")
+            raise StateError("islands cannot be synchronized so", [problem])
+        refuse_unfit(inner, "inner")
+        islands = Islands(group, SharedGroup(inner.group))
+        make_outer = _maker_of(outer, outer_options, inner.group)
+        made = OuterOptimizer(inner, make_outer, islands, schedule, float(alpha))
+        refuse_unfit(made, "outer")
+        made.agree()
+        self._inner, self._outer, self._islands = inner, made, islands
+        super().__init__([(f"{ISLANDS}.{islands.number}", inner), (GLOBAL, made)])
+
+    @property
+    def inner(self) -> KeyedOptimizer:
+        """The optimizer of the parameters."""
+        return self._inner
+
+    @property
+    def outer(self) -> KeyedOptimizer:
+        """The optimizer of the anchors; its options are to be changed right after a merge, if at all."""
+        return self._outer._optimizer
+
+    @property
+    def anchors(self) -> Mapping[str, Tensor]:
+        """FQN → the weights of when islands last met, live; placed as the parameter."""
+        return dict(self._outer._anchors)
+
+    @property
+    def at_sync_point(self) -> bool:
+        """Whether all islands have the same weights now: none has taken a local step since they met.
+
+        With fragments, a delay or alpha that is only before the first step, and after `sync`.
+        """
+        return self._outer.at_sync_point
+
+    def own(self, app: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns what of an app belongs to this island, under its number: `{"islands": {"0": app}}`.
+
+            app = {"optimizer": optimizer, "step": 0, **optimizer.own({"model": model, "data": sampler})}
+
+        The model, whose weights differ between islands from one local step to the next meeting, its buffers, and what
+        each island has by itself: positions in its data, random states.
+        """
+        return {ISLANDS: {self._keys[0].removeprefix(f"{ISLANDS}."): dict(app)}}
+
+    @contextmanager
+    def as_island(self, number: int) -> Iterator[SemiSync]:
+        """Within it, loads take for this island's own what island `number` has saved, of however many islands.
+
+        So that a run goes on with more or fewer islands: what was saved at a sync point is the same weights for all,
+        and each takes the inner state of one of those that there were. `own` has that number, too.
+
+            with optimizer.as_island(optimizer_number % 2):
+                checkpoint.load(url, {"optimizer": optimizer, **optimizer.own({"model": model})}, init_state=True)
+
+        Where there are fewer islands than before, pass `strict=checkpoint.Strictness(unexpected="ignore")`.
+        """
+        before = self._keys[0]
+        self._rename(f"{ISLANDS}.{number}")
+        self._outer.take_any_islands(True)
+        try:
+            yield self
+        finally:
+            self._rename(before)
+            self._outer.take_any_islands(False)
+
+    def sync(self) -> None:
+        """Has the islands meet now: an outer step on all that has changed; a new interval begins. Collective over all.
+
+        What is under way is merged first. Nothing happens at a sync point. It is an outer step more than without it, so
+        training goes on otherwise.
+        """
+        self._outer.sync()
+
+    def unshared_tensors(self) -> tuple[tuple[str, ...], list[Tensor]]:
+        """Returns the parameters that have values of this island's own now, and the place in an app for them."""
+        tensors = [] if self.at_sync_point else list(self._inner.params.values())
+        return (ISLANDS, self._keys[0].removeprefix(f"{ISLANDS}.")), tensors
+
+    @property
+    def param_groups(self) -> Any:
+        """The groups of `inner`."""
+        return self._inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, param_groups: Any) -> None:
+        if self._made:
+            self._inner.param_groups = param_groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Those of `inner`."""
+        return self._inner.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        if self._made:
+            self._inner.defaults = defaults
+
+    @property
+    def group(self) -> Group | None:
+        """The ranks of this island."""
+        return self._inner.group
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group to `inner`, and anchors with the outer optimizer's defaults. Collective over all islands.
+
+        Raises:
+            StateError: islands are in the middle of an interval, or as that of `inner`; nothing was changed.
+            MismatchError: islands do not add the same parameters with the same values; nothing was changed.
+        """
+        if not self._made:
+            return
+        params = named(param_group[PARAMS], dropped="")
+        put = self._outer.add(params)
+        self._inner.add_param_group({**param_group, PARAMS: params})
+        put()
+        self._index()
+
+    def as_torch(self) -> ByPosition:
+        """Refused: positions are for the parameters of a model, of which anchors are none.
+
+        Raises:
+            StateError: always.
+        """
+        remedy = "save through shardopt.checkpoint; inner.as_torch() has the inner state alone"
+        problem = Problem("as_torch", "state of parameters and of anchors", "of parameters alone", remedy)
+        raise StateError("a semi-synchronous optimizer has no positions", [problem])
+
+    def __repr__(self) -> str:
+        position = self._outer._position
+        return (
+            f"SemiSync of {self._inner!r} on island {self._islands.number} of {self._islands.count}, every "
+            f"{position['every']} steps by {self.outer!r}"
+        )
+
+    @property
+    def _stepped(self) -> tuple[KeyedOptimizer, ...]:
+        return (self._inner,)
+
+    def _before_step(self) -> None:
+        self._outer.begin()
+
+    def _after_step(self) -> None:
+        self._outer.after_local_step()
+
+    def _atoms(self) -> tuple[Optimizer, ...]:
+        """Returns those of `inner`: anchors get no gradients that a scaler could see."""
+        return self._inner._atoms()
+
+    def _rename(self, key: str) -> None:
+        self._keys[0] = key
+        self._index()
+
+
+def _maker_of(outer: Any, options: Mapping[str, Any] | None, island: Group | None) -> Factory:
+    """Returns what makes the outer optimizer of anchors."""
+    if isinstance(outer, str) or (isinstance(outer, type) and issubclass(outer, Optimizer)):
+        if options is None and isinstance(outer, str) and outer.lower() == "sgd":
+            options = DILOCO
+        return partial(_keyed, outer, dict(options or {}), island)
+    if not callable(outer) or isinstance(outer, Optimizer) or options is not None:
+        found = f"a {type(outer).__name__}" + ("" if options is None else " and outer_options")
+        required = "an algorithm's name or class, or a function of {name: anchor} alone"
+        remedy = 'pass outer="adamw" with outer_options, or lambda anchors: shardopt.keyed("adamw", anchors, lr=0.1)'
+        raise OptionError("there is no outer optimizer", [Problem("outer", found, required, remedy)])
+    return partial(_made_by, outer)
+
+
+def _keyed(
+    algorithm: Any, options: dict[str, Any], island: Group | None, anchors: Mapping[str, Tensor]
+) -> KeyedOptimizer:
+    return keyed(algorithm, dict(anchors), group=island, **options)
+
+
+def _made_by(factory: Factory, anchors: Mapping[str, Tensor]) -> KeyedOptimizer:
+    made = factory(dict(anchors))
+    if not isinstance(made, KeyedOptimizer) or {*made.params} != {*anchors}:
+        found = f"a {type(made).__name__}" + (f" of {len(made.params)}" if isinstance(made, KeyedOptimizer) else "")
+        required = f"a KeyedOptimizer of all {len(anchors)} anchors, by their names"
+        remedy = 'return shardopt.keyed("adamw", anchors, ...)'
+        raise StateError("the outer optimizer cannot be made", [Problem("outer", found, required, remedy)])
+    return made

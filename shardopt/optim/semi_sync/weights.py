@@ -1,0 +1,98 @@
+"""The weights of an island: what its inner optimizer steps, measured against the anchors and set from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardopt.algorithms.elementwise.schedule_free import ScheduleFree
+from shardopt.algorithms.low_precision.optimizer import LowPrecisionOptimizer
+from shardopt.algorithms.low_precision.options import MASTER, STEP
+from shardopt.errors import AlgorithmError, LayoutError, Problem
+from shardopt.optim.base import KeyedOptimizer
+from shardopt.sharding.kinds import kind_of
+from shardopt.sharding.view import assemble, local_tensors, view_of
+
+
+def refuse_unfit(optimizer: KeyedOptimizer, role: str) -> None:
+    """Refuses algorithms whose weights are not the parameters alone, or that evaluate the model themselves.
+
+    Raises:
+        AlgorithmError: it is Schedule-Free, or needs a closure (L-BFGS).
+    """
+    problems = []
+    if any(isinstance(atom, ScheduleFree) for atom in optimizer._atoms()):
+        required = "an algorithm whose weights are the parameters alone"
+        remedy = "take adamw or sgd with a schedule; z and the average of Schedule-Free would not be synchronized"
+        problems.append(Problem(role, "a Schedule-Free algorithm", required, remedy))
+    if optimizer._needs_closure:
+        found, steps = "an algorithm that evaluates the model itself", "an algorithm that steps on gradients"
+        problems.append(Problem(role, found, steps, "take adamw or sgd"))
+    if problems:
+        raise AlgorithmError("islands cannot be synchronized with this algorithm", problems)
+
+
+def anchor_of(name: str, param: Tensor) -> Tensor:
+    """Makes the anchor of a parameter: its values, placed as it is, in fp32 where it has fewer bits. Local.
+
+    Raises:
+        LayoutError: it is not of real floating-point numbers, of a kind from outside, or cannot be described.
+    """
+    dtype = view_of(param, name).dtype
+    if not dtype.is_floating_point or kind_of(param) is not None:
+        found = f"a {type(param).__name__} of {dtype}"
+        required = "a plain tensor, DTensor or ShardedTensor of real floating-point numbers"
+        remedy = "leave it out of the inner optimizer, and step it by another one"
+        raise LayoutError("a parameter cannot be synchronized", [Problem(name, found, required, remedy)])
+    wide = torch.promote_types(dtype, torch.float32)
+    anchor = assemble(param, [local.detach().to(wide, copy=True) for local in local_tensors(param)])
+    # Gradients are given to it in outer steps alone. So that a rank without any in a fragment is not warned of.
+    return anchor.requires_grad_(False)
+
+
+class Weights:
+    """The weights of one parameter on this rank: its local tensors, or those of the master from which it is made.
+
+    Args:
+        inner: the optimizer that steps it.
+        param: the parameter.
+    """
+
+    def __init__(self, inner: KeyedOptimizer, param: Tensor) -> None:
+        self._params = local_tensors(param)
+        masters = _masters(inner, param)
+        self._weights = self._params if masters is None else masters
+
+    def subtract_from(self, anchors: Sequence[Tensor], out: Sequence[Tensor]) -> None:
+        """Computes what was given to the island minus what it has: the outer gradient.
+
+        What was given is the anchor in the weights' own dtype. So weights that no local step has changed have a
+        gradient of zeros, although they cannot hold the anchor's every bit.
+        """
+        for anchor, weight, into in zip(anchors, self._weights, out, strict=True):
+            into.copy_(anchor.to(weight.dtype)).sub_(weight)
+
+    def copy_to(self, tensors: Sequence[Tensor]) -> None:
+        """Copies the weights into tensors of their shapes."""
+        for weight, into in zip(self._weights, tensors, strict=True):
+            into.copy_(weight)
+
+    def mix(self, anchors: Sequence[Tensor], alpha: float) -> None:
+        """Sets the weights to alpha · weight + (1 - alpha) · anchor; those to exactly the anchor with alpha 0."""
+        for anchor, weight, param in zip(anchors, self._weights, self._params, strict=True):
+            weight.copy_(anchor if alpha == 0 else weight.to(anchor.dtype).lerp_(anchor, 1 - alpha))
+            if param is not weight:
+                param.copy_(weight)
+
+
+def _masters(inner: KeyedOptimizer, param: Tensor) -> Sequence[Tensor] | None:
+    """Returns the local masters that the next step goes by; None where it goes by the parameter itself."""
+    if not any(isinstance(atom, LowPrecisionOptimizer) for atom in inner._atoms()):
+        return None
+    entries: Any = inner.state.get(param) or {}
+    if MASTER not in entries or STEP not in entries or not entries[STEP] > 0:
+        return None
+    return local_tensors(entries[MASTER])
