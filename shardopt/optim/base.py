@@ -414,6 +414,10 @@ class KeyedOptimizer(RelatedOptimizer):
         """Fires the hooks that wait for a whole load."""
         after_load_state_dict(self)
 
+    def _unlike(self, group: Mapping[str, Any], options: Mapping[str, Any]) -> Iterable[tuple[str, Any, Any]]:
+        """Returns the options of a saved group under which state would lie otherwise than here: name, stored, own."""
+        return ()
+
     @property
     def _later_options(self) -> frozenset[str]:
         """Options that the algorithm did not always have."""
@@ -492,7 +496,8 @@ class KeyedOptimizer(RelatedOptimizer):
             where = KeyedGroup(group, saved).where(PARAM_GROUPS, position)
             saved |= {**saved_options(group, where), **self._saved_besides(group, names)}
             has = partial(self._places.has, position)
-            keyed_groups.append(KeyedGroup(group, saved, self._kept_options, has, self._later_options))
+            unlike = partial(self._unlike, group)
+            keyed_groups.append(KeyedGroup(group, saved, self._kept_options, has, self._later_options, unlike))
         return keyed_groups
 
     def _names_in_groups(self) -> list[tuple[list[str], dict[str, Any]]]:

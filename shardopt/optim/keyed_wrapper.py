@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shardopt.algorithms.elementwise.schedule_free import TRAIN_MODE
 from shardopt.algorithms.low_precision.options import as_texts
 from shardopt.optim.base import KeyedOptimizer
 from shardopt.optim.local.local_step import LocalOptimizer
@@ -174,7 +175,8 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
 
     def _add_group(self, names: Mapping[Tensor, str], options: Mapping[str, Any]) -> None:
         options = as_texts(options)
-        besides = {name for group in self.param_groups for name in group}  # schedules and the like have added some
+        # Schedules and the like have added some. A mode is no option: the model would not have the weights of it.
+        besides = {name for group in self.param_groups for name in group} - {TRAIN_MODE}
         refuse_bad_options(type(self._local.optimizer), options, "param_group", besides)
         self._local.add_group(names, options)
         added = self.param_groups[-1]
@@ -218,6 +220,9 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
     def _needs_closure(self) -> bool:
         return self._local.spec is not None and self._local.spec.needs_closure
 
+    def _unlike(self, group: Mapping[str, Any], options: Mapping[str, Any]) -> Iterable[tuple[str, Any, Any]]:
+        return self._local.unlike(group, options)
+
     @property
     def _later_options(self) -> frozenset[str]:
         return frozenset() if self._local.spec is None else self._local.spec.later_options
@@ -242,7 +247,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
     def _saved_besides(self, group: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
         _, given = self._given.get(id(group), (group, {}))
         besides = {**super()._saved_besides(group, names), GIVEN: dict(given)}
-        if not self._local.settles_at_first_step:
+        if not self._local.saves_untouched:
             return besides
         return {**besides, UNTOUCHED: [name for name in names if self._local.is_untouched(self._params[name])]}
 
