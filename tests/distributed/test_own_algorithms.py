@@ -265,6 +265,32 @@ def test_evaluation_of_fully_sharded_models(tmp_path):
     assert run_ranks(2, with_fully_shard, str(tmp_path / "saved")) == [True] * 2
 
 
+def other_blocks(folder):
+    """A vector's state lies in blocks that its shape does not tell: another block_size is refused before any change."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    made = []
+    for size in (8, 4, None):
+        parameter = torch.nn.Parameter(distribute_tensor(torch.arange(20.0), mesh, [Shard(0)]))
+        optimizer = shardopt.keyed("SOAP", {"vector": parameter}, block_size=size)
+        give_gradient(parameter, torch.ones(20))
+        optimizer.step()
+        made.append(optimizer)
+    checkpoint.save(folder, {"optimizer": made[0]})
+    for optimizer in made[1:]:
+        state = optimizer.state_dict()["state"]["vector"]
+        for local in local_tensors(state["exp_avg"]):
+            local.fill_(7)
+        with pytest.raises(MismatchError, match=r"vector\.block_size: found 8.*resume with block_size=8"):
+            checkpoint.load(folder, {"optimizer": optimizer})
+        assert all((local == 7).all() for local in local_tensors(state["exp_avg"]))
+        optimizer.step()
+    return True
+
+
+def test_another_block_size_is_refused_before_anything_changes(tmp_path):
+    assert run_ranks(2, other_blocks, str(tmp_path / "saved")) == [True] * 2
+
+
 # --- norms of whole parameters ---------------------------------------------------------------------------------------
 
 

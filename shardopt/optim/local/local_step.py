@@ -19,6 +19,8 @@ from torch.optim import Optimizer
 
 from shardopt.algorithms.elementwise.schedule_free import TRAIN_MODE, ScheduleFree, is_evaluating, refusal_to_step
 from shardopt.algorithms.initial_state import initial_state, is_initial
+from shardopt.algorithms.low_precision.conversion import Conversion, converted
+from shardopt.algorithms.low_precision.optimizer import LowPrecisionOptimizer
 from shardopt.algorithms.registry import (
     AlgorithmSpec,
     CutsByOptions,
@@ -395,6 +397,20 @@ class LocalOptimizer:
             state.share_scalars()
         if self._narrow is not None:
             self._narrow.state_loaded(parameter)
+
+    def converted(
+        self, group: Mapping[str, Any], then: Mapping[str, Any], parameter: Tensor, entries: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], list[Conversion]]:
+        """Returns the state of a parameter as its group stores it, of state that another group's options stored.
+
+        Raises:
+            CannotConvert: it cannot be stored so without other ranks.
+        """
+        narrow = isinstance(self.optimizer, LowPrecisionOptimizer)
+        spec = self.optimizer.algorithm if isinstance(self.optimizer, LowPrecisionOptimizer) else self.spec
+        if spec is None or not spec.elementwise:
+            return entries, []
+        return converted(spec, group, then, parameter, entries, counts=narrow)
 
     def waiting_for_others(self, names: Mapping[Tensor, str], options: Mapping[str, Any]) -> list[str]:
         """Returns the names of those parameters whose step needs numbers of other ranks, as those of cut 8-bit state.

@@ -256,7 +256,7 @@ def _plan_storage(plan: LoadPlan, where: str, group: KeyedGroup, by_member: Mapp
     here, noted = _storage(group.saved), set()
     for member, options in by_member.items():
         for name, stored in _storage(options).items():
-            converted = plan.convert_dtype and {stored, here[name]} == {None, "bfloat16"}
+            converted = plan.convert_state or (plan.convert_dtype and {stored, here[name]} == {None, "bfloat16"})
             kept = name == "rounding" and name in group.kept
             if stored == here[name] or converted or kept or (name, stored) in noted:
                 continue
@@ -271,11 +271,9 @@ def _storage_remedy(name: str, stored: Any) -> str:
     resume = f"resume with {name}={stored!r}" if stored != STORAGE_OPTIONS[name] else f"resume without {name}"
     if name == "rounding":
         return f'{resume}; or call keep_options("rounding") before loading, to round as the code says'
-    other = f"{resume}; or load the model alone, and begin the state of these parameters anew"
     return (
-        other
-        if name == "master_dtype" or stored == "uint8"
-        else f"{other}; bfloat16 is converted with convert_dtype=True"
+        f"{resume}; or load into an optimizer that stores as it was saved, and give its state_dict() to "
+        "load_state_dict(..., convert_state=True) of this one"
     )
 
 
