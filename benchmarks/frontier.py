@@ -186,7 +186,8 @@ def main() -> None:
     header = ["algorithm", "bytes of state a parameter", "ms a step", "/ AdamW fused", "/ AdamW foreach"]
     header += ["collectives, sent: cut along rows", "cut along the last dimension"]
     notes = " ".join((__doc__ or "").split("\n\n")[2].split())
-    notes += f" Medians of {arguments.rounds} rounds of {arguments.repetitions}.\n\n![Bytes of state against time](frontier.png)"
+    notes += f" Medians of {arguments.rounds} rounds of {arguments.repetitions}."
+    notes += "\n\n![Bytes of state against time](frontier.png)"
     print(write_table("frontier", "Bytes of state against the time of a step", header, rows, notes))
     if not arguments.no_plot:
         plot(seconds, nbytes)

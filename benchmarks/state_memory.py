@@ -193,8 +193,8 @@ def main() -> None:
     of_ranks = on_ranks(RANKS, measure_ranks, on_one)
     rows = [[name, *(f"{ratio:.3f}" for ratio in ratios)] for name, ratios in of_ranks.items()]
     notes = (
-        f"AdamW on the matrices of a transformer layer of width {WIDTH}, {RANKS} ranks; bytes on a rank over those of its "
-        "elements by the table of one process: parameters, gradients and state; with what a step allocates at most; "
+        f"AdamW on the matrices of a transformer layer of width {WIDTH}, {RANKS} ranks; bytes on a rank over those of "
+        "its elements by the table of one process: parameters, gradients and state; with what a step allocates at most; "
         "with what a load in place does. The greater of the ranks."
     )
     header = ["stored", "held", "in a step", "in a load"]
