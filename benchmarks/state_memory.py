@@ -194,8 +194,8 @@ def main() -> None:
     rows = [[name, *(f"{ratio:.3f}" for ratio in ratios)] for name, ratios in of_ranks.items()]
     notes = (
         f"AdamW on the matrices of a transformer layer of width {WIDTH}, {RANKS} ranks; bytes on a rank over those of "
-        "its elements by the table of one process: parameters, gradients and state; with what a step allocates at most; "
-        "with what a load in place does. The greater of the ranks."
+        "its elements by the table of one process: parameters, gradients and state; with what a step allocates; "
+        "with what a load in place does; at most. The greater of the ranks."
     )
     header = ["stored", "held", "in a step", "in a load"]
     print(write_table("state_memory_ranks", "Memory of a rank against the table", header, rows, notes))
