@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -242,7 +243,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
                     try:
                         made[name], notes = self._local.converted(group, then[name], parameter, state[name])
                     except CannotConvert as refusal:
-                        plan.problem(f"{plan.section(STATE)}.{name}", *refusal.args)
+                        plan.problems.append(replace(refusal.problem, key=f"{plan.section(STATE)}.{name}"))
                         continue
                     plan.conversions += notes
         return {**offered, STATE: made}

@@ -19,6 +19,7 @@ from shardopt.algorithms.low_precision.codes import as_stored, decode, encode, l
 from shardopt.algorithms.low_precision.options import MASTER, STEP, Form, Stored, form_of
 from shardopt.algorithms.low_precision.shared_scales import cuts_of_blocks, rows_of
 from shardopt.algorithms.registry import AlgorithmSpec, Options
+from shardopt.errors import Problem
 from shardopt.param_groups import STORAGE_OPTIONS, UNTOUCHED
 from shardopt.sharding.reduced import blocks_like
 from shardopt.sharding.view import assemble, local_tensors, tells_of_others, view_of
@@ -40,7 +41,11 @@ class Conversion(NamedTuple):
 
 
 class CannotConvert(Exception):
-    """An entry cannot be converted here; the arguments are what was found, what is required, and the remedy."""
+    """An entry cannot be converted here."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(str(problem))
+        self.problem = problem
 
 
 def storage_of(options: Options) -> dict[str, Any]:
@@ -107,11 +112,13 @@ def _convert_master(old: Form, new: Form, parameter: Tensor, made: dict[str, Any
 def _refuse_cut_rows(entry: Stored, parameter: Tensor) -> None:
     if not entry.coded or (tells_of_others(parameter) and not cuts_of_blocks(parameter)):
         return
-    raise CannotConvert(
+    problem = Problem(
+        entry.name,
         f"{entry.name} in more than 8 bits, of rows that lie on several ranks",
         "scales that need no other rank",
         "convert where it is cut along its first dimension alone, and load that checkpoint here",
     )
+    raise CannotConvert(problem)
 
 
 def _recode(
