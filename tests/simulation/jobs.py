@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import signal
+import sys
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
@@ -110,6 +111,7 @@ class Ledger:
         self.told: list[Told] = []
         self.problems: list[str] = []
         self.least = 0  # a restore must give this step, or a later one
+        self.taken_back = sys.maxsize  # the least of those to which the run was taken back
         self.committed: dict[int, int] = {}  # step → the job by which it was reported as committed
         self.unreadable: set[int] = set()  # steps that were damaged
         self.may_fail = False  # whether nothing may be left that can be restored
@@ -122,9 +124,15 @@ class Ledger:
             self.least = max(self.least, step)
             self.committed[step] = job
 
+    def saves(self, job: int, step: int) -> None:
+        """Notes that a step is saved once more: it may be committed, and nobody hear of it."""
+        if self.committed.get(step, job) != job:
+            del self.committed[step]
+
     def takes_back(self, step: int) -> None:
         """Notes that a run is taken back, which may have happened from now on."""
         self.least = min(self.least, step)
+        self.taken_back = min(self.taken_back, step)
         self.committed = {each: job for each, job in self.committed.items() if each <= step}
 
 
@@ -313,10 +321,16 @@ class RunningJob:
         if app.state["step"] != step:
             ledger.problems.append(f"{where}: restore returned step {step}, and gave that of {app.state['step']}")
         errors = sum(fault.kind == "disk" and fault.job == self.number for fault in self.schedule.faults)
-        if step < ledger.least and errors < 2 and self.number == ledger.current:
+        if step < ledger.least and errors < 2 and self.number == ledger.current and not self._may_be_late(step):
             ledger.problems.append(f"{where}: step {step} was restored, though {ledger.least} was committed")
         if ledger.committed.get(step, app.state["job"]) != app.state["job"]:
             ledger.problems.append(f"{where}: step {step} was committed by job {ledger.committed[step]}, not this one")
+
+    def _may_be_late(self, step: int) -> bool:
+        """Whether an earlier job, which takes the run back as its user has said, may have been stopped in doing so."""
+        stopped = {fault.job for fault in self.schedule.faults if fault.kind in ("stop", "cut")}
+        late = (number for number in stopped if number < self.number and self.schedule.jobs[number].back)
+        return step >= self.ledger.taken_back and any(late)
 
     def _save(self, manager: Manager, app: App, rank: int, number: int, step: int) -> None:
         job = self.job
@@ -325,6 +339,7 @@ class RunningJob:
             metrics = {"loss": "n/a"}
         passed = step + 1000 if job.astray == (rank, number) else step
         call = f"save {number}"
+        self.ledger.saves(self.number, passed)
         try:
             report = self._call(rank, call, lambda: manager.save(passed, app.state, metrics=metrics))
         except _Left:

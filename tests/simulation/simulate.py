@@ -175,7 +175,8 @@ def _judge(schedule: Schedule, ledger: Ledger, jobs: list[RunningJob]) -> list[s
             problems.append(f"{call} of job {job} told ranks differently:\n{each}")
     beside = any(fault.kind in ("stop", "cut") for fault in schedule.faults)
     for told in ledger.told:
-        # A rank of the job before, at last: it has committed there, or cleared away what it took for remains.
+        # A rank of the job before, at last: it has committed there, or cleared away what it took for remains, or what
+        # its rules let go.
         was_first = beside and (
             _WAS_FIRST.search(told.text) or (jobs[told.job].job.mirror and _COPIES.search(told.text))
         )
@@ -219,8 +220,11 @@ def _has_no_excuse(running: RunningJob, told: Told) -> bool:
     return not any(fault.job == number and fault.kind not in harmless for fault in running.schedule.faults)
 
 
-_WAS_FIRST = re.compile("the path is taken|do not share the storage")
-_COPIES = re.compile("does not see the files of other ranks|were removed while it was committed|found no such file")
+_WAS_FIRST = re.compile("the path is taken|do not share the storage|give one of the steps that are there")
+_COPIES = re.compile(
+    "does not see the files of other ranks|were removed while it was committed"
+    "|found no such file|there is no checkpoint"
+)
 """What is said of a copy that another process makes too, or whose original another process has removed by its rules."""
 _LOST = re.compile(r"ranks? ([0-9, and]+?) (?:died|gave no sign of life|has ended|have ended)")
 

@@ -78,3 +78,9 @@ def test_a_directory_is_durable_though_whoever_made_it_failed_or_was_killed(faul
 def test_a_session_whose_host_takes_no_connections_is_left_for_the_next():
     jobs = (Job(saves=1, leaves_stopped=True), Job(saves=1, new_store=False, looks_alone=True))
     assert simulate(Schedule(5689, jobs, (Fault("cut", 0, seconds=15.0),))).problems == []
+
+
+def test_a_restore_does_not_mix_a_new_branch_with_those_that_it_knew():
+    """The first job is stopped between its looks at the branches and at the steps; two others run meanwhile."""
+    jobs = (Job(ranks=1, saves=1, looks_alone=True, leaves_stopped=True), Job(ranks=1), Job(ranks=1, saves=1, back=2))
+    assert simulate(Schedule(19192, jobs, (Fault("stop", 0, at=4, seconds=3.0),))).problems == []

@@ -124,7 +124,7 @@ class Exporter:
                     return
             try:
                 self._failure = None
-                with wanted.hold:
+                with wanted.hold, wrap_os_errors(f"export {wanted.url} to {self._root.url}"):
                     self._write(wanted)
             except BaseException as error:  # raised by `close`; the training goes on meanwhile
                 _log.error("exporting %s to %s failed: %s", wanted.url, self._root.url, error)
@@ -144,17 +144,15 @@ class Exporter:
         target = self._root.child(wanted.name)
         if not _is_whole(target):
             convert_on(Ranks(None), wanted.url, target.url, "huggingface", options)
-        with wrap_os_errors(f"write to {self._root.url}"):
-            self._root.publish(RECORD_NAME, json.dumps({"name": wanted.name, "value": wanted.value}).encode())
-            for name in self._root.names():
-                if name != wanted.name and place_of(name) is not None:
-                    _remove(self._root.child(name))
+        self._root.publish(RECORD_NAME, json.dumps({"name": wanted.name, "value": wanted.value}).encode())
+        for name in self._root.names():
+            if name != wanted.name and place_of(name) is not None:
+                _remove(self._root.child(name))
 
     def _value_of_export(self) -> float | None:
         """Returns the metric of the export that is there; None where there is none that counts."""
         try:
-            with wrap_os_errors(f"read {self._root.url}/{RECORD_NAME}"):
-                record = json.loads(self._root.read(RECORD_NAME)) if self._root.exists(RECORD_NAME) else None
+            record = json.loads(self._root.read(RECORD_NAME)) if self._root.exists(RECORD_NAME) else None
             if record is None or record["value"] is None or not _is_whole(self._root.child(str(record["name"]))):
                 return None
             return float(record["value"])

@@ -166,13 +166,25 @@ class History:
         return [Candidate(place, self._root.checkpoint(place).url) for place in (Place(*each) for each in places)]
 
     def _committed_here(self, ranks_see_any: list[bool]) -> list[list[int]]:
-        committed = self._root.committed()
+        contents = self._root.contents()
+        self._refuse_new_branches(contents.records)
+        committed = [place for place in contents.places if self._root.is_committed(place)]
         others = [rank for rank, sees in enumerate(ranks_see_any) if sees]
         if others and not ranks_see_any[0]:
             seen = f"checkpoints on rank {others[0]}, and none on rank 0"
             problem = Problem(self._root.url, seen, "the same on every rank", "check what is mounted there")
             raise CheckpointError("ranks do not see the same root", [problem])
         return [list(place) for place in committed]
+
+    def _refuse_new_branches(self, records: Mapping[str, Branch]) -> None:
+        """Raises CheckpointError where a branch has begun since this job knows the branches: it would mix the two."""
+        known = {each.file_name for each in (self.branches or {}).values()}
+        begun = sorted(set(records) - known)
+        if begun:
+            remedy = "end the other job, or this one; then restore again"
+            paths = [f"{self._root.url}/{name}" for name in begun]
+            problems = [Problem(path, "begun meanwhile", "no new branch", remedy) for path in paths]
+            raise CheckpointError("another job has taken this run back while it was looked at", problems)
 
     def take_back(self, step: int, seen_from: int, beyond: Beyond, on_tiers: Sequence[Candidate] = ()) -> None:
         """Makes the run go on from a step of a branch, if it does not already. Collective.

@@ -60,7 +60,7 @@ class LocalStorage(Storage):
         os.makedirs(self.url, exist_ok=True)
         for path in missing:
             self.sync_directory(os.path.dirname(path))  # a new name is in the directory above it
-        self.sync_names_above(os.path.dirname(self.url))
+        self.sync_names_above(os.path.dirname(missing[-1]))
 
     def sync_names_above(self, path: str) -> None:
         """Makes the names of a directory, and of those above it, durable, once for each process.
