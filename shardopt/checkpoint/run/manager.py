@@ -40,7 +40,8 @@ from shardopt.checkpoint.run.retention import Mode
 from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.run.slow_saves import SlowSaves
 from shardopt.checkpoint.run.steps import Place
-from shardopt.checkpoint.run.tiers import Tier, Tiers, refuse_unfit_tiers
+from shardopt.checkpoint.run.tiers.tier import Tier, refuse_unfit_tiers
+from shardopt.checkpoint.run.tiers.tiers import Tiers
 from shardopt.checkpoint.save import SaveOptions, save_now
 from shardopt.checkpoint.storage import storage_of
 from shardopt.checkpoint.writing.pending import PendingSave, take_failures
