@@ -81,8 +81,8 @@ class TierQueue:
         with self._changed:
             return frozenset(job.place.name for job in self._jobs if job.to_root)
 
-    def wait(self) -> None:
-        """Waits until all that was begun is done."""
+    def finish(self) -> None:
+        """Waits until all that was begun is done. Local; a failure stays to be raised."""
         with self._changed:
             while self._jobs:
                 self._changed.wait()

@@ -190,13 +190,13 @@ class Tiers:
         if place is not None and number is not None:
             self._begin(place, number, to_root, then, is_restored=True)
 
-    def wait(self) -> None:
-        """Waits until all that was begun is done. Local."""
-        self._queue.wait()
+    def finish(self) -> None:
+        """Waits until all that was begun is done. Local; a failure stays to be raised."""
+        self._queue.finish()
 
     def close(self) -> None:
-        """Waits as `wait` does, and gives back what the next save would have been written over."""
-        self.wait()
+        """Waits as `finish` does, and gives back what the next save would have been written over."""
+        self.finish()
         self._remove_spares()
 
     def take_failure(self) -> BaseException | None:
