@@ -297,6 +297,7 @@ class Manager:
         required: bool,
         select: str | None,
     ) -> int:
+        rank = ranks_of(self._group).rank
         self._saver.background.wait()
         self._tiers.finish()
         # Known whether anything is loaded or not: what is saved after a refused load belongs to the branch of now.
@@ -309,7 +310,7 @@ class Manager:
         )
         if restored is None:
             self._behind.restored(None)
-            if ranks_of(self._group).rank == 0:
+            if rank == 0:
                 where = self._root.url if self._root.is_there() else f"{self._root.url}, which is not there"
                 announce(f"restored nothing: there is no checkpoint in {where}")
             return 0
@@ -318,7 +319,8 @@ class Manager:
             self._take_back(place.step, seen_from, beyond)
         self._saver.restored()
         self._behind.restored(restored)
-        self._announce(summary_of(restored, select))
+        if rank == 0:
+            announce(summary_of(restored, select))
         return place.step
 
     def wait(self) -> None:
@@ -400,10 +402,6 @@ class Manager:
         if ranks_of(self._group).rank == 0:
             _log.warning("told to stop: saved step %d, and leaving", step)
         self._stop.leave()
-
-    def _announce(self, text: str) -> None:
-        if ranks_of(self._group).rank == 0:
-            announce(text)
 
     def _require_open(self) -> None:
         if self._closed:
