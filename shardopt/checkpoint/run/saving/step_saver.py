@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from shardopt.checkpoint.async_save import AsyncSaver, Stage
@@ -36,8 +37,12 @@ class StepSaver:
     ) -> None:
         self._root, self._tiers, self._behind = root, tiers, behind
         self._stage, self._incremental, self._options = stage, incremental, options
-        self.background = AsyncSaver()
         self._last: tuple[Place, SaveReport | PendingSave] | None = None
+
+    @cached_property
+    def background(self) -> AsyncSaver:
+        """Saves in the background; made at first use, as a run that is only looked at needs none."""
+        return AsyncSaver()
 
     def has(self, place: Place, at_root: bool) -> bool:
         """Whether a step was committed or restored here, and is there; says so. Collective.
