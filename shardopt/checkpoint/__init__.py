@@ -11,7 +11,7 @@ from shardopt.checkpoint.reshard import reshard
 from shardopt.checkpoint.run.export import Export
 from shardopt.checkpoint.run.manager import Manager
 from shardopt.checkpoint.run.mirror import Mirror, UploadReport
-from shardopt.checkpoint.run.tiers import Tier
+from shardopt.checkpoint.run.tiers.tier import Tier
 from shardopt.checkpoint.save import save
 from shardopt.checkpoint.sources.open import open_checkpoint as open
 from shardopt.checkpoint.sources.reader import CheckpointReader, TensorInfo

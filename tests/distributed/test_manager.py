@@ -82,11 +82,11 @@ def told_to_stop_after_a_failure(root, kind, code):
         pending = checkpoint.async_save(f"{root}/run/step-00000002", app)
     else:
         manager.save(2, app)
-        pending = manager._saver.pending if kind == "background" else None
+        pending = manager._saver.background.pending if kind == "background" else None
     if pending is not None:
         assert pending.done.wait(30)
-    if manager._mirror is not None:
-        manager._mirror._last.join()
+    if manager._behind.mirror is not None:
+        manager._behind.mirror._last.join()
     os.kill(os.getpid(), signal.SIGUSR2)  # on every rank, so that none goes on to another step first
     dist.barrier()
     with pytest.raises(SystemExit) as left:

@@ -66,11 +66,11 @@ def branches_known_only_after_the_load(patch: Callable[..., None]) -> None:
     restore = _manager._restore
 
     def forgetful(self: Any, *args: Any) -> Any:
-        before = self._keeper.branches
+        before = self._history.branches
         try:
             return restore(self, *args)
         except BaseException:
-            self._keeper.branches = before
+            self._history._agreed = before
             raise
 
     patch(_manager, "_restore", forgetful)
@@ -141,7 +141,7 @@ def files_of_users_removed(patch: Callable[..., None]) -> None:
 
 
 def metrics_looked_at_outside_of_a_round(patch: Callable[..., None]) -> None:
-    save, numbers_of = _manager.save, _of("shardopt.checkpoint.run.manager").numbers_of
+    save, numbers_of = _manager.save, _of("shardopt.checkpoint.format.metrics").numbers_of
 
     def looking(self: Any, step: int, app: Any, *, metrics: Any = None, force: bool = False) -> Any:
         numbers_of(metrics)

@@ -352,7 +352,7 @@ def test_both_roots_know_of_it(tmp_path):
     with checkpoint.Manager(root, mirror=copies) as manager:
         for step in (100, 200, 300):
             save(manager, step)
-            manager._mirror.wait()
+            manager._behind.mirror.wait()
         restored(manager, step=200)
         save(manager, 250, -250)
     assert checkpoint.Manager(copies).steps() == [100, 200, 250]
@@ -373,7 +373,7 @@ def test_a_record_that_came_to_one_root_alone_comes_to_the_other(tmp_path):
         with checkpoint.Manager(roots[0], mirror=roots[1]) as manager:
             for step in (1, 2):
                 save(manager, step)
-                manager._mirror.wait()
+                manager._behind.mirror.wait()
         (roots[first] / "branch-00001.json").write_bytes(Branch(1, 0, 1).pack())
         manager = checkpoint.Manager(roots[0], mirror=roots[1])
         assert restored(manager) == (1, 1)
@@ -394,7 +394,7 @@ def test_copies_that_were_to_be_removed_are_removed(tmp_path):
     with checkpoint.Manager(root, mirror=copies) as manager:
         for step in (100, 200, 300):
             save(manager, step)
-            manager._mirror.wait()
+            manager._behind.mirror.wait()
         restored(manager, step=200, beyond="remove")
     assert directories(copies) == directories(root) == ["step-00000100", "step-00000200"]
 
@@ -467,8 +467,8 @@ def live_through(root, mirror, history):
                 continue
             index = other % len(reference.lists[branch])
             beyond = "remove" if remove else "set_aside"
-            if manager._mirror is not None:
-                manager._mirror.wait()  # which copies what is to be removed
+            if manager._behind.mirror is not None:
+                manager._behind.mirror.wait()  # which copies what is to be removed
             wanted = reference.lists[branch][index]
             assert restored(manager, step=wanted[0], branch=branch, beyond=beyond) == wanted
             assert reference.take_back(index, branch, beyond) == wanted

@@ -377,7 +377,7 @@ def test_copies_refer_to_copies(tmp_path):
     with checkpoint.Manager(local, keep_last=1, incremental=True, mirror=mirror) as manager:
         for step in (1, 2, 3):
             manager.save(step, app_of(step))
-            manager._mirror.wait()
+            manager._behind.mirror.wait()
     shutil.rmtree(local)
     assert [each.parent.name for each in mirror.glob("*/manifest.json")] == ["step-00000003"]
     assert is_as_saved(mirror / "step-00000003", app_of(3))

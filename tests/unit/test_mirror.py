@@ -265,8 +265,8 @@ def run_with_mirror(local, remote, last):
     with checkpoint.Manager(local, mirror=remote, keep_last=2, best=("loss", "min", 1), stage="now") as manager:
         for step in range(1, last + 1):
             manager.save(step, {"x": value(step), "step": step}, metrics={"loss": abs(step - 2)})
-            manager._saver.wait()
-            manager._mirror.wait()
+            manager._saver.background.wait()
+            manager._behind.mirror.wait()
     return manager.steps()
 
 
@@ -312,14 +312,14 @@ def fail_to_copy(local, remote):
     Mirror._copy = lambda self, ranks, name: (_ for _ in ()).throw(CheckpointError("the store is full"))
     try:
         manager.save(1, {"x": value(1)})
-        manager._mirror._last.join()
+        manager._behind.mirror._last.join()
     finally:
         Mirror._copy = copy
     raised = []
     for step in (2, 3, 4):
         try:
             manager.save(step, {"x": value(step)})
-            manager._mirror._last.join()
+            manager._behind.mirror._last.join()
         except CheckpointError as error:
             raised.append((step, "the store is full" in str(error)))
     manager.close()
@@ -464,7 +464,7 @@ def test_a_damaged_newest_is_not_what_it_catches_up_with(tmp_path):
     flip(f"{local}/step-00000002")
     with checkpoint.Manager(local, mirror=remote) as manager:
         assert manager.restore({"x": value(0)}) == 1
-        manager._mirror.wait()
+        manager._behind.mirror.wait()
         assert checkpoint.Manager(remote).steps() == [1]
         manager.save(2, {"x": value(2)})
     assert checkpoint.verify(f"{remote}/step-00000002").ok
@@ -475,7 +475,7 @@ def test_a_step_that_is_damaged_in_both_roots_is_saved_again_in_both(tmp_path):
     with checkpoint.Manager(local, mirror=remote) as manager:
         for step in (1, 2):
             manager.save(step, {"x": value(step)})
-            manager._mirror.wait()
+            manager._behind.mirror.wait()
     flip(f"{local}/step-00000002")
     flip(f"{remote}/step-00000002")
     with checkpoint.Manager(local, mirror=remote) as manager:

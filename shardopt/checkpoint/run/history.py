@@ -40,7 +40,17 @@ class History:
         self._group = group
         self._root, self._copies, self._mirror = root, copies, mirror
         self._deadline_seconds = deadline_seconds
-        self.branches: Branches | None = None  # as all ranks know them
+        self._agreed: Branches | None = None  # as all ranks know them
+
+    @property
+    def branches(self) -> Branches:
+        """The branches as all ranks know them; none before `agree_on_branches`."""
+        return self._agreed or Branches()
+
+    @property
+    def is_agreed(self) -> bool:
+        """Whether all ranks know the branches."""
+        return self._agreed is not None
 
     def committed_here(self) -> tuple[list[Place], list[Place]]:
         """Lists the committed checkpoints that this rank sees: those of the run, and the others, ascending. Local."""
@@ -59,10 +69,10 @@ class History:
         return self._branches_here().current
 
     def _branches_here(self) -> Branches:
-        return self._branches_with(self._root.contents().records) if self.branches is None else self.branches
+        return self._branches_with(self._root.contents().records) if self._agreed is None else self._agreed
 
     def _branches_with(self, records: Mapping[str, Branch]) -> Branches:
-        known = {each.file_name: each for each in (self.branches or {}).values()}
+        known = {each.file_name: each for each in self.branches.values()}
         return branches_of({**records, **known}.values())
 
     def agree_on_branches(self, needs_copies: bool) -> Branches:
@@ -81,8 +91,8 @@ class History:
             decide=lambda _: [list(each) for each in self._read_branches(needs_copies).values()],
             deadline_seconds=self._deadline_seconds,
         )
-        self.branches = branches_of(Branch(*each) for each in wire)
-        return self.branches
+        self._agreed = branches_of(Branch(*each) for each in wire)
+        return self._agreed
 
     def _read_branches(self, needs_copies: bool) -> Branches:
         own = self._root.contents().records
@@ -132,7 +142,7 @@ class History:
             CheckpointNotFoundError: there is none.
             CheckpointError: a root cannot be read, or not all ranks see the same.
         """
-        branches = self.branches or Branches()
+        branches = self.branches
         candidates = [each for each in (*on_tiers, *self._committed()) if branches.has(each.place, seen_from)]
         candidates.sort(key=lambda each: -each.place.step)  # of equal ones the order stays
         wanted = [each for each in candidates if step is None or each.place.step == step]
@@ -193,7 +203,7 @@ class History:
             beyond: "set_aside" or "remove": the fate of checkpoints that were saved after it.
             on_tiers: as for `candidates`.
         """
-        branches = self.branches or Branches()
+        branches = self.branches
         later = [each for each in self.candidates(seen_from, on_tiers=on_tiers) if each.place.step > step]
         if seen_from == branches.current and not later:
             return
@@ -204,7 +214,7 @@ class History:
             decide=lambda _: self._add(record),
             deadline_seconds=self._deadline_seconds,
         )
-        self.branches = branches_of([*branches.values(), record])
+        self._agreed = branches_of([*branches.values(), record])
 
     def _add(self, record: Branch) -> None:
         self._root.add(record)
@@ -213,7 +223,7 @@ class History:
 
     def newest_under_root(self, damaged: Collection[str]) -> Place | None:
         """Returns the newest checkpoint of the run under its root that is not known to be damaged. Collective."""
-        branches = self.branches or Branches()
+        branches = self.branches
 
         def newest() -> list[int] | None:
             committed = [each for each in self._root.committed() if branches.has(each)]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from shardopt.checkpoint.commit import remove_checkpoint, remove_checkpoints
 from shardopt.checkpoint.hosts.hosts import is_on_hosts
 from shardopt.checkpoint.reading.in_use import urls_being_read
-from shardopt.checkpoint.run.branches import Branches
+from shardopt.checkpoint.run.history import History
 from shardopt.checkpoint.run.metrics import metrics_of
 from shardopt.checkpoint.run.mirror import Mirror
 from shardopt.checkpoint.run.retention import Rules, steps_to_keep
@@ -32,23 +32,30 @@ class Keeper:
     All ranks may call; rank 0 removes. A failure to remove is logged: it is no reason to end a training.
 
     Args:
+        history: of the run, which says what is part of it.
         root: of the run.
         copies: the root of the mirror, if there is one.
         rules: which checkpoints stay.
         mirror: whose copies are under way, if there is one.
+        promoting: returns the names of checkpoints that come to the root from a tier.
         group: the ranks of the run; None for the whole job.
     """
 
     def __init__(
-        self, root: Root, copies: Root | None, rules: Rules, mirror: Mirror | None, group: Group | None = None
+        self,
+        history: History,
+        root: Root,
+        copies: Root | None,
+        rules: Rules,
+        mirror: Mirror | None,
+        promoting: Callable[[], frozenset[str]],
+        group: Group | None = None,
     ) -> None:
         self._group = group
-        self.branches = Branches()
+        self._history = history
         self._root, self._copies = root, copies
         self._rules = rules
-        self._mirror = mirror
-        self.promoting: Callable[[], frozenset[str]] = frozenset
-        """Returns the names of checkpoints that come to the root from a tier."""
+        self._mirror, self._promoting = mirror, promoting
         self._metrics: dict[Place, Mapping[str, float]] = {}
         self._resumed: Place | None = None
         self._saved: Place | None = None
@@ -132,7 +139,7 @@ class Keeper:
     def _remove_unwanted(self, root: Root) -> None:
         places = root.contents().places
         self._remove_removed(root, places)
-        own = [place for place in places if self.branches.has(place)]
+        own = [place for place in places if self._history.branches.has(place)]
         whole = [each for each in root.committed_of(own) if root.checkpoint(each).url not in self._damaged]
         if not whole:
             return
@@ -149,13 +156,13 @@ class Keeper:
         self._remove(root, [each for each in own if each.step < max(measured) and each.step not in keep])
 
     def _remove_removed(self, root: Root, places: Collection[Place]) -> None:
-        self._remove(root, [place for place in places if self.branches.is_removed(place)])
+        self._remove(root, [place for place in places if self._history.branches.is_removed(place)])
 
     def _remove(self, root: Root, places: Collection[Place]) -> None:
         # A checkpoint that a background save of this process writes may lie anywhere; a copy is read until it is done,
         # and what is loaded until all ranks have it.
         busy = {storage_of(url).url for url in tracked_urls() if not is_on_hosts(url)} | urls_being_read()
-        names = self.promoting()
+        names = self._promoting()
         if self._mirror is not None:
             names |= self._mirror.uploading() | (self._mirror.filling() if root is self._copies else frozenset())
         free = [place for place in places if place.name not in names and root.checkpoint(place).url not in busy]

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import signal
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any, NoReturn
 
-from shardopt.checkpoint.async_save import AsyncSaver, Stage
-from shardopt.checkpoint.format.constants import MANIFEST_NAME
-from shardopt.checkpoint.format.metrics import numbers_of
-from shardopt.checkpoint.hosts.hosts import is_on_hosts
+from shardopt.checkpoint.async_save import Stage
 from shardopt.checkpoint.load import load
 from shardopt.checkpoint.matching.strictness import Strictness
 from shardopt.checkpoint.progress import Progress
@@ -38,17 +33,17 @@ from shardopt.checkpoint.run.options import (
 from shardopt.checkpoint.run.restoring import restore_newest, summary_of
 from shardopt.checkpoint.run.retention import Mode
 from shardopt.checkpoint.run.root import Root
-from shardopt.checkpoint.run.slow_saves import SlowSaves
-from shardopt.checkpoint.run.steps import Place
-from shardopt.checkpoint.run.tiers import Tier, Tiers, refuse_unfit_tiers
-from shardopt.checkpoint.save import SaveOptions, save_now
+from shardopt.checkpoint.run.saving.behind import Behind
+from shardopt.checkpoint.run.saving.slow_saves import SlowSaves
+from shardopt.checkpoint.run.saving.step_saver import StepSaver
+from shardopt.checkpoint.run.tiers.tier import Tier, refuse_unfit_tiers
+from shardopt.checkpoint.run.tiers.tiers import Tiers
+from shardopt.checkpoint.save import SaveOptions
 from shardopt.checkpoint.storage import storage_of
-from shardopt.checkpoint.writing.pending import PendingSave, take_failures
-from shardopt.errors import ShardoptError, StateError
+from shardopt.checkpoint.writing.pending import PendingSave
 from shardopt.ranks import DEADLINE_SECONDS, Group, ranks_of
-from shardopt.state import Tied, refuse_no_regex
+from shardopt.state import Tied
 from shardopt.stopping import Stop
-from shardopt.world import world
 
 _log = logging.getLogger("shardopt.checkpoint")
 
@@ -124,34 +119,30 @@ class Manager:
         check_run_options(
             root, mirror, every, keep_last, keep_every, best, stage, stop_on, exit_code, stop_seconds, deadline_seconds
         )
-        self._group, self._tied = group, tied
-        self._incremental, self._select = incremental, select
-        refuse_no_regex("select", select)
-        self._base: str | None = None  # the URL of the last checkpoint that is known under the root
-        ranks_of(group)  # which refuses a rank that is not in it
-        self._root = Root(storage_of(root))
-        self._copies = None if mirror is None else Root(storage_of(mirror))
-        self._mirror = None if mirror is None else Mirror(root, mirror, deadline_seconds=deadline_seconds, group=group)
-        self._failed_copy: ShardoptError | None = None
-        self._exporter = None if export is None or ranks_of(group).rank else Exporter(export)
-        self._every = int(every)
-        self._keeper = Keeper(self._root, self._copies, rules_of(keep_last, keep_every, best), self._mirror, group)
-        self._stage = stage
-        self._deadline_seconds = deadline_seconds
-        self._saver: AsyncSaver | None = None
-        self._closed = False
-        self._history = History(self._root, self._copies, self._mirror, deadline_seconds, group)
-        self._known: dict[Place, str] = {}  # what this Manager has committed or was restored from, and where
-        self._last: tuple[Place, SaveReport | PendingSave] | None = None
+        refuse_unfit_tiers(tiers, incremental)
+        options = SaveOptions(
+            deadline_seconds=deadline_seconds, group=group, tied=tied, base_required=False, select=select
+        )
+        rank = ranks_of(group).rank  # refused where it is not in the group
+        self._group, self._tied, self._every, self._deadline_seconds = group, tied, int(every), deadline_seconds
         self._stop: Stop | None = None
         stop_signal = signal_of(stop_on)
         if stop_signal is not None:
             self._stop = Stop(stop_signal, 128 + stop_signal if exit_code is None else exit_code, stop_seconds)
-        refuse_unfit_tiers(tiers, incremental)
-        self._committing = world().lock()
-        self._tiers = Tiers(tiers, self._root, deadline_seconds, group, self._copies)
-        self._keeper.promoting = self._tiers.promoting
-        self._slow_saves = SlowSaves(None if self._stop is None or ranks_of(group).rank else stop_seconds)
+        self._root = Root(storage_of(root))
+        copies = None if mirror is None else Root(storage_of(mirror))
+        copier = None if mirror is None else Mirror(root, mirror, deadline_seconds=deadline_seconds, group=group)
+        self._tiers = Tiers(tiers, self._root, deadline_seconds, group, copies)
+        self._history = History(self._root, copies, copier, deadline_seconds, group)
+        rules = rules_of(keep_last, keep_every, best)
+        self._keeper = Keeper(self._history, self._root, copies, rules, copier, self._tiers.promoting, group)
+        self._exporter = None if export is None or rank else Exporter(export)
+        slow = SlowSaves(None if self._stop is None or rank else stop_seconds)
+        self._behind = Behind(
+            self._root, self._every, self._history, self._tiers, copier, self._exporter, self._keeper, slow, options
+        )
+        self._saver = StepSaver(self._root, self._tiers, self._behind, stage, incremental, options)
+        self._closed = False
 
     def path(self, step: int) -> str:
         """Returns the URL of the checkpoint of a step, whether there is one or not. Local."""
@@ -221,8 +212,11 @@ class Manager:
         with ranks_of(self._group).beating(self._deadline_seconds):
             if self._stops_after(step):
                 self._save_and_leave(step, app, metrics)
-            self._raise_failed_copy_everywhere()
-            return self._save_step(step, app, metrics, None, force)
+            self._saver.raise_failure_of_copy()
+            place = self._branches().place(int(step))
+            if self._saver.has(place, at_root=force):
+                return self._saver.result_of(place)
+            return self._saver.save(place, app, metrics, at_root=force)
 
     def restore(
         self,
@@ -303,42 +297,30 @@ class Manager:
         required: bool,
         select: str | None,
     ) -> int:
-        if self._saver is not None:
-            self._saver.wait()
-        self._tiers.wait()
+        rank = ranks_of(self._group).rank
+        self._saver.background.wait()
+        self._tiers.finish()
         # Known whether anything is loaded or not: what is saved after a refused load belongs to the branch of now.
-        branches = self._keeper.branches = self._history.agree_on_branches(needs_copies=True)
-        seen_from = branches.current if branch is None else branch
-        refuse_unknown_branch(seen_from, branches.current)
+        current = self._history.agree_on_branches(needs_copies=True).current
+        seen_from = current if branch is None else branch
+        refuse_unknown_branch(seen_from, current)
         restored = restore_newest(
             lambda: self._history.candidates(seen_from, step, required or step is not None, self._tiers.candidates()),
             load_from,
         )
         if restored is None:
-            self._tiers.restored(None, None, branches, False, lambda: None)
-            if ranks_of(self._group).rank == 0:
+            self._behind.restored(None)
+            if rank == 0:
                 where = self._root.url if self._root.is_there() else f"{self._root.url}, which is not there"
                 announce(f"restored nothing: there is no checkpoint in {where}")
             return 0
         place = restored.candidate.place
         if step is not None or branch is not None:
             self._take_back(place.step, seen_from, beyond)
-        self._known = {place: restored.candidate.url}
-        is_here = restored.candidate.url == self._root.checkpoint(place).url  # and not a copy elsewhere
-        self._base = restored.candidate.url if is_here else None
-        self._last = None
-        self._keeper.restored(place, restored.damaged)
-        self._upload_newest(restored.damaged)
-        seconds = restored.report.save_seconds
-        self._tiers.restored(
-            place,
-            restored.candidate.url,
-            self._keeper.branches,
-            place.step % self._every == 0,
-            lambda: self._after_commit_here(place, seconds, None),
-        )
-        self._announce(summary_of(restored, select))
-        self._slow_saves.look_at(restored.candidate.url, restored.report.save_seconds)
+        self._saver.restored()
+        self._behind.restored(restored)
+        if rank == 0:
+            announce(summary_of(restored, select))
         return place.step
 
     def wait(self) -> None:
@@ -349,12 +331,7 @@ class Manager:
         """
         self._require_open()
         with ranks_of(self._group).beating(self._deadline_seconds):
-            if self._saver is not None:
-                self._saver.wait()
-            self._tiers.wait()
-            if self._mirror is not None:
-                self._mirror.wait()
-            self._raise_failed_copy_everywhere()
+            self._saver.wait()
 
     def close(self) -> None:
         """Waits for saves and copies in the background, and ends the use of this manager. Raises their failures.
@@ -376,12 +353,8 @@ class Manager:
             if self._stop is not None:
                 # Not before the others: the signal would end the process, and what is being saved with it.
                 last_first.callback(self._stop.close)
-            if self._mirror is not None:
-                last_first.callback(self._mirror.close)
-            last_first.callback(self._tiers.close)
-            if self._saver is not None:
-                last_first.callback(self._saver.close, alone)
-        self._raise_failed_copy()
+            last_first.callback(self._behind.close)
+            last_first.callback(self._saver.background.close, alone)
 
     def __enter__(self) -> Manager:
         return self
@@ -400,14 +373,13 @@ class Manager:
 
     def _branches(self) -> Branches:
         """Returns the branches as all ranks know them. Collective the first time."""
-        if self._history.branches is None:
-            self._keeper.branches = self._history.agree_on_branches(needs_copies=False)
-            self._upload_newest()
-        return self._keeper.branches
+        if not self._history.is_agreed:
+            self._history.agree_on_branches(needs_copies=False)
+            self._behind.copy_newest()
+        return self._history.branches
 
     def _take_back(self, step: int, seen_from: int, beyond: Beyond) -> None:
         self._history.take_back(step, seen_from, beyond, self._tiers.candidates())
-        self._keeper.branches = self._history.branches or Branches()
         if beyond == "remove":
             ranks_of(self._group).agree(  # in a round, so that no rank is taken for dead meanwhile
                 f"removing what is beyond step {step} from {self._root.url}",
@@ -416,42 +388,14 @@ class Manager:
                 deadline_seconds=self._deadline_seconds,
             )
 
-    def _upload_newest(self, damaged: Collection[str] = ()) -> None:
-        """Begins to copy the newest checkpoint, as an earlier process of the job may not have been done with it."""
-        if self._mirror is not None:
-            newest = self._history.newest_under_root(damaged)
-            if newest is not None:
-                self._upload(newest)
-
-    def _is_known(self, place: Place, at_root: bool) -> bool:
-        """Whether this Manager has committed a checkpoint, or was restored from it, and it is there. Collective.
-
-        Args:
-            at_root: whether one that a tier alone has does not count; it may be on its way to the root.
-        """
-        if self._saver is not None and self._last is not None and self._last[0] == place:
-            self._saver.wait()  # which may have failed, and then is no checkpoint
-        if at_root and is_on_hosts(self._known.get(place, "")):
-            self._tiers.wait()
-        url = self._known.get(place)
-        if url is None or (at_root and is_on_hosts(url)):
-            return False
-        _, is_there = ranks_of(self._group).agree(
-            f"looking for step {place.step} in {self._root.url}",
-            work=lambda: None,
-            decide=lambda _: is_on_hosts(url) or storage_of(url).exists(MANIFEST_NAME),
-            deadline_seconds=self._deadline_seconds,
-        )
-        if is_there:
-            self._announce(f"step {place.step} is in {url} already: nothing was saved")
-        return bool(is_there)
-
     def _save_and_leave(self, step: int, app: Mapping[str, Any], metrics: Mapping[str, float] | None) -> NoReturn:
         """Makes the last save of a job that is to stop; then logs earlier failures, and ends the process."""
         assert self._stop is not None
-        earlier = self._earlier_failures()
+        earlier = self._saver.take_failures()
         try:
-            self._save_step(step, app, metrics, self._stop)
+            place = self._branches().place(int(step))
+            if not self._saver.has(place, at_root=True):
+                self._saver.save_last(place, app, metrics, self._stop.deadline_seconds)
         finally:
             for failure in earlier:
                 _log.error("before the job was told to stop, this had failed: %s", failure)
@@ -459,136 +403,6 @@ class Manager:
             _log.warning("told to stop: saved step %d, and leaving", step)
         self._stop.leave()
 
-    def _save_step(
-        self,
-        step: int,
-        app: Mapping[str, Any],
-        metrics: Mapping[str, float] | None,
-        stop: Stop | None,
-        force: bool = False,
-    ) -> SaveReport | PendingSave | None:
-        place = self._branches().place(int(step))
-        to_root = stop is not None or force  # nothing that is lost with its hosts
-        if self._is_known(place, to_root):
-            return self._last[1] if self._last is not None and self._last[0] == place else None
-        if self._mirror is not None:
-            self._mirror.prepare()
-        with self._committing:
-            self._keeper.make_way(place)
-        on_tiers = [] if to_root else self._tiers.urls(place)
-        if self._tiers and stop is None:
-            self._tiers.make_room()
-        url, *instead = (*on_tiers, self._root.checkpoint(place).url)
-        numbers = _numbers_or_none(metrics)
-        if self._stage is not None and stop is None:
-            self._saver = self._saver or AsyncSaver()
-            if self._incremental:
-                self._saver.wait()  # for what this one may refer to
-            pending = self._saver.save(
-                url,
-                app,
-                self._save_options(self._deadline_seconds, instead),
-                stage=self._stage,
-                metrics=metrics,
-                afterwards=lambda report: self._after_commit(place, report, numbers, True),
-            )
-            self._last = place, pending
-            return pending
-        if self._saver is not None and stop is None:
-            self._saver.wait()
-        deadline_seconds = min(self._deadline_seconds, stop.deadline_seconds if stop else math.inf)
-        options = self._save_options(deadline_seconds, instead)
-        report = save_now(url, app, options, metrics, raise_earlier=stop is None)
-        self._after_commit(place, report, numbers, stop is None)
-        self._last = place, report
-        return report
-
-    def _save_options(self, deadline_seconds: float, instead: Sequence[str]) -> SaveOptions:
-        return SaveOptions(
-            deadline_seconds=deadline_seconds,
-            group=self._group,
-            tied=self._tied,
-            base=self._base if self._incremental else None,
-            base_required=False,
-            select=self._select,
-            instead=tuple(instead),
-        )
-
-    def _after_commit(self, place: Place, report: SaveReport, metrics: Mapping[str, float], in_turn: bool) -> None:
-        """Begins to copy the new checkpoint, and removes those no longer wanted. No save is under way then.
-
-        Args:
-            in_turn: whether what is begun is begun after what tiers have begun: in one order on all ranks.
-        """
-        self._known[place] = report.url
-        after = partial(self._after_commit_here, place, report.seconds, metrics)
-        if is_on_hosts(report.url):
-            self._tiers.committed(place, report.url, place.step % self._every == 0, after)
-        elif self._tiers and in_turn:
-            self._tiers.committed_at_root(place, after)
-        else:
-            after()
-
-    def _after_commit_here(self, place: Place, seconds: float | None, metrics: Mapping[str, float] | None) -> None:
-        """Does the same for a checkpoint that is under the root; one from a tier may come beside another save.
-
-        Args:
-            metrics: None where they are to be read.
-        """
-        checkpoint = self._root.checkpoint(place)
-        url = checkpoint.url
-        metrics = metrics_of(checkpoint) if metrics is None else metrics
-        with self._committing:
-            self._slow_saves.look_at(url, seconds)
-            self._known[place] = self._base = url
-            if self._mirror is not None:
-                self._upload(place)
-            if self._exporter is not None:
-                self._exporter.offer(place, url, metrics)
-            self._keeper.tidy(place, metrics)
-
-    def _upload(self, place: Place) -> None:
-        assert self._mirror is not None
-        try:
-            self._mirror.upload(place.name, afterwards=lambda _: self._keeper.tidy_copies())
-        except ShardoptError as error:  # of an earlier one; this one has begun
-            self._failed_copy = error
-
-    def _raise_failed_copy(self) -> None:
-        failed, self._failed_copy = self._failed_copy or self._tiers.take_failure(), None
-        if failed is not None:
-            raise failed
-
-    def _raise_failed_copy_everywhere(self) -> None:
-        """Raises the failure of a copy on all ranks: threads of some may not have met it yet. Collective."""
-        if self._mirror is not None or self._tiers:
-            if self._saver is not None:
-                # First, as on all ranks: one that waits for its result is in no round before, and shows no life.
-                self._saver.finish()
-            doing = f"copying checkpoints of {self._root.url}"
-            ranks_of(self._group).agree(doing, work=self._raise_failed_copy, deadline_seconds=self._deadline_seconds)
-
-    def _earlier_failures(self) -> list[BaseException]:
-        """Takes the failures of this rank's saves and copies that were not raised yet; waits for the save in flight."""
-        failures = [self._saver.take_failure()] if self._saver is not None else []
-        failures += [*take_failures(), self._failed_copy, self._tiers.take_failure()]
-        self._failed_copy = None
-        if self._mirror is not None:
-            failures.append(self._mirror.take_failure())
-        return [failure for failure in failures if failure is not None]
-
-    def _announce(self, text: str) -> None:
-        if ranks_of(self._group).rank == 0:
-            announce(text)
-
     def _require_open(self) -> None:
         if self._closed:
             raise RuntimeError("this Manager was closed; make a new one")
-
-
-def _numbers_or_none(metrics: Mapping[str, float] | None) -> Mapping[str, float]:
-    """Returns metrics as they are now; none where something is no number, which the save refuses, on all ranks."""
-    try:
-        return {} if metrics is None else numbers_of(metrics)
-    except StateError:
-        return {}

@@ -95,16 +95,20 @@ class Mirror:
         Raises:
             ShardoptError: an earlier upload has failed, and that was not raised yet. This one was begun all the same.
         """
-        side_ranks = self._side.of(ranks_of(self._group), self._deadline_seconds)
         earlier = self.take_failure()
+        self.begin(name, afterwards)
+        if earlier is not None:
+            raise earlier
+
+    def begin(self, name: str, afterwards: Callable[[Storage], None]) -> None:
+        """Does the same, and leaves the failure of an earlier one to be taken. Collective; does not wait."""
+        side_ranks = self._side.of(ranks_of(self._group), self._deadline_seconds)
         with self._lock:
             self._waiting.append(name)
             # Not a daemon: a program that ends waits for it.
             thread = world().thread(partial(self._in_turn, side_ranks, name, self._last, afterwards))
             self._last = thread
         thread.start()
-        if earlier is not None:
-            raise earlier
 
     def uploading(self) -> frozenset[str]:
         """Returns the names of checkpoints that are being copied or wait for it, which must not be removed. Local."""
@@ -141,11 +145,15 @@ class Mirror:
 
     def wait(self) -> None:
         """Waits until nothing is being copied. Raises the failure of an upload, if it was not raised yet."""
-        if self._last is not None:
-            self._last.join()
+        self.finish()
         failure = self.take_failure()
         if failure is not None:
             raise failure
+
+    def finish(self) -> None:
+        """Waits until nothing is being copied. Local; a failure stays to be raised."""
+        if self._last is not None:
+            self._last.join()
 
     def close(self) -> None:
         """As `wait`."""

@@ -1,0 +1,199 @@
+"""What follows each commit of a run, behind its training.
+
+A checkpoint on a tier goes to other hosts, other tiers and the root (`tiers/`). One under the root is copied to the
+mirror and exported, and those that are no longer wanted are removed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
+from functools import partial
+
+from shardopt.checkpoint.format.constants import MANIFEST_NAME
+from shardopt.checkpoint.hosts.hosts import is_on_hosts
+from shardopt.checkpoint.reports import SaveReport
+from shardopt.checkpoint.run.export import Exporter
+from shardopt.checkpoint.run.history import History
+from shardopt.checkpoint.run.keeper import Keeper
+from shardopt.checkpoint.run.metrics import metrics_of
+from shardopt.checkpoint.run.mirror import Mirror
+from shardopt.checkpoint.run.restoring import Restored
+from shardopt.checkpoint.run.root import Root
+from shardopt.checkpoint.run.saving.slow_saves import SlowSaves
+from shardopt.checkpoint.run.steps import Place
+from shardopt.checkpoint.run.tiers.tiers import Tiers
+from shardopt.checkpoint.save import SaveOptions
+from shardopt.checkpoint.storage import storage_of
+from shardopt.ranks import ranks_of
+from shardopt.world import world
+
+
+class Behind:
+    """Begins what follows a commit, and keeps what came of it. All ranks make the same calls.
+
+    Args:
+        root: of the run; its checkpoints are of steps that are multiples of `every`.
+        history: of the run.
+        tiers: of the run, which may be none.
+        mirror: of the run, if there is one.
+        exporter: on rank 0, if there is one.
+        keeper: which removes what is no longer wanted.
+        slow_saves: which is told how long saves took.
+        options: of saves; the group and the deadline are those of rounds too.
+    """
+
+    def __init__(
+        self,
+        root: Root,
+        every: int,
+        history: History,
+        tiers: Tiers,
+        mirror: Mirror | None,
+        exporter: Exporter | None,
+        keeper: Keeper,
+        slow_saves: SlowSaves,
+        options: SaveOptions,
+    ) -> None:
+        self._root, self._every, self._history = root, every, history
+        self.tiers, self.mirror = tiers, mirror
+        self._exporter, self._keeper, self._slow_saves = exporter, keeper, slow_saves
+        self._deadline_seconds, self._group = options.deadline_seconds, options.group
+        self._copying = [each for each in (tiers, mirror) if each]
+        self._known: dict[Place, str] = {}  # what was committed or restored here, and where
+        self.base: str | None = None
+        """The URL of the last checkpoint that is known under the root."""
+        self._committing = world().lock()
+
+    def prepare(self, place: Place, in_turn: bool) -> None:
+        """Makes a place free to be saved to, and sees that copies can be made. Collective.
+
+        Args:
+            in_turn: as for `committed`.
+        """
+        if self.mirror is not None:
+            self.mirror.prepare()
+        with self._committing:
+            self._keeper.make_way(place)
+        if self.tiers and in_turn:
+            self.tiers.make_room()
+
+    def committed(self, place: Place, report: SaveReport, metrics: Mapping[str, float], in_turn: bool) -> None:
+        """Begins what follows the commit of a checkpoint. No save is under way then.
+
+        Args:
+            metrics: of the checkpoint.
+            in_turn: whether what is begun is begun after what tiers have begun: in one order on all ranks.
+        """
+        self._known[place] = report.url
+        then = partial(self._committed_at_root, place, report.seconds, metrics)
+        if is_on_hosts(report.url):
+            self.tiers.committed(place, report.url, self._goes_to_root(place), then)
+        elif self.tiers and in_turn:
+            self.tiers.committed_at_root(place, then)
+        else:
+            then()
+
+    def _committed_at_root(self, place: Place, seconds: float | None, metrics: Mapping[str, float] | None) -> None:
+        """Does the same for a checkpoint that is under the root; one from a tier may come beside another save.
+
+        Args:
+            metrics: None where they are to be read.
+        """
+        checkpoint = self._root.checkpoint(place)
+        metrics = metrics_of(checkpoint) if metrics is None else metrics
+        with self._committing:
+            self._slow_saves.look_at(checkpoint.url, seconds)
+            self._known[place] = self.base = checkpoint.url
+            if self.mirror is not None:
+                self._copy(self.mirror, place)
+            if self._exporter is not None:
+                self._exporter.offer(place, checkpoint.url, metrics)
+            self._keeper.tidy(place, metrics)
+
+    def restored(self, restored: Restored | None) -> None:
+        """Begins what an earlier process of the job may not have been done with. Collective.
+
+        Args:
+            restored: the checkpoint from which the run goes on; None where there was none.
+        """
+        branches = self._history.branches
+        if restored is None:
+            self.tiers.restored(None, None, branches, False, lambda: None)
+            return
+        (place, url), seconds = restored.candidate, restored.report.save_seconds
+        self._known = {place: url}
+        self.base = url if url == self._root.checkpoint(place).url else None  # and not a copy elsewhere
+        self._keeper.restored(place, restored.damaged)
+        self.copy_newest(restored.damaged)
+        then = partial(self._committed_at_root, place, seconds, None)
+        self.tiers.restored(place, url, branches, self._goes_to_root(place), then)
+        self._slow_saves.look_at(url, seconds)
+
+    def copy_newest(self, damaged: Collection[str] = ()) -> None:
+        """Begins to copy the newest checkpoint under the root to the mirror. Collective.
+
+        Args:
+            damaged: the URLs of those that are not to be copied.
+        """
+        if self.mirror is not None:
+            newest = self._history.newest_under_root(damaged)
+            if newest is not None:
+                self._copy(self.mirror, newest)
+
+    def url_of(self, place: Place, at_root: bool) -> str | None:
+        """Returns where a checkpoint is that was committed or restored here; None if there is none. Collective.
+
+        Args:
+            at_root: whether one that a tier alone has does not count; it may be on its way to the root.
+        """
+        if at_root and is_on_hosts(self._known.get(place, "")):
+            self.tiers.finish()
+        url = self._known.get(place)
+        if url is None or (at_root and is_on_hosts(url)):
+            return None
+        _, is_there = ranks_of(self._group).agree(
+            f"looking for step {place.step} in {self._root.url}",
+            work=lambda: None,
+            decide=lambda _: is_on_hosts(url) or storage_of(url).exists(MANIFEST_NAME),
+            deadline_seconds=self._deadline_seconds,
+        )
+        return url if is_there else None
+
+    @property
+    def copies(self) -> bool:
+        """Whether anything is copied, and so may fail behind the training."""
+        return bool(self._copying)
+
+    def finish(self) -> None:
+        """Waits until nothing is being copied. Local; a failure stays to be raised."""
+        for each in self._copying:
+            each.finish()
+
+    def take_failures(self) -> list[BaseException]:
+        """Returns the failures of copies that were not raised yet, once; does not wait. Local."""
+        return [failure for each in self._copying if (failure := each.take_failure()) is not None]
+
+    def raise_failure(self) -> None:
+        """Raises the failure of a copy on all ranks: threads of some may not have met it yet. Collective."""
+        doing = f"copying checkpoints of {self._root.url}"
+        ranks_of(self._group).agree(doing, work=self._raise_failure, deadline_seconds=self._deadline_seconds)
+
+    def close(self) -> None:
+        """Waits as `finish` does, and gives back what copies need. Raises the failure of a copy. Local."""
+        with ExitStack() as last_first:
+            last_first.callback(self._raise_failure)
+            for each in reversed(self._copying):
+                last_first.callback(each.close)
+
+    def _raise_failure(self) -> None:
+        for each in self._copying:
+            failure = each.take_failure()
+            if failure is not None:
+                raise failure
+
+    def _copy(self, mirror: Mirror, place: Place) -> None:
+        mirror.begin(place.name, afterwards=lambda _: self._keeper.tidy_copies())
+
+    def _goes_to_root(self, place: Place) -> bool:
+        return place.step % self._every == 0

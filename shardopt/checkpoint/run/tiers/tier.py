@@ -1,0 +1,58 @@
+"""The options of one tier of a run, and what keeps tiers from being used."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardopt.errors import OptionError, Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """A directory on each host in which a `Manager` keeps the newest checkpoints of its run.
+
+    Args:
+        path: the same on every host, of a directory that each has for itself: in its memory ("/dev/shm/run") or on its
+            disks. It is made with mode 0700 where there is none; one that others may use is refused.
+        every: saves go here at steps that are multiples of this.
+        keep_last: how many of the newest stay, of those that are copied; what is newer stays too.
+        copies: on how many hosts each file is kept; a checkpoint survives the loss of any `copies - 1` of them.
+        domain: the failure domain of this host, such as the name of its rack: copies go to hosts of other domains where
+            there are such. None is one for each host.
+        most_per_second: bytes that a host fetches for copies at most; None for no limit.
+    """
+
+    path: str
+    every: int
+    keep_last: int = 2
+    copies: int = 1
+    domain: str | None = None
+    most_per_second: float | None = None
+
+
+def refuse_unfit_tiers(tiers: Sequence[Tier], incremental: bool) -> None:
+    """Raises OptionError where tiers cannot be used; all of it is listed."""
+    problems = []
+    for number, tier in enumerate(tiers):
+        for name, least in (("every", 1), ("keep_last", 1), ("copies", 1)):
+            value = getattr(tier, name)
+            if type(value) is not int or value < least:
+                wanted = f"an int of at least {least}"
+                problems.append(Problem(f"tiers[{number}].{name}", repr(value), wanted, "mend it"))
+        if tier.most_per_second is not None and not (
+            isinstance(tier.most_per_second, int | float) and tier.most_per_second > 0
+        ):
+            found = repr(tier.most_per_second)
+            problems.append(Problem(f"tiers[{number}].most_per_second", found, "a number of bytes above 0", "mend it"))
+        if not isinstance(tier.domain, str | None):
+            problems.append(Problem(f"tiers[{number}].domain", repr(tier.domain), "a name, or None", "mend it"))
+    paths = [os.path.abspath(tier.path) for tier in tiers]
+    if len(set(paths)) < len(paths):
+        problems.append(Problem("tiers", "one path twice", "a path for each", "mend it"))
+    if tiers and incremental:
+        remedy = "leave out one of the two"
+        problems.append(Problem("incremental", "True, with tiers", "False: what hosts have refers to nothing", remedy))
+    if problems:
+        raise OptionError("these tiers cannot be used", problems)

@@ -1,0 +1,229 @@
+"""The tiers of a run: directories that each host has for itself, faster than the root, and lost with their hosts.
+
+A save goes to the first tier that is due. The rest goes on behind the training, from the files of that tier and never
+from the training's state, in one thread with rounds of its own:
+
+copy       each host fetches its neighbours' files, until each file is on `copies` hosts
+clear      what is older than the last `keep_last` that are copied is removed; the next save is written over its files
+promote    the files go to the tiers behind that are due as well, and to the root
+
+Here is what the run asks of its tiers; `jobs.py` has the thread, `work.py` what it does for a checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from shardopt.checkpoint.hosts.finding import whole_on
+from shardopt.checkpoint.hosts.hosts import PREFIX, Hosts, hosts_of
+from shardopt.checkpoint.run.branches import Branches
+from shardopt.checkpoint.run.identity import claim_tiers, refuse_tiers_of_others
+from shardopt.checkpoint.run.restoring import Candidate
+from shardopt.checkpoint.run.root import Root
+from shardopt.checkpoint.run.shares import note_tiers
+from shardopt.checkpoint.run.steps import Place, place_of
+from shardopt.checkpoint.run.tiers.jobs import Job, TierQueue
+from shardopt.checkpoint.run.tiers.tier import Tier
+from shardopt.checkpoint.run.tiers.work import TierWork, clear_shares, clear_spares
+from shardopt.errors import CheckpointError
+from shardopt.ranks import Group, Ranks, SideRanks, ranks_of
+
+_log = logging.getLogger("shardopt.checkpoint")
+
+
+class Tiers:
+    """The tiers of a run, the fastest first. All ranks make the same calls."""
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        root: Root,
+        deadline_seconds: float,
+        group: Group | None = None,
+        copies: Root | None = None,
+    ) -> None:
+        self._tiers, self._root, self._group, self._copies = tuple(tiers), root, group, copies
+        self._deadline_seconds = deadline_seconds
+        self._side = SideRanks("the tiers of a run")
+        self._work = TierWork(self._tiers, root, deadline_seconds)
+        self._queue = TierQueue(self._work.do, deadline_seconds)
+        self._met: list[Hosts] = []  # whose directories are known to be of no other run
+        self._own: list[Hosts] = []  # and are marked as the run's
+        self._led: list[str] = []  # directories of the hosts that this rank leads
+
+    def __bool__(self) -> bool:
+        return bool(self._tiers)
+
+    def prepare(self) -> None:
+        """Has the hosts meet, where they have not. Collective then.
+
+        Raises:
+            CheckpointError: a host's directory cannot be used, or belongs to another run.
+        """
+        self._side.of(self._ranks, self._deadline_seconds)
+        hosts = self._all_hosts()
+        if hosts != self._met:
+            refuse_tiers_of_others(self._ranks, hosts, self._root, self._copies, self._deadline_seconds)
+            self._met = hosts
+            self._led = [each.directory.path for each in hosts if each.is_leader]
+
+    def _claim(self) -> None:
+        """Marks the hosts' directories as the run's, where that is not done; before anything is written. Collective."""
+        if self._met != self._own:
+            claim_tiers(self._ranks, self._met, self._root, self._copies, self._deadline_seconds)
+            self._own = self._met
+            if self._ranks.rank == 0:
+                self._note()
+
+    def _note(self) -> None:
+        """Has the root tell which tiers there are, for those who look."""
+        members = ("path", "every", "keep_last", "copies")
+        try:
+            note_tiers(self._root.storage, [{name: getattr(tier, name) for name in members} for tier in self._tiers])
+        except CheckpointError as error:
+            _log.warning("%s", error)
+
+    def make_room(self) -> None:
+        """Before a save: removes those that wait to be copied while a newer one does, and never would be. Collective.
+
+        Raises:
+            CheckpointError: as `prepare`.
+        """
+        self.prepare()
+        self._claim()
+        _, superseded = self._ranks.agree(
+            "making room on tiers",
+            work=lambda: None,
+            decide=lambda _: [(job.tier, *job.place) for job in self._queue.supersede()],
+            deadline_seconds=self._deadline_seconds,
+        )
+        for number, *place in superseded:
+            clear_shares(self._hosts(number), Place(*place).__eq__)
+
+    def is_due(self, step: int) -> bool:
+        """Whether a save of this step goes to some tier."""
+        return bool(self._due(step))
+
+    def urls(self, place: Place) -> list[str]:
+        """Returns where a checkpoint goes: the URL on the first tier that is due, and on the others, in turn."""
+        return [f"{PREFIX}{self._tiers[number].path}/{place.name}" for number in self._due(place.step)]
+
+    def committed(self, place: Place, url: str, to_root: bool, then: Callable[[], None]) -> None:
+        """Begins to copy and promote a checkpoint that was saved to a tier.
+
+        Args:
+            to_root: whether it goes to the root too; `then` is called once it is there.
+        """
+        self._begin(place, self._number_of(url), to_root, then)
+
+    def committed_at_root(self, place: Place, then: Callable[[], None]) -> None:
+        """Has `then` called in its turn, for a checkpoint that was saved to the root: in one order on all ranks."""
+        self._begin(place, None, False, then)
+
+    def promoting(self) -> frozenset[str]:
+        """Returns the names of checkpoints that come to the root now or later; nothing of them is to be removed."""
+        return self._queue.promoting()
+
+    def _number_of(self, url: str) -> int | None:
+        """Returns the number of the tier that a checkpoint is on; None where it is on none."""
+        roots = [f"{PREFIX}{tier.path}" for tier in self._tiers]
+        root = url.rpartition("/")[0]
+        return roots.index(root) if root in roots else None
+
+    def candidates(self) -> list[Candidate]:
+        """Lists the checkpoints that are whole on a tier, those of the first tier first. Collective."""
+        if not self._tiers:
+            return []
+        self.prepare()
+        found = []
+        for hosts in self._all_hosts():
+            places = [place_of(name) for name in whole_on(self._ranks, hosts, self._deadline_seconds)]
+            found += [Candidate(place, hosts.url(place.name)) for place in places if place is not None]
+        return found
+
+    def where(self, branches: Branches) -> dict[int, dict[str, int]]:
+        """Returns by step of the run the tiers that have it, with the number of hosts that may be lost. Collective."""
+        if self._tiers:
+            self.prepare()
+        found: dict[int, dict[str, int]] = {}
+        for tier, hosts in zip(self._tiers, self._all_hosts(), strict=True):
+            for name, survives in whole_on(self._ranks, hosts, self._deadline_seconds).items():
+                place = place_of(name)
+                if place is not None and branches.has(place):
+                    found.setdefault(place.step, {})[tier.path] = survives
+        return found
+
+    def restored(
+        self, place: Place | None, url: str | None, branches: Branches, to_root: bool, then: Callable[[], None]
+    ) -> None:
+        """Goes on from a checkpoint: removes what is newer, verifies and copies this one, and promotes it. Collective.
+
+        What is newer on the run's branch is not whole on the hosts that are left, and its places are to be saved to
+        once more. A promotion may have been cut off.
+
+        Args:
+            place, url: of the checkpoint; None where there was none.
+            branches: of the run, after it was taken back.
+            to_root, then: as for `committed`.
+        """
+        if not self._tiers:
+            return
+        step = -1 if place is None else place.step
+
+        def unwanted(other: Place) -> bool:
+            return branches.is_removed(other) or (other.branch == branches.current and other.step > step)
+
+        def clear() -> None:
+            for hosts in self._all_hosts():
+                clear_shares(hosts, unwanted)
+            self._remove_spares()  # those of ranks that there are no more too
+
+        self.prepare()
+        if place is not None:
+            self._claim()
+        what = f"clearing what is newer than step {max(step, 0)}"
+        self._ranks.agree(what, work=clear, deadline_seconds=self._deadline_seconds)
+        self._queue.take_failure()  # of what came to nothing before, and was logged
+        self._work.begin_from(place)
+        number = None if url is None else self._number_of(url)
+        if place is not None and number is not None:
+            self._begin(place, number, to_root, then, is_restored=True)
+
+    def finish(self) -> None:
+        """Waits until all that was begun is done. Local; a failure stays to be raised."""
+        self._queue.finish()
+
+    def close(self) -> None:
+        """Waits as `finish` does, and gives back what the next save would have been written over."""
+        self.finish()
+        self._remove_spares()
+
+    def take_failure(self) -> BaseException | None:
+        """Returns the failure of a promotion once, if it was not raised yet; does not wait. Local."""
+        return self._queue.take_failure()
+
+    @property
+    def _ranks(self) -> Ranks:
+        return ranks_of(self._group)
+
+    def _hosts(self, number: int) -> Hosts:
+        tier = self._tiers[number]
+        return hosts_of(self._ranks, tier.path, self._deadline_seconds, tier.domain)
+
+    def _all_hosts(self) -> list[Hosts]:
+        return [self._hosts(number) for number in range(len(self._tiers))]
+
+    def _due(self, step: int) -> list[int]:
+        return [number for number, tier in enumerate(self._tiers) if step % tier.every == 0]
+
+    def _begin(
+        self, place: Place, number: int | None, to_root: bool, then: Callable[[], None], is_restored: bool = False
+    ) -> None:
+        ranks = self._side.of(self._ranks, self._deadline_seconds)  # made by `prepare`
+        onto = [] if number is None else [other for other in self._due(place.step) if other > number]
+        self._queue.begin(Job(place, ranks, self._all_hosts(), number, onto, to_root, then, is_restored))
+
+    def _remove_spares(self) -> None:
+        for path in self._led:
+            clear_spares(path)

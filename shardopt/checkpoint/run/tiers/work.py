@@ -1,0 +1,202 @@
+"""Copies, mends and promotes a checkpoint of a tier, from the files that hosts have of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from shardopt.checkpoint.format.constants import writer_of
+from shardopt.checkpoint.hosts.copying import copy_file, damaged_files, fetch_copies, replace_damaged
+from shardopt.checkpoint.hosts.finding import find
+from shardopt.checkpoint.hosts.hosts import Hosts
+from shardopt.checkpoint.hosts.spare import remove_spares
+from shardopt.checkpoint.hosts.whole import WholeCheckpoint
+from shardopt.checkpoint.reports import CopyReport, emit_report
+from shardopt.checkpoint.run.copying import copy_over_ranks, is_copied
+from shardopt.checkpoint.run.root import Root
+from shardopt.checkpoint.run.steps import Place, place_of
+from shardopt.checkpoint.run.tiers.jobs import Job
+from shardopt.checkpoint.run.tiers.tier import Tier
+from shardopt.checkpoint.storage import Storage, wrap_os_errors
+from shardopt.checkpoint.storage.no_space import explain_no_space
+from shardopt.errors import NoSpaceError
+from shardopt.ranks import Ranks
+from shardopt.world import world
+
+_log = logging.getLogger("shardopt.checkpoint")
+
+
+class TierWork:
+    """Does the jobs of tiers, each on the ranks of its side channel.
+
+    Args:
+        tiers: of the run, the fastest first.
+        root: of the run.
+        deadline_seconds: of rounds.
+    """
+
+    def __init__(self, tiers: Sequence[Tier], root: Root, deadline_seconds: float) -> None:
+        self._tiers, self._root, self._deadline_seconds = tiers, root, deadline_seconds
+        self.begin_from(None)
+
+    def begin_from(self, restored: Place | None) -> None:
+        """Forgets what is copied: the run goes on from a checkpoint, or from none. Nothing may be under way. Local."""
+        self._restored = restored
+        self._copied: dict[int, set[Place]] = {number: set() for number in range(len(self._tiers))}
+
+    def do(self, job: Job, is_newest: Callable[[], bool]) -> None:
+        """Does what is to be done for a checkpoint. Collective, on the job's ranks.
+
+        Args:
+            is_newest: whether no newer one is there, which would be copied next; rank 0's answer counts.
+        """
+        if job.tier is None:
+            job.then()
+            return
+        ranks, place, source = job.ranks, job.place, job.hosts[job.tier]
+        _, wanted = ranks.agree(
+            f"copying {place.name} on {source.root}",
+            work=lambda: None,
+            decide=lambda _: job.promotes or job.is_restored or is_newest(),
+            deadline_seconds=self._deadline_seconds,
+        )
+        if not wanted:  # a newer one is there, and is copied next
+            clear_shares(source, place.__eq__)
+            return
+        if job.is_restored:
+            self._mend(ranks, source, place)
+        whole = self._copy(ranks, source, job.tier, place)
+        for number in job.onto:
+            target = job.hosts[number]
+            try:
+                self._promote(ranks, whole, target, place)
+            except NoSpaceError as error:
+                if ranks.rank == 0:
+                    _log.warning("step %d is not on %s: %s", place.step, target.root, error)
+                clear_shares(target, place.__eq__)
+            else:
+                self._copy(ranks, target, number, place)
+        if job.to_root:
+            self._promote_to_root(ranks, whole, self._root.checkpoint(place))
+            job.then()
+
+    def _mend(self, ranks: Ranks, hosts: Hosts, place: Place) -> None:
+        """Has each host verify what it has of a checkpoint, and fetch anew what is damaged, where another has it."""
+        what = f"verifying {place.name} on {hosts.root}"
+        whole = find(ranks, hosts, place.name, what, self._deadline_seconds)
+        _, damaged = ranks.agree(
+            what,
+            work=lambda: damaged_files(hosts, whole) if hosts.is_leader else [],
+            report=lambda names: names,
+            decide=lambda reports: [reports[leader] for leader in hosts.leaders],
+            deadline_seconds=self._deadline_seconds,
+        )
+        ranks.agree(
+            what,
+            work=lambda: replace_damaged(hosts, whole, damaged) if hosts.is_leader else None,
+            deadline_seconds=self._deadline_seconds,
+        )
+
+    def _copy(self, ranks: Ranks, hosts: Hosts, number: int, place: Place) -> WholeCheckpoint:
+        """Has each host fetch its copies of a checkpoint of a tier, and clears what is older than those that stay."""
+        begin = world().monotonic()
+        what = f"copying {place.name} on {hosts.root}"
+        whole = find(ranks, hosts, place.name, what, self._deadline_seconds)
+        tier = self._tiers[number]
+
+        def fetch() -> bool:
+            if not hosts.is_leader:
+                return True
+            return fetch_copies(hosts, whole, tier.copies, tier.most_per_second)
+
+        _, copied = ranks.agree(what, work=fetch, report=bool, decide=all, deadline_seconds=self._deadline_seconds)
+        if copied:
+            self._copied[number].add(place)
+            nbytes = sum(file.nbytes for file in whole.manifest.files)
+            copies, seconds = min(tier.copies, hosts.count), world().monotonic() - begin
+            emit_report("copy", CopyReport(whole.url, whole.manifest.save_id, copies, nbytes, seconds))
+        newest = sorted(each for each in self._copied[number] if each.branch == place.branch)[-tier.keep_last :]
+        self._copied[number] = set(newest)
+        is_full = len(newest) == tier.keep_last
+
+        def unwanted(other: Place) -> bool:
+            if is_full and (other.branch < place.branch or other.step < newest[0].step):
+                return True
+            # Older ones that are not copied never will be; this one is there.
+            return other.branch == place.branch and other < place and other not in (*newest, self._restored)
+
+        clear_shares(hosts, unwanted)
+        return whole
+
+    def _promote(self, ranks: Ranks, whole: WholeCheckpoint, target: Hosts, place: Place) -> None:
+        """Copies a checkpoint from one tier to another: each host the files that its ranks have written."""
+        what = f"promoting {place.name} to {target.root}"
+        share = target.share(place.name)
+        own = {
+            file.name: file
+            for file in whole.manifest.files
+            if target.of_rank[writer_of(file.name) % ranks.size] == target.number
+        }
+
+        def copy() -> None:
+            if not target.is_leader:
+                return
+            needed = sum(file.nbytes for file in own.values())
+            if share.record() != whole.record:
+                share.clear()  # what is there is of another save
+            with (
+                wrap_os_errors(f"copy {whole.url} to {share.url}"),
+                explain_no_space(share, "its files", lambda: needed, lambda: sum(share.files().values())),
+            ):
+                share.make()
+                there = share.files()
+                for file in own.values():
+                    if there.get(file.name) != file.nbytes:
+                        copy_file(whole, share, file)
+
+        def record() -> None:
+            if target.is_leader and share.record() != whole.record:
+                with (
+                    wrap_os_errors(f"commit {share.url}"),
+                    explain_no_space(share, "a record", whole.record.__len__, lambda: 0),
+                ):
+                    share.keep_record(whole.record, {name: file.nbytes for name, file in own.items()})
+
+        for work in (copy, record):
+            ranks.agree(what, work=work, deadline_seconds=self._deadline_seconds)
+
+    def _promote_to_root(self, ranks: Ranks, whole: WholeCheckpoint, target: Storage) -> None:
+        _, copied = ranks.agree(
+            f"promoting {target.url.rstrip('/').rpartition('/')[2]} to the root",
+            work=lambda: None,
+            decide=lambda _: is_copied(whole, target),
+            deadline_seconds=self._deadline_seconds,
+        )
+        if not copied:
+            copy_over_ranks(ranks, whole, target, lambda: (whole.manifest, whole.record), self._deadline_seconds)
+
+
+def clear_shares(hosts: Hosts, unwanted: Callable[[Place], bool]) -> None:
+    """Removes what a host has of checkpoints, on its leader. A failure is logged."""
+    if not hosts.is_leader:
+        return
+    with _logging_failures(hosts.root):
+        for name in hosts.share(".").names():
+            place = place_of(name)
+            if place is not None and unwanted(place):
+                hosts.share(name).clear()
+
+
+def clear_spares(path: str) -> None:
+    """Gives back what the next save to a host's directory would have been written over. A failure is logged."""
+    with _logging_failures(path):
+        remove_spares(path)
+
+
+@contextmanager
+def _logging_failures(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:  # no reason to end a training
+        _log.warning("old checkpoints could not be removed from %s: %s", path, error)
