@@ -36,8 +36,9 @@ def tiers_of(url: str, verify: bool) -> tuple[list[Tier], str | None]:
     list the root.
     """
     try:
-        tiers = tiers_at(url)
-        run = run_at(storage_of(url)) if tiers else None
+        root = storage_of(url)
+        tiers = tiers_at(root)
+        run = run_at(root) if tiers else None
         return [(tier, tier_here(str(tier["path"]), run, verify)) for tier in tiers], None
     except CheckpointError as error:
         return [], str(error)

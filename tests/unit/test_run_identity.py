@@ -94,3 +94,13 @@ def test_a_host_whose_label_is_lost_is_told_how_it_gets_one(run, change, found):
     assert label.exists() == before and (run / "tier/step-00000001").exists()
     label.write_bytes((run / "root/run.json").read_bytes())
     assert restored(run) == 1
+
+
+def test_a_tier_that_a_job_has_no_more_is_told_of(run, caplog):
+    """What it has may be newer than all that the job goes on to save, and would be restored before that."""
+    with checkpoint.Manager(run / "root", mirror=run / "mirror") as made:
+        assert made.restore(app_of(0)) == 0
+    (told,) = [each.message for each in caplog.records]
+    assert f"the run had a tier at {run}/tier" in told and "newer there than step 0" in told
+    caplog.clear()
+    assert restored(run) == 1 and not caplog.records

@@ -59,6 +59,17 @@ def test_one_is_kept_of_each_rank_and_all_can_be_given_back(shares):
     assert os.listdir(root) == [".host"]
 
 
+def test_one_that_is_taken_meanwhile_keeps_none_of_the_others(shares, monkeypatch):
+    old, _ = shares
+    root = os.path.dirname(old.url)
+    old.write(file_name("aaaa", 4, 0), [memoryview(b"of another")])
+    old.clear()
+    listed = os.listdir(root)
+    monkeypatch.setattr(os, "listdir", lambda path: [".spare-r00002.safetensors", *listed])
+    remove_spares(root)
+    assert not [name for name in listed if os.path.exists(f"{root}/{name}") and name.startswith(".spare-")]
+
+
 def _linked(spare, other):
     os.link(spare, other)
 

@@ -169,13 +169,12 @@ def note_tiers(root: Storage, tiers: Sequence[Mapping[str, Any]]) -> None:
             root.publish(TIERS_NAME, data)
 
 
-def tiers_at(url: str | os.PathLike[str]) -> list[dict[str, Any]]:
+def tiers_at(root: Storage) -> list[dict[str, Any]]:
     """Returns the tiers that the run of a root had in its last job, by path; none where it had none.
 
     Raises:
         CheckpointError: they cannot be read. CorruptionError: what is written there is damaged.
     """
-    root = storage_of(url)
     where = f"{root.url}/{TIERS_NAME}"
     with wrap_os_errors(f"look into {root.url}"):
         try:

@@ -29,7 +29,7 @@ from shardopt.checkpoint.run.copying import copy_over_ranks, is_copied
 from shardopt.checkpoint.run.identity import claim_tiers, refuse_tiers_of_others
 from shardopt.checkpoint.run.restoring import Candidate
 from shardopt.checkpoint.run.root import Root
-from shardopt.checkpoint.run.shares import note_tiers
+from shardopt.checkpoint.run.shares import TIERS_NAME, note_tiers, tiers_at
 from shardopt.checkpoint.run.steps import Place, place_of
 from shardopt.checkpoint.storage import Storage, wrap_os_errors
 from shardopt.checkpoint.storage.no_space import explain_no_space
@@ -170,6 +170,23 @@ class Tiers:
         except CheckpointError as error:
             _log.warning("%s", error)
 
+    def _warn_of_former(self, step: int) -> None:
+        """Logs which tiers the run had that this job does not look at: of what they have nothing is cleared."""
+        if TIERS_NAME not in self._root.names:
+            return
+        try:
+            former = {str(tier["path"]) for tier in tiers_at(self._root.storage)} - {tier.path for tier in self._tiers}
+        except CheckpointError as error:
+            _log.warning("%s", error)
+            return
+        for path in sorted(former):
+            _log.warning(
+                "the run had a tier at %s, which is none of this job's: it stays as it is, and a later job that has it "
+                "again restores what is newer there than step %d. Remove it from each host where it is not wanted",
+                path,
+                step,
+            )
+
     def make_room(self) -> None:
         """Before a save: removes those that wait to be copied while a newer one does, and never would be. Collective.
 
@@ -268,9 +285,11 @@ class Tiers:
             branches: of the run, after it was taken back.
             to_root, then: as for `committed`.
         """
+        step = -1 if place is None else place.step
+        if self._ranks.rank == 0:
+            self._warn_of_former(max(step, 0))
         if not self._tiers:
             return
-        step = -1 if place is None else place.step
 
         def unwanted(other: Place) -> bool:
             return branches.is_removed(other) or (other.branch == branches.current and other.step > step)
