@@ -1,10 +1,11 @@
 """Bytes of optimizer state a parameter, by algorithm and option, and what a step costs in memory and time.
 
-    python -m benchmarks.state_memory [--rounds 5]
+    python -m benchmarks.state_memory [--rounds 5] [--ranks-only]
 
 The matrices and vectors of a transformer layer of width 768 in bf16 (fp32 where nothing else is asked for), on one
 thread. State is what tensors take. Peak memory is the most that new tensors take at once within a step, beside what
-was there, as counted by torch's allocator in Python. Times are CPU seconds of the process, peers in turns.
+was there, as counted by torch's allocator in Python. Times are CPU seconds of the process, peers in turns. Of two ranks
+what each of them has at most, parameters, gradients and state with it, is held against the table's bytes.
 """
 
 from __future__ import annotations
@@ -20,15 +21,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.profiler import ProfilerActivity, profile
 
 import shardopt
-from benchmarks.peers import write_table
+from benchmarks.peers import on_ranks, write_table
 from shardopt import checkpoint
 from shardopt.sharding.view import local_tensors
 
-WIDTH, LAYERS = 768, 1
+WIDTH, LAYERS, RANKS = 768, 1, 2
 BF16, FP32 = torch.bfloat16, torch.float32
 STORED: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "torch, fp32": (FP32, {}),
@@ -127,6 +131,40 @@ def measure_peaks(stored: str) -> tuple[float, float, float]:
     return bytes_of_state(optimizer) / count, step / count, load / count
 
 
+def measure_rank(stored: str, dim: int, bytes_of_table: float) -> list[float]:
+    """Of this rank, over what the table says: parameters, gradients and state; with a step's peak; with a load's."""
+    dtype, options = STORED[stored]
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    named = {
+        name: torch.nn.Parameter(distribute_tensor(full.detach(), mesh, [Shard(dim)]))
+        for name, full in parameters(dtype, matrices_only=True).items()
+    }
+    optimizer = optimizer_of("AdamW", options, named)
+    optimizer.step()
+    here = [local for parameter in named.values() for local in local_tensors(parameter)]
+    held = sum(2 * local.nbytes for local in here) + bytes_of_state(optimizer)
+    wanted = sum(local.numel() for local in here) * (2 * dtype.itemsize + bytes_of_table)
+    with tempfile.TemporaryDirectory() as own:
+        folder = [own]
+        dist.broadcast_object_list(folder)
+        checkpoint.save(f"{folder[0]}/saved", {"optimizer": optimizer})
+        step = peak_of(optimizer.step)
+        load = peak_of(lambda: checkpoint.load(f"{folder[0]}/saved", {"optimizer": optimizer}))
+        dist.barrier()
+    ratios = torch.tensor([held, held + step, held + load], dtype=torch.float64) / wanted
+    dist.all_reduce(ratios, dist.ReduceOp.MAX)
+    return [float(ratio) for ratio in ratios]
+
+
+def measure_ranks(bytes_of_table: dict[str, float]) -> dict[str, list[float]]:
+    """By way to store, and dimension that parameters are cut along: `measure_rank`, the greater of all ranks."""
+    return {
+        f"{stored}, cut along {what}": measure_rank(stored, dim, bytes_of_table[stored])
+        for stored in STORED
+        for dim, what in ((0, "rows"), (1, "columns"))
+    }
+
+
 def measure_times(rounds: int) -> dict[str, float]:
     """CPU nanoseconds of an AdamW step for each element, medians."""
     optimizers = {}
@@ -146,9 +184,23 @@ def measure_times(rounds: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--ranks-only", action="store_true", help="only what each of two ranks has at most")
+    arguments = parser.parse_args()
+    rounds = arguments.rounds
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    on_one = {stored: measure_bytes("AdamW", stored) for stored in STORED}
+    of_ranks = on_ranks(RANKS, measure_ranks, on_one)
+    rows = [[name, *(f"{ratio:.3f}" for ratio in ratios)] for name, ratios in of_ranks.items()]
+    notes = (
+        f"AdamW on the matrices of a transformer layer of width {WIDTH}, {RANKS} ranks; bytes on a rank over those of "
+        "its elements by the table of one process: parameters, gradients and state; with what a step allocates; "
+        "with what a load in place does; at most. The greater of the ranks."
+    )
+    header = ["stored", "held", "in a step", "in a load"]
+    print(write_table("state_memory_ranks", "Memory of a rank against the table", header, rows, notes))
+    if arguments.ranks_only:
+        return
     rows = [[algorithm, *(f"{measure_bytes(algorithm, stored):.3f}" for stored in STORED)] for algorithm in ALGORITHMS]
     title = "Bytes of optimizer state a parameter"
     notes = (

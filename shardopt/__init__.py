@@ -4,6 +4,8 @@ from typing import TYPE_CHECKING
 
 __all__ = [
     "EMA",
+    "LAMB",
+    "LARS",
     "SOAP",
     "SWA",
     "AdEMAMix",
@@ -46,6 +48,8 @@ if TYPE_CHECKING:
     from shardopt.algorithms.elementwise.ademamix import AdEMAMix
     from shardopt.algorithms.elementwise.lion import Lion
     from shardopt.algorithms.elementwise.schedule_free import ScheduleFreeAdamW, ScheduleFreeSGD
+    from shardopt.algorithms.layer_wise.lamb import LAMB
+    from shardopt.algorithms.layer_wise.lars import LARS
     from shardopt.algorithms.row_wise.row_wise import RowWiseAdagrad, RowWiseAdam
     from shardopt.mixture import MixtureSampler
     from shardopt.optim.averaging import EMA, SWA
@@ -73,6 +77,8 @@ else:
             "shardopt.algorithms.elementwise.ademamix": ["AdEMAMix"],
             "shardopt.algorithms.elementwise.lion": ["Lion"],
             "shardopt.algorithms.elementwise.schedule_free": ["ScheduleFreeAdamW", "ScheduleFreeSGD"],
+            "shardopt.algorithms.layer_wise.lamb": ["LAMB"],
+            "shardopt.algorithms.layer_wise.lars": ["LARS"],
             "shardopt.algorithms.row_wise.row_wise": ["RowWiseAdagrad", "RowWiseAdam"],
             "shardopt.mixture": ["MixtureSampler"],
             "shardopt.optim.averaging": ["EMA", "SWA"],

@@ -22,17 +22,18 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from math import isnan, nan, prod
+from math import nan, prod
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardopt.algorithms.absent_gradients import refuse_absent
 from shardopt.algorithms.dense_gradients import dense_gradients
 from shardopt.algorithms.late_checks import LateChecks
 from shardopt.algorithms.reductions import Term, all_reduce_terms
-from shardopt.errors import GradientError, Problem
+from shardopt.errors import GradientError
 from shardopt.sharding.box import cover_faults
 from shardopt.sharding.gradients import requires_gradient, takes_gradient
 from shardopt.sharding.pieces import View
@@ -84,14 +85,14 @@ class Adafactor(torch.optim.Adafactor):
         shared = [work for work in works if work.cuts]
         if all(_is_on_host(work.numbers) for work in shared):
             _raise_fault(works)
-            _refuse_absent(
+            refuse_absent(
                 [work.demand for work in shared], torch.cat([work.numbers[1:] for work in shared] or [_NOTHING])
             )
         else:  # reading them now would wait for the device
             for device in {work.numbers.device for work in shared}:
                 here = [work for work in shared if work.numbers.device == device]
                 counts = torch.cat([work.numbers[1:].float() for work in here])
-                self._late.defer(counts, partial(_refuse_absent, [work.demand for work in here]))
+                self._late.defer(counts, partial(refuse_absent, [work.demand for work in here]))
         due = [work for work in works if work.is_due() and work.is_held]
         for work in due:
             work.update_state()
@@ -298,31 +299,6 @@ def _raise_fault(works: Iterable[_Work]) -> None:
     for work in works:
         if work.fault is not None:
             raise work.fault
-
-
-def _refuse_absent(demands: Sequence[tuple[str, bool]], counts: Tensor) -> None:
-    """Raises where some ranks of a parameter have a gradient and others have none.
-
-    Args:
-        demands: name of each of N parameters, and whether all of its ranks must have a gradient, or none.
-        counts: [2 N], for each parameter how many ranks have one, and how many have none (NaN where a rank refuses its
-            own); on the CPU, the same on all ranks.
-
-    Raises:
-        GradientError: some have one and others do not, or one refuses its own.
-    """
-    problems = []
-    for (name, all_or_none), (have, lack) in zip(demands, counts.view(-1, 2).tolist(), strict=True):
-        if isnan(lack):
-            present = "one that a rank refuses"
-        elif all_or_none and have and lack:
-            present = f"one on {have:g} of its ranks, none on {lack:g}"
-        else:
-            continue
-        remedy = "give it zeros where a rank had nothing to do with it"
-        problems.append(Problem(f"{name}.grad", present, "one on all of its ranks, or on none", remedy))
-    if problems:
-        raise GradientError("gradients are absent on some ranks, or refused there", problems)
 
 
 _NOTHING = torch.zeros(0)

@@ -15,6 +15,9 @@ from shardopt.algorithms.blocked.soap import SOAP
 from shardopt.algorithms.elementwise.ademamix import AdEMAMix
 from shardopt.algorithms.elementwise.lion import Lion
 from shardopt.algorithms.elementwise.schedule_free import ScheduleFreeAdamW, ScheduleFreeSGD
+from shardopt.algorithms.layer_wise.base import unsuitable_for_norms
+from shardopt.algorithms.layer_wise.lamb import LAMB
+from shardopt.algorithms.layer_wise.lars import LARS
 from shardopt.algorithms.lbfgs.lbfgs import LBFGS, unsuitable_for_lbfgs
 from shardopt.algorithms.muon.muon import Muon, unsuitable_for_muon
 from shardopt.algorithms.registry import (
@@ -108,6 +111,7 @@ _AVERAGED = (
     _STEP,
     *(StateEntry(name, Kind.SCALAR, Dtype.WIDE) for name in ("weight_sum", "lr_max")),
 )
+_NORMS = "its rates follow from norms of whole parameters, and a shard has only its own"
 _BASE = _like("z", initial=AtFirstStep.PARAMETER, narrows=_never)
 
 for _spec in (
@@ -169,6 +173,24 @@ for _spec in (
         steps_on=StepsOn.PARAMETERS,
         stands_for=torch.optim.Adafactor,
         unsuitable=unsuitable_for_adafactor,
+    ),
+    AlgorithmSpec(
+        LAMB,
+        "LAMB",
+        False,
+        (_STEP, _like("exp_avg"), _positive("exp_avg_sq")),
+        why_not=_NORMS,
+        steps_on=StepsOn.PARAMETERS,
+        unsuitable=unsuitable_for_norms,
+    ),
+    AlgorithmSpec(
+        LARS,
+        "LARS",
+        False,
+        (_like("momentum_buffer", exists=_positive_momentum),),
+        why_not=_NORMS,
+        steps_on=StepsOn.PARAMETERS,
+        unsuitable=unsuitable_for_norms,
     ),
     AlgorithmSpec(
         LBFGS,

@@ -10,7 +10,7 @@ Another package's class is brought in with a few lines:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol, runtime_checkable
@@ -143,6 +143,21 @@ class StoresNarrow(Protocol):
 
     def state_loaded(self, parameter: Tensor) -> None:
         """Makes the parameter what its state, which was loaded, says that it is."""
+
+    @property
+    def settles_late(self) -> bool:
+        """Whether the first step makes state anew that was made before it."""
+
+    def is_unstepped(self, group: Mapping[str, Any], parameter: Tensor) -> bool:
+        """Whether the parameter never had a step, and its state is as good as none."""
+
+
+@runtime_checkable
+class CutsByOptions(Protocol):
+    """The protocol of one whose state is cut by an option of its group, so that state of another does not fit."""
+
+    def unlike(self, group: Mapping[str, Any], options: Mapping[str, Any]) -> Iterable[tuple[str, Any, Any]]:
+        """Yields those of a saved group's options that cut the state which is here otherwise: name, stored, own."""
 
 
 class AtFirstStep(Enum):

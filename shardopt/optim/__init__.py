@@ -8,6 +8,8 @@ from shardopt.algorithms.blocked.soap import SOAP
 from shardopt.algorithms.elementwise.ademamix import AdEMAMix
 from shardopt.algorithms.elementwise.lion import Lion
 from shardopt.algorithms.elementwise.schedule_free import ScheduleFreeAdamW, ScheduleFreeSGD
+from shardopt.algorithms.layer_wise.lamb import LAMB
+from shardopt.algorithms.layer_wise.lars import LARS
 from shardopt.algorithms.row_wise.row_wise import RowWiseAdagrad, RowWiseAdam
 from shardopt.optim.averaging import EMA, SWA
 from shardopt.optim.backward import in_backward
@@ -24,6 +26,8 @@ from shardopt.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 __all__ = [
     "EMA",
+    "LAMB",
+    "LARS",
     "SOAP",
     "SWA",
     "AdEMAMix",

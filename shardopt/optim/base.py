@@ -28,7 +28,12 @@ from shardopt.optim.state_dict.groups import (
 )
 from shardopt.optim.state_dict.load_plan import LoadPlan, Unmatched
 from shardopt.optim.state_dict.offered_form import with_named_groups
-from shardopt.optim.state_dict.options import saved_options, warn_of_another_algorithm, warn_of_overridden
+from shardopt.optim.state_dict.options import (
+    saved_options,
+    warn_of_another_algorithm,
+    warn_of_conversions,
+    warn_of_overridden,
+)
 from shardopt.optim.state_dict.saved_form import ALGORITHM, STATE, KeyedGroup, as_saved, plan_all
 from shardopt.param_groups import PARAM_GROUPS, PARAMS
 from shardopt.ranks import Group, SharedGroup, ranks_of
@@ -138,7 +143,11 @@ class KeyedOptimizer(RelatedOptimizer):
         return after_state_dict(self, self._gather())
 
     def load_state_dict(  # type: ignore[override]  # torch returns None; keys that were passed over must be reported
-        self, state_dict: Mapping[str, Any], strict: bool = True, convert_dtype: bool = False
+        self,
+        state_dict: Mapping[str, Any],
+        strict: bool = True,
+        convert_dtype: bool = False,
+        convert_state: bool = False,
     ) -> Unmatched:
         """Loads state in place and all or nothing: each tensor keeps its memory; its own tensors are not copied.
 
@@ -156,18 +165,23 @@ class KeyedOptimizer(RelatedOptimizer):
                 options; the rest stays as it is and is returned.
             convert_dtype: whether floating-point state of another dtype is converted to the one that is here. Numbers
                 that it cannot hold are errors.
+            convert_state: whether state that was stored by other options (`state_dtype`, `master_dtype`, `rounding`) is
+                made into the form of the options here, which stay. A master is made of the parameter, which has to have
+                its values by then. Rank 0 logs a warning of what was converted, and how far it is off where that is not
+                exact. For a moment there is the state of all parameters twice.
 
         Raises:
             MismatchError: lists everything that does not fit, options in which the parameters of a group disagree
                 too; nothing was changed.
         """
-        plan = LoadPlan(strict, convert_dtype)
+        plan = LoadPlan(strict, convert_dtype, convert_state=convert_state)
         self.plan_load(plan, state_dict)
         wait_for_copies()  # a save in the background may still be copying tensors that this changes
         plan.apply()
-        if (plan.overridden or plan.algorithms) and self._shared_group.ranks.rank == 0:
+        if (plan.overridden or plan.algorithms or plan.conversions) and self._shared_group.ranks.rank == 0:
             warn_of_overridden(plan.overridden)
             warn_of_another_algorithm(plan.algorithms)
+            warn_of_conversions(plan.conversions)
         self.post_load_state_dict()
         self._after_load()
         return plan.unmatched
@@ -422,6 +436,10 @@ class KeyedOptimizer(RelatedOptimizer):
         """Fires the hooks that wait for a whole load."""
         after_load_state_dict(self)
 
+    def _unlike(self, group: Mapping[str, Any], options: Mapping[str, Any]) -> Iterable[tuple[str, Any, Any]]:
+        """Returns the options of a saved group under which state would lie otherwise than here: name, stored, own."""
+        return ()
+
     @property
     def _later_options(self) -> frozenset[str]:
         """Options that the algorithm did not always have."""
@@ -500,7 +518,8 @@ class KeyedOptimizer(RelatedOptimizer):
             where = KeyedGroup(group, saved).where(PARAM_GROUPS, position)
             saved |= {**saved_options(group, where), **self._saved_besides(group, names)}
             has = partial(self._places.has, position)
-            keyed_groups.append(KeyedGroup(group, saved, self._kept_options, has, self._later_options))
+            unlike = partial(self._unlike, group)
+            keyed_groups.append(KeyedGroup(group, saved, self._kept_options, has, self._later_options, unlike))
         return keyed_groups
 
     def _names_in_groups(self) -> list[tuple[list[str], dict[str, Any]]]:

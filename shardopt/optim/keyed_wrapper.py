@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shardopt.algorithms.elementwise.schedule_free import TRAIN_MODE
+from shardopt.algorithms.low_precision.conversion import CannotConvert
 from shardopt.algorithms.low_precision.options import as_texts
 from shardopt.optim.base import KeyedOptimizer
 from shardopt.optim.local.local_step import LocalOptimizer
 from shardopt.optim.local.state_view import LocalState
 from shardopt.optim.state_dict.groups import first_names, named, refuse_non_leaf_tensors, refuse_unfit_groups
+from shardopt.optim.state_dict.load_plan import LoadPlan
+from shardopt.optim.state_dict.offered_form import with_named_groups
 from shardopt.optim.state_dict.options import given_options, plain_options, refuse_bad_options
 from shardopt.optim.state_dict.saved_form import GIVEN, STATE, untouched_in
-from shardopt.param_groups import PARAM_GROUPS, UNTOUCHED
+from shardopt.param_groups import PARAM_GROUPS, PARAMS, UNTOUCHED, are_named, options_by_member
 from shardopt.ranks import SharedGroup
+from shardopt.sharding.view import is_held
 from shardopt.torch_private import not_compiled
 
 
@@ -174,7 +180,8 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
 
     def _add_group(self, names: Mapping[Tensor, str], options: Mapping[str, Any]) -> None:
         options = as_texts(options)
-        besides = {name for group in self.param_groups for name in group}  # schedules and the like have added some
+        # Schedules and the like have added some. A mode is no option: the model would not have the weights of it.
+        besides = {name for group in self.param_groups for name in group} - {TRAIN_MODE}
         refuse_bad_options(type(self._local.optimizer), options, "param_group", besides)
         self._local.add_group(names, options)
         added = self.param_groups[-1]
@@ -218,6 +225,32 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
     def _needs_closure(self) -> bool:
         return self._local.spec is not None and self._local.spec.needs_closure
 
+    def _plan(self, plan: LoadPlan, offered: Mapping[str, Any]) -> None:
+        if plan.convert_state:
+            offered = self._converted(plan, with_named_groups(offered))
+        super()._plan(plan, offered)
+
+    def _converted(self, plan: LoadPlan, offered: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns what is offered with the state of each parameter as its group here stores it."""
+        state, groups = offered.get(STATE), offered.get(PARAM_GROUPS)
+        if not isinstance(state, Mapping) or not are_named(groups):
+            return offered
+        then, made = options_by_member(groups), dict(state)
+        for group in self.param_groups:
+            for parameter in group[PARAMS]:
+                name = self._names[parameter]
+                if name in then and isinstance(state.get(name), Mapping) and is_held(parameter):
+                    try:
+                        made[name], notes = self._local.converted(group, then[name], parameter, state[name])
+                    except CannotConvert as refusal:
+                        plan.problems.append(replace(refusal.problem, key=f"{plan.section(STATE)}.{name}"))
+                        continue
+                    plan.conversions += notes
+        return {**offered, STATE: made}
+
+    def _unlike(self, group: Mapping[str, Any], options: Mapping[str, Any]) -> Iterable[tuple[str, Any, Any]]:
+        return self._local.unlike(group, options)
+
     @property
     def _later_options(self) -> frozenset[str]:
         return frozenset() if self._local.spec is None else self._local.spec.later_options
@@ -242,7 +275,7 @@ class KeyedOptimizerWrapper(KeyedOptimizer):
     def _saved_besides(self, group: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
         _, given = self._given.get(id(group), (group, {}))
         besides = {**super()._saved_besides(group, names), GIVEN: dict(given)}
-        if not self._local.settles_at_first_step:
+        if not self._local.saves_untouched:
             return besides
         return {**besides, UNTOUCHED: [name for name in names if self._local.is_untouched(self._params[name])]}
 

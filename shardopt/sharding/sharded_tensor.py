@@ -22,6 +22,8 @@ from shardopt.sharding.box import Box, cover_faults, whole, with_ones
 from shardopt.sharding.layout import Layout
 from shardopt.sharding.pieces import View, refusal, shard_pieces
 
+_BY_ITSELF = "_shardopt_by_itself"
+
 
 def view_of_sharded_tensor(tensor: ShardedTensor, key: str) -> View:
     """Returns the view of a ShardedTensor; raises LayoutError as `view_of`."""
@@ -55,7 +57,9 @@ def view_of_sharded_tensor(tensor: ShardedTensor, key: str) -> View:
             f"{[str(box) for box in want]}, as the metadata of all shards says",
             "make the ShardedTensor anew from its local shards",
         )
-    return View(shape, dtype, pieces, layout)
+    return View(
+        shape, dtype, pieces, dataclasses.replace(layout, local=True) if _BY_ITSELF in tensor.__dict__ else layout
+    )
 
 
 def holders_of(tensor: ShardedTensor) -> set[int]:
@@ -109,7 +113,11 @@ def sharded_tensor_of(
 
 
 def sharded_tensor_at(
-    shape: Sequence[int], placed: Sequence[tuple[Box, int]], tensors: Sequence[Tensor], like: Tensor
+    shape: Sequence[int],
+    placed: Sequence[tuple[Box, int]],
+    tensors: Sequence[Tensor],
+    like: Tensor,
+    by_itself: bool = False,
 ) -> ShardedTensor:
     """Makes a ShardedTensor over the ranks of the job, each of whose shards lies on a rank of its own choice.
 
@@ -117,9 +125,11 @@ def sharded_tensor_at(
 
     Args:
         shape: of the whole.
-        placed: the box of each shard, and the rank of the job that holds it; the same on every rank.
+        placed: the box of each shard, and the rank of the job that holds it; the same on every rank that has it so.
         tensors: this rank's shards, in that order.
         like: a tensor of their dtype, on the kind of device that they are on.
+        by_itself: whether other ranks may have all of it as well, placed among themselves: then ranks that save or
+            count it have to tell each other of theirs first.
     """
     kind = like.device.type
     shards = [ShardMetadata([*box.offsets], [*box.sizes], f"rank:{rank}/{kind}") for box, rank in placed]
@@ -127,7 +137,10 @@ def sharded_tensor_at(
     metadata = ShardedTensorMetadata(shards, torch.Size(shape), properties)
     rank = dist.get_rank()
     here = [shard for shard, (_, holder) in zip(shards, placed, strict=True) if holder == rank]
-    return _made(EnumerableShardingSpec(shards), metadata, here, tensors, dist.group.WORLD)
+    made = _made(EnumerableShardingSpec(shards), metadata, here, tensors, dist.group.WORLD)
+    if by_itself:
+        made.__dict__[_BY_ITSELF] = True
+    return made
 
 
 def _made(

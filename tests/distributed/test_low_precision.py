@@ -1,5 +1,7 @@
 """Low-precision state and parameters on real ranks: the bits of one process in every layout, through a checkpoint."""
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,7 +14,7 @@ from shardopt.errors import AlgorithmError, GradientError
 from shardopt.sharding.view import local_tensors
 from tests.harness import run_ranks, run_ranks_outcomes
 from tests.support.fake_rank import shard
-from tests.support.low_precision import ALGORITHMS, LAYOUTS, OPTIONS, Training, finished
+from tests.support.low_precision import ALGORITHMS, LAYOUTS, OPTIONS, Training
 from tests.support.placement import give_gradient
 
 MIDDLE, END = 3, 5
@@ -20,8 +22,14 @@ CUT = ("columns", "last", "both", "table_columns", "table_grid")  # layouts in w
 FEW = [("adamw", "codes, at random"), ("sgd", "codes, master"), ("nadam", "codes"), ("rprop", "bf16, at random")]
 
 
+@functools.cache
 def in_one_process(case):
-    return finished(case, MIDDLE), finished(case, END)
+    """Everything in the middle and at the end."""
+    training = Training.of(case)
+    training.steps(0, MIDDLE)
+    middle = training.whole()
+    training.steps(MIDDLE, END)
+    return middle, training.whole()
 
 
 def begin(path, layout, cases, wanted):
@@ -49,9 +57,9 @@ def compare(path, cases, one, other):
     path = path / "saved"
     wanted = {case: in_one_process(case) for case in cases}
     (ranks, layout), (later_ranks, later_layout) = one, other
-    for found in run_ranks(ranks, begin, path, layout, cases, wanted, deadline_seconds=300):
+    for found in run_ranks(ranks, begin, path, layout, cases, wanted, deadline_seconds=1500):
         assert found == {case: [] for case in cases}
-    for found in run_ranks(later_ranks, go_on, path, later_layout, cases, wanted, deadline_seconds=300):
+    for found in run_ranks(later_ranks, go_on, path, later_layout, cases, wanted, deadline_seconds=1500):
         assert found == {case: [] for case in cases}
 
 

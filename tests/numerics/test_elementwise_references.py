@@ -237,3 +237,19 @@ def test_torchs_contract(name):
     assert torch.equal(weight, twin) and other.param_groups[0]["lr"] == 0.1
     for entry, saved in optimizer.state[weight].items():
         assert saved.dtype == other.state[twin][entry].dtype and torch.equal(saved, other.state[twin][entry]), entry
+
+
+@pytest.mark.parametrize("name", ["ScheduleFreeSGD", "ScheduleFreeAdamW"])
+def test_the_mode_is_no_option_and_weights_have_no_negative_power(name):
+    made = shardopt.algorithms.spec_of(name).optimizer
+    params = parameters()
+    for given in ({"weight_lr_power": -1.0}, {"train_mode": False}):
+        with pytest.raises(ValueError, match=f"{name}'s {next(iter(given))}"):
+            made([{"params": list(params.values()), **given}])
+    with pytest.raises(ValueError, match="weight_lr_power"):
+        shardopt.keyed(name, params, weight_lr_power=-1.0)
+    optimizer = shardopt.keyed(name, params)
+    added = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(AlgorithmError, match="train_mode"):
+        optimizer.add_param_group({"params": {"added": added}, "train_mode": False})
+    assert len(optimizer.param_groups) == 1

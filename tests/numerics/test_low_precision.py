@@ -164,6 +164,20 @@ def test_state_that_was_made_early_is_not_noticed(algorithm):
     assert not early.optimizer.unstepped_state(early.params)
 
 
+@pytest.mark.parametrize("algorithm", ["adamw", "sgd"])
+def test_state_that_was_never_stepped_is_dropped_whatever_its_parameter_is_by_now(algorithm, tmp_path):
+    one, other = (Training.of((algorithm, "codes, master"), seed=seed) for seed in (0, 1))
+    checkpoint.save(tmp_path / "saved", one.app)  # without state
+    other.optimizer.init_state()
+    for parameter in other.params.values():
+        parameter.data.add_(1)  # after the master was made
+    checkpoint.load(tmp_path / "saved", other.app, init_state=True)
+    assert not other.optimizer.state_dict()["state"]
+    for training in (one, other):
+        training.steps(0, 2)
+    assert other.differences(one.whole()) == []
+
+
 def test_copies_go_on_with_the_same_bits():
     one = Training.of(("sgd", "codes, at random"))
     one.steps(0, 2)
@@ -347,7 +361,7 @@ def test_a_run_may_go_on_with_another_rounding_and_bf16_is_converted_if_asked():
     assert other.param_groups[0]["rounding"] == "stochastic"
     plain = shardopt.keyed("adamw", model.named_parameters())
     plain.init_state()
-    with pytest.raises(MismatchError, match="converted with convert_dtype=True"):
+    with pytest.raises(MismatchError, match="convert_state=True"):
         plain.load_state_dict(one.state_dict())
     plain.load_state_dict(one.state_dict(), convert_dtype=True)
     for parameter in model.parameters():

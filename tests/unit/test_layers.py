@@ -45,6 +45,7 @@ FLOORS = {
     "algorithms/elementwise": 11,
     "algorithms/lbfgs": 11,
     "algorithms/row_wise": 11,
+    "algorithms/layer_wise": 12,  # over elementwise, whose checks of options it uses
     "algorithms/low_precision": 11,
     "algorithms/blocked": 12,  # over muon, whose redistribution of whole matrices it uses
     "algorithms/builtin": 13,

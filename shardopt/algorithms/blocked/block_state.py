@@ -15,7 +15,12 @@ from shardopt.sharding.view import view_of
 
 
 def make_zeros(
-    shape: Sequence[int], boxes: Sequence[Box], owners: Sequence[int] | None, rank: int, like: Tensor
+    shape: Sequence[int],
+    boxes: Sequence[Box],
+    owners: Sequence[int] | None,
+    rank: int,
+    like: Tensor,
+    by_itself: bool = False,
 ) -> Tensor:
     """Makes a tensor of zeros of which each box lies on the rank that owns it. Local: no collective.
 
@@ -25,12 +30,13 @@ def make_zeros(
         owners: of each box, ranks of the job; None: all of it is here, as a plain tensor.
         rank: this one.
         like: a tensor of its dtype and device.
+        by_itself: whether other ranks may have the whole as well, with owners of their own.
     """
     if owners is None or not boxes:
         return torch.zeros(tuple(shape), dtype=like.dtype, device=like.device)
     placed = list(zip(boxes, owners, strict=True))
     here = [like.new_zeros(box.sizes) for box, owner in placed if owner == rank]
-    return sharded_tensor_at(shape, placed, here, like)
+    return sharded_tensor_at(shape, placed, here, like, by_itself)
 
 
 def owners_in(key: str, state: Tensor, boxes: Sequence[Box]) -> tuple[int, ...] | None:

@@ -159,13 +159,21 @@ class BlockOptimizer(Optimizer):
         state: dict[str, Any] = {"step": counter}
         boxes = [block.box for block in blocks]
         for name in self._like_names(group):
-            state[name] = make_zeros(view.shape, boxes, owners, rank, like)
+            state[name] = make_zeros(view.shape, boxes, owners, rank, like, view.layout.local)
         for prefix in self._factor_names():
             for dim in self.factored_dims(group, view.shape):
                 shape = factor_shape(view.shape, group["block_size"], dim)
                 boxes_of = [block.factors[dim] for block in blocks]
-                state[f"{prefix}_{dim}"] = make_zeros(shape, boxes_of, owners, rank, like)
+                state[f"{prefix}_{dim}"] = make_zeros(shape, boxes_of, owners, rank, like, view.layout.local)
         return state
+
+    def unlike(self, group: Group, options: Mapping[str, Any]) -> Iterable[tuple[str, Any, Any]]:
+        """Yields `block_size` where a saved one cuts a parameter that has state into other blocks: stored, and own."""
+        own = group["block_size"]
+        stored = options.get("block_size", own)
+        shapes = {view_of(parameter).shape for parameter in group["params"] if self.state.get(parameter)}
+        if any(blocks_of(shape, stored) != blocks_of(shape, own) for shape in shapes):
+            yield "block_size", stored, own
 
     def blocks(self, group: Group, shape: tuple[int, ...]) -> tuple[Block, ...]:
         """Returns the blocks of a parameter of this shape."""

@@ -64,6 +64,27 @@ class ScheduleFree(ElementwiseOptimizer):
                             parameter.copy_(here)
                 group[TRAIN_MODE] = mode
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, as torch does; in training mode, whatever mode the others are in.
+
+        Raises:
+            ValueError: an option is out of its range, or is none: what is in the model is changed by `train` alone.
+        """
+        options = {**self.defaults, **param_group}
+        refuse_options(
+            type(self).__name__,
+            [
+                (
+                    TRAIN_MODE,
+                    param_group.get(TRAIN_MODE),
+                    "to be set by train() and eval()",
+                    TRAIN_MODE not in param_group,
+                ),
+                ("weight_lr_power", options["weight_lr_power"], "at least 0", options["weight_lr_power"] >= 0),
+            ],
+        )
+        super().add_param_group(param_group)
+
     def eval(self) -> None:
         """Gives the model the averages, x, to evaluate; steps are refused until `train`."""
         self.train(False)
@@ -122,7 +143,7 @@ class ScheduleFreeSGD(ScheduleFree):
         weight_decay: at least 0, taken at y.
         warmup_steps: over which the rate rises linearly.
         r: the power of the step in the weight of the average.
-        weight_lr_power: the power of the largest rate so far in it.
+        weight_lr_power: the power of the largest rate so far in it, at least 0.
         foreach, maximize: as of `Lion`.
 
     Raises:

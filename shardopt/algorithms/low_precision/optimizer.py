@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shardopt.algorithms.initial_state import is_initial
 from shardopt.algorithms.late_checks import LateChecks
 from shardopt.algorithms.low_precision.blocks import blocks_of_row
 from shardopt.algorithms.low_precision.codes import code_of_one
@@ -154,6 +155,22 @@ class LowPrecisionOptimizer(Optimizer, metaclass=_Variant):
         if MASTER in state and state[STEP] > 0:
             for local, master in zip(local_tensors(parameter), local_tensors(state[MASTER]), strict=True):
                 local.copy_(master)
+
+    @property
+    def settles_late(self) -> bool:
+        """Whether the first step makes state anew that was made before it."""
+        return self.algorithm.settled_at_first_step
+
+    def is_unstepped(self, group: Group, parameter: Tensor) -> bool:
+        """Whether the parameter never had a step, and its state is as good as none.
+
+        Not compared is the master: the first step makes it of what the parameter is then.
+        """
+        state = self.state.get(parameter, {})
+        if not state or state[STEP] > 0:
+            return False
+        fresh = self.initial_state(group, parameter)
+        return is_initial(*({name: each[name] for name in each if name != MASTER} for each in (state, fresh)))
 
     @property
     def inner(self) -> InnerSteps:

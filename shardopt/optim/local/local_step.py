@@ -19,8 +19,11 @@ from torch.optim import Optimizer
 
 from shardopt.algorithms.elementwise.schedule_free import TRAIN_MODE, ScheduleFree, is_evaluating, refusal_to_step
 from shardopt.algorithms.initial_state import initial_state, is_initial
+from shardopt.algorithms.low_precision.conversion import Conversion, converted
+from shardopt.algorithms.low_precision.optimizer import LowPrecisionOptimizer
 from shardopt.algorithms.registry import (
     AlgorithmSpec,
+    CutsByOptions,
     KeepsLess,
     MakesGlobalState,
     MakesState,
@@ -99,6 +102,15 @@ class LocalOptimizer:
     def settles_at_first_step(self) -> bool:
         """Whether state made before the first step is kept from the inner optimizer until then."""
         return self.spec is not None and self.spec.settled_at_first_step
+
+    @property
+    def saves_untouched(self) -> bool:
+        """Whether it is saved which parameters have state and never had a step."""
+        return self.settles_at_first_step or (self._narrow is not None and self._narrow.settles_late)
+
+    def unlike(self, group: Mapping[str, Any], options: Mapping[str, Any]) -> Iterable[tuple[str, Any, Any]]:
+        """Returns those of a saved group's options that cut the state which is here otherwise: name, stored, own."""
+        return self.optimizer.unlike(group, options) if isinstance(self.optimizer, CutsByOptions) else ()
 
     @property
     def steps_on_parameters(self) -> bool:
@@ -312,6 +324,8 @@ class LocalOptimizer:
         group, tensors = group_of.get(key), self.local_tensors(key)
         if group is None or not all(local in self.states for local in tensors):
             return False
+        if self._narrow is not None:
+            return self._narrow.is_unstepped(group, key)
         if self.settles_at_first_step:
             return all(map(self.states.is_unwritten, tensors))
         self.state_of(key)  # completes that of an algorithm that keeps less while it trains
@@ -363,6 +377,9 @@ class LocalOptimizer:
     def is_untouched(self, parameter: Tensor) -> bool:
         """Whether the parameter has state and never had a step, so that the first step makes its state anew."""
         tensors = self.local_tensors(parameter)
+        if self._narrow is not None:
+            group = self._group_of().get(parameter)
+            return bool(tensors) and group is not None and self._narrow.is_unstepped(group, parameter)
         return bool(tensors) and self.states.is_untouched(tensors[0])
 
     def state_loaded(self, parameter: Tensor, untouched: bool) -> None:
@@ -374,12 +391,26 @@ class LocalOptimizer:
         """
         self.state_changed()
         for local in self.local_tensors(parameter):
-            self.states.put(local, self.states[local], untouched)
+            self.states.put(local, self.states[local], untouched and self.settles_at_first_step)
         state = self.state_of(parameter)
         if isinstance(state, ShardedState):
             state.share_scalars()
         if self._narrow is not None:
             self._narrow.state_loaded(parameter)
+
+    def converted(
+        self, group: Mapping[str, Any], then: Mapping[str, Any], parameter: Tensor, entries: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], list[Conversion]]:
+        """Returns the state of a parameter as its group stores it, of state that another group's options stored.
+
+        Raises:
+            CannotConvert: it cannot be stored so without other ranks.
+        """
+        narrow = isinstance(self.optimizer, LowPrecisionOptimizer)
+        spec = self.optimizer.algorithm if isinstance(self.optimizer, LowPrecisionOptimizer) else self.spec
+        if spec is None or not spec.elementwise:
+            return entries, []
+        return converted(spec, group, then, parameter, entries, counts=narrow)
 
     def waiting_for_others(self, names: Mapping[Tensor, str], options: Mapping[str, Any]) -> list[str]:
         """Returns the names of those parameters whose step needs numbers of other ranks, as those of cut 8-bit state.

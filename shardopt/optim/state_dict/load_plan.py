@@ -37,6 +37,7 @@ class LoadPlan:
         descriptions: whether tensors on the meta device may stand for values that will be read later; such a tensor is
             compared by shape and dtype, and nothing is copied from it.
         into: the kind of object that is loaded into, in errors.
+        convert_state: whether state that is stored in another form is made into the one that is here.
     """
 
     def __init__(
@@ -45,10 +46,13 @@ class LoadPlan:
         convert_dtype: bool = False,
         descriptions: bool = False,
         into: str = "optimizer",
+        convert_state: bool = False,
     ) -> None:
         self._into = into
         self.strict = strict
         self.convert_dtype = convert_dtype
+        self.convert_state = convert_state
+        self.conversions: list[Any] = []  # what became of entries, `low_precision.conversion.Conversion`
         self.descriptions = descriptions
         self.problems: list[Problem] = []
         self.unmatched = Unmatched([], [])

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from shardopt.algorithms.low_precision.conversion import Conversion
 from shardopt.errors import AlgorithmError, Problem, StateError
 from shardopt.optim.state_dict.load_plan import like
 from shardopt.param_groups import IMPLEMENTATION_OPTIONS
@@ -179,6 +180,20 @@ def warn_of_another_algorithm(notes: Iterable[str]) -> None:
     if notes:
         shown = notes[:_MOST_LINES] + ([f"and {len(notes) - _MOST_LINES} more"] if len(notes) > _MOST_LINES else [])
         _log.warning("loaded with strict=False from another algorithm:\n  %s", "\n  ".join(shown))
+
+
+def warn_of_conversions(conversions: Iterable[Conversion]) -> None:
+    """Logs which entries of state were stored in another form, of how many parameters, and how far they are off."""
+    errors: dict[tuple[str, Any, Any], list[float]] = {}
+    for entry, then, now, error in conversions:
+        errors.setdefault((entry, then, now), []).append(error)
+    lines = [
+        f"{entry} of {len(each)} parameters: {then or 'none'} to {now or 'none'}, "
+        + ("exactly" if not any(each) else f"off by at most {max(each):.2g} of a tensor's largest number")
+        for (entry, then, now), each in errors.items()
+    ]
+    if lines:
+        _log.warning("state was converted:\n  %s", "\n  ".join(lines))
 
 
 def _replaced(here: Any, value: Any, filled: dict[int, Any]) -> Any:

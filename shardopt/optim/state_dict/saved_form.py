@@ -10,7 +10,7 @@ the options that all of its parameters have, in whatever groups they were saved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,6 +65,10 @@ def _no_pattern(name: str) -> bool:
     return False
 
 
+def _none_unlike(options: Mapping[str, Any]) -> Iterable[tuple[str, Any, Any]]:
+    return ()
+
+
 @dataclass(frozen=True, slots=True)
 class KeyedGroup:
     """A group of an optimizer and its saved form.
@@ -75,6 +79,7 @@ class KeyedGroup:
         kept: the options that a load leaves as they are here.
         has: whether a parameter of another rank is of this group, as far as its pattern tells.
         later: options that the algorithm did not always have, and that are None where a saved form has none.
+        unlike: those of a saved group's options under which the state here would lie otherwise: name, stored, own.
     """
 
     live: dict[str, Any]
@@ -82,6 +87,7 @@ class KeyedGroup:
     kept: frozenset[str] = frozenset()
     has: Callable[[str], bool] = _no_pattern
     later: frozenset[str] = frozenset()
+    unlike: Callable[[Mapping[str, Any]], Iterable[tuple[str, Any, Any]]] = _none_unlike
 
     def where(self, section: str, position: int) -> str:
         """Returns the key of the group in errors: that of its least parameter, or its position if it has none."""
@@ -212,6 +218,10 @@ def _plan_group(plan: LoadPlan, where: str, group: KeyedGroup, by_member: Mappin
             _plan_another_algorithm(plan, where, saved[ALGORITHM], algorithm)
         return
     _plan_storage(plan, where, group, by_member)
+    for each in _distinct(by_member):
+        for name, stored, here in group.unlike(each):
+            remedy = f"resume with {name}={stored!r}, by which the state lies in other blocks"
+            plan.problem(f"{where}.{name}", f"{stored!r}, by which it was saved", repr(here), remedy)
     left_out = {*IMPLEMENTATION_OPTIONS, *group.kept, *own_keys, PARAMS, UNTOUCHED}
     if STORAGE_OPTIONS.keys() <= saved.keys() or any(
         STORAGE_OPTIONS.keys() <= each.keys() for each in _distinct(by_member)
@@ -246,7 +256,7 @@ def _plan_storage(plan: LoadPlan, where: str, group: KeyedGroup, by_member: Mapp
     here, noted = _storage(group.saved), set()
     for member, options in by_member.items():
         for name, stored in _storage(options).items():
-            converted = plan.convert_dtype and {stored, here[name]} == {None, "bfloat16"}
+            converted = plan.convert_state or (plan.convert_dtype and {stored, here[name]} == {None, "bfloat16"})
             kept = name == "rounding" and name in group.kept
             if stored == here[name] or converted or kept or (name, stored) in noted:
                 continue
@@ -261,11 +271,9 @@ def _storage_remedy(name: str, stored: Any) -> str:
     resume = f"resume with {name}={stored!r}" if stored != STORAGE_OPTIONS[name] else f"resume without {name}"
     if name == "rounding":
         return f'{resume}; or call keep_options("rounding") before loading, to round as the code says'
-    other = f"{resume}; or load the model alone, and begin the state of these parameters anew"
     return (
-        other
-        if name == "master_dtype" or stored == "uint8"
-        else f"{other}; bfloat16 is converted with convert_dtype=True"
+        f"{resume}; or load into an optimizer that stores as it was saved, and give its state_dict() to "
+        "load_state_dict(..., convert_state=True) of this one"
     )
 
 

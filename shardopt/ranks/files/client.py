@@ -98,7 +98,13 @@ class FileClient:
                 return self._free.pop()
         end = world().monotonic() + SILENT_SECONDS
         met = connect(
-            None, self._server, self._server, self._below, self._above, lambda: world().monotonic() < end, CONNECT_SECONDS[1]
+            None,
+            self._server,
+            self._server,
+            self._below,
+            self._above,
+            lambda: world().monotonic() < end,
+            CONNECT_SECONDS[1],
         )
         if met is None:
             where = ", ".join(f"{host}:{port}" for host, port in self._server.at)
