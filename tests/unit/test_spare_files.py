@@ -187,3 +187,17 @@ def test_a_run_goes_on_in_the_same_pages_and_gives_them_back(tmp_path):
     with checkpoint.Manager(str(tmp_path / "root"), every=100, tiers=[tier]) as manager:
         assert manager.restore(found) == 11
     assert torch.equal(found["x"], app["x"])
+
+
+@pytest.mark.parametrize("at", [20, 4000])
+def test_a_header_that_comes_otherwise_the_second_time_is_not_copied(tmp_path, at):
+    """A copy reads it once more; where it is written over meanwhile, or is damaged on its way, the copy would be."""
+    checkpoint.save(f"hosts://{tmp_path}/run/step-1", {"x": torch.arange(1000.0)})
+    share = Share(HostDirectory(str(tmp_path / "run")), "step-1", True)
+    (file,) = decode_manifest(share.record(), share.url).files
+    chunks = VerifiedChunks(DataFileReader(share, file))
+    with open(f"{share.url}/{file.name}", "r+b") as damaged:
+        damaged.seek(at)
+        damaged.write(b"~")
+    with pytest.raises(CorruptionError, match="not what was written"):
+        next(iter(chunks))

@@ -208,10 +208,10 @@ def _run_of(root: Root, copies: Root | None) -> tuple[Run | None, list[Root]]:
             lacking += [each] if run is None else []
     if copies is not None and len({run.id for run in runs}) > 1:
         raise _two_runs(root, copies, f"run {runs[0].id[:8]} and run {runs[1].id[:8]}")
-    for error in damage:
+    for each_damage in damage:
         if not runs:
-            raise error
-        _log.warning("%s", error)
+            raise each_damage
+        _log.warning("%s", each_damage)
     return runs[0] if runs else None, lacking
 
 
