@@ -7,8 +7,9 @@ import torch
 
 from shardopt import checkpoint
 from shardopt.checkpoint import Tier
+from shardopt.checkpoint.run import tiers
 from shardopt.checkpoint.run.identity import Run
-from shardopt.errors import CheckpointError, CorruptionError
+from shardopt.errors import CheckpointError, CorruptionError, OptionError
 
 
 def app_of(step):
@@ -104,3 +105,39 @@ def test_a_tier_that_a_job_has_no_more_is_told_of(run, caplog):
     assert f"the run had a tier at {run}/tier" in told and "newer there than step 0" in told
     caplog.clear()
     assert restored(run) == 1 and not caplog.records
+
+
+def test_a_process_alone_looks_once_whose_its_tiers_are(tmp_path, monkeypatch):
+    looks = []
+    for name in ("refuse_tiers_of_others", "claim_tiers"):
+        call = getattr(tiers, name)
+        monkeypatch.setattr(tiers, name, lambda *args, name=name, call=call: [looks.append(name), call(*args)][1])
+    both = [Tier(str(tmp_path / "memory"), every=1), Tier(str(tmp_path / "disk"), every=2)]
+    with checkpoint.Manager(tmp_path / "root", tiers=both, every=4) as made:
+        made.restore(app_of(0))
+        for step in range(1, 7):
+            made.save(step, app_of(step))
+            made.wait()
+        where = made.where()
+    assert {step: len(places) for step, places in where.items()} == {4: 2, 5: 1, 6: 2}
+    assert looks == ["refuse_tiers_of_others", "claim_tiers"]
+
+
+@pytest.mark.parametrize("place", ["root", "mirror"])
+def test_a_tier_at_the_root_itself_is_refused(tmp_path, place):
+    with pytest.raises(OptionError, match=r"tiers\[0\]\.path: found .*another path than the root's"):
+        checkpoint.Manager(
+            tmp_path / "root", mirror=tmp_path / "mirror", tiers=[Tier(str(tmp_path / "a/.." / place), every=1)]
+        )
+
+
+def test_a_checkpoint_that_somebody_put_into_a_tier_stays(run):
+    """As the format allows: all shares of one, with the record under the name of a manifest."""
+    share = run / "tier/step-00000001"
+    (share / "prepared.json").rename(share / "manifest.json")
+    with manager(run) as made:
+        assert made.restore(app_of(0)) == 0
+        made.save(2, app_of(2))
+    app = app_of(0)
+    checkpoint.load(share, app)
+    assert app["step"] == 1

@@ -147,7 +147,8 @@ class Manager:
         stop_signal = signal_of(stop_on)
         if stop_signal is not None:
             self._stop = Stop(stop_signal, 128 + stop_signal if exit_code is None else exit_code, stop_seconds)
-        refuse_unfit_tiers(tiers, incremental)
+        roots = [each.storage for each in (self._root, self._copies) if each is not None]
+        refuse_unfit_tiers(tiers, roots, incremental)
         self._committing = world().lock()
         self._tiers = Tiers(tiers, self._root, deadline_seconds, group, self._copies)
         self._keeper.promoting = self._tiers.promoting

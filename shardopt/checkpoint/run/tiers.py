@@ -63,9 +63,18 @@ class Tier:
     most_per_second: float | None = None
 
 
-def refuse_unfit_tiers(tiers: Sequence[Tier], incremental: bool) -> None:
-    """Raises OptionError where tiers cannot be used; all of it is listed."""
+def refuse_unfit_tiers(tiers: Sequence[Tier], roots: Sequence[Storage], incremental: bool) -> None:
+    """Raises OptionError where tiers cannot be used; all of it is listed.
+
+    Args:
+        roots: of the run and its mirror.
+    """
     problems = []
+    taken = {os.path.realpath(root.url) for root in roots if not root.is_remote}
+    for number, tier in enumerate(tiers):
+        if os.path.realpath(tier.path) in taken:
+            required = "another path than the root's and the mirror's: what a tier has is removed"
+            problems.append(Problem(f"tiers[{number}].path", repr(tier.path), required, "give it one of its own"))
     for number, tier in enumerate(tiers):
         for name, least in (("every", 1), ("keep_last", 1), ("copies", 1)):
             value = getattr(tier, name)
@@ -126,6 +135,7 @@ class Tiers:
         self._tiers, self._root, self._group, self._copies = tuple(tiers), root, group, copies
         self._deadline_seconds = deadline_seconds
         self._side = SideRanks("the tiers of a run")
+        self._alone: Ranks | None = None
         self._changed = world().condition()
         self._waiting: deque[_Job] = deque()  # the first is under way
         self._begun: deque[tuple[Ranks, Sequence[Hosts]]] = deque()  # with which each is done
@@ -330,7 +340,12 @@ class Tiers:
 
     @property
     def _ranks(self) -> Ranks:
-        return ranks_of(self._group)
+        ranks = ranks_of(self._group)
+        if ranks.has_group:
+            return ranks
+        # Without a group each call has made others: their hosts, which are theirs, would meet again and again.
+        self._alone = self._alone or ranks
+        return self._alone
 
     def _hosts(self, number: int) -> Hosts:
         tier = self._tiers[number]
