@@ -1,6 +1,7 @@
 """The records by which a run knows its tiers: one that is damaged, or cannot be had, stops nothing of the run."""
 
 import logging
+import shutil
 
 import pytest
 import torch
@@ -121,6 +122,14 @@ def test_a_process_alone_looks_once_whose_its_tiers_are(tmp_path, monkeypatch):
         where = made.where()
     assert {step: len(places) for step, places in where.items()} == {4: 2, 5: 1, 6: 2}
     assert looks == ["refuse_tiers_of_others", "claim_tiers"]
+
+
+def test_a_process_alone_marks_a_directory_that_it_makes_anew(run):
+    with manager(run) as made:
+        made.restore(app_of(0))
+        shutil.rmtree(run / "tier")
+        made.save(2, app_of(2))
+    assert restored(run) == 2
 
 
 @pytest.mark.parametrize("place", ["root", "mirror"])

@@ -157,12 +157,25 @@ class Tiers:
         Raises:
             CheckpointError: a host's directory cannot be used, or belongs to another run.
         """
+        self._forget_removed()
         self._side.of(self._ranks, self._deadline_seconds)
         hosts = [self._hosts(number) for number in range(len(self._tiers))]
         if hosts != self._met:
             refuse_tiers_of_others(self._ranks, hosts, self._root, self._copies, self._deadline_seconds)
             self._met = hosts
             self._led = [each.directory.path for each in hosts if each.is_leader]
+
+    def _forget_removed(self) -> None:
+        """Without a process group: has the hosts meet anew where a directory was taken away, to mark the next one.
+
+        With one, a save to it is refused, and goes to the next tier.
+        """
+        if self._alone is not None:
+            try:
+                for hosts in self._met:
+                    hosts.directory.refuse_replaced()
+            except (NoSpaceError, OSError):
+                self._alone = None
 
     def _claim(self) -> None:
         """Marks the hosts' directories as the run's, where that is not done; before anything is written. Collective."""
