@@ -28,14 +28,17 @@ def ls(
     if is_tier(url):
         return ls_tier(output, url, verify)
     listing = list_run(url, verify)
-    tiers = tiers_of(listing.url, verify)
+    tiers, problem = tiers_of(listing.url, verify)
     if not (listing.checkpoints or listing.branches or tiers):
         listing = RunListing(listing.url, listing.branches, (_one(url, verify),))
     kept = listing.reasons_to_keep(rules)
     print_listing(output, listing, rules, kept)
     print_tiers(output, tiers)
+    if problem is not None:
+        output.complain(problem)
     output.data(document(listing, rules, kept) | {"tiers": [tier_document(*each) for each in tiers]})
     is_wrong = any(each.condition in _WRONG and each.in_run for each in listing.checkpoints)
+    is_wrong = is_wrong or problem is not None
     return int(is_wrong or any(has_damage(here) for _, here in tiers if here is not None))
 
 

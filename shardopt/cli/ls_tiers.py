@@ -10,6 +10,7 @@ from shardopt.checkpoint.run.identity import run_at
 from shardopt.checkpoint.run.shares import HostShare, TierListing, list_tier, tier_here, tiers_at
 from shardopt.checkpoint.storage import storage_of
 from shardopt.cli.output import Cell, Output, Span, nbytes_text, plural
+from shardopt.errors import CheckpointError
 from shardopt.world import utc_text
 
 _TEXTS = {"all": "all of it", "some": "a share of it"}
@@ -30,11 +31,17 @@ def ls_tier(output: Output, url: str, verify: bool) -> int:
     return int(has_damage(listing))
 
 
-def tiers_of(url: str, verify: bool) -> list[Tier]:
-    """Returns the tiers of the run in a root."""
-    tiers = tiers_at(url)
-    run = run_at(storage_of(url)) if tiers else None
-    return [(tier, tier_here(str(tier["path"]), run, verify)) for tier in tiers]
+def tiers_of(url: str, verify: bool) -> tuple[list[Tier], str | None]:
+    """Returns the tiers of the run in a root, and what keeps this host from telling of them; that is no reason not to
+    list the root.
+    """
+    try:
+        root = storage_of(url)
+        tiers = tiers_at(root)
+        run = run_at(root) if tiers else None
+        return [(tier, tier_here(str(tier["path"]), run, verify)) for tier in tiers], None
+    except CheckpointError as error:
+        return [], str(error)
 
 
 def print_tiers(output: Output, tiers: Sequence[Tier]) -> None:

@@ -137,6 +137,11 @@ class Ranks:
         return None if self.members == tuple(range(_job_size())) else self.members
 
     @property
+    def has_group(self) -> bool:
+        """Whether these are of a process group; one process without torch.distributed has none."""
+        return self._group is not None
+
+    @property
     def is_gone(self) -> bool:
         """Whether their process group was destroyed."""
         return self._group is not None and self._group() is None

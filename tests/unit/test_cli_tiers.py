@@ -8,6 +8,9 @@ import torch
 
 from shardopt import checkpoint
 from shardopt.checkpoint import Tier
+from shardopt.checkpoint.hosts.directory import HostDirectory
+from shardopt.checkpoint.hosts.share import Share
+from shardopt.checkpoint.run import shares
 from shardopt.cli import main
 from shardopt.sharding.mesh import Mesh, Split, mesh_layout
 
@@ -99,3 +102,39 @@ def test_damage_is_named(run, capsys):
     assert main(["ls", str(run / "root"), "--verify"]) == 1
     said = capsys.readouterr().err
     assert "step-00000001" in said and "prepared.json" in said and "5 bytes" in said
+
+
+def test_what_the_run_removes_meanwhile_is_no_damage(run, capsys, monkeypatch):
+    """Its files are written over by the next save, while `ls` has them open."""
+    open_file = shares.DataFileReader
+
+    def removed_meanwhile(storage, file):
+        reader = open_file(storage, file)
+        if storage.url.endswith("step-00000001"):
+            directory = HostDirectory(str(run / "tier"))
+            Share(directory, "step-00000001", True).clear()
+            with open(next((run / "tier").glob(".spare-*")), "r+b") as spare:
+                spare.write(b"new" * 5000)
+                spare.flush()
+                # As a descriptor that was open before, the name leads to the same bytes.
+                (run / "tier/step-00000001").mkdir()
+                (run / "tier/step-00000001" / file.name).hardlink_to(spare.name)
+        return reader
+
+    monkeypatch.setattr(shares, "DataFileReader", removed_meanwhile)
+    capsys.readouterr()
+    assert [each["step"] for each in listed(capsys, run / "tier", "--verify")["here"]["shares"]] == [2, 3, 4, 5]
+
+
+def test_a_root_is_listed_though_what_tells_of_its_tiers_is_damaged(run, capsys):
+    (run / "root/tiers.json").write_bytes(b"{}")
+    capsys.readouterr()
+    assert main(["ls", str(run / "root"), "--json"]) == 1
+    said = capsys.readouterr()
+    assert [each["step"] for each in json.loads(said.out)["checkpoints"]] == [2]
+    assert "tiers.json" in said.err
+
+
+def test_a_single_file_is_listed_as_before_there_were_tiers(tmp_path, capsys):
+    torch.save({"a": torch.ones(3)}, tmp_path / "model.pt")
+    assert len(listed(capsys, tmp_path / "model.pt")["checkpoints"]) == 1

@@ -140,6 +140,78 @@ def test_rates_that_were_changed_by_hand_in_the_schedule_pass(tmp_path, caplog):
     assert not caplog.records
 
 
+def lower_one_base(app):
+    app["schedule"].base_lrs[0] /= 2
+
+
+def restart_one(app):
+    app["optimizer"].param_groups[0]["initial_lr"] /= 2
+
+
+CHANGES = {  # the change, the schedule, and the rates of groups but the last one, of 0.3
+    "a base, of equal ones": (lower_one_base, "lambda", {"bias": 0.3}),
+    "a base, of equal ones that all groups still have": (lower_one_base, "cosine", {"bias": 0.3}),
+    "a base, to that of another group": (lower_one_base, "lambda", {"bias": 0.6, "0.weight": 0.6}),
+    "an initial rate, to that of another group": (restart_one, "lambda", {"bias": 0.6, "0.weight": 0.3}),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_a_single_rate_that_was_changed_by_hand_passes(tmp_path, case):
+    change, kind, rates = CHANGES[case]
+    app = made(SCHEDULES[kind], [*rates], rates)
+    change(app)
+    checkpoint.save(tmp_path / "c", trained(app))
+    into = made(SCHEDULES[kind], [*rates], rates)
+    checkpoint.load(tmp_path / "c", into, init_state=True)
+    assert into["schedule"].base_lrs == app["schedule"].base_lrs
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.5])
+def test_an_exchange_is_refused_though_all_rates_are_one_now(tmp_path, factor):
+    def warmed_up(it):
+        return lr_scheduler.LambdaLR(it, lambda step: factor)
+
+    checkpoint.save(tmp_path / "c", trained(made(warmed_up)))
+    with pytest.raises(MismatchError, match=r"schedule\.base_lrs"):
+        checkpoint.load(tmp_path / "c", made(warmed_up, ("weight", "bias")), init_state=True)
+
+
+def test_a_schedule_goes_on_with_groups_that_were_added_behind_it(tmp_path):
+    def app():
+        app = made(SCHEDULES["step"])
+        app["model"].append(more := torch.nn.Linear(4, 4))
+        app["optimizer"].add_param_group({"params": {f"2.{name}": each for name, each in more.named_parameters()}})
+        return app
+
+    saved = trained(app())
+    assert len(saved["schedule"].get_last_lr()) > len(saved["schedule"].base_lrs)
+    checkpoint.save(tmp_path / "c", saved)
+    into = app()
+    checkpoint.load(tmp_path / "c", into, init_state=True)
+    trained(into), trained(saved)
+    assert rates_by_name(into["optimizer"]) == rates_by_name(saved["optimizer"])
+
+
+class OfSomebody(lr_scheduler.LRScheduler):
+    """A schedule that keeps what it likes where torch's have lists of numbers."""
+
+    def __init__(self, optimizer, last, base):
+        self.groups, self._last_lr, self.base_lrs = optimizer.param_groups, last, base
+
+    def step(self):
+        pass
+
+    def state_dict(self):
+        return {"_last_lr": self._last_lr, "base_lrs": self.base_lrs}
+
+
+@pytest.mark.parametrize(("last", "base"), [(0.1, None), (None, [[0.1, 2], [0.2, 3], [0.3, 4]]), ([], ["a", "b", "c"])])
+def test_schedules_that_keep_other_things_are_left_alone(tmp_path, last, base):
+    checkpoint.save(tmp_path / "c", trained(made(lambda it: OfSomebody(it, last, base))))
+    checkpoint.load(tmp_path / "c", made(lambda it: OfSomebody(it, last, base)), init_state=True)
+
+
 def test_a_schedule_around_a_wrapped_optimizer_is_compared_with_the_groups_of_the_one_within(tmp_path):
     def app(order):
         made_app = made(SCHEDULES["lambda"], order)

@@ -59,6 +59,17 @@ def test_one_is_kept_of_each_rank_and_all_can_be_given_back(shares):
     assert os.listdir(root) == [".host"]
 
 
+def test_one_that_is_taken_meanwhile_keeps_none_of_the_others(shares, monkeypatch):
+    old, _ = shares
+    root = os.path.dirname(old.url)
+    old.write(file_name("aaaa", 4, 0), [memoryview(b"of another")])
+    old.clear()
+    listed = os.listdir(root)
+    monkeypatch.setattr(os, "listdir", lambda path: [".spare-r00002.safetensors", *listed])
+    remove_spares(root)
+    assert not [name for name in listed if os.path.exists(f"{root}/{name}") and name.startswith(".spare-")]
+
+
 def _linked(spare, other):
     os.link(spare, other)
 
@@ -176,3 +187,17 @@ def test_a_run_goes_on_in_the_same_pages_and_gives_them_back(tmp_path):
     with checkpoint.Manager(str(tmp_path / "root"), every=100, tiers=[tier]) as manager:
         assert manager.restore(found) == 11
     assert torch.equal(found["x"], app["x"])
+
+
+@pytest.mark.parametrize("at", [20, 4000])
+def test_a_header_that_comes_otherwise_the_second_time_is_not_copied(tmp_path, at):
+    """A copy reads it once more; where it is written over meanwhile, or is damaged on its way, the copy would be."""
+    checkpoint.save(f"hosts://{tmp_path}/run/step-1", {"x": torch.arange(1000.0)})
+    share = Share(HostDirectory(str(tmp_path / "run")), "step-1", True)
+    (file,) = decode_manifest(share.record(), share.url).files
+    chunks = VerifiedChunks(DataFileReader(share, file))
+    with open(f"{share.url}/{file.name}", "r+b") as damaged:
+        damaged.seek(at)
+        damaged.write(b"~")
+    with pytest.raises(CorruptionError, match="not what was written"):
+        next(iter(chunks))

@@ -109,7 +109,12 @@ class Share(LocalStorage):
         return found
 
     def clear(self) -> None:
-        """Removes the share; the record first. Its data files are kept to be written over."""
+        """Removes the share; the record first. Its data files are kept to be written over.
+
+        A directory with a manifest is a checkpoint that somebody has put there, and no share: it stays.
+        """
+        if self.exists(MANIFEST_NAME):
+            return
         self.remove_durably(RECORD_NAME)
         for name in self.names():
             if FILE_NAME.fullmatch(name):

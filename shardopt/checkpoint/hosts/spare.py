@@ -68,7 +68,8 @@ def remove_spares(root: str) -> None:
     with suppress(FileNotFoundError):
         for name in os.listdir(root):
             if name.startswith(_PREFIX):
-                os.unlink(os.path.join(root, name))
+                with suppress(FileNotFoundError):  # another process takes it
+                    os.unlink(os.path.join(root, name))
 
 
 def _spare_of(root: str, name: str) -> str:

@@ -2,7 +2,8 @@
 
 A schedule that was saved with its groups in another order, or in another number, would give each group another one's
 rate at its next step, or fail there. Which rate a group started from stands with each of its parameters ("initial_lr"
-in the saved options): so a comparison sees where those of the schedule ("base_lrs") are of other groups.
+in the saved options): so a comparison sees where those of the schedule ("base_lrs") are of other groups. But somebody
+may have changed them by hand; then the rates that it has set last ("_last_lr") are still those of the groups ("lr").
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from shardopt.state import FlatState, Handback, Path, join
 
 _BASE, _LAST, _INNER = "base_lrs", "_last_lr", "_schedulers"
 _LIMITS = ("min_lrs", "max_lrs")  # which the code gives, and groups have not
-_BY_POSITION = (_BASE, _LAST, *_LIMITS, "lr_lambdas")
+_BY_POSITION = (_BASE, *_LIMITS, "lr_lambdas")  # not what was set last: groups that are added later are in it
 _MOST_NAMES = 3
 _REMEDY = (
     "give the groups as they were saved, in the same order; or leave the schedule out of the app, load with "
@@ -35,10 +36,11 @@ _log = logging.getLogger("shardopt.checkpoint")
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """A group of the app: the names in it on this rank, and the rate from which these began, by the checkpoint."""
+    """A group of the app: the names in it on this rank, and the rates of these by the checkpoint: first and last."""
 
     names: Sequence[str]
     rate: float | None
+    last: float | None
 
     def __str__(self) -> str:
         shown = [*self.names[:_MOST_NAMES], *(["..."] if len(self.names) > _MOST_NAMES else [])]
@@ -57,8 +59,8 @@ def schedule_problems(flat: FlatState, names: Names) -> Iterator[tuple[Path, Pro
             continue
         stored = names.manifest.values[key][1]
         if isinstance(stored, Mapping):
-            groups, started_from = _groups_of(schedule.optimizer, flat, names)
-            for problem in _problems(stored, schedule, groups, started_from):
+            groups, started_from = _groups_of(_live_groups(schedule), flat, names)
+            for problem in _problems(stored, schedule, groups, started_from, stored.get(_LAST)):
                 yield handback.path, replace(problem, key=f"{key}.{problem.key}")
 
 
@@ -73,13 +75,15 @@ def warn_of_other_rates(loaded: Iterable[Handback]) -> None:
     by_groups: dict[int, list[tuple[str, LRScheduler]]] = {}
     for handback in loaded:
         schedule = schedule_in(handback)
-        if schedule is not None and schedule.optimizer.param_groups:
-            first = schedule.optimizer.param_groups[0]  # wrappers of an optimizer have its very groups
-            by_groups.setdefault(id(first), []).append((join(handback.path), schedule))
+        if schedule is not None and isinstance(
+            getattr(schedule, _LAST, None), list
+        ):  # a class of somebody's may differ
+            for first in _live_groups(schedule)[:1]:  # wrappers of an optimizer have its very groups
+                by_groups.setdefault(id(first), []).append((join(handback.path), schedule))
     for schedules in by_groups.values():
-        groups = schedules[0][1].optimizer.param_groups
+        groups = _live_groups(schedules[0][1])
         now = [_number(group.get("lr")) for group in groups]
-        last = [[*map(_number, getattr(schedule, _LAST, ()))] for _, schedule in schedules]
+        last = [[*map(_number, getattr(schedule, _LAST))] for _, schedule in schedules]
         # One without parameters anywhere has nothing stored. Of several schedules, one has stepped last.
         used = [i for i, group in enumerate(groups) if group[PARAMS]]
         if not all(last) or any(all(i < len(each) and each[i] == now[i] for i in used) for each in last):
@@ -92,13 +96,24 @@ def warn_of_other_rates(loaded: Iterable[Handback]) -> None:
         )
 
 
+def _live_groups(schedule: LRScheduler) -> list[dict[str, Any]]:
+    """Returns the groups of a schedule's optimizer; none where its class keeps no optimizer as torch's do."""
+    groups = getattr(getattr(schedule, "optimizer", None), "param_groups", None)
+    return groups if isinstance(groups, list) else []
+
+
 def _problems(
-    stored: Mapping[str, Any], schedule: LRScheduler, groups: Sequence[_Group], started_from: frozenset[float]
+    stored: Mapping[str, Any],
+    schedule: LRScheduler,
+    groups: Sequence[_Group],
+    started_from: frozenset[float],
+    last: Any,
 ) -> Iterator[Problem]:
     """Yields the first problem of a schedule's stored state; of one made of others, those of each of them.
 
     Args:
         started_from: the rates from which all groups in the checkpoint started.
+        last: the rates that the schedule has set last, or the one that is made of it and others.
     """
     inner, live = stored.get(_INNER), getattr(schedule, _INNER, None)
     if isinstance(inner, list) and isinstance(live, Sequence):
@@ -108,7 +123,7 @@ def _problems(
             return
         for i, (state, each) in enumerate(zip(inner, live, strict=True)):
             if isinstance(state, Mapping) and isinstance(each, LRScheduler):
-                for problem in _problems(state, each, groups, started_from):
+                for problem in _problems(state, each, groups, started_from, last):
                     yield replace(problem, key=f"{_INNER}.{i}.{problem.key}")
     for name in _BY_POSITION:
         saved, here = stored.get(name), getattr(schedule, name, None)
@@ -122,38 +137,71 @@ def _problems(
             yield Problem(name, f"{saved}", f"{here}, as the code gives them", _REMEDY)
             return
         # Rates that somebody has changed in the schedule by hand are left alone: nothing says whose they are.
-        if name == _BASE and started_from.issubset(saved):
-            other = [
-                (i, group)
+        if name == _BASE and _are_of_groups(saved, groups, started_from):
+            other = {
+                i: group
                 for i, (rate, group) in enumerate(zip(saved, groups, strict=False))
                 if group.rate is not None and group.rate != rate
-            ]
-            if other:
-                told = ", ".join(f"{group.rate} for group {i} {group}" for i, group in other)
+            }
+            if other and not _were_changed(saved, last, groups, other):
+                told = ", ".join(f"{group.rate} for group {i} {group}" for i, group in other.items())
                 yield Problem(name, f"{saved}, by the groups as they were saved", told, _REMEDY)
                 return
 
 
-def _groups_of(optimizer: Optimizer, flat: FlatState, names: Names) -> tuple[list[_Group], frozenset[float]]:
+def _are_of_groups(saved: Sequence[Any], groups: Sequence[_Group], started_from: frozenset[float]) -> bool:
+    """Whether first rates of a schedule are those of all groups, and of none else but groups without parameters."""
+    if not all(map(_is_number, saved)) or not started_from.issubset(saved):
+        return False
+    return started_from.issuperset(saved) or any(group.rate is None for group in groups)
+
+
+def _were_changed(saved: Sequence[float], last: Any, groups: Sequence[_Group], other: Mapping[int, _Group]) -> bool:
+    """Whether first rates of a schedule were changed by hand, and are not those of other groups.
+
+    Then the rates that it has set last are of these groups, and no exchange of groups with one last rate explains the
+    first ones.
+
+    Args:
+        saved: the first rates.
+        other: the groups, by position, that have started from other ones.
+    """
+    if not isinstance(last, list) or len(last) != len(saved) or not all(map(_is_number, last)):
+        return False
+    known = [(rate, group.last) for rate, group in zip(last, groups, strict=False) if group.last is not None]
+    if any(rate != of_group for rate, of_group in known) or len(set(last)) == 1:
+        return False  # in a warmup from 0 all have one
+    started = sorted((last[i], group.rate or 0.0) for i, group in other.items())
+    return started != sorted((last[i], saved[i]) for i in other)
+
+
+def _groups_of(
+    groups: Sequence[Mapping[str, Any]], flat: FlatState, names: Names
+) -> tuple[list[_Group], frozenset[float]]:
     """Returns the groups of an optimizer as far as this app has them by name, and the rates that all stored ones had
     started from.
     """
-    groups = optimizer.param_groups
     handback, keyed = next(((each, by) for each in flat.handbacks if (by := _keyed_groups(each, groups))), (None, {}))
     if handback is None:
-        return [_Group((), None) for _ in groups], frozenset()
+        return [_Group((), None, None) for _ in groups], frozenset()
     section = (*handback.path, PARAM_GROUPS)
-    rates: dict[str, float] = {
-        str(path[-1]): options["initial_lr"]
+    stored = {
+        str(path[-1]): options
         for path, options in names.manifest.values.values()
-        if path[:-1] == section and isinstance(options, Mapping) and isinstance(options.get("initial_lr"), int | float)
+        if path[:-1] == section and isinstance(options, Mapping)
     }
-    found = []
-    for group in groups:
-        members = keyed.get(id(group), ())
+    first, last = (
+        {name: options[rate] for name, options in stored.items() if _is_number(options.get(rate))}
+        for rate in ("initial_lr", "lr")
+    )
+
+    def rate_in(rates: Mapping[str, float], members: Sequence[str]) -> float | None:
         of_members = (rates.get(flat.tied.get(name, name)) for name in members)
-        found.append(_Group(members, next((rate for rate in of_members if rate is not None), None)))
-    return found, frozenset(rates.values())
+        return next((rate for rate in of_members if rate is not None), None)
+
+    by_group = (keyed.get(id(group), ()) for group in groups)
+    found = [_Group(members, rate_in(first, members), rate_in(last, members)) for members in by_group]
+    return found, frozenset(first.values())
 
 
 def _keyed_groups(handback: Handback, groups: Sequence[Mapping[str, Any]]) -> dict[int, Sequence[str]]:
@@ -163,6 +211,10 @@ def _keyed_groups(handback: Handback, groups: Sequence[Mapping[str, Any]]) -> di
         return {}
     by_identity = {id(group): saved[PARAMS] for group, saved in zip(live, handback.groups, strict=True)}
     return by_identity if any(id(group) in by_identity for group in groups) else {}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
 
 
 def _number(value: Any) -> Any:

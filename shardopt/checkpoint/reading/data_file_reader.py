@@ -67,12 +67,16 @@ class DataFileReader(OpenFile):
             else:
                 self.sums = self.storage.read_rest(file.name, last.begin, file.nbytes)
                 self._refuse_length(len(self.sums), last.end - last.begin)
-        digest = xxhash.xxh3_64(header)
-        digest.update(self.sums)
-        if digest.hexdigest() != file.digest:
-            raise damaged(self.where, "a header or checksums that are not what was written")
+        self.refuse_other_header(header)
         self.header_bytes = length
         return entries
+
+    def refuse_other_header(self, header: bytes | bytearray) -> None:
+        """Raises CorruptionError where a header, with the checksums of this file, is not what was written."""
+        digest = xxhash.xxh3_64(header)
+        digest.update(self.sums)
+        if digest.hexdigest() != self.file.digest:
+            raise damaged(self.where, "a header or checksums that are not what was written")
 
     def _refuse_length(self, nbytes: int, expected: int) -> None:
         if nbytes != expected:

@@ -22,6 +22,7 @@ class VerifiedChunks:
         entries = list(file.entries.values())
         header = bytearray(entries[0].begin)  # entries follow one another, from the header to the file's end
         file.read_into([Span(0, memoryview(header))])
+        file.refuse_other_header(header)  # it is read once more, and may have come otherwise
         yield memoryview(header)
         for entry in entries[:-1]:
             segment = entry.segment

@@ -21,7 +21,7 @@ from shardopt.checkpoint.hosts.hosts import Hosts
 from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.run.steps import place_of
 from shardopt.checkpoint.storage import Storage, wrap_os_errors
-from shardopt.errors import CheckpointError, Problem
+from shardopt.errors import CheckpointError, CorruptionError, Problem
 from shardopt.ranks import Ranks
 from shardopt.world import world
 
@@ -89,15 +89,15 @@ def refuse_tiers_of_others(
         copies: the root of the mirror, which has the run's record too; None where there is no mirror.
 
     Raises:
-        CheckpointError: a directory is of another run, or has checkpoints and no record of a run; or root and mirror
-            are of two runs, or cannot be read. Each directory is named.
-        CorruptionError: a record is damaged.
+        CheckpointError: a directory is of another run, or has no record of a run, or a damaged one; or root and mirror
+            are of two runs, or the root cannot be read. Each directory is named.
+        CorruptionError: neither the root nor the mirror has a record that is whole.
     """
     ranks.agree(
         f"looking whose steps lie at {_paths(tiers)}",
         work=lambda: _look_at_all(tiers),
         report=lambda seen: seen,
-        decide=lambda reports: _refuse_others(_run_of(root, copies), root, reports),
+        decide=lambda reports: _refuse_others(_run_of(root, copies)[0], root, reports),
         deadline_seconds=deadline_seconds,
     )
 
@@ -111,10 +111,10 @@ def claim_tiers(ranks: Ranks, tiers: Sequence[Hosts], root: Root, copies: Root |
     """
 
     def begin(reports: list[list[Any]]) -> str:
-        run = _run_of(root, copies)
+        run, lacking = _run_of(root, copies)
         _refuse_others(run, root, reports)
         run = run or Run(world().random_name(_ID_BYTES), root.url)
-        _keep(run, root, copies)
+        _keep(run, root, lacking)
         return run.pack().decode()
 
     def mark(record: str) -> list[Any]:
@@ -135,7 +135,7 @@ def claim_tiers(ranks: Ranks, tiers: Sequence[Hosts], root: Root, copies: Root |
         work=lambda: mark(record),
         report=lambda seen: seen,
         # Two runs may have begun at once: each sees what is there now.
-        decide=lambda reports: _refuse_others(_run_of(root, copies), root, reports),
+        decide=lambda reports: _refuse_others(_run_of(root, copies)[0], root, reports),
         deadline_seconds=deadline_seconds,
     )
 
@@ -150,49 +150,87 @@ def _look_at_all(tiers: Sequence[Hosts]) -> list[Any]:
 
 
 def _look_at(hosts: Hosts) -> list[Any]:
-    """Returns this host's path, the id and root of the run that it is of (or None), and whether it has checkpoints."""
+    """Returns this host's path, the id and root of the run that it is of, and whether it has checkpoints.
+
+    Where nothing says whose it is there is None for the run, and where that is damaged no id.
+    """
     here = hosts.share(".")
-    path = hosts.directory.path
-    run = run_at(here, LABEL_NAME)
-    return [path, None if run is None else list(run), any(place_of(name) is not None for name in here.names())]
+    label: list[str] | None
+    try:
+        run = run_at(here, LABEL_NAME)
+        label = None if run is None else list(run)
+    except CorruptionError:
+        label = ["", ""]
+    return [hosts.directory.path, label, any(place_of(name) is not None for name in here.names())]
 
 
 def _refuse_others(run: Run | None, root: Root, reports: Sequence[Sequence[Any]]) -> None:
     """Raises CheckpointError where a host's directory is of another run than this one, which is None if it is new."""
-    remedy = (
-        f"name another path; or remove the directory from each host, if nobody needs what it has; or, if that is the "
-        f"run to go on with, copy {LABEL_NAME} from there to {root.url}/{RUN_NAME}"
-    )
+    others = "name another path; or remove the directory from each host, if nobody needs what it has; or, if that is "
+    as_root = f"{others}the run to go on with, copy {LABEL_NAME} from there to {root.url}/{RUN_NAME}"
+    as_label = f"{others}of this run, copy {root.url}/{RUN_NAME} to {LABEL_NAME} there"
     required = f"{'a new run' if run is None else f'run {run.id[:8]}'}, of {root.url}"
     problems = []
     for rank, seen in enumerate(reports):
         for path, label, has_steps in filter(None, seen):
+            where = f"{path} (rank {rank})"
             if label is None and has_steps:
-                found = f"checkpoints, and no {LABEL_NAME} that says whose"
+                problems.append(Problem(where, f"checkpoints, and no {LABEL_NAME} that says whose", required, as_label))
+            elif label is not None and not label[0]:
+                problems.append(Problem(where, f"a {LABEL_NAME} that is damaged", required, as_label))
             elif label is not None and (run is None or label[0] != run.id):
                 found = f"run {label[0][:8]}, which began at {label[1]}"
-            else:
-                continue
-            problems.append(Problem(f"{path} (rank {rank})", found, required, remedy))
+                problems.append(Problem(where, found, required, as_root))
     if problems:
         raise CheckpointError("a host's directory belongs to another run", problems)
 
 
-def _run_of(root: Root, copies: Root | None) -> Run | None:
-    """On rank 0: the run of a root and its mirror; None where neither has a record."""
-    own = run_at(root.storage)
-    copied = None if copies is None else run_at(copies.storage)
-    if own is not None and copied is not None and copies is not None and own.id != copied.id:
-        found = f"run {own.id[:8]} and run {copied.id[:8]}"
-        problem = Problem(RUN_NAME, found, "one run in both roots", "give each run roots of its own")
-        raise CheckpointError(f"{root.url} and {copies.url} are of two runs", [problem])
-    return own or copied
+def _run_of(root: Root, copies: Root | None) -> tuple[Run | None, list[Root]]:
+    """On rank 0: the run of a root and its mirror, and those of both that have no record of one.
 
-
-def _keep(run: Run, root: Root, copies: Root | None) -> None:
-    """On rank 0: writes the record of a run where it is not yet."""
+    One record is enough: where the other is damaged, or the mirror cannot be read, that is logged. A restore has read
+    the mirror before, or has failed.
+    """
+    runs: list[Run] = []
+    lacking: list[Root] = []
+    damage: list[CorruptionError] = []
     for each in filter(None, (root, copies)):
-        if run_at(each.storage) is None:
+        try:
+            run = run_at(each.storage)
+        except CorruptionError as error:
+            damage.append(error)
+        except CheckpointError as error:
+            if each is root:
+                raise
+            _log.warning("%s", error)
+        else:
+            runs += [] if run is None else [run]
+            lacking += [each] if run is None else []
+    if copies is not None and len({run.id for run in runs}) > 1:
+        raise _two_runs(root, copies, f"run {runs[0].id[:8]} and run {runs[1].id[:8]}")
+    for each_damage in damage:
+        if not runs:
+            raise each_damage
+        _log.warning("%s", each_damage)
+    return runs[0] if runs else None, lacking
+
+
+def _keep(run: Run, root: Root, lacking: Sequence[Root]) -> None:
+    """On rank 0: writes the record of a run where there is none; a mirror that cannot have it now gets it later."""
+    for each in lacking:
+        try:
             with wrap_os_errors(f"write {each.url}/{RUN_NAME}"):
                 each.storage.make()
-                each.storage.publish_new(RUN_NAME, run.pack())
+                try:
+                    each.storage.publish_new(RUN_NAME, run.pack())
+                except FileExistsError as error:
+                    raise _two_runs(root, each, "one that has begun just now") from error
+        except CheckpointError as error:
+            if each is root or isinstance(error.__cause__, FileExistsError):
+                raise
+            _log.warning("%s", error)
+
+
+def _two_runs(root: Root, other: Root, found: str) -> CheckpointError:
+    problem = Problem(f"{other.url}/{RUN_NAME}", found, "one run in both roots", "give each run roots of its own")
+    return CheckpointError(f"{root.url} and {other.url} are of two runs", [problem])

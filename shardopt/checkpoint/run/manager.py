@@ -119,7 +119,8 @@ class Manager:
         check_run_options(
             root, mirror, every, keep_last, keep_every, best, stage, stop_on, exit_code, stop_seconds, deadline_seconds
         )
-        refuse_unfit_tiers(tiers, incremental)
+        roots = [storage_of(each) for each in (root, mirror) if each is not None]
+        refuse_unfit_tiers(tiers, roots, incremental)
         options = SaveOptions(
             deadline_seconds=deadline_seconds, group=group, tied=tied, base_required=False, select=select
         )
@@ -129,8 +130,8 @@ class Manager:
         stop_signal = signal_of(stop_on)
         if stop_signal is not None:
             self._stop = Stop(stop_signal, 128 + stop_signal if exit_code is None else exit_code, stop_seconds)
-        self._root = Root(storage_of(root))
-        copies = None if mirror is None else Root(storage_of(mirror))
+        self._root, *of_copies = map(Root, roots)
+        copies = of_copies[0] if of_copies else None
         copier = None if mirror is None else Mirror(root, mirror, deadline_seconds=deadline_seconds, group=group)
         self._tiers = Tiers(tiers, self._root, deadline_seconds, group, copies)
         self._history = History(self._root, copies, copier, deadline_seconds, group)

@@ -30,6 +30,8 @@ class Root:
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
+        self.names: frozenset[str] = frozenset()
+        """Of all that lies directly under it, as the last listing has shown."""
         self._records: Mapping[str, Branch] = {}
         self._committed: frozenset[Place] = frozenset()  # that were found to be, where to look costs a request
 
@@ -52,6 +54,7 @@ class Root:
         """
         with wrap_os_errors(f"look into {self.url}"):
             names = self.storage.names()
+            self.names = frozenset(names)
             self._records = read_records(self.storage, names, self._records)
         return Contents(sorted(place for place in map(place_of, names) if place is not None), self._records)
 

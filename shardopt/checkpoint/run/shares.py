@@ -95,11 +95,21 @@ def list_tier(url: str | os.PathLike[str], verify_bytes: bool = False) -> TierLi
     storage = storage_of(os.fspath(url).removeprefix(PREFIX))
     with wrap_os_errors(f"look into {storage.url}"):
         places = sorted(place for place in map(place_of, storage.names()) if place is not None)
-    shares = tuple(_look_at(storage.child(place.name), place, verify_bytes) for place in places)
-    return TierListing(storage.url, run_at(storage, LABEL_NAME), shares)
+    shares = (_look_at(storage.child(place.name), place, verify_bytes) for place in places)
+    return TierListing(storage.url, run_at(storage, LABEL_NAME), tuple(each for each in shares if each is not None))
 
 
-def _look_at(storage: Storage, place: Place, verify_bytes: bool) -> HostShare:
+def _look_at(storage: Storage, place: Place, verify_bytes: bool) -> HostShare | None:
+    """Describes a share; None where the run has removed it meanwhile: then its files are gone, or are written over."""
+    seen = _describe(storage, place, verify_bytes)
+    try:
+        is_there = seen.have not in ("damaged", "unreadable") or storage.exists(RECORD_NAME)
+    except OSError:
+        is_there = True
+    return seen if is_there else None
+
+
+def _describe(storage: Storage, place: Place, verify_bytes: bool) -> HostShare:
     try:
         with wrap_os_errors(f"look into {storage.url}"):
             try:
@@ -159,18 +169,17 @@ def note_tiers(root: Storage, tiers: Sequence[Mapping[str, Any]]) -> None:
             root.publish(TIERS_NAME, data)
 
 
-def tiers_at(url: str | os.PathLike[str]) -> list[dict[str, Any]]:
+def tiers_at(root: Storage) -> list[dict[str, Any]]:
     """Returns the tiers that the run of a root had in its last job, by path; none where it had none.
 
     Raises:
         CheckpointError: they cannot be read. CorruptionError: what is written there is damaged.
     """
-    root = storage_of(url)
     where = f"{root.url}/{TIERS_NAME}"
     with wrap_os_errors(f"look into {root.url}"):
         try:
             data = root.read(TIERS_NAME)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):  # or it is a file
             return []
     if not is_sealed(data):
         raise damaged(where, "bytes that fail the seal at their end")

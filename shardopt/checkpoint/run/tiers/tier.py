@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shardopt.checkpoint.storage import Storage
 from shardopt.errors import OptionError, Problem
 
 
@@ -32,9 +33,18 @@ class Tier:
     most_per_second: float | None = None
 
 
-def refuse_unfit_tiers(tiers: Sequence[Tier], incremental: bool) -> None:
-    """Raises OptionError where tiers cannot be used; all of it is listed."""
+def refuse_unfit_tiers(tiers: Sequence[Tier], roots: Sequence[Storage], incremental: bool) -> None:
+    """Raises OptionError where tiers cannot be used; all of it is listed.
+
+    Args:
+        roots: of the run and its mirror.
+    """
     problems = []
+    taken = {os.path.realpath(root.url) for root in roots if not root.is_remote}
+    for number, tier in enumerate(tiers):
+        if os.path.realpath(tier.path) in taken:
+            required = "another path than the root's and the mirror's: what a tier has is removed"
+            problems.append(Problem(f"tiers[{number}].path", repr(tier.path), required, "give it one of its own"))
     for number, tier in enumerate(tiers):
         for name, least in (("every", 1), ("keep_last", 1), ("copies", 1)):
             value = getattr(tier, name)

@@ -21,12 +21,12 @@ from shardopt.checkpoint.run.branches import Branches
 from shardopt.checkpoint.run.identity import claim_tiers, refuse_tiers_of_others
 from shardopt.checkpoint.run.restoring import Candidate
 from shardopt.checkpoint.run.root import Root
-from shardopt.checkpoint.run.shares import note_tiers
+from shardopt.checkpoint.run.shares import TIERS_NAME, note_tiers, tiers_at
 from shardopt.checkpoint.run.steps import Place, place_of
 from shardopt.checkpoint.run.tiers.jobs import Job, TierQueue
 from shardopt.checkpoint.run.tiers.tier import Tier
 from shardopt.checkpoint.run.tiers.work import TierWork, clear_shares, clear_spares
-from shardopt.errors import CheckpointError
+from shardopt.errors import CheckpointError, NoSpaceError
 from shardopt.ranks import Group, Ranks, SideRanks, ranks_of
 
 _log = logging.getLogger("shardopt.checkpoint")
@@ -46,6 +46,7 @@ class Tiers:
         self._tiers, self._root, self._group, self._copies = tuple(tiers), root, group, copies
         self._deadline_seconds = deadline_seconds
         self._side = SideRanks("the tiers of a run")
+        self._alone: Ranks | None = None
         self._work = TierWork(self._tiers, root, deadline_seconds)
         self._queue = TierQueue(self._work.do, deadline_seconds)
         self._met: list[Hosts] = []  # whose directories are known to be of no other run
@@ -61,12 +62,25 @@ class Tiers:
         Raises:
             CheckpointError: a host's directory cannot be used, or belongs to another run.
         """
+        self._forget_removed()
         self._side.of(self._ranks, self._deadline_seconds)
         hosts = self._all_hosts()
         if hosts != self._met:
             refuse_tiers_of_others(self._ranks, hosts, self._root, self._copies, self._deadline_seconds)
             self._met = hosts
             self._led = [each.directory.path for each in hosts if each.is_leader]
+
+    def _forget_removed(self) -> None:
+        """Without a process group: has the hosts meet anew where a directory was taken away, to mark the next one.
+
+        With one, a save to it is refused, and goes to the next tier.
+        """
+        if self._alone is not None:
+            try:
+                for hosts in self._met:
+                    hosts.directory.refuse_replaced()
+            except (NoSpaceError, OSError):
+                self._alone = None
 
     def _claim(self) -> None:
         """Marks the hosts' directories as the run's, where that is not done; before anything is written. Collective."""
@@ -83,6 +97,23 @@ class Tiers:
             note_tiers(self._root.storage, [{name: getattr(tier, name) for name in members} for tier in self._tiers])
         except CheckpointError as error:
             _log.warning("%s", error)
+
+    def _warn_of_former(self, step: int) -> None:
+        """Logs which tiers the run had that this job does not look at: of what they have nothing is cleared."""
+        if TIERS_NAME not in self._root.names:
+            return
+        try:
+            former = {str(tier["path"]) for tier in tiers_at(self._root.storage)} - {tier.path for tier in self._tiers}
+        except CheckpointError as error:
+            _log.warning("%s", error)
+            return
+        for path in sorted(former):
+            _log.warning(
+                "the run had a tier at %s, which is none of this job's: it stays as it is, and a later job that has it "
+                "again restores what is newer there than step %d. Remove it from each host where it is not wanted",
+                path,
+                step,
+            )
 
     def make_room(self) -> None:
         """Before a save: removes those that wait to be copied while a newer one does, and never would be. Collective.
@@ -167,9 +198,11 @@ class Tiers:
             branches: of the run, after it was taken back.
             to_root, then: as for `committed`.
         """
+        step = -1 if place is None else place.step
+        if self._ranks.rank == 0:
+            self._warn_of_former(max(step, 0))
         if not self._tiers:
             return
-        step = -1 if place is None else place.step
 
         def unwanted(other: Place) -> bool:
             return branches.is_removed(other) or (other.branch == branches.current and other.step > step)
@@ -205,7 +238,12 @@ class Tiers:
 
     @property
     def _ranks(self) -> Ranks:
-        return ranks_of(self._group)
+        ranks = ranks_of(self._group)
+        if ranks.has_group:
+            return ranks
+        # Without a group each call has made others: their hosts, which are theirs, would meet again and again.
+        self._alone = self._alone or ranks
+        return self._alone
 
     def _hosts(self, number: int) -> Hosts:
         tier = self._tiers[number]
