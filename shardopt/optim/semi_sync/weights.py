@@ -18,10 +18,10 @@ from shardopt.sharding.view import assemble, local_tensors, view_of
 
 
 def refuse_unfit(optimizer: KeyedOptimizer, role: str) -> None:
-    """Refuses algorithms whose weights are not the parameters alone, or that evaluate the model themselves.
+    """Refuses algorithms whose weights are not the parameters alone, and steps that nothing can be done before.
 
     Raises:
-        AlgorithmError: it is Schedule-Free, or needs a closure (L-BFGS).
+        AlgorithmError: it is Schedule-Free, evaluates the model itself (L-BFGS), or updates in backward.
     """
     problems = []
     if any(isinstance(atom, ScheduleFree) for atom in optimizer._atoms()):
@@ -31,6 +31,10 @@ def refuse_unfit(optimizer: KeyedOptimizer, role: str) -> None:
     if optimizer._needs_closure:
         found, steps = "an algorithm that evaluates the model itself", "an algorithm that steps on gradients"
         problems.append(Problem(role, found, steps, "take adamw or sgd"))
+    if optimizer.updates_in_backward:
+        found, required = "an optimizer that updates parameters in backward", "one that steps after backward"
+        remedy = "make it with shardopt.keyed; in backward the first weights are gone before they could be kept"
+        problems.append(Problem(role, found, required, remedy))
     if problems:
         raise AlgorithmError("islands cannot be synchronized with this algorithm", problems)
 
