@@ -100,15 +100,14 @@ class Islands:
         """
         what = "SemiSync"
         self._refuse_overlap()
-        views = {name: view_of(tensor, name) for name, tensor in params.items()}
-        described = {name: f"{view.dtype} {view.shape}, {self._described(params[name])}" for name, view in views.items()}
+        described = {name: self._described(name, tensor) for name, tensor in params.items()}
         _, (problems, islands) = self.column.agree(
             what,
             work=lambda: [described, dict(options), self.row.members[0]],
             report=_same,
             decide=lambda reports: [_compared([each[:2] for each in reports]), [each[2] for each in reports]],
         )
-        numels = {name: math.prod(view.shape) for name, view in views.items()}
+        numels = {name: math.prod(view_of(tensor, name).shape) for name, tensor in params.items()}
         _, merged = self.row.agree(
             what,
             work=lambda: None,
@@ -121,10 +120,11 @@ class Islands:
         self.refuse(what, [Problem(**each) for each in merged[0]])
         return dict(merged[1])
 
-    def _described(self, tensor: Tensor) -> str:
-        shapes, replicas = [tuple(local.shape) for local in local_tensors(tensor)], self._replicas_of(tensor)
+    def _described(self, name: str, tensor: Tensor) -> str:
+        view, replicas = view_of(tensor, name), self._replicas_of(tensor)
+        shapes = [tuple(local.shape) for local in local_tensors(tensor)]
         ranks = "" if replicas is None else f", as on ranks {replicas} of the island"
-        return f"here {shapes}{ranks}{'' if requires_gradient(tensor) else ', frozen'}"
+        return f"{view.dtype} {view.shape}, here {shapes}{ranks}{'' if requires_gradient(tensor) else ', frozen'}"
 
     def _replicas_of(self, tensor: Tensor) -> tuple[int, ...] | None:
         """Returns the ranks of this island that hold what this rank has of a tensor; None where it does not tell."""

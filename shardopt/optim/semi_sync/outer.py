@@ -245,8 +245,8 @@ class OuterOptimizer(OptimizerWrapper):
         return [name for name in self._anchors if self._fragment_of[name] == fragment]
 
     def _begin_exchange(self, fragment: int, names: list[str]) -> None:
-        # In one order, so that ranks of a column agree, whatever groups they have. Without frozen ones: of these nothing
-        # has changed, and to an outer optimizer with weight decay a gradient of zeros is one.
+        # In one order, so that ranks of a column agree, whatever groups they have. Without frozen ones: none of these
+        # has changed, and an outer optimizer with weight decay steps on a gradient of zeros, too.
         names = sorted(name for name in names if requires_gradient(self._params_by_name[name]))
         buckets = self._islands.buckets_of([self._anchors[name] for name in names])
         views = iter(buckets.views)
