@@ -12,7 +12,7 @@ from torch import Tensor
 from shardopt.errors import MismatchError, OptionError, Problem
 from shardopt.optim.islands.buckets import BUCKET_BYTES, Buckets
 from shardopt.ranks import Group, Ranks, SharedGroup
-from shardopt.sharding.gradients import requires_gradient
+from shardopt.sharding.gradients import is_frozen
 from shardopt.sharding.view import local_tensors, view_of
 
 _MOST_TOLD = 20
@@ -124,7 +124,7 @@ class Islands:
         view, replicas = view_of(tensor, name), self._replicas_of(tensor)
         shapes = [tuple(local.shape) for local in local_tensors(tensor)]
         ranks = "" if replicas is None else f", as on ranks {replicas} of the island"
-        return f"{view.dtype} {view.shape}, here {shapes}{ranks}{'' if requires_gradient(tensor) else ', frozen'}"
+        return f"{view.dtype} {view.shape}, here {shapes}{ranks}{', frozen' if is_frozen(tensor) else ''}"
 
     def _replicas_of(self, tensor: Tensor) -> tuple[int, ...] | None:
         """Returns the ranks of this island that hold what this rank has of a tensor; None where it does not tell."""

@@ -19,7 +19,7 @@ from shardopt.optim.state_dict.load_plan import LoadPlan
 from shardopt.optim.state_dict.saved_form import STATE
 from shardopt.optim.wrapper import OptimizerWrapper, OwnState
 from shardopt.param_groups import PARAMS
-from shardopt.sharding.gradients import requires_gradient, set_gradients, zero_gradients
+from shardopt.sharding.gradients import is_frozen, set_gradients, zero_gradients
 from shardopt.sharding.view import is_held, local_tensors
 from shardopt.staging_fence import wait_for_copies
 from shardopt.torch_private import step_nested
@@ -247,7 +247,7 @@ class OuterOptimizer(OptimizerWrapper):
     def _begin_exchange(self, fragment: int, names: list[str]) -> None:
         # In one order, so that ranks of a column agree, whatever groups they have. Without frozen ones: none of these
         # has changed, and an outer optimizer with weight decay steps on a gradient of zeros, too.
-        names = sorted(name for name in names if requires_gradient(self._params_by_name[name]))
+        names = sorted(name for name in names if not is_frozen(self._params_by_name[name]))
         buckets = self._islands.buckets_of([self._anchors[name] for name in names])
         views = iter(buckets.views)
         for name in names:

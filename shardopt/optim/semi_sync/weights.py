@@ -52,9 +52,7 @@ def anchor_of(name: str, param: Tensor) -> Tensor:
         remedy = "leave it out of the inner optimizer, and step it by another one"
         raise LayoutError("a parameter cannot be synchronized", [Problem(name, found, required, remedy)])
     wide = torch.promote_types(dtype, torch.float32)
-    anchor = assemble(param, [local.detach().to(wide, copy=True) for local in local_tensors(param)])
-    # Gradients are given to it in outer steps alone. So that a rank without any in a fragment is not warned of.
-    return anchor.requires_grad_(False)
+    return assemble(param, [local.detach().to(wide, copy=True) for local in local_tensors(param)])
 
 
 class Weights:
