@@ -88,7 +88,7 @@ class CompositeOptimizer(KeyedOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops or zeroes the gradients of every child."""
         for child in self._children:
-            child.zero_grad(set_to_none)
+            child.zero_grad(set_to_none=set_to_none)
 
     def train(self, mode: bool = True) -> None:
         """Calls that of every child."""

@@ -108,6 +108,16 @@ def test_state_goes_on_exactly_and_looking_at_it_changes_nothing(options, resume
         assert all(torch.equal(weights(other)[name], value) for name, value in weights(model).items())
 
 
+def test_a_load_of_nothing_changes_nothing_while_an_exchange_is_under_way():
+    (model, optimizer), (other, plain) = alone(**FRAGMENTS), alone(**FRAGMENTS)
+    for each in (model, optimizer), (other, plain):
+        train(*each, range(4))
+        if each[1] is optimizer:
+            optimizer.load_state_dict({"state": {}}, strict=False)
+        train(*each, range(4, 9))
+    assert all(torch.equal(weights(other)[name], value) for name, value in weights(model).items())
+
+
 @pytest.mark.parametrize(
     ("saved", "here", "name"),
     [
@@ -130,6 +140,10 @@ def test_where_islands_have_met_any_interval_follows():
     model, optimizer = alone(every=4, fragments=2, delay=1, alpha=0.5)
     train(model, optimizer, range(7))
     assert not optimizer.at_sync_point
+    averages = shardopt.EMA(model)
+    averages.attach(optimizer)
+    with averages.swap(), pytest.raises(StateError, match="averages"):
+        optimizer.sync()
     optimizer.sync()
     assert optimizer.at_sync_point
     now = weights(model)

@@ -210,8 +210,8 @@ class OuterOptimizer(OptimizerWrapper):
             self._plan_position(plan, stored)
             config = {name: value for name, value in self._position.items() if name not in (STEPS, BEGUN)}
             offered = {**offered, STATE: {**state, POSITION: {**stored, **config}}}
+            plan.then(self._forget_exchanges)
         super()._plan(plan, offered)
-        plan.then(self._forget_exchanges)
 
     def _plan_position(self, plan: LoadPlan, stored: Mapping[str, Any]) -> None:
         """Notes what the position was saved under and is not so here; at a sync point any interval may begin."""

@@ -288,6 +288,10 @@ class SemisyncOptimizer(CombinedOptimizer):
 
 
 def _global_step_of(optimizer: KeyedOptimizer) -> Callable[[Tensor, Any], Any] | None:
-    """Returns the `global_step` of an optimizer, or of the torch optimizer in it; None where there is none."""
-    found = (getattr(each, "global_step", None) for each in (optimizer, *optimizer._atoms()))
+    """Returns the `global_step` of an optimizer, or of one that it is made of; None where there is none.
+
+    torchrec asks what is under `_optimizer`, as a keyed optimizer of somebody's own may have it.
+    """
+    inside = getattr(optimizer, "_optimizer", None), *optimizer._atoms()
+    found = (getattr(each, "global_step", None) for each in (optimizer, *inside))
     return next((each for each in found if callable(each)), None)
