@@ -162,8 +162,8 @@ class SemiSync(CombinedOptimizer):
         What is under way is merged first. Nothing happens at a sync point. It is an outer step more than without it, so
         training goes on otherwise.
 
-        The hooks before a step run, as weights are changed here too: it waits for saves in the background, and is refused
-        after a load that has failed in the middle, and while averages stand in the model.
+        The hooks before a step run, as weights are changed here too: it waits for saves in the background, and is
+        refused after a load that has failed in the middle, and while averages stand in the model.
         """
         self._before_backward()
         self._outer.sync()

@@ -32,9 +32,13 @@ def refuse_unfit(optimizer: KeyedOptimizer, role: str) -> None:
         found, steps = "an algorithm that evaluates the model itself", "an algorithm that steps on gradients"
         problems.append(Problem(role, found, steps, "take adamw or sgd"))
     if optimizer.updates_in_backward:
-        found, required = "an optimizer that updates parameters in backward", "one that steps after backward"
-        remedy = "make it with shardopt.keyed; in backward the first weights are gone before they could be kept"
-        problems.append(Problem(role, found, required, remedy))
+        problem = Problem(
+            key=role,
+            found="an optimizer that updates parameters in backward",
+            required="one that steps after backward, so that the first weights can be kept before",
+            remedy="make it with shardopt.keyed",
+        )
+        problems.append(problem)
     if problems:
         raise AlgorithmError("islands cannot be synchronized with this algorithm", problems)
 
