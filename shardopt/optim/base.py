@@ -248,12 +248,12 @@ class KeyedOptimizer(RelatedOptimizer):
         """Whether averages are in the model in place of the weights to train."""
         return False
 
-    def unshared_tensors(self) -> tuple[tuple[str, ...], list[Tensor]]:
+    def unshared_tensors(self) -> list[tuple[tuple[str, ...], list[Tensor]]]:
         """Returns parameters that other ranks have by the same names with other values, by intent; here none.
 
-        And the parts of a path below which a save takes them, so that each has a key of its own.
+        And before them the parts of a path below which a save takes them, so that each has a key of its own.
         """
-        return (), []
+        return []
 
     @property
     def group(self) -> Group | None:

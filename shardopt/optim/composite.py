@@ -88,7 +88,7 @@ class CompositeOptimizer(KeyedOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops or zeroes the gradients of every child."""
         for child in self._children:
-            child.zero_grad(set_to_none)
+            child.zero_grad(set_to_none=set_to_none)
 
     def train(self, mode: bool = True) -> None:
         """Calls that of every child."""
@@ -105,10 +105,9 @@ class CompositeOptimizer(KeyedOptimizer):
         for child in self._children:
             child.post_load_state_dict()
 
-    def unshared_tensors(self) -> tuple[tuple[str, ...], list[Tensor]]:
-        """Returns that of the first child which has any."""
-        every = (child.unshared_tensors() for child in self._children)
-        return next((each for each in every if each[1]), ((), []))
+    def unshared_tensors(self) -> list[tuple[tuple[str, ...], list[Tensor]]]:
+        """Returns those of every child."""
+        return [each for child in self._children for each in child.unshared_tensors()]
 
     def _keep_options(self, names: set[str]) -> None:
         for child in self._children:

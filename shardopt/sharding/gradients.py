@@ -211,6 +211,11 @@ def requires_gradient(param: Tensor) -> bool:
     return param.requires_grad
 
 
+def is_frozen(param: Tensor) -> bool:
+    """Whether a tensor says that it gets no gradient; shards that carry their own may get one all the same."""
+    return takes_gradient(param) and not param.requires_grad
+
+
 def _bad_gradient(param: Tensor, grad: Tensor, remedy: str) -> GradientError:
     problem = Problem("gradient", _described(grad), f"a gradient that fits {_described(param)}", remedy)
     return GradientError("a gradient does not fit its parameter", [problem])

@@ -38,7 +38,10 @@ def view_of_sharded_tensor(tensor: ShardedTensor, key: str) -> View:
             actual = f"a shard placed on {meta.placement}"
             raise refusal(key, actual, "placements of the form rank:R/device", "name the rank of each shard")
         placed.append((tuple(meta.shard_offsets), tuple(meta.shard_sizes), holder))
-    layout, faults = _sharded_layout(shape, tuple(placed))
+    group = tensor._process_group
+    # Others, in groups like it, may hold the same tensor, as with a mesh that is a cut.
+    cut = group is not None and group.size() < dist.get_world_size()
+    layout, faults = _sharded_layout(shape, tuple(placed), cut)
     if faults:
         raise refusal(key, "; ".join(faults), f"shards that cover {shape} once", "mend the metadata of its shards")
 
@@ -70,16 +73,16 @@ def holders_of(tensor: ShardedTensor) -> set[int]:
 
 @lru_cache(maxsize=4096)
 def _sharded_layout(
-    shape: tuple[int, ...], placed: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
+    shape: tuple[int, ...], placed: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...], cut: bool
 ) -> tuple[Layout, tuple[str, ...]]:
     """Returns the layout that the metadata of all shards describes, and its faults."""
     if prod(shape) == 0:
-        return Layout.from_holders(shape, {whole(shape): {holder for _, _, holder in placed}}), ()
+        return Layout.from_holders(shape, {whole(shape): {holder for _, _, holder in placed}}, cut), ()
     holders: dict[Box, list[int]] = {}
     for offsets, sizes, holder in placed:
         if prod(sizes):  # an empty chunk of a ChunkShardingSpec may have an offset past the end
             holders.setdefault(Box(offsets, sizes), []).append(holder)
-    return Layout.from_holders(shape, holders), tuple(cover_faults(shape, holders))
+    return Layout.from_holders(shape, holders, cut), tuple(cover_faults(shape, holders))
 
 
 def sharded_tensor_like(like: ShardedTensor, tensors: Sequence[Tensor]) -> ShardedTensor:

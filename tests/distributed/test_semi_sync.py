@@ -6,6 +6,11 @@ import signal
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import Shard as LocalShard
+from torch.distributed._shard.sharded_tensor import init_from_local_shards
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import shardopt
 from shardopt import checkpoint
@@ -48,6 +53,61 @@ def test_killed_between_two_meetings(tmp_path, options, save_at, layout, ranks):
     assert_simulated(resumed, 2, STEPS, options)
 
 
+def replicas_beside_uneven_shards():
+    """Trains a replicated parameter beside one of which the two ranks of an island have 2 rows and 1; returns it."""
+    mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("across", "own"))
+    torch.manual_seed(0)
+    replicated = torch.nn.Parameter(torch.randn(1000))
+    rows = torch.nn.Parameter(distribute_tensor(torch.randn(3, 600), mesh["own"], [Shard(0)]))
+    params = {"a": rows, "b": replicated}
+    inner = shardopt.keyed("sgd", params, lr=0.1, group=mesh["own"])
+    optimizer = shardopt.SemiSync(inner, every=1, group=mesh["across"])
+    torch.manual_seed(mesh.get_local_rank("across"))
+    for _ in range(2):
+        replicated.grad = torch.randn(1000)
+        rows.grad = distribute_tensor(torch.randn(3, 600), mesh["own"], [Shard(0)])
+        optimizer.step()
+    return replicated.detach()
+
+
+def test_replicas_within_an_island_stay_equal_bit_for_bit():
+    first, *others = run_ranks(6, replicas_beside_uneven_shards)
+    assert all(torch.equal(first, other) for other in others)
+
+
+def shards_of_several_islands(root):
+    """Trains a ShardedTensor that one rank of each island has none of, saves in the middle, and goes on twice."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("across", "own"))
+    rank, island = dist.get_rank(), mesh.get_local_rank("across")
+    local = torch.arange(12.0).view(3, 4)
+    held = mesh.get_local_rank("own") == 0
+    metadata = ShardMetadata([0, 0], [3, 4], f"rank:{rank}/cpu")
+    group = mesh["own"].get_group()
+    table = init_from_local_shards([LocalShard(local, metadata)] if held else [], [3, 4], process_group=group)
+    inner = shardopt.keyed("adamw", {"table": table}, lr=0.1, group=mesh["own"])
+    optimizer = shardopt.SemiSync(inner, every=3, delay=1, group=mesh["across"])
+    app = {"optimizer": optimizer, **optimizer.own({"table": table})}
+
+    def train(steps):
+        for step in steps:
+            local.grad = torch.full_like(local, 1.0 + island + step) if held else None
+            optimizer.step()
+        return local.clone()
+
+    train(range(4))
+    checkpoint.save(root, app)
+    trained = train(range(4, 8))
+    checkpoint.load(root, app)
+    assert torch.equal(train(range(4, 8)), trained)
+    optimizer.sync()
+    return local.tolist() if held else None
+
+
+def test_sharded_tensors_of_islands_are_saved_as_one(tmp_path):
+    of_ranks = run_ranks(4, shards_of_several_islands, str(tmp_path / "step"))
+    assert of_ranks[0] == of_ranks[2] != torch.arange(12.0).view(3, 4).tolist()
+
+
 def raised(call, *args, **kwargs):
     with pytest.raises(ShardoptError) as error:
         call(*args, **kwargs)
@@ -69,6 +129,10 @@ def islands_that_differ(root):
         "options": raised(optimizer_of, here, params, every=2 + island),
         "outer": raised(optimizer_of, here, params, outer_options={"lr": 1.0 + island}),
     }
+    mesh = DeviceMesh("cpu", [[0, 3], [1, 2]], mesh_dim_names=("across", "own"))
+    bias = {"bias": torch.nn.Parameter(torch.zeros(3))}
+    inner = shardopt.keyed("sgd", bias, lr=0.1, group=mesh["own"])
+    told["grid"] = raised(shardopt.SemiSync, inner, every=2, group=mesh["across"])
     renamed = {f"{name}{island}" if name == "0.bias" else name: param for name, param in params.items()}
     told["names"] = raised(optimizer_of, here, renamed)
     own, before = local_tensors(here.model[2].weight)[0].detach(), whole(here.model[0].weight)
@@ -77,6 +141,8 @@ def islands_that_differ(root):
         own[0, 0] += 1e-12
     told["weights"] = raised(here.step)
     assert torch.equal(whole(here.model[0].weight), before)
+    replicated, _ = here.optimizer._islands.buckets_of([bias["bias"], *params.values()]).flats
+    assert replicated.numel() == 3  # apart from shards
     own.copy_(kept)
     here.optimizer.zero_grad()
     for _ in range(4):
@@ -129,6 +195,7 @@ def test_what_differs_between_islands_is_refused_on_all_ranks(tmp_path):
         "overlap": "OptionError.*group=mesh",
         "options": "MismatchError.*every: found 3 on island 1; required 2",
         "outer": "MismatchError.*outer.*lr",
+        "grid": r"MismatchError.*group: found islands that begin with ranks \[0, 1\].*\[1, 0\]",
         "names": "0.bias0: found nothing on island 1",
         "weights": "MismatchError.*\n  - 2.weight: found other values on island 1",
         "shared": "StateError.*\n  - model.0.weight.*optimizer.own",

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import shardopt
-from shardopt.errors import AlgorithmError, LayoutError, MismatchError, OptionError, StateError
+from shardopt.errors import AlgorithmError, GradientError, LayoutError, MismatchError, OptionError, StateError
+from shardopt.optim.backward import in_backward
 from shardopt.optim.islands.buckets import Buckets
 from shardopt.optim.islands.schedule import SyncSchedule, fragments_by_name
 from shardopt.optim.semi_sync import SemisyncOptimizer
@@ -107,6 +108,16 @@ def test_state_goes_on_exactly_and_looking_at_it_changes_nothing(options, resume
         assert all(torch.equal(weights(other)[name], value) for name, value in weights(model).items())
 
 
+def test_a_load_of_nothing_changes_nothing_while_an_exchange_is_under_way():
+    (model, optimizer), (other, plain) = alone(**FRAGMENTS), alone(**FRAGMENTS)
+    for each in (model, optimizer), (other, plain):
+        train(*each, range(4))
+        if each[1] is optimizer:
+            optimizer.load_state_dict({"state": {}}, strict=False)
+        train(*each, range(4, 9))
+    assert all(torch.equal(weights(other)[name], value) for name, value in weights(model).items())
+
+
 @pytest.mark.parametrize(
     ("saved", "here", "name"),
     [
@@ -129,6 +140,10 @@ def test_where_islands_have_met_any_interval_follows():
     model, optimizer = alone(every=4, fragments=2, delay=1, alpha=0.5)
     train(model, optimizer, range(7))
     assert not optimizer.at_sync_point
+    averages = shardopt.EMA(model)
+    averages.attach(optimizer)
+    with averages.swap(), pytest.raises(StateError, match="averages"):
+        optimizer.sync()
     optimizer.sync()
     assert optimizer.at_sync_point
     now = weights(model)
@@ -209,6 +224,8 @@ def test_what_cannot_be_synchronized():
         alone(model, outer=lambda anchors: shardopt.keyed("sgd", dict(list(anchors.items())[1:]), lr=1.0))
     with pytest.raises(LayoutError, match="complex"):
         alone(torch.nn.ParameterDict({"w": torch.zeros(2, dtype=torch.complex64)}), "sgd")
+    with pytest.raises(AlgorithmError, match="in backward"):
+        shardopt.SemiSync(in_backward(plain_model(), "sgd", lr=0.1), every=2, group=None)
     _, optimizer = alone(model)
     with pytest.raises(StateError, match=r"inner\.as_torch"):
         optimizer.as_torch()
@@ -230,6 +247,49 @@ def test_groups_are_added_where_islands_have_met():
     assert {"islands.0.extra", "global.extra", "global.anchors.extra"} <= optimizer.state_dict()["state"].keys()
 
 
+def test_a_group_that_is_refused_leaves_the_fragments_as_they_were():
+    model, optimizer = alone(every=4, fragments=2)
+    plainly_trained, plain = alone(every=4, fragments=2)
+    with pytest.raises(AlgorithmError, match="nonsense"):
+        optimizer.add_param_group({"params": {"a": torch.nn.Parameter(torch.zeros(500))}, "nonsense": 1})
+    train(model, optimizer, range(6))
+    train(plainly_trained, plain, range(6))
+    assert all(torch.equal(weights(plainly_trained)[name], value) for name, value in weights(model).items())
+
+
+def test_frozen_parameters_stay_as_they_are():
+    model = plain_model()
+    model[0].weight.requires_grad_(False)
+    before = weights(model)
+    _, optimizer = alone(model, outer="adamw", outer_options={"lr": 0.1, "weight_decay": 0.5}, every=2)
+    train(model, optimizer, range(5))
+    assert [name for name, value in weights(model).items() if torch.equal(value, before[name])] == ["0.weight"]
+    assert torch.equal(optimizer.anchors["0.weight"], before["0.weight"])
+
+
+def test_an_outer_step_that_fails_is_not_taken_for_one_that_was_taken():
+    def make(anchors):
+        inner = shardopt.keyed("sgd", anchors, lr=1.0)
+        return shardopt.GradientClippingOptimizer(inner, "norm", 1.0, error_if_nonfinite=True)
+
+    model, optimizer = alone(outer=make, every=2, delay=1)
+    train(model, optimizer, range(1))
+    model[0].bias.grad = torch.full_like(model[0].bias, torch.inf)
+    optimizer.step()
+    for _ in range(2):
+        with pytest.raises(GradientError, match="finite"):
+            optimizer.state_dict()
+
+
+def test_weights_of_every_combined_optimizer_are_those_of_an_island():
+    pairs = [alone(), alone()]
+    for model, optimizer in pairs:
+        train(model, optimizer, range(1))
+    combined = shardopt.CombinedOptimizer([(str(i), optimizer) for i, (_, optimizer) in enumerate(pairs)])
+    unshared = {id(tensor) for _, tensors in combined.unshared_tensors() for tensor in tensors}
+    assert unshared == {id(p) for model, _ in pairs for p in model.parameters()}
+
+
 def test_buckets_hold_every_tensor_once():
     like = [torch.zeros(3), torch.zeros(2, 2, dtype=torch.float64), torch.zeros(0, 4), torch.zeros(()), torch.zeros(40)]
     buckets = Buckets(like, bucket_bytes=32)
@@ -238,6 +298,7 @@ def test_buckets_hold_every_tensor_once():
     for number, view in enumerate(buckets.views):
         view.fill_(number)
     assert [float(view.sum()) for view in buckets.views] == [0.0, 4.0, 0.0, 3.0, 160.0]
+    assert [flat.numel() for flat in Buckets([torch.zeros(n) for n in (1, 2, 4)], [0, None, 0]).flats] == [5, 2]
 
 
 # What torchrec's own tests of its SemisyncOptimizer say of it.

@@ -64,11 +64,10 @@ def refuse_unshared(flat: FlatState) -> None:
         unshared = getattr(handback.target, "unshared_tensors", None)
         if not isinstance(handback.target, Optimizer) or unshared is None:
             continue
-        place, tensors = unshared()
-        own = {id(tensor) for tensor in tensors}
-        for key, leaf in flat.leaves.items() if own else ():
-            below = any(leaf.path[start : start + len(place)] == place for start in range(len(leaf.path)))
-            if id(leaf.value) in own and not below:
+        places = {id(tensor): place for place, tensors in unshared() for tensor in tensors}
+        for key, leaf in flat.leaves.items() if places else ():
+            place = places.get(id(leaf.value), ())
+            if place and not any(leaf.path[start : start + len(place)] == place for start in range(len(leaf.path))):
                 found = "a parameter that has other values on other islands, under a key that they share"
                 remedy = 'put the model there by {**optimizer.own({"model": model})}, or save where islands have met'
                 problems.append(Problem(key, found, f"a key with {join(place)!r} in it", remedy))

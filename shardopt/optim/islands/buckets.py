@@ -7,7 +7,7 @@ buckets.end_mean()                  # the views have the means
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,20 +20,23 @@ BUCKET_BYTES = 64 << 20
 class Buckets:
     """A view for each of several tensors, of its shape, dtype and device, contiguous in few buffers.
 
-    A buffer has tensors of one dtype and device in their order, at most `bucket_bytes` of them or one that is larger.
-    Ranks whose tensors have equal shapes and dtypes, in one order, have equal buffers.
+    A buffer has tensors of one dtype, device and kind in their order, at most `bucket_bytes` of them or one that is
+    larger. Ranks whose tensors have equal shapes, dtypes and kinds, in one order, have equal buffers.
 
     Args:
         like: floating-point tensors, in an order that all ranks share; not changed.
+        kinds: of each tensor, what it has to share with those of its buffer; by default all may share one.
     """
 
-    def __init__(self, like: Sequence[Tensor], bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(
+        self, like: Sequence[Tensor], kinds: Sequence[Hashable] | None = None, bucket_bytes: int = BUCKET_BYTES
+    ) -> None:
         self.flats: list[Tensor] = []
         self.views: list[Tensor] = [*like]
         self._places: list[tuple[int, int, int]] = [(0, 0, 0)] * len(like)  # buffer, begin and end of each view
         self._sums: list[Sum] = []
         self._ranks = 1
-        for run in _runs(like, bucket_bytes):
+        for run in _runs(like, kinds or [None] * len(like), bucket_bytes):
             first = like[run[0]]
             flat = torch.empty(sum(like[i].numel() for i in run), dtype=first.dtype, device=first.device)
             begin = 0
@@ -53,9 +56,9 @@ class Buckets:
 
     def end_mean(self) -> None:
         """Waits for the means; every rank has the same bits. On an accelerator only the current stream waits."""
-        for each in self._sums:
-            each.wait().div_(self._ranks)
-        self._sums = []
+        while self._sums:
+            self._sums[0].wait().div_(self._ranks)
+            del self._sums[0]  # one by one, so that it can be called again after an error
 
     def unlike_first(self, ranks: Ranks) -> list[bool]:
         """Finds the views that differ from the first rank's in any bit; these have its values then. Collective.
@@ -73,12 +76,12 @@ class Buckets:
         return [bool(each) for each in unlike]
 
 
-def _runs(like: Sequence[Tensor], bucket_bytes: int) -> list[list[int]]:
+def _runs(like: Sequence[Tensor], kinds: Sequence[Hashable], bucket_bytes: int) -> list[list[int]]:
     """Returns the tensors of each buffer, by their places."""
     runs: list[list[int]] = []
-    open_runs: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
+    open_runs: dict[Hashable, tuple[list[int], int]] = {}
     for i, tensor in enumerate(like):
-        key, size = (tensor.dtype, tensor.device), tensor.numel() * tensor.element_size()
+        key, size = (tensor.dtype, tensor.device, kinds[i]), tensor.numel() * tensor.element_size()
         run, full = open_runs.get(key, ([], 0))
         if not run or full + size > bucket_bytes:
             run, full = [], 0

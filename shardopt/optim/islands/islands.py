@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from shardopt.errors import MismatchError, OptionError, Problem
 from shardopt.optim.islands.buckets import BUCKET_BYTES, Buckets
 from shardopt.ranks import Group, Ranks, SharedGroup
+from shardopt.sharding.gradients import is_frozen
 from shardopt.sharding.view import local_tensors, view_of
 
 _MOST_TOLD = 20
@@ -74,6 +75,15 @@ class Islands:
                 problems.append(Problem(name, found, "the same weights on all islands", remedy))
         self.refuse("the first step of islands", problems)
 
+    def buckets_of(self, tensors: Sequence[Tensor]) -> Buckets:
+        """Makes buffers for the local tensors of some parameters, in their order.
+
+        Ranks of an island that have replicas of a tensor have it at the same place of equal buffers: in which order a
+        backend adds three ranks or more depends on the place, and replicas would drift apart by last bits.
+        """
+        pairs = [(local, self._replicas_of(tensor)) for tensor in tensors for local in local_tensors(tensor)]
+        return Buckets([local for local, _ in pairs], [replicas for _, replicas in pairs])
+
     def agree_on(self, params: Mapping[str, Tensor], options: Mapping[str, str]) -> dict[str, int]:
         """Finds parameters and options that are not the same on all islands. Collective over all.
 
@@ -90,19 +100,40 @@ class Islands:
         """
         what = "SemiSync"
         self._refuse_overlap()
-        views = {name: view_of(tensor, name) for name, tensor in params.items()}
-        shards = {name: [tuple(local.shape) for local in local_tensors(tensor)] for name, tensor in params.items()}
-        described = {name: f"{view.dtype} {view.shape}, here {shards[name]}" for name, view in views.items()}
-        _, problems = self.column.agree(what, work=lambda: [described, dict(options)], report=_same, decide=_compared)
-        numels = {name: math.prod(view.shape) for name, view in views.items()}
+        described = {name: self._described(name, tensor) for name, tensor in params.items()}
+        _, (problems, islands) = self.column.agree(
+            what,
+            work=lambda: [described, dict(options), self.row.members[0]],
+            report=_same,
+            decide=lambda reports: [_compared([each[:2] for each in reports]), [each[2] for each in reports]],
+        )
+        numels = {name: math.prod(view_of(tensor, name).shape) for name, tensor in params.items()}
         _, merged = self.row.agree(
             what,
             work=lambda: None,
-            report=lambda _: [problems, numels],
-            decide=lambda reports: [_distinct(each[0] for each in reports), _union(each[1] for each in reports)],
+            report=lambda _: [problems, numels, islands],
+            decide=lambda reports: [
+                _distinct([*(each[0] for each in reports), _other_columns([each[2] for each in reports])]),
+                _union(each[1] for each in reports),
+            ],
         )
         self.refuse(what, [Problem(**each) for each in merged[0]])
         return dict(merged[1])
+
+    def _described(self, name: str, tensor: Tensor) -> str:
+        view, replicas = view_of(tensor, name), self._replicas_of(tensor)
+        shapes = [tuple(local.shape) for local in local_tensors(tensor)]
+        ranks = "" if replicas is None else f", as on ranks {replicas} of the island"
+        return f"{view.dtype} {view.shape}, here {shapes}{ranks}{', frozen' if is_frozen(tensor) else ''}"
+
+    def _replicas_of(self, tensor: Tensor) -> tuple[int, ...] | None:
+        """Returns the ranks of this island that hold what this rank has of a tensor; None where it does not tell."""
+        view = view_of(tensor)
+        if view.layout.holders is None:
+            return None
+        holders = dict(zip(view.layout.boxes, view.layout.holders, strict=True))
+        ranks = {rank for piece in view.pieces for rank in holders.get(piece.box, ())}
+        return tuple(place for place, rank in enumerate(self.row.members) if rank in ranks)
 
     def _merge(self, what: str, problems: list[Any]) -> list[Any]:
         _, of_column = self.column.agree(what, work=lambda: problems, report=_same, decide=_distinct)
@@ -135,6 +166,21 @@ def _batches(tensors: Mapping[str, Tensor]) -> Iterator[list[tuple[str, Tensor]]
             full += size
     if batch:
         yield batch
+
+
+def _other_columns(columns: list[list[int]]) -> list[Any]:
+    """Returns a problem where the ranks of an island do not all meet the same islands, in the same order.
+
+    Args:
+        columns: for each rank of an island the first ranks of those islands that it meets, its own too.
+    """
+    other = next((each for each in columns if each != columns[0]), None)
+    if other is None:
+        return []
+    found = f"islands that begin with ranks {columns[0]} meet by one rank of an island, and {other} by another"
+    required = "a grid: each rank of an island meets one of every other island, and islands ascend by their ranks"
+    remedy = "take both from one mesh of ascending ranks: init_device_mesh(..., mesh_dim_names=('across', 'island'))"
+    return [asdict(Problem("group", found, required, remedy))]
 
 
 def _same(report: Any) -> Any:

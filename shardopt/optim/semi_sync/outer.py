@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from itertools import chain
 from typing import Any
 
 import torch
@@ -14,13 +13,13 @@ from shardopt.optim.base import KeyedOptimizer, StateDict
 from shardopt.optim.islands.buckets import Buckets
 from shardopt.optim.islands.islands import Islands
 from shardopt.optim.islands.schedule import SyncSchedule, fragments_by_name
-from shardopt.optim.semi_sync.weights import Weights, anchor_of
+from shardopt.optim.semi_sync.weights import Weights, anchor_of, refuse_unfit
 from shardopt.optim.state_dict.groups import first_names
 from shardopt.optim.state_dict.load_plan import LoadPlan
 from shardopt.optim.state_dict.saved_form import STATE
 from shardopt.optim.wrapper import OptimizerWrapper, OwnState
 from shardopt.param_groups import PARAMS
-from shardopt.sharding.gradients import set_gradients, zero_gradients
+from shardopt.sharding.gradients import is_frozen, set_gradients, zero_gradients
 from shardopt.sharding.view import is_held, local_tensors
 from shardopt.staging_fence import wait_for_copies
 from shardopt.torch_private import step_nested
@@ -51,6 +50,9 @@ class OuterOptimizer(OptimizerWrapper):
         islands: who meets.
         schedule: when.
         alpha: what the weights keep of themselves in a merge, 0 to below 1.
+
+    Raises:
+        AlgorithmError, LayoutError, MismatchError, OptionError: as `SemiSync`.
     """
 
     steps_own_tensors = True
@@ -63,7 +65,6 @@ class OuterOptimizer(OptimizerWrapper):
         self._params_by_name = {name: param for param, name in first_names(inner.params).items()}
         self._anchors = {name: anchor_of(name, param) for name, param in self._params_by_name.items()}
         self._exchanges: dict[int, tuple[list[str], Buckets]] = {}
-        self._fragment_of: dict[str, int] = {}
         self._takes_any_islands = False
         self._position: dict[str, Any] = {
             STEPS: 0,
@@ -76,9 +77,11 @@ class OuterOptimizer(OptimizerWrapper):
         }
         self._entries = {name: {ANCHOR: anchor} for name, anchor in self._anchors.items()}
         super().__init__(make_outer(self._anchors))
+        refuse_unfit(self, "outer")
+        self._fragment_of = self.agree()
 
-    def agree(self, new: Mapping[str, Tensor] | None = None) -> None:
-        """Finds what differs between islands, and deals parameters to fragments. Collective over all islands.
+    def agree(self, new: Mapping[str, Tensor] | None = None) -> dict[str, int]:
+        """Finds what differs between islands; returns name → fragment. Collective over all islands.
 
         Raises:
             MismatchError: parameters or options differ.
@@ -90,7 +93,7 @@ class OuterOptimizer(OptimizerWrapper):
         ]
         options["outer"] = f"{type(self._optimizer).__name__} {groups}"
         numels = self._islands.agree_on({**self._params_by_name, **(new or {})}, options)
-        self._fragment_of = fragments_by_name(numels, self._schedule.fragments)
+        return fragments_by_name(numels, self._schedule.fragments)
 
     @property
     def at_sync_point(self) -> bool:
@@ -154,12 +157,13 @@ class OuterOptimizer(OptimizerWrapper):
             problem = Problem("add_param_group", found, required, "call sync() on all ranks before it")
             raise StateError("parameters are added in the middle of an interval", [problem])
         anchors = {name: anchor_of(name, param) for name, param in params.items()}
-        self.agree(params)
+        fragment_of = self.agree(params)
         if self._position[BEGUN]:
             self._islands.refuse_other_weights(anchors)
 
         def put() -> None:
             self._optimizer.add_param_group({PARAMS: anchors})
+            self._fragment_of = fragment_of
             self._params_by_name.update(params)
             self._anchors.update(anchors)
             self._entries.update({name: {ANCHOR: anchor} for name, anchor in anchors.items()})
@@ -206,8 +210,8 @@ class OuterOptimizer(OptimizerWrapper):
             self._plan_position(plan, stored)
             config = {name: value for name, value in self._position.items() if name not in (STEPS, BEGUN)}
             offered = {**offered, STATE: {**state, POSITION: {**stored, **config}}}
+            plan.then(self._forget_exchanges)
         super()._plan(plan, offered)
-        plan.then(self._forget_exchanges)
 
     def _plan_position(self, plan: LoadPlan, stored: Mapping[str, Any]) -> None:
         """Notes what the position was saved under and is not so here; at a sync point any interval may begin."""
@@ -241,18 +245,20 @@ class OuterOptimizer(OptimizerWrapper):
         return [name for name in self._anchors if self._fragment_of[name] == fragment]
 
     def _begin_exchange(self, fragment: int, names: list[str]) -> None:
-        names = sorted(names)  # so that ranks of a column agree, whatever groups they have
-        anchors = [local_tensors(self._anchors[name]) for name in names]
-        buckets = Buckets([*chain.from_iterable(anchors)])
+        # In one order, so that ranks of a column agree, whatever groups they have. Without frozen ones: none of these
+        # has changed, and an outer optimizer with weight decay steps on a gradient of zeros, too.
+        names = sorted(name for name in names if not is_frozen(self._params_by_name[name]))
+        buckets = self._islands.buckets_of([self._anchors[name] for name in names])
         views = iter(buckets.views)
-        for name, locals_of_anchor in zip(names, anchors, strict=True):
+        for name in names:
+            anchors = local_tensors(self._anchors[name])
             weights = Weights(self._inner, self._params_by_name[name])
-            weights.subtract_from(locals_of_anchor, [next(views) for _ in locals_of_anchor])
+            weights.subtract_from(anchors, [next(views) for _ in anchors])
         buckets.begin_mean(self._islands.column)
         self._exchanges[fragment] = names, buckets
 
     def _outer_step(self, fragment: int) -> None:
-        names, buckets = self._exchanges.pop(fragment)
+        names, buckets = self._exchanges[fragment]
         buckets.end_mean()
         views = iter(buckets.views)
         for name in names:
@@ -263,6 +269,7 @@ class OuterOptimizer(OptimizerWrapper):
         finally:
             for name in names:
                 zero_gradients(self._anchors[name], set_to_none=True)
+        del self._exchanges[fragment]  # not before: a step that has failed is not one that was taken
 
     def _merge(self, fragment: int, alpha: float) -> None:
         """Takes the outer step of a fragment, unless it was taken when the state was looked at, and sets weights."""

@@ -99,8 +99,6 @@ class SemiSync(CombinedOptimizer):
         islands = Islands(group, SharedGroup(inner.group))
         make_outer = _maker_of(outer, outer_options, inner.group)
         made = OuterOptimizer(inner, make_outer, islands, schedule, float(alpha))
-        refuse_unfit(made, "outer")
-        made.agree()
         self._inner, self._outer, self._islands = inner, made, islands
         super().__init__([(f"{ISLANDS}.{islands.number}", inner), (GLOBAL, made)])
 
@@ -135,7 +133,7 @@ class SemiSync(CombinedOptimizer):
         The model, whose weights differ between islands from one local step to the next meeting, its buffers, and what
         each island has by itself: positions in its data, random states.
         """
-        return {ISLANDS: {self._keys[0].removeprefix(f"{ISLANDS}."): dict(app)}}
+        return {ISLANDS: {self._number: dict(app)}}
 
     @contextmanager
     def as_island(self, number: int) -> Iterator[SemiSync]:
@@ -163,13 +161,16 @@ class SemiSync(CombinedOptimizer):
 
         What is under way is merged first. Nothing happens at a sync point. It is an outer step more than without it, so
         training goes on otherwise.
+
+        The hooks before a step run, as weights are changed here too: it waits for saves in the background, and is
+        refused after a load that has failed in the middle, and while averages stand in the model.
         """
+        self._before_backward()
         self._outer.sync()
 
-    def unshared_tensors(self) -> tuple[tuple[str, ...], list[Tensor]]:
+    def unshared_tensors(self) -> list[tuple[tuple[str, ...], list[Tensor]]]:
         """Returns the parameters that have values of this island's own now, and the place in an app for them."""
-        tensors = [] if self.at_sync_point else list(self._inner.params.values())
-        return (ISLANDS, self._keys[0].removeprefix(f"{ISLANDS}.")), tensors
+        return [] if self.at_sync_point else [((ISLANDS, self._number), list(self._inner.params.values()))]
 
     @property
     def param_groups(self) -> Any:
@@ -241,6 +242,11 @@ class SemiSync(CombinedOptimizer):
     def _atoms(self) -> tuple[Optimizer, ...]:
         """Returns those of `inner`: anchors get no gradients that a scaler could see."""
         return self._inner._atoms()
+
+    @property
+    def _number(self) -> str:
+        """The number under which this island is saved and loaded."""
+        return self._keys[0].removeprefix(f"{ISLANDS}.")
 
     def _rename(self, key: str) -> None:
         self._keys[0] = key

@@ -13,7 +13,6 @@ from torch.distributed import ProcessGroup
 from shardopt.errors import OptionError, Problem, StateError
 from shardopt.optim.base import KeyedOptimizer
 from shardopt.optim.combined import CombinedOptimizer
-from shardopt.optim.islands.buckets import Buckets
 from shardopt.optim.islands.islands import Islands
 from shardopt.optim.semi_sync.weights import refuse_unfit
 from shardopt.optim.state_dict.groups import first_names
@@ -203,7 +202,9 @@ class SemisyncOptimizer(CombinedOptimizer):
     def _before_step(self) -> None:
         if self._optimizer_global_step is None and not self._local_step_counter:
             self._take_anchors()
-            self._islands().refuse_other_weights(self._anchors)
+            islands = self._islands()
+            islands.agree_on(self._global_params, {"num_local_steps": str(self._num_local_steps)})
+            islands.refuse_other_weights(self._anchors)
 
     def _after_step(self) -> None:
         self._local_step_counter += 1
@@ -223,11 +224,12 @@ class SemisyncOptimizer(CombinedOptimizer):
         names = sorted(self._anchors)
         params = [local_tensors(self._global_params[name]) for name in names]
         anchors = [local_tensors(self._anchors[name]) for name in names]
-        buckets = Buckets([*chain.from_iterable(params)])
+        islands = self._islands()
+        buckets = islands.buckets_of([self._global_params[name] for name in names])
         for view, anchor, weight in zip(buckets.views, chain(*anchors), chain(*params), strict=True):
             torch.sub(anchor, weight, out=view)
             weight.copy_(anchor)
-        buckets.begin_mean(self._islands().column)
+        buckets.begin_mean(islands.column)
         buckets.end_mean()
         views = iter(buckets.views)
         for name in names:
@@ -286,6 +288,10 @@ class SemisyncOptimizer(CombinedOptimizer):
 
 
 def _global_step_of(optimizer: KeyedOptimizer) -> Callable[[Tensor, Any], Any] | None:
-    """Returns the `global_step` of an optimizer, or of the torch optimizer in it; None where there is none."""
-    found = (getattr(each, "global_step", None) for each in (optimizer, *optimizer._atoms()))
+    """Returns the `global_step` of an optimizer, or of one that it is made of; None where there is none.
+
+    torchrec asks what is under `_optimizer`, as a keyed optimizer of somebody's own may have it.
+    """
+    inside = getattr(optimizer, "_optimizer", None), *optimizer._atoms()
+    found = (getattr(each, "global_step", None) for each in (optimizer, *inside))
     return next((each for each in found if callable(each)), None)

@@ -18,10 +18,10 @@ from shardopt.sharding.view import assemble, local_tensors, view_of
 
 
 def refuse_unfit(optimizer: KeyedOptimizer, role: str) -> None:
-    """Refuses algorithms whose weights are not the parameters alone, or that evaluate the model themselves.
+    """Refuses algorithms whose weights are not the parameters alone, and steps that nothing can be done before.
 
     Raises:
-        AlgorithmError: it is Schedule-Free, or needs a closure (L-BFGS).
+        AlgorithmError: it is Schedule-Free, evaluates the model itself (L-BFGS), or updates in backward.
     """
     problems = []
     if any(isinstance(atom, ScheduleFree) for atom in optimizer._atoms()):
@@ -31,6 +31,14 @@ def refuse_unfit(optimizer: KeyedOptimizer, role: str) -> None:
     if optimizer._needs_closure:
         found, steps = "an algorithm that evaluates the model itself", "an algorithm that steps on gradients"
         problems.append(Problem(role, found, steps, "take adamw or sgd"))
+    if optimizer.updates_in_backward:
+        problem = Problem(
+            key=role,
+            found="an optimizer that updates parameters in backward",
+            required="one that steps after backward, so that the first weights can be kept before",
+            remedy="make it with shardopt.keyed",
+        )
+        problems.append(problem)
     if problems:
         raise AlgorithmError("islands cannot be synchronized with this algorithm", problems)
 
@@ -48,9 +56,7 @@ def anchor_of(name: str, param: Tensor) -> Tensor:
         remedy = "leave it out of the inner optimizer, and step it by another one"
         raise LayoutError("a parameter cannot be synchronized", [Problem(name, found, required, remedy)])
     wide = torch.promote_types(dtype, torch.float32)
-    anchor = assemble(param, [local.detach().to(wide, copy=True) for local in local_tensors(param)])
-    # Gradients are given to it in outer steps alone. So that a rank without any in a fragment is not warned of.
-    return anchor.requires_grad_(False)
+    return assemble(param, [local.detach().to(wide, copy=True) for local in local_tensors(param)])
 
 
 class Weights:
