@@ -8,8 +8,8 @@ import torch
 
 from shardopt import checkpoint
 from shardopt.checkpoint import Tier
-from shardopt.checkpoint.run import tiers
 from shardopt.checkpoint.run.identity import Run
+from shardopt.checkpoint.run.tiers import tiers
 from shardopt.errors import CheckpointError, CorruptionError, OptionError
 
 

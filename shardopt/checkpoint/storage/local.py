@@ -61,6 +61,8 @@ class LocalStorage(Storage):
         for path in missing:
             self.sync_directory(os.path.dirname(path))  # a new name is in the directory above it
         self.sync_names_above(os.path.dirname(missing[-1]))
+        if self._durable:
+            _durably_named.update(missing)
 
     def sync_names_above(self, path: str) -> None:
         """Makes the names of a directory, and of those above it, durable, once for each process.
