@@ -31,7 +31,9 @@ def assert_simulated(outcomes, islands, steps, options):
         assert_close(own_anchors, anchors)
 
 
-@pytest.mark.parametrize("options", [WHOLE, FRAGMENTS], ids=["whole", "fragments"])
+@pytest.mark.parametrize(
+    "options", [WHOLE, pytest.param(FRAGMENTS, marks=pytest.mark.exhaustive)], ids=["whole", "fragments"]
+)
 def test_islands_train_what_one_process_simulates(options):
     assert_simulated(run_ranks(4, train, "rows", 2, STEPS, **options), 2, STEPS, options)
 
