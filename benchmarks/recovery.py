@@ -128,7 +128,7 @@ def fresh_group(folder: str, number: int) -> Iterator[None]:
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.barrier()
     dist.destroy_process_group()
-    store = dist.FileStore(f"{folder}/store-{number}", size)  # type: ignore[attr-defined]
+    store = dist.FileStore(f"{folder}/store-{number}", size)  # type: ignore[attr-defined]  # of Python's API, without a stub
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     dist.barrier()
     yield
@@ -331,7 +331,7 @@ def stalls(memory: str, megabytes: float, repetitions: int) -> dict[str, dict[st
             f"{memory}/root-{number}",
             every=10**6,
             tiers=[Tier(f"{memory}/host-{rank}/{number}", every=1, keep_last=1)],
-            stage=stage,  # type: ignore[arg-type]
+            stage=stage,  # type: ignore[arg-type]  # a str there, of which these are Stages
         )
         for number, (name, stage) in enumerate(STAGES.items())
     }
