@@ -31,6 +31,10 @@ ALGORITHMS = {"adamw": {}, "sgd": {"momentum": 0.9}, "lion": {}, "rprop": {}}
 SHAPES = {"wide": (9, 601), "vector": (77,), "unused": (70, 80)}
 
 
+def stored_as(form):
+    return {option: value for option, value in FORMS[form].items() if option != "rounding"}
+
+
 def parameters(dtype, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return {
@@ -79,7 +83,9 @@ def test_state_of_every_form_becomes_every_other(dtype, one, other, caplog):
         second = shardopt.keyed(algorithm, twins, **ALGORITHMS[algorithm], **FORMS[other])
         second.init_state()
         if FORMS[one] != FORMS[other]:
-            with pytest.raises(MismatchError, match="convert_state=True"):
+            # Another rounding alone is no other form of what is stored, and is refused as any other option.
+            remedy = "rounding" if stored_as(one) == stored_as(other) else "convert_state=True"
+            with pytest.raises(MismatchError, match=remedy):
                 second.load_state_dict(first.state_dict())
         caplog.clear()
         with caplog.at_level(logging.WARNING, "shardopt"):
@@ -121,6 +127,8 @@ def test_state_of_every_form_becomes_every_other(dtype, one, other, caplog):
                 wide = entry in states[1][name] and is_exact(value, states[1][name][entry])
                 if wide and entry != "step" and not entry.endswith("_scale"):
                     assert torch.equal(again[name][entry], value), (algorithm, name, entry)
+        if "step" not in states[0].get("unused", {"step": 0}) and "at random" in other:
+            continue  # it may have had steps, by all that is known: what is drawn is that of a later one
         # A parameter that never had a step begins as it would have.
         fresh = shardopt.keyed(algorithm, parameters(dtype), **ALGORITHMS[algorithm], **FORMS[other])
         for optimizer in (second, fresh):
