@@ -199,7 +199,7 @@ class RunningJob:
                 self.server.lost = True
             elif fault.kind == "power":
                 self.disturbed.update(range(self.job.ranks))
-                for each in self.processes:
+                for each in scheduler.processes:  # what is left of earlier jobs too
                     each.kill()
                 self.world.files.lose_power()
 

@@ -34,6 +34,7 @@ class Process:
 
     def __init__(self, scheduler: Scheduler, name: str, host: str = "") -> None:
         self.scheduler, self.name, self.host = scheduler, name, host
+        scheduler.processes.append(self)
         self.dead = self.stopped = False
         self.operations = 0
         self.tasks: list[Task] = []
@@ -183,6 +184,7 @@ class Scheduler:
     Attributes:
         now: seconds since the beginning.
         trace: what happened: when, where, and what.
+        processes: all that were started.
     """
 
     def __init__(self, seed: int) -> None:
@@ -190,6 +192,7 @@ class Scheduler:
         self._random = self.random.random
         self.now = 0.0
         self.trace: list[tuple[float, str, str]] = []
+        self.processes: list[Process] = []
         self.hub = getcurrent()
         self.current: Task | None = None
         self.errors: list[str] = []
