@@ -16,7 +16,7 @@ from shardopt.checkpoint.hosts.hosts import Hosts
 from shardopt.checkpoint.hosts.share import Share
 from shardopt.checkpoint.hosts.whole import WholeCheckpoint
 from shardopt.checkpoint.reading.data_file_reader import DataFileReader
-from shardopt.checkpoint.reading.verified_chunks import VerifiedChunks
+from shardopt.checkpoint.reading.verified_chunks import VerifiedChunks, verify
 from shardopt.checkpoint.storage import wrap_os_errors
 from shardopt.errors import CheckpointError, CorruptionError
 from shardopt.world import world
@@ -59,8 +59,7 @@ def damaged_files(hosts: Hosts, whole: WholeCheckpoint) -> list[str]:
         if hosts.number not in whole.holders[file.name]:
             continue
         try:
-            for _ in VerifiedChunks(DataFileReader(whole.share, file)):
-                pass
+            verify(DataFileReader(whole.share, file))
         except CorruptionError as error:
             _log.warning("%s/%s is damaged: %s", whole.share.url, file.name, error)
             damaged.append(file.name)

@@ -27,7 +27,7 @@ from shardopt.checkpoint.format.manifest import Manifest, decode_manifest
 from shardopt.checkpoint.hosts.directory import is_host_directory
 from shardopt.checkpoint.hosts.hosts import PREFIX
 from shardopt.checkpoint.reading.data_file_reader import DataFileReader
-from shardopt.checkpoint.reading.verified_chunks import VerifiedChunks
+from shardopt.checkpoint.reading.verified_chunks import verify
 from shardopt.checkpoint.run.identity import LABEL_NAME, Run, run_at
 from shardopt.checkpoint.run.steps import Place, place_of
 from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
@@ -137,8 +137,7 @@ def _compared(storage: Storage, place: Place, manifest: Manifest, verify_bytes: 
             problems.append(Problem(f"{storage.url}/{file.name}", f"{size} bytes", f"{file.nbytes}", remedy))
         elif verify_bytes:
             try:
-                for _ in VerifiedChunks(DataFileReader(storage, file)):
-                    pass
+                verify(DataFileReader(storage, file))
             except CorruptionError as error:
                 problems += error.problems
     elsewhere = {writer_of(file.name) for file in manifest.files if file.name not in there}
