@@ -225,8 +225,8 @@ _COPIES = re.compile(
     "does not see the files of other ranks|were removed while it was committed"
     "|found no such file|there is no checkpoint|refers to was removed while it was saved"
 )
-"""What is said of a copy that another process makes too, or of which it has removed the original, or what the copy refers
-to, by its rules."""
+"""What is said of a copy that another process makes too, or whose original, or what it refers to, another process has
+removed by its rules."""
 _LOST = re.compile(r"ranks? ([0-9, and]+?) (?:died|gave no sign of life|has ended|have ended)")
 
 

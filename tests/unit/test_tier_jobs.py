@@ -71,5 +71,5 @@ def test_the_failure_of_a_promotion_is_taken_once_and_that_of_a_copy_is_not(fail
     held = Held(failing=(1,))
     held.begin(failing, job(2))
     assert [step for step, _ in held.finish()] == [1, 2]  # what waits is done all the same
-    assert (str(held.queue.take_failure()) == "step 1") == raised
-    assert held.queue.take_failure() is None
+    assert (str(held.queue.failures.take()) == "step 1") == raised
+    assert held.queue.failures.take() is None

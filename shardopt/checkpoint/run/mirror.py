@@ -17,6 +17,7 @@ from shardopt.checkpoint.format.constants import MANIFEST_NAME
 from shardopt.checkpoint.format.manifest import Manifest
 from shardopt.checkpoint.reports import emit_report
 from shardopt.checkpoint.run.copying import copy_over_ranks, is_copied
+from shardopt.checkpoint.run.failures import Failures
 from shardopt.checkpoint.run.steps import by_numbers
 from shardopt.checkpoint.sources.read_manifest import read_manifest
 from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
@@ -71,7 +72,7 @@ class Mirror:
         self._waiting: list[str] = []
         self._referred: frozenset[str] = frozenset()  # directories that get what the one being copied refers to
         self._last: Thread | None = None
-        self._failure: BaseException | None = None
+        self.failures = Failures()  # of uploads
         self.report: UploadReport | None = None  # of the last upload that was made
 
     def prepare(self) -> None:
@@ -95,7 +96,7 @@ class Mirror:
         Raises:
             ShardoptError: an earlier upload has failed, and that was not raised yet. This one was begun all the same.
         """
-        earlier = self.take_failure()
+        earlier = self.failures.take()
         self.begin(name, afterwards)
         if earlier is not None:
             raise earlier
@@ -106,7 +107,8 @@ class Mirror:
         with self._lock:
             self._waiting.append(name)
             # Not a daemon: a program that ends waits for it.
-            thread = world().thread(partial(self._in_turn, side_ranks, name, self._last, afterwards))
+            number = self.failures.begin()
+            thread = world().thread(partial(self._in_turn, side_ranks, name, number, self._last, afterwards))
             self._last = thread
         thread.start()
 
@@ -146,7 +148,7 @@ class Mirror:
     def wait(self) -> None:
         """Waits until nothing is being copied. Raises the failure of an upload, if it was not raised yet."""
         self.finish()
-        failure = self.take_failure()
+        failure = self.failures.take()
         if failure is not None:
             raise failure
 
@@ -165,12 +167,9 @@ class Mirror:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def take_failure(self) -> BaseException | None:
-        """Returns the failure of an upload once, if it was not raised yet; does not wait. Local."""
-        failure, self._failure = self._failure, None
-        return failure
-
-    def _in_turn(self, ranks: Ranks, name: str, before: Thread | None, afterwards: Callable[[Storage], None]) -> None:
+    def _in_turn(
+        self, ranks: Ranks, name: str, number: int, before: Thread | None, afterwards: Callable[[Storage], None]
+    ) -> None:
         """Copies one checkpoint once the upload before it is done; the thread of an upload."""
         try:
             with ranks.beating(self._deadline_seconds):
@@ -183,7 +182,7 @@ class Mirror:
                     afterwards(self._remote)
         except BaseException as error:  # raised by the next call; the training goes on meanwhile
             _log.error("copying %s to %s failed: %s", self._local.child(name).url, self._remote.url, error)
-            self._failure = error
+            self.failures.note(number, error)
         finally:
             self._fill(frozenset())
             with self._lock:

@@ -14,6 +14,7 @@ from shardopt.checkpoint.format.constants import MANIFEST_NAME
 from shardopt.checkpoint.hosts.hosts import is_on_hosts
 from shardopt.checkpoint.reports import SaveReport
 from shardopt.checkpoint.run.export import Exporter
+from shardopt.checkpoint.run.failures import Failures
 from shardopt.checkpoint.run.history import History
 from shardopt.checkpoint.run.keeper import Keeper
 from shardopt.checkpoint.run.metrics import metrics_of
@@ -172,12 +173,22 @@ class Behind:
 
     def take_failures(self) -> list[BaseException]:
         """Returns the failures of copies that were not raised yet, once; does not wait. Local."""
-        return [failure for each in self._copying if (failure := each.take_failure()) is not None]
+        return [failure for each in self._copying if (failure := each.failures.take()) is not None]
 
     def raise_failure(self) -> None:
         """Raises the failure of a copy on all ranks: threads of some may not have met it yet. Collective."""
-        doing = f"copying checkpoints of {self._root.url}"
-        ranks_of(self._group).agree(doing, work=self._raise_failure, deadline_seconds=self._deadline_seconds)
+        ranks, doing = ranks_of(self._group), f"copying checkpoints of {self._root.url}"
+        _, failed = ranks.agree(
+            doing,
+            work=lambda: [each.failures.newest for each in self._copying],
+            report=lambda numbers: numbers,
+            decide=lambda reports: [max(numbers) for numbers in zip(*reports, strict=True)],
+            deadline_seconds=self._deadline_seconds,
+        )
+        for each, number in zip(self._copying, failed, strict=True):
+            if number:
+                work = partial(_raise_taken, each.failures, number)
+                ranks.agree(doing, work=work, deadline_seconds=self._deadline_seconds)
 
     def close(self) -> None:
         """Waits as `finish` does, and gives back what copies need. Raises the failure of a copy. Local."""
@@ -188,12 +199,16 @@ class Behind:
 
     def _raise_failure(self) -> None:
         for each in self._copying:
-            failure = each.take_failure()
-            if failure is not None:
-                raise failure
+            _raise_taken(each.failures)
 
     def _copy(self, mirror: Mirror, place: Place) -> None:
         mirror.begin(place.name, afterwards=lambda _: self._keeper.tidy_copies())
 
     def _goes_to_root(self, place: Place) -> bool:
         return place.step % self._every == 0
+
+
+def _raise_taken(failures: Failures, until: int | None = None) -> None:
+    failure = failures.take(until)
+    if failure is not None:
+        raise failure

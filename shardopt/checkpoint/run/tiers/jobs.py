@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from shardopt.checkpoint.hosts.hosts import Hosts
+from shardopt.checkpoint.run.failures import Failures
 from shardopt.checkpoint.run.steps import Place
 from shardopt.ranks import Ranks
 from shardopt.world import Thread, world
@@ -49,20 +50,23 @@ class TierQueue:
     Args:
         do: does one, and is told how to find out whether a newer one of a tier waits.
         deadline_seconds: how long a rank may show no sign of life before the others give up and name it.
+
+    Attributes:
+        failures: of jobs, but for copies alone: those come with the next save.
     """
 
     def __init__(self, do: Callable[[Job, Callable[[], bool]], None], deadline_seconds: float) -> None:
         self._do, self._deadline_seconds = do, deadline_seconds
         self._changed = world().condition()
-        self._jobs: deque[Job] = deque()  # the first is under way
+        self._jobs: deque[tuple[int, Job]] = deque()  # the first is under way
         self._given_up: set[Job] = set()  # on rank 0
         self._worker: Thread | None = None
-        self._failure: BaseException | None = None
+        self.failures = Failures()
 
     def begin(self, job: Job) -> None:
         """Has a job done in its turn; does not wait."""
         with self._changed:
-            self._jobs.append(job)
+            self._jobs.append((self.failures.begin(), job))
             if self._worker is None:
                 # Not a daemon: a program that ends waits for it. It ends when there is nothing to do.
                 self._worker = world().thread(self._work, "shardopt-tiers")
@@ -71,7 +75,7 @@ class TierQueue:
     def supersede(self) -> list[Job]:
         """On rank 0: gives up copies that have no turn yet and will have none, as a newer one waits; returns them."""
         with self._changed:
-            of_tiers = [job for job in list(self._jobs)[1:] if job.tier is not None][:-1]
+            of_tiers = [job for _, job in list(self._jobs)[1:] if job.tier is not None][:-1]
             given_up = [job for job in of_tiers if not (job.promotes or job.is_restored or job in self._given_up)]
             self._given_up.update(given_up)
         return given_up
@@ -79,7 +83,7 @@ class TierQueue:
     def promoting(self) -> frozenset[str]:
         """Returns the names of checkpoints that come to the root now or later."""
         with self._changed:
-            return frozenset(job.place.name for job in self._jobs if job.to_root)
+            return frozenset(job.place.name for _, job in self._jobs if job.to_root)
 
     def finish(self) -> None:
         """Waits until all that was begun is done. Local; a failure stays to be raised."""
@@ -87,29 +91,25 @@ class TierQueue:
             while self._jobs:
                 self._changed.wait()
 
-    def take_failure(self) -> BaseException | None:
-        """Returns the failure of the last job that failed once, but for copies alone: those come with the next save."""
-        failure, self._failure = self._failure, None
-        return failure
-
     def _work(self) -> None:
         while True:
             with self._changed:
                 if not self._jobs:
                     self._worker = None
                     return
-                job = self._jobs[0]
+                number, job = self._jobs[0]
             try:
                 with job.ranks.beating(self._deadline_seconds):
                     self._do(job, partial(self._is_newest, job))
             except BaseException as error:  # the training goes on meanwhile
                 _log.error("what is behind the save of step %d has failed: %s", job.place.step, error)
                 if job.promotes or job.tier is None:  # raised by the next call
-                    self._failure = error
+                    self.failures.note(number, error)
             with self._changed:
-                self._given_up.discard(self._jobs.popleft())
+                self._jobs.popleft()
+                self._given_up.discard(job)
                 self._changed.notify()  # nobody but the program itself waits
 
     def _is_newest(self, job: Job) -> bool:
         with self._changed:
-            return [each for each in self._jobs if each.tier is not None][-1] is job
+            return [each for _, each in self._jobs if each.tier is not None][-1] is job

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from shardopt.checkpoint.hosts.finding import whole_on
 from shardopt.checkpoint.hosts.hosts import PREFIX, Hosts, hosts_of
 from shardopt.checkpoint.run.branches import Branches
+from shardopt.checkpoint.run.failures import Failures
 from shardopt.checkpoint.run.identity import claim_tiers, refuse_tiers_of_others
 from shardopt.checkpoint.run.restoring import Candidate
 from shardopt.checkpoint.run.root import Root
@@ -217,7 +218,7 @@ class Tiers:
             self._claim()
         what = f"clearing what is newer than step {max(step, 0)}"
         self._ranks.agree(what, work=clear, deadline_seconds=self._deadline_seconds)
-        self._queue.take_failure()  # of what came to nothing before, and was logged
+        self.failures.take()  # of what came to nothing before, and was logged
         self._work.begin_from(place)
         number = None if url is None else self._number_of(url)
         if place is not None and number is not None:
@@ -232,9 +233,10 @@ class Tiers:
         self.finish()
         self._remove_spares()
 
-    def take_failure(self) -> BaseException | None:
-        """Returns the failure of a promotion once, if it was not raised yet; does not wait. Local."""
-        return self._queue.take_failure()
+    @property
+    def failures(self) -> Failures:
+        """Of promotions."""
+        return self._queue.failures
 
     @property
     def _ranks(self) -> Ranks:
