@@ -190,7 +190,8 @@ def _judge(schedule: Schedule, ledger: Ledger, jobs: list[RunningJob]) -> list[s
 
 def _have_left(ledger: Ledger, job: int, call: str) -> set[int]:
     """Returns the ranks that a call has no word of, as an error in an earlier one had them leave."""
-    came = {told.rank for told in ledger.told if (told.job, told.call) == (job, call)}
+    words = [told for told in ledger.told if (told.job, told.call) == (job, call)]
+    came = {told.rank for told in words if not _UNNAMED.search(told.text)}  # such a one leaves while others are in it
     return {told.rank for told in ledger.told if told.job == job and not told.ok and not told.disturbed} - came
 
 
@@ -227,6 +228,8 @@ _COPIES = re.compile(
 )
 """What is said of a copy that another process makes too, or whose original, or what it refers to, another process has
 removed by its rules."""
+_UNNAMED = re.compile("the others did not say for")
+"""What a rank says that wants to stop and has no answer: whoever is silent is known to who waits for it alone."""
 _LOST = re.compile(r"ranks? ([0-9, and]+?) (?:died|gave no sign of life|has ended|have ended)")
 
 
@@ -239,6 +242,8 @@ def _meaning(told: Told, left: set[int]) -> str:
     if told.ok:
         return told.text
     kind, _, text = told.text.partition(": ")
+    if _UNNAMED.search(text):
+        return f"{kind}: lost some that had left"
     lost = _LOST.findall(text)
     if lost and left.issuperset(map(int, re.findall(r"\d+", " ".join(lost)))):
         return f"{kind}: lost some that had left"
