@@ -375,6 +375,8 @@ class Channel:
             return self._give_up(lost)
         leader = node.tree.leader or 0
         found = self._witness.ask(self._round, [0, leader], self.deadline_seconds)
+        with node.changed:
+            self._check_node()  # it may have ended meanwhile, which is more than silence
         if leader and not found[leader]:
             return self._after_cut(leader, Lost(self._members[leader], stack=""))
         return self._give_up(Lost(self._members[0], stack=found[0]))

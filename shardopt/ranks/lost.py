@@ -77,7 +77,10 @@ class Witness:
         return sorted(cut.union(each for each in silent if each > 0 and tree.block_of(each)[0] not in cut))
 
     def ask(self, number: int, ranks: Sequence[int], deadline_seconds: float) -> dict[int, str]:
-        """Asks some ranks where they are; returns what a few of them that were connected say, "" where they do not."""
+        """Asks some ranks where they are; returns what a few of them that were connected say, "" where they do not.
+
+        Who has ended is not waited for.
+        """
         centre = self._node.centre
         end = world().monotonic() + min(_ASK_SECONDS, deadline_seconds)
         with self._node.changed:
@@ -88,7 +91,10 @@ class Witness:
             for key in keys:
                 centre.ask_where(*key)
             self._node.wake()
-            while any(key not in centre.here for key in keys) and (left := end - world().monotonic()) > 0:
+            while any(key not in centre.here and key[2] not in centre.ended for key in keys):
+                left = end - world().monotonic()
+                if left <= 0 or centre.above is not None:
+                    break
                 self._node.changed.wait(left)
             return {key[2]: centre.here.pop(key, "") for key in keys}
 

@@ -221,15 +221,18 @@ def _has_no_excuse(running: RunningJob, told: Told) -> bool:
     return not any(fault.job == number and fault.kind not in harmless for fault in running.schedule.faults)
 
 
-_WAS_FIRST = re.compile("the path is taken|do not share the storage|give one of the steps that are there")
+_WAS_FIRST = re.compile(
+    "the path is taken|do not share the storage|give one of the steps that are there"
+    "|were removed while it was committed|cannot write to .*No such file or directory"
+)
 _COPIES = re.compile(
-    "does not see the files of other ranks|were removed while it was committed"
+    "does not see the files of other ranks"
     "|found no such file|there is no checkpoint|refers to was removed while it was saved"
 )
 """What is said of a copy that another process makes too, or whose original, or what it refers to, another process has
 removed by its rules."""
-_UNNAMED = re.compile("the others did not say for")
-"""What a rank says that wants to stop and has no answer: whoever is silent is known to who waits for it alone."""
+_UNNAMED = re.compile("did not say for")
+"""What a rank says that wants to stop and has no answer; whoever is silent is known to those alone who wait for it."""
 _LOST = re.compile(r"ranks? ([0-9, and]+?) (?:died|gave no sign of life|has ended|have ended)")
 
 
