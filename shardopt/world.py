@@ -145,6 +145,11 @@ class World:
         """Returns a thread that is not started; the program waits at its end for those that are no daemons."""
         return threading.Thread(target=target, name=name, daemon=daemon)
 
+    def give_way(self) -> None:
+        """Has the calling thread, and those that it starts, run where those of the training leave it time."""
+        if sys.platform == "linux":  # where a thread has a priority of its own
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+
     def timer(self, seconds: float, function: Callable[[], object], name: str) -> Thread:
         """Returns a daemon thread that calls a function so many seconds after its start."""
         timer = threading.Timer(seconds, function)

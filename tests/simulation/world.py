@@ -80,6 +80,9 @@ class SimulatedWorld(World):
     def thread(self, target: Callable[[], object], name: str | None = None, daemon: bool = False) -> SimulatedThread:
         return SimulatedThread(self._process(), target, name or "thread", daemon)
 
+    def give_way(self) -> None:
+        pass  # whose turn it is follows from the seed
+
     def timer(self, seconds: float, function: Callable[[], object], name: str) -> SimulatedThread:
         def run() -> None:
             self.scheduler.pause(seconds)

@@ -171,6 +171,7 @@ class Mirror:
         self, ranks: Ranks, name: str, number: int, before: Thread | None, afterwards: Callable[[Storage], None]
     ) -> None:
         """Copies one checkpoint once the upload before it is done; the thread of an upload."""
+        world().give_way()
         try:
             with ranks.beating(self._deadline_seconds):
                 if before is not None:

@@ -92,6 +92,7 @@ class TierQueue:
                 self._changed.wait()
 
     def _work(self) -> None:
+        world().give_way()
         while True:
             with self._changed:
                 if not self._jobs:
