@@ -32,7 +32,8 @@ from benchmarks.peers import on_ranks, write_table
 from shardopt import checkpoint
 from shardopt.sharding.view import local_tensors
 
-WIDTH, LAYERS, RANKS = 768, 1, 2
+WIDTH, RANKS = 768, 2
+LAYERS_OF_RANKS = (1, 4)  # what a step allocates is as much for both
 BF16, FP32 = torch.bfloat16, torch.float32
 STORED: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "torch, fp32": (FP32, {}),
@@ -63,10 +64,10 @@ PEERS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
 }
 
 
-def parameters(dtype: torch.dtype, matrices_only: bool = False) -> dict[str, Tensor]:
+def parameters(dtype: torch.dtype, matrices_only: bool = False, layers: int = 1) -> dict[str, Tensor]:
     shapes = {"qkv": (3, 1), "out": (1, 1), "up": (4, 1), "down": (1, 4)}
     made: dict[str, Tensor] = {}
-    for layer in range(LAYERS):
+    for layer in range(layers):
         for name, (rows, columns) in shapes.items():
             made[f"{layer}.{name}.weight"] = torch.randn(rows * WIDTH, columns * WIDTH)
             if not matrices_only:
@@ -131,13 +132,13 @@ def measure_peaks(stored: str) -> tuple[float, float, float]:
     return bytes_of_state(optimizer) / count, step / count, load / count
 
 
-def measure_rank(stored: str, dim: int, bytes_of_table: float) -> list[float]:
+def measure_rank(stored: str, dim: int, bytes_of_table: float, layers: int) -> list[float]:
     """Of this rank, over what the table says: parameters, gradients and state; with a step's peak; with a load's."""
     dtype, options = STORED[stored]
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     named = {
         name: torch.nn.Parameter(distribute_tensor(full.detach(), mesh, [Shard(dim)]))
-        for name, full in parameters(dtype, matrices_only=True).items()
+        for name, full in parameters(dtype, True, layers).items()
     }
     optimizer = optimizer_of("AdamW", options, named)
     optimizer.step()
@@ -159,8 +160,11 @@ def measure_rank(stored: str, dim: int, bytes_of_table: float) -> list[float]:
 def measure_ranks(bytes_of_table: dict[str, float]) -> dict[str, list[float]]:
     """By way to store, and dimension that parameters are cut along: `measure_rank`, the greater of all ranks."""
     return {
-        f"{stored}, cut along {what}": measure_rank(stored, dim, bytes_of_table[stored])
+        f"{stored}, cut along {what}, {layers} layer{'s' * (layers > 1)}": measure_rank(
+            stored, dim, bytes_of_table[stored], layers
+        )
         for stored in STORED
+        for layers in LAYERS_OF_RANKS
         for dim, what in ((0, "rows"), (1, "columns"))
     }
 
@@ -193,9 +197,10 @@ def main() -> None:
     of_ranks = on_ranks(RANKS, measure_ranks, on_one)
     rows = [[name, *(f"{ratio:.3f}" for ratio in ratios)] for name, ratios in of_ranks.items()]
     notes = (
-        f"AdamW on the matrices of a transformer layer of width {WIDTH}, {RANKS} ranks; bytes on a rank over those of "
-        "its elements by the table of one process: parameters, gradients and state; with what a step allocates; "
-        "with what a load in place does; at most. The greater of the ranks."
+        f"AdamW on the matrices of transformer layers of width {WIDTH}, {RANKS} ranks; bytes on a rank over those of "
+        "its elements by the table of one process: parameters, gradients and state; with what a step allocates: "
+        "scratch memory, as much for any model, and the scales of blocks that the ranks share; with what a load in "
+        "place does; at most. The greater of the ranks."
     )
     header = ["stored", "held", "in a step", "in a load"]
     print(write_table("state_memory_ranks", "Memory of a rank against the table", header, rows, notes))
