@@ -31,6 +31,7 @@ from shardopt.sharding.view import local_tensors
 matplotlib.use("Agg")  # draws into a file and needs no display
 
 WIDTH, RANKS = 512, 2
+LABEL_PIXELS = (150, 12)  # of width and height
 FP32, BF16 = torch.float32, torch.bfloat16
 CODES: dict[str, Any] = {"state_dtype": torch.uint8}
 FUSED, FOREACH, AGAIN = "AdamW, fused", "AdamW, foreach", "AdamW, fused, again"
@@ -150,13 +151,21 @@ def plot(seconds: dict[str, float], nbytes: dict[str, float]) -> None:
         "tab:blue" if "8 bits" in name else "tab:orange" if name in (FUSED, FOREACH) else "black" for name in shown
     ]
     axes.scatter([nbytes[name] for name in shown], [1e3 * seconds[name] for name in shown], c=colors, s=18)
-    for name, color in zip(shown, colors, strict=True):
-        at = (nbytes[name], 1e3 * seconds[name])
-        axes.annotate(name, at, (4, 3), textcoords="offset points", fontsize=7, color=color)
     axes.set(yscale="log", xlabel="bytes of state a parameter", ylabel="milliseconds a step, one thread")
     axes.set_xlim(0, 1.2 * max(nbytes.values()))
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title("State against time: a transformer block of width 512 on the CPU", loc="left")
+    figure.draw_without_rendering()  # so that it is known where points come to lie
+    lines: list[tuple[float, float]] = []  # of labels so far, in pixels: each goes above those that are in its way
+    for name, color in sorted(zip(shown, colors, strict=True), key=lambda each: seconds[each[0]]):
+        x, y = axes.transData.transform((nbytes[name], 1e3 * seconds[name]))
+        line = y
+        for x_other, other in lines:
+            if abs(x - x_other) < LABEL_PIXELS[0] and line < other + LABEL_PIXELS[1]:
+                line = other + LABEL_PIXELS[1]
+        lines.append((x, line))
+        at = (nbytes[name], 1e3 * seconds[name])
+        axes.annotate(name, at, (6, line - y - 2), textcoords="offset pixels", fontsize=7, color=color)
     figure.savefig(RESULTS / "frontier.png")
     pyplot.close(figure)
 
