@@ -376,6 +376,9 @@ class Channel:
         leader = node.tree.leader or 0
         found = self._witness.ask(self._round, [0, leader], self.deadline_seconds)
         with node.changed:
+            answer = self._take_answer()
+            if answer is not None:
+                return answer
             self._check_node()  # it may have ended meanwhile, which is more than silence
         if leader and not found[leader]:
             return self._after_cut(leader, Lost(self._members[leader], stack=""))

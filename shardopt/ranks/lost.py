@@ -91,12 +91,15 @@ class Witness:
             for key in keys:
                 centre.ask_where(*key)
             self._node.wake()
-            while any(key not in centre.here and key[2] not in centre.ended for key in keys):
+            while any(key not in centre.here and not self._has_ended(key[2]) for key in keys):
                 left = end - world().monotonic()
                 if left <= 0 or centre.above is not None:
                     break
                 self._node.changed.wait(left)
             return {key[2]: centre.here.pop(key, "") for key in keys}
+
+    def _has_ended(self, rank: int) -> bool:
+        return not self._node.centre.ended.isdisjoint((rank, self._node.tree.block_of(rank)[0]))
 
     def _was_connected(self, rank: int) -> bool:
         centre = self._node.centre

@@ -169,8 +169,7 @@ def _judge(schedule: Schedule, ledger: Ledger, jobs: list[RunningJob]) -> list[s
             all_told = [told for told in all_told if told.ok]
         if call == "close" and jobs[job].job.exports:
             all_told = [told for told in all_told if told.ok or told.rank]  # rank 0 alone makes them, and is told
-        left = _have_left(ledger, job, call)
-        if len({_meaning(told, left) for told in all_told}) > 1:
+        if len({_meaning(told, _have_left(ledger, told)) for told in all_told}) > 1:
             each = "\n".join(f"  rank {told.rank}: {told.text}" for told in all_told)
             problems.append(f"{call} of job {job} told ranks differently:\n{each}")
     beside = any(fault.kind in ("stop", "cut") for fault in schedule.faults)
@@ -180,6 +179,9 @@ def _judge(schedule: Schedule, ledger: Ledger, jobs: list[RunningJob]) -> list[s
         was_first = beside and (
             _WAS_FIRST.search(told.text) or (jobs[told.job].job.mirror and _COPIES.search(told.text))
         )
+        was_first = was_first or (
+            any(fault.beside and fault.job < told.job for fault in schedule.faults) and _TAKEN_AWAY.search(told.text)
+        )
         if not told.ok and _has_no_excuse(jobs[told.job], told) and not was_first and not ledger.may_fail:
             problems.append(f"a call failed in a job without faults: {told}")
     for number, job in enumerate(jobs):
@@ -188,11 +190,11 @@ def _judge(schedule: Schedule, ledger: Ledger, jobs: list[RunningJob]) -> list[s
     return problems
 
 
-def _have_left(ledger: Ledger, job: int, call: str) -> set[int]:
-    """Returns the ranks that a call has no word of, as an error in an earlier one had them leave."""
-    words = [told for told in ledger.told if (told.job, told.call) == (job, call)]
-    came = {told.rank for told in words if not _UNNAMED.search(told.text)}  # such a one leaves while others are in it
-    return {told.rank for told in ledger.told if told.job == job and not told.ok and not told.disturbed} - came
+def _have_left(ledger: Ledger, told: Told) -> set[int]:
+    """Returns the ranks of which a call has no word, or none before this one, as an error had them leave."""
+    words = [each for each in ledger.told if (each.job, each.call) == (told.job, told.call)]
+    came = {each.rank for each in words if not (_UNNAMED.search(each.text) and each.end <= told.end)}
+    return {each.rank for each in ledger.told if each.job == told.job and not each.ok and not each.disturbed} - came
 
 
 def _is_told_at_once(running: RunningJob, told: Told) -> bool:
@@ -221,12 +223,11 @@ def _has_no_excuse(running: RunningJob, told: Told) -> bool:
     return not any(fault.job == number and fault.kind not in harmless for fault in running.schedule.faults)
 
 
-_WAS_FIRST = re.compile(
-    "the path is taken|do not share the storage|give one of the steps that are there"
-    "|were removed while it was committed|cannot write to .*No such file or directory"
-)
+_WAS_FIRST = re.compile("the path is taken|do not share the storage|give one of the steps that are there")
+_TAKEN_AWAY = re.compile("were removed while it was committed|cannot write to .*No such file or directory")
+"""What is said of a save whose files a process of a job before, that goes on, has taken for remains."""
 _COPIES = re.compile(
-    "does not see the files of other ranks"
+    "does not see the files of other ranks|were removed while it was committed"
     "|found no such file|there is no checkpoint|refers to was removed while it was saved"
 )
 """What is said of a copy that another process makes too, or whose original, or what it refers to, another process has

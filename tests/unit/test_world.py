@@ -1,6 +1,8 @@
 """Another world in the place of the real one: its clock, names, threads, store and storage are those that count."""
 
 import itertools
+import os
+import sys
 import threading
 import time
 
@@ -144,3 +146,37 @@ def test_threads_are_those_that_it_makes(tmp_path):
         checkpoint.async_save(tmp_path / "a", {"w": torch.ones(2)}).result()
         checkpoint.verify(tmp_path / "a")
     assert {"shardopt-save", "shardopt-verify"} <= set(named.names)
+
+
+def in_a_thread(function):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(function()))
+    thread.start()
+    thread.join()
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own on Linux alone")
+def test_a_thread_that_gives_way_takes_no_other_with_it():
+    def give_way():
+        world().give_way()
+        return os.getpriority(os.PRIO_PROCESS, 0), in_a_thread(lambda: os.getpriority(os.PRIO_PROCESS, 0))
+
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    ((mine, [started]),) = in_a_thread(give_way)
+    assert mine == started == max(before, 10)
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
+
+
+def test_a_copy_is_made_where_priorities_may_not_be_set(monkeypatch, tmp_path):
+    def refuse(*args):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "setpriority", refuse)
+    tier = checkpoint.Tier(str(tmp_path / "memory"), every=1)
+    root, mirror = str(tmp_path / "root"), str(tmp_path / "mirror")
+    with checkpoint.Manager(root, every=2, tiers=[tier], mirror=mirror) as manager:
+        app = {"x": torch.ones(3)}
+        manager.restore(app)
+        manager.save(2, app)
+    assert checkpoint.verify(f"{mirror}/step-00000002").ok

@@ -12,7 +12,7 @@ from shardopt.checkpoint.format.data_file import Entry
 from shardopt.checkpoint.reading.data_file_reader import DataFileReader
 from shardopt.checkpoint.storage import Span
 
-_CHUNK_BYTES = 16 << 20
+_CHUNK_BYTES = 4 << 20
 _VERIFIED_BYTES = 1 << 20  # at a time where nobody wants them: still in the cache when they are summed
 
 
@@ -45,18 +45,18 @@ def _chunks(file: DataFileReader, most: int, memory_for: Callable[[int], memoryv
     """Yields header, chunks of at most so many bytes in memory that is asked for, and checksums."""
     entries = list(file.entries.values())
     header = bytearray(entries[0].begin)  # entries follow one another, from the header to the file's end
-    with file.opened() as read:
-        read([Span(0, memoryview(header))])
-        file.refuse_other_header(header)  # it is read once more, and may have come otherwise
-        yield memoryview(header)
-        for parts in _together(_parts(entries[:-1], most), most):
-            chunk = memory_for(parts[-1].end - parts[0].begin)
-            read([Span(parts[0].begin, chunk)])
-            for part in parts:
-                memory = chunk[part.begin - parts[0].begin : part.end - parts[0].begin]
-                for number in file.failed_segments(part.segment, memory):
-                    raise file.segment_error(part.entry, number)
-            yield chunk
+    # Opened for each read anew: who has failed may keep this where it is, and a descriptor with it.
+    file.read_into([Span(0, memoryview(header))])
+    file.refuse_other_header(header)  # it is read once more, and may have come otherwise
+    yield memoryview(header)
+    for parts in _together(_parts(entries[:-1], most), most):
+        chunk = memory_for(parts[-1].end - parts[0].begin)
+        file.read_into([Span(parts[0].begin, chunk)])
+        for part in parts:
+            memory = chunk[part.begin - parts[0].begin : part.end - parts[0].begin]
+            for number in file.failed_segments(part.segment, memory):
+                raise file.segment_error(part.entry, number)
+        yield chunk
     yield memoryview(file.sums)
 
 

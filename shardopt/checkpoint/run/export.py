@@ -147,6 +147,8 @@ class Exporter:
         self._root.publish(RECORD_NAME, json.dumps({"name": wanted.name, "value": wanted.value}).encode())
         for name in self._root.names():
             if name != wanted.name and place_of(name) is not None:
+                if json.loads(self._root.read(RECORD_NAME))["name"] != wanted.name:
+                    return  # another process of the run has exported meanwhile, and that is what counts
                 _remove(self._root.child(name))
 
     def _value_of_export(self) -> float | None:

@@ -40,6 +40,6 @@ class Failures:
         with self._lock:
             numbers = [number for number in self._failed if until is None or number <= until]
             failure = self._failed[max(numbers)] if numbers else None
-            self._told = max([self._told, *numbers, *([] if until is None else [until])])
-            self._failed = {number: each for number, each in self._failed.items() if number > self._told}
+            self._told = max(self._told, until or 0)
+            self._failed = {number: each for number, each in self._failed.items() if number not in numbers}
             return failure

@@ -91,7 +91,8 @@ class Mirror:
         Args:
             name: of its directory in the local root, such as "step-00000500". It must stay until it is copied
                 (`uploading`).
-            afterwards: called by the thread with the remote root, once the copy is committed.
+            afterwards: called by the thread with the remote root, once the copy is committed. On Linux its priority is
+                low, and what it starts inherits that.
 
         Raises:
             ShardoptError: an earlier upload has failed, and that was not raised yet. This one was begun all the same.
