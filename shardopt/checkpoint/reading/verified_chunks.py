@@ -38,7 +38,7 @@ def verify(file: DataFileReader) -> None:
 
 
 def _new_memory(nbytes: int) -> memoryview:
-    return memoryview(np.empty(nbytes, np.uint8))  # a bytearray would be cleared first, which takes as long as a copy
+    return np.empty(nbytes, np.uint8).data  # a bytearray would be cleared first, which takes as long as a copy
 
 
 def _chunks(file: DataFileReader, most: int, memory_for: Callable[[int], memoryview]) -> Iterator[memoryview]:
