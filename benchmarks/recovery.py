@@ -450,7 +450,7 @@ def copying_steps(memory: str, megabytes: float, rounds: int, with_free_core: bo
 
 
 def copying(arguments: argparse.Namespace) -> None:
-    megabytes, rounds = arguments.megabytes / 4, max(5, 3 * arguments.repetitions)
+    megabytes, rounds = arguments.megabytes / 4, max(5, 8 * arguments.repetitions)
     rows = []
     for with_free_core in (True, False):
         with folders(arguments) as (memory, _):
