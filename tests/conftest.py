@@ -1,7 +1,13 @@
 """Options of the whole test suite."""
 
+import os
+
 import hypothesis
 import pytest
+
+# Before torch is imported. As many workers of pytest as there are cores would each have as many threads, which wait for
+# one another in loops: with tensors as small as those of the tests that takes longer than what they compute.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # No example has a time limit of its own: on a busy machine that would fail a test that is right.
 hypothesis.settings.register_profile("shardopt", deadline=None)

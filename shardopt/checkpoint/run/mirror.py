@@ -91,8 +91,7 @@ class Mirror:
         Args:
             name: of its directory in the local root, such as "step-00000500". It must stay until it is copied
                 (`uploading`).
-            afterwards: called by the thread with the remote root, once the copy is committed. On Linux its priority is
-                low, and what it starts inherits that.
+            afterwards: called by the thread with the remote root, once the copy is committed.
 
         Raises:
             ShardoptError: an earlier upload has failed, and that was not raised yet. This one was begun all the same.
@@ -172,7 +171,6 @@ class Mirror:
         self, ranks: Ranks, name: str, number: int, before: Thread | None, afterwards: Callable[[Storage], None]
     ) -> None:
         """Copies one checkpoint once the upload before it is done; the thread of an upload."""
-        world().give_way()
         try:
             with ranks.beating(self._deadline_seconds):
                 if before is not None:
