@@ -76,7 +76,7 @@ def run_real(
 ) -> None:
     """One rank. The member tells its reports to the stand-ins."""
     planning, manifest = _Spent(), _Spent()
-    Planning.plan_or_error = planning.around(Planning.plan_or_error)  # type: ignore[method-assign]
+    Planning.plan_or_error = planning.around(Planning.plan_or_error)  # type: ignore[method-assign]  # to be timed
     save_module.manifest_to_commit = manifest.around(save_module.manifest_to_commit)
 
     def write_nothing(storage: Any, save_id: str, *unused: Any) -> Any:
@@ -92,7 +92,7 @@ def run_real(
             told.send((number, data))
             report(centre, name, number, data)
 
-        Centre.report = telling  # type: ignore[method-assign]
+        Centre.report = telling  # type: ignore[method-assign]  # to be counted
     found = []
     kept: Kept = {}
     with using(CountedWorld()):

@@ -174,14 +174,14 @@ def retention(ranks: int = RANKS, kept: int = KEPT) -> list[Row]:
         requests[method] += 1
         return inner(self, method, *args, **rest)
 
-    Requests.once = once  # type: ignore[method-assign]
+    Requests.once = once  # type: ignore[method-assign]  # to be counted
     try:
         with checkpoint.Manager("memory://retention/run", keep_last=kept) as manager:
             for step in range(kept + 3):
                 requests.clear()
                 manager.save(step, {"x": torch.ones(3)})
     finally:
-        Requests.once = inner  # type: ignore[method-assign]
+        Requests.once = inner  # type: ignore[method-assign]  # as it was
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(f"{folder}/c", ranks, 1)
         begin = time.perf_counter()

@@ -148,11 +148,11 @@ class World:
     def give_way(self) -> None:
         """Has the calling thread, and those that it starts, run after those of the training, where that is possible.
 
-        It gets a thirtieth of a core at least: it may hold what the training waits for.
+        Beside one thread of the training it still gets a thirtieth of a core: it may hold what the training waits for.
         """
         if sys.platform == "linux":  # where a thread has a priority of its own, and 0 is the calling one
             with suppress(OSError):  # a sandbox may forbid it
-                os.setpriority(os.PRIO_PROCESS, 0, 15)
+                os.setpriority(os.PRIO_PROCESS, 0, max(15, os.getpriority(os.PRIO_PROCESS, 0)))
 
     def timer(self, seconds: float, function: Callable[[], object], name: str) -> Thread:
         """Returns a daemon thread that calls a function so many seconds after its start."""

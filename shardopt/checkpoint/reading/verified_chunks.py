@@ -12,7 +12,7 @@ from shardopt.checkpoint.format.data_file import Entry
 from shardopt.checkpoint.reading.data_file_reader import DataFileReader
 from shardopt.checkpoint.storage import Span
 
-_CHUNK_BYTES = 4 << 20
+_CHUNK_BYTES = 8 << 20  # of 4 MiB the pages are found anew for each, which takes half as long again
 _VERIFIED_BYTES = 1 << 20  # at a time where nobody wants them: still in the cache when they are summed
 
 
