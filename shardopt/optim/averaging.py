@@ -390,7 +390,7 @@ class SWA(Averaging):
 
     def _step_size(self, n: int) -> float:
         # Rounded to fp32 as torch's, whose counter is a tensor.
-        return float(1 / torch.tensor(n + 1, device="cpu"))
+        return float(1 / torch.tensor(n + 1, dtype=torch.float32, device="cpu"))
 
 
 class _Swapped:

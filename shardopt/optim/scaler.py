@@ -112,7 +112,7 @@ class GradScaler(torch.amp.GradScaler):
     def _make_scale(self) -> None:
         """Makes the scale, as torch does at the first loss; a stage in the middle of a pipeline has none."""
         if self.is_enabled():
-            self.scale(torch.zeros((), device=self._works_on))
+            self.scale(torch.zeros((), dtype=torch.float32, device=self._works_on))
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
@@ -145,7 +145,8 @@ class GradScaler(torch.amp.GradScaler):
             except Exception as error:  # the other ranks are on their way to the all-reduce: they are to skip the step
                 failure = error
                 found_inf.fill_(1.0)
-            somewhere = torch.stack([each.to(ranks.device) for each in verdict.values()]).sum()
+            device = ranks.device_beside(found_inf.device)
+            somewhere = torch.stack([each.to(device) for each in verdict.values()]).sum()
             ranks.all_reduce_sum(somewhere)
             if failure is not None:
                 raise failure

@@ -62,9 +62,12 @@ def begin_exchange(
 
 
 def accelerator_of(group: dist.ProcessGroup) -> str | None:
-    """Returns the type of device that the group's backend for accelerators (NCCL, not gloo) works on, if it has one."""
+    """Returns the type of device that the group's backend for accelerators (NCCL, not gloo) works on, if it has one.
+
+    Backends may have any name ("cpu:ucc,cuda:ucc"): it is the device that says whether it is one for accelerators.
+    """
     for pair in dist.get_backend_config(group).split(","):
         kind, _, backend = pair.partition(":")
-        if backend not in ("gloo", "mpi", "fake"):
+        if kind != "cpu" and backend not in ("gloo", "mpi", "fake"):
             return kind
     return None

@@ -158,14 +158,18 @@ class Ranks:
             return torch.device("cpu")
         return torch.device(self._accelerator, torch.get_device_module(self._accelerator).current_device())
 
+    def device_beside(self, device: torch.device) -> torch.device:
+        """Returns the device for numbers that were computed on `device`: that one, where no other rank gets them."""
+        return device if self.size == 1 else self.device
+
     def all_reduce_sum(self, numbers: Tensor) -> Tensor:
         """Sums each number over the ranks, in place; every rank gets the same bits. Collective: one all-reduce.
 
         Args:
-            numbers: on `device`, of the same shape and dtype on every rank.
+            numbers: on `device`, or `device_beside` another, of the same shape and dtype on every rank.
         """
         group = self._process_group()
-        if group is not None:
+        if group is not None and self.size > 1:
             dist.all_reduce(numbers, group=group)
         return numbers
 
@@ -197,7 +201,7 @@ class Ranks:
             numbers: on `device`, of the same shape and dtype on every rank; none may be NaN, which has no order.
         """
         group = self._process_group()
-        if group is not None:
+        if group is not None and self.size > 1:
             dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
         return numbers
 

@@ -134,11 +134,15 @@ def sharded_tensor_at(
         by_itself: whether other ranks may have all of it as well, placed among themselves: then ranks that save or
             count it have to tell each other of theirs first.
     """
-    kind = like.device.type
-    shards = [ShardMetadata([*box.offsets], [*box.sizes], f"rank:{rank}/{kind}") for box, rank in placed]
+    rank = dist.get_rank()
+    # torch compares a local shard's device with its placement, index and all; which index others use is not known here.
+    device_of = {rank: str(like.device)}
+    shards = [
+        ShardMetadata([*box.offsets], [*box.sizes], f"rank:{holder}/{device_of.get(holder, like.device.type)}")
+        for box, holder in placed
+    ]
     properties = TensorProperties(dtype=like.dtype, layout=torch.strided, requires_grad=False)
     metadata = ShardedTensorMetadata(shards, torch.Size(shape), properties)
-    rank = dist.get_rank()
     here = [shard for shard, (_, holder) in zip(shards, placed, strict=True) if holder == rank]
     made = _made(EnumerableShardingSpec(shards), metadata, here, tensors, dist.group.WORLD)
     if by_itself:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from shardopt.errors import CheckpointError, CheckpointExistsError, MismatchError, Problem, RankError, StateError
 from shardopt.ranks import Ranks, call_on, ranks_of
 from shardopt.ranks import ranks as ranks_module
+from shardopt.ranks.collectives import accelerator_of
 from shardopt.ranks.connections import heartbeat
 from shardopt.ranks.connections.frames import MAIN
 from shardopt.ranks.connections.node import Node
@@ -703,3 +704,19 @@ def test_groups_do_not_meet_in_one_store(job):
         for name, ranks in (("one", one), ("two", two)):
             outcomes = together(ranks, lambda here: here.agree("x", lambda: None, lambda _: [name, i], lambda r: r)[1])  # noqa: B023  # called at once
             assert outcomes == [[[name, i]] * 2] * 2
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ("cpu:gloo,cuda:nccl", "cuda"),
+        ("cpu:ucc,cuda:ucc", "cuda"),
+        ("cpu:ucc", None),
+        ("cuda:nccl", "cuda"),
+        ("cpu:gloo,cuda:gloo", None),  # which copies to the host by itself
+        ("xpu:xccl", "xpu"),
+    ],
+)
+def test_the_device_says_which_backend_is_for_accelerators(monkeypatch, config, expected):
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
+    assert accelerator_of(None) == expected

@@ -89,7 +89,7 @@ def scale(kinds: Iterable[list[Tensor]], factor: Tensor) -> None:
     for same in kinds:
         device, dtype = same[0].device, same[0].dtype
         if dtype in _SHORT:  # a factor of their own precision could be off by half a percent
-            scale_and_look(same, factor.to(device, torch.float32), torch.zeros((), device=device))
+            scale_and_look(same, factor.to(device, torch.float32), torch.zeros((), dtype=torch.float32, device=device))
         else:
             # Of another dtype, a factor would keep CUDA from multiplying all of them at once.
             torch._foreach_mul_(same, factor.to(device, dtype))

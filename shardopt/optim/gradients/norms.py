@@ -25,6 +25,7 @@ from shardopt.optim.gradients.joint_norm import JointNorm, norm_of_each
 from shardopt.optim.gradients.local_gradients import alike, writable_gradients
 from shardopt.ranks import Ranks, SharedGroup
 from shardopt.sharding.gradients import GradientReader
+from shardopt.sharding.view import device_of
 
 _FAILED = -torch.inf  # no norm is negative
 
@@ -34,7 +35,7 @@ class Measured:
     """A norm, and the gradients that it was taken of.
 
     Args:
-        total: fp64, without dimensions, on the device that ranks communicate on.
+        total: fp64, without dimensions, on the device that ranks communicate on; on that of the gradients for one rank.
         of_ranks: shape (R,), fp64: the norm of the gradients that each rank counts.
         kinds: the local gradients of this rank, those that others count too, by device and dtype; none of them empty.
         counted_parameters: the parameters of this rank.
@@ -128,6 +129,7 @@ class _Plan:
         self._shared_count = shared_count
         self._places: tuple[list[int], Tensor] = ([], torch.zeros(0, device="cpu"))
         self._joint_norm = JointNorm()
+        self._device = device_of(counted[0].parameter) if counted else torch.device("cpu")
 
     def fits(self, ranks: Ranks, parameters: Sequence[Tensor]) -> bool:
         """Whether this is the plan for these parameters."""
@@ -139,7 +141,8 @@ class _Plan:
 
     def measure(self, ranks: Ranks, order: float) -> Measured:
         """Measures the norm, as `GradientNorm.measure`."""
-        buffer = torch.zeros(ranks.size + 4 * self._shared_count, dtype=torch.float64, device=ranks.device)
+        device = ranks.device_beside(self._device)
+        buffer = torch.zeros(ranks.size + 4 * self._shared_count, dtype=torch.float64, device=device)
         of_ranks, of_shared = torch.split(buffer, [ranks.size, 4 * self._shared_count])
         kinds: list[list[Tensor]] = []
         failure = None
