@@ -45,4 +45,5 @@ if [[ ! -f $stamp || $(<"$stamp") != "$(wanted)" ]]; then
         --constraint configs/constraints.txt --editable '.[demo,docs,test,dev]'
     wanted >"$stamp"
 fi
+.venv/bin/python -m tests.standin.build # a simulated accelerator, for tests
 echo "setup: .venv is ready"

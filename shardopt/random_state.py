@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from shardopt.accelerator import module_in_use
 from shardopt.state import PerRank, Stateful
 
 OnResize = Literal["raise", "keep"]
@@ -38,10 +39,10 @@ class PerRankState:
 
 
 class RandomState(PerRankState):
-    """The random number generators of this rank: Python's, NumPy's, torch's on the CPU and on the GPU in use.
+    """The random number generators of this rank: Python's, NumPy's, torch's on the CPU and on the accelerator in use.
 
     Those are the global ones (`random`, `numpy.random`, `torch`); generators of a program's own are not looked at. That
-    of the GPU is saved once CUDA has been initialized, and loaded where there is a GPU.
+    of the accelerator is saved, under its kind ("cuda"), once it has been initialized, and loaded where there is one.
 
     Args:
         on_resize: as for `PerRankState`: on another number of ranks there is nothing to go on with, so that "keep" goes
@@ -55,13 +56,17 @@ class RandomState(PerRankState):
 class _Generators:
     def state_dict(self) -> dict[str, Any]:
         state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch has no hints for it
-            state["cuda"] = torch.cuda.get_rng_state()
+        in_use = module_in_use()
+        if in_use is not None and in_use[1].is_initialized():
+            kind, module = in_use
+            state[kind] = module.get_rng_state()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         random.setstate(state_dict["python"])
         np.random.set_state(state_dict["numpy"])
         torch.set_rng_state(state_dict["torch"])
-        if "cuda" in state_dict and torch.cuda.is_available():
-            torch.cuda.set_rng_state(state_dict["cuda"])
+        in_use = module_in_use()
+        if in_use is not None and in_use[0] in state_dict:
+            kind, module = in_use
+            module.set_rng_state(state_dict[kind])

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from shardopt.accelerator import module_in_use
 from shardopt.algorithms.low_precision.options import as_texts
 from shardopt.algorithms.registry import AlgorithmSpec, spec_of
 from shardopt.errors import AlgorithmError, Problem, StateError
@@ -286,14 +287,18 @@ def _refuse_waiting(names: Collection[str]) -> None:
 def _keep_for_this_stream(gradient: Tensor) -> None:
     """Keeps a gradient's memory until this stream has used it; waits for one that is copied to pinned memory.
 
-    On CUDA, `fully_shard` reduces in streams of its own, and hands gradients over while they are in flight.
+    On accelerators, `fully_shard` reduces in streams of its own, and hands gradients over while they are in flight.
     """
+    in_use = module_in_use()
+    if in_use is None:
+        return
+    kind, module = in_use
     for local in local_tensors(gradient):
-        if local.is_cuda:
+        if local.device.type == kind:
             # Of replicas it was allocated for another stream than the one that steps, which could reuse it too soon.
-            local.record_stream(torch.cuda.current_stream(local.device))
-        elif local.is_pinned():  # offloaded: torch 2.11 does not wait for the copy before it calls
-            torch.cuda.current_stream().synchronize()
+            local.record_stream(module.current_stream(local.device))
+        elif local.is_cpu and local.is_pinned():  # offloaded: torch 2.11 does not wait for the copy before it calls
+            module.current_stream().synchronize()
 
 
 def _refuse_updated(names: Mapping[Tensor, str]) -> None:

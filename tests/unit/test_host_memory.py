@@ -9,11 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shardopt import streams
+from shardopt import accelerator as accelerators
 from shardopt.checkpoint.writing import host_memory
 from shardopt.checkpoint.writing.host_memory import Block, HostMemory
 from shardopt.checkpoint.writing.staging import Copy, Staging
-from shardopt.errors import CheckpointError
 
 MIB = 1 << 20
 
@@ -119,28 +118,39 @@ class FakeRuntime:
     """The functions of the CUDA runtime that pin host memory."""
 
     def __init__(self):
-        self.pinned, self.code = {}, 0
+        self.pinned, self.code, self.device = {}, 0, None
+
+    @contextmanager
+    def on(self, device):
+        self.device = device
+        yield
+        self.device = None
 
     def cudaHostRegister(self, address, nbytes, flags):
-        self.pinned[address] = nbytes
+        assert self.device == torch.device("cuda:3")  # or the thread's device 0 would get a context
+        if self.code == 0:
+            self.pinned[address] = nbytes
         return self.code
 
     def cudaHostUnregister(self, address):
+        assert self.device == torch.device("cuda:3")
         del self.pinned[address]
 
 
 @pytest.fixture
 def runtime(monkeypatch):
     runtime = FakeRuntime()
-    monkeypatch.setattr(host_memory, "_cuda_runtime", lambda: runtime)
+    module = SimpleNamespace(cudart=lambda: runtime, device=runtime.on)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     return runtime
 
 
 def like(shape, is_cuda):
     """A stand-in for a tensor that may be on a GPU."""
     tensor = torch.empty(shape)
+    device = torch.device("cuda:3" if is_cuda else "cpu")
     return SimpleNamespace(
-        dtype=tensor.dtype, shape=tensor.shape, is_cuda=is_cuda, numel=tensor.numel, element_size=tensor.element_size
+        dtype=tensor.dtype, shape=tensor.shape, device=device, numel=tensor.numel, element_size=tensor.element_size
     )
 
 
@@ -168,9 +178,20 @@ def test_pinned_memory_is_let_go_before_it_is_freed(runtime):
     in_child(lambda: len(runtime.pinned) == 1)  # nothing was done about the parent's
     del memory
     assert runtime.pinned == {}
+
+
+def test_memory_that_cannot_be_pinned_is_used_as_it_is_with_one_warning(runtime, caplog):
     runtime.code = 2
-    with pytest.raises(CheckpointError, match="cannot pin 64 bytes of host memory: CUDA error 2"):
-        HostMemory().tensors_like([like(10, True)])
+    accelerators._warn_of_pageable.cache_clear()
+    memory = HostMemory()
+    for size in (10, 1_000_000):
+        (host,) = memory.tensors_like([like(size, True)])
+        host.fill_(1)
+    assert runtime.pinned == {}
+    memory.free()
+    assert [record.getMessage() for record in caplog.records] == [
+        "host memory cannot be pinned (error 2 of the driver; see ulimit -l): copies to it take longer"
+    ]
 
 
 class FakeStream:
@@ -254,7 +275,7 @@ def test_a_thread_that_copies_sets_the_device_before_the_stream_and_waits_for_it
 
 def test_threads_of_a_load_work_on_the_streams_of_the_caller(accelerator):
     """So that what they write comes after what was asked of these before, and before what is asked afterwards."""
-    callers = streams.CallersStreams([on("cuda:1"), on("cpu"), on("cuda:1")])
+    callers = accelerators.CallersStreams([on("cuda:1"), on("cpu"), on("cuda:1")])
 
     def work():
         with callers.entered():
@@ -266,5 +287,5 @@ def test_threads_of_a_load_work_on_the_streams_of_the_caller(accelerator):
         (False, torch.device("cuda:1"), "current of cuda:1", "copy"),
         (False, torch.device("cuda:0"), "default", "after"),
     ]
-    with streams.CallersStreams([on("cpu")]).entered():
+    with accelerators.CallersStreams([on("cpu")]).entered():
         pass

@@ -23,7 +23,7 @@ FLOORS = {
     "world": 0,
     "gc_pause": 1,
     "staging_fence": 1,
-    "streams": 1,
+    "accelerator": 1,
     "torch_private": 1,
     "signals": 1,
     "param_groups": 1,

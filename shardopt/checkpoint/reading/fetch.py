@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from shardopt.accelerator import CallersStreams
 from shardopt.casts import has_fewer_exponents, lost_in_cast
 from shardopt.checkpoint.format.data_file import Entry
 from shardopt.checkpoint.format.tensor_bytes import torch_dtype
@@ -24,7 +25,6 @@ from shardopt.checkpoint.reading.read_plan import (
 from shardopt.checkpoint.storage import Span, Storage
 from shardopt.errors import CheckpointError, CorruptionError, MismatchError, Problem
 from shardopt.sharding.box import Box, cut_in_order
-from shardopt.streams import CallersStreams
 from shardopt.world import Executor, world
 
 _THREADS = 4

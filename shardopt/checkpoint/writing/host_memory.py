@@ -22,53 +22,58 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardopt.accelerator import copies_from_pinned, pin, unpin
 from shardopt.errors import CheckpointError
 
 _ALIGNMENT_BYTES = 64
 _MOST_SPARE_BYTES = 64 << 20  # that are kept beside what is used, and as much as that
-_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14
 _madvise = getattr(ctypes.CDLL(None), "madvise", None)  # mmap.madvise of Python holds the interpreter's lock
 if _madvise is not None:
     _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
+Wanted = tuple[torch.dtype, torch.Size, torch.device]
+"""What is to be copied to the host: its dtype and shape, and where it is."""
+
 
 class HostMemory:
     """Host memory for the tensors of one save at a time: allocated at the first, reused by those that follow.
 
-    It is one block for what comes from the CPU, and a pinned one for what comes from GPUs; both grow if a later state
-    is larger, and are given back if it is much smaller. They are separate, since pinned memory is scarce and of no use
-    where the CPU copies.
+    It is one block for what comes from the CPU, and a pinned one for what comes from accelerators; both grow if a later
+    state is larger, and are given back if it is much smaller. They are separate, since pinned memory is scarce and of
+    no use where the CPU copies.
     """
 
     def __init__(self) -> None:
         self._plain, self._pinned = Block(0), Block(0)
-        self._shapes: list[tuple[torch.dtype, torch.Size, bool]] = []
+        self._wanted: list[Wanted] = []
         self._tensors: list[Tensor] = []
         self._streams: dict[torch.device, Any] = {}
         _memories.add(self)
 
     def tensors_like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Returns an uninitialized contiguous host tensor for each of `tensors`; the same ones for the same shapes."""
-        return self.tensors_of([(tensor.dtype, tensor.shape, tensor.is_cuda) for tensor in tensors])
+        return self.tensors_of([(tensor.dtype, tensor.shape, tensor.device) for tensor in tensors])
 
-    def tensors_of(self, wanted: list[tuple[torch.dtype, torch.Size, bool]]) -> list[Tensor]:
-        """Returns such tensors for dtypes, shapes, and whether what is copied there comes from a GPU."""
-        if wanted != self._shapes:
-            places: list[tuple[int, int]] = []
+    def tensors_of(self, wanted: list[Wanted]) -> list[Tensor]:
+        """Returns such tensors for dtypes, shapes, and the devices from which they are copied."""
+        if wanted != self._wanted:
+            places: list[tuple[bool, int, int]] = []
             totals = {False: 0, True: 0}
-            for dtype, shape, is_cuda in wanted:
-                nbytes, begin = shape.numel() * dtype.itemsize, totals[is_cuda]
-                places.append((begin, begin + nbytes))
-                totals[is_cuda] += -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-            self._shapes, self._tensors = [], []
-            self._plain = self._plain.at_least(totals[False], pinned=False)
-            self._pinned = self._pinned.at_least(totals[True], pinned=True)
+            devices: dict[bool, torch.device] = {}
+            for dtype, shape, device in wanted:
+                nbytes, pinned = shape.numel() * dtype.itemsize, copies_from_pinned(device)
+                places.append((pinned, totals[pinned], totals[pinned] + nbytes))
+                totals[pinned] += -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+                devices.setdefault(pinned, device)
+            self._wanted, self._tensors = [], []
+            self._plain = self._plain.at_least(totals[False])
+            self._pinned = self._pinned.at_least(totals[True], devices.get(True))
             self._tensors = [
-                (self._pinned if is_cuda else self._plain).memory[begin:end].view(dtype).view(shape)
-                for (dtype, shape, is_cuda), (begin, end) in zip(wanted, places, strict=True)
+                (self._pinned if pinned else self._plain).memory[begin:end].view(dtype).view(shape)
+                for (dtype, shape, _), (pinned, begin, end) in zip(wanted, places, strict=True)
             ]
-            self._shapes = wanted
+            self._wanted = wanted
         return self._tensors
 
     def populate(self) -> None:
@@ -83,7 +88,7 @@ class HostMemory:
 
     def free(self) -> None:
         """Frees the memory; nobody may still use it."""
-        self._shapes, self._tensors = [], []
+        self._wanted, self._tensors = [], []
         for block in (self._plain, self._pinned):
             block.free()
 
@@ -97,14 +102,17 @@ class HostMemory:
 class Block:
     """A block of host memory, whose pages are populated when they are touched, or by `populate`.
 
+    Args:
+        pinned_for: a device in use for which it is pinned, where it can be.
+
     Raises:
-        CheckpointError: it cannot be allocated, or not be pinned.
+        CheckpointError: it cannot be allocated.
     """
 
-    def __init__(self, nbytes: int, pinned: bool = False) -> None:
+    def __init__(self, nbytes: int, pinned_for: torch.device | None = None) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._unpopulated = False
-        self._unpin: weakref.finalize[[Tensor], Block] | None = None
+        self._unpin: weakref.finalize[[Tensor, torch.device], Block] | None = None
         if nbytes:
             try:
                 mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -116,21 +124,18 @@ class Block:
             _mapped.add(mapped)
             self.memory = torch.frombuffer(mapped, dtype=torch.uint8)  # which holds on to it
             self._unpopulated = True
-        if pinned and nbytes:
+        if pinned_for is not None and nbytes:
             self.populate()
-            # Not by torch's own allocator of pinned memory, which takes the next power of two.
-            code = int(_cuda_runtime().cudaHostRegister(self.memory.data_ptr(), nbytes, _PORTABLE))
-            if code != 0:
-                raise CheckpointError(f"cannot pin {nbytes} bytes of host memory: CUDA error {code}")
-            self._unpin = weakref.finalize(self, _unpin, self.memory)
-            self._unpin.atexit = False  # the driver may be gone by then, and the process frees all anyway
+            if pin(self.memory, pinned_for):
+                self._unpin = weakref.finalize(self, unpin, self.memory, pinned_for)
+                self._unpin.atexit = False  # the driver may be gone by then, and the process frees all anyway
 
-    def at_least(self, nbytes: int, pinned: bool) -> Block:
+    def at_least(self, nbytes: int, pinned_for: torch.device | None = None) -> Block:
         """Returns this block if it is large enough, and not far too large; otherwise frees it and returns a new one."""
         if nbytes <= self.memory.numel() <= 2 * nbytes + _MOST_SPARE_BYTES:
             return self
         self.free()  # before the new one: never both
-        return Block(nbytes, pinned)
+        return Block(nbytes, pinned_for)
 
     def populate(self) -> None:
         """Populates all pages, where the system can; otherwise each is populated when it is touched."""
@@ -165,11 +170,3 @@ def _forget_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
-
-
-def _unpin(block: Tensor) -> None:
-    _cuda_runtime().cudaHostUnregister(block.data_ptr())
-
-
-def _cuda_runtime() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch has no hints for it

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shardopt.accelerator import on_stream
 from shardopt.checkpoint.format.tensor_bytes import is_plain_memory, move_bytes
 from shardopt.checkpoint.planning.describe import Description, describe
 from shardopt.checkpoint.planning.replica_check import (
@@ -39,7 +40,6 @@ from shardopt.sharding.box import Box
 from shardopt.sharding.pieces import Piece, View
 from shardopt.sharding.view import local_tensors
 from shardopt.state import FlatState, Tied, is_below
-from shardopt.streams import on_stream
 
 _LEAST_SHARED_BYTES = 16 << 20  # that other ranks hold too: of less all is copied, which takes no longer than a round
 _SMALL_BYTES = 64 * 1024  # up to here a copy takes less time than to get Python's lock back
@@ -251,7 +251,7 @@ class Staging:
         memory = self._shares.samples
         sizes = [torch.Size((min(tensor.nbytes, SAMPLED_BYTES),)) for _, _, tensor in places]
         hosts = memory.tensors_of(
-            [(torch.uint8, size, tensor.is_cuda) for size, (_, _, tensor) in zip(sizes, places, strict=True)]
+            [(torch.uint8, size, tensor.device) for size, (_, _, tensor) in zip(sizes, places, strict=True)]
         )
         memory.populate()
         samples: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)

@@ -1,0 +1,105 @@
+"""What depends on the kind of accelerator: its module, streams for threads, and memory of the host that it addresses.
+
+Nothing else asks for CUDA by name. A new thread has device 0 and default streams, whatever its caller has.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU
+
+_log = logging.getLogger("shardopt")
+
+
+def module_in_use() -> tuple[str, Any] | None:
+    """Returns the kind of accelerator that torch has here, and its module (`torch.cuda`); None where there is none."""
+    device = torch.accelerator.current_accelerator()
+    return None if device is None else (device.type, torch.get_device_module(device))
+
+
+def copies_from_pinned(device: torch.device) -> bool:
+    """Whether copies between a device and the host run beside both only where the host's memory is pinned."""
+    return device.type not in ("cpu", "meta") and hasattr(torch.get_device_module(device), "cudart")
+
+
+def pin(memory: Tensor, device: torch.device) -> bool:
+    """Pins memory of the host for all accelerators of a kind; whether it could be: without, copies take longer.
+
+    Args:
+        device: in use; any other, such as device 0 of a new thread, would get a context of some hundred MiB.
+    """
+    module = torch.get_device_module(device)
+    with module.device(device):
+        # Not by torch's own allocator of pinned memory, which takes the next power of two.
+        code = int(module.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE))
+    if code != 0:
+        _forget_error(device)
+        _warn_of_pageable(code)
+    return code == 0
+
+
+def unpin(memory: Tensor, device: torch.device) -> None:
+    """Unpins memory that `pin` has pinned for a device."""
+    module = torch.get_device_module(device)
+    with module.device(device):
+        module.cudart().cudaHostUnregister(memory.data_ptr())
+
+
+@cache
+def _warn_of_pageable(code: int) -> None:
+    """Logs once that memory could not be pinned."""
+    _log.warning("host memory cannot be pinned (error %d of the driver; see ulimit -l): copies to it take longer", code)
+
+
+def _forget_error(device: torch.device) -> None:
+    """Has the runtime forget its last error, which torch would raise at its next launch for one of its own."""
+    with suppress(OSError, AttributeError):
+        if device.type == "cuda" and torch.version.cuda:
+            ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}").cudaGetLastError()
+        elif device.type == "cuda":
+            ctypes.CDLL("libamdhip64.so").hipGetLastError()
+
+
+@contextmanager
+def on_stream(stream: Any) -> Iterator[None]:
+    """Puts this thread on a stream, and on its device.
+
+    The device goes first, and is left last. A stream that is entered from another device makes that one the current one
+    again when it is left, for which the driver makes a context: some hundred MiB on device 0 for each process.
+    """
+    module = torch.get_device_module(stream.device)
+    with module.device(stream.device), module.stream(stream):
+        yield
+
+
+class CallersStreams:
+    """The current streams of the calling thread, for threads that do some of its work.
+
+    Their work is ordered after all that was queued on these streams before, and before what is queued afterwards.
+
+    Args:
+        tensors: that are worked on; streams of their devices.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        devices = {tensor.device for tensor in tensors if not tensor.is_cpu}
+        modules = [(device, torch.get_device_module(device)) for device in devices]
+        # Not every kind of device has streams (MPS has none).
+        self._streams = [module.current_stream(device) for device, module in modules if hasattr(module, "stream")]
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Puts the thread that enters on these streams."""
+        with ExitStack() as stack:
+            for stream in self._streams:
+                stack.enter_context(on_stream(stream))
+            yield

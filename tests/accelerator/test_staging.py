@@ -1,0 +1,101 @@
+"""Saves in the background from an accelerator: the state at the call is stored, whatever the order of streams."""
+
+import itertools
+import shutil
+import tempfile
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardopt
+from shardopt import checkpoint
+from tests.accelerator.support import needs_standin, on_accelerator
+
+pytestmark = needs_standin
+
+ORDERS = list(itertools.product(["now", "lazy"], [False, True]))
+
+
+def saved_beside_steps(standin, rounds, fault=None):
+    """Saves while the next steps run; returns for each stage and order whether the state at the call is stored.
+
+    Args:
+        fault: a method of streams that does nothing.
+    """
+    if fault is not None:
+        setattr(standin.Stream, fault, lambda self, *other: None)
+    found = {}
+    for stage, late in ORDERS:
+        folder = tempfile.mkdtemp()
+        standin.C.late(late)
+        model = nn.Linear(16, 16).to("standin")
+        optimizer = shardopt.keyed("adamw", model.named_parameters(), lr=0.1)
+        inputs = torch.randn(4, 16).to("standin")
+        right = True
+        for number in range(rounds):
+            step(model, optimizer, inputs)
+            expected = {name: tensor.detach().clone() for name, tensor in tensors(model, optimizer).items()}
+            pending = checkpoint.async_save(f"{folder}/{number}", {"model": model, "optimizer": optimizer}, stage=stage)
+            for _ in range(4):
+                step(model, optimizer, inputs)
+            pending.result(60)
+            stored = nn.Linear(16, 16)
+            app = {"model": stored, "optimizer": shardopt.keyed("adamw", stored.named_parameters(), lr=0.1)}
+            checkpoint.load(f"{folder}/{number}", app, init_state=True)
+            for name, tensor in tensors(stored, app["optimizer"]).items():
+                right &= torch.equal(tensor, expected[name].cpu())
+        standin.C.late(False)
+        shutil.rmtree(folder)
+        found[stage, late] = right
+    return found
+
+
+def step(model, optimizer, inputs):
+    model(inputs).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def tensors(model, optimizer):
+    state = optimizer.state_dict()["state"]
+    return dict(model.named_parameters()) | {
+        f"{name}.{entry}": tensor for name, entries in state.items() for entry, tensor in entries.items()
+    }
+
+
+@pytest.mark.parametrize("rounds", [3, pytest.param(200, marks=pytest.mark.exhaustive)])
+def test_the_state_at_the_call_is_stored(rounds):
+    with mock.patch("os.fsync"):
+        (found,) = on_accelerator(1, saved_beside_steps, rounds)
+    assert found == dict.fromkeys(ORDERS, True)
+
+
+@pytest.mark.parametrize("fault", ["wait_stream", "synchronize"])
+def test_streams_that_do_not_wait_are_seen(fault):
+    """Whether the test above can fail: without either wait some order stores other numbers."""
+    with mock.patch("os.fsync"):
+        (found,) = on_accelerator(1, saved_beside_steps, 2, fault)
+    assert not all(found.values())
+
+
+def saved_from_the_second_device(standin, stage):
+    """Saves replicas from device 1, parts of which are copied by a thread; returns the devices it has woken."""
+    standin.C.set_device(1)
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    standin.C.reset()
+    for number, size in enumerate([300_000, 300_000, 700_000]):  # for more, the first memory is let go
+        weight = nn.Parameter(torch.ones(size, 16, device="standin:1"))
+        app = {"weight": weight, "optimizer": shardopt.keyed("sgd", {"weight": weight}, lr=0.1)}
+        checkpoint.async_save(f"{folder[0]}/{number}", app, stage=stage).result(60)
+    dist.barrier()
+    shutil.rmtree(folder[0], ignore_errors=True)
+    return standin.C.contexts()
+
+
+@pytest.mark.parametrize("stage", ["now", "lazy"])
+def test_a_save_wakes_no_other_device(stage):
+    assert on_accelerator(2, saved_from_the_second_device, stage) == [{1}, {1}]

@@ -1,0 +1,140 @@
+"""Steps on an accelerator: what the CPU computes, and no wait of the host for the device."""
+
+import pytest
+import torch
+from torch import nn
+
+import shardopt
+from tests.accelerator.support import needs_standin, on_accelerator
+
+pytestmark = needs_standin
+
+STEPS = 4
+EXACT = (
+    *("adamw", "sgd", "rmsprop", "adadelta", "adamax", "asgd", "rprop", "lion", "ademamix", "adafactor", "lamb"),
+    *("lars", "muon", "soap", "shampoo", "rowwiseadam", "rowwiseadagrad", "schedulefreeadamw", "schedulefreesgd"),
+)
+WITHIN_AN_ULP = ("adagrad", "adam", "nadam", "radam")  # torch's foreach and fused code rounds at other places
+WAITS = {
+    "asgd": "torch's own reads its step to compute the rates of the next",
+    "lbfgs": "the line search looks at losses",
+}
+FORMS = [{"state_dtype": torch.bfloat16}, {"state_dtype": torch.uint8, "rounding": "stochastic"}]
+
+
+def stepped(name, kind, options, gradients_seed=0, last=lambda step: step()):
+    parameters = {
+        f"p{i}": nn.Parameter(torch.randn(6, 4, generator=torch.Generator().manual_seed(i)).to(kind)) for i in range(3)
+    }
+    optimizer = shardopt.keyed(name, parameters, **options)
+    for number in range(STEPS):
+        generator = torch.Generator().manual_seed(gradients_seed + number)
+        for parameter in parameters.values():
+            parameter.grad = torch.randn(6, 4, generator=generator).to(kind)
+        if name == "lbfgs":
+
+            def step():
+                optimizer.step(lambda: torch.zeros((), device=kind))
+
+        else:
+            step = optimizer.step
+        last(step) if number == STEPS - 1 else step()
+    return {name: parameter.detach().cpu() for name, parameter in parameters.items()}
+
+
+def all_of_them(standin):
+    differing, waiting = {}, {}
+    for name, options in [*((name, {}) for name in (*EXACT, *WITHIN_AN_ULP, "lbfgs")), *(("adamw", o) for o in FORMS)]:
+
+        def last(step, name=name):
+            try:
+                with standin.no_waits():
+                    step()
+            except RuntimeError as error:
+                waiting[name] = str(error)
+
+        here, there = stepped(name, "cpu", options), stepped(name, "standin", options, last=last)
+        far = max((here[each] - there[each]).abs().max().item() for each in here)
+        if name not in waiting and far > (1e-6 if name in WITHIN_AN_ULP else 0.0):
+            differing[name] = far
+    return differing, waiting
+
+
+def test_every_algorithm_computes_as_on_the_cpu_and_waits_for_nothing_but_what_is_listed():
+    ((differing, waiting),) = on_accelerator(1, all_of_them)
+    assert not differing
+    assert waiting.keys() == WAITS.keys(), waiting
+
+
+def clip_and_unscale(standin):
+    weight = nn.Parameter(torch.zeros(2, device="standin"))
+    clipped = shardopt.GradientClippingOptimizer(
+        shardopt.keyed("sgd", {"w": weight}, lr=1.0), shardopt.GradientClipping.NORM, 1.0
+    )
+    for number in range(3):
+        weight.grad = torch.tensor([3.0, 4.0]).to("standin")
+        if number == 2:
+            with standin.no_waits():
+                clipped.step()
+        else:
+            clipped.step()
+    weight.grad = None
+    scaler, optimizer = shardopt.GradScaler("standin", init_scale=4.0), shardopt.keyed("sgd", {"w": weight}, lr=1.0)
+    for number in range(3):
+        loss = scaler.scale((weight * weight).sum())
+        loss.backward()
+        if number == 2:
+            with standin.no_waits():
+                scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return weight.tolist()
+
+
+def test_clipping_and_unscaling_without_ranks_wait_for_nothing():
+    ((x, y),) = on_accelerator(1, clip_and_unscale)
+    assert (x, y) == pytest.approx((1.8, 2.4), rel=1e-5)  # −3 · (0.6, 0.8), and each step of the scaler turns its sign
+
+
+def on_shards(standin):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("standin", (2,))
+    found = {}
+    for name in ("soap", "shampoo", "muon", "adafactor", "lamb", "adamw"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 4, bias=False)).to("standin")
+        fully_shard(model, mesh=mesh)
+        optimizer = shardopt.keyed(name, model.named_parameters(), lr=1e-2)
+        for _ in range(3):
+            model(torch.ones(2, 8, device="standin")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found[name] = [parameter.full_tensor().detach().cpu() for parameter in model.parameters()]
+    return found
+
+
+def alone():
+    found = {}
+    for name in ("soap", "shampoo", "muon", "adafactor", "lamb", "adamw"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 4, bias=False))
+        optimizer = shardopt.keyed(name, model.named_parameters(), lr=1e-2)
+        for _ in range(3):
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found[name] = [parameter.detach() for parameter in model.parameters()]
+    return found
+
+
+def test_own_algorithms_step_on_shards_of_two_ranks():
+    expected = alone()
+    for found in on_accelerator(2, on_shards):
+        for name, weights in found.items():
+            for weight, whole in zip(weights, expected[name], strict=True):
+                torch.testing.assert_close(
+                    weight, whole, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+                )
