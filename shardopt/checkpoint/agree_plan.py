@@ -9,7 +9,7 @@ round   with the files written           what only the plan could tell: hashes o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -18,9 +18,9 @@ import xxhash
 from shardopt.checkpoint.format.shared_values import Values
 from shardopt.checkpoint.planning.assign import Member, check_covers
 from shardopt.checkpoint.planning.describe import Description, geometry_of
-from shardopt.checkpoint.planning.drift import refuse_drifted
+from shardopt.checkpoint.planning.drift import refuse_drifted, tell_buffers
 from shardopt.checkpoint.planning.merge import merge_geometry, merge_values, read_section, sections_of
-from shardopt.checkpoint.planning.replica_check import CheckReplicas, drifted_in
+from shardopt.checkpoint.planning.replica_check import CheckReplicas, are_buffers, drifted_in
 from shardopt.checkpoint.planning.save_plan import RankWrites, SavePlan
 from shardopt.checkpoint.planning.tied import refuse_other_ties
 from shardopt.errors import Problem, ShardoptError, StateError
@@ -119,6 +119,7 @@ class Comparison:
         value_ranks: the first rank of each kind of plain values; empty where all have the same.
         compared: whether ranks have grouped their replicas alike, so that all were compared.
         drifted: groups of replicas that differ.
+        buffers: groups of buffers that differ, at which nobody has looked yet.
     """
 
     job: str
@@ -127,6 +128,7 @@ class Comparison:
     value_ranks: list[int]
     compared: bool
     drifted: list[str]
+    buffers: list[str]
 
     def to_json(self) -> dict[str, Any]:
         """Encodes it for all ranks."""
@@ -156,14 +158,27 @@ def compare_reports(reports: Sequence[Any]) -> Comparison:
     value_kinds = kinds_of([each.values for each in parsed])
     # Summaries are of the same groups of keys where all have made them by the plan that holds.
     guesses = {each.guess for each in parsed}
+    drifted, buffers = _apart([each.contents for each in parsed])
     return Comparison(
         job=job,
         kept=all(job in each.kept for each in parsed),
         kinds=[] if alike else pack_kinds(kinds),
         value_ranks=[ranks[0] for ranks in value_kinds] if len(value_kinds) > 1 else [],
         compared=guesses == {job} or (guesses == {""} and alike),
-        drifted=drifted_in(each.contents for each in parsed),
+        drifted=drifted,
+        buffers=buffers,
     )
+
+
+_looked_at: set[str] = set()  # groups of buffers that differ, on rank 0
+
+
+def _apart(summaries: Iterable[Mapping[str, str]]) -> tuple[list[str], list[str]]:
+    """Returns groups of replicas that differ: those that must not, and those of buffers, each of which once."""
+    drifted = drifted_in(summaries)
+    buffers = [each for each in drifted if are_buffers(each) and each not in _looked_at]
+    _looked_at.update(buffers)
+    return [each for each in drifted if not are_buffers(each)], buffers
 
 
 def _refuse_different_choices(choices: Sequence[str]) -> None:
@@ -213,17 +228,19 @@ class Planning:
         members = planned.plan.geometry.members
         return [values, {} if self.comparison.compared else self.description.contents_summary(members)]
 
-    def judge(self, reports: Sequence[Any], planned: Planned) -> tuple[Values, list[str]]:
-        """Returns the plain values of the job, and groups of replicas that differ. On rank 0, of all ranks' reports.
+    def judge(self, reports: Sequence[Any], planned: Planned) -> tuple[Values, list[str], list[str]]:
+        """Returns the plain values of the job, and groups of replicas that differ, and those of buffers, to be told of.
+
+        On rank 0, of all ranks' reports.
 
         Raises:
             StateError: plain values differ.
         """
-        drifted = drifted_in(contents for _, contents in reports)
+        drifted, buffers = _apart([contents for _, contents in reports])
         if planned.values is not None:
-            return planned.values, drifted
+            return planned.values, drifted, buffers
         values = {rank: values for rank, (values, _) in enumerate(reports) if values is not None}
-        return merge_values(values, planned.plan.geometry), drifted
+        return merge_values(values, planned.plan.geometry), drifted, buffers
 
     def refuse_drifted(self, drifted: Sequence[str], planned: Planned | BaseException) -> None:
         """Raises StateError, which names the replicas that differ. Collective.
@@ -233,6 +250,19 @@ class Planning:
         """
         assert isinstance(planned, Planned)  # else there was nothing to judge
         self._refuse_drifted(drifted, planned.plan.geometry.members)
+
+    def tell_buffers(self, buffers: Sequence[str], planned: Planned | BaseException) -> None:
+        """Logs once which buffers differ. Collective.
+
+        Args:
+            buffers: their groups, as `judge` returned them.
+        """
+        assert isinstance(planned, Planned)
+        self._tell_buffers(buffers, planned.plan.geometry.members)
+
+    def _tell_buffers(self, buffers: Sequence[str], members: Mapping[str, Member]) -> None:
+        groups = self.description.contents_in_groups(members)
+        tell_buffers(self.ranks, self.call, groups, buffers, self.deadline_seconds)
 
     def _refuse_drifted(self, drifted: Sequence[str], members: Mapping[str, Member]) -> None:
         groups = self.description.contents_in_groups(members)
@@ -262,6 +292,8 @@ class Planning:
                 check_covers(geometry.members)
         if comparison.drifted:
             self._refuse_drifted(comparison.drifted, _members_guessed(self.geometry, rank, kept)[1])
+        if comparison.buffers:
+            self._tell_buffers(comparison.buffers, _members_guessed(self.geometry, rank, kept)[1])
         if not comparison.kept:
             plan = plan or SavePlan(geometry, self.ranks.size, self._cut_plain)
             writes = RankWrites(plan, rank, self.description.views)

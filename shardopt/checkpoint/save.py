@@ -12,6 +12,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -31,7 +32,7 @@ from shardopt.checkpoint.storage import Storage, wrap_os_errors
 from shardopt.checkpoint.writing.pending import raise_failures
 from shardopt.checkpoint.writing.unchanged import Base, PartsBySlot, cut_by_changes, pack_parts
 from shardopt.checkpoint.writing.write import from_memory, with_progress, write_files
-from shardopt.errors import NoSpaceError, Problem, StateError
+from shardopt.errors import NoSpaceError, Problem, RankError, StateError
 from shardopt.flatten import flatten
 from shardopt.gc_pause import gc_paused
 from shardopt.ranks import DEADLINE_SECONDS, Group, Ranks, call_on, ranks_of, refuse_lone_processes
@@ -273,6 +274,9 @@ def _save_to(
     except BaseException:
         place.discard(save_id)
         raise
+    if committed["buffers"]:
+        with suppress(RankError):  # committed it is; the next call says who is lost
+            planning.tell_buffers(committed["buffers"], planned)
     end = world().monotonic()
     return SaveReport(
         url=place.url,
@@ -347,9 +351,9 @@ def _commit(
     begin: float,
 ) -> dict[str, Any]:
     assert isinstance(planned, Planned)  # else this rank had failed, and would not commit
-    values, drifted = planning.judge([report for _, report in reports], planned)
+    values, drifted, buffers = planning.judge([report for _, report in reports], planned)
     if drifted:
-        return {"drifted": drifted}
+        return {"drifted": drifted, "buffers": []}
     geometry = planned.plan.geometry
     if options.select is not None and not (geometry.members or geometry.per_rank or values):
         problem = Problem("select", repr(options.select), "a regex that is found in some key", "mend the regex")
@@ -367,6 +371,7 @@ def _commit(
         published = place.publish(manifest, data, None if unchanged is None else unchanged.base)
     return {
         "drifted": [],
+        "buffers": buffers,
         "bytes": sum(file.nbytes for file in manifest.own_files),
         "tensors": len(geometry.members) + len(geometry.tied),
         "published": published,

@@ -228,6 +228,10 @@ class Averaging:
         self._refuse_swapped("averages cannot be saved or loaded")
         return {STATE: self._state()}
 
+    def averages_of_buffers(self) -> list[Tensor]:
+        """Returns the averages of buffers. Batch norm has other ones on each rank: a save stores the first rank's."""
+        return [each for name, averages in self._averages.items() if name not in self._params for each in averages]
+
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, convert_dtype: bool = False
     ) -> Unmatched:

@@ -29,6 +29,7 @@ Cuts = tuple[tuple[float, int], ...]
 """Where a box is cut: up to which fraction of the rows it goes to the holder at which position, ascending."""
 
 _CUT_BYTES = 512 << 10  # a share is not cut to win less than this: a cut makes one more layout for the manifest
+_TO_FIRST: Cuts = ((1.0, 0),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,7 @@ class Member:
     dtype: Dtype
     layout: Layout
     ranks: tuple[int, ...]  # those that have the key
+    is_buffer: bool = False  # of which ranks may hold other values: the first holder's are stored
 
     @property
     def nbytes(self) -> int:
@@ -87,6 +89,8 @@ def assign(members: Mapping[str, Member], cut_plain: bool = True) -> dict[str, A
     bytes is cut into one piece for each of the H positions among a box's holders, so long that the ranks come out
     even with what they already have to write. A tensor that lies across an end is cut there along its first dimension
     if that moves at least 512 KiB at both sides, which bounds the load of a rank to its fair share and 1 MiB.
+
+    Boxes of buffers go to their first holders, whole: values of several ranks must not be mixed.
     """
     groups: defaultdict[Holders, list[str]] = defaultdict(list)
     holders_of = _HoldersCache()
@@ -105,11 +109,15 @@ def assign(members: Mapping[str, Member], cut_plain: bool = True) -> dict[str, A
             assigned[key] = split.assignment
             load[split.ranks] += split.numels * member.dtype.itemsize
 
-        whole = [] if cut_plain else [key for key in groups[holders] if _would_be_cut(members[key])]
+        for key in groups[holders]:
+            if members[key].is_buffer:
+                assign_key(key, _TO_FIRST)
+        left = [key for key in groups[holders] if key not in assigned]
+        whole = [] if cut_plain else [key for key in left if _would_be_cut(members[key])]
         ranks = np.array(holders.ranks[0])
         for key in sorted(whole, key=lambda key: -members[key].nbytes):
             assign_key(key, ((1.0, int(load[ranks].argmin())),))
-        keys = [key for key in groups[holders] if key not in assigned]
+        keys = [key for key in left if key not in assigned]
         lines = _lines(holders, load, [members[key] for key in keys])
         for key in keys:
             assign_key(key, *[line.take(members[key]) for line in lines])

@@ -15,6 +15,7 @@ from shardopt.checkpoint.format.paths import encode_path
 from shardopt.checkpoint.format.shared_values import pack
 from shardopt.checkpoint.format.tensor_bytes import GIVEN_BACK, has_no_memory, stored_dtype
 from shardopt.checkpoint.planning.assign import Member
+from shardopt.checkpoint.planning.buffers import buffers_in
 from shardopt.checkpoint.planning.drift import Groups
 from shardopt.checkpoint.planning.ownership import refuse_strange_parameters, refuse_unshared
 from shardopt.checkpoint.planning.replica_check import (
@@ -49,6 +50,7 @@ class Description:
     unmatched: Sequence[dict[str, Any]] = ()  # `FlatState.unmatched_patterns`
     aliases: Mapping[str, tuple[str, Path]] = field(default_factory=dict)  # of tensors, as `FlatState.aliases`
     declared: Mapping[str, str] = field(default_factory=dict)  # as `FlatState.tied`
+    buffers: frozenset[str] = frozenset()  # keys of tensors of which each rank may have other values
     contents_come_later: bool = False  # with what is written; until then there are none
 
     @property
@@ -62,6 +64,7 @@ class Description:
         words = [str(len(self.tied)), json.dumps(aliases)]
         for key, first in sorted(self.tied.items()):
             words += (key, first)
+        words += ("buffers", *sorted(self.buffers)) if self.buffers else ()
         for key, path in self.per_rank.items():
             words += (key, *_path_words(key, path))
         words.append("")
@@ -76,11 +79,11 @@ class Description:
 
     def contents_summary(self, members: Mapping[str, Member]) -> dict[str, str]:
         """Returns a few hashes that are equal on ranks whose replicas are; `members` as for `summary_of`."""
-        return summary_of(self.contents, self.views, members)
+        return summary_of(self.contents, self.views, members, self.buffers)
 
     def contents_in_groups(self, members: Mapping[str, Member]) -> Groups:
         """Returns the hashes that a summary with these members is of."""
-        return groups_of(self.contents, self.views, members)
+        return groups_of(self.contents, self.views, members, self.buffers)
 
     def geometry_json(self) -> dict[str, Any]:
         """Encodes tensors, ties and the keys of values per rank, for `merge_geometry`."""
@@ -95,6 +98,7 @@ class Description:
             "tied": dict(self.tied),
             "aliases": {key: [first, encode_path(key, path)] for key, (first, path) in self.aliases.items()},
             "per_rank": {key: encode_path(key, path) for key, path in self.per_rank.items()},
+            "buffers": sorted(self.buffers),
         }
 
     def values_json(self) -> dict[str, Any]:
@@ -173,7 +177,18 @@ def describe(flat: FlatState, check_replicas: CheckReplicas, members: tuple[int,
     unmatched = flat.unmatched_patterns()
     aliases = {key: (first, path) for key, (first, path) in flat.aliases.items() if first in tensors}
     return Description(
-        views, tensors, values, per_rank, contents, own_values, check_replicas, tied, unmatched, aliases, flat.tied
+        views,
+        tensors,
+        values,
+        per_rank,
+        contents,
+        own_values,
+        check_replicas,
+        tied,
+        unmatched,
+        aliases,
+        flat.tied,
+        buffers_in(flat, views),
     )
 
 
@@ -182,7 +197,7 @@ def geometry_of(description: Description, world_size: int) -> Geometry:
     ranks = tuple(range(world_size))
     tied = {key: (first, description.tensors[key][0]) for key, first in description.tied.items()}
     members = {
-        key: Member(path, dtype, layout, ranks)
+        key: Member(path, dtype, layout, ranks, key in description.buffers)
         for key, (path, dtype, layout) in description.tensors.items()
         if key not in tied
     }

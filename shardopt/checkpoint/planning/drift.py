@@ -6,13 +6,17 @@ until those are single replicas: a few rounds of a few KiB, where all hashes of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import xxhash
 
 from shardopt.errors import Problem, StateError
 from shardopt.ranks import Call, Ranks
+
+_told: set[str] = set()  # keys of buffers that differ, on rank 0
+_log = logging.getLogger("shardopt.checkpoint")
 
 _PARTS = 16  # that a range is cut into
 _MOST_RANGES = 1 << 16  # that are followed, over all ranks
@@ -41,6 +45,30 @@ def refuse_drifted(ranks: Ranks, call: Call, groups: Groups, drifted: Sequence[s
         groups: this rank's.
         drifted: names of groups for which ranks do not have the same hash.
     """
+    _meet(ranks, call, groups, drifted, _refuse, deadline_seconds)
+    raise AssertionError("replicas that differed do not differ")
+
+
+def tell_buffers(ranks: Ranks, call: Call, groups: Groups, differing: Sequence[str], deadline_seconds: float) -> None:
+    """Logs on rank 0 which buffers differ, of which the first holder's values are stored. Collective.
+
+    Args:
+        groups, differing: as for `refuse_drifted`.
+    """
+    _meet(ranks, call, groups, differing, _tell, deadline_seconds)
+
+
+def _meet(
+    ranks: Ranks,
+    call: Call,
+    groups: Groups,
+    drifted: Sequence[str],
+    decide: Callable[[Sequence[Any]], None],
+    deadline_seconds: float,
+) -> None:
+    """Narrows groups down to single replicas that differ, and hands these to `decide` on rank 0: number, key, box and
+    hash of each, by rank.
+    """
     most = max(_MOST_RANGES // ranks.size, _LEAST_RANGES)
     ranges = [_Range(group, 0, -1) for group in drifted[:most]]
     while not all(each.is_single for each in ranges):
@@ -56,10 +84,9 @@ def refuse_drifted(ranks: Ranks, call: Call, groups: Groups, drifted: Sequence[s
         call,
         work=lambda: [[i, *groups[each.group][each.begin]] for i, each in enumerate(ranges) if each.group in groups],
         report=lambda named: named,
-        decide=_refuse,
+        decide=decide,
         deadline_seconds=deadline_seconds,
     )
-    raise AssertionError("replicas that differed do not differ")
 
 
 def _hashes_of_parts(groups: Groups, ranges: Sequence[_Range]) -> list[list[Any]]:
@@ -89,6 +116,17 @@ def _that_differ(reports: Sequence[Sequence[Sequence[Any]]]) -> list[_Range]:
     return [part for part in first if part in differ]
 
 
+def _tell(reports: Sequence[Sequence[Sequence[Any]]]) -> None:
+    keys = {key for named in reports for _, key, _, _ in named} - _told
+    if keys:
+        _told.update(keys)
+        _log.warning(
+            "buffers have other values on other ranks, as running statistics do; those of the first rank that holds "
+            "each are saved, and restored on all: %s",
+            ", ".join(sorted(keys)),
+        )
+
+
 def _refuse(reports: Sequence[Sequence[Sequence[Any]]]) -> None:
     """Raises StateError for replicas that differ: number, key, box and hash of each, by rank."""
     first: dict[int, tuple[int, str]] = {}
@@ -100,7 +138,8 @@ def _refuse(reports: Sequence[Sequence[Sequence[Any]]]) -> None:
                 difference = f"other bytes of {box or 'it'} on rank {rank} than on rank {other}"
                 remedy = (
                     "make them the same, or say that they are not: wrap the value in PerRank, make the tensor a "
-                    'DTensor of its shards, or give each rank a key of its own; check_replicas="none" does not ask'
+                    "DTensor of its shards, or give each rank a key of its own; buffers of a module may differ where "
+                    'it is in the app itself, and not its state_dict(); check_replicas="none" does not ask'
                 )
                 problems[number] = Problem(key, difference, "the same on every rank that holds it", remedy)
     if problems:

@@ -74,10 +74,11 @@ def merge_geometry(kinds: Sequence[tuple[int, ...]], descriptions: Sequence[Mapp
         for key, by_kind in paths.items()
         for problem in _other_kinds(key, _decoded(key, {kinds[number][0]: path for number, path in by_kind.items()}))
     ]
+    buffers = {key for wire in descriptions for key in wire["buffers"]}
     for key, by_kind in tensors.items():
         kinds_of_key[key] = (*by_kind,)
         try:
-            members[key] = _merge_tensor(key, by_kind, merger)
+            members[key] = _merge_tensor(key, by_kind, merger, key in buffers)
         except StateError as error:
             problems += error.problems
     problems += [_differs(key, "tensors on some ranks, values per rank on others") for key in members.keys() & per_rank]
@@ -146,9 +147,9 @@ def read_section(wire: Mapping[str, Any]) -> tuple[Geometry, dict[str, Assignmen
         The tensors of a component, and all keys of values per rank; and the assignments that do not follow from these.
     """
     layouts = LayoutReader().read(wire["layouts"])
-    ranks = unpack_kinds(wire["ranks"])
+    ranks, buffers = unpack_kinds(wire["ranks"]), frozenset(wire["buffers"])
     members = {
-        key: Member(decode_path(key, path), DTYPES[dtype], layouts[layout], ranks[number])
+        key: Member(decode_path(key, path), DTYPES[dtype], layouts[layout], ranks[number], key in buffers)
         for key, (path, dtype, layout, number) in wire["tensors"].items()
     }
     tied = {key: (first, decode_path(key, path)) for key, (first, path) in wire["tied"].items()}
@@ -227,7 +228,7 @@ def _by_identity(function: Callable[[Any], str]) -> Callable[[Any], str]:
     return run
 
 
-def _merge_tensor(key: str, by_kind: Mapping[int, _Entry], merger: KindMerger) -> Member:
+def _merge_tensor(key: str, by_kind: Mapping[int, _Entry], merger: KindMerger, is_buffer: bool) -> Member:
     numbers = (*by_kind,)
     entries = iter(by_kind.values())
     first = next(entries)
@@ -237,7 +238,7 @@ def _merge_tensor(key: str, by_kind: Mapping[int, _Entry], merger: KindMerger) -
     if layout.local:
         layout = merger.merge({number: each.layout for number, each in by_kind.items()}, key)
     layout = merger.held_by(layout, numbers)
-    return Member(decode_path(key, first.path), DTYPES[first.dtype], layout, merger.ranks_of(numbers))
+    return Member(decode_path(key, first.path), DTYPES[first.dtype], layout, merger.ranks_of(numbers), is_buffer)
 
 
 def _knowing(key: str, by_kind: Mapping[int, _Entry], merger: KindMerger) -> tuple[dict[int, _Entry], _Entry]:
@@ -319,7 +320,8 @@ def _encode_members(members: Mapping[str, Member]) -> dict[str, Any]:
         ]
         for key, member in members.items()
     }
-    return {"layouts": writer.texts, "ranks": pack_kinds(list(ranks)), "tensors": tensors}
+    buffers = [key for key, member in members.items() if member.is_buffer]
+    return {"layouts": writer.texts, "ranks": pack_kinds(list(ranks)), "tensors": tensors, "buffers": buffers}
 
 
 def _encode_assignments(assigned: Mapping[str, Assignment]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ the same elements in every save.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
@@ -29,6 +29,7 @@ SAMPLED_BYTES = 64 << 10  # of a tensor are hashed; all of a smaller one
 _BLOCK_BYTES = 1 << 10
 _BLOCKS = SAMPLED_BYTES // _BLOCK_BYTES
 _COPIED_BYTES = 64 << 20  # are copied from a device together, which bounds the memory that it takes there
+_BUFFERS = "buffers "  # begins the names of their groups
 _PIECE_BYTES = 2 << 20  # of a tensor that has to be made contiguous first
 
 Contents = Mapping[str, Mapping[str, str]]
@@ -62,46 +63,56 @@ def contents_of(views: Mapping[str, View], which: CheckReplicas) -> dict[str, di
     return contents
 
 
-def summary_of(contents: Contents, views: Mapping[str, View], members: Mapping[str, Member]) -> dict[str, str]:
+def summary_of(
+    contents: Contents,
+    views: Mapping[str, View],
+    members: Mapping[str, Member],
+    buffers: Collection[str] = frozenset(),
+) -> dict[str, str]:
     """Sums hashes up: one hash for all replicas that the same ranks hold, by a hash of their keys, boxes and ranks.
 
     Args:
         members: of the job, where they are known; they say which ranks have a key, and which hold a box, which is
             otherwise taken from this rank's views. Only summaries that were made with the same members compare.
+        buffers: keys of which each rank may have other values, where no member says so: groups of their own.
     """
     return {
         where: xxhash.xxh3_64_hexdigest("".join(digest for _, _, digest in group).encode())
-        for where, group in groups_of(contents, views, members).items()
+        for where, group in groups_of(contents, views, members, buffers).items()
     }
 
 
 def groups_of(
-    contents: Contents, views: Mapping[str, View], members: Mapping[str, Member]
+    contents: Contents,
+    views: Mapping[str, View],
+    members: Mapping[str, Member],
+    buffers: Collection[str] = frozenset(),
 ) -> dict[str, list[tuple[str, str, str]]]:
     """Groups key, box and hash of replicas by a hash of who holds them, of their keys and of their boxes; sorted.
 
     Args:
-        contents, views, members: as for `summary_of`.
+        contents, views, members, buffers: as for `summary_of`.
     """
     groups: defaultdict[Any, list[tuple[str, str, str]]] = defaultdict(list)
     everywhere: dict[int, str] = {}  # by identity: thousands of tensors share one tuple of thousands of ranks
     for key, boxes in contents.items():
         member = members.get(key)
+        is_buffer = key in buffers if member is None else member.is_buffer
         layout = views[key].layout if member is None else member.layout
         if layout.holders is None and member is not None:
             holders: Any = everywhere.get(id(member.ranks)) or everywhere.setdefault(
                 id(member.ranks), str(member.ranks)
             )
             for box, digest in boxes.items():
-                groups[holders].append((key, box, digest))
+                groups[is_buffer, holders].append((key, box, digest))
             continue
         for box, digest in boxes.items():
-            groups[_shared_by_name(layout).get(box)].append((key, box, digest))
+            groups[is_buffer, _shared_by_name(layout).get(box)].append((key, box, digest))
     by_name = {}
-    for holders, group in groups.items():
+    for (is_buffer, holders), group in groups.items():
         group.sort()
         where = "\0".join([str(holders), *(f"{key}\0{box}" for key, box, _ in group)])
-        by_name[xxhash.xxh3_64_hexdigest(where.encode())] = group
+        by_name[is_buffer * _BUFFERS + xxhash.xxh3_64_hexdigest(where.encode())] = group
     return by_name
 
 
@@ -112,6 +123,11 @@ def drifted_in(summaries: Iterable[Mapping[str, str]]) -> list[str]:
         where for each in summaries for where, digest in each.items() if first.setdefault(where, digest) != digest
     )
     return list(dict.fromkeys(drifted))
+
+
+def are_buffers(group: str) -> bool:
+    """Whether a group of replicas, by its name, is of buffers, of which each rank may have other values."""
+    return group.startswith(_BUFFERS)
 
 
 def is_shared(layout: Layout, box: Box) -> bool:
