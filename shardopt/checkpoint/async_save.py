@@ -45,6 +45,7 @@ from shardopt.ranks import (
     ranks_of,
     refuse_lone_processes,
 )
+from shardopt.reentry import SAVING, is_part_of, refuse_within
 from shardopt.staging_fence import copying_until
 from shardopt.state import Tied
 from shardopt.world import Thread, world
@@ -79,6 +80,7 @@ class AsyncSaver:
         """The last save, if there was one."""
         return self._pending
 
+    @is_part_of(SAVING)
     def save(
         self,
         url: str | os.PathLike[str],
@@ -302,7 +304,8 @@ def async_save(
         progress: as for `save`, but called from the thread, beside the program; an error that it raises fails the save.
 
     Raises:
-        CheckpointError: a save is in flight, and was not to be waited for.
+        CheckpointError: a save is in flight, and was not to be waited for. Or this thread is in the middle of a save, a
+            load or a step, as where a signal handler saves.
         ShardoptError: the save before has failed, which was not reported on some rank. All ranks raise; nothing was
             begun.
 
@@ -310,6 +313,7 @@ def async_save(
     next save, or the next step of an optimizer in `app`, whichever is the first. Ranks may come to different steps
     until then; the next save is in step again, and raises on all of them if it was not reported on one yet.
     """
+    refuse_within(f"saving {os.fspath(url)}", app)
     base_url = None if base is None else os.fspath(base)
     options = SaveOptions(
         durable, check_replicas, progress, deadline_seconds, group, tied, base=base_url, select=select

@@ -48,6 +48,7 @@ from shardopt.flatten import flatten
 from shardopt.gc_pause import gc_paused
 from shardopt.param_groups import refuse_unmatched
 from shardopt.ranks import DEADLINE_SECONDS, Group, Ranks, ranks_of
+from shardopt.reentry import LOADING, is_part_of, refuse_within
 from shardopt.sharding.pieces import Piece, View
 from shardopt.sharding.view import view_of
 from shardopt.state import FlatState, Handback, PartialStateful, PerRank, Tied
@@ -143,6 +144,7 @@ class _Reads:
         return [request for key, each in pieces.items() for request in reader.requests(key_of(key), each)]
 
 
+@is_part_of(LOADING)
 def load(
     url: str | os.PathLike[str],
     app: Mapping[str, Any],
@@ -225,6 +227,7 @@ def load(
         base_root=base_root,
     )
     # Around a call, so that the collector finds the plan gone when it wakes.
+    refuse_within(f"loading {os.fspath(url)}", but=[LOADING])
     with reading(url), ranks_of(group).beating(deadline_seconds), gc_paused():
         report, differences = _load(url, app, options)
     emit_report("load", report)

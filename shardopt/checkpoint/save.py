@@ -36,6 +36,7 @@ from shardopt.errors import NoSpaceError, Problem, RankError, StateError
 from shardopt.flatten import flatten
 from shardopt.gc_pause import gc_paused
 from shardopt.ranks import DEADLINE_SECONDS, Group, Ranks, call_on, ranks_of, refuse_lone_processes
+from shardopt.reentry import SAVING, is_part_of, refuse_within
 from shardopt.state import Tied, refuse_no_regex
 from shardopt.world import world
 
@@ -117,9 +118,11 @@ def save(
         OptionError: this rank is not in `group`.
         CheckpointExistsError: a committed checkpoint stands there.
         StateError, LayoutError: something in `app` cannot be stored, or differs between ranks.
-        CheckpointError: a rank could not write.
+        CheckpointError: a rank could not write. Or this thread is in the middle of a save, a load or a step, as where a
+            signal handler saves; nothing was begun.
         RankError: a rank failed in another way, died, or did not make the call.
     """
+    refuse_within(f"saving {os.fspath(url)}", app)
     base_url = None if base is None else os.fspath(base)
     options = SaveOptions(
         durable, check_replicas, progress, deadline_seconds, group, tied, base=base_url, select=select
@@ -127,6 +130,7 @@ def save(
     return save_now(url, app, options)
 
 
+@is_part_of(SAVING)
 def save_now(
     url: str | os.PathLike[str],
     app: Mapping[str, Any],

@@ -26,6 +26,7 @@ from shardopt.names import before_all, plain_name
 from shardopt.optim.state_dict.groups import refuse_flattened
 from shardopt.optim.state_dict.load_plan import LoadPlan, Unmatched
 from shardopt.optim.state_dict.saved_form import STATE, plan_keys
+from shardopt.reentry import CHANGING, is_part_of
 from shardopt.sharding.view import assemble, local_tensors, view_of
 from shardopt.staging_fence import wait_for_copies
 
@@ -136,6 +137,7 @@ class Averaging:
         """Whether the averages stand in the model."""
         return self._own_values is not None
 
+    @is_part_of(CHANGING)
     def update(self) -> None:
         """Takes the model's weights of now into the averages. No device is waited for, if averages are on the weights'.
 
@@ -191,6 +193,7 @@ class Averaging:
 
         return detach
 
+    @is_part_of(CHANGING)
     def swap(self) -> _Swapped:
         """Puts the averages in the model, in its own memory; called again, puts back the weights, bit for bit.
 

@@ -22,6 +22,7 @@ FLOORS = {
     "casts": 0,
     "world": 0,
     "gc_pause": 1,
+    "reentry": 1,
     "staging_fence": 1,
     "accelerator": 1,
     "torch_private": 1,

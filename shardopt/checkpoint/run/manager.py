@@ -42,6 +42,7 @@ from shardopt.checkpoint.save import SaveOptions
 from shardopt.checkpoint.storage import storage_of
 from shardopt.checkpoint.writing.pending import PendingSave
 from shardopt.ranks import DEADLINE_SECONDS, Group, ranks_of
+from shardopt.reentry import LOADING, SAVING, WAITING, is_part_of, refuse_within
 from shardopt.state import Tied
 from shardopt.stopping import Stop
 
@@ -175,6 +176,7 @@ class Manager:
         """Whether `save` would write at this step: it is due, here or on a tier, or the job is to stop."""
         return self._stops_after(step) or step % self._every == 0 or self._tiers.is_due(step)
 
+    @is_part_of(WAITING)
     def where(self) -> dict[int, dict[str, int | None]]:
         """Returns where each step of the run is whole: under which paths of tiers, and under the root. Collective.
 
@@ -187,6 +189,7 @@ class Manager:
             found.setdefault(step, {})[self._root.url] = None
         return dict(sorted(found.items()))
 
+    @is_part_of(SAVING)
     def save(
         self, step: int, app: Mapping[str, Any], *, metrics: Mapping[str, float] | None = None, force: bool = False
     ) -> SaveReport | PendingSave | None:
@@ -204,10 +207,12 @@ class Manager:
         Raises:
             ShardoptError: as `checkpoint.save`, or the save before, in the background, has failed.
             CheckpointExistsError: somebody else has committed this step.
+            CheckpointError: this thread is in the middle of a save, a load or a step, as where a signal handler saves.
             SystemExit: the job is to stop, and the checkpoint of this step is committed.
         """
         self._require_open()
         check_step(step)
+        refuse_within(f"saving step {step} of {self._root.url}", app)
         if not (force or self.should_save(step)):
             return None
         with ranks_of(self._group).beating(self._deadline_seconds):
@@ -219,6 +224,7 @@ class Manager:
                 return self._saver.result_of(place)
             return self._saver.save(place, app, metrics, at_root=force)
 
+    @is_part_of(LOADING)
     def restore(
         self,
         app: Mapping[str, Any],
@@ -268,6 +274,7 @@ class Manager:
             MismatchError: a checkpoint does not fit.
         """
         self._require_open()
+        refuse_within(f"restoring {self._root.url}", but=[LOADING])
         check_restore_options(step, branch, beyond)
 
         def load_from(url: str) -> LoadReport:
@@ -324,6 +331,7 @@ class Manager:
             announce(summary_of(restored, select))
         return place.step
 
+    @is_part_of(WAITING)
     def wait(self) -> None:
         """Waits for saves and copies in the background, and raises their failures.
 
@@ -331,6 +339,7 @@ class Manager:
         on in another group: it does so by itself, from `restore` on.
         """
         self._require_open()
+        refuse_within(f"waiting for saves of {self._root.url}")
         with ranks_of(self._group).beating(self._deadline_seconds):
             self._saver.wait()
 
@@ -343,9 +352,11 @@ class Manager:
         # Within an except or a finally it may be this rank alone that is on its way out, and the others anywhere.
         self._close(alone=sys.exception() is not None)
 
+    @is_part_of(WAITING)
     def _close(self, alone: bool) -> None:
         if self._closed:
             return
+        refuse_within(f"closing the Manager of {self._root.url}")
         self._closed = True
         with ExitStack() as last_first:  # each is closed, whatever another raises
             last_first.callback(self._keeper.close)

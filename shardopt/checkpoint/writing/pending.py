@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardopt.checkpoint.reports import SaveReport
 from shardopt.errors import RankError
+from shardopt.reentry import refuse_within
 from shardopt.staging_fence import Event
 from shardopt.world import world
 
@@ -52,8 +53,11 @@ class PendingSave:
 
         Raises:
             TimeoutError: it is not committed yet.
+            CheckpointError: this thread is in the middle of a save, which a signal handler has interrupted.
             ShardoptError: the save has failed, with what `save` raises, the same on every rank.
         """
+        if not self.done:
+            refuse_within(f"waiting for the save of {self.url}")
         if not self.done.wait(timeout):
             raise TimeoutError(f"saving {self.url} is still under way after {timeout:g} s")
         if self._error is not None:
