@@ -39,6 +39,7 @@ class Stop:
         self._signaled = world().event()
         self._halt: tuple[Ranks, Halt] | None = None  # of the ranks that asked last: a program may make others
         self._asked = 0  # questions so far
+        self._asking = False
         self._asked_for: int | None = None  # the step of the last one
         self._stops_at: int | None = None
         self._deadline_runs = world().lock()  # acquired for good once it does
@@ -55,11 +56,15 @@ class Stop:
         Raises:
             RankError: at the first question, a rank that did not ask; once all are to stop, one that does not answer.
         """
-        if step != self._asked_for:
-            if self._stops_at is None:
-                self._stops_at = self._ask(self._asked + 1, ranks, deadline_seconds)
-                if self._stops_at is not None:
-                    self._start_deadline()
+        if step != self._asked_for and not self._asking:  # a handler may ask in the middle of a question
+            self._asking = True
+            try:
+                if self._stops_at is None:
+                    self._stops_at = self._ask(self._asked + 1, ranks, deadline_seconds)
+                    if self._stops_at is not None:
+                        self._start_deadline()
+            finally:
+                self._asking = False
             # Not before: a question that was interrupted is asked again, or this rank would count fewer than others.
             self._asked_for, self._asked = step, self._asked + 1
         return self._stops_at is not None and self._asked >= self._stops_at

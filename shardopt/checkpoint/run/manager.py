@@ -212,9 +212,9 @@ class Manager:
         """
         self._require_open()
         check_step(step)
-        refuse_within(f"saving step {step} of {self._root.url}", app)
         if not (force or self.should_save(step)):
             return None
+        refuse_within(f"saving step {step} of {self._root.url}", app)
         with ranks_of(self._group).beating(self._deadline_seconds):
             if self._stops_after(step):
                 self._save_and_leave(step, app, metrics)
