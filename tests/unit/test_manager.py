@@ -24,7 +24,7 @@ STAGES = (None, "now", "lazy")
 
 
 def app_of(value=0.0):
-    return {"w": torch.full((5,), float(value)), "step": value}
+    return {"w": torch.full((5,), float(value)), "number": value}
 
 
 def run(manager, steps, metrics=lambda step: None):
@@ -52,7 +52,7 @@ def test_a_run_keeps_what_its_rules_say(tmp_path, stage):
         assert checkpoint.verify(manager.path(step)).ok
         app = app_of()
         checkpoint.load(manager.path(step), app)  # strict: the metrics are in nobody's way
-        assert app["step"] == step and app["w"].eq(step).all()
+        assert app["number"] == step and app["w"].eq(step).all()
 
 
 def test_all_stay_where_there_are_no_rules(tmp_path):
@@ -144,7 +144,7 @@ def test_what_is_being_read_is_cleared_with_a_later_save(tmp_path, monkeypatch):
     assert manager.steps() == [1, 2]
     may_go_on.set()
     reader.join()
-    assert app["step"] == 1 and app["w"].eq(1).all()
+    assert app["number"] == 1 and app["w"].eq(1).all()
     run(manager, [3])
     assert manager.steps() == [3]
 
@@ -161,11 +161,11 @@ def held_back(call, begun, may_go_on):
 def test_restore_takes_the_newest_and_0_where_there_is_none(tmp_path):
     app = app_of(5)
     assert checkpoint.Manager(tmp_path / "nowhere").restore(app) == 0
-    assert app["step"] == 5
+    assert app["number"] == 5
     run(checkpoint.Manager(tmp_path), (1, 2))
     (tmp_path / "step-00000003").mkdir()
     assert checkpoint.Manager(tmp_path).restore(app) == 2
-    assert app["step"] == 2
+    assert app["number"] == 2
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "*.safetensors"])
@@ -176,7 +176,7 @@ def test_a_damaged_newest_is_logged_and_the_one_before_taken(tmp_path, caplog, n
     app, manager = app_of(), checkpoint.Manager(tmp_path, keep_last=1)
     with caplog.at_level(logging.WARNING, "shardopt.checkpoint"):
         assert manager.restore(app) == 1
-    assert app["step"] == 1 and app["w"].eq(1).all()
+    assert app["number"] == 1 and app["w"].eq(1).all()
     assert [record.getMessage()[:32] for record in caplog.records] == [
         "the checkpoint of step 3 is dama",
         "the checkpoint of step 2 is dama",
@@ -190,7 +190,7 @@ def test_a_damaged_newest_is_logged_and_the_one_before_taken(tmp_path, caplog, n
     manager.save(3, app_of(30))
     assert manager.steps() == [1, 3]  # the one that was restored, and the newest
     assert checkpoint.verify(manager.path(3)).ok
-    assert checkpoint.Manager(tmp_path).restore(app) == 3 and app["step"] == 30
+    assert checkpoint.Manager(tmp_path).restore(app) == 3 and app["number"] == 30
 
 
 def test_a_restore_of_some_keys_says_so(tmp_path, caplog):
@@ -198,7 +198,7 @@ def test_a_restore_of_some_keys_says_so(tmp_path, caplog):
     app = app_of()
     with caplog.at_level(logging.INFO, "shardopt"):
         assert checkpoint.Manager(tmp_path).restore(app, select="^w$") == 2
-    assert app["w"].eq(2).all() and app["step"] == app_of()["step"]
+    assert app["w"].eq(2).all() and app["number"] == app_of()["number"]
     assert "; of the app only what select='^w$' finds (1 keys)" in caplog.text
 
 
@@ -423,3 +423,24 @@ def test_a_root_that_a_disk_does_not_tell_of_is_no_wrong_argument(tmp_path, monk
     with monkeypatch.context() as patch:
         patch.setattr(os, "stat", failing)
         checkpoint.Manager(tmp_path / "run").close()
+
+
+@pytest.mark.parametrize("stage", [None, "now"])
+def test_a_step_of_the_app_that_stands_still_is_told_once(tmp_path, caplog, stage):
+    app = {"x": torch.ones(1), "step": 3}
+    with checkpoint.Manager(tmp_path, every=2, stage=stage) as manager:
+        manager.save(3, app)
+        manager.save(4, {**app, "step": 4})
+        manager.save(5, app)  # not due: not saved
+        assert not caplog.messages
+        for step in (6, 8):
+            manager.save(step, app)
+    (line,) = caplog.messages
+    assert 'app["step"] is 3, and the step that is saved 6: restored, the loop would go on from 3.' in line
+
+
+@pytest.mark.parametrize("step", [torch.tensor(1), "first", True, None, 2])
+def test_what_is_no_other_number_of_a_step_is_not_told(tmp_path, caplog, step):
+    with checkpoint.Manager(tmp_path) as manager:
+        manager.save(2, {"x": torch.ones(1), "step": step})
+    assert not caplog.messages

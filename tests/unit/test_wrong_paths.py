@@ -148,3 +148,40 @@ def test_other_errors_of_the_system_stay_as_they_are(tmp_path):
     ):
         checkpoint.save(tmp_path / "c", {"x": torch.zeros(3)})
     assert caught.value.__cause__.errno == errno.EIO
+
+
+@pytest.mark.parametrize("kind", ["step", "own", "torch's", "on a store", "mirror"])
+def test_a_run_is_not_kept_in_a_checkpoint(tmp_path, run, kind):
+    app = {"x": torch.ones(1)}
+    path, parent = f"{run}/step-00000100", f"give Manager {run}, of which this is a step"
+    if kind == "own":
+        path, parent = f"{tmp_path}/last", "give Manager another directory"
+        checkpoint.save(path, app)
+    elif kind == "torch's":
+        path, parent = f"{tmp_path}/dcp", "give Manager another directory"
+        with pytest.warns(UserWarning, match="single process"):
+            dcp.save(app, checkpoint_id=path)
+    elif kind == "on a store":
+        path, parent = "memory:///no-root/last", "give Manager another directory"
+        checkpoint.save(path, app)
+    before = sorted(tmp_path.rglob("*"))
+    manager = checkpoint.Manager(path) if kind != "mirror" else checkpoint.Manager(tmp_path / "other", mirror=path)
+    for call in (lambda: manager.restore(app), lambda: manager.save(1, app)):
+        with pytest.raises(CheckpointError, match="a run cannot be kept in a checkpoint") as caught:
+            call()
+        (problem,) = caught.value.problems
+        assert problem.key == path
+        assert problem.remedy.startswith(parent)
+    assert sorted(tmp_path.rglob("*")) == before
+    if kind in ("step", "mirror"):  # the remedy
+        assert checkpoint.Manager(run).restore(app) == 100
+
+
+def test_other_files_in_a_root_do_not_make_it_a_checkpoint(tmp_path):
+    for name in ("manifest.json", "model.safetensors", "config.json"):
+        (tmp_path / name).write_text("{}")
+    app = {"x": torch.ones(1)}
+    with checkpoint.Manager(tmp_path) as manager:
+        assert manager.restore(app) == 0
+        manager.save(1, app)
+        assert manager.restore(app) == 1

@@ -82,7 +82,7 @@ class History:
             needs_copies: whether it is an error that the root of the copies cannot be read, as it is for a restore.
 
         Raises:
-            CheckpointError: a root cannot be read, or the records contradict each other.
+            CheckpointError: a root cannot be read, or is a checkpoint itself, or the records contradict each other.
             CorruptionError: a record is damaged or missing.
         """
         _, wire = ranks_of(self._group).agree(
@@ -96,6 +96,7 @@ class History:
 
     def _read_branches(self, needs_copies: bool) -> Branches:
         own = self._root.contents().records
+        self._root.refuse_checkpoint()
         copied = self._records_of_copies(needs_copies)
         if copied is None:
             return branches_of(own.values())
@@ -114,7 +115,7 @@ class History:
         if self._copies is None:
             return {}
         try:
-            return dict(self._copies.contents().records)
+            records = dict(self._copies.contents().records)
         except CorruptionError:
             raise
         except CheckpointError as error:
@@ -122,6 +123,8 @@ class History:
                 raise
             _log.warning("%s", error)
             return None
+        self._copies.refuse_checkpoint()
+        return records
 
     def candidates(
         self,

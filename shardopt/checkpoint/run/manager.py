@@ -144,7 +144,7 @@ class Manager:
             self._root, self._every, self._history, self._tiers, copier, self._exporter, self._keeper, slow, options
         )
         self._saver = StepSaver(self._root, self._tiers, self._behind, stage, incremental, options)
-        self._closed = False
+        self._closed = self._warned_of_step = False
 
     def path(self, step: int) -> str:
         """Returns the URL of the checkpoint of a step, whether there is one or not. Local."""
@@ -222,6 +222,7 @@ class Manager:
             place = self._branches().place(int(step))
             if self._saver.has(place, at_root=force):
                 return self._saver.result_of(place)
+            self._warn_of_other_step(step, app)
             return self._saver.save(place, app, metrics, at_root=force)
 
     @is_part_of(LOADING)
@@ -270,7 +271,7 @@ class Manager:
             OptionError: an argument is none.
             CheckpointNotFoundError: there is no checkpoint, and one is required; or none of that step.
             CorruptionError: all checkpoints, or all of that step, are damaged. Optimizers in `app` refuse to step.
-            CheckpointError: a root cannot be read, or not all ranks see the same.
+            CheckpointError: a root cannot be read, or is a checkpoint itself, or not all ranks see the same.
             MismatchError: a checkpoint does not fit.
         """
         self._require_open()
@@ -380,6 +381,18 @@ class Manager:
             # The error that ended the program is the one to raise; very likely the save failed for the same reason.
             _log.error("the save in the background has failed too: %s", failure)
 
+    def _warn_of_other_step(self, step: int, app: Mapping[str, Any]) -> None:
+        """Warns once where the app has another step than the one that is saved, as of a loop that counts elsewhere."""
+        counted = app.get("step") if isinstance(app, Mapping) else None
+        if type(counted) is not int or counted == step or self._warned_of_step or ranks_of(self._group).rank:
+            return
+        self._warned_of_step = True
+        _log.warning(
+            'app["step"] is %d, and the step that is saved %d: restored, the loop would go on from %d. Set app["step"] '
+            "before the save, or call it otherwise in the app if it counts something else",
+            *(counted, step, counted),
+        )
+
     def _stops_after(self, step: int) -> bool:
         return self._stop is not None and self._stop.after(step, ranks_of(self._group), self._deadline_seconds)
 
@@ -407,6 +420,7 @@ class Manager:
         try:
             place = self._branches().place(int(step))
             if not self._saver.has(place, at_root=True):
+                self._warn_of_other_step(step, app)
                 self._saver.save_last(place, app, metrics, self._stop.deadline_seconds)
         finally:
             for failure in earlier:

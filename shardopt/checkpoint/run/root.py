@@ -6,11 +6,12 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from shardopt.checkpoint.format.constants import MANIFEST_NAME
+from shardopt.checkpoint.format.constants import FILE_NAME, MANIFEST_NAME
 from shardopt.checkpoint.run.branches import Branch, read_records
 from shardopt.checkpoint.run.steps import Place, place_of
+from shardopt.checkpoint.sources.dcp import METADATA_NAME
 from shardopt.checkpoint.storage import LocalStorage, Storage, wrap_os_errors
-from shardopt.errors import CorruptionError
+from shardopt.errors import CheckpointError, CorruptionError, Problem
 
 
 class Contents(NamedTuple):
@@ -57,6 +58,21 @@ class Root:
             self.names = frozenset(names)
             self._records = read_records(self.storage, names, self._records)
         return Contents(sorted(place for place in map(place_of, names) if place is not None), self._records)
+
+    def refuse_checkpoint(self) -> None:
+        """Raises CheckpointError where this is a checkpoint itself and no run's root, as the last listing has shown."""
+        own = MANIFEST_NAME in self.names and any(FILE_NAME.fullmatch(name) for name in self.names)
+        if own or METADATA_NAME in self.names:
+            parent = os.path.dirname(self.url)
+            is_step = place_of(os.path.basename(self.url)) is not None
+            remedy = f"give Manager {parent}, of which this is a step" if is_step else "give Manager another directory"
+            problem = Problem(
+                self.url,
+                "a checkpoint" if own else "a checkpoint of torch.distributed.checkpoint",
+                "the directory that a run's checkpoints are in, or are to be in",
+                f"{remedy}; to begin with what it holds, checkpoint.load(url, app) where restore has returned 0",
+            )
+            raise CheckpointError("a run cannot be kept in a checkpoint", [problem])
 
     def checkpoint(self, place: Place) -> Storage:
         """Returns the storage of a checkpoint's directory."""
