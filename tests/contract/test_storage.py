@@ -3,6 +3,7 @@
 import errno
 import importlib
 import os
+import stat
 import threading
 import tracemalloc
 import uuid
@@ -467,3 +468,34 @@ def test_reading_through_errors(tmp_path, operation, said):
             with pytest.raises(CheckpointError, match=r"cannot be read from its disk.*\n.*found Input/output error"):
                 checkpoint.load(tmp_path / "c", app)
     assert watch.struck
+
+
+def refusing_directories(monkeypatch, number):
+    real = os.fsync
+
+    def fsync(fd):
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(number, os.strerror(number))
+        real(fd)
+
+    monkeypatch.setattr("os.fsync", fsync)
+    monkeypatch.setattr(local, "_not_synced", set())
+    monkeypatch.setattr(local, "_durably_named", set())
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF])
+def test_a_file_system_that_does_not_flush_directories_is_told_once(tmp_path, monkeypatch, caplog, number):
+    refusing_directories(monkeypatch, number)
+    app = {"x": torch.ones(3)}
+    with checkpoint.Manager(tmp_path / "run") as manager:
+        for step in (1, 2):
+            manager.save(step, app)
+        assert manager.restore(app) == 2
+    (line,) = [line for line in caplog.messages if "flush" in line]
+    assert os.strerror(number) in line
+
+
+def test_a_disk_that_fails_to_flush_a_directory_fails_the_save(tmp_path, monkeypatch):
+    refusing_directories(monkeypatch, errno.EIO)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        checkpoint.save(tmp_path / "c", {"x": torch.ones(3)})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import os
 import re
 import stat
@@ -21,6 +22,8 @@ from shardopt.checkpoint.storage.base import (
     unreadable,
 )
 from shardopt.world import world
+
+_log = logging.getLogger("shardopt.checkpoint")
 
 _BATCH_BYTES = 16 << 20  # written in one call; more would hold on to memory that was made only to be written
 
@@ -41,6 +44,8 @@ if _renameat2 is not None:
     _renameat2.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
 # Of file systems that know no hard links (FAT, some mounts over FUSE), or no rename without replacing.
 _NO_SUCH_OPERATION = (errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV)
+_NO_SYNC_OF_DIRECTORIES = (errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EBADF)
+_not_synced: set[int] = set()  # file systems of which that was said
 
 
 class LocalStorage(Storage):
@@ -239,10 +244,26 @@ class LocalStorage(Storage):
             os.fsync(fd)
 
     def sync_directory(self, path: str) -> None:
-        """Makes the names in a directory durable; without it a crash may lose a file whose bytes are safe."""
+        """Makes the names in a directory durable; without it a crash may lose a file whose bytes are safe.
+
+        Some file systems do not know how (over a network, in a container, FUSE): that is said once for each, and the
+        names are as durable as it makes them by itself.
+        """
         fd = os.open(path, os.O_RDONLY)
         try:
             self.sync_file(fd)
+        except OSError as error:
+            if error.errno not in _NO_SYNC_OF_DIRECTORIES:
+                raise
+            device = os.fstat(fd).st_dev
+            if device not in _not_synced:
+                _not_synced.add(device)
+                _log.warning(
+                    "the file system of %s does not flush directories (%s): a machine that loses power may lose files "
+                    "that were written just before",
+                    path,
+                    error.strerror,
+                )
         finally:
             os.close(fd)
 
