@@ -163,7 +163,8 @@ def _check_file(source: Source, number: int, members: Members, done: Counter) ->
     for key, entry in entries.items():
         if key.startswith(CHECKSUMS_PREFIX):
             continue
-        if key not in members and not key.startswith(PER_RANK_PREFIX):
+        known = key in members or key in source.read_through
+        if not known and not key.startswith(PER_RANK_PREFIX):
             problems.append(Problem(opened.where, f"{key!r}", "only what the manifest has", _REMEDY))
         try:
             problems += damaged_segments(opened, entry, done.add)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -66,6 +66,18 @@ def fetch(
         finally:
             batches.stop()  # where one has failed, or the caller was interrupted, the others are not to go on
     return batches.nbytes
+
+
+def fetch_here(requests: Iterable[tuple[OpenFile, ReadRequest]]) -> None:
+    """Reads a few requests into their targets, in the calling thread: for what is read while another read waits for it.
+
+    Raises:
+        CorruptionError: as `fetch`.
+    """
+    by_file: defaultdict[OpenFile, list[ReadRequest]] = defaultdict(list)
+    for file, request in requests:
+        by_file[file].append(request)
+    _read_batches(_Batches(by_file, copy_into), Counter(0, None), CallersStreams(()))
 
 
 def _check_first(pool: Executor, requests: Sequence[tuple[OpenFile, ReadRequest]]) -> None:

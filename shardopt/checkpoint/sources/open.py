@@ -8,6 +8,7 @@ from shardopt.checkpoint.format.constants import DATA_SUFFIX, FILE_NAME
 from shardopt.checkpoint.sources.dcp import METADATA_NAME, DcpSource
 from shardopt.checkpoint.sources.hugging_face import HuggingFaceSource, safetensors_files
 from shardopt.checkpoint.sources.own import OwnSource
+from shardopt.checkpoint.sources.quantized import with_weights
 from shardopt.checkpoint.sources.read_manifest import manifest_bytes, not_found
 from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.checkpoint.sources.source import Source
@@ -42,14 +43,14 @@ def _directory(storage: Storage) -> Source | None:
         return DcpSource(storage)
     tensors = safetensors_files(storage, names)
     if tensors is not None:
-        return HuggingFaceSource(storage, tensors)
+        return with_weights(HuggingFaceSource(storage, tensors))
     files = torch_files(storage, names)
     return None if files is None else TorchSource(storage, files)
 
 
 def _file(directory: Storage, name: str, url: str) -> Source | None:
     if name.endswith(DATA_SUFFIX) and not FILE_NAME.fullmatch(name):
-        return HuggingFaceSource(directory, {name: None}, url)
+        return with_weights(HuggingFaceSource(directory, {name: None}, url))
     if is_torch_file(directory, name):
         return TorchSource(directory, [name], url)
     return None

@@ -38,6 +38,8 @@ class Source(ABC):
     """Whether a dict without entries is stored. Where it is not, an empty one of an app lacks nothing."""
     unread: Mapping[str, str] = MappingProxyType({})
     """The keys of what is stored in a way that is not known, each with what it is."""
+    read_through: Collection[str] = frozenset()
+    """The keys that files have, and that stand for others: codes and scales, of which weights are made."""
     digest: str
     """A text that is equal for equal contents, by which ranks see whether they read the same."""
 

@@ -1,0 +1,159 @@
+"""Weights that are stored as codes and scales, read as the weights that they stand for: any box of them.
+
+    float8       codes [.., R, C] of float8_e4m3fn, scales [.., R/r, C/c]: each block of r × c codes has one factor
+    mxfp4        codes [E, R, C/32, 16], scales [E, R, C/32]: two codes in a byte, the lower bits first
+
+Nothing is held: what a reader asks for is computed from the codes and scales of just the blocks that it lies in.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import prod
+from operator import add, floordiv, sub
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardopt.checkpoint.format.constants import Dtype
+from shardopt.checkpoint.format.data_file import Entry
+from shardopt.checkpoint.format.tensor_bytes import bytes_of, torch_dtype
+from shardopt.checkpoint.reading.fetch import fetch_here
+from shardopt.checkpoint.reading.open_file import Form, OpenFile, ReadChunks, ReadRequest, form_of
+from shardopt.checkpoint.sources.reader import CheckpointReader
+from shardopt.checkpoint.storage import ReadInto, Span, Storage
+from shardopt.errors import Problem
+from shardopt.sharding.box import Box, whole
+from shardopt.sharding.pieces import Piece
+
+FP4_PER_SCALE = 32
+"""Codes of mxfp4 under one scale."""
+BYTES_PER_SCALE = FP4_PER_SCALE // 2
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+_WORD_BITS = 64  # of an address: those that count bytes, and each of those above, which say what box they are of
+
+
+class Quantized(NamedTuple):
+    """A weight that is stored as codes and scales.
+
+    Args:
+        codes, scales: their keys.
+        dtype: in which it is offered.
+        sizes: of the weight, in the order of the dimensions of its codes.
+        order: which dimension of the weight each of those is.
+        block: codes under one scale along the last two dimensions of float8; None for mxfp4.
+    """
+
+    codes: str
+    scales: str
+    dtype: Dtype
+    sizes: tuple[int, ...]
+    order: tuple[int, ...]
+    block: tuple[int, int] | None
+
+
+class DequantizedFile(OpenFile):
+    """Weights whose codes are in one file, as if they stood there themselves.
+
+    Any box of a weight has a range of addresses of its own: its bytes in C order, above the numbers that say which
+    box it is. So nothing has to be kept of what was asked for.
+
+    Args:
+        stored: a reader of codes and scales.
+        weights: by key.
+    """
+
+    def __init__(self, storage: Storage, name: str, stored: CheckpointReader, weights: Mapping[str, Quantized]) -> None:
+        super().__init__(storage, name)
+        self._stored, self._weights = stored, [*weights.values()]
+        self._numbers = {key: number for number, key in enumerate(weights)}
+
+    def entry(self, key: str, form: Form) -> Entry:
+        return self._entry(key, whole(self._weights[self._numbers[key]].sizes))
+
+    def requests(
+        self, key: str, form: Form, dtype: Dtype, sizes: tuple[int, ...], wanted: Box, target: Tensor
+    ) -> Iterator[ReadRequest]:
+        order = self._weights[self._numbers[key]].order
+        box = Box(tuple(wanted.offsets[dim] for dim in order), tuple(wanted.sizes[dim] for dim in order))
+        yield ReadRequest(self._entry(key, box), dtype, box.sizes, whole(box.sizes), target.permute(order))
+
+    def check(self, entry: Entry, read: ReadChunks) -> Iterator[Problem]:
+        yield from ()  # codes and scales are checked as what they are
+
+    @contextmanager
+    def opened(self) -> Iterator[ReadInto]:
+        yield self._fill
+
+    def _entry(self, key: str, box: Box) -> Entry:
+        number = self._numbers[key]
+        form = form_of(self._weights[number].dtype, box)
+        words = (1 + number, *box.offsets, *box.sizes)  # the first is not 0: so the address says how many there are
+        begin = int.from_bytes(struct.pack(f">{len(words)}Q", *words)) << _WORD_BITS
+        return Entry(key, form.dtype, form.shape, begin, begin + form.nbytes, 0)
+
+    def _fill(self, spans: Sequence[Span]) -> None:
+        for address, memory in spans:
+            raw, begin = address >> _WORD_BITS, address & ((1 << _WORD_BITS) - 1)
+            count = -(-raw.bit_length() // _WORD_BITS)
+            number, *numbers = struct.unpack(f">{count}Q", raw.to_bytes(8 * count))
+            weight = self._weights[number - 1]
+            offsets, sizes = numbers[: count // 2], numbers[count // 2 :]
+            itemsize, at = weight.dtype.itemsize, 0
+            for box in _in_order(sizes, begin // itemsize, (begin + memory.nbytes) // itemsize):
+                read = self._dequantized(weight, Box(tuple(map(add, offsets, box.offsets)), box.sizes))
+                memory[at : at + read.nbytes] = bytes_of(read)
+                at += read.nbytes
+
+    def _dequantized(self, weight: Quantized, box: Box) -> Tensor:
+        """Returns a box of a weight, contiguous, in the order of its codes."""
+        numbers = self._times_scales(weight, box, weight.block) if weight.block else self._mxfp4(weight, box)
+        return numbers.to(torch_dtype(weight.dtype)).contiguous()
+
+    def _times_scales(self, weight: Quantized, box: Box, block: tuple[int, int]) -> Tensor:
+        per_dim = (*(1,) * (len(box.sizes) - 2), *block)
+        first = tuple(map(floordiv, box.offsets, per_dim))
+        ends = (-(-end // per) for end, per in zip(box.ends, per_dim, strict=True))
+        scales = self._read(weight.scales, Box(first, tuple(map(sub, ends, first)))).float()
+        for dim in (-2, -1):
+            blocks = torch.arange(box.offsets[dim], box.ends[dim], device="cpu") // block[dim] - first[dim]
+            scales = scales.index_select(dim, blocks)
+        return self._read(weight.codes, box).float().mul_(scales)
+
+    def _mxfp4(self, weight: Quantized, box: Box) -> Tensor:
+        *outer, begin = box.offsets
+        first, end = begin // FP4_PER_SCALE, -(-box.ends[-1] // FP4_PER_SCALE)
+        of_scales = Box((*outer, first), (*box.sizes[:-1], end - first))
+        of_codes = Box((*of_scales.offsets, 0), (*of_scales.sizes, BYTES_PER_SCALE))
+        pairs = self._read(weight.codes, of_codes)
+        codes = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(-2).int()
+        numbers = torch.tensor(_FP4, dtype=torch.float32, device="cpu")[codes]
+        scales = self._read(weight.scales, of_scales).view(torch.float8_e8m0fnu).float()
+        values = numbers.mul_(scales.unsqueeze(-1)).flatten(-2)
+        return values.narrow(-1, begin - first * FP4_PER_SCALE, box.sizes[-1])
+
+    def _read(self, key: str, box: Box) -> Tensor:
+        target = torch.empty(box.sizes, dtype=self._stored.info(key).dtype, device="cpu")
+        fetch_here(self._stored.requests(key, [Piece(box, target)]))
+        return target
+
+
+def _in_order(sizes: Sequence[int], begin: int, end: int) -> Iterator[Box]:
+    """Yields the boxes that hold the elements from one place to another, in C order, of a tensor of these sizes."""
+    if begin >= end:
+        return
+    if not sizes:
+        yield Box((), ())
+        return
+    row = prod(sizes[1:])
+    index, within = divmod(begin, row)
+    rows = 0 if within else (end - begin) // row
+    if rows:
+        yield Box((index, *(0,) * (len(sizes) - 1)), (rows, *sizes[1:]))
+    else:
+        for box in _in_order(sizes[1:], within, min(end - index * row, row)):
+            yield Box((index, *box.offsets), (1, *box.sizes))
+    yield from _in_order(sizes, (index + max(rows, 1)) * row, end)
