@@ -15,6 +15,10 @@ from shardopt.errors import Problem, StateError
 
 PARAM_GROUPS = "param_groups"
 PARAMS = "params"
+AVERAGING = "__averaging"
+"""The place of averages' own state among that of parameters."""
+N_AVERAGED = "n_averaged"
+"""In there: the number of updates, an int64 scalar on the CPU."""
 UNTOUCHED = "untouched"
 """In a saved group: the parameters that have state but never had a step, so that their first step makes it anew. By
 member: whether it is one of them."""

@@ -85,6 +85,7 @@ VERBS = (
             option("select", "only keys in which this regular expression is found, after renaming", metavar="PATTERN"),
             option("skip", "leave out keys in which this regular expression is found, as stored", metavar="PATTERN"),
             option("dtype", "of floating-point tensors outside of optimizers, such as bfloat16", metavar="DTYPE"),
+            option("weights", "averages by their key, such as ema, in the place of the weights", metavar="KEY"),
             option("max_file_bytes", "of tensors in a file; 5e9 where it is left out", kind=int, metavar="BYTES"),
             option("world_size", "for shardopt: the number of ranks that share the tensors", kind=int, metavar="N"),
             switch("drop_per_rank", "leave out values that each rank has for itself"),

@@ -26,13 +26,10 @@ from shardopt.names import before_all, plain_name
 from shardopt.optim.state_dict.groups import refuse_flattened
 from shardopt.optim.state_dict.load_plan import LoadPlan, Unmatched
 from shardopt.optim.state_dict.saved_form import STATE, plan_keys
+from shardopt.param_groups import AVERAGING, N_AVERAGED
 from shardopt.reentry import CHANGING, is_part_of
 from shardopt.sharding.view import assemble, local_tensors, view_of
 from shardopt.staging_fence import wait_for_copies
-
-OWN = "__averaging"
-N_AVERAGED = "n_averaged"
-"""In the state under OWN: the number of updates, an int64 scalar on the CPU."""
 
 _SCRATCH_BYTES = 64 << 20  # converted weights that an update holds at a time
 
@@ -286,7 +283,7 @@ class Averaging:
         state: dict[str, Any] = {
             name: {self._entry: assemble(tensors[name], averages)} for name, averages in self._averages.items()
         }
-        return {**state, OWN: {N_AVERAGED: self._n_averaged}}
+        return {**state, AVERAGING: {N_AVERAGED: self._n_averaged}}
 
     def _tensors(self) -> dict[str, Tensor]:
         """Returns the tensors to average. Buffers are looked up each time: a module may replace its tensors."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 
+from shardopt.checkpoint.convert.averages import averages_in, with_averages
 from shardopt.checkpoint.format.constants import Dtype
+from shardopt.checkpoint.format.manifest import StoredTensors
 from shardopt.checkpoint.format.tensor_bytes import dtype_name, stored_dtype, torch_dtype
 from shardopt.checkpoint.matching.names_in_app import contents
 from shardopt.checkpoint.matching.renaming import Rename, refuse_collisions, renamer
@@ -20,6 +23,7 @@ from shardopt.sharding.box import Box
 from shardopt.state import Path, join
 
 _STATE = "state"
+_log = logging.getLogger("shardopt.checkpoint")
 
 
 class ChosenTensor(NamedTuple):
@@ -66,29 +70,37 @@ def choose(
     rename: Mapping[str, str] | None = None,
     dtype: torch.dtype | None = None,
     tensors_of_models_alone: bool = False,
+    weights: str | None = None,
 ) -> Choice:
     """Leaves out the stored keys of `skip`, renames the others, and selects among the new ones; see `convert`.
 
     Args:
-        tensors_of_models_alone: leave out plain values, and the state of optimizers where there is no `select`.
+        tensors_of_models_alone: leave out plain values, and the state of optimizers and averages where there is no
+            `select`.
 
     Raises:
-        MismatchError: two keys get one name, nothing is left, or `dtype` is no floating-point one.
+        MismatchError: two keys get one name, nothing is left, `dtype` is no floating-point one, or `weights` names
+            no averages.
         FormatError: something is stored in a way that is not known, and not to be skipped.
     """
     if dtype is not None and not dtype.is_floating_point:
         problem = Problem("dtype", dtype_name(dtype), "a floating-point dtype", "leave it out to keep what is stored")
         raise MismatchError("tensors cannot be cast", [problem])
     manifest = contents(reader, skip)
+    stored_as: dict[str, str] = {}
+    if weights is not None:
+        averaged, stored_as = with_averages(manifest.tensors, weights)
+        manifest = replace(manifest, tensors=averaged)
     renamed = renamer(rename)
     roots = optimizer_roots((*manifest.tensors, *manifest.values))
     new_key = {key: renamed(key) for key in (*manifest.tensors, *manifest.per_rank)}
     new_key |= {key: _renamed_value(key, path, renamed) for key, (path, _) in manifest.values.items()}
     wanted = re.compile(select or "")
     own_choice = tensors_of_models_alone and select is None
+    averages = {key for each in averages_in(manifest.tensors).values() for key in each.keys} if own_choice else ()
 
     def is_chosen(key: str) -> bool:
-        if own_choice and is_optimizer_state(key, roots):
+        if own_choice and (key in averages or is_optimizer_state(key, roots)):
             return False
         return bool(wanted.search(new_key[key]))
 
@@ -96,12 +108,14 @@ def choose(
     values = [key for key in manifest.values if is_chosen(key) and not tensors_of_models_alone]
     per_rank = [key for key in manifest.per_rank if is_chosen(key) and not tensors_of_models_alone]
     chosen = {*keys, *values, *per_rank}
+    if own_choice:
+        _warn_of_training_weights(reader.url, [manifest.values[key] for key in manifest.values])
     refuse_collisions((key, name) for key, name in new_key.items() if key in chosen)
     if not keys and not values:
         names = ", ".join(sorted(new_key.values())[:20])
         problem = Problem(f"select={select!r}, skip={skip!r}", "nothing", "a key at least", f"there are: {names}")
         raise MismatchError("there is nothing to convert", [problem])
-    tied = _tied_among(reader, keys)
+    tied = _tied_among(manifest.tensors, keys)
     tensors = {}
     for key in keys:
         path, stored, layout, *_ = manifest.tensors[key]
@@ -109,7 +123,7 @@ def choose(
         tensors[new_key[key]] = ChosenTensor(
             new_key[key],
             renamed_path(path, new_key[key]),
-            key,
+            stored_as.get(key, key),
             stored_dtype(dtype, key) if cast and dtype is not None else stored,
             layout.shape,
             tuple(sorted(layout.boxes)),
@@ -123,7 +137,7 @@ def choose(
             for key in values
         },
         {new_key[key]: renamed_path(manifest.per_rank[key], new_key[key]) for key in per_rank},
-        tuple(sorted({*_all_keys(reader)} - chosen)),
+        tuple(sorted({*_all_keys(reader)} - {stored_as.get(key, key) for key in chosen})),
         {new_key[key]: key for key in per_rank},
     )
 
@@ -161,6 +175,18 @@ def is_optimizer_state(key: str, roots: set[tuple[str, ...]]) -> bool:
     """Whether a key is of an optimizer: its state, or the options of its groups."""
     segments = key.split(".")
     return any(segment in (_STATE, PARAM_GROUPS) and tuple(segments[:i]) in roots for i, segment in enumerate(segments))
+
+
+def _warn_of_training_weights(url: str, values: Iterable[tuple[Path, Any]]) -> None:
+    """Logs where a model was saved with the weights that Schedule-Free trains, and not with their averages."""
+    if any(
+        PARAM_GROUPS in path and isinstance(value, dict) and value.get("train_mode") is True for path, value in values
+    ):
+        _log.warning(
+            "%s has the weights that a Schedule-Free optimizer trains, and not their averages, which are what is "
+            "released: save between optimizer.eval() and optimizer.train() for these",
+            url,
+        )
 
 
 def _renamed_value(key: str, path: Path, renamed: Rename) -> str:
@@ -204,9 +230,8 @@ def _segments(part: str | int) -> list[str]:
     return str(part).split(".")
 
 
-def _tied_among(reader: CheckpointReader, keys: Sequence[str]) -> dict[str, str]:
+def _tied_among(tensors: StoredTensors, keys: Sequence[str]) -> dict[str, str]:
     """Maps chosen keys to the chosen one that is one memory with them: the one that is stored, or the first."""
-    tensors = reader.manifest.tensors
     first: dict[str, str] = {}
     for key in sorted(keys, key=lambda key: tensors[key].tied_to is not None):  # stable: those that are stored first
         first.setdefault(tensors[key].tied_to or key, key)

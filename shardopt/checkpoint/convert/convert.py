@@ -92,6 +92,7 @@ class ConvertOptions:
     drop_per_rank: bool = False
     check: bool = False
     durable: bool = True
+    weights: str | None = None
 
 
 def convert(
@@ -109,6 +110,7 @@ def convert(
     drop_per_rank: bool = False,
     check: bool = False,
     durable: bool = True,
+    weights: str | None = None,
     progress: Progress | None = None,
     deadline_seconds: float = DEADLINE_SECONDS,
     group: Group | None = None,
@@ -123,7 +125,8 @@ def convert(
     - "shardopt": as `world_size` ranks would have saved it.
     - "dcp": a directory that `torch.distributed.checkpoint.load` reads, with the boxes that are stored.
     - "huggingface": `model.safetensors`, or several such files and their index, which `from_pretrained` reads. Tied
-      tensors are written once. Plain values are left out, and so is the state of optimizers where there is no `select`.
+      tensors are written once. Plain values are left out, and so are the state of optimizers and averages of weights
+      (EMA, SWA, AveragedModel) where there is no `select`.
     - "torch": one file, nested as the app was, which `torch.load(weights_only=True)` reads. One process writes it.
 
     Args:
@@ -142,6 +145,8 @@ def convert(
         drop_per_rank: leave out values per rank, which only "shardopt" has, for the number of ranks that saved them.
         check: read all that was written, and compare its digests.
         durable: whether local files are flushed to the disk.
+        weights: the key that the app has averages under, such as "ema": they are written in the place of the weights,
+            under the model's keys, in the dtype of the averages; what has no average is the model's own.
         progress: called with the bytes that this process has written, and those that it is to write.
         deadline_seconds: how long a process may show no sign of life before the others give up and name it.
         group: the processes that convert, where they are not all of the job.
@@ -149,7 +154,8 @@ def convert(
     Raises:
         CheckpointNotFoundError, CorruptionError, FormatError: as for `open`; with `check`, what was written is damaged.
         CheckpointExistsError: there is a checkpoint at `dst` already.
-        MismatchError: names collide, nothing is left to convert, or values per rank have no place.
+        MismatchError: names collide, nothing is left to convert, `weights` names no averages, or values per rank have
+            no place.
         StateError: a value or dtype has no form in the format.
         CheckpointError: a number cannot be cast, or files cannot be written.
         RankError: a process died, or did not make the call.
@@ -166,6 +172,7 @@ def convert(
         drop_per_rank=drop_per_rank,
         check=check,
         durable=durable,
+        weights=weights,
     )
     return convert_on(ranks_of(group), src, dst, to, options, progress, deadline_seconds)
 
@@ -188,7 +195,15 @@ def convert_on(
 
         def plan_here() -> OutPlan:
             reader = stack.enter_context(rearranged(open_checkpoint(src), options.rearrange))
-            choice = choose(reader, options.select, options.skip, options.rename, options.dtype, to == "huggingface")
+            choice = choose(
+                reader,
+                options.select,
+                options.skip,
+                options.rename,
+                options.dtype,
+                tensors_of_models_alone=to == "huggingface",
+                weights=options.weights,
+            )
             total = sum(map(nbytes_of, choice.written))
             most_bytes = max(min(int(options.max_file_bytes), -(-total // ranks.size)), 1)
             of_files = OutOptions(most_bytes, options.world_size or ranks.size, options.drop_per_rank)

@@ -45,7 +45,8 @@ class Export:
         url: of a directory, in which each export has a directory of its own, named as the checkpoint is.
         best: `(metric, mode)`: only a checkpoint whose metric is better than that of the export there is ("min" or
             "max"); None for every checkpoint, so that the last one stays.
-        rearrange, rename, select, dtype, max_file_bytes: as for `checkpoint.convert`.
+        rearrange, rename, select, skip, dtype, max_file_bytes, weights: as for `checkpoint.convert`; `weights="ema"`
+            writes the averages that the app has under that key, under the names of the weights.
     """
 
     url: str | os.PathLike[str]
@@ -55,6 +56,8 @@ class Export:
     select: str | None = None
     dtype: torch.dtype | None = None
     max_file_bytes: float = MAX_FILE_BYTES
+    weights: str | None = None
+    skip: str | None = None
 
     def __post_init__(self) -> None:
         if self.best is not None and (len(self.best) != 2 or self.best[1] not in ("min", "max")):
@@ -140,6 +143,8 @@ class Exporter:
             select=export.select,
             dtype=export.dtype,
             max_file_bytes=export.max_file_bytes,
+            weights=export.weights,
+            skip=export.skip,
         )
         target = self._root.child(wanted.name)
         if not _is_whole(target):
