@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import secrets
 import selectors
 import socket
@@ -38,6 +39,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # from a compiled
 __all__ = [
     "NO_SIGNAL",
     "READ",
+    "SHUT_RDWR",
     "SHUT_WR",
     "WRITE",
     "Condition",
@@ -66,8 +68,11 @@ Selector = selectors.BaseSelector
 StoreError = DistError
 """What a store raises that cannot be reached."""
 
-READ, WRITE, SHUT_WR = selectors.EVENT_READ, selectors.EVENT_WRITE, socket.SHUT_WR
-"""What a selector waits for: something to read, room to write; and the half of a connection that sends."""
+READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
+"""What a selector waits for: something to read, room to write."""
+
+SHUT_WR, SHUT_RDWR = socket.SHUT_WR, socket.SHUT_RDWR
+"""The half of a connection that sends; both."""
 
 NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
 """Sending to a peer that is gone is an error, also in a program that has SIGPIPE end it."""
@@ -277,6 +282,11 @@ class World:
         if isinstance(store, HashStore):
             return ""
         return str(store.host) if isinstance(store, TCPStore) else None
+
+    def most_descriptors(self) -> int:
+        """Returns how many files and sockets this process may have open at once."""
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return soft if soft != resource.RLIM_INFINITY else sys.maxsize
 
     def main_thread_stack(self, most_lines: int) -> str:
         """Returns where the main thread is: the innermost lines of its stack."""

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from shardopt.checkpoint.async_save import AsyncSaver
 from shardopt.checkpoint.storage import LocalStorage, RemoteStorage
 from shardopt.checkpoint.storage.retry import RetryPolicy
+from shardopt.ranks.connections.strangers import Unproven
 from shardopt.world import World, using
 from tests.simulation.files import FileSystem, SimulatedOs
 from tests.simulation.objects import PROTOCOL, ObjectFileSystem, ObjectStore
@@ -178,6 +179,7 @@ _KEPT_BY_PROCESS: list[tuple[str, str, Callable[[], Any]]] = [
     ("shardopt.checkpoint.async_save", "_of_members", dict),
     ("shardopt.ranks.groups", "_of_group", weakref.WeakKeyDictionary),
     ("shardopt.ranks.connections.node", "_nodes", weakref.WeakValueDictionary),
+    ("shardopt.ranks.connections.strangers", "_unproven", Unproven),
     ("shardopt.ranks.connections.tree", "RANKS_PER_BLOCK", lambda: 128),
 ]
 """Modules, and the names under which they keep something once for each process."""

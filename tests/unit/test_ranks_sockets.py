@@ -250,6 +250,46 @@ def test_who_says_nothing_is_closed_after_a_while(job, monkeypatch):
         link.close()
 
 
+SILENT = """
+import resource, socket, sys, threading
+import torch.distributed as dist
+from shardopt import world as world_module
+from shardopt.ranks import Ranks, ranks as ranks_module
+from shardopt.ranks.connections.join import Entry
+from shardopt.ranks.files.server import FileServer
+from tests.unit.test_ranks import Group, together
+
+ranks_module.accelerator_of = lambda group: None
+ranks_module._members = lambda group: tuple(range(group.size()))
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+stores = [dist.HashStore() for _ in range(3)]
+jobs = [[Ranks(Group(rank, 2, store)) for rank in range(2)] for store in stores]
+work = lambda here: here.agree("x", lambda: len([open("/dev/null") for _ in range(60)]))[0]
+for job in jobs:
+    assert together(job, work) == [60, 60]
+server = FileServer(Entry("aa" * 8, "6b" * 32, ()), 0, ["127.0.0.1"], lambda directory, name: 0)
+ports = [server.at[0][1], *(job[0]._channel.node.session.at[0][1] for job in jobs)]
+print(*ports, flush=True)
+sys.stdin.readline()
+for job in jobs:
+    assert together(job, work) == [60, 60]
+print("agreed", flush=True)
+"""
+
+
+def test_silent_strangers_at_all_listeners_leave_the_process_its_descriptors():
+    command = [sys.executable, "-c", SILENT]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        ports = [int(port) for port in process.stdout.readline().split()]
+        silent = []
+        for number in range(400):
+            silent.append(socket.create_connection(("127.0.0.1", ports[number % len(ports)])))
+        told, _ = process.communicate("now\n", timeout=60)
+        for link in silent:
+            link.close()
+    assert told == "agreed\n"
+
+
 NONSENSE = {
     "bytes": [b"nonsense" * 10],
     "a question of nobody": encode(Message(Kind.HERE, data=b"[2, 0]")),

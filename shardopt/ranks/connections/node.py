@@ -319,14 +319,12 @@ class Node:
         except BlockingIOError:
             return
         except OSError:
+            self._strangers.make_room()
             world().sleep(0.05)  # no descriptor is free: the peer waits in the queue until one is
             return
         if self._refuses:
             socket.close()
             return
-        oldest = self._strangers.one_too_many()
-        if oldest is not None:
-            self._drop(oldest)
         assert self._selector is not None and self.session is not None
         link = Link(socket)
         self._strangers.add(link, Listening(self.session.name, self.session.key, self.tree.rank))
@@ -349,8 +347,8 @@ class Node:
             return
         assert self._selector is not None
         self._selector.unregister(link.socket)
-        link.close()
         self._strangers.forget(link)
+        link.close()
         rank = link.rank
         if rank is None or self.centre.links.get(rank) is not link:
             return
@@ -400,6 +398,7 @@ class Node:
         if self._selector is not None:
             take_leave([*self.centre.links.values()], seconds)
         for link in (*self.centre.links.values(), *self._strangers.links()):
+            self._strangers.forget(link)
             link.close()
         for listener in self._listeners:
             listener.close()

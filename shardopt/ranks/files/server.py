@@ -11,6 +11,7 @@ from shardopt.ranks.connections.frames import Kind, Message
 from shardopt.ranks.connections.join import Entry
 from shardopt.ranks.connections.link import Ended, Link
 from shardopt.ranks.connections.proof import Listening, Refused
+from shardopt.ranks.connections.strangers import Strangers
 from shardopt.ranks.files.asking import (
     FOUND,
     LENGTH,
@@ -23,21 +24,20 @@ from shardopt.ranks.files.asking import (
     decode,
     receive,
 )
-from shardopt.world import READ, Selector, Socket, Thread, world
+from shardopt.world import READ, SHUT_RDWR, Selector, Socket, Thread, world
 
 OpenFile = Callable[[str, str], int]
 """Opens a file by its directory and name; returns the descriptor, which the server closes. Raises OSError."""
 
-_UNPROVEN_SECONDS = 10.0
-_MOST_UNPROVEN = 512
 _CLOSE_SECONDS = 2.0
+_NEVER = float("inf")
 
 
 class FileServer:
     """Listens for ranks of a session, in threads of its own: one until they have proved themselves, then one for each.
 
-    Strangers share the first thread, are given 10 seconds and 4 KiB, and the oldest of more than 512 is dropped: none
-    of them holds up a rank.
+    Strangers share the first thread, are given 10 seconds and 4 KiB, and of too many in this process the oldest is
+    dropped: none of them holds up a rank.
 
     Args:
         session: its name and key; `at` is ignored.
@@ -57,7 +57,7 @@ class FileServer:
         self._listeners: list[Socket] = []
         self._lock = world().lock()
         self._clients: dict[Socket, Thread] = {}
-        self._unproven: dict[Link, tuple[Listening, float]] = {}
+        self._strangers = Strangers()
         self._stopping = False
         errors: list[OSError] = []
         for address in addresses:
@@ -83,14 +83,15 @@ class FileServer:
             clients = list(self._clients.items())
         for socket, _ in clients:
             with suppress(OSError):
-                socket.shutdown(2)  # of both directions, which wakes its thread
+                socket.shutdown(SHUT_RDWR)  # which wakes its thread
         for _, thread in clients:
             thread.join(_CLOSE_SECONDS)
 
     def abandon(self) -> None:
         """In a child that was forked: closes its descriptors of what stays the parent's."""
         self._stopping = True
-        for socket in (*self._listeners, *self._wake, *self._clients, *(link.socket for link in self._unproven)):
+        strangers = [link.socket for link in self._strangers.links()]
+        for socket in (*self._listeners, *self._wake, *self._clients, *strangers):
             with suppress(OSError):
                 socket.close()
 
@@ -100,16 +101,15 @@ class FileServer:
             for listener in self._listeners:
                 selector.register(listener, READ, listener)
             while not self._stopping:
-                due = min((until for _, until in self._unproven.values()), default=None)
-                for key, _ in selector.select(None if due is None else max(0.0, due - world().monotonic())):
+                due = self._strangers.due()
+                for key, _ in selector.select(None if due == _NEVER else max(0.0, due - world().monotonic())):
                     if isinstance(key.data, Link):
                         self._attend(key.data, selector)
                     elif key.data is not None:
                         self._accept(key.data, selector)
-                now = world().monotonic()
-                for link in [link for link, (_, until) in self._unproven.items() if until <= now]:
+                for link in self._strangers.silent(world().monotonic()):
                     self._drop(link, selector)
-            for link in list(self._unproven):
+            for link in self._strangers.links():
                 self._drop(link, selector)
         for socket in (*self._listeners, *self._wake):
             socket.close()
@@ -120,36 +120,31 @@ class FileServer:
         except BlockingIOError:
             return
         except OSError:
+            self._strangers.make_room()
             world().sleep(0.05)  # no descriptor is free: the peer waits in the queue until one is
             return
-        if len(self._unproven) >= _MOST_UNPROVEN:
-            self._drop(next(iter(self._unproven)), selector)
-        side = Listening(self._session.name, self._session.key, self._rank)
-        self._unproven[link] = side, world().monotonic() + _UNPROVEN_SECONDS
+        self._strangers.add(link, Listening(self._session.name, self._session.key, self._rank))
         selector.register(link.socket, READ, link)
 
     def _drop(self, link: Link, selector: Selector) -> None:
-        if self._unproven.pop(link, None) is not None:
+        if link in self._strangers:
             selector.unregister(link.socket)
+            self._strangers.forget(link)
             link.close()
 
     def _attend(self, link: Link, selector: Selector) -> None:
-        if link not in self._unproven:
+        if link not in self._strangers:
             return
         try:
             for message in link.receive():
-                answer, rank = self._unproven[link][0].take(message)
-                if rank is not None:
+                if self._strangers.prove(link, message) is not None:
                     self._welcome(link, selector)
                     return
-                assert answer is not None
-                link.put_message(answer)
-                link.flush()
         except (Ended, Refused):
             self._drop(link, selector)
 
     def _welcome(self, link: Link, selector: Selector) -> None:
-        del self._unproven[link]
+        self._strangers.forget(link)
         selector.unregister(link.socket)
         link.put_message(Message(Kind.WELCOME))
         try:
