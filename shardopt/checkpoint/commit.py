@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -27,7 +26,7 @@ from shardopt.checkpoint.format.shared_values import Values, decode_each
 from shardopt.checkpoint.planning.save_plan import SavePlan
 from shardopt.checkpoint.refer import Unchanged, refer
 from shardopt.checkpoint.sources.read_manifest import read_manifest
-from shardopt.checkpoint.sources.referred import References, references_under, referred_in
+from shardopt.checkpoint.sources.referred import References, files_by_directory, references_under, referred_in
 from shardopt.checkpoint.storage import Storage, is_temporary
 from shardopt.checkpoint.storage.no_space import explain_no_space
 from shardopt.checkpoint.writing.unchanged import Base
@@ -161,14 +160,9 @@ def _look_for_files(storage: Storage, manifest: Manifest) -> tuple[set[str], lis
 
 def _missing_referred(storage: Storage, manifest: Manifest) -> list[str]:
     """Returns the URLs of files in directories beside this one that are not there."""
-    by_directory: defaultdict[str, set[str]] = defaultdict(set)
-    for file in manifest.referred_files:
-        by_directory[file.directory or ""].add(file.name)
-    parent = storage.parent()
     missing = []
-    for directory, wanted in by_directory.items():
-        beside = storage if parent is None else parent[0].child(directory)
-        absent = sorted(wanted - set(beside.names()))
+    for beside, files in files_by_directory(manifest.referred_files, storage):
+        absent = sorted({file.name for file in files} - set(beside.names()))
         missing += [f"{beside.url}/{name}" for name in absent if not beside.exists(name)]
     return missing
 

@@ -99,7 +99,7 @@ def box_lines(reader: CheckpointReader, key: str, show_all: bool) -> Iterator[st
     layout = reader.manifest.tensors[key].layout
     pairs = list(zip(layout.boxes, layout.files, strict=True))
     for box, file in pairs if show_all else pairs[:_MOST_BOXES]:
-        yield f"{box} in {reader.manifest.files[file].name}"
+        yield f"{box} in {reader.manifest.files[file].path}"
     if len(pairs) > _MOST_BOXES and not show_all:
         yield f"and {len(pairs) - _MOST_BOXES:,} more (--all)"
 
@@ -127,15 +127,18 @@ def typed(value: Any, key: str) -> Any:
 def head_line(reader: CheckpointReader) -> str:
     """Returns what there is to say of all of a checkpoint, after its URL."""
     stored = reader.manifest
-    nbytes = sum(file.nbytes for file in stored.files)
     saved = f"saved by {plural(stored.world_size, 'rank')} as {stored.save_id}"
-    return f"{saved}, {plural(len(stored.files), 'file')}, {nbytes_text(nbytes)}"
+    own, beside = (
+        f"{plural(len(files), 'file')}, {nbytes_text(sum(file.nbytes for file in files))}"
+        for files in (stored.own_files, stored.referred_files)
+    )
+    return f"{saved}, {own}" + (f", and of earlier saves {beside}" if stored.referred_files else "")
 
 
 def tensor_document(reader: CheckpointReader, key: str) -> dict[str, Any]:
     """Returns all about a tensor but its bytes, as JSON has it."""
     info, layout = reader.info(key), reader.manifest.tensors[key].layout
-    names = [reader.manifest.files[file].name for file in layout.files]
+    names = [reader.manifest.files[file].path for file in layout.files]
     return {
         "dtype": dtype_text(info.dtype),
         "shape": list(info.shape),
@@ -158,7 +161,7 @@ def document(reader: CheckpointReader, wanted: Callable[[str], bool]) -> dict[st
         "saved_at": stored.saved_at,
         "world_size": stored.world_size,
         "metrics": stored.metrics,
-        "files": [{"name": file.name, "bytes": file.nbytes} for file in stored.files],
+        "files": [{"name": file.path, "bytes": file.nbytes} for file in stored.files],
         "tensors": {key: tensor_document(reader, key) for key in filter(wanted, sorted(stored.tensors))},
         "values": {key: typed(stored.values[key][1], key) for key in filter(wanted, sorted(stored.values))},
         "per_rank": sorted(filter(wanted, stored.per_rank)),

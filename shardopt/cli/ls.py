@@ -7,16 +7,24 @@ from dataclasses import asdict
 from typing import Any
 
 from shardopt import checkpoint
-from shardopt.checkpoint.run.listing import Listed, RunListing, list_run
+from shardopt.checkpoint.run.listing import Listed, RunListing, list_run, look_at
 from shardopt.checkpoint.run.retention import Rules
 from shardopt.checkpoint.run.shares import is_tier
 from shardopt.checkpoint.run.steps import Place
+from shardopt.checkpoint.storage import storage_of
 from shardopt.cli.ls_tiers import has_damage, ls_tier, print_tiers, tier_document, tiers_of
 from shardopt.cli.output import Cell, Output, Span, nbytes_text, plural
 from shardopt.cli.rules import parse_rules
 from shardopt.world import utc_text
 
-_STYLES = {"whole": "green", "committed": "", "damaged": "bold red", "unreadable": "bold red", "unfinished": "yellow"}
+_STYLES = {
+    "whole": "green",
+    "committed": "",
+    "base": "dim",
+    "damaged": "bold red",
+    "unreadable": "bold red",
+    "unfinished": "yellow",
+}
 _WRONG = ("damaged", "unreadable")
 
 
@@ -44,6 +52,10 @@ def ls(
 
 def _one(url: str, verify: bool) -> Listed:
     """Describes a checkpoint that is no part of a run. Raises CheckpointNotFoundError where there is none."""
+    listed = look_at(storage_of(url), verify)
+    if listed.condition != "unfinished":
+        return listed
+    # Of another format, or none at all.
     with checkpoint.open(url) as reader:
         stored = reader.manifest
     problems = checkpoint.verify(url).problems if verify else ()
@@ -64,6 +76,7 @@ def document(listing: RunListing, rules: Rules, kept: dict[Place, list[str]]) ->
 
     def of(each: Listed) -> dict[str, Any]:
         wire = asdict(each)
+        del wire["files"]
         place = wire.pop("place") and each.place
         why = [reason for reason in kept.get(place, []) if reason != "no rule"] if place else []
         return {
@@ -90,15 +103,16 @@ def print_listing(output: Output, listing: RunListing, rules: Rules, kept: dict[
         output.line(Span(listing.url, "bold"), ": one checkpoint, of no run")
     else:
         branch = f", on branch {listing.branches.current}" if listing.branches else ""
-        committed = [each for each in run if each.condition != "unfinished"]
+        committed = [each for each in run if each.condition not in ("unfinished", "base")]
         nbytes = nbytes_text(sum(each.nbytes or 0 for each in listing.checkpoints))
         output.line(Span(listing.url, "bold"), f": a run of {plural(len(committed), 'checkpoint')}{branch}, {nbytes}")
     metrics = list(dict.fromkeys(name for each in listing.checkpoints for name in each.metrics or {}))
-    header = ["step", "saved", "ranks", "tensors", "bytes", *metrics, "condition", "kept"]
-    rows = [_row(each, metrics, rules, kept) for each in run]
+    beside = ["beside"] if any(each.nbytes_beside for each in run) else []
+    header = ["step", "saved", "ranks", "tensors", "bytes", *beside, *metrics, "condition", "kept"]
+    rows = [_row(each, metrics, rules, kept, bool(beside)) for each in run]
     output.table(
         [[Span(name, "dim") for name in header], *rows],
-        right=[0, 2, 3, 4, *range(5, 5 + len(metrics))],
+        right=[0, *range(2, 5 + len(beside) + len(metrics))],
     )
     for each in aside:
         if each.place is not None:
@@ -113,7 +127,9 @@ def print_listing(output: Output, listing: RunListing, rules: Rules, kept: dict[
             output.complain(str(problem))
 
 
-def _row(each: Listed, metrics: Sequence[str], rules: Rules, kept: dict[Place, list[str]]) -> list[Cell]:
+def _row(
+    each: Listed, metrics: Sequence[str], rules: Rules, kept: dict[Place, list[str]], has_beside: bool
+) -> list[Cell]:
     measured = each.metrics or {}
     why = [reason for reason in kept.get(each.place, []) if reason != "no rule"] if each.place else []
     stays = ", ".join(why)
@@ -125,6 +141,7 @@ def _row(each: Listed, metrics: Sequence[str], rules: Rules, kept: dict[Place, l
         _text(each.world_size),
         _text(each.tensors),
         "" if each.nbytes is None else nbytes_text(each.nbytes),
+        *([nbytes_text(each.nbytes_beside) if each.nbytes_beside else ""] if has_beside else []),
         *(f"{measured[name]:.6g}" if name in measured else "" for name in metrics),
         Span(each.condition, _STYLES[each.condition]),
         Span(stays, "yellow" if stays == "no" else "cyan"),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
-from shardopt.checkpoint.commit import remove_checkpoint
+from shardopt.checkpoint.commit import remove_checkpoints
 from shardopt.checkpoint.run.listing import Listed, RunListing, list_run
 from shardopt.checkpoint.run.retention import Rules
 from shardopt.checkpoint.run.steps import Place
+from shardopt.checkpoint.sources.referred import references_under
 from shardopt.checkpoint.storage import storage_of, wrap_os_errors
 from shardopt.cli import ls
 from shardopt.cli.output import Output, Span, nbytes_text, plural
@@ -28,7 +29,8 @@ def prune(
     """Lists what would be removed, or removes it.
 
     Only whole checkpoints of the run below its newest are removed, and what was to be removed when the run was taken
-    back. What is damaged, unfinished, set aside, or the beginning of a branch stays.
+    back; and what was left of earlier ones as others referred to it, where none does that stays. What is damaged,
+    unfinished, set aside, or the beginning of a branch stays, and so do files to which something refers that stays.
     """
     rules = parse_rules(keep_last, keep_every, best)
     listing = list_run(root, verify)
@@ -37,19 +39,19 @@ def prune(
         raise CheckpointNotFoundError("there is nothing to prune", [problem])
     kept = listing.reasons_to_keep(rules)
     unwanted = unwanted_in(listing, rules)
-    removed: list[Listed] = []
+    freed = bytes_freed(listing, unwanted)
     if yes:
         _refuse_changed(root, listing, kept)
-    for each in unwanted:
-        if yes:
-            with wrap_os_errors(f"remove {each.url}"):
-                remove_checkpoint(storage_of(each.url))
-            removed.append(each)
-            output.line(Span("removed ", "red"), f"step {_name(each)}, {nbytes_text(each.nbytes or 0)}")
-    if not yes:
+        with wrap_os_errors(f"remove checkpoints of {listing.url}"):
+            # At once, as they may refer to each other's files.
+            remove_checkpoints([storage_of(each.url) for each in unwanted])
+        for each in unwanted:
+            output.line(Span("removed ", "red"), f"step {_name(each)}, {nbytes_text(freed[each.url])}")
+    else:
         ls.print_listing(output, listing, rules, kept)
-    total = nbytes_text(sum(each.nbytes or 0 for each in unwanted))
-    counted = f"{plural(len(unwanted), 'checkpoint')}, {total}"
+    counted = f"{plural(len(unwanted), 'checkpoint')}, {nbytes_text(sum(freed.values()))}"
+    needed = sum(each.nbytes or 0 for each in unwanted) - sum(freed.values())
+    counted += f" ({nbytes_text(needed)} more stay, as checkpoints that are kept refer to them)" if needed else ""
     if yes:
         output.line(f"removed {counted}")
     elif unwanted:
@@ -57,13 +59,16 @@ def prune(
         output.line(Span(f"would remove {counted}: step {steps}; --yes removes them", "yellow"))
     else:
         output.line("would remove nothing")
-    urls = {"unwanted": [each.url for each in unwanted], "removed": [each.url for each in removed]}
+    urls = {"unwanted": [each.url for each in unwanted], "removed": [each.url for each in unwanted if yes]}
     output.data({**ls.document(listing, rules, kept), **urls})
     return 0
 
 
 def _refuse_changed(root: str, listing: RunListing, kept: Collection[Place]) -> None:
-    """Raises CheckpointError where the run is another than it was when it was listed, which may take long."""
+    """Raises CheckpointError where the run is another than it was when it was listed, which may take long, or where it
+    cannot be known which files are referred to.
+    """
+    references_under(storage_of(root))
     now = list_run(root)
     committed = {each.place for each in now.checkpoints if each.counts}
     if now.branches != listing.branches or not committed.issuperset(kept):
@@ -72,7 +77,7 @@ def _refuse_changed(root: str, listing: RunListing, kept: Collection[Place]) -> 
 
 
 def unwanted_in(listing: RunListing, rules: Rules) -> list[Listed]:
-    """Returns the checkpoints that are to go, ascending.
+    """Returns the checkpoints that are to go, ascending, and then the bases that nobody needs without them.
 
     Below the newest that is whole, as a run that is under way restores that one and saves above it.
     """
@@ -86,7 +91,30 @@ def unwanted_in(listing: RunListing, rules: Rules) -> list[Listed]:
             return each.to_be_removed
         return each.place.step < newest and each.place not in kept
 
-    return [each for each in listing.checkpoints if is_unwanted(each)]
+    unwanted = [each for each in listing.checkpoints if is_unwanted(each)]
+    needed = {directory for directory, _ in _referred_by_others(listing, unwanted)}
+    bases = [each for each in listing.checkpoints if each.condition == "base" and each.place]
+    return unwanted + [each for each in bases if each.place and each.place.name not in needed]
+
+
+def bytes_freed(listing: RunListing, unwanted: Sequence[Listed]) -> dict[str, int]:
+    """Returns by URL the bytes of those files of unwanted checkpoints that nothing which stays refers to."""
+    stay = _referred_by_others(listing, unwanted)
+    return {
+        each.url: sum(
+            file.nbytes
+            for file in each.files
+            if each.place and file.directory is None and (each.place.name, file.name) not in stay
+        )
+        for each in unwanted
+    }
+
+
+def _referred_by_others(listing: RunListing, unwanted: Sequence[Listed]) -> set[tuple[str, str]]:
+    """Returns directory and name of each file to which checkpoints refer that stay."""
+    gone = {each.url for each in unwanted}
+    stay = [each for each in listing.checkpoints if each.url not in gone]
+    return {(file.directory, file.name) for each in stay for file in each.files if file.directory is not None}
 
 
 def _name(each: Listed) -> str:

@@ -3,6 +3,7 @@
 import json
 import math
 
+import fsspec
 import pytest
 import torch
 from hypothesis import given
@@ -48,6 +49,7 @@ def test_ls_tells_all_of_each_checkpoint(run, capsys):
     first = document["checkpoints"][0]
     with checkpoint.open(run / "step-00000100") as reader:
         stored = reader.manifest
+    own = sum(file.nbytes for file in stored.files)
     assert first == {
         "step": 100,
         "branch": 0,
@@ -59,7 +61,8 @@ def test_ls_tells_all_of_each_checkpoint(run, capsys):
         "saved_at": stored.saved_at,
         "world_size": 1,
         "tensors": 1,
-        "nbytes": sum(file.nbytes for file in stored.files),
+        "nbytes": own,
+        "nbytes_beside": 0,
         "metrics": {"loss": 1.01},
         "kept": None,
         "why": [],
@@ -174,6 +177,88 @@ def test_prune_of_a_run_that_changes_removes_nothing(run, monkeypatch, capsys):
     monkeypatch.setattr(prune, "list_run", changing)
     assert main(["prune", str(run), "--keep-last", "1", "--yes"]) == 1
     assert "changed meanwhile" in capsys.readouterr().err and len(list_run(run).checkpoints) == 5
+
+
+def incremental_run(root):
+    """Steps 1 to 4, of which the later ones refer to the first."""
+    frozen = torch.arange(50_000.0)
+    with checkpoint.Manager(root, incremental=True) as manager:
+        for step in range(1, 5):
+            manager.save(step, {"frozen": frozen, "adapter": torch.full((70,), float(step)), "step": step})
+
+
+@pytest.fixture(params=["local", "memory"])
+def incremental(request, tmp_path):
+    root = str(tmp_path / "run") if request.param == "local" else f"memory:///{tmp_path.name}/run"
+    incremental_run(root)
+    return root
+
+
+def stored_at(root):
+    """The bytes of all data files under a root."""
+    fs, path = fsspec.core.url_to_fs(root)
+    return sum(fs.size(name) for name in fs.find(path) if name.endswith(".safetensors"))
+
+
+def test_every_verb_takes_a_run_of_checkpoints_that_refer_to_the_first(incremental, tmp_path, capsys):
+    url = [f"{incremental}/step-{step:08d}" for step in range(5)]
+    for verify, condition in ((), "committed"), (("--verify",), "whole"):
+        each = listed(capsys, "ls", incremental, *verify)["checkpoints"]
+        assert [one["condition"] for one in each] == [condition] * 4 and not any(one["problems"] for one in each)
+        assert sum(one["nbytes"] for one in each) == stored_at(incremental)
+        assert [one["nbytes_beside"] for one in each] == [0, *[each[0]["nbytes"]] * 3]
+        (alone,) = listed(capsys, "ls", url[2], *verify)["checkpoints"]
+        assert (alone["condition"], alone["nbytes"]) == (condition, each[1]["nbytes"])
+    assert main(["ls", incremental]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "beside" in lines[1] and "204 kB" in lines[3] and "damaged" not in "".join(lines)
+    assert listed(capsys, "verify", *url[1:])["checkpoints"][3]["ok"]
+    assert main(["show", url[2], "--boxes"]) == 0
+    shown = capsys.readouterr().out
+    assert "1 file, " in shown and "of earlier saves 1 file, 204 kB" in shown
+    assert "in ../step-00000001/" in shown
+    assert listed(capsys, "show", url[2])["tensors"]["frozen"]["boxes"][0]["file"].startswith("../step-00000001/")
+    assert main(["diff", url[2], url[3]]) == 1 and "1 tensor equal (1 by checksum)" in capsys.readouterr().out
+    assert main(["reshard", url[4], str(tmp_path / "whole"), "--world-size", "2"]) == 0
+    assert main(["convert", url[4], str(tmp_path / "torch"), "--to", "torch"]) == 0
+
+
+def test_prune_removes_no_file_to_which_a_checkpoint_refers_that_stays(incremental, capsys):
+    root, url = incremental, [f"{incremental}/step-{step:08d}" for step in range(5)]
+    before = stored_at(root)
+    document = listed(capsys, "prune", root, "--keep-last", "1")
+    assert document["unwanted"] == url[1:4] and stored_at(root) == before
+    assert main(["prune", root, "--keep-last", "1"]) == 0
+    assert "would remove 3 checkpoints, 8" in (said := capsys.readouterr().out) and "more stay" in said
+    assert listed(capsys, "prune", root, "--keep-last", "1", "--yes")["removed"] == url[1:4]
+    assert checkpoint.verify(url[4]).ok
+    base, last = listed(capsys, "ls", root)["checkpoints"]
+    assert (base["condition"], last["condition"]) == ("base", "committed")
+    assert base["nbytes"] + last["nbytes"] == stored_at(root)
+    assert listed(capsys, "prune", root, "--keep-last", "1", "--yes")["removed"] == []
+    assert checkpoint.verify(url[4]).ok
+    assert main(["verify", url[1]]) == 1 and "checkpoints beside it refer" in capsys.readouterr().err
+    # Once nothing refers to it any more, what was left goes too.
+    checkpoint.save(f"{root}/step-00000005", {"other": torch.ones(3)})
+    assert listed(capsys, "prune", root, "--keep-last", "1", "--yes")["removed"] == [url[4], url[1]]
+    assert [each["step"] for each in listed(capsys, "ls", root)["checkpoints"]] == [5]
+
+
+def test_ls_names_what_is_missing_or_cut_in_files_beside_a_checkpoint(tmp_path, capsys):
+    incremental_run(root := tmp_path / "run")
+    (file,) = (root / "step-00000001").glob("*.safetensors")
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1])
+    each = listed(capsys, "ls", root, status=1)["checkpoints"]
+    assert [one["condition"] for one in each] == ["damaged"] * 4
+    assert {one["problems"][0]["key"] for one in each} == {str(file)}
+    (alone,) = listed(capsys, "ls", root / "step-00000003", status=1)["checkpoints"]
+    assert alone["condition"] == "damaged" and alone["problems"][0]["key"] == str(file)
+    file.unlink()
+    each = listed(capsys, "ls", root, status=1)["checkpoints"]
+    assert {one["problems"][0]["found"] for one in each} == {"no such file"}
+    file.write_bytes(whole)
+    assert listed(capsys, "ls", root)["checkpoints"][3]["condition"] == "committed"
 
 
 @given(

@@ -16,7 +16,7 @@ from shardopt.checkpoint.format.manifest import DataFile, Manifest
 from shardopt.checkpoint.reading.data_file_reader import DataFileReader
 from shardopt.checkpoint.reading.verified_chunks import VerifiedChunks
 from shardopt.checkpoint.sources.read_manifest import read_manifest
-from shardopt.checkpoint.sources.referred import referred_in
+from shardopt.checkpoint.sources.referred import directory_of, referred_in
 from shardopt.checkpoint.storage import Storage, wrap_os_errors
 from shardopt.errors import CheckpointError, CheckpointExistsError, CorruptionError, Problem
 from shardopt.ranks import Ranks
@@ -93,7 +93,7 @@ def prepare_copy(source: Storage, target: Storage, manifest: Manifest, digests: 
         raise CheckpointError("ranks do not see the same checkpoint", [problem])
     with wrap_os_errors(f"make {target.url}"):
         target.make()
-        beside = {file.directory: _place_of(file, target) for file in manifest.referred_files}
+        beside = {file.directory: directory_of(file, target) for file in manifest.referred_files}
         for storage in beside.values():
             storage.make()
         if not target.exists(MANIFEST_NAME):
@@ -120,7 +120,7 @@ def upload_files(source: Storage, target: Storage, manifest: Manifest, ranks: Ra
     """
     with wrap_os_errors(f"copy {source.url} to {target.url}"):
         own = [file for file in manifest.files if writer_of(file.name) % ranks.size == ranks.rank]
-        return sum(_upload(file, _place_of(file, source), _place_of(file, target)) for file in own)
+        return sum(_upload(file, directory_of(file, source), directory_of(file, target)) for file in own)
 
 
 def _upload(file: DataFile, source: Storage, target: Storage) -> int:
@@ -133,12 +133,6 @@ def _upload(file: DataFile, source: Storage, target: Storage) -> int:
             _log.warning("%s: it is copied anew", error)
             target.remove(file.name)
     return target.write(file.name, VerifiedChunks(DataFileReader(source, file)))
-
-
-def _place_of(file: DataFile, checkpoint: Storage) -> Storage:
-    """Returns the directory of one of a checkpoint's files."""
-    parent = checkpoint.parent()
-    return checkpoint if file.directory is None or parent is None else parent[0].child(file.directory)
 
 
 def commit_copy(source: Storage, target: Storage, manifest: Manifest, data: bytes) -> None:

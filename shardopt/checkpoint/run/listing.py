@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from shardopt.checkpoint.format.manifest import DataFile, Manifest
 from shardopt.checkpoint.reading.fetch import threads_for
 from shardopt.checkpoint.run.branches import Branches, branches_of
 from shardopt.checkpoint.run.metrics import metrics_of
@@ -14,12 +16,13 @@ from shardopt.checkpoint.run.retention import Rules, reasons_to_keep
 from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.run.steps import Place
 from shardopt.checkpoint.sources.read_manifest import read_manifest
+from shardopt.checkpoint.sources.referred import files_by_directory
 from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
 from shardopt.checkpoint.verify import verify
 from shardopt.errors import CheckpointError, CheckpointNotFoundError, CorruptionError, Problem
 from shardopt.world import world
 
-Condition = Literal["whole", "committed", "damaged", "unfinished", "unreadable"]
+Condition = Literal["whole", "committed", "base", "damaged", "unfinished", "unreadable"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +32,8 @@ class Listed:
     Args:
         url: where it is.
         condition: "whole": every byte was compared with its checksum. "committed": there is a manifest, and all files
-            that it names, on a local disk of the sizes that it names. "damaged": something of that is not so.
+            that it names, also those beside it, on a local disk of the sizes that it names. "damaged": something of
+            that is not so. "base": there is no manifest any more, and checkpoints beside it refer to its files.
             "unfinished": there is no manifest. "unreadable": it could not be looked at, or needs a newer reader.
         problems: why it is damaged or unreadable.
         place: its step and branch; None for a checkpoint that is not in the root of a run.
@@ -38,8 +42,10 @@ class Listed:
         saved_at: seconds since 1970 began; None where that is not known, and so for what follows.
         world_size: of the job that saved it.
         tensors: how many it has.
-        nbytes: of all data files.
+        nbytes: of the data files in its own directory; of a base, of those that others refer to.
+        nbytes_beside: of the data files in directories beside it that it refers to, which are theirs.
         metrics: numbers by name.
+        files: all data files, its own and those that it refers to; of a base, those that others refer to.
     """
 
     url: str
@@ -52,7 +58,9 @@ class Listed:
     world_size: int | None = None
     tensors: int | None = None
     nbytes: int | None = None
+    nbytes_beside: int | None = None
     metrics: Mapping[str, float] | None = None
+    files: tuple[DataFile, ...] = ()
 
     @property
     def counts(self) -> bool:
@@ -96,7 +104,22 @@ def list_run(url: str | os.PathLike[str], verify_bytes: bool = False) -> RunList
         return look_at(storage, verify_bytes, place, branches.has(place), branches.is_removed(place))
 
     with world().thread_pool(threads_for(root.storage), "shardopt-list") as pool:
-        return RunListing(root.url, branches, tuple(pool.map(look, contents.places)))
+        return RunListing(root.url, branches, _with_bases([*pool.map(look, contents.places)]))
+
+
+def _with_bases(listed: Sequence[Listed]) -> tuple[Listed, ...]:
+    """Tells the directories that others need from those of saves that were not finished."""
+    needed: defaultdict[str | None, set[DataFile]] = defaultdict(set)
+    for file in (file for each in listed for file in each.files if file.directory is not None):
+        needed[file.directory].add(replace(file, directory=None))
+
+    def told(each: Listed) -> Listed:
+        files = needed.get(each.place.name) if each.place and each.condition == "unfinished" else None
+        if not files:
+            return each
+        return replace(each, condition="base", nbytes=sum(file.nbytes for file in files), files=tuple(files))
+
+    return tuple(told(each) for each in listed)
 
 
 def look_at(
@@ -115,19 +138,7 @@ def look_at(
         with wrap_os_errors(f"look into {storage.url}"):
             manifest, _ = read_manifest(storage)
             metrics = manifest.metrics if manifest.metrics is not None else metrics_of(storage)
-            there = set(storage.names())
-            problems = [
-                Problem(f"{storage.url}/{file.name}", "no such file", "what was written", "restore from another one")
-                for file in manifest.files
-                if file.name not in there and not storage.exists(file.name)  # listings may be old
-            ]
-            if not storage.is_remote:
-                sizes = [(file, storage.size(file.name)) for file in manifest.files if file.name in there]
-                problems += [
-                    Problem(f"{storage.url}/{file.name}", f"{size} bytes", f"{file.nbytes}", "restore from another one")
-                    for file, size in sizes
-                    if size != file.nbytes
-                ]
+            problems = [*_missing_or_cut(manifest, storage)]
         if verify_bytes:
             problems = [*verify(storage.url).problems]
     except CheckpointNotFoundError:
@@ -142,6 +153,21 @@ def look_at(
         saved_at=manifest.saved_at,
         world_size=manifest.world_size,
         tensors=len(manifest.tensors),
-        nbytes=sum(file.nbytes for file in manifest.files),
+        nbytes=sum(file.nbytes for file in manifest.own_files),
+        nbytes_beside=sum(file.nbytes for file in manifest.referred_files),
         metrics=dict(metrics),
+        files=manifest.files,
     )
+
+
+def _missing_or_cut(manifest: Manifest, storage: Storage) -> Iterator[Problem]:
+    """Yields the files of a checkpoint, its own and those beside it, that are not there, or have another size."""
+    remedy = "restore from another one"
+    for directory, files in files_by_directory(manifest.files, storage):
+        there = set(directory.names())
+        for file in files:
+            where = f"{directory.url}/{file.name}"
+            if file.name not in there and not directory.exists(file.name):  # listings may be old
+                yield Problem(where, "no such file", "what was written", remedy)
+            elif not directory.is_remote and (size := directory.size(file.name)) != file.nbytes:
+                yield Problem(where, f"{size} bytes", f"{file.nbytes}", remedy)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 
 from shardopt.checkpoint.format.constants import FILE_NAME, MANIFEST_NAME, RECORD_NAME
+from shardopt.checkpoint.sources.referred import referred_in
 from shardopt.checkpoint.storage import Storage, is_temporary
 from shardopt.errors import CheckpointError
 
@@ -39,6 +40,9 @@ def _what_is_at(storage: Storage) -> tuple[str, str]:
         remedy = "load hosts://<this path> in a job on the hosts that have the others"
         return "a host's share of a checkpoint", remedy
     unfinished = [name for name in names if FILE_NAME.fullmatch(name) or is_temporary(name)]
+    if unfinished and referred_in(storage):
+        remedy = "give another path, and leave these files where they are"
+        return "files to which checkpoints beside it refer, of a checkpoint that was removed", remedy
     if unfinished:
         return f"{len(unfinished)} files of a save that was not finished", _UNFINISHED
     return f"{len(names)} files and directories, none of a checkpoint, such as {names[0]}", "give another path"

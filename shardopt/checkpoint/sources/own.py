@@ -25,6 +25,7 @@ from shardopt.checkpoint.reading.data_file_reader import HEAD_BYTES, DataFileRea
 from shardopt.checkpoint.reading.fetch import fetch
 from shardopt.checkpoint.reading.open_file import ReadRequest, form_of
 from shardopt.checkpoint.sources.read_manifest import read_manifest
+from shardopt.checkpoint.sources.referred import directory_of
 from shardopt.checkpoint.sources.source import Source
 from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
 from shardopt.errors import CheckpointError, CorruptionError, Problem, StateError
@@ -88,13 +89,7 @@ class OwnSource(Source):
         """Returns the directory that has one of the manifest's files: the checkpoint's own, or one beside it."""
         if file.directory is None:
             return self.storage
-        root = self._base_root
-        if root is None:
-            parent = self.storage.parent()
-            if parent is None:
-                raise damaged(self.url, f"a reference to {file.path}, where no directory is above")
-            root = parent[0]
-        return root.child(file.directory)
+        return directory_of(file, self.storage) if self._base_root is None else self._base_root.child(file.directory)
 
     def per_rank(self, rank: int) -> Mapping[str, Any]:
         name = file_name(self.manifest.save_id, rank, 0)

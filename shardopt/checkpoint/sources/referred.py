@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
-from shardopt.checkpoint.format.constants import MANIFEST_LIMIT_BYTES, MANIFEST_NAME, SEAL_BYTES
-from shardopt.checkpoint.format.manifest import references_in
+from shardopt.checkpoint.format.constants import MANIFEST_LIMIT_BYTES, MANIFEST_NAME, SEAL_BYTES, damaged
+from shardopt.checkpoint.format.manifest import DataFile, references_in
 from shardopt.checkpoint.storage import Storage, wrap_os_errors
 from shardopt.errors import CorruptionError
 from shardopt.world import world
@@ -31,6 +31,28 @@ _known: OrderedDict[tuple[str, int, bytes], frozenset[tuple[str, str]]] = Ordere
 """By the manifest's URL, size and seal: manifests do not change, and those of large models are long."""
 _bytes_of: dict[str, int] = {}
 """The size of the last manifest that was read at a URL."""
+
+
+def directory_of(file: DataFile, checkpoint: Storage) -> Storage:
+    """Returns the directory that has one of a checkpoint's files: its own, or one beside it.
+
+    Raises:
+        CorruptionError: there can be none beside it.
+    """
+    if file.directory is None:
+        return checkpoint
+    parent = checkpoint.parent()
+    if parent is None:
+        raise damaged(checkpoint.url, f"a reference to {file.path}, where no directory is above")
+    return parent[0].child(file.directory)
+
+
+def files_by_directory(of: Iterable[DataFile], checkpoint: Storage) -> list[tuple[Storage, list[DataFile]]]:
+    """Returns each directory that has some of a checkpoint's files, and which. Raises CorruptionError."""
+    files: defaultdict[str | None, list[DataFile]] = defaultdict(list)
+    for file in of:
+        files[file.directory].append(file)
+    return [(directory_of(each[0], checkpoint), each) for each in files.values()]
 
 
 def references_under(root: Storage, but: str | None = None) -> References:
