@@ -148,3 +148,42 @@ def referring_state(changed=True):
 
 
 STATES = {1: state, 2: tied_state, 3: optimizer_state, 4: referring_state}
+
+
+class Layers(torch.nn.Module):
+    """Two layers of one shape, which may have changed places, and one of another."""
+
+    def __init__(self, order=("first", "second")):
+        super().__init__()
+        for i, name in enumerate((*order, "head")):
+            self.add_module(name, torch.nn.Linear(3, 2 if name == "head" else 3))
+            with torch.no_grad():
+                for parameter in self.get_submodule(name).parameters():
+                    parameter.copy_(torch.arange(float(parameter.numel())).reshape(parameter.shape) / 8 - i)
+
+
+def torch_optimizers(order=("first", "second")):
+    """torch's own optimizers as `torch_positions` has them, by position, beside the model that they train."""
+    model = Layers(order)
+    decayed, others = ([pair for pair in model.named_parameters() if pair[0].endswith(end)] for end in ("weight", "bias"))
+    return {
+        "model": model,
+        "named": torch.optim.AdamW([{"params": decayed, "lr": 0.25}, {"params": others, "weight_decay": 0.0}], lr=0.125),
+        "shapes": torch.optim.Adam(model.head.parameters(), lr=0.125, amsgrad=True),
+        "doubtful": torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5),
+        "stateless": torch.optim.SGD(model.parameters(), lr=0.125),
+        "lbfgs": torch.optim.LBFGS([model.head.bias], lr=0.125, max_iter=2, history_size=2),
+    }
+
+
+def step_torch_optimizers(app):
+    """Takes two steps with each of `torch_optimizers()`, whose gradients go by name."""
+    model = app["model"]
+    for step in (1, 2):
+        for i, name in enumerate(sorted(dict(model.named_parameters()))):
+            parameter = model.get_parameter(name)
+            parameter.grad = torch.arange(float(parameter.numel())).reshape(parameter.shape) / 4 - i * step
+        for name in ("named", "shapes", "doubtful", "stateless"):
+            app[name].step()
+        app["lbfgs"].step(lambda: (model.head.bias * model.head.bias.grad).sum())
+    app["named"].param_groups[0]["lr"] = 0.0625
