@@ -29,12 +29,16 @@ import torch
 from torch.optim import Optimizer
 
 from shardopt.errors import Problem, StateError
-from shardopt.names import plain_names_in
+from shardopt.names import ParameterNames, plain_names_in
 from shardopt.param_groups import (
+    NAMES_OF_TORCH,
     PARAM_GROUPS,
     PARAMS,
+    STATE,
     UNTOUCHED,
+    Numbered,
     are_named,
+    numbers_in,
     options_by_member,
 )
 from shardopt.state import (
@@ -46,7 +50,6 @@ from shardopt.state import (
     PerRank,
     Stateful,
     Tied,
-    held_names,
     join,
     refuse_chains,
 )
@@ -70,7 +73,7 @@ def flatten(app: Mapping[str, Any], tied: Tied | None = None) -> FlatState:
     if not isinstance(app, Mapping):
         problem = Problem("app", f"a {type(app).__name__}", "a dict by name", 'pass {"model": model, ...}')
         raise StateError("state must have names", [problem])
-    flat = FlatState(tied=tied or {})
+    flat = FlatState(tied=tied or {}, names=ParameterNames(app))
     refuse_chains(flat.tied)
     try:
         _descend(app, (), _no_replace, False, flat)
@@ -120,7 +123,10 @@ def _descend_stateful(node: Stateful, path: Path, flat: FlatState) -> None:
         raise StateError("state must have names", [problem])
     plain = plain_names_in(node, [*filter(_is_str, state)]) if isinstance(node, torch.nn.Module) else {}
     _refuse_one_name(plain, state, path)
-    handback = Handback(path, node, _shallow(state, set()), plain)
+    numbered = _numbered(node, state, flat.names) if isinstance(node, Optimizer) else None
+    if numbered is not None:
+        state = numbered.named(state)
+    handback = Handback(path, node, _shallow(state, set()), plain, numbered=numbered)
 
     def replace_state(value: dict[str, Any]) -> None:
         own = {name: part for part, name in plain.items()}
@@ -128,7 +134,7 @@ def _descend_stateful(node: Stateful, path: Path, flat: FlatState) -> None:
         for part, child in value.items():
             handback.state[own.get(part, part)] = child
 
-    partial = held_names(node) is not None
+    partial = handback.held_names() is not None
     groups = handback.state.get(PARAM_GROUPS)
     if are_named(groups) and (partial or any(group[PARAMS] for group in groups)):
         handback.groups = groups
@@ -137,7 +143,7 @@ def _descend_stateful(node: Stateful, path: Path, flat: FlatState) -> None:
             _check_part(part, path)
             if part == PARAM_GROUPS and handback.groups is not None:
                 _add_options(handback, (*path, part), flat)
-            elif partial and part == "state" and isinstance(child, MutableMapping):
+            elif partial and part == STATE and isinstance(child, MutableMapping):
                 for name, entries in child.items():  # one by one: other ranks may have others
                     _check_part(name, (*path, part))
                     _descend(entries, (*path, part, name), _set_item(child, name), True, flat)
@@ -146,6 +152,26 @@ def _descend_stateful(node: Stateful, path: Path, flat: FlatState) -> None:
     else:
         _add(flat, path, {plain.get(part, part): child for part, child in handback.state.items()}, replace_state)
     flat.handbacks.append(handback)  # after those within: an object gets its state back whole
+
+
+def _numbered(optimizer: Optimizer, state: dict[str, Any], names: ParameterNames) -> Numbered | None:
+    """Returns the names of an optimizer's parameters where its state has numbers; None where they are not known.
+
+    L-BFGS has one vector over all parameters in their order, which no name stands for: its state keeps the numbers.
+    """
+    parameters = numbers_in(optimizer, state)
+    if parameters is None:
+        return None
+    given: list[str] = []
+    for group in optimizer.param_groups:
+        own = group.get(NAMES_OF_TORCH, ())
+        given += own if len(own) == len(group[PARAMS]) else [""] * len(group[PARAMS])
+    found = names.of(parameters, given)
+    if found is None or not set(found).isdisjoint(state[STATE]):
+        return None
+    kind = type(optimizer)
+    algorithm = kind.__name__ if kind.__module__.startswith("torch.optim.") else ""
+    return Numbered(found, parameters, state[PARAM_GROUPS], algorithm, isinstance(optimizer, torch.optim.LBFGS))
 
 
 def _add_options(handback: Handback, path: Path, flat: FlatState) -> None:

@@ -6,9 +6,13 @@ As torch's own checkpoints have it: state is for the parameter, however its modu
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import combinations
+from typing import Any
 
+from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -97,3 +101,72 @@ def _shorter(segments: Sequence[str], following: Mapping[str, set[str]]) -> Iter
     for count in range(len(spare) + 1):
         for dropped in combinations(spare, count):
             yield ".".join(segment for i, segment in enumerate(segments) if i not in dropped)
+
+
+class ParameterNames:
+    """The names that parameters have in an app: in its modules, and in its dicts and lists.
+
+    Args:
+        app: nested dicts, lists and tuples; looked through when a name is asked for.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    def of(self, parameters: Sequence[Tensor], otherwise: Sequence[str]) -> tuple[str, ...] | None:
+        """Returns the plain names of the parameters of one optimizer; None where some have none, or two have one.
+
+        They are those of the first module that has all of them. Of several modules, in which two have one name, the
+        places of the modules in the app stand before them.
+
+        Args:
+            otherwise: the name of each that is in no module; "" for none.
+        """
+        whole = next((own for _, own in self._places if all(id(each) in own for each in parameters)), None)
+        found = [("", whole[id(each)]) for each in parameters] if whole is not None else []
+        for each, name in zip(parameters, otherwise, strict=True) if whole is None else ():
+            places = ((place, own[id(each)]) for place, own in self._places if id(each) in own)
+            found.append(next(places, ("", plain_name(name))))
+        names = [name for _, name in found]
+        if max(Counter(names).values(), default=0) > 1:
+            names = [f"{place}.{name}" if place else name for place, name in found]
+        dropped = before_all(names)
+        names = [name.removeprefix(dropped) for name in names]
+        return tuple(names) if all(names) and len(set(names)) == len(names) else None
+
+    @cached_property
+    def _places(self) -> list[tuple[str, Mapping[int, str]]]:
+        """Key of each module in the app → names of its parameters by identity; last, those of the app's own tensors."""
+        modules: list[tuple[str, Mapping[int, str]]] = []
+        tensors: dict[int, str] = {}
+        seen = set()
+        ahead: list[tuple[str, Any]] = [("", self._app)]
+        while ahead:
+            place, node = ahead.pop()
+            if isinstance(node, Tensor):
+                tensors.setdefault(id(node), place)
+            elif isinstance(node, Module):
+                node = _innermost(node)
+                named = dict(node.named_parameters())
+                plain = plain_names_in(node, named)
+                modules.append((place, {id(each): plain.get(name, name) for name, each in named.items()}))
+            elif isinstance(node, Mapping | list | tuple) and id(node) not in seen:
+                seen.add(id(node))
+                parts = node.items() if isinstance(node, Mapping) else enumerate(node)
+                within = [(f"{place}.{part}" if place else str(part), child) for part, child in parts]
+                ahead += reversed(within)
+        return [*modules, ("", tensors)]
+
+
+def _innermost(module: Module) -> Module:
+    """Returns the module whose names are in the state of what trainers of other libraries put around one.
+
+    Such a wrapper hands out the state of what it wraps, which has all its parameters.
+    """
+    while type(module).state_dict is not Module.state_dict:
+        own = {id(each) for each in module.parameters()}
+        inner = next((each for each in module.children() if own == {id(one) for one in each.parameters()}), None)
+        if inner is None:
+            break
+        module = inner
+    return module

@@ -3,16 +3,23 @@
     [{"params": ["a", "b"], "lr": 0.1}, {"params": ["c"], "lr": 0.2}]        groups
     {"a": {"lr": 0.1}, "b": {"lr": 0.1}, "c": {"lr": 0.2}}                   options by member; a and b share one dict
 
-Options belong to parameters: stages, regrouped jobs and checkpoints meet in the second form.
+Options belong to parameters: stages, regrouped jobs and checkpoints meet in the second form. torch's own optimizers
+have numbers in the place of names: `Numbered` puts one form of their state into the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeGuard
+
+import torch
+from torch.optim import Optimizer
 
 from shardopt.errors import Problem, StateError
 
+STATE = "state"
 PARAM_GROUPS = "param_groups"
 PARAMS = "params"
 AVERAGING = "__averaging"
@@ -24,12 +31,19 @@ UNTOUCHED = "untouched"
 member: whether it is one of them."""
 ELSEWHERE = "elsewhere"
 """In a group that is loaded and has no parameters here: the parameters on other ranks that have its options."""
+ALGORITHM = "algorithm"
+"""In a saved group: the name of the algorithm that steps it, where that is known."""
+GIVEN = "given"
+"""In a saved group: the options that the code gave, before schedules and the training loop changed any."""
+NAMES_OF_TORCH = "param_names"
+"""In a group of torch's: the names that its parameters were given with."""
 IMPLEMENTATION_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Options that say how this process computes a step, not what: they belong to its device and are neither saved nor
 loaded, or a job resumed on other hardware would run with what the old one asked for."""
 STORAGE_OPTIONS: Mapping[str, str | None] = {"state_dtype": None, "master_dtype": None, "rounding": "nearest"}
 """Options that say in how many bits state and parameters are stored, each with its value where a group has none."""
 
+_NOTES = frozenset({ALGORITHM, GIVEN, UNTOUCHED, PARAMS, NAMES_OF_TORCH})
 _NAME_LISTS = (PARAMS, UNTOUCHED, ELSEWHERE)
 
 Groups = list[Mapping[str, Any]]
@@ -160,3 +174,110 @@ def refuse_unmatched(reports: Sequence[Sequence[Mapping[str, str]]]) -> None:
 
 def _are_names(value: Any) -> bool:
     return isinstance(value, list | tuple) and all(isinstance(name, str) for name in value)
+
+
+@dataclass(frozen=True, slots=True)
+class Numbered:
+    """The parameters of an optimizer in whose state numbers stand for them, as in torch's own; by name.
+
+    Args:
+        names: of each parameter, by its number.
+        parameters: by number.
+        groups: as the optimizer's state has them.
+        algorithm: the name of the optimizer's class, if it is torch's; else "".
+        in_order: whether its state is of all parameters in their order: then the numbers stay, and groups tell the
+            names that they have.
+    """
+
+    names: tuple[str, ...]
+    parameters: tuple[torch.Tensor, ...]
+    groups: list[dict[str, Any]]
+    algorithm: str
+    in_order: bool = False
+
+    def named(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the optimizer's state with names in the place of numbers, as that of a keyed optimizer is."""
+        if self.in_order:
+            groups = [
+                {**group, NAMES_OF_TORCH: names} for group, names in zip(self.groups, self.members(), strict=True)
+            ]
+            return {**state, PARAM_GROUPS: groups}
+        entries = {
+            self.names[key] if type(key) is int else key: each
+            for key, each in state[STATE].items()
+            if type(key) is not int or each
+        }
+        note = {ALGORITHM: self.algorithm} if self.algorithm else {}
+        groups = [
+            {PARAMS: names, **_options_of_torch(group), **note}
+            for group, names in zip(self.groups, self.members(), strict=True)
+        ]
+        return {**state, STATE: entries, PARAM_GROUPS: groups}
+
+    def numbered(self, state: Mapping[str, Any], options: OptionsByMember) -> dict[str, Any]:
+        """Returns a state that has names with numbers in their place, and groups with the options of their members.
+
+        State of which the options say that it never had a step is left out: the first step makes it.
+        """
+        if self.in_order:
+            groups = [
+                {name: each for name, each in group.items() if name != NAMES_OF_TORCH or name in own}
+                for group, own in zip(state[PARAM_GROUPS], self.groups, strict=False)
+            ]
+            return {**state, PARAM_GROUPS: groups}
+        numbers = {name: number for number, name in enumerate(self.names)}
+        entries = {
+            numbers.get(name, name): each
+            for name, each in state[STATE].items()
+            if not options.get(name, {}).get(UNTOUCHED)
+        }
+        groups = [self._with_options(group, options) for group in self.groups]
+        return {**state, STATE: entries, PARAM_GROUPS: groups}
+
+    def members(self) -> list[list[str]]:
+        """Returns the names in each group."""
+        return [[self.names[number] for number in group[PARAMS]] for group in self.groups]
+
+    def _with_options(self, group: Mapping[str, Any], options: OptionsByMember) -> dict[str, Any]:
+        stored = next((options[self.names[each]] for each in group[PARAMS] if self.names[each] in options), None)
+        if stored is None or other_algorithm(stored, self.algorithm):
+            return dict(group)
+        taken = {name: _like(value, group.get(name)) for name, value in _options_of_torch(stored).items()}
+        return {**group, **taken}
+
+
+def numbers_in(optimizer: Optimizer, state: Mapping[str, Any]) -> tuple[torch.Tensor, ...] | None:
+    """Returns the parameters of an optimizer by the numbers that its state has for them; None if it has none."""
+    groups, entries = state.get(PARAM_GROUPS), state.get(STATE)
+    if not isinstance(groups, list) or not isinstance(entries, dict):
+        return None
+    if not all(isinstance(group, dict) and isinstance(group.get(PARAMS), list) for group in groups):
+        return None
+    live = [group[PARAMS] for group in optimizer.param_groups]
+    if [*map(len, live)] != [len(group[PARAMS]) for group in groups]:
+        return None
+    numbers = [*chain.from_iterable(group[PARAMS] for group in groups)]
+    parameters = tuple(chain.from_iterable(live))
+    are_positions = all(type(each) is int for each in numbers) and numbers == [*range(len(parameters))]
+    are_known = all(type(key) is not int or key in range(len(parameters)) for key in entries)
+    return parameters if parameters and are_positions and are_known else None
+
+
+def other_algorithm(options: Mapping[str, Any], algorithm: str) -> str:
+    """Returns the algorithm that stored options are of, if it is known to be another one; else ""."""
+    stored = options.get(ALGORITHM)
+    return stored if isinstance(stored, str) and stored and algorithm and stored != algorithm else ""
+
+
+def _options_of_torch(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options that say what an optimizer of torch's computes."""
+    return {name: each for name, each in group.items() if name not in _NOTES and name not in IMPLEMENTATION_OPTIONS}
+
+
+def _like(value: Any, own: Any) -> Any:
+    """Returns a stored option as the live one is: a number, or a tensor on its device."""
+    if isinstance(own, torch.Tensor):
+        return torch.as_tensor(value, dtype=own.dtype, device=own.device).reshape(own.shape)
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and isinstance(own, int | float):
+        return value.item()
+    return value

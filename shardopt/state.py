@@ -14,9 +14,11 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 
 from shardopt.errors import OptionError, Problem, StateError
+from shardopt.names import ParameterNames
 from shardopt.param_groups import (
     PARAM_GROUPS,
     Groups,
+    Numbered,
     OptionsByMember,
     groups_elsewhere,
     with_options,
@@ -142,7 +144,8 @@ class Handback:
 
     `plain_names` has the outermost names in its state that stand otherwise in the paths of its leaves, and how.
     `groups` are those of its state where their parameters are names, and so have leaves of their own; `options` gets
-    what a load has for these leaves, and `elsewhere` what it has for parameters of other ranks.
+    what a load has for these leaves, and `elsewhere` what it has for parameters of other ranks. `numbered` is there
+    where the object's own state has numbers in place of the names that `state` has.
     """
 
     path: Path
@@ -152,9 +155,18 @@ class Handback:
     groups: Groups | None = None
     options: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     elsewhere: OptionsByMember = field(default_factory=dict)
+    numbered: Numbered | None = None
+
+    def held_names(self) -> Collection[str] | None:
+        """Returns the names whose state belongs on this rank; None where that is not known."""
+        if self.numbered is None or self.numbered.in_order:
+            return held_names(self.target)
+        return self.numbered.names
 
     def filled_state(self) -> dict[str, Any]:
         """Returns the state to hand back, with groups made of the options that a load has for their members."""
+        if self.numbered is not None:
+            return self.numbered.numbered(self.state, self.options)
         if self.groups is not None and (self.options or self.elsewhere):
             self.state[PARAM_GROUPS] = with_options(self.groups, self.options) + groups_elsewhere(self.elsewhere)
         return self.state
@@ -166,7 +178,7 @@ class FlatState:
 
     `tied` has the names that stand for others, as declared, and `aliases` the key that a leaf would have under such a
     name → the key that it has, and its path under that name. `twins` has the tensors that stand under both on this
-    rank: the key under the other name → the key, and the tensor.
+    rank: the key under the other name → the key, and the tensor. `names` gives parameters their names.
     """
 
     leaves: dict[str, Leaf] = field(default_factory=dict)
@@ -174,6 +186,7 @@ class FlatState:
     tied: Tied = field(default_factory=dict)
     aliases: dict[str, tuple[str, Path]] = field(default_factory=dict)
     twins: dict[str, tuple[str, torch.Tensor]] = field(default_factory=dict)
+    names: ParameterNames = field(default_factory=lambda: ParameterNames({}))
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {key: leaf.value for key, leaf in self.leaves.items() if isinstance(leaf.value, torch.Tensor)}
@@ -245,6 +258,17 @@ def is_below(path: Path, *roots: Path) -> bool:
         if path[: len(root)] == root:
             return True
     return False
+
+
+def keys_below(paths: Mapping[str, Path], roots: Iterable[Path]) -> dict[Path, list[str]]:
+    """Returns root → the keys whose paths are at or below it, for all roots in one pass."""
+    below: dict[Path, list[str]] = {root: [] for root in roots}
+    lengths = sorted({len(root) for root in below})
+    for key, path in paths.items():
+        for length in lengths:
+            if length <= len(path) and (keys := below.get(path[:length])) is not None:
+                keys.append(key)
+    return below
 
 
 def kinds_differ(one: Path, other: Path) -> bool:

@@ -189,16 +189,19 @@ def can_make_lazy_state(optimizer: Optimizer) -> bool:
     return hasattr(optimizer, "_init_group")
 
 
+def makes_lazy_state_as_torch(optimizer: Optimizer) -> bool:
+    """Whether its class makes state by torch's own `_init_group`, so that `lazy_state` can be called."""
+    init_group = getattr(optimizer, "_init_group", None)
+    return _is_of_torch_optim(getattr(init_group, "__func__", init_group))
+
+
 def gathers_as_torch(optimizer: Optimizer) -> bool:
     """Whether its class's step is torch's own, and asks an `_init_group` of torch's for all that it steps with.
 
     That fills lists: first of the tensors that have a gradient, then of their gradients, then of their state, which the
     step changes in place, but for entries that are None.
     """
-    init_group = getattr(optimizer, "_init_group", None)
-    return _is_of_torch_optim(step_without_hooks(type(optimizer))) and _is_of_torch_optim(
-        getattr(init_group, "__func__", init_group)
-    )
+    return _is_of_torch_optim(step_without_hooks(type(optimizer))) and makes_lazy_state_as_torch(optimizer)
 
 
 @lru_cache

@@ -345,7 +345,8 @@ def _compare(ranks: Ranks, what: str, look: Callable[[], _Look], options: LoadOp
 def _read(ranks: Ranks, what: str, reads: _Reads, options: LoadOptions) -> tuple[int, list[Handback]]:
     """Fills the app; returns the bytes that this rank read, and the objects that got their state back."""
     plan, deadline_seconds = reads.plan, options.deadline_seconds
-    loaded = [each for each in plan.flat.handbacks if each.elsewhere or plan.match.loads_into(each.path, plan.flat)]
+    places = plan.match.places(plan.flat)
+    loaded = [each for each in plan.flat.handbacks if each.elsewhere or each.path in places]
     optimizers = [each.target for each in loaded if isinstance(each.target, Optimizer)]
 
     def fill_marked() -> int:

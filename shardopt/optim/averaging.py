@@ -25,8 +25,8 @@ from shardopt.errors import Problem, StateError
 from shardopt.names import before_all, plain_name
 from shardopt.optim.state_dict.groups import refuse_flattened
 from shardopt.optim.state_dict.load_plan import LoadPlan, Unmatched
-from shardopt.optim.state_dict.saved_form import STATE, plan_keys
-from shardopt.param_groups import AVERAGING, N_AVERAGED
+from shardopt.optim.state_dict.saved_form import plan_keys
+from shardopt.param_groups import AVERAGING, N_AVERAGED, STATE
 from shardopt.reentry import CHANGING, is_part_of
 from shardopt.sharding.view import assemble, local_tensors, view_of
 from shardopt.staging_fence import wait_for_copies

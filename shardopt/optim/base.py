@@ -34,8 +34,8 @@ from shardopt.optim.state_dict.options import (
     warn_of_conversions,
     warn_of_overridden,
 )
-from shardopt.optim.state_dict.saved_form import ALGORITHM, STATE, KeyedGroup, as_saved, plan_all
-from shardopt.param_groups import PARAM_GROUPS, PARAMS
+from shardopt.optim.state_dict.saved_form import KeyedGroup, as_saved, plan_all
+from shardopt.param_groups import ALGORITHM, PARAM_GROUPS, PARAMS, STATE
 from shardopt.ranks import Group, SharedGroup, ranks_of
 from shardopt.sharding.view import is_held
 from shardopt.staging_fence import wait_for_copies

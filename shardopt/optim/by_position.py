@@ -22,8 +22,7 @@ from shardopt.optim.scaler import refuse_torchs_scaler
 from shardopt.optim.state_dict.groups import first_names
 from shardopt.optim.state_dict.options import as_number
 from shardopt.optim.state_dict.positions import REMEDY, different_groups, from_torch, is_same_memory, to_torch
-from shardopt.optim.state_dict.saved_form import STATE
-from shardopt.param_groups import PARAM_GROUPS, PARAMS, UNTOUCHED
+from shardopt.param_groups import PARAM_GROUPS, PARAMS, STATE, UNTOUCHED
 from shardopt.torch_private import (
     after_load_state_dict,
     after_state_dict,

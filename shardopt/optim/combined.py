@@ -15,8 +15,8 @@ from shardopt.optim.composite import CompositeOptimizer
 from shardopt.optim.state_dict.groups import described, listed, named, refuse_unknown
 from shardopt.optim.state_dict.load_plan import LoadPlan
 from shardopt.optim.state_dict.offered_form import with_named_groups
-from shardopt.optim.state_dict.saved_form import STATE, plan_keys
-from shardopt.param_groups import ELSEWHERE, PARAM_GROUPS, PARAMS, are_named, members_only, renamed_group
+from shardopt.optim.state_dict.saved_form import plan_keys
+from shardopt.param_groups import ELSEWHERE, PARAM_GROUPS, PARAMS, STATE, are_named, members_only, renamed_group
 
 Child = tuple[str, KeyedOptimizer]
 

@@ -19,8 +19,8 @@ from shardopt.optim.state_dict.groups import first_names, named, refuse_non_leaf
 from shardopt.optim.state_dict.load_plan import LoadPlan
 from shardopt.optim.state_dict.offered_form import with_named_groups
 from shardopt.optim.state_dict.options import given_options, plain_options, refuse_bad_options
-from shardopt.optim.state_dict.saved_form import GIVEN, STATE, untouched_in
-from shardopt.param_groups import PARAM_GROUPS, PARAMS, UNTOUCHED, are_named, options_by_member
+from shardopt.optim.state_dict.saved_form import untouched_in
+from shardopt.param_groups import GIVEN, PARAM_GROUPS, PARAMS, STATE, UNTOUCHED, are_named, options_by_member
 from shardopt.ranks import SharedGroup
 from shardopt.sharding.view import is_held
 from shardopt.torch_private import not_compiled

@@ -12,9 +12,8 @@ from shardopt.errors import Problem, StateError
 from shardopt.optim.base import KeyedOptimizer
 from shardopt.optim.schedule.stages import Schedule, WarmupPolicy, WarmupStage, is_rate
 from shardopt.optim.state_dict.load_plan import LoadPlan
-from shardopt.optim.state_dict.saved_form import STATE
 from shardopt.optim.wrapper import OptimizerWrapper, OwnState
-from shardopt.param_groups import PARAMS
+from shardopt.param_groups import PARAMS, STATE
 
 __all__ = ["WarmupOptimizer", "WarmupPolicy", "WarmupStage"]
 

@@ -11,7 +11,7 @@ from shardopt.errors import Problem, StateError
 from shardopt.optim.base import KeyedOptimizer, StateDict
 from shardopt.optim.composite import CompositeOptimizer
 from shardopt.optim.state_dict.load_plan import LoadPlan
-from shardopt.optim.state_dict.saved_form import STATE
+from shardopt.param_groups import STATE
 
 OwnState = dict[str, MutableMapping[str, Any]]
 

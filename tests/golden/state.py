@@ -165,10 +165,14 @@ class Layers(torch.nn.Module):
 def torch_optimizers(order=("first", "second")):
     """torch's own optimizers as `torch_positions` has them, by position, beside the model that they train."""
     model = Layers(order)
-    decayed, others = ([pair for pair in model.named_parameters() if pair[0].endswith(end)] for end in ("weight", "bias"))
+    decayed, others = (
+        [pair for pair in model.named_parameters() if pair[0].endswith(end)] for end in ("weight", "bias")
+    )
     return {
         "model": model,
-        "named": torch.optim.AdamW([{"params": decayed, "lr": 0.25}, {"params": others, "weight_decay": 0.0}], lr=0.125),
+        "named": torch.optim.AdamW(
+            [{"params": decayed, "lr": 0.25}, {"params": others, "weight_decay": 0.0}], lr=0.125
+        ),
         "shapes": torch.optim.Adam(model.head.parameters(), lr=0.125, amsgrad=True),
         "doubtful": torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5),
         "stateless": torch.optim.SGD(model.parameters(), lr=0.125),

@@ -382,7 +382,14 @@ def test_reshard_makes_our_own_of_any(tmp_path, trained, losses_to_come, save):
     assert checkpoint.verify(tmp_path / "own").ok
     model, optimizer, app = make_app()
     app = {"net": model, "opt": optimizer, "step": 0, "cfg": app["cfg"]}
-    checkpoint.load(tmp_path / "own", app, init_state=True, rename={"^model": "net", "^optim": "opt"})
+    rename = {"^model": "net", "^optim": "opt"}
+    if save in (save_numbered, save_file_of_torch):  # of which three parameters have one shape
+        with pytest.raises(MismatchError, match=r"parameter 1 of shape .* without a name"):
+            checkpoint.load(tmp_path / "own", app, init_state=True, rename=rename)
+        names = {id(each): name for name, each in trained[0].named_parameters()}
+        order = [names[id(each)] for group in trained[1].param_groups for each in group["params"]]
+        rename |= {rf"^opt\.state\.{i}\.(?=[^.]*$)": f"opt.state.{name}." for i, name in enumerate(order)}
+    checkpoint.load(tmp_path / "own", app, init_state=True, rename=rename)
     assert train(model, optimizer) == pytest.approx(losses_to_come, rel=1e-6)
     assert {key: app[key] for key in VALUES} == VALUES
 
@@ -556,7 +563,7 @@ def save_by_name(path, model, optimizer):
 
 
 @pytest.mark.parametrize("save", [save_nested, save_flattened, save_by_name])
-def test_an_optimizer_of_torch_is_given_state_by_name_under_its_numbers(tmp_path, trained, losses_to_come, save):
+def test_an_optimizer_of_torch_is_given_state_by_name(tmp_path, trained, losses_to_come, save):
     save(tmp_path / "saved", *trained)
     model = make_model(3)
     optimizer = torch_optimizer(torch.optim.AdamW, model)
@@ -571,7 +578,7 @@ def test_an_optimizer_of_torch_is_given_state_by_name_under_its_numbers(tmp_path
     train(model, mixed, 1)
     before = copy.deepcopy(mixed.state_dict())
     with pytest.raises(
-        MismatchError, match=r"optim\.param_groups\.0: found other options of 0\.weight than of 0\.bias"
+        MismatchError, match=r"optim\.param_groups\.0\.weight: found other options of 0\.weight than of 0\.bias"
     ):
         checkpoint.load(tmp_path / "saved", {**app, "model": model, "optim": mixed})
     assert str(before) == str(mixed.state_dict())

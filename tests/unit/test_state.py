@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.optim.lr_scheduler import (
     ChainedScheduler,
     CosineAnnealingWarmRestarts,
@@ -113,7 +114,8 @@ def test_tensors_have_the_keys_that_torchs_own_checkpoints_give_them():
         p.grad = torch.ones_like(p)
     optimizer.step()
     extra = {"list": [torch.ones(1), {"b": torch.ones(1)}], "n": 3, "by number": {3: torch.ones(1)}}
-    theirs, _ = flatten_state_dict({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "extra": extra})
+    weights, state = get_state_dict(model, optimizer)
+    theirs, _ = flatten_state_dict({"model": weights, "optimizer": {"state": state["state"]}, "extra": extra})
     ours = flatten({"model": model, "optimizer": optimizer, "extra": extra})
     assert set(ours.tensors()) == {key for key, value in theirs.items() if isinstance(value, torch.Tensor)}
     assert ours.leaves["extra.n"].value == 3

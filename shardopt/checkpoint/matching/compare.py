@@ -12,9 +12,10 @@ import torch
 from shardopt.checkpoint.format.manifest import Manifest, StoredTensor
 from shardopt.checkpoint.format.tensor_bytes import torch_dtype
 from shardopt.checkpoint.matching.optimizer_state import keys_of_state, state_key, with_reason_of_parts
-from shardopt.checkpoint.matching.renaming import Names
+from shardopt.checkpoint.matching.renaming import Names, stored_paths
 from shardopt.checkpoint.matching.schedules import schedule_problems
 from shardopt.checkpoint.matching.strictness import Choice, Strictness
+from shardopt.checkpoint.matching.torchs_own import problems_of_torchs
 from shardopt.checkpoint.planning.tied import tied_in
 from shardopt.checkpoint.reading.target import describe_tensor, memory_problem
 from shardopt.errors import Problem, ShardoptError
@@ -29,9 +30,9 @@ from shardopt.state import (
     PartialStateful,
     Path,
     PerRank,
-    held_names,
     is_below,
     join,
+    keys_below,
     kinds_differ,
     nest,
     tell_path,
@@ -56,10 +57,18 @@ class Match:
     problems: list[Problem] = field(default_factory=list)  # differences that do not pass
     warnings: list[Problem] = field(default_factory=list)  # differences that are to be reported, not refused
 
-    def loads_into(self, path: Path, flat: FlatState) -> bool:
-        """Whether anything is loaded at or below a path."""
-        keys = (*self.tensors, *self.values, *self.per_rank)
-        return any(is_below(flat.leaves[key].path, path) for key in keys)
+    def places(self, flat: FlatState) -> set[Path]:
+        """Returns all paths at or below which anything is loaded."""
+        paths = (flat.leaves[key].path for key in (*self.tensors, *self.values, *self.per_rank))
+        return {path[:length] for path in paths for length in range(len(path) + 1)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Keys:
+    """The keys of one object: those of the app, and the stored ones."""
+
+    here: list[str]
+    stored: list[str]
 
 
 def compare(flat: FlatState, views: Mapping[str, View], names: Names, strictness: Strictness, world_size: int) -> Match:
@@ -72,27 +81,38 @@ def compare(flat: FlatState, views: Mapping[str, View], names: Names, strictness
         names: the checkpoint under the app's names, and which of the app's keys are to be loaded.
     """
     manifest = names.manifest
-    stored = dict(_stored_paths(manifest))
+    stored = stored_paths(manifest)
+    roots = [each.path for each in flat.handbacks]
+    here_below = keys_below({key: leaf.path for key, leaf in flat.leaves.items()}, roots)
+    stored_below = keys_below(stored, roots)
     missing = [key for key in flat.leaves if key in names.chosen and key not in stored]
     missing = [key for key in missing if not _is_filled_elsewhere(flat.leaves[key], stored)]
     match = Match(missing=list(_without_tied(missing, views, stored, names)))
     problems = match.problems
-    reported: list[Path] = []  # objects with a problem as a whole, which stands for those of their single keys
+    reported: set[Path] = set()  # objects with a problem as a whole, which stands for those of their single keys
     for handback in flat.handbacks:
-        one_sided = _one_sided_state(handback, flat, stored, names)
+        keys = _Keys(here_below[handback.path], stored_below[handback.path])
+        one_sided = _one_sided_state(handback, flat, keys, stored, names)
         if one_sided is not None:
             _apply_choice(one_sided, strictness.uninitialized, problems, match)
-            reported.append(handback.path)
+            reported.add(handback.path)
             continue
-        own_problems = list(_object_problems(handback, flat, stored, names, strictness))
+        own_problems = [
+            *_object_problems(handback, flat, keys, stored, names, strictness),
+            *problems_of_torchs(handback, flat, names, keys.stored, strictness),
+        ]
         if own_problems:
             problems += own_problems
-            reported.append(handback.path)
+            reported.add(handback.path)
     for path, problem_here in schedule_problems(flat, names):
         problems.append(problem_here)
-        reported.append(path)
+        reported.add(path)
+
+    def is_reported(path: Path) -> bool:
+        return bool(reported) and any(path[:length] in reported for length in range(len(path) + 1))
+
     for key, leaf in flat.leaves.items():
-        if key in stored and key in names.chosen and not is_below(leaf.path, *reported):
+        if key in stored and key in names.chosen and not is_reported(leaf.path):
             view, tensor = views.get(key), manifest.tensors.get(key)
             problem: Problem | None
             if kinds_differ(stored[key], leaf.path):
@@ -107,12 +127,12 @@ def compare(flat: FlatState, views: Mapping[str, View], names: Names, strictness
             if problem is not None:
                 problems.append(problem)
     for key in match.missing:
-        if not is_below(flat.leaves[key].path, *reported):
+        if not is_reported(flat.leaves[key].path):
             problem = Problem(key, "nothing in the checkpoint", _kind_of_leaf(flat, views, key), _MISSING)
             _apply_choice(problem, strictness.missing, problems, match)
     problems += _unequal_values(names)
     here = flat.leaves.keys() | names.aliases.keys()
-    match.unexpected = [key for key in stored if key not in here and not is_below(stored[key], *reported)]
+    match.unexpected = [key for key in stored if key not in here and not is_reported(stored[key])]
     return match
 
 
@@ -163,12 +183,6 @@ def _apply_choice(problem: Problem, choice: Choice, problems: list[Problem], mat
         problems.append(problem)
     elif choice == "warn":
         match.warnings.append(problem)
-
-
-def _stored_paths(manifest: Manifest) -> Iterator[tuple[str, Path]]:
-    yield from ((key, tensor.path) for key, tensor in manifest.tensors.items())
-    yield from ((key, path) for key, (path, _) in manifest.values.items())
-    yield from manifest.per_rank.items()
 
 
 def _match_tensors(key: str, view: View, tensor: StoredTensor, match: Match, strictness: Strictness) -> Problem | None:
@@ -223,17 +237,17 @@ def _is_inexact(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-def _one_sided_state(handback: Handback, flat: FlatState, stored: Mapping[str, Path], names: Names) -> Problem | None:
+def _one_sided_state(
+    handback: Handback, flat: FlatState, keys: _Keys, stored: Mapping[str, Path], names: Names
+) -> Problem | None:
     """Returns the problem of an optimizer that has state in the checkpoint and none in the app, or the reverse."""
     if not isinstance(handback.target, torch.optim.Optimizer):
         return None
-    chosen = [key for key in flat.leaves if key in names.chosen]
-    in_app = any(is_below(flat.leaves[key].path, handback.path) for key in chosen)
-    in_checkpoint = any(is_below(path, handback.path) for path in stored.values())
-    if not in_app or not in_checkpoint:
+    chosen = [key for key in keys.here if key in names.chosen]
+    if not chosen or not keys.stored:
         return None  # the whole object is on one side only, which is another matter
     live = keys_of_state(handback, (key for key in chosen if isinstance(flat.leaves[key].value, torch.Tensor)))
-    saved = keys_of_state(handback, names.manifest.tensors)
+    saved = keys_of_state(handback, (key for key in keys.stored if key in names.manifest.tensors))
     if not live:
         saved = _belonging(handback, stored, saved, flat)
     if bool(saved) == bool(live):
@@ -246,16 +260,21 @@ def _one_sided_state(handback: Handback, flat: FlatState, stored: Mapping[str, P
 
 
 def _object_problems(
-    handback: Handback, flat: FlatState, stored: Mapping[str, Path], names: Names, strictness: Strictness
+    handback: Handback,
+    flat: FlatState,
+    own_keys: _Keys,
+    stored: Mapping[str, Path],
+    names: Names,
+    strictness: Strictness,
 ) -> Iterator[Problem]:
     """Yields the problems that an object's `check_state_dict` has with its stored state, before that is read."""
     target, path = handback.target, handback.path
     if not isinstance(target, CheckedStateful):
         return
     if isinstance(target, GroupedStateful):
-        handback.elsewhere = _options_elsewhere(handback, flat, names.manifest)
-    own = {key: leaf for key, leaf in flat.leaves.items() if is_below(leaf.path, path)}
-    of_stored = [key for key, at in stored.items() if is_below(at, path)]
+        handback.elsewhere = _options_elsewhere(handback, flat, names.manifest, own_keys.stored)
+    own = {key: flat.leaves[key] for key in own_keys.here}
+    of_stored = own_keys.stored
     if own.keys().isdisjoint(of_stored) and not handback.elsewhere:
         return  # nothing of it is loaded; its keys are reported one by one
     without_place = [key for key in of_stored if key not in own]
@@ -311,12 +330,15 @@ def _groups_in(
     return groups_of(options) + elsewhere if options else None
 
 
-def _options_elsewhere(handback: Handback, flat: FlatState, manifest: Manifest) -> dict[str, Mapping[str, Any]]:
+def _options_elsewhere(
+    handback: Handback, flat: FlatState, manifest: Manifest, keys: Iterable[str]
+) -> dict[str, Mapping[str, Any]]:
     """Returns the stored options of an object's parameters that are on other ranks alone."""
     section = (*handback.path, PARAM_GROUPS)
+    values = ((key, *manifest.values[key]) for key in keys if key in manifest.values)
     return {
         flat.tied.get(str(path[-1]), str(path[-1])): value
-        for key, (path, value) in manifest.values.items()
+        for key, path, value in values
         if path[:-1] == section and key not in flat.leaves and isinstance(value, Mapping)
     }
 
@@ -324,7 +346,7 @@ def _options_elsewhere(handback: Handback, flat: FlatState, manifest: Manifest) 
 def _belonging(handback: Handback, stored: Mapping[str, Path], keys: Iterable[str], flat: FlatState) -> list[str]:
     """Returns those of an object's stored keys that belong on this rank, whether it has a place for them or not."""
     target, root = handback.target, len(handback.path)
-    names = held_names(target)
+    names = handback.held_names()
     if names is not None:
         within = ((key, _path_here(handback, stored[key], flat)[root:]) for key in keys)
         return [key for key, path in within if len(path) < 2 or _belongs(path, names)]
@@ -334,7 +356,7 @@ def _belonging(handback: Handback, stored: Mapping[str, Path], keys: Iterable[st
 def _path_here(handback: Handback, path: Path, flat: FlatState) -> Path:
     """Returns the path that an entry of an object has on this rank, which may have its parameter under another name."""
     at = len(handback.path) + 1
-    names = held_names(handback.target) if flat.tied and len(path) > at else None
+    names = handback.held_names() if flat.tied and len(path) > at else None
     if names is None:
         return path
     return (*path[:at], flat.name_here(path[at], names), *path[at + 1 :])

@@ -10,8 +10,8 @@ Others have the groups of an optimizer as a list, or by parameter and option, an
 All of these become `optim.param_groups.<name>`, a dict, and `optim.state.<name>.exp_avg`. Numbers become names by
 "param_names" in the groups, or in the order of the app's own groups, where these are as many and as large. One group
 may also be in the order of the parameters of the app's models, frozen ones included where it has as many; where that is
-another order, numbers could mean either, and are refused. An optimizer of torch in the app has numbers itself: what is
-stored by name is put under these, by the names that the app's modules give its parameters. Plain values are divided as
+another order, numbers could mean either, and are refused. Checkpoints of our own have numbers where an early version
+has saved an optimizer of torch's: there names are needed, or shapes that leave no doubt. Plain values are divided as
 the app has them (`granularity.py` puts them together).
 """
 
@@ -23,40 +23,43 @@ from itertools import chain
 from typing import Any
 
 from torch.nn import Module
-from torch.optim import Optimizer
 
 from shardopt.checkpoint.format.manifest import Manifest, StoredTensors
-from shardopt.checkpoint.matching.numbers import NAMES_OF_TORCH, names_in
-from shardopt.checkpoint.matching.parameters import (
-    STATE,
-    ReadTensor,
-    Stored,
-    name_parameters,
-    number_parameters,
-    owner_of,
-)
+from shardopt.checkpoint.matching.numbers import names_in
+from shardopt.checkpoint.matching.parameters import ReadTensor, Stored, name_parameters, owner_of
 from shardopt.checkpoint.matching.renaming import (
     Names,
     name_by_rules,
     names_by_rules,
     refuse_collisions,
+    renamer,
     under_names_of,
 )
 from shardopt.names import names_under_wrappers
-from shardopt.param_groups import PARAM_GROUPS
+from shardopt.param_groups import NAMES_OF_TORCH, PARAM_GROUPS, STATE
 from shardopt.state import FlatState, Index, Path, join
 
 
 def foreign_under_names_of(
-    manifest: Manifest, flat: FlatState, select: str | None, rename: Mapping[str, str] | None, read: ReadTensor
+    manifest: Manifest,
+    flat: FlatState,
+    select: str | None,
+    rename: Mapping[str, str] | None,
+    read: ReadTensor,
+    in_order: bool,
 ) -> Names:
-    """As `under_names_of`, of a checkpoint of another format.
+    """As `under_names_of`, of a checkpoint of another format, or with numbers of parameters.
+
+    Args:
+        read: gives a stored tensor.
+        in_order: whether the order of parameters may tell their names.
 
     A checkpoint of the state of a module alone, without a name for it, is that of the only module in the app.
 
     Raises:
         MismatchError: two stored keys get one name; or parameters have numbers, and it is not clear which are meant.
     """
+    original = manifest
     optimizers = [each.path for each in flat.handbacks if each.groups is not None]
     new_key = names_by_rules(manifest, rename or {}, optimizers)
     if rename:
@@ -68,12 +71,14 @@ def foreign_under_names_of(
         tensors={named[key]: key for key in manifest.tensors},
         values={named[key]: value for key, (_, value) in manifest.values.items()},
         read=read,
+        shape_of=lambda key: original.tensors[key].layout.shape,
+        renamed=renamer(rename),
+        numbered=numbered_roots(manifest),
+        in_order=in_order,
     )
     for handback in flat.handbacks:
         if handback.groups is not None:
             name_parameters(handback, flat, stored)
-        elif isinstance(handback.target, Optimizer):
-            number_parameters(handback, flat, stored)
     values = dict(chain.from_iterable(_divided(key, value, flat) for key, value in stored.values.items()))
     roots = {join(each.path): (each.path, frozenset(names_in(each.groups))) for each in flat.handbacks}
     paths = {named[key]: _tail(path, named[key]) for key, (path, _) in manifest.values.items()}
@@ -172,9 +177,14 @@ def _divided(key: str, value: Any, flat: FlatState) -> Iterator[tuple[str, Any]]
         yield from _divided(f"{below}{part}", child, flat)
 
 
-def has_numbers(manifest: Manifest) -> bool:
-    """Whether a checkpoint has groups of parameters by number, as torch's own optimizers save them."""
-    return any(
-        PARAM_GROUPS in path and isinstance([*path, value][path.index(PARAM_GROUPS) + 1], Index | list)
-        for path, value in manifest.values.values()
-    )
+def numbered_roots(manifest: Manifest) -> list[str]:
+    """Returns the stored keys of optimizers that have groups by number, as torch's own save them."""
+    roots: dict[str, None] = {}
+    for path, value in manifest.values.values():
+        if PARAM_GROUPS in path:
+            at = path.index(PARAM_GROUPS)
+            if isinstance([*path, value][at + 1], Index | list):
+                roots[join(path[:at])] = None
+        elif isinstance(value, dict) and isinstance(value.get(PARAM_GROUPS), list):
+            roots[join(path)] = None
+    return [*roots]

@@ -11,13 +11,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from shardopt.checkpoint.format.manifest import Manifest
 from shardopt.checkpoint.matching.optimizer_state import keys_of_state
-from shardopt.checkpoint.matching.renaming import Names
+from shardopt.checkpoint.matching.renaming import Names, stored_paths
+from shardopt.checkpoint.matching.torchs_own import TorchsState, torchs_state
 from shardopt.ranks import Call, Ranks, as_call
-from shardopt.state import FlatState, Handback, UnsteppedStateful, is_below, join
+from shardopt.state import FlatState, Handback, UnsteppedStateful, join, keys_below
 
 
 @dataclass(slots=True)
@@ -25,7 +27,7 @@ class _Change:
     """The names for which an optimizer lacks state that the checkpoint has, or has state that it lacks.
 
     Args:
-        optimizer: an `UnsteppedStateful`, or another one that has `init_state`.
+        optimizer: an `UnsteppedStateful`, or another one that has `init_state`; `TorchsState` of torch's own.
         make: names to make state for; None for all of an optimizer that knows of no names.
         drop: names whose state was never stepped on this rank.
         keep: names whose state was, of which the checkpoint has none.
@@ -87,7 +89,7 @@ def init_unstepped(
 
     def undo() -> None:
         for change in changes.values():
-            if change.make and isinstance(change.optimizer, UnsteppedStateful):
+            if change.make and isinstance(change.optimizer, UnsteppedStateful | TorchsState):
                 change.optimizer.drop_state(change.make)
             if change.drop:
                 change.optimizer.init_state(names=change.drop)
@@ -106,28 +108,40 @@ def _carry_out(changes: Mapping[str, _Change], stepped: Mapping[str, Collection[
             continue
         # State that one rank has stepped stays on all ranks.
         change.drop = [name for name in change.drop if name not in stepped.get(key, ())]
-        change.optimizer.drop_state(change.drop)
+        if change.drop:
+            change.optimizer.drop_state(change.drop)
         if change.make:
             change.optimizer.init_state(names=change.make)
 
 
 def _changes(flat: FlatState, manifest: Manifest, chosen: Collection[str]) -> Iterator[tuple[str, _Change]]:
     """Yields the key of each optimizer of which something is stored, and the change that it needs."""
-    stored = [*manifest.tensors, *manifest.values, *manifest.per_rank]
+    roots = [each.path for each in flat.handbacks if isinstance(each.target, Optimizer)]
+    stored_below = keys_below(stored_paths(manifest), roots)
+    here_below = keys_below({key: leaf.path for key, leaf in flat.leaves.items()}, roots)
     for each in flat.handbacks:
-        key, target = join(each.path), each.target
-        own = [name for name in stored if name == key or name.startswith(f"{key}.")]
-        if not own or not isinstance(target, Optimizer) or not hasattr(target, "init_state"):
+        key, target, own = join(each.path), each.target, stored_below.get(each.path, [])
+        if not own:
+            continue
+        here = here_below[each.path]
+        torchs = torchs_state(each, own, manifest, flat.tied)
+        if torchs is not None:
+            live = set(_live_names(each, flat, here, chosen))
+            yield key, _Change(torchs, sorted(torchs.stored.keys() - live))
+            continue
+        if not hasattr(target, "init_state"):
             continue
         if isinstance(target, UnsteppedStateful) and "names" in inspect.signature(target.init_state).parameters:
             known = target.held_state_names()
             name_here = {flat.tied.get(name, name): name for name in known}
             saved = {name_here[name] for name in _saved_names(key, own, manifest, name_here)}
-            live = set(_live_names(each, flat, chosen)).intersection(known)
+            live = set(_live_names(each, flat, here, chosen)).intersection(known)
             surplus = live - saved
             unstepped = set(target.unstepped_state(surplus)) if surplus else set()
             yield key, _Change(target, sorted(saved - live), sorted(unstepped), sorted(surplus - unstepped))
-        elif keys_of_state(each, manifest.tensors) and not keys_of_state(each, flat.tensors()):
+        elif keys_of_state(each, (name for name in own if name in manifest.tensors)) and not keys_of_state(
+            each, (name for name in here if isinstance(flat.leaves[name].value, Tensor))
+        ):
             yield key, _Change(target, None)
 
 
@@ -146,11 +160,12 @@ def _saved_names(key: str, stored: Iterable[str], manifest: Manifest, known: Col
             yield from [each for each, entries in state.items() if entries] if isinstance(state, Mapping) else []
 
 
-def _live_names(handback: Handback, flat: FlatState, chosen: Collection[str]) -> Iterator[str]:
-    """Yields the names for which an optimizer has state that is to be loaded."""
+def _live_names(handback: Handback, flat: FlatState, keys: Iterable[str], chosen: Collection[str]) -> Iterator[str]:
+    """Yields the names for which an optimizer, which has these keys, has state that is to be loaded."""
     root = handback.path
-    for key, leaf in flat.leaves.items():
-        for path in leaf.paths_here if key in chosen and is_below(leaf.path, root) else ():
+    for key in keys:
+        leaf = flat.leaves[key]
+        for path in leaf.paths_here if key in chosen else ():
             within = path[len(root) :]
             if len(within) > 1 and within[0] == "state":
                 yield str(within[1])

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardopt.checkpoint.format.manifest import Manifest, StoredTensors
-from shardopt.checkpoint.matching.foreign import foreign_under_names_of, has_numbers
+from shardopt.checkpoint.matching.foreign import foreign_under_names_of, numbered_roots
 from shardopt.checkpoint.matching.renaming import Names, under_names_of
 from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.errors import FormatError, Problem
@@ -32,8 +32,8 @@ def names_in_app(
         MismatchError: the rules of `rename` give two keys one name.
     """
     manifest = contents(reader, skip)
-    if reader.source.is_foreign or has_numbers(manifest):
-        names = foreign_under_names_of(manifest, flat, select, rename, reader.read)
+    if reader.source.is_foreign or numbered_roots(manifest):
+        names = foreign_under_names_of(manifest, flat, select, rename, reader.read, reader.source.is_foreign)
         return names if reader.source.keeps_empty_dicts else _with_empty_dicts(names, flat)
     return under_names_of(manifest, flat, select, rename)
 

@@ -3,64 +3,147 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+from torch import Tensor
 from torch.nn import Module, Parameter
 
 from shardopt.errors import MismatchError, Problem
 from shardopt.names import names_under_wrappers
-from shardopt.param_groups import PARAM_GROUPS, PARAMS, UNTOUCHED, Groups
+from shardopt.param_groups import NAMES_OF_TORCH, PARAMS, Groups
+from shardopt.sharding.view import view_of
 from shardopt.state import FlatState, Handback, join
 
-NAMES_OF_TORCH = "param_names"
-_NOTES = ("algorithm", "given", UNTOUCHED)
-"""What keyed optimizers store among options, and torch's do not have."""
+_MOST_NAMES = 6
 _log = logging.getLogger("shardopt.checkpoint")
 
 
-def names_of_numbers(stored: Sequence[Mapping[str, Any]], handback: Handback, flat: FlatState) -> dict[Any, str]:
+@dataclass(frozen=True, slots=True)
+class NumberedState:
+    """The stored state of an optimizer whose parameters have numbers.
+
+    Args:
+        groups: with numbers under "params".
+        shapes: number → the shapes of its tensors.
+        by_rules: gives the name that the rules of `rename` make of a number; "" for none.
+        in_order: whether the order of the parameters may be taken for their names: in files of others it is all that
+            there is, and they mean it.
+    """
+
+    groups: Sequence[Mapping[str, Any]]
+    shapes: Mapping[int, frozenset[tuple[int, ...]]]
+    by_rules: Callable[[int], str]
+    in_order: bool
+
+
+def names_of_numbers(stored: NumberedState, handback: Handback, flat: FlatState) -> dict[Any, str]:
     """Returns the name of each parameter that stored groups have by its number; empty where they have names.
 
     Raises:
-        MismatchError: the order of the parameters is not clear.
+        MismatchError: it is not clear which number is which parameter.
     """
-    numbers = [number for group in stored for number in group[PARAMS]]
+    numbers = [number for group in stored.groups for number in group[PARAMS]]
     if not all(type(number) is int for number in numbers):
         return {}
-    if all(len(group.get(NAMES_OF_TORCH) or ()) == len(group[PARAMS]) for group in stored):
-        names = [name for group in stored for name in group[NAMES_OF_TORCH]]
-        plain = names_under_wrappers(names, frozenset(names_in(handback.groups)))
+    key, known = join(handback.path), frozenset(names_in(handback.groups))
+    ruled = {number: name for number in numbers if (name := stored.by_rules(number))}
+    if ruled:
+        unnamed = [number for number in numbers if number not in ruled]
+        if unnamed:
+            raise _doubt(key, f"parameters {unnamed} without a name, where rules name others", known)
+        return ruled
+    if all(len(group.get(NAMES_OF_TORCH) or ()) == len(group[PARAMS]) for group in stored.groups):
+        names = [name for group in stored.groups for name in group[NAMES_OF_TORCH]]
+        plain = names_under_wrappers(names, known)
+        _log.info("%s: stored by position; the names that its parameters were given with tell which is which", key)
         return dict(zip(numbers, (plain.get(name, name) for name in names), strict=True))
+    return _names_by_order(stored, numbers, handback, flat) if stored.in_order else _names_by_shape(stored, handback)
+
+
+def _names_by_order(
+    stored: NumberedState, numbers: Sequence[int], handback: Handback, flat: FlatState
+) -> dict[Any, str]:
+    """Returns the names that the order of the app's parameters gives, in its groups and in its modules."""
     orders = []
-    own = [group for group in _own_order(handback.target) if group]
-    if [len(group[PARAMS]) for group in stored if group[PARAMS]] == [len(group) for group in own]:
+    own = [group for group in _own_order(handback) if group]
+    if [len(group[PARAMS]) for group in stored.groups if group[PARAMS]] == [len(group) for group in own]:
         orders.append(dict(zip(numbers, chain.from_iterable(own), strict=True)))
     known = frozenset(names_in(handback.groups))
     # An average of the model has the same names: once is enough.
     everything = [*dict.fromkeys(name for name, _ in parameters_of_modules(flat))]
     for ordered in ([name for name in everything if name in known], everything):  # the latter with frozen parameters
-        if len(stored) == 1 and len(ordered) == len(numbers) and not (ordered is everything and orders):
+        if len(stored.groups) == 1 and len(ordered) == len(numbers) and not (ordered is everything and orders):
             orders.append(dict(zip(sorted(numbers), ordered, strict=True)))
     if len(orders) == 2 and orders[0] != orders[1]:
         number, name = next((number, name) for number, name in orders[0].items() if orders[1][number] != name)
         found = f"parameter {number}, which is {name} in the order of the groups and {orders[1][number]} in the model's"
         remedy = "save it with names (param_names), or give the groups in the order in which it was saved"
         raise MismatchError("numbers of parameters", [Problem(join(handback.path), found, "one meaning", remedy)])
-    if orders and len(stored) > 1:
+    if orders and len(stored.groups) > 1:
         text = "%s: numbers of parameters are taken for the order of the app's groups; nothing stored says so"
         _log.warning(text, join(handback.path))
     return orders[0] if orders else {}
 
 
-def _own_order(optimizer: Any) -> Iterator[list[str]]:
+def _names_by_shape(stored: NumberedState, handback: Handback) -> dict[Any, str]:
+    """Returns the names of the parameters that alone have the shapes of the stored state, and none is left in doubt."""
+    key = join(handback.path)
+    own = {name: view_of(parameter, name).shape for name, parameter in _parameters_of(handback).items()}
+    names: dict[Any, str] = {}
+    for number, shapes in stored.shapes.items():
+        fitting = [name for name, shape in own.items() if shape in shapes and (shape or shapes == {()})]
+        rivals = [other for other, theirs in stored.shapes.items() if fitting and own[fitting[0]] in theirs]
+        if len(fitting) != 1 or (len(rivals) > 1 and own[fitting[0]]):
+            what = "no parameter has" if not fitting else f"{listed(fitting)} may be"
+            shape = own[fitting[0]] if fitting else max(shapes, key=len)
+            raise _doubt(key, f"parameter {number} of shape {list(shape)} without a name: {what} it", own)
+        names[number] = fitting[0]
+    # Of those without state there are options alone: whose they are is no matter where all are equal.
+    rest = [(number, group) for group in stored.groups for number in group[PARAMS] if number not in names]
+    left = [name for name in own if name not in names.values()]
+    options = [{name: each for name, each in group.items() if name != PARAMS} for _, group in rest]
+    if rest and len(rest) == len(left) and (len(rest) == 1 or all(each == options[0] for each in options)):
+        names |= {number: name for (number, _), name in zip(rest, left, strict=True)}
+    elif rest:
+        raise _doubt(key, f"parameters {[number for number, _ in rest]} without a name or state", own)
+    if names:
+        _log.warning(
+            "%s: stored by position, without names; shapes alone tell which parameter is which", join(handback.path)
+        )
+    return names
+
+
+def _doubt(key: str, found: str, names: Collection[str]) -> MismatchError:
+    """Returns the error of numbers that may be other parameters."""
+    state = re.escape(f"{key}.state")
+    remedy = (
+        "say which is which, in the order in which the optimizer that was saved had them: "
+        f'rename={{rf"^{state}\\.{{i}}\\.(?=[^.]*$)": f"{key}.state.{{name}}." '
+        f"for i, name in enumerate([{listed(names)}])}}; "
+        'or leave the optimizer out of the app, and load with Strictness(unexpected="ignore")'
+    )
+    return MismatchError("numbers of parameters", [Problem(f"{key}.state", found, "a name for each number", remedy)])
+
+
+def _parameters_of(handback: Handback) -> Mapping[str, Tensor]:
+    """Returns the parameters of an optimizer by name."""
+    if handback.numbered is not None:
+        return dict(zip(handback.numbered.names, handback.numbered.parameters, strict=True))
+    parameters = getattr(handback.target, "params", None)
+    return parameters if isinstance(parameters, Mapping) else {}
+
+
+def _own_order(handback: Handback) -> Iterator[list[str]]:
     """Yields the names of the parameters in each group of an optimizer, in their order there."""
-    parameters = getattr(optimizer, "params", None)
-    if not isinstance(parameters, Mapping):
+    if handback.numbered is not None:
+        yield from handback.numbered.members()
         return
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    for group in optimizer.param_groups:
+    names = {id(parameter): name for name, parameter in _parameters_of(handback).items()}
+    for group in handback.target.param_groups if names else ():  # type: ignore[attr-defined]  # an Optimizer
         yield [names[id(parameter)] for parameter in group[PARAMS] if id(parameter) in names]
 
 
@@ -77,40 +160,7 @@ def names_in(groups: Groups | None) -> list[str]:
     return [] if groups is None else [name for group in groups for name in group[PARAMS]]
 
 
-def numbers_of_names(handback: Handback, flat: FlatState) -> dict[str, int]:
-    """Returns the number that one of torch's optimizers has for each parameter, by its name in the app's modules.
-
-    Empty where a parameter is in no module, or has a name that another one has too.
-    """
-    names = {id(parameter): name for name, parameter in parameters_of_modules(flat)}
-    parameters = [parameter for group in handback.target.param_groups for parameter in group[PARAMS]]  # type: ignore[attr-defined] # an Optimizer
-    numbers = {names.get(id(parameter), ""): number for number, parameter in enumerate(parameters)}
-    return {} if "" in numbers or len(numbers) < len(parameters) else numbers
-
-
-def groups_by_number(
-    handback: Handback, numbers: Mapping[str, int], options: Mapping[str, Mapping[str, Any]]
-) -> list[dict[str, Any]]:
-    """Returns the groups of one of torch's optimizers with the options that are stored for their parameters.
-
-    Args:
-        numbers: name → number.
-        options: those that are stored, by name.
-
-    Raises:
-        MismatchError: parameters of one group have different options, or some of them none.
-    """
-    names = {number: name for name, number in numbers.items()}
-    groups = []
-    for at, group in enumerate(handback.state[PARAM_GROUPS]):
-        members = [names[number] for number in group[PARAMS]]
-        own = [options.get(name) for name in members]
-        other = next((name for name, each in zip(members, own, strict=True) if each != own[0]), None)
-        if other is not None:
-            found = f"other options of {members[0]} than of {other}"
-            remedy = "give the optimizer the groups that were saved, or use shardopt.keyed"
-            problem = Problem(f"{join(handback.path)}.{PARAM_GROUPS}.{at}", found, "the same in one group", remedy)
-            raise MismatchError("options of parameters", [problem])
-        stored = {name: value for name, value in (own[0] or {} if own else {}).items() if name not in _NOTES}
-        groups.append({**group, **stored, PARAMS: group[PARAMS]})
-    return groups
+def listed(names: Collection[str]) -> str:
+    """Lists names for a sentence, the first of them."""
+    shown = [repr(name) for name in [*names][:_MOST_NAMES]]
+    return ", ".join(shown) + (", ..." if len(names) > _MOST_NAMES else "")

@@ -1,26 +1,23 @@
-"""State and options of optimizers, as others have them, put under the names or the numbers that the app has."""
+"""State and options of optimizers, as others and torch's own have them, put under the names that the app has."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain
 from typing import Any
 
 from torch import Tensor
 
 from shardopt.checkpoint.matching.numbers import (
-    NAMES_OF_TORCH,
-    groups_by_number,
+    NumberedState,
     names_in,
     names_of_numbers,
-    numbers_of_names,
     parameters_of_modules,
 )
-from shardopt.param_groups import PARAM_GROUPS, PARAMS
+from shardopt.param_groups import NAMES_OF_TORCH, PARAM_GROUPS, PARAMS, STATE
 from shardopt.state import FlatState, Handback, Path, join
-
-STATE = "state"
 
 ReadTensor = Callable[[str], Tensor]
 """Returns a stored tensor, by its key in the checkpoint."""
@@ -34,11 +31,19 @@ class Stored:
         tensors: key → key in the checkpoint.
         values: key → plain value.
         read: gives small tensors that are to become part of a plain value.
+        shape_of: gives the shape of a tensor, by its key in the checkpoint.
+        renamed: applies the rules of `rename` to a key.
+        numbered: the stored keys of optimizers that have groups by number.
+        in_order: as in `NumberedState`.
     """
 
     tensors: dict[str, str]
     values: dict[str, Any]
     read: ReadTensor
+    shape_of: Callable[[str], tuple[int, ...]]
+    renamed: Callable[[str], str]
+    numbered: Collection[str]
+    in_order: bool
 
     def below(self, root: str) -> list[str]:
         """Returns the keys below a root."""
@@ -61,12 +66,16 @@ def name_parameters(handback: Handback, flat: FlatState, stored: Stored) -> None
     root = join(handback.path)
     section = f"{root}.{PARAM_GROUPS}"
     known = frozenset(names_in(handback.groups))
+    _divide(root, stored)
     stored_groups = _take_groups(section, stored)
     options = [
         {name: value for name, value in group.items() if name not in (PARAMS, NAMES_OF_TORCH)}
         for group in stored_groups
     ]
-    names = names_of_numbers(stored_groups, handback, flat)
+    by_rules = cache(lambda number: _name_by_rules(number, root, stored))
+    shapes = _shapes_by_number(root, stored)
+    names = names_of_numbers(NumberedState(stored_groups, shapes, by_rules, stored.in_order), handback, flat)
+    moved_by_rules = any(map(by_rules, names))
     for group, own in zip(stored_groups, options, strict=True):
         for member in group[PARAMS]:
             stored.values[f"{section}.{names.get(member, member)}"] = own
@@ -75,7 +84,7 @@ def name_parameters(handback: Handback, flat: FlatState, stored: Stored) -> None
     for key in stored.below(f"{root}.{STATE}"):
         number, _, entry = key.removeprefix(f"{root}.{STATE}.").partition(".")
         # Where groups have numbers, so has the state: also where parameters are called "0" and "1" here.
-        if number.isdecimal() and int(number) in names:
+        if number.isdecimal() and int(number) in names and not moved_by_rules:
             new_keys[key] = f"{root}.{STATE}.{names[int(number)]}.{entry}"
     stored.move(new_keys)
     frozen = {name for name, parameter in parameters_of_modules(flat) if not parameter.requires_grad}
@@ -85,24 +94,38 @@ def name_parameters(handback: Handback, flat: FlatState, stored: Stored) -> None
             stored.values.pop(f"{section}.{name}", None)
 
 
-def number_parameters(handback: Handback, flat: FlatState, stored: Stored) -> None:
-    """Puts the groups and the state that are stored by name under the numbers that one of torch's optimizers has."""
-    root = join(handback.path)
-    section = f"{root}.{PARAM_GROUPS}"
-    numbers = numbers_of_names(handback, flat)
-    _join_options(section, numbers, stored)
-    options = {name: stored.values[f"{section}.{name}"] for name in numbers if f"{section}.{name}" in stored.values}
-    if not options:
+def _divide(root: str, stored: Stored) -> None:
+    """Takes apart what is stored as one value of one of torch's optimizers: all of it, where no tensor is in it."""
+    whole = stored.values.get(root)
+    if not isinstance(whole, dict) or not isinstance(whole.get(PARAM_GROUPS), list):
         return
-    stored.values[section] = groups_by_number(handback, numbers, options)
-    new_keys = {}
-    for key in stored.below(f"{root}.{STATE}"):
-        name, entry = owner_of(key.removeprefix(f"{root}.{STATE}."), numbers)
-        if name:
-            new_keys[key] = f"{root}.{STATE}.{numbers[name]}.{entry}"
-    stored.move(new_keys)
-    for name in options:
-        del stored.values[f"{section}.{name}"]
+    del stored.values[root]
+    for name, value in whole.items():
+        if name != STATE:
+            stored.values[f"{root}.{name}"] = value
+    for number, entries in whole.get(STATE, {}).items():
+        stored.values |= {f"{root}.{STATE}.{number}.{entry}": value for entry, value in entries.items()}
+
+
+def _shapes_by_number(root: str, stored: Stored) -> dict[int, frozenset[tuple[int, ...]]]:
+    """Returns the shapes of the tensors in the state of each parameter that has a number."""
+    shapes: dict[int, set[tuple[int, ...]]] = {}
+    before = f"{root}.{STATE}."
+    for key, old in () if stored.in_order else stored.tensors.items():
+        number, _, entry = key.removeprefix(before).partition(".")
+        if key.startswith(before) and entry and number.isdecimal():
+            shapes.setdefault(int(number), set()).add(stored.shape_of(old))
+    return {number: frozenset(each) for number, each in shapes.items()}
+
+
+def _name_by_rules(number: int, root: str, stored: Stored) -> str:
+    """Returns the name that the rules of `rename` make of a number; "" where it stays a number."""
+    for each in stored.numbered:
+        new_key = stored.renamed(f"{each}.{STATE}.{number}.")
+        if new_key.startswith(f"{root}.{STATE}."):
+            name = new_key.removeprefix(f"{root}.{STATE}.").removesuffix(".")
+            return name if name != str(number) else ""
+    return ""
 
 
 def _take_groups(section: str, stored: Stored) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from shardopt.checkpoint.matching.granularity import at_granularity_of
 from shardopt.errors import MismatchError, Problem
 from shardopt.names import may_have_wrappers, names_under_wrappers
 from shardopt.param_groups import PARAM_GROUPS
-from shardopt.state import FlatState, Path, held_names, join
+from shardopt.state import FlatState, Path, join
 
 T = TypeVar("T")
 _STATE = "state"
@@ -43,6 +43,12 @@ class Names:
     renamed: Mapping[str, str]
     chosen: frozenset[str]
     aliases: Mapping[str, str]
+
+
+def stored_paths(manifest: Manifest) -> dict[str, Path]:
+    """Returns the path of each stored key."""
+    paths = {key: tensor.path for key, tensor in manifest.tensors.items()}
+    return paths | {key: path for key, (path, _) in manifest.values.items()} | dict(manifest.per_rank)
 
 
 def under_names_of(manifest: Manifest, flat: FlatState, select: str | None, rename: Mapping[str, str] | None) -> Names:
@@ -180,7 +186,7 @@ def _spread(values: Values, flat: FlatState) -> Values:
 
     So earlier versions have it. By now each name in "state" has a key of its own.
     """
-    for root in [each.path for each in flat.handbacks if held_names(each.target) is not None]:
+    for root in [each.path for each in flat.handbacks if each.held_names() is not None]:
         for path in (root, (*root, _STATE)):
             _, whole = values.get(join(path), (path, None))
             if isinstance(whole, dict) and join(path) not in flat.leaves:

@@ -39,7 +39,7 @@ from shardopt.flatten import flatten
 from shardopt.sharding.box import Box
 from shardopt.sharding.pieces import Piece, View
 from shardopt.sharding.view import local_tensors
-from shardopt.state import FlatState, Tied, is_below
+from shardopt.state import FlatState, Tied
 
 _LEAST_SHARED_BYTES = 16 << 20  # that other ranks hold too: of less all is copied, which takes no longer than a round
 _SMALL_BYTES = 64 * 1024  # up to here a copy takes less time than to get Python's lock back
@@ -312,7 +312,7 @@ def changed_by_steps_alone(flat: FlatState) -> frozenset[str]:
     keys = []
     for key, leaf in flat.leaves.items():
         if isinstance(leaf.value, Tensor) and leaf.value.ndim:
-            within = is_below(leaf.path, *states)
+            within = any(leaf.path[:length] in states for length in range(len(leaf.path)))
             if within or all(_place(local) in owned for local in local_tensors(leaf.value)):
                 keys.append(key)
     return frozenset(keys)

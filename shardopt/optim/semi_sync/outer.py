@@ -16,9 +16,8 @@ from shardopt.optim.islands.schedule import SyncSchedule, fragments_by_name
 from shardopt.optim.semi_sync.weights import Weights, anchor_of, refuse_unfit
 from shardopt.optim.state_dict.groups import first_names
 from shardopt.optim.state_dict.load_plan import LoadPlan
-from shardopt.optim.state_dict.saved_form import STATE
 from shardopt.optim.wrapper import OptimizerWrapper, OwnState
-from shardopt.param_groups import PARAMS
+from shardopt.param_groups import PARAMS, STATE
 from shardopt.sharding.gradients import is_frozen, set_gradients, zero_gradients
 from shardopt.sharding.view import is_held, local_tensors
 from shardopt.staging_fence import wait_for_copies

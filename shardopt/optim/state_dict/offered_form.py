@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardopt.names import before_all, plain_name
-from shardopt.optim.state_dict.saved_form import STATE
-from shardopt.param_groups import PARAM_GROUPS, PARAMS
+from shardopt.param_groups import PARAM_GROUPS, PARAMS, STATE
 
 _PARAM_NAMES = "param_names"
 """In the groups of a torch optimizer that was made of `named_parameters()`: the name of each parameter."""

@@ -26,10 +26,13 @@ from shardopt.optim.state_dict.options import (
     put_option,
 )
 from shardopt.param_groups import (
+    ALGORITHM,
     ELSEWHERE,
+    GIVEN,
     IMPLEMENTATION_OPTIONS,
     PARAM_GROUPS,
     PARAMS,
+    STATE,
     STORAGE_OPTIONS,
     UNTOUCHED,
     Groups,
@@ -38,12 +41,6 @@ from shardopt.param_groups import (
     options_elsewhere,
     options_of,
 )
-
-STATE = "state"
-ALGORITHM = "algorithm"
-"""In a saved group: the name of the algorithm that steps it, where that is known."""
-GIVEN = "given"
-"""In a saved group: the options that the code gave, before schedules and the training loop changed any."""
 
 _REMEDY = (
     "load what was saved from the same parameters and options (a schedule adds some: attach it first), by "

@@ -1,0 +1,292 @@
+"""torch's own optimizers in `app`: their state goes by the names of parameters, as that of keyed ones does."""
+
+import copy
+import logging
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import shardopt
+from shardopt import checkpoint
+from shardopt.checkpoint import Strictness
+from shardopt.errors import MismatchError
+from tests.golden.state import Layers, step_torch_optimizers, torch_optimizers
+
+POSITIONS = Path(__file__).parents[1] / "golden" / "torch_positions"
+
+KINDS = {
+    "sgd": (torch.optim.SGD, {}),
+    "momentum": (torch.optim.SGD, {"momentum": 0.5}),
+    "adamw": (torch.optim.AdamW, {}),
+    "fused": (torch.optim.AdamW, {"fused": True}),
+    "amsgrad": (torch.optim.Adam, {"amsgrad": True, "lr": torch.tensor(0.1)}),
+    "adagrad": (torch.optim.Adagrad, {}),
+    "adadelta": (torch.optim.Adadelta, {}),
+    "adamax": (torch.optim.Adamax, {}),
+    "asgd": (torch.optim.ASGD, {}),
+    "nadam": (torch.optim.NAdam, {}),
+    "radam": (torch.optim.RAdam, {}),
+    "rmsprop": (torch.optim.RMSprop, {"momentum": 0.5, "centered": True}),
+    "rprop": (torch.optim.Rprop, {}),
+    "adafactor": (torch.optim.Adafactor, {}),
+}
+
+
+def stepped(app, steps=2, seed=0):
+    """Steps the optimizers of an app by gradients that go by the names of the model's parameters."""
+    model = app["model"]
+    for step in range(steps):
+        for name, parameter in sorted(model.named_parameters()):
+            torch.manual_seed(seed + step + sum(map(ord, name)))
+            parameter.grad = torch.randn(parameter.shape)
+        for name, optimizer in app.items():
+            if name.startswith("optim"):
+                optimizer.step()
+    return app
+
+
+def state_of(app, name="optimizer"):
+    """The state of an optimizer by the names of the model's parameters."""
+    names = {id(parameter): name for name, parameter in app["model"].named_parameters()}
+    return {
+        names[id(parameter)]: {entry: torch.as_tensor(value) for entry, value in entries.items() if value is not None}
+        for parameter, entries in app[name].state.items()
+        if entries
+    }
+
+
+def equal(one, other):
+    return one.keys() == other.keys() and all(
+        one[name].keys() == other[name].keys()
+        and all(torch.equal(value, other[name][entry]) for entry, value in one[name].items())
+        for name in one
+    )
+
+
+def weights_equal(one, other):
+    return all(torch.equal(value, other.get_parameter(name)) for name, value in one.named_parameters())
+
+
+def app_of(order=("first", "second"), kind=torch.optim.AdamW, named=False, **options):
+    model = Layers(order)
+    parameters = model.named_parameters() if named else model.parameters()
+    return {"model": model, "optimizer": kind(parameters, **{"lr": 0.125, **options})}
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("init_state", [False, True])
+def test_layers_of_one_shape_may_change_places(tmp_path, named, init_state):
+    saved = stepped(app_of(named=named))
+    checkpoint.save(tmp_path / "c", saved)
+    loaded = app_of(("second", "first"), named=named)
+    if not init_state:
+        stepped(loaded, seed=7)
+    checkpoint.load(tmp_path / "c", loaded, init_state=init_state)
+    assert equal(state_of(loaded), state_of(saved))
+    assert weights_equal(stepped(loaded)["model"], stepped(saved)["model"])
+
+
+def test_a_layer_is_inserted(tmp_path):
+    saved = stepped(app_of())
+    checkpoint.save(tmp_path / "c", saved)
+    loaded = app_of(("first", "between", "second"))
+    checkpoint.load(tmp_path / "c", loaded, strict=False, init_state=True)
+    assert equal(state_of(loaded), state_of(saved))
+    stepped(loaded)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, id=kind) for kind in KINDS])
+def test_a_fresh_process_goes_on_where_it_was(tmp_path, kind):
+    cls, options = KINDS[kind]
+    saved = stepped(app_of(kind=cls, **copy.deepcopy(options)))
+    with checkpoint.Manager(tmp_path) as manager:
+        manager.save(2, saved, force=True)
+    loaded = app_of(("second", "first"), kind=cls, **copy.deepcopy(options))
+    with checkpoint.Manager(tmp_path) as manager:
+        assert manager.restore(loaded)
+    assert equal(state_of(loaded), state_of(saved))
+    assert weights_equal(stepped(loaded)["model"], stepped(saved)["model"])
+
+
+@pytest.mark.parametrize("into", ["torch", "keyed"])
+def test_torchs_state_and_that_of_keyed_ones_are_one_form(tmp_path, into):
+    def made(form, order):
+        model = Layers(order)
+        if form == "torch":
+            return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.125)}
+        return {"model": model, "optimizer": shardopt.keyed("adamw", model.named_parameters(), lr=0.125)}
+
+    saved = stepped(made("keyed" if into == "torch" else "torch", ("first", "second")))
+    checkpoint.save(tmp_path / "c", saved)
+    loaded = made(into, ("second", "first"))
+    checkpoint.load(tmp_path / "c", loaded, init_state=True)
+    assert equal(state_of(loaded), state_of(saved))
+    for name, weight in stepped(saved)["model"].state_dict().items() if stepped(loaded) else ():
+        torch.testing.assert_close(loaded["model"].state_dict()[name], weight)  # computed by other loops
+
+
+def test_a_failed_load_takes_the_state_away_that_it_made(tmp_path):
+    checkpoint.save(tmp_path / "c", {**stepped(app_of()), "extra": 1})
+    loaded = app_of()
+    before = {name: value.clone() for name, value in loaded["model"].state_dict().items()}
+    with pytest.raises(MismatchError, match="extra"):
+        checkpoint.load(tmp_path / "c", loaded, init_state=True)
+    assert not loaded["optimizer"].state
+    assert all(torch.equal(value, before[name]) for name, value in loaded["model"].state_dict().items())
+    assert all(parameter.grad is None for parameter in loaded["model"].parameters())
+
+
+def golden(order, *names):
+    app = torch_optimizers(order)
+    return {name: app[name] for name in ("model", *names)}
+
+
+def expected(*names):
+    app = torch_optimizers()
+    step_torch_optimizers(app)
+    return {name: app[name] for name in ("model", *names)}
+
+
+@pytest.mark.parametrize("name", ["named", "shapes", "stateless"])
+def test_positions_of_earlier_versions_are_read_by_names_or_shapes(caplog, name):
+    loaded, wanted = golden(("second", "first"), name), expected(name)
+    with caplog.at_level(logging.INFO):
+        checkpoint.load(POSITIONS, loaded, init_state=True, strict=Strictness(unexpected="ignore"))
+    assert equal(state_of(loaded, name), state_of(wanted, name))
+    assert any("stored by position" in line and name in line for line in caplog.messages)
+    assert [group["lr"] for group in loaded[name].param_groups] == [g["lr"] for g in wanted[name].param_groups]
+
+
+def test_positions_that_may_be_either_of_two_are_refused_and_the_remedy_works(tmp_path):
+    loaded, wanted = golden(("second", "first"), "doubtful"), expected("doubtful")
+    before = copy.deepcopy(loaded["model"].state_dict())
+    only = Strictness(unexpected="ignore")
+    with pytest.raises(MismatchError, match="without a name") as caught:
+        checkpoint.load(POSITIONS, loaded, init_state=True, strict=only)
+    assert all(torch.equal(value, before[name]) for name, value in loaded["model"].state_dict().items())
+    (problem,) = caught.value.problems
+    assert problem.key == "doubtful.state" and "rename=" in problem.remedy
+    names = [name for name, _ in wanted["model"].named_parameters()]
+    rename = {rf"^doubtful\.state\.{i}\.(?=[^.]*$)": f"doubtful.state.{name}." for i, name in enumerate(names)}
+    checkpoint.load(POSITIONS, loaded, init_state=True, strict=only, rename=rename)
+    assert equal(state_of(loaded, "doubtful"), state_of(wanted, "doubtful"))
+
+
+def test_positions_of_l_bfgs_are_kept(tmp_path):
+    loaded, wanted = golden(("first", "second"), "lbfgs"), expected("lbfgs")
+    checkpoint.load(POSITIONS, loaded, strict=Strictness(unexpected="ignore"), init_state=True)
+    ours, theirs = (each["lbfgs"].state_dict()["state"][0] for each in (loaded, wanted))
+    assert torch.equal(ours["d"], theirs["d"]) and ours["n_iter"] == theirs["n_iter"]
+
+
+def test_l_bfgs_with_parameters_in_another_order_is_refused(tmp_path):
+    def made(order):
+        model = Layers(order)
+        return {"model": model, "optimizer": torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=1)}
+
+    def step(app):
+        app["optimizer"].step(lambda: sum(p.square().sum() for p in app["model"].parameters()))
+
+    saved, loaded = made(("first", "second")), made(("second", "first"))
+    for app in (saved, loaded):
+        for parameter in app["model"].parameters():
+            parameter.grad = torch.ones_like(parameter)
+        step(app)
+    checkpoint.save(tmp_path / "c", saved)
+    with pytest.raises(MismatchError, match=r"first\.weight"):
+        checkpoint.load(tmp_path / "c", loaded)
+    again = made(("first", "second"))
+    checkpoint.load(tmp_path / "c", again, init_state=True)
+    assert "param_names" not in again["optimizer"].param_groups[0]
+    assert torch.equal(
+        again["optimizer"].state_dict()["state"][0]["d"], saved["optimizer"].state_dict()["state"][0]["d"]
+    )
+
+
+def test_without_names_parameters_of_one_shape_are_refused(tmp_path):
+    saved = stepped(app_of())
+    checkpoint.save(tmp_path / "c", {"optimizer": saved["optimizer"]})
+    loaded = stepped(app_of(), seed=3)
+    with pytest.raises(MismatchError, match="without names") as caught:
+        checkpoint.load(tmp_path / "c", {"optimizer": loaded["optimizer"]})
+    assert "named_parameters()" in caught.value.problems[0].remedy
+    for app in (saved, loaded):  # the remedy, followed
+        app["optimizer"].param_groups[0]["param_names"] = [name for name, _ in app["model"].named_parameters()]
+    checkpoint.save(tmp_path / "d", {"optimizer": saved["optimizer"]})
+    checkpoint.load(tmp_path / "d", {"optimizer": loaded["optimizer"]})
+    assert equal(state_of(loaded), state_of(saved))
+
+
+def test_shapes_tell_where_there_are_no_names(tmp_path):
+    saved, loaded = stepped(app_of()), stepped(app_of(), seed=3)
+    for app in (saved, loaded):
+        app["optimizer"] = torch.optim.Adam(app["model"].head.parameters())
+        stepped(app)
+    checkpoint.save(tmp_path / "c", {"optimizer": saved["optimizer"]})
+    checkpoint.load(tmp_path / "c", {"optimizer": loaded["optimizer"]})
+    assert equal(state_of(loaded), state_of(saved))
+
+
+def test_two_models_of_one_app_have_names_of_their_own(tmp_path):
+    def made():
+        app = {"a": Layers(), "b": Layers()}
+        app["optimizer"] = torch.optim.Adam([*app["a"].parameters(), *app["b"].parameters()])
+        return app
+
+    saved = made()
+    for i, parameter in enumerate([*saved["a"].parameters(), *saved["b"].parameters()]):
+        parameter.grad = torch.full_like(parameter, i + 1.0)
+    saved["optimizer"].step()
+    checkpoint.save(tmp_path / "c", saved)
+    with checkpoint.open(tmp_path / "c") as reader:
+        assert reader.read("optimizer.state.b.first.bias.step") == 1
+    loaded = made()
+    checkpoint.load(tmp_path / "c", loaded, init_state=True)
+    ours, theirs = (app["optimizer"].state_dict()["state"] for app in (loaded, saved))
+    assert all(torch.equal(ours[i]["exp_avg"], theirs[i]["exp_avg"]) for i in range(12))
+
+
+def test_groups_go_by_their_members_not_by_their_order(tmp_path):
+    def made(turned):
+        model = Layers()
+        groups = [{"params": [p for n, p in model.named_parameters() if n.endswith(end)]} for end in ("weight", "bias")]
+        groups[0]["lr"] = 0.5
+        return {"model": model, "optimizer": torch.optim.AdamW(groups[::-1] if turned else groups)}
+
+    saved, loaded = stepped(made(False)), made(True)
+    saved["optimizer"].param_groups[1]["lr"] = 0.25
+    checkpoint.save(tmp_path / "c", saved)
+    checkpoint.load(tmp_path / "c", loaded, init_state=True)
+    assert [group["lr"] for group in loaded["optimizer"].param_groups] == [0.25, 0.5]
+    assert equal(state_of(loaded), state_of(saved))
+    together = app_of()
+    with pytest.raises(MismatchError, match="the same in one group"):
+        checkpoint.load(tmp_path / "c", together, init_state=True)
+
+
+def test_another_algorithm_is_refused(tmp_path):
+    checkpoint.save(tmp_path / "c", stepped(app_of()))
+    with pytest.raises(MismatchError, match="AdamW, by which it was saved"):
+        checkpoint.load(tmp_path / "c", app_of(kind=torch.optim.Adam), init_state=True)
+
+
+def test_a_thousand_optimizers_take_ten_times_as_long_as_a_hundred(tmp_path):
+    def made(count):
+        model = nn.ParameterList(torch.nn.Parameter(torch.ones(1)) for _ in range(count))
+        app = {"model": model, "optimizers": {str(i): torch.optim.SGD([p], 0.1) for i, p in enumerate(model)}}
+        app["schedules"] = {i: torch.optim.lr_scheduler.StepLR(each, 1) for i, each in app["optimizers"].items()}
+        return app
+
+    def seconds(count):
+        app = made(count)
+        checkpoint.save(tmp_path / str(count), app)
+        begin = time.process_time()
+        checkpoint.load(tmp_path / str(count), app)
+        return time.process_time() - begin
+
+    seconds(10)
+    few = seconds(50)
+    assert seconds(500) < 30 * few
