@@ -40,6 +40,7 @@ STORED: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "torch, bf16": (BF16, {}),
     "bf16": (FP32, {"state_dtype": BF16}),
     "8 bits": (FP32, {"state_dtype": torch.uint8}),
+    "8 bits, to nearest": (FP32, {"state_dtype": torch.uint8, "rounding": "nearest"}),
     "8 bits, stochastic": (BF16, {"state_dtype": torch.uint8, "rounding": "stochastic"}),
     "fp32, master": (BF16, {"master_dtype": FP32}),
     "8 bits, master": (BF16, {"state_dtype": torch.uint8, "master_dtype": FP32}),

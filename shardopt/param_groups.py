@@ -40,7 +40,7 @@ NAMES_OF_TORCH = "param_names"
 IMPLEMENTATION_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Options that say how this process computes a step, not what: they belong to its device and are neither saved nor
 loaded, or a job resumed on other hardware would run with what the old one asked for."""
-STORAGE_OPTIONS: Mapping[str, str | None] = {"state_dtype": None, "master_dtype": None, "rounding": "nearest"}
+STORAGE_OPTIONS: Mapping[str, str | None] = {"state_dtype": None, "master_dtype": None, "rounding": None}
 """Options that say in how many bits state and parameters are stored, each with its value where a group has none."""
 
 _NOTES = frozenset({ALGORITHM, GIVEN, UNTOUCHED, PARAMS, NAMES_OF_TORCH})

@@ -33,6 +33,7 @@ from shardopt.optim.state_dict.options import (
     warn_of_another_algorithm,
     warn_of_conversions,
     warn_of_overridden,
+    warn_of_rounding,
 )
 from shardopt.optim.state_dict.saved_form import KeyedGroup, as_saved, plan_all
 from shardopt.param_groups import ALGORITHM, PARAM_GROUPS, PARAMS, STATE
@@ -178,8 +179,10 @@ class KeyedOptimizer(RelatedOptimizer):
         self.plan_load(plan, state_dict)
         wait_for_copies()  # a save in the background may still be copying tensors that this changes
         plan.apply()
-        if (plan.overridden or plan.algorithms or plan.conversions) and self._shared_group.ranks.rank == 0:
+        noted = plan.overridden or plan.algorithms or plan.conversions or plan.rounded_anew
+        if noted and self._shared_group.ranks.rank == 0:
             warn_of_overridden(plan.overridden)
+            warn_of_rounding(plan.rounded_anew)
             warn_of_another_algorithm(plan.algorithms)
             warn_of_conversions(plan.conversions)
         self.post_load_state_dict()

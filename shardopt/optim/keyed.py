@@ -63,7 +63,8 @@ def keyed(
             and they have one state. To make their gradients equal before the step is the training loop's part.
         defaults: options of `algorithm`; and of an elementwise one, here or in a group, how it stores:
             `state_dtype` (torch.bfloat16, or torch.uint8 for 8-bit codes; default: as what is stepped), `master_dtype`
-            (torch.float32: bf16 and fp16 parameters get a master) and `rounding` ("nearest", or "stochastic"). Its step
+            (torch.float32: bf16 and fp16 parameters get a master) and `rounding` (None: state in fewer bits at random,
+            parameters to nearest; "stochastic": both at random; "nearest": both to nearest). Its step
             is then computed in fp32, in chunks; see docs/low-memory.md. Where neither `foreach` nor `fused` is asked
             for, and none of these, each step takes the fastest implementation that computes what the for-loop computes:
             on the CPU the fused one of Adam, AdamW, Adagrad and SGD (but SGD's not in bfloat16, and none in float16),

@@ -59,7 +59,7 @@ def gradients(step, shape=(24, 300)):
 
 def test_a_step_is_torchs_on_what_the_codes_say_and_stores_the_nearest_codes():
     weight = torch.nn.Parameter(gradients(99))
-    optimizer = shardopt.keyed("adamw", {"w": weight}, lr=0.1, weight_decay=0.1, state_dtype=torch.uint8)
+    optimizer = shardopt.keyed("adamw", {"w": weight}, lr=0.1, weight_decay=0.1, **OPTIONS["codes"][1])
     optimizer.init_state()
     for step in range(6):
         state = optimizer.state[weight]

@@ -36,7 +36,7 @@ def torchao(named):
 EVERY = {
     "fp32": keyed,
     "8 bits": lambda named: keyed(named, state_dtype=torch.uint8),
-    "8 bits at random": lambda named: keyed(named, state_dtype=torch.uint8, rounding="stochastic"),
+    "8 bits to nearest": lambda named: keyed(named, state_dtype=torch.uint8, rounding="nearest"),
     "torchao": torchao,
 }
 
@@ -75,6 +75,6 @@ def test_8_bit_adamw_trains_the_demos_model_within_half_a_percent_of_fp32(capsys
                 found.append(loss_after_training(EVERY[name], seed))
             with capsys.disabled():
                 print({name: round(found[-1], 4) for name, found in losses.items()}, flush=True)
-    for name in ("8 bits", "8 bits at random"):
+    for name in ("8 bits", "8 bits to nearest"):
         for loss, wanted in zip(losses[name], losses["fp32"], strict=True):
             assert abs(loss / wanted - 1) < 0.005, (name, loss, wanted)

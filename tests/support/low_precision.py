@@ -75,7 +75,7 @@ def _table(full, dim):
 
 BF16, FP32 = torch.bfloat16, torch.float32
 OPTIONS = {
-    "codes": (FP32, {"state_dtype": torch.uint8}),
+    "codes": (FP32, {"state_dtype": torch.uint8, "rounding": "nearest"}),
     "codes, at random": (BF16, {"state_dtype": torch.uint8, "rounding": "stochastic"}),
     "codes, master": (BF16, {"state_dtype": torch.uint8, "master_dtype": FP32}),
     "bf16, at random": (BF16, {"state_dtype": BF16, "rounding": "stochastic"}),

@@ -26,6 +26,7 @@ from shardopt.algorithms.low_precision.options import (
     refuse_algorithm,
     refuse_bad_values,
     unfit,
+    warn_of_lost_changes,
 )
 from shardopt.algorithms.low_precision.shared_scales import agree, cuts_of_blocks
 from shardopt.algorithms.low_precision.work import Work
@@ -80,6 +81,7 @@ class LowPrecisionOptimizer(Optimizer, metaclass=_Variant):
         group = as_texts(param_group)
         refuse_bad_values({**self.defaults, **group}, self.algorithm.name)
         super().add_param_group(group)
+        warn_of_lost_changes(self.algorithm, self.param_groups[-1])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

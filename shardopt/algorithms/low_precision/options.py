@@ -2,13 +2,15 @@
 
     state_dtype    None: as the tensor that is stepped; "bfloat16"; or "uint8", 8-bit codes
     master_dtype   None; or "float32": bf16 and fp16 parameters get a master in fp32, which is stepped in their place
-    rounding       "nearest", or "stochastic": of bf16 parameters without a master, and of state
+    rounding       None: state that `state_dtype` stores in fewer bits is rounded at random, bf16 parameters to nearest;
+                   "stochastic": both at random; "nearest": both to nearest
 
 They are texts in groups, so that they can be saved; `as_texts` makes them of dtypes.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,13 +26,18 @@ from shardopt.param_groups import STORAGE_OPTIONS
 CODES = "uint8"
 MASTER = "master"
 STEP = "step"
+NEAREST = "nearest"
 STOCHASTIC = "stochastic"
+
+_log = logging.getLogger("shardopt")
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "state_dtype": (None, "bfloat16", CODES),
     "master_dtype": (None, "float32"),
-    "rounding": ("nearest", STOCHASTIC),
+    "rounding": (None, NEAREST, STOCHASTIC),
 }
+_HALF_A_STEP = {"bfloat16": 2.0**-8, CODES: 2.0**-4}
+"""Half of what lies between two neighbours, of the lower one, where that is most."""
 _UNFIT = {
     "foreach": "the step goes through chunks of one parameter at a time",
     "fused": "the step runs torch's for-loop",
@@ -48,14 +55,17 @@ def as_texts(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def asks_for_less(options: Mapping[str, Any]) -> bool:
     """Whether options name another way to store than torch's."""
-    return any(options.get(name, default) != default for name, default in STORAGE_OPTIONS.items())
+    return any(not is_torchs(name, options.get(name, default)) for name, default in STORAGE_OPTIONS.items())
+
+
+def is_torchs(name: str, value: Any) -> bool:
+    """Whether an option here has the value by which torch stores."""
+    return value is None or (name, value) == ("rounding", NEAREST)
 
 
 def without_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns options without those that ask for torch's way to store, which its own classes do not know."""
-    return {
-        name: value for name, value in options.items() if name not in STORAGE_OPTIONS or value != STORAGE_OPTIONS[name]
-    }
+    return {name: value for name, value in options.items() if name not in STORAGE_OPTIONS or not is_torchs(name, value)}
 
 
 def refuse_bad_values(options: Mapping[str, Any], algorithm: str) -> None:
@@ -70,6 +80,37 @@ def refuse_bad_values(options: Mapping[str, Any], algorithm: str) -> None:
     ]
     if problems:
         raise AlgorithmError(f"{algorithm} cannot store its state in this way", problems)
+
+
+def warn_of_lost_changes(spec: AlgorithmSpec, options: Options) -> None:
+    """Logs, once for each way, that state rounded to nearest does not follow gradients as slowly as options ask."""
+    stored = options["state_dtype"]
+    if options["rounding"] != NEAREST or stored is None:
+        return
+    slowest = _least_change(options)
+    if slowest < _HALF_A_STEP[stored]:
+        _log_lost_changes(spec.name, stored, slowest)
+
+
+def _least_change(options: Options) -> float:
+    """Returns the share of state that a step replaces where it replaces least: 1 - β; 0 of a sum."""
+    decays = [float(beta) for beta in options.get("betas", ())]
+    decays += [float(options.get(name) or 0.0) for name in ("alpha", "rho", "momentum")]
+    if "initial_accumulator_value" in options:
+        decays.append(1.0)
+    return 1 - max((decay for decay in decays if decay <= 1), default=0.0)  # AdEMAMix's alpha is no decay
+
+
+@lru_cache(maxsize=256)
+def _log_lost_changes(algorithm: str, stored: str, slowest: float) -> None:
+    _log.warning(
+        '%s with rounding="nearest": a step changes some of its state by a share of %.2g, and state in %s loses '
+        "changes below %.2g. It stays behind the gradients; leave rounding out to let it follow",
+        algorithm,
+        slowest,
+        stored,
+        _HALF_A_STEP[stored],
+    )
 
 
 def refuse_algorithm(spec: AlgorithmSpec) -> None:
@@ -156,7 +197,7 @@ def _form_of(
     entries: tuple[tuple[str, bool, bool], ...],
     state_dtype: str | None,
     master_dtype: str | None,
-    rounding: str,
+    rounding: str | None,
     shape: tuple[int, ...],
     dtype: torch.dtype,
 ) -> Form:
@@ -171,9 +212,9 @@ def _form_of(
             return Stored(name, torch.uint8, True, signed)
         return Stored(name, torch.bfloat16 if state_dtype == "bfloat16" and narrows else torch.float32, False, signed)
 
-    stochastic = rounding == STOCHASTIC
-    at_random = stochastic and not master and dtype is torch.bfloat16
-    return Form(tuple(stored(*entry) for entry in entries), master, stochastic, at_random)
+    at_random = rounding == STOCHASTIC and not master and dtype is torch.bfloat16
+    of_state = rounding == STOCHASTIC or (rounding is None and state_dtype is not None)
+    return Form(tuple(stored(*entry) for entry in entries), master, of_state, at_random)
 
 
 def unfit(name: str, options: Options, dtype: torch.dtype) -> Iterator[Problem]:
@@ -183,7 +224,7 @@ def unfit(name: str, options: Options, dtype: torch.dtype) -> Iterator[Problem]:
     its bits, and a complex number its imaginary part.
     """
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        asked = [option for option, default in STORAGE_OPTIONS.items() if options[option] != default]
+        asked = [option for option in STORAGE_OPTIONS if not is_torchs(option, options[option])]
         for key in asked or (["dtype"] if dtype.is_floating_point or dtype.is_complex else []):
             yield Problem(
                 key=f"{name}: {key}",

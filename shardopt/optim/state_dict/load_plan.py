@@ -59,6 +59,7 @@ class LoadPlan:
         self.loaded_groups: list[dict[str, Any]] = []  # whose options are all loaded
         self.overridden: list[Any] = []  # options to which the code gives other values, `options.Overridden`
         self.algorithms: list[str] = []  # notes on groups that another algorithm has saved
+        self.rounded_anew: list[str] = []  # parameters whose state an earlier version rounded to nearest
         self.opt_key = ""
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._values: list[tuple[MutableMapping[Any, Any], Any, Any]] = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -180,6 +180,17 @@ def warn_of_another_algorithm(notes: Iterable[str]) -> None:
     if notes:
         shown = notes[:_MOST_LINES] + ([f"and {len(notes) - _MOST_LINES} more"] if len(notes) > _MOST_LINES else [])
         _log.warning("loaded with strict=False from another algorithm:\n  %s", "\n  ".join(shown))
+
+
+def warn_of_rounding(names: Sequence[str]) -> None:
+    """Logs of how many parameters the state was rounded to nearest when it was saved, and is rounded at random now."""
+    if names:
+        _log.warning(
+            'state in fewer bits was saved with rounding="nearest", and is rounded at random from here on, as the code '
+            'gives no rounding; rounding="nearest" goes on as before: %s%s',
+            names[0],
+            f" and {len(names) - 1} more" if len(names) > 1 else "",
+        )
 
 
 def warn_of_conversions(conversions: Iterable[Conversion]) -> None:

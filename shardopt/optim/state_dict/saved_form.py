@@ -241,11 +241,12 @@ def _plan_group(plan: LoadPlan, where: str, group: KeyedGroup, by_member: Mappin
 
 def _storage(group: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options by which a group stores its state; one that names none stores it as torch does."""
-    return (
-        {name: group[name] for name in STORAGE_OPTIONS}
-        if STORAGE_OPTIONS.keys() <= group.keys()
-        else {**STORAGE_OPTIONS}
-    )
+    if not STORAGE_OPTIONS.keys() <= group.keys():
+        return {**STORAGE_OPTIONS}
+    options = {name: group[name] for name in STORAGE_OPTIONS}
+    if options["rounding"] == "nearest" and options["state_dtype"] is None:
+        options["rounding"] = None  # which says the same of such a group
+    return options
 
 
 def _plan_storage(plan: LoadPlan, where: str, group: KeyedGroup, by_member: Mapping[str, Mapping[str, Any]]) -> None:
@@ -255,6 +256,9 @@ def _plan_storage(plan: LoadPlan, where: str, group: KeyedGroup, by_member: Mapp
         for name, stored in _storage(options).items():
             converted = plan.convert_state or (plan.convert_dtype and {stored, here[name]} == {None, "bfloat16"})
             kept = name == "rounding" and name in group.kept
+            if name == "rounding" and not kept and (stored, here[name]) == ("nearest", None):
+                plan.rounded_anew.append(plan.seen_as(member or where))  # earlier versions' default, and the one of now
+                continue
             if stored == here[name] or converted or kept or (name, stored) in noted:
                 continue
             noted.add((name, stored))
