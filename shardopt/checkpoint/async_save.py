@@ -28,6 +28,7 @@ from shardopt.checkpoint.planning.replica_check import CheckReplicas
 from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.reports import SaveReport
 from shardopt.checkpoint.save import DEFAULT_OPTIONS, SaveOptions, replicas_to_check
+from shardopt.checkpoint.storage import absolute_url
 from shardopt.checkpoint.writing.host_memory import HostMemory
 from shardopt.checkpoint.writing.pending import PendingSave, hold_steps
 from shardopt.checkpoint.writing.staging import Shares, Staging
@@ -101,7 +102,7 @@ class AsyncSaver:
             afterwards: called by the thread, with the report, once the checkpoint is committed; `wait` waits for that
                 too.
         """
-        begin = world().monotonic()
+        begin, url = world().monotonic(), absolute_url(url)
         _require_choice("stage", stage, ("now", "lazy"))
         _require_choice("in_flight", in_flight, ("wait", "refuse"))
         call = call_on("saving", url)
@@ -112,7 +113,7 @@ class AsyncSaver:
         self._wait(call, options.group)
         self._group = options.group
         side = self._side.of(ranks, options.deadline_seconds)
-        background = BackgroundSave(side, os.fspath(url), self._kept, begin, options, afterwards)
+        background = BackgroundSave(side, url, self._kept, begin, options, afterwards)
         pending = background.pending
         staged: Staged | BaseException
         try:
@@ -314,7 +315,7 @@ def async_save(
     until then; the next save is in step again, and raises on all of them if it was not reported on one yet.
     """
     refuse_within(f"saving {os.fspath(url)}", app)
-    base_url = None if base is None else os.fspath(base)
+    base_url = None if base is None else absolute_url(base)
     options = SaveOptions(
         durable, check_replicas, progress, deadline_seconds, group, tied, base=base_url, select=select
     )

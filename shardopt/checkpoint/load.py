@@ -43,6 +43,7 @@ from shardopt.checkpoint.rearrange.rules import AnyRule
 from shardopt.checkpoint.reports import LoadReport, emit_report
 from shardopt.checkpoint.sources.open_on_ranks import opener_of
 from shardopt.checkpoint.sources.reader import CheckpointReader
+from shardopt.checkpoint.storage import absolute_url
 from shardopt.errors import CheckpointError, MismatchError, Problem, ShardoptError
 from shardopt.flatten import flatten
 from shardopt.gc_pause import gc_paused
@@ -224,8 +225,9 @@ def load(
         deadline_seconds=deadline_seconds,
         group=group,
         tied=tied,
-        base_root=base_root,
+        base_root=None if base_root is None else absolute_url(base_root),
     )
+    url = absolute_url(url)
     # Around a call, so that the collector finds the plan gone when it wakes.
     refuse_within(f"loading {os.fspath(url)}", but=[LOADING])
     with reading(url), ranks_of(group).beating(deadline_seconds), gc_paused():

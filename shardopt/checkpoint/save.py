@@ -28,7 +28,7 @@ from shardopt.checkpoint.planning.save_plan import RankWrites
 from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.refer import Unchanged
 from shardopt.checkpoint.reports import SaveReport, emit_report
-from shardopt.checkpoint.storage import Storage, wrap_os_errors
+from shardopt.checkpoint.storage import Storage, absolute_url, wrap_os_errors
 from shardopt.checkpoint.writing.pending import raise_failures
 from shardopt.checkpoint.writing.unchanged import Base, PartsBySlot, cut_by_changes, pack_parts
 from shardopt.checkpoint.writing.write import from_memory, with_progress, write_files
@@ -123,11 +123,11 @@ def save(
         RankError: a rank failed in another way, died, or did not make the call.
     """
     refuse_within(f"saving {os.fspath(url)}", app)
-    base_url = None if base is None else os.fspath(base)
+    base_url = None if base is None else absolute_url(base)
     options = SaveOptions(
         durable, check_replicas, progress, deadline_seconds, group, tied, base=base_url, select=select
     )
-    return save_now(url, app, options)
+    return save_now(absolute_url(url), app, options)
 
 
 @is_part_of(SAVING)

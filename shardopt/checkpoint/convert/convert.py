@@ -37,7 +37,7 @@ from shardopt.checkpoint.rearrange.reader import rearranged
 from shardopt.checkpoint.rearrange.rules import AnyRule
 from shardopt.checkpoint.reports import emit_report
 from shardopt.checkpoint.sources.open import open_checkpoint
-from shardopt.checkpoint.storage import storage_of, wrap_os_errors
+from shardopt.checkpoint.storage import absolute_url, storage_of, wrap_os_errors
 from shardopt.checkpoint.storage.no_space import explain_no_space
 from shardopt.errors import CorruptionError, MismatchError, OptionError, Problem
 from shardopt.ranks import DEADLINE_SECONDS, Group, Ranks, call_on, ranks_of, refuse_lone_processes
@@ -188,7 +188,7 @@ def convert_on(
 ) -> ConvertReport:
     """Converts a checkpoint by some ranks, which all call, or by a process for itself; see `convert`."""
     begin = world().monotonic()
-    dst = os.fspath(dst)
+    dst = absolute_url(dst)
     _refuse_options(to, options.max_file_bytes, options.world_size)
     call = call_on("converting to", dst)
     with ranks.beating(deadline_seconds), ExitStack() as stack:

@@ -32,6 +32,7 @@ from shardopt.checkpoint.reading.open_file import OpenFile, ReadRequest
 from shardopt.checkpoint.reading.target import describe_tensor, fill
 from shardopt.checkpoint.sources.open import open_checkpoint
 from shardopt.checkpoint.sources.reader import CheckpointReader
+from shardopt.checkpoint.storage import absolute_url
 from shardopt.errors import CheckpointError, MismatchError, OptionError, Problem
 from shardopt.sharding.box import Box
 from shardopt.sharding.pieces import Piece
@@ -59,7 +60,7 @@ class StorageReader(DcpStorageReader):
 
     def __init__(self, url: str | os.PathLike[str] | None = None) -> None:
         super().__init__()
-        self._url = None if url is None else os.fspath(url)
+        self._url = None if url is None else absolute_url(url)
         self._reader: CheckpointReader | None = None
 
     @property
@@ -70,7 +71,7 @@ class StorageReader(DcpStorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a load, from another path if one is given."""
         if checkpoint_id is not None:
-            self._url = os.fspath(checkpoint_id)
+            self._url = absolute_url(checkpoint_id)
         self._reader = None
 
     @classmethod

@@ -32,7 +32,7 @@ from shardopt.checkpoint.format.shared_values import encode_each
 from shardopt.checkpoint.format.tensor_bytes import stored_dtype
 from shardopt.checkpoint.planning.save_plan import RankWrites, SavePlan, WriteRequest
 from shardopt.checkpoint.sources.grouping import path_of, regrouped
-from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
+from shardopt.checkpoint.storage import Storage, absolute_url, storage_of, wrap_os_errors
 from shardopt.checkpoint.storage.common_storage import remove_marker, wait_for_marker, write_marker
 from shardopt.checkpoint.writing.write import chunks_in, write_files
 from shardopt.errors import OptionError, Problem, StateError
@@ -91,7 +91,7 @@ class StorageWriter(DcpStorageWriter):
         deadline_seconds: float = DEADLINE_SECONDS,
     ) -> None:
         super().__init__()
-        self._url = None if url is None else os.fspath(url)
+        self._url = None if url is None else absolute_url(url)
         self._durable, self._deadline_seconds = durable, deadline_seconds
         self._plan: SavePlan | None = None
         self._task: _Task | None = None
@@ -106,7 +106,7 @@ class StorageWriter(DcpStorageWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begins a save, to another path if one is given."""
         if checkpoint_id is not None:
-            self._url = os.fspath(checkpoint_id)
+            self._url = absolute_url(checkpoint_id)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -31,9 +31,9 @@ def split(url: str | os.PathLike[str]) -> tuple[str, str]:
         OptionError: it has no such name.
     """
     root, _, name = os.fspath(url).removeprefix(PREFIX).rstrip("/").rpartition("/")
-    if not root or not DIRECTORY_NAME.fullmatch(name):
+    if not root.startswith("/") or not DIRECTORY_NAME.fullmatch(name):
         required = "hosts://, an absolute path, and a name of ASCII letters, digits and =+,@~_-. below it"
-        problem = Problem(os.fspath(url), repr(name), required, "mend the URL")
+        problem = Problem(os.fspath(url), repr(f"{root}/{name}"), required, "mend the URL")
         raise OptionError("this is no place for a checkpoint on hosts", [problem])
     return root, name
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import fsspec  # type: ignore[import-untyped]  # has no type hints
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]  # as above
@@ -16,6 +18,25 @@ from shardopt.checkpoint.storage.local import LocalStorage
 from shardopt.checkpoint.storage.remote import RemoteStorage
 from shardopt.errors import CheckpointError, Problem, ShardoptError
 from shardopt.world import world
+
+_NAME = r"[A-Za-z0-9][A-Za-z0-9+.\-]+"
+_LOCAL = re.compile(r"(?:file|local)://|file:(?=/)")
+_URL = re.compile(rf"(?:{_NAME}::)*{_NAME}://")
+_LINK = re.compile(rf"::(?={_URL.pattern})")  # of a chain of fsspec's: a protocol follows
+_NO_LINK = "\ue000"  # for "::" in a path, while fsspec looks for chains
+
+
+def absolute_url(url: str | os.PathLike[str]) -> str:
+    """Returns a path or URL that means the same wherever the process changes its directory to.
+
+    What begins with no protocol is a local path, whatever else is in it: "out/lr::1e-4" is a directory of that name.
+    """
+    text = os.fspath(url)
+    local = _LOCAL.match(text)
+    if local is None and _URL.match(text):
+        *links, last = _LINK.split(text)
+        return "::".join([*links, f"file://{absolute_url(last)}" if _LOCAL.match(last) else last])
+    return os.path.abspath(text[local.end() :] if local else os.path.expanduser(text))
 
 
 def storage_of(url: str | os.PathLike[str], durable: bool = True) -> Storage:
@@ -31,14 +52,28 @@ def storage_of(url: str | os.PathLike[str], durable: bool = True) -> Storage:
 
 
 def _open(text: str, durable: bool) -> Storage:
+    url = absolute_url(text)
+    if not _URL.match(url):
+        return LocalStorage(url, durable)
     try:
-        fs, path = fsspec.core.url_to_fs(text)
-    except (ImportError, ValueError) as error:
-        problem = _unopened(text, error)
+        fs, path = _file_system(url)
+    except (ImportError, ValueError, TypeError, OSError) as error:
+        problem = _unopened(url, error)
         if problem is None:
             raise
-        raise CheckpointError(f"cannot open {text}", [problem]) from error
+        raise CheckpointError(f"cannot open {url}", [problem]) from error
     return LocalStorage(path, durable) if isinstance(fs, LocalFileSystem) else RemoteStorage(fs, path)
+
+
+def _file_system(url: str) -> tuple[Any, str]:
+    """Returns the file system of a URL, and the path in it; of a chain ("zip://run::s3://bucket/a.zip") the first."""
+    links = _LINK.split(url)
+    if not any("::" in link for link in links):
+        return fsspec.core.url_to_fs(url)  # type: ignore[no-any-return]  # has no type hints
+    if len(links) > 1:
+        raise ValueError(f"{url}: a path with '::' in it, within a chain")
+    fs, path = fsspec.core.url_to_fs(url.replace("::", _NO_LINK))
+    return fs, path.replace(_NO_LINK, "::")
 
 
 _EXTRAS = {"s3": "s3", "s3a": "s3"}
@@ -48,6 +83,10 @@ _EXTRAS = {"s3": "s3", "s3a": "s3"}
 def _unopened(url: str, error: Exception) -> Problem | None:
     """Returns why there is no file system for a URL; None where its protocol is not to blame."""
     protocol = fsspec.core.split_protocol(url)[0]
+    if any("::" in link for link in _LINK.split(url)):
+        required = "a protocol with each part of a chain, and no '::' in the paths of one"
+        return Problem(url, f"no chain ({error})", required, "name them: zip://run::file:///data/runs.zip")
+    protocol = None if protocol is None else protocol.rpartition("::")[2]
     known = known_implementations.get(protocol)
     if protocol is None:
         return None

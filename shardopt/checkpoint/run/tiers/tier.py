@@ -32,6 +32,9 @@ class Tier:
     domain: str | None = None
     most_per_second: float | None = None
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", os.path.abspath(self.path))  # whatever directory the process changes to
+
 
 def refuse_unfit_tiers(tiers: Sequence[Tier], roots: Sequence[Storage], incremental: bool) -> None:
     """Raises OptionError where tiers cannot be used; all of it is listed.
@@ -58,8 +61,7 @@ def refuse_unfit_tiers(tiers: Sequence[Tier], roots: Sequence[Storage], incremen
             problems.append(Problem(f"tiers[{number}].most_per_second", found, "a number of bytes above 0", "mend it"))
         if not isinstance(tier.domain, str | None):
             problems.append(Problem(f"tiers[{number}].domain", repr(tier.domain), "a name, or None", "mend it"))
-    paths = [os.path.abspath(tier.path) for tier in tiers]
-    if len(set(paths)) < len(paths):
+    if len({tier.path for tier in tiers}) < len(tiers):
         problems.append(Problem("tiers", "one path twice", "a path for each", "mend it"))
     if tiers and incremental:
         remedy = "leave out one of the two"

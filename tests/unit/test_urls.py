@@ -1,0 +1,114 @@
+"""Paths and URLs: a path is itself, whatever is in its name, and means the same after the directory has changed."""
+
+import os
+import re
+import zipfile
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from shardopt import checkpoint
+from shardopt.checkpoint import Manager, Tier
+from shardopt.checkpoint.dcp import StorageReader, StorageWriter
+from shardopt.checkpoint.storage import absolute_url, storage_of
+from shardopt.errors import CheckpointError, OptionError
+
+
+def app(number=0.0):
+    return {"x": torch.full((3,), number)}
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "here"
+
+
+@pytest.mark.parametrize("name", ["out/lr::1e-4", "lr::1e-4", "memory::x", "local:x", "data:x", "file:x"])
+def test_a_path_without_a_protocol_is_itself(here, name):
+    with Manager("out/lr") as manager:
+        manager.save(1, app(1.0))
+    with Manager(name) as manager:
+        assert manager.restore(app()) == 0
+        manager.save(2, app(2.0))
+        assert manager.path(2) == os.path.join(here, name, "step-00000002")
+    checkpoint.save(f"{name}/own", app(3.0))
+    checkpoint.convert(f"{name}/own", f"{name}.pt", to="torch")
+    target = app()
+    assert Manager(name).restore(target) == 2
+    assert target["x"][0] == 2
+    for each in (f"{name}/own", f"{name}.pt"):
+        checkpoint.load(each, target)
+        assert target["x"][0] == 3
+
+
+@pytest.mark.parametrize("url", ["memory://urls/lr::1e-4", "file://{here}/lr::1e-4", "file:{here}/lr::1e-4"])
+def test_a_chain_names_its_protocols(here, url):
+    url = url.format(here=here)
+    checkpoint.save(url.partition("::")[0], app(1.0))
+    checkpoint.save(url, app(2.0))
+    target = app()
+    checkpoint.load(url, target)
+    assert target["x"][0] == 2
+
+
+def test_chains_are_read(here):
+    checkpoint.save("run", app(1.0))
+    with zipfile.ZipFile("runs.zip", "w") as archive:
+        for name in os.listdir("run"):
+            archive.write(f"run/{name}")
+    checkpoint.save("memory://urls/chained", app(2.0))
+    target = app()
+    for url, number in (
+        (f"zip://run::file://{here}/runs.zip", 1),
+        ("zip://run::file://runs.zip", 1),
+        ("simplecache::memory://urls/chained", 2),
+    ):
+        checkpoint.load(url, target)
+        assert target["x"][0] == number
+    for url in ("zip://run::runs.zip", "simplecache::memory://urls/lr::1e-4"):
+        with pytest.raises(CheckpointError, match=re.escape("zip://run::file:///data/runs.zip")):
+            checkpoint.load(url, target)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_urls_are_made_absolute_in_the_call(here):
+    pending = checkpoint.async_save("in background", app(1.0))
+    manager = Manager("root", mirror="mirror", tiers=[Tier("tier", every=1)], every=2)
+    written = checkpoint.save("first", app(2.0)).url
+    reader, writer = StorageReader("first"), StorageWriter("of dcp")
+    os.chdir("../there")
+    assert pending.result().url == str(here / "in background")
+    assert written == str(here / "first")
+    for step in (1, 2):
+        manager.save(step, app(float(step)))
+    manager.close()
+    dcp.save(app(), storage_writer=writer, no_dist=True)
+    target = app()
+    dcp.load(target, storage_reader=reader, no_dist=True)
+    assert target["x"][0] == 2
+    assert os.listdir() == []
+    assert sorted(os.listdir(here)) == ["first", "in background", "mirror", "of dcp", "root", "tier"]
+
+
+def test_a_base_is_meant_from_where_the_call_was(here):
+    checkpoint.save("runs/first", app())
+    pending = checkpoint.async_save("runs/second", app(), base="runs/first")
+    os.chdir("../there")
+    assert pending.result().bytes_unchanged > 0
+
+
+def test_homes_and_dots_are_resolved(here, monkeypatch):
+    monkeypatch.setenv("HOME", str(here / "home"))
+    assert absolute_url("~/run") == str(here / "home" / "run") == storage_of("~/run").url
+    assert absolute_url("../run/") == str(here.parent / "run")
+    for url in ("s3://bucket/../a", "simplecache::s3://bucket/a", "hosts:///dev/shm/run/step-1"):
+        assert absolute_url(url) == url
+
+
+def test_what_lies_on_hosts_has_an_absolute_path():
+    with pytest.raises(OptionError, match="an absolute path"):
+        checkpoint.save("hosts://run/step-1", app())
