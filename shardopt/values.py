@@ -29,6 +29,7 @@ import numpy as np
 import torch
 
 from shardopt.errors import Problem, StateError
+from shardopt.key_probes import refuse_slow_keys
 
 _EXACT_INT = 2**53  # larger ones lose digits in readers that hold numbers as doubles
 _LONG_INT_BITS = 8192  # Python takes no decimals of more than 4300 digits, for which it needs quadratic time
@@ -40,6 +41,7 @@ _TORCH_DTYPES = {
     if isinstance(dtype, torch.dtype) and not re.match(r"torch\.(q|bits)", str(dtype))
 }
 _DEPTH_LIMIT = 64
+_MOST_DIMENSIONS, _MOST_ELEMENTS = 64, 2**58  # of a stored array: strides are made of all sizes, even where one is 0
 _ANY = "any"
 """The form of an `OnAnyRank`, on its way between ranks; it comes back, and so is stored, as a bool."""
 _REMEDY = (
@@ -207,9 +209,13 @@ def _decode_typed(kind: str, body: Any, depth: int) -> Any:
         return body
     if kind in ("tuple", "set") and isinstance(body, list):
         items = [_decode(item, depth + 1) for item in body]
+        if kind == "set":
+            refuse_slow_keys(items, is_set=True)
         return tuple(items) if kind == "tuple" else set(items)
     if kind in ("dict", "counter") and isinstance(body, list):
-        pairs = {_dict_key(_decode(k, depth + 1)): _decode(v, depth + 1) for k, v in body}
+        keys = [_dict_key(_decode(k, depth + 1)) for k, _ in body]
+        refuse_slow_keys(keys)
+        pairs = dict(zip(keys, (_decode(v, depth + 1) for _, v in body), strict=True))
         return pairs if kind == "dict" else Counter(pairs)
     if kind == "numpy":
         name, shape, raw = body
@@ -226,7 +232,8 @@ def _decode_typed(kind: str, body: Any, depth: int) -> Any:
 
 
 def _sizes(shape: Any) -> tuple[int, ...]:
-    if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+    known = isinstance(shape, list) and len(shape) <= _MOST_DIMENSIONS and all(type(n) is int and n >= 0 for n in shape)
+    if not known or math.prod(max(size, 1) for size in shape) >= _MOST_ELEMENTS:
         raise _malformed("a malformed shape")
     return tuple(shape)
 

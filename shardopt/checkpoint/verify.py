@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from shardopt.checkpoint.format.constants import CHECKSUMS_PREFIX, DATA_SUFFIX, PER_RANK_PREFIX
-from shardopt.checkpoint.format.manifest import DataFile, Manifest, StoredTensor
+from shardopt.checkpoint.format.manifest import DataFile, Manifest, StoredLayout, StoredTensor
 from shardopt.checkpoint.progress import Counter, Progress
 from shardopt.checkpoint.reading.fetch import damaged_segments, threads_for
 from shardopt.checkpoint.reading.open_file import form_of
@@ -87,12 +87,10 @@ def _verify(storage: Storage, progress: Progress | None, base_root: str | os.Pat
         return VerifyReport(storage.url, 0, 0, 0, error.problems, world().monotonic() - begin)
     manifest = source.manifest
     problems = [*_cover_problems(storage, manifest)]
-    members = _members_by_file(manifest)
-    done = Counter(sum(_bytes_to_read(file, members[i]) for i, file in enumerate(manifest.files)), progress)
+    members = _MembersByFile(manifest)
+    done = Counter(sum(_bytes_to_read(file, i, members) for i, file in enumerate(manifest.files)), progress)
     with world().thread_pool(threads_for(storage), "shardopt-verify") as pool:
-        checks = [
-            pool.submit(_check_file, source, number, members[number], done) for number in range(len(manifest.files))
-        ]
+        checks = [pool.submit(_check_file, source, number, members, done) for number in range(len(manifest.files))]
         for check in checks:
             problems += check.result()
     return VerifyReport(
@@ -127,32 +125,44 @@ Members = Mapping[str, tuple[StoredTensor, Box]]
 """What a manifest takes from one of its files: by the key there the tensor, and the box of it that the file has."""
 
 
-def _members_by_file(manifest: Manifest) -> defaultdict[int, dict[str, tuple[StoredTensor, Box]]]:
-    members: defaultdict[int, dict[str, tuple[StoredTensor, Box]]] = defaultdict(dict)
-    for key, tensor in manifest.tensors.items():
-        if tensor.tied_to is not None:
-            continue  # it is stored as the tensor that it is tied to
-        layout = tensor.layout
-        for i, file in enumerate(layout.files):
-            entry = layout.entry(i)
-            members[file][entry.key(tensor.stored_as or key)] = tensor, entry.box
-    return members
+class _MembersByFile:
+    """The members of each file, listed when they are asked for: many tensors may share a layout of many files."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._layouts: dict[int, tuple[StoredLayout, list[tuple[str, StoredTensor]]]] = {}
+        for key, tensor in manifest.tensors.items():
+            if tensor.tied_to is None:  # else it is stored as the tensor that it is tied to
+                self._layouts.setdefault(id(tensor.layout), (tensor.layout, []))[1].append((key, tensor))
+        self._boxes: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+        for at, (layout, _) in self._layouts.items():
+            for box, file in enumerate(layout.files):
+                self._boxes[file].append((at, box))
+
+    def of(self, number: int) -> Members:
+        """Returns the members of a file."""
+        members = {}
+        for at, box in self._boxes[number]:
+            layout, tensors = self._layouts[at]
+            entry = layout.entry(box)
+            members.update({entry.key(each.stored_as or key): (each, entry.box) for key, each in tensors})
+        return members
 
 
-def _bytes_to_read(file: DataFile, members: Members) -> int:
+def _bytes_to_read(file: DataFile, number: int, members: _MembersByFile) -> int:
     if file.directory is None:
         return file.nbytes
-    return sum(box.numel * tensor.dtype.itemsize for tensor, box in members.values())
+    return sum(box.numel * tensor.dtype.itemsize for tensor, box in members.of(number).values())
 
 
-def _check_file(source: Source, number: int, members: Members, done: Counter) -> list[Problem]:
+def _check_file(source: Source, number: int, by_file: _MembersByFile, done: Counter) -> list[Problem]:
     problems: list[Problem] = []
     file = source.manifest.files[number]
     try:
         opened = source.open_file(number)
     except CorruptionError as error:
-        done.add(_bytes_to_read(file, members))
+        done.add(_bytes_to_read(file, number, by_file))
         return [*error.problems]
+    members = by_file.of(number)
     # Of a file that is referred to, what other checkpoints have in it is theirs.
     entries = dict(opened.entries) if file.directory is None else {}
     for key, (tensor, box) in members.items():

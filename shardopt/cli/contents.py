@@ -111,9 +111,17 @@ def dtype_text(dtype: Any) -> str:
 
 def value_text(value: Any, show_all: bool = False) -> str:
     """Returns a plain value in one line."""
-    text = repr(value)
+    text = text_of(value)
     text = " ".join(text.split()) if "\n" in text else text  # of an array
     return text if show_all or cell_width(text) <= _LONGEST_VALUE else shortened(text, _LONGEST_VALUE)
+
+
+def text_of(value: Any) -> str:
+    """Returns a plain value as Python writes it; as JSON has it where Python does not, as of ints of 5,000 digits."""
+    try:
+        return repr(value)
+    except ValueError:
+        return json.dumps(typed(value, "value"))
 
 
 def typed(value: Any, key: str) -> Any:

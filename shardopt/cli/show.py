@@ -11,7 +11,7 @@ from shardopt.checkpoint import CheckpointReader
 from shardopt.checkpoint.run.listing import list_run
 from shardopt.checkpoint.run.retention import Rules
 from shardopt.cli import ls
-from shardopt.cli.contents import document, head_line, leaves_of, typed, value_text
+from shardopt.cli.contents import document, head_line, leaves_of, text_of, typed, value_text
 from shardopt.cli.output import Cell, Output, Span, count_text, nbytes_text, plural
 from shardopt.cli.show_tensor import show_tensor
 from shardopt.cli.tree import Row, rows_of, tree_of
@@ -56,7 +56,7 @@ def show(
             show_tensor(output, reader, key, statistics=not no_stats, show_all=all)
         elif key in reader.manifest.values:
             value = reader.read(key)
-            output.text(value if isinstance(value, str) else str(value))
+            output.text(value if isinstance(value, str) else text_of(value))
             output.data({"url": reader.url, "key": key, "value": typed(value, key)})
         elif key in reader.manifest.per_rank:
             values = {rank: reader.per_rank(rank).get(key) for rank in range(reader.manifest.world_size)}

@@ -6,6 +6,7 @@ Everything here is arithmetic on integers; a box knows nothing of tensors, ranks
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import pairwise, product
 from math import prod
@@ -14,7 +15,10 @@ from typing import NamedTuple
 MOST_FAULTS = 16
 """How many faults `cover_faults` names before it stops looking for more."""
 
-_MOST_HOLE_VISITS = 200_000
+_MOST_CUT = 6  # dimensions, of whose corners there are 2 ** 6 for each box
+_MOST_VISITS = 50_000  # of boxes, to find those that overlap; or some for each box, where there are more
+_MOST_HOLE_VISITS = 50_000  # likewise, to find holes
+_VISITS_PER_BOX = 8
 
 
 class Box(NamedTuple):
@@ -136,9 +140,8 @@ def grid_boxes(cuts: Sequence[Sequence[int]]) -> tuple[Box, ...]:
 def cover_faults(shape: Sequence[int], boxes: Iterable[Box]) -> list[str]:
     """Finds the holes and overlaps that keep boxes from holding every element of a tensor exactly once.
 
-    Boxes that hold nothing are passed over. Grids take linear time, and so (but for sorting) do boxes that come from
-    cutting the tensor through and through. Others take at worst a time quadratic in the number of boxes, whatever the
-    number of dimensions.
+    Boxes that hold nothing are passed over. An exact cover takes linear time where at most 6 dimensions are cut. Where
+    that is not known, comparisons are bounded, and so many boxes that they do not suffice are a fault, too.
 
     Args:
         shape: the tensor's global shape.
@@ -149,19 +152,58 @@ def cover_faults(shape: Sequence[int], boxes: Iterable[Box]) -> list[str]:
         most `MOST_FAULTS` of them, and one more that says so where there may be others. Empty where the cover is exact.
     """
     inside, misfits = _sound(shape, boxes)
-    if misfits or prod(shape) == 0 or grid_cuts(shape, inside) is not None:
+    if misfits or prod(shape) == 0 or grid_cuts(shape, inside) is not None or _corners_cancel(shape, inside):
         return _listed(misfits)
-    faults = _overlaps(inside, MOST_FAULTS)
+    work = _Work(max(_MOST_VISITS, _VISITS_PER_BOX * len(inside)))
+    faults = _overlaps(inside, MOST_FAULTS, work)
     if faults or sum(box.numel for box in inside) != prod(shape):
-        holes = _holes(whole(shape), inside, MOST_FAULTS - len(faults), disjoint=not faults)
+        holes = _holes(whole(shape), inside, MOST_FAULTS - len(faults), disjoint=not faults and not work.is_done)
         faults += [f"no box holds {_name(hole)}" for hole in holes]
+    if not faults and (work.is_done or sum(box.numel for box in inside) != prod(shape)):
+        faults = [f"{len(inside)} boxes that are not known to hold each of its elements once"]
     return _listed(faults)
+
+
+def _corners_cancel(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
+    """Whether boxes are known to hold every element exactly once, in linear time.
+
+    A box is the sum, over its corners, of signed quadrants that begin there. These are linearly independent: so the
+    boxes make up the tensor, each element once, just where their corners cancel but for those of the tensor. Dimensions
+    that no box cuts count for nothing; with many that are cut, corners are too many, and False says nothing.
+    """
+    cut = [dim for dim, size in enumerate(shape) if any(box.sizes[dim] != size for box in boxes)]
+    if len(cut) > _MOST_CUT:
+        return False
+    sums: dict[tuple[int, ...], int] = defaultdict(int)
+    signs = [-1 if sum(ends) % 2 else 1 for ends in product((0, 1), repeat=len(cut))]
+    for box in boxes:
+        edges = [(box.offsets[dim], box.offsets[dim] + box.sizes[dim]) for dim in cut]
+        for corner, sign in zip(product(*edges), signs, strict=True):
+            sums[corner] += sign
+    for corner, sign in zip(product(*((0, shape[dim]) for dim in cut)), signs, strict=True):
+        sums[corner] -= sign
+    return not any(sums.values())
 
 
 def overlap_faults(shape: Sequence[int], boxes: Iterable[Box]) -> list[str]:
     """Finds the overlaps of boxes of a tensor: `cover_faults` without the holes."""
     inside, misfits = _sound(shape, boxes)
-    return _listed(misfits or _overlaps(inside, MOST_FAULTS))
+    return _listed(misfits or _overlaps(inside, MOST_FAULTS, _Work(None)))
+
+
+class _Work:
+    """So many visits of boxes; without end for None."""
+
+    def __init__(self, left: int | None) -> None:
+        self._left = left
+
+    def visit(self, count: int) -> None:
+        if self._left is not None:
+            self._left -= count
+
+    @property
+    def is_done(self) -> bool:
+        return self._left is not None and self._left < 0
 
 
 def _sound(shape: Sequence[int], boxes: Iterable[Box]) -> tuple[list[Box], list[str]]:
@@ -196,17 +238,18 @@ def _name(box: Box) -> str:
     return f"offsets {box.offsets} sizes {box.sizes}"
 
 
-def _overlaps(boxes: Sequence[Box], most: int) -> list[str]:
-    """Finds up to `most` pairs of boxes that share elements. The boxes are not empty."""
+def _overlaps(boxes: Sequence[Box], most: int, work: _Work) -> list[str]:
+    """Finds up to `most` pairs of boxes that share elements, until the work is done. The boxes are not empty."""
     overlaps: list[str] = []
     groups = [list(boxes)]
-    while groups and len(overlaps) < most:
+    while groups and len(overlaps) < most and not work.is_done:
         group = groups.pop()
+        work.visit(len(group))
         bands = (
             next((b for dim in range(len(group[0].sizes)) if len(b := _bands(group, dim)) > 1), None) if group else []
         )
         if bands is None:
-            overlaps += _overlaps_of_neighbours(group, most - len(overlaps))
+            overlaps += _overlaps_of_neighbours(group, most - len(overlaps), work)
         else:
             groups.extend(bands)
     return overlaps
@@ -224,7 +267,7 @@ def _bands(boxes: Sequence[Box], dim: int) -> list[list[Box]]:
     return bands
 
 
-def _overlaps_of_neighbours(boxes: Sequence[Box], most: int) -> list[str]:
+def _overlaps_of_neighbours(boxes: Sequence[Box], most: int, work: _Work) -> list[str]:
     """Finds up to `most` overlaps by a sweep: compares each box with those that have not ended along one dimension."""
     overlaps: list[str] = []
     ndim = len(boxes[0].sizes)
@@ -235,6 +278,9 @@ def _overlaps_of_neighbours(boxes: Sequence[Box], most: int) -> list[str]:
         if dim is not None:
             start = box.offsets[dim]
             standing = [other for other in standing if other.offsets[dim] + other.sizes[dim] > start]
+        work.visit(len(standing))
+        if work.is_done:
+            return overlaps
         for other in standing:
             shared = box.intersect(other)
             if shared is not None:
@@ -256,8 +302,8 @@ def _holes(space: Box, boxes: Sequence[Box], most: int, disjoint: bool) -> list[
     """Finds up to `most` boxes of elements that none of `boxes` holds, each as large as its neighbours let it be.
 
     Halves the space at the boundaries of boxes. Where the boxes are disjoint a region whose volume is filled has no
-    hole and is left at once, so only the way down to each hole is walked; where they overlap volumes say nothing,
-    and the number of visits is bounded instead.
+    hole and is left at once, so only the way down to each hole is walked; where they overlap volumes say nothing. The
+    number of visits is bounded.
     """
     holes: list[Box] = []
     visits = 0
@@ -265,7 +311,7 @@ def _holes(space: Box, boxes: Sequence[Box], most: int, disjoint: bool) -> list[
     while regions and len(holes) < most:
         region, inside = regions.pop()
         visits += len(inside) + 1
-        if visits > _MOST_HOLE_VISITS and not disjoint:
+        if visits > max(_MOST_HOLE_VISITS, _VISITS_PER_BOX * len(boxes)):
             break
         if not inside:
             hole = _grown(region, space, [*boxes, *holes])

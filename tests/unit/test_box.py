@@ -107,6 +107,7 @@ def test_overlaps_are_told_even_where_the_search_for_holes_is_given_up(monkeypat
     )
     assert cover_faults((9, 3), boxes) == [overlap, "no box holds offsets (8, 0) sizes (1, 3)"]
     monkeypatch.setattr(box_module, "_MOST_HOLE_VISITS", 12)
+    monkeypatch.setattr(box_module, "_VISITS_PER_BOX", 1)
     assert cover_faults((9, 3), boxes) == [overlap]
 
 

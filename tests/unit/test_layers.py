@@ -18,6 +18,7 @@ from tests.support.source import PACKAGE, ROOT, Source, sources
 FLOORS = {
     "errors": 0,
     "lazy": 0,
+    "key_probes": 0,
     "names": 0,
     "casts": 0,
     "world": 0,

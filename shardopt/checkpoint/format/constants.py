@@ -16,6 +16,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import xxhash
@@ -128,6 +129,11 @@ def read_size(wire: Any) -> int:
 def all_sizes(numbers: Collection[Any]) -> bool:
     """Whether all numbers are sizes; as `read_size`, in bulk."""
     return not numbers or (set(map(type, numbers)) == {int} and min(numbers) >= 0 and max(numbers) < 2**63)
+
+
+def is_shape(sizes: Collection[int]) -> bool:
+    """Whether a tensor of any dtype can have these sizes: strides are made of all of them, even where one is 0."""
+    return len(sizes) <= MOST_DIMENSIONS and prod(max(size, 1) for size in sizes) < 2**58  # of at most 16 bytes each
 
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")

@@ -24,6 +24,7 @@ from shardopt.checkpoint.format.constants import (
     all_sizes,
     damaged,
     is_sealed,
+    is_shape,
     load_json,
     patch_key,
     read_size,
@@ -305,7 +306,7 @@ def _decode_layout(wire: Mapping[str, Any], file_count: int, grids: _Grids) -> S
             raise ValueError("a box that is not within its tensor")
     if len(boxes) != len(files) or max(files, default=-1) >= file_count:
         raise ValueError("boxes in files that are not there")
-    if prod(shape) >= 2**58:  # of items of up to 16 bytes; nothing may overflow that is computed from here on
+    if not is_shape(shape):  # nothing may overflow that is computed from here on
         raise ValueError(f"the shape {list(shape)}")
     entries = _decode_entries(wire["entries"], shape, boxes) if "entries" in wire else ()
     of_files = {(file, entry.box) for file, entry in zip(files, entries, strict=False) if not entry.is_patch}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from shardopt.checkpoint.pickled.tensor_globals import TensorRecord
 from shardopt.errors import FormatError, Problem
+from shardopt.key_probes import KeyProbes
 
 MOST_DEPTH = 100
 """How deep containers may lie in one another: what walks through them by recursion can do so."""
@@ -17,8 +19,9 @@ _MOST_OF_ONE_HASH = 64
 _MOST_KEY_BITS = 4096  # of an int, whose hash is worked out each time
 _OWN_HASH = 2**61 - 1  # ints below it have themselves as their hash: no two have the same
 _KEY_NODES_PER_BYTE, _SPARE_KEY_NODES = 4, 4096
-_NODES_PER_BYTE, _SPARE_NODES = 16, 2**20
+_NODES_PER_BYTE, _SPARE_NODES = 16, 2**14
 _CHARACTERS_PER_NODE = 16
+_NODES_PER_TENSOR = 256  # by the work that each is where it stands
 _REMEDY = "save plain values and tensors alone, each once"
 
 
@@ -32,9 +35,10 @@ class Keys:
     def __init__(self, pickle_bytes: int) -> None:
         self._nodes_left = _SPARE_KEY_NODES + _KEY_NODES_PER_BYTE * pickle_bytes
         self._by_hash: dict[int, list[Any]] = {}
+        self._probes: dict[int, tuple[object, KeyProbes]] = {}  # with what is filled, so that it keeps its identity
 
-    def check(self, keys: Iterable[Any]) -> None:
-        """Raises ValueError or TypeError where one of the keys is not taken."""
+    def check(self, keys: Sequence[Any], into: dict[Any, Any] | set[Any]) -> None:
+        """Raises ValueError or TypeError where one of the keys is not taken into a dict or set."""
         for key in keys:
             kind = type(key)
             if kind is str or key is None or kind is bool or (kind is int and -_OWN_HASH < key < _OWN_HASH):
@@ -45,6 +49,12 @@ class Keys:
                 same.append(key)
                 if len(same) > _MOST_OF_ONE_HASH:
                     raise ValueError("keys that all have the same hash")
+        # Mostly texts, or numbers from 0 on; else the places of all its keys are followed from the beginning.
+        probes = self._probes.get(id(into))
+        if probes is not None:
+            probes[1].add(keys)
+        elif any(type(key) is not str and key != number for number, key in enumerate(keys, len(into))):
+            self._probes[id(into)] = into, KeyProbes(type(into) is set, (*into, *keys))
 
     def _check_size(self, key: Any, depth: int) -> None:
         if type(key) is int and key.bit_length() > _MOST_KEY_BITS:
@@ -111,6 +121,8 @@ def _nodes_of_leaf(value: Any) -> int:
         return 1 + len(value) // _CHARACTERS_PER_NODE
     if type(value) is int:
         return 1 + value.bit_length() // (8 * _CHARACTERS_PER_NODE)
+    if isinstance(value, TensorRecord):
+        return _NODES_PER_TENSOR
     return 1 + value.nbytes // _CHARACTERS_PER_NODE if isinstance(value, np.ndarray) else 1
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 from shardopt.checkpoint.format.constants import (
@@ -14,6 +13,7 @@ from shardopt.checkpoint.format.constants import (
     Dtype,
     all_sizes,
     damaged,
+    is_shape,
 )
 from shardopt.checkpoint.pickled.stand_ins import Known, StandIn, Unknown
 from shardopt.checkpoint.pickled.tensor_globals import DTYPE_GLOBALS, TorchDtype
@@ -78,7 +78,7 @@ def read_metadata(data: bytes, where: str) -> DcpMetadata:
     with gc_paused():  # objects by the hundred thousand, none of them garbage
         root = unpickle(data, where, _KnownAlone(where))
         try:
-            return _decode(root, where)
+            return _decode(root, where, min(MOST_OFFSETS, len(data)))
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
             fault = f"an entry that is missing or malformed ({type(error).__name__}: {str(error)[:200]})"
             raise damaged(where, fault) from error
@@ -202,7 +202,7 @@ def _state(record: Any, kind: type[_Record]) -> dict[str, Any]:
     return record.state
 
 
-def _decode(root: Any, where: str) -> DcpMetadata:
+def _decode(root: Any, where: str, most_offsets: int) -> DcpMetadata:
     metadata = _state(root, _Metadata)
     version = metadata.get("version")
     if version is not None and not (type(version) is str and version.startswith("1.")):
@@ -229,13 +229,13 @@ def _decode(root: Any, where: str) -> DcpMetadata:
         if type(state["chunks"]) is not list:
             raise TypeError("chunks that are no list")
         offsets += len(state["chunks"]) * (1 + len(shape))
-        if offsets > MOST_OFFSETS:
-            raise ValueError(f"more than {MOST_OFFSETS} offsets of chunks")
+        if offsets > most_offsets:  # each takes more than a byte, where tensors do not share their chunks
+            raise ValueError(f"more than {most_offsets} offsets of chunks")
         chunks = dtype if isinstance(dtype, str) else _decode_chunks(key, shape, state["chunks"], places)
         if isinstance(chunks, str):
             unsupported[key] = chunks
         elif not isinstance(dtype, str):
-            if prod(shape) * dtype.itemsize >= 2**63:
+            if not is_shape(shape):
                 raise ValueError(f"a shape that no memory has, of {key[:100]!r}")
             tensors[key] = DcpTensor(dtype, shape, chunks)
     keys = metadata["state_dict_metadata"]

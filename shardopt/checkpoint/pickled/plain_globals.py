@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from shardopt.checkpoint.format.constants import MOST_DIMENSIONS, all_sizes
+from shardopt.checkpoint.format.constants import MOST_DIMENSIONS, all_sizes, is_shape
 from shardopt.checkpoint.pickled.bounds import Keys
 from shardopt.checkpoint.pickled.stand_ins import ByteArray, StandIn, Unknown
 
@@ -25,7 +25,7 @@ def _dict(items: Any = ()) -> dict[Any, Any]:
     if type(items) not in (list, tuple):
         raise TypeError("entries that are none")
     pairs = [(key, value) for key, value in items]
-    Keys(len(pairs)).check(key for key, _ in pairs)
+    Keys(len(pairs)).check([key for key, _ in pairs], {})
     return dict(pairs)
 
 
@@ -44,7 +44,7 @@ def _counter(counts: Any = None) -> Counter[Any]:
 def _set(items: Any = ()) -> set[Any]:
     if type(items) not in (list, tuple):
         raise TypeError("items that are no list")
-    Keys(len(items)).check(items)
+    Keys(len(items)).check(items, set())
     return set(items)
 
 
@@ -121,7 +121,8 @@ def _filled(data: Any, dtype: Any, shape: Any, order: Any = "C") -> Any:
     data = data.data if isinstance(data, ByteArray) else data
     if known is None or type(data) is not bytes:
         return Unknown(_ARRAY_CLASS)  # of Python's objects, texts, structures
-    if type(shape) is not tuple or len(shape) > MOST_DIMENSIONS // 2 or not all_sizes(shape) or order not in ("C", "F"):
+    known_shape = type(shape) is tuple and len(shape) <= MOST_DIMENSIONS // 2 and all_sizes(shape) and is_shape(shape)
+    if not known_shape or order not in ("C", "F"):
         raise TypeError("an array without a shape")
     if prod(shape) * known.itemsize != len(data):
         raise ValueError("an array of another size")

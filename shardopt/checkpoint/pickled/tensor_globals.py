@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any, NamedTuple
 
-from shardopt.checkpoint.format.constants import DTYPES, MOST_DIMENSIONS, Dtype, all_sizes
+from shardopt.checkpoint.format.constants import DTYPES, MOST_DIMENSIONS, Dtype, all_sizes, is_shape
 from shardopt.checkpoint.pickled.stand_ins import Known, StandIn, Unknown
 from shardopt.checkpoint.pickled.zip_archive import ZipMember
 
@@ -116,12 +116,12 @@ def _record(
         return Unknown("torch.Tensor (conjugated or negated)")  # its bytes are not its values
     if type(sizes) is not tuple or type(strides) is not tuple or len(sizes) != len(strides):
         raise TypeError("a tensor without a shape")
-    if len(sizes) > MOST_DIMENSIONS or not all_sizes([offset, *sizes, *strides]):
+    if len(sizes) > MOST_DIMENSIONS or not all_sizes([offset, *sizes, *strides]) or not is_shape(sizes):
         raise ValueError("a shape, stride or offset that is none")
     count = prod(sizes)
     last = offset + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
     member = storage.member
-    if count >= 2**63 or (count and (last + 1) * dtype.itemsize > member.nbytes):
+    if count and (last + 1) * dtype.itemsize > member.nbytes:
         raise ValueError("a tensor beyond its storage")
     begin = member.begin + (offset * dtype.itemsize if count else 0)
     return TensorRecord(dtype, sizes, strides, begin, member.begin, member.nbytes, member.crc32, storage.key)

@@ -300,7 +300,7 @@ class _Machine:
         top = self.stack[-1]
         if isinstance(top, dict):
             keys = items[::2]
-            self.keys.check(keys)
+            self.keys.check(keys, top)
             top.update(zip(keys, items[1::2], strict=True))
         elif not isinstance(top, Unknown):
             raise TypeError("entries for what is no dict")
@@ -312,7 +312,7 @@ class _Machine:
         items = self.to_mark()
         top = self.stack[-1]
         if type(top) is set:
-            self.keys.check(items)
+            self.keys.check(items, top)
             top.update(items)
         elif not isinstance(top, Unknown):
             raise TypeError("items for what is no set")

@@ -29,7 +29,9 @@ from shardopt.sharding.box import Box, whole
 from shardopt.values import encode_value
 
 _MOST_RUNS = 1 << 16  # of elements that lie side by side, of a tensor that has gaps between them
-_MOST_VALUE_BYTES = 16 << 20  # of a tensor within a plain value
+_MOST_TIMES = 64  # that its elements are read, of a tensor in which some share memory
+_MOST_VALUE_BYTES = 16 << 20  # of all tensors within plain values of a checkpoint
+_SPARE_BYTES = 1024  # of a tensor whose elements share memory
 
 
 class ArchivedTensors(OpenFile):
@@ -87,7 +89,8 @@ class ArchivedTensors(OpenFile):
         while inner and record.strides[inner - 1] == prod(wanted.sizes[inner:]) == prod(record.sizes[inner:]):
             inner -= 1
         outer, run = wanted.sizes[:inner], wanted.sizes[inner:]
-        if prod(outer) > _MOST_RUNS:
+        nbytes = record.dtype.itemsize * prod(wanted.sizes)
+        if prod(outer) > _MOST_RUNS or nbytes > max(_MOST_TIMES * record.storage_nbytes, _MOST_VALUE_BYTES):
             fault = f"a tensor of strides {list(record.strides)}, in {prod(outer)} runs"
             raise damaged(f"{self.where}: {entry.key}", fault)
         itemsize = record.dtype.itemsize
@@ -127,42 +130,51 @@ def _is_contiguous(dims: list[tuple[int, int]]) -> bool:
     return True
 
 
-def plain_value(value: Any, read: Read, where: str) -> tuple[Any, str]:
-    """Returns what was unpickled as a plain value that can be stored, or the reason why it is none.
+class PlainValues:
+    """The plain values of a checkpoint, whose tensors are bounded together: each may refer to one storage."""
 
-    Args:
-        read: gives bytes of the file that it is in, for small tensors within it.
-    """
-    try:
-        plain = _without_records(value, read, where)
-        encode_value(plain)
-    except _NotPlainError as error:
-        return None, str(error)
-    except StateError as error:
-        return None, error.problems[0].found if error.problems else str(error)
-    return plain, ""
+    def __init__(self) -> None:
+        self._bytes_left = _MOST_VALUE_BYTES
+
+    def plain(self, value: Any, read: Read, where: str) -> tuple[Any, str]:
+        """Returns what was unpickled as a plain value that can be stored, or the reason why it is none.
+
+        Args:
+            read: gives bytes of the file that it is in, for small tensors within it.
+        """
+        try:
+            plain = self._without_records(value, read, where)
+            encode_value(plain)
+        except _NotPlainError as error:
+            return None, str(error)
+        except StateError as error:
+            return None, error.problems[0].found if error.problems else str(error)
+        return plain, ""
+
+    def _without_records(self, value: Any, read: Read, where: str) -> Any:
+        if isinstance(value, Unknown):
+            raise _NotPlainError(f"an object of {value.name}")
+        if isinstance(value, TensorRecord):
+            nbytes = prod(value.sizes) * value.dtype.itemsize
+            if nbytes > max(value.storage_nbytes, _SPARE_BYTES):
+                raise _NotPlainError("a tensor whose elements share memory")
+            self._bytes_left -= max(nbytes, value.storage_nbytes)
+            if self._bytes_left < 0:
+                raise _NotPlainError(f"tensors of more than {_MOST_VALUE_BYTES} bytes within plain values")
+            return _read_tensor(value, read, where)
+        if type(value) is dict:
+            return {key: self._without_records(each, read, where) for key, each in value.items()}
+        if type(value) in (list, tuple, set):
+            return type(value)(self._without_records(each, read, where) for each in value)
+        return value
 
 
 class _NotPlainError(Exception):
     """A value has something in it that is not known."""
 
 
-def _without_records(value: Any, read: Read, where: str) -> Any:
-    if isinstance(value, Unknown):
-        raise _NotPlainError(f"an object of {value.name}")
-    if isinstance(value, TensorRecord):
-        return _read_tensor(value, read, where)
-    if type(value) is dict:
-        return {key: _without_records(each, read, where) for key, each in value.items()}
-    if type(value) in (list, tuple, set):
-        return type(value)(_without_records(each, read, where) for each in value)
-    return value
-
-
 def _read_tensor(record: TensorRecord, read: Read, where: str) -> Tensor:
     """Returns a small tensor in memory of its own."""
-    if record.storage_nbytes > _MOST_VALUE_BYTES:
-        raise _NotPlainError(f"a tensor of {record.storage_nbytes} bytes within a plain value")
     data = bytearray(read(record.storage_begin, record.storage_begin + record.storage_nbytes))
     if len(data) != record.storage_nbytes or (record.crc32 is not None and zlib.crc32(data) != record.crc32):
         raise damaged(where, "bytes of a tensor that fail their checksum")

@@ -18,7 +18,7 @@ from shardopt.checkpoint.format.manifest import DataFile, Manifest, StoredLayout
 from shardopt.checkpoint.pickled.dcp_metadata import DcpChunk, DcpEntry, DcpMetadata, DcpTensor, read_metadata
 from shardopt.checkpoint.pickled.torch_archive import TensorRecord, read_archive
 from shardopt.checkpoint.reading.open_file import OpenFile
-from shardopt.checkpoint.sources.archives import ArchivedTensors, plain_value
+from shardopt.checkpoint.sources.archives import ArchivedTensors, PlainValues
 from shardopt.checkpoint.sources.grouping import path_of, with_options_by_member
 from shardopt.checkpoint.sources.leaves import HeldArrays, holds_tensors, is_array, leaves_of
 from shardopt.checkpoint.sources.source import Source
@@ -153,6 +153,7 @@ class DcpSource(Source):
         """Returns the plain values, and the reason for each that is none; adds the tensors that are within values."""
         values: dict[str, tuple[Path, Any]] = {}
         unread: dict[str, str] = {}
+        plain_values = PlainValues()
         for key, entry, data in self._bytes_of_values(metadata.values):
 
             def read(begin: int, end: int, data: bytes = data, offset: int = entry.offset) -> bytes:
@@ -172,7 +173,7 @@ class DcpSource(Source):
                 if (isinstance(leaf, TensorRecord) or is_array(leaf)) and not _is_option(at):
                     tensors[name] = self._placed_within(name, at, leaf, entry.file)
                     continue
-                plain, reason = plain_value(leaf, read, where)
+                plain, reason = plain_values.plain(leaf, read, where)
                 if reason:
                     unread[name] = reason
                 else:

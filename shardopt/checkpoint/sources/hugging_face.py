@@ -31,6 +31,7 @@ from shardopt.checkpoint.format.constants import (
     Dtype,
     all_sizes,
     damaged,
+    is_shape,
     load_json,
     read_sizes,
     without_duplicates,
@@ -105,7 +106,7 @@ def _parse(table: Mapping[str, Any], length: int, nbytes: int, where: str) -> di
     for key, info in table.items():
         try:
             name, shape, (begin, end) = info["dtype"], tuple(info["shape"]), info["data_offsets"]
-            fits = type(name) is str and all_sizes([begin, end, *shape]) and begin <= end
+            fits = type(name) is str and all_sizes([begin, end, *shape]) and is_shape(shape) and begin <= end
         except (LookupError, TypeError, ValueError):
             raise damaged(where, f"a malformed entry for {key!r}") from None
         dtype = _NAMES.get(name) if fits else None
@@ -239,6 +240,8 @@ class HuggingFaceSource(Source):
         if len({len(box.sizes) for box in boxes} | {len(box.offsets) for box in boxes}) > 1:
             raise damaged(f"{self.url}: {key}", "boxes of different numbers of dimensions")
         shape = tuple(map(max, zip(*(box.ends for box in boxes), strict=True)))
+        if not is_shape(shape):
+            raise damaged(f"{self.url}: {key}", f"the shape {list(shape)}")
         return StoredTensor((key,), dtype, StoredLayout(shape, boxes, tuple(number for number, _, _ in entries)))
 
 

@@ -17,7 +17,7 @@ from shardopt.checkpoint.format.manifest import DataFile, Manifest, StoredLayout
 from shardopt.checkpoint.pickled.stand_ins import Unknown
 from shardopt.checkpoint.pickled.torch_archive import TensorRecord, read_archive
 from shardopt.checkpoint.reading.open_file import OpenFile
-from shardopt.checkpoint.sources.archives import ArchivedTensors, plain_value
+from shardopt.checkpoint.sources.archives import ArchivedTensors, PlainValues
 from shardopt.checkpoint.sources.grouping import with_options_by_member
 from shardopt.checkpoint.sources.leaves import HeldArrays, is_array, leaves_of
 from shardopt.checkpoint.sources.source import Source, ambiguous
@@ -26,6 +26,7 @@ from shardopt.errors import FormatError, Problem
 from shardopt.param_groups import PARAM_GROUPS
 from shardopt.sharding.box import whole
 from shardopt.state import Path, join
+from shardopt.values import canonical, encode_value
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 _ZIP = b"PK\x03\x04"
@@ -102,6 +103,7 @@ class TorchSource(Source):
         tensors = StoredTensors()
         values: dict[str, tuple[Path, Any]] = {}
         unread: dict[str, str] = {}
+        plain_values = PlainValues()
         digest = xxhash.xxh3_64()
         for number, file in enumerate(self._files):
             stored_at: dict[tuple[Any, ...], str] = {}
@@ -119,12 +121,12 @@ class TorchSource(Source):
                     tensors[key] = file.arrays.add(key, path, leaf, len(self._files) + number)
                     digest.update(f"{key}\0{file.arrays.digest_of(key)}\0{leaf.dtype.str}\0{leaf.shape}\0".encode())
                     continue
-                plain, reason = plain_value(leaf, file.read_bytes, f"{file.where}: {key}")
+                plain, reason = plain_values.plain(leaf, file.read_bytes, f"{file.where}: {key}")
                 if reason:
                     unread[key] = reason
                 else:
                     values[key] = path, plain
-                    digest.update(f"{key}\0{plain!r}\0".encode())
+                    digest.update(f"{key}\0{canonical(encode_value(plain))}\0".encode())
         self.unread, self.digest = unread, digest.hexdigest()
         arrays = [file.arrays for file in self._files]
         self._arrays = arrays if any(each.holds_any for each in arrays) else []
