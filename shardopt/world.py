@@ -11,12 +11,14 @@ A test that wants another one derives from `World`, overrides what it is about, 
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import resource
 import secrets
 import selectors
 import socket
+import struct
 import sys
 import threading
 import time
@@ -29,12 +31,15 @@ from typing import Any, Protocol, TypeVar
 
 from torch.distributed import (  # type: ignore[attr-defined]  # from a compiled module
     DistError,
+    FileStore,
     HashStore,
     PrefixStore,
     ProcessGroup,
     Store,
     TCPStore,
 )
+
+from shardopt.interfaces import addresses_of_interfaces
 
 __all__ = [
     "NO_SIGNAL",
@@ -61,6 +66,8 @@ __all__ = [
 T = TypeVar("T")
 
 _KEEPALIVE_SECONDS = 60
+_OFTEN_SECONDS = 2  # in which who has connected learns of it where the other end has lost the connection
+_PROBE_SECONDS, _PROBES = 6, 127  # after the first one: a network may be cut for 12 minutes
 
 Socket = socket.socket
 Selector = selectors.BaseSelector
@@ -209,16 +216,19 @@ class World:
         """Returns a store of this process alone."""
         return HashStore()
 
-    def listen(self, host: str, backlog: int = 1024) -> socket.socket:
+    def listen(self, host: str, ports: range | None = None, backlog: int = 1024) -> socket.socket:
         """Returns a socket that listens at an address of this host, at a free port. It does not block.
 
+        Args:
+            ports: of which the port is to be one; None for any.
+
         Raises:
-            OSError: this host has no such address, or no descriptor is free.
+            OSError: this host has no such address, or no port or descriptor is free.
         """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = _kept_from_children(lambda: socket.socket(family, socket.SOCK_STREAM))
         try:
-            listener.bind((host, 0))
+            _bind(listener, host, ports)
             listener.listen(backlog)
             listener.setblocking(False)
         except BaseException:
@@ -226,25 +236,34 @@ class World:
             raise
         return listener
 
-    def connect(self, host: str, port: int, timeout_seconds: float) -> socket.socket:
-        """Returns a socket that is connected to a listener, sends without delay, and does not block from then on.
+    def begin_connect(self, host: str, port: int) -> socket.socket:
+        """Returns a socket that connects itself to a listener; it does not block, and has room once that is done.
 
         Args:
             host: an address in digits; of a name only the first address is tried.
 
         Raises:
-            OSError: nobody listens there, or it was not reached in time.
+            OSError: there is no way there, or no descriptor is free.
         """
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        connected = _kept_from_children(lambda: socket.socket(family, kind, protocol))
+        connecting = _kept_from_children(lambda: socket.socket(family, kind, protocol))
         try:
-            connected.settimeout(timeout_seconds)
-            connected.connect(address)
-            _prepare(connected)
+            connecting.setblocking(False)
+            with suppress(BlockingIOError):
+                connecting.connect(address)
         except BaseException:
-            connected.close()
+            connecting.close()
             raise
-        return connected
+        return connecting
+
+    def finish_connect(self, connecting: socket.socket) -> None:
+        """Has a socket that is connected send without delay. Raises OSError: nobody listens there."""
+        error = connecting.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if error:
+            raise OSError(error, os.strerror(error))
+        if connecting.getsockname() == connecting.getpeername():
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens there but this end itself")
+        _prepare(connecting, _OFTEN_SECONDS)
 
     def accept(self, listener: socket.socket) -> socket.socket:
         """Returns the connection of the next peer of a listener; it sends without delay, and does not block.
@@ -260,6 +279,12 @@ class World:
             raise
         return accepted
 
+    def abort(self, connection: socket.socket) -> None:
+        """Closes a socket so that its peer hears that the connection broke, and not that this process has ended."""
+        with suppress(OSError):
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.close()
+
     def route_to(self, host: str) -> str:
         """Returns the address of this host from which packets to another host leave. Nothing is sent.
 
@@ -271,9 +296,9 @@ class World:
             probe.connect(address)
             return str(probe.getsockname()[0])
 
-    def host_name(self) -> str:
-        """Returns what this host calls itself."""
-        return socket.gethostname()
+    def interfaces(self) -> list[tuple[str, str]]:
+        """Returns the addresses of this host's interfaces that are up, in digits, each with the interface's name."""
+        return addresses_of_interfaces()
 
     def store_host(self, store: Store) -> str | None:
         """Returns the host of a store as its clients name it; "" where it is this process; None for a file."""
@@ -282,6 +307,12 @@ class World:
         if isinstance(store, HashStore):
             return ""
         return str(store.host) if isinstance(store, TCPStore) else None
+
+    def store_file(self, store: Store) -> str | None:
+        """Returns the path of a store that is a file; None for any other."""
+        while isinstance(store, PrefixStore):
+            store = store.underlying_store
+        return str(store.path) if isinstance(store, FileStore) else None  # type: ignore[attr-defined]  # of a compiled class
 
     def most_descriptors(self) -> int:
         """Returns how many files and sockets this process may have open at once."""
@@ -342,11 +373,24 @@ def _close_in_child() -> None:
 os.register_at_fork(before=_forking.acquire, after_in_parent=_forking.release, after_in_child=_close_in_child)
 
 
-def _prepare(connection: socket.socket) -> None:
-    """Has a socket send without delay, not block, and say something every minute: firewalls forget who is silent."""
+def _bind(listener: socket.socket, host: str, ports: range | None) -> None:
+    for port in [0] if ports is None else random.sample(ports, len(ports)):
+        try:
+            listener.bind((host, port))
+            return
+        except OSError as error:
+            if ports is None or error.errno != errno.EADDRINUSE:
+                raise
+    raise OSError(errno.EADDRINUSE, f"none of the ports {ports[0]} to {ports[-1]} is free" if ports else "no ports")
+
+
+def _prepare(connection: socket.socket, seconds: int = _KEEPALIVE_SECONDS) -> None:
+    """Has a socket send without delay, not block, and say something now and then: firewalls forget who is silent."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_SECONDS)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, seconds)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_SECONDS)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
     connection.setblocking(False)
 
 

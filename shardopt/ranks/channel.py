@@ -11,14 +11,23 @@ import json
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from shardopt.errors import RankError
 from shardopt.ranks.calls import Call
-from shardopt.ranks.connections.address import addresses
+from shardopt.ranks.connections.address import network_of
 from shardopt.ranks.connections.frames import MAIN
 from shardopt.ranks.connections.heartbeat import Silence
-from shardopt.ranks.connections.join import Entry, leader_key, read_record, record, withdraw, within
+from shardopt.ranks.connections.join import (
+    Entry,
+    leader_key,
+    read_record,
+    record,
+    unreached_key,
+    withdraw,
+    within,
+)
 from shardopt.ranks.connections.node import Node
 from shardopt.ranks.failures import describe, different_calls, merge, names_of, numbered_in_group
 from shardopt.ranks.files.client import FileClient
@@ -31,6 +40,7 @@ T = TypeVar("T")
 _TOGETHER_SECONDS = 0.1
 _STORE_SECONDS = 5.0  # for what the store is asked only once something has failed
 _LONGEST_PAUSE_SECONDS = 1.0
+_MOST_NAMED = 8  # of those for whom the store is asked why they do not come
 _RECORD_SECONDS = 3.0  # in which rank 0 asks where those are that it has given up, and writes it down
 
 
@@ -96,7 +106,7 @@ class Channel:
 
     def file_server(self, open_file: OpenFile) -> FileServer:
         """As of `Ranks`."""
-        return FileServer(self._file_session(()), self.rank, addresses(self.store), open_file)
+        return FileServer(self._file_session(()), self.rank, network_of(self.store), open_file)
 
     def file_client(self, rank: int, at: Sequence[tuple[str, int]]) -> FileClient:
         """As of `Ranks`."""
@@ -299,7 +309,11 @@ class Channel:
                     session = centre.session(self._session)
                     silent = [rank for rank in silent if session.missing(self._round, behind(rank))]
                 if silent:
-                    lost = [Lost(self._members[rank], stack=found.get(rank)) for rank in silent]
+                    unreached = self._unreached(silent) if first else {}
+                    lost = [
+                        Lost(self._members[rank], stack=found.get(rank), unreached=unreached.get(rank))
+                        for rank in silent
+                    ]
                     return lost_text(lost, self.deadline_seconds)
             self._ask_store()
             return None
@@ -319,6 +333,25 @@ class Channel:
             with suppress(TimeoutError):
                 within(_STORE_SECONDS, lambda: withdraw(self.store, keys, session, self._is_last))
         return reports, lost
+
+    def _unreached(self, silent: Sequence[int]) -> dict[int, tuple[int, int, str]]:
+        """Returns who of the silent could not reach the one above it, as it says in the store."""
+        session, tree = self.node.session, self.node.tree
+        if session is None:
+            return {}
+
+        def ask() -> dict[int, tuple[int, int, str]]:
+            said: dict[int, tuple[int, int, str]] = {}
+            for rank in silent[:_MOST_NAMED]:
+                key, leader = unreached_key(session.name, rank), tree.block_of(rank)[0]
+                if self.store.check([key]):
+                    above = 0 if leader == rank else leader
+                    said[rank] = self._members[above], self._members[rank], self.store.get(key).decode()
+            return said
+
+        with suppress(TimeoutError, StoreError):
+            return within(_STORE_SECONDS, ask)
+        return {}
 
     def _record(self, error: dict[str, Any]) -> None:
         """Writes down a failure for those ranks that cannot be told."""
@@ -368,6 +401,8 @@ class Channel:
             return answer
         if not centre.answered:
             lost = Lost(self._members[node.reached])
+            if node.unreached:
+                lost = replace(lost, unreached=(lost.member, self._members[self.rank], node.unreached))
             if node.reached:
                 return self._after_cut(node.reached, lost)
             if node.session is not None and node.tree.members:

@@ -21,19 +21,29 @@ class Lost:
     Args:
         member: its number in the job.
         ended: whether its connection has closed.
+        unreached: who listens, who could not reach it, and where and why, if that is the reason.
         stack: where its main thread is; "" where the process did not say so when it was asked, None where it was not.
     """
 
     member: int
     ended: bool = False
     stack: str | None = None
+    unreached: tuple[int, int, str] | None = None
 
 
 def lost_text(lost: Sequence[Lost], deadline_seconds: float) -> str:
     """Returns the error text for ranks that will not come."""
     ended = sorted(each.member for each in lost if each.ended)
-    silent = sorted(each.member for each in lost if not each.ended)
+    silent = sorted(each.member for each in lost if not each.ended and each.unreached is None)
     texts = []
+    for each in lost:
+        if each.unreached is not None:
+            listens, comes, where = each.unreached
+            texts.append(
+                f"rank {listens} listens {where}, and rank {comes} could not reach it for {deadline_seconds:g} s"
+            )
+    if texts:
+        texts.append("name interfaces by which they reach each other in SHARDOPT_NETWORK")
     if ended:
         texts.append(f"{names_of(ended)} died, or ended before this call")
     if silent:

@@ -182,6 +182,9 @@ class RunningJob:
                 if not process.dead:
                     scheduler.at(scheduler.now + STOP_SECONDS + 1.5, lambda: self._judge_stopped(process, rank))
                     return
+            if fault.kind == "reset":
+                self.world.fabric.reset_one(process)
+                return
             self.disturbed.add(rank)
             if fault.kind == "kill":
                 process.kill()

@@ -64,7 +64,7 @@ class Fault:
         kind: "kill", "stop" (goes on after `seconds`, or beside the next job), "cut" (off the network, for `seconds`),
             "interrupt" (as by SIGINT), "signal" (by which it is told to stop), "power" (of all hosts and disks),
             "store" (is lost), "disk" (error `detail` of one operation on files), "object" (`detail` of one request),
-            "unreadable" (the newest checkpoint, from the beginning of a job).
+            "reset" (one of its connections), "unreadable" (the newest checkpoint, from the beginning of a job).
         at: the number of the operation; of those on files or objects for "disk" and "object".
         beside: the operation of rank 0 of the next job at which a stopped rank goes on; 0 for none.
     """
@@ -106,7 +106,17 @@ def draw(seed: int) -> Schedule:
     chance = random.Random(seed)
     jobs = tuple(_draw_job(chance, number) for number in range(chance.choice((1, 1, 1, 1, 2, 2, 2, 3))))
     faults = [_draw_fault(chance, jobs) for _ in range(chance.choice((0, 1, 1, 1, 2, 2, 3)))]
-    return Schedule(seed, _with_mirrors(jobs), tuple(faults))
+    return Schedule(seed, _with_mirrors(jobs), (*faults, *_draw_resets(seed, jobs)))
+
+
+def _draw_resets(seed: int, jobs: tuple[Job, ...]) -> list[Fault]:
+    chance = random.Random(f"resets of {seed}")
+    resets = []
+    for _ in range(chance.choice((0, 0, 1, 2))):
+        number = chance.randrange(len(jobs))
+        job = jobs[number]
+        resets.append(Fault("reset", number, chance.randrange(job.ranks), chance.randint(1, 15 + 45 * job.saves)))
+    return resets
 
 
 def _draw_job(chance: random.Random, number: int) -> Job:

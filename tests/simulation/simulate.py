@@ -219,7 +219,7 @@ def _has_no_excuse(running: RunningJob, told: Told) -> bool:
         return False
     if job.mirror and running.ledger.unreadable and "UnreadableError" in told.text:
         return False  # in copying one that was not the newest any more, and so was not looked at by a restore
-    harmless = ("unreadable", "signal")  # who was hit by a signal before it listened is disturbed
+    harmless = ("unreadable", "signal", "reset")  # who was hit by a signal before it listened is disturbed
     return not any(fault.job == number and fault.kind not in harmless for fault in running.schedule.faults)
 
 

@@ -16,6 +16,7 @@ from tests.simulation.tasks import Killed, Process, Scheduler, Task
 
 _SECONDS = 150e-6  # on the way
 _ROOM_BYTES = 1 << 16  # that fit between a sender and a reader
+_KEEPALIVE_SECONDS = 2.0  # in which who has lost nothing yet is told
 _PORTS = 12  # of a host: soon one is given again, to somebody else
 
 
@@ -26,12 +27,35 @@ class Fabric:
         self.scheduler, self.network = scheduler, network
         self.listening: dict[tuple[str, int], SimulatedSocket] = {}
         self.descriptors = 10
+        self.sockets: list[SimulatedSocket] = []
 
     def socket(self, process: Process) -> SimulatedSocket:
         self.descriptors += 1
         made = SimulatedSocket(self, process, self.descriptors)
         process.at_end.append(made.close)
+        self.sockets.append(made)
         return made
+
+    def reset_one(self, process: Process) -> None:
+        """Resets one connection of a process with another, for both, or for one of them alone at first."""
+        self.sockets = [each for each in self.sockets if not each.closed]
+        chance = self.scheduler.random
+        there = [
+            each
+            for each in self.sockets
+            if each.process is process and each.peer is not None and each.peer.process is not process
+        ]
+        if not there:
+            return
+        one = chance.choice(there)
+        other = one.peer
+        assert other is not None
+        self.scheduler.note(process.name, f"loses its connection with {other.process.name}")
+        if chance.random() < 0.5:
+            one, other = other, one
+        one._break()
+        late = chance.choice((0.0, chance.uniform(0.0, _KEEPALIVE_SECONDS)))
+        self.scheduler.at(self.scheduler.now + late, lambda: None if other.closed else other._break())
 
     def pair(self, process: Process) -> tuple[SimulatedSocket, SimulatedSocket]:
         one, other = self.socket(process), self.socket(process)
@@ -47,26 +71,32 @@ class Fabric:
         self.listening[listener.address] = listener
         return listener
 
-    def connect(self, process: Process, host: str, port: int, timeout_seconds: float) -> SimulatedSocket:
+    def begin_connect(self, process: Process, host: str, port: int) -> SimulatedSocket:
         scheduler = self.scheduler
-        scheduler.operate(f"connect {host}:{port}", _SECONDS, looks_only=True)
-        listener = self.listening.get((host, port))
-        cut = self.network.seconds_cut(process)
-        if listener is not None:
-            cut = max(cut, self.network.seconds_cut(listener.process))
-        if cut:
-            scheduler.pause(min(cut, timeout_seconds))
-            if cut > timeout_seconds:
-                raise TimeoutError(errno.ETIMEDOUT, "timed out")
+        scheduler.operate(f"connect {host}:{port}", 3e-6, looks_only=True)
+        connecting = self.socket(process)
+
+        def arrive() -> None:
+            if connecting.closed or process.dead:
+                return
             listener = self.listening.get((host, port))
-        if listener is None or listener.closed:
-            raise ConnectionRefusedError(errno.ECONNREFUSED, f"nobody listens at {host}:{port}")
-        one, other = self.socket(process), self.socket(listener.process)
-        one.peer, other.peer = other, one
-        listener.accepting.append(other)
-        listener.wake()
-        scheduler.pause(scheduler.draw(_SECONDS))
-        return one
+            cut = self.network.seconds_cut(process)
+            if listener is not None:
+                cut = max(cut, self.network.seconds_cut(listener.process))
+            if cut:
+                scheduler.at(scheduler.now + cut, arrive)
+                return
+            if listener is None or listener.closed:
+                connecting.refused = f"nobody listens at {host}:{port}"
+            else:
+                other = self.socket(listener.process)
+                connecting.peer, other.peer = other, connecting
+                listener.accepting.append(other)
+                listener.wake()
+            connecting.wake()
+
+        scheduler.at(scheduler.now + scheduler.draw(2 * _SECONDS), arrive)
+        return connecting
 
 
 class SimulatedSocket:
@@ -80,8 +110,13 @@ class SimulatedSocket:
         self.inbox = bytearray()
         self.under_way = 0  # bytes that were sent here and have not come
         self.ended = self.reset = self.closed = self.shut = False
+        self.refused = ""
         self.watchers: list[SimulatedSelector] = []
         self._arrives = 0.0  # the last of what was sent from here
+
+    def finish_connect(self) -> None:
+        if self.refused:
+            raise ConnectionRefusedError(errno.ECONNREFUSED, self.refused)
 
     def fileno(self) -> int:
         return -1 if self.closed else self._descriptor
@@ -104,7 +139,7 @@ class SimulatedSocket:
         return bool(self.accepting or self.inbox or self.ended or self.reset)
 
     def is_writable(self) -> bool:
-        return self.peer is not None and (self.reset or self._room() > 0)
+        return bool(self.refused) or (self.peer is not None and (self.reset or self._room() > 0))
 
     def _room(self) -> int:
         assert self.peer is not None
@@ -187,6 +222,13 @@ class SimulatedSocket:
             else:
                 self._finish()
         self.inbox.clear()
+
+    def abort(self) -> None:
+        """Closes it, and resets the connection."""
+        if not self.closed and not self.reset and self.peer is not None:
+            self._send_off(self.peer._break)
+            self.reset = True
+        self.close()
 
     def _finish(self) -> None:
         peer = self.peer

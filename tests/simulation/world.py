@@ -125,24 +125,33 @@ class SimulatedWorld(World):
     def store_of(self, group: Any, prefix: str) -> Any:
         return SimulatedStore(group.server, group.process, prefix)
 
-    def listen(self, host: str, backlog: int = 1024) -> Any:
+    def listen(self, host: str, ports: range | None = None, backlog: int = 1024) -> Any:
         return self.fabric.listen(self._process(), host)
 
-    def connect(self, host: str, port: int, timeout_seconds: float) -> Any:
-        return self.fabric.connect(self._process(), host, port, timeout_seconds)
+    def begin_connect(self, host: str, port: int) -> Any:
+        return self.fabric.begin_connect(self._process(), host, port)
+
+    def finish_connect(self, connecting: SimulatedSocket) -> None:
+        connecting.finish_connect()
 
     def accept(self, listener: SimulatedSocket) -> Any:
         return listener.accept()[0]
+
+    def abort(self, connection: SimulatedSocket) -> None:
+        connection.abort()
 
     def route_to(self, host: str) -> str:
         address: str = self._process().address  # type: ignore[attr-defined]  # given by the job
         return address
 
-    def host_name(self) -> str:
-        return self._process().host
+    def interfaces(self) -> list[tuple[str, str]]:
+        return [("eth0", self.route_to(""))]
 
     def store_host(self, store: Any) -> str | None:
         return "store"
+
+    def store_file(self, store: Any) -> str | None:
+        return None
 
     def main_thread_stack(self, most_lines: int) -> str:
         main = self._process().main

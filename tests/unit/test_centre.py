@@ -62,9 +62,10 @@ def test_a_section_is_in_memory_once_whoever_it_is_sent_to(centre_of):
         centre.keep_section(MAIN, 1, 0, section)
         for rank in sent:
             centre.take(rank, Message(Kind.PULL, MAIN, 1, bytes(4)))
-    held = [{id(part.obj) for part in buffers if isinstance(part, memoryview)} for buffers in sent.values()]
+    parts = {rank: [part for frame in frames for part in frame.buffers] for rank, frames in sent.items()}
+    held = [{id(part.obj) for part in each if isinstance(part, memoryview)} for each in parts.values()]
     assert len(held[0]) == 1 and held[0] == held[1] == held[2]
-    assert all(sum(map(len, buffers)) >= len(section) for buffers in sent.values())
+    assert all(sum(map(len, each)) >= len(section) for each in parts.values())
 
 
 def test_who_shows_life_in_a_session_that_is_over_does_not_begin_it_again(centre_of):

@@ -8,6 +8,7 @@ import threading
 
 import pytest
 
+from shardopt.ranks.connections.address import Network
 from shardopt.ranks.connections.frames import Kind, Message, encode
 from shardopt.ranks.connections.join import Entry
 from shardopt.ranks.connections.proof import Connecting, Meeting
@@ -29,7 +30,7 @@ def served(tmp_path):
         asked.append((directory, name))
         return os.open(tmp_path / directory / name, os.O_RDONLY)
 
-    server = FileServer(Entry("aa" * 8, KEY, ()), 1, ["127.0.0.1"], open_file)
+    server = FileServer(Entry("aa" * 8, KEY, ()), 1, Network(("127.0.0.1",)), open_file)
     yield server, asked
     server.close()
 

@@ -4,6 +4,8 @@ import errno
 import itertools
 import json
 import os
+import random
+import select
 import socket
 import struct
 import subprocess
@@ -12,6 +14,7 @@ import threading
 import time
 import traceback
 import tracemalloc
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -19,9 +22,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardopt import world as world_module
+from shardopt.errors import OptionError
 from shardopt.ranks import Ranks
 from shardopt.ranks import ranks as ranks_module
 from shardopt.ranks.connections import address, tree
+from shardopt.ranks.connections.address import Network
 from shardopt.ranks.connections.centre import Centre
 from shardopt.ranks.connections.frames import (
     MAIN,
@@ -29,17 +34,22 @@ from shardopt.ranks.connections.frames import (
     MOST_UNPROVEN_BYTES,
     BadFrame,
     Decoder,
+    Frame,
     Kind,
     Message,
     encode,
 )
 from shardopt.ranks.connections.gathering import Gathering, pack_reports, unpack_reports
 from shardopt.ranks.connections.join import Entry, leader_key, publish, read, withdraw
-from shardopt.ranks.connections.proof import Connecting, Listening, Meeting, Refused
+from shardopt.ranks.connections.link import Broken
+from shardopt.ranks.connections.node import Node
+from shardopt.ranks.connections.proof import Connecting, Forgotten, Listening, Meeting, Refused
 from shardopt.ranks.connections.runs import pack_runs, unpack_runs
+from shardopt.ranks.connections.sealing import Sealer, Unsealer
 from shardopt.ranks.connections.tree import Tree
 from shardopt.world import World, using, world
 from tests.support.source import ROOT
+from tests.support.wire import Wire
 from tests.unit.test_ranks import Group, Job, together
 
 KEY = "6b" * 32
@@ -104,7 +114,7 @@ def test_a_stranger_may_send_no_message_in_parts(nbytes):
 def test_a_message_within_another_is_refused():
     decoder = Decoder()
     decoder.trust()
-    first = encode(Message(Kind.ANSWER, data=bytes(MOST_FRAME_BYTES + 1)))[:2]
+    first = encode(Message(Kind.ANSWER, data=bytes(MOST_FRAME_BYTES + 1)))[:1]
     with pytest.raises(BadFrame):
         decoder.feed(b"".join(map(bytes, first)) + bytes(encode(Message(Kind.BEAT))[0]))
 
@@ -255,6 +265,7 @@ import resource, socket, sys, threading
 import torch.distributed as dist
 from shardopt import world as world_module
 from shardopt.ranks import Ranks, ranks as ranks_module
+from shardopt.ranks.connections.address import Network
 from shardopt.ranks.connections.join import Entry
 from shardopt.ranks.files.server import FileServer
 from tests.unit.test_ranks import Group, together
@@ -267,7 +278,7 @@ jobs = [[Ranks(Group(rank, 2, store)) for rank in range(2)] for store in stores]
 work = lambda here: here.agree("x", lambda: len([open("/dev/null") for _ in range(60)]))[0]
 for job in jobs:
     assert together(job, work) == [60, 60]
-server = FileServer(Entry("aa" * 8, "6b" * 32, ()), 0, ["127.0.0.1"], lambda directory, name: 0)
+server = FileServer(Entry("aa" * 8, "6b" * 32, ()), 0, Network(("127.0.0.1",)), lambda directory, name: 0)
 ports = [server.at[0][1], *(job[0]._channel.node.session.at[0][1] for job in jobs)]
 print(*ports, flush=True)
 sys.stdin.readline()
@@ -291,7 +302,7 @@ def test_silent_strangers_at_all_listeners_leave_the_process_its_descriptors():
 
 
 NONSENSE = {
-    "bytes": [b"nonsense" * 10],
+    "bytes": [Frame([b"nonsense" * 10])],
     "a question of nobody": encode(Message(Kind.HERE, data=b"[2, 0]")),
     "no count of signs": encode(Message(Kind.MISSING, data=b"[[Infinity, [2, 1, 1]]]")),
 }
@@ -346,7 +357,7 @@ def test_one_that_is_gone_keeps_nobody_from_what_was_queued_at_the_end(job):
     with node.changed:
         gone, there = (node.centre.links[rank] for rank in (1, 2))
         gone.socket.shutdown(socket.SHUT_WR)  # as if its peer was gone
-        gone.put([b"x"] * 1000)
+        gone.put([Frame([b"x"])] * 1000)
         before = there.queued_bytes
         there.put_message(Message(Kind.BEAT))
         node._close(0.05)
@@ -367,7 +378,8 @@ def test_what_was_answered_comes_though_who_answered_has_left_and_is_still_spoke
         above.stop()
         time.sleep(0.2)
         for _ in range(2):
-            link.socket.send(b"".join(map(bytes, encode(Message(Kind.BEAT)))))
+            link.put_message(Message(Kind.BEAT))
+            link.flush()
             time.sleep(0.05)
     above.join(10.0)
     with below.changed:
@@ -437,8 +449,12 @@ def test_a_child_has_no_connection_whenever_it_is_forked(monkeypatch):
         prepare(connection)
 
     descriptors, prepare = [], world_module._prepare
-    monkeypatch.setattr(world_module, "_prepare", lambda each: (descriptors.append(each.fileno()), fork(each)))
-    connected = world().connect(*listener.getsockname(), 5.0)
+    monkeypatch.setattr(
+        world_module, "_prepare", lambda each, *seconds: (descriptors.append(each.fileno()), fork(each))
+    )
+    connected = world().begin_connect(*listener.getsockname())
+    select.select([], [connected], [], 5.0)
+    world().finish_connect(connected)
     accepted = world().accept(listener)
     assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0]
     for each in (listener, connected, accepted):
@@ -525,7 +541,7 @@ def test_a_rank_without_a_descriptor_says_so_of_itself(job, monkeypatch):
         raise OSError(errno.EMFILE, "Too many open files")
 
     ranks = job.start(2)
-    monkeypatch.setattr(World, "connect", none_free)
+    monkeypatch.setattr(World, "begin_connect", none_free)
     outcomes = together(ranks, lambda here: here.agree("x", lambda: None, deadline_seconds=1.0))
     assert "x: this rank cannot communicate: [Errno 24] Too many open files" in str(outcomes[1])
 
@@ -551,49 +567,321 @@ def test_a_peer_that_is_gone_ends_no_program_that_is_to_end_by_broken_pipes():
     assert (done.returncode, done.stdout) == (0, "ended\n"), done.stderr
 
 
+# Connections that break.
+
+
+@pytest.fixture
+def wire():
+    made = Wire()
+    with using(made):
+        yield made
+    made.close()
+
+
+def numbers(here):
+    return here.agree("x", lambda: None, lambda _: here.rank, lambda reports: reports)[1]
+
+
+def end_all(ranks):
+    for here in ranks:
+        here._channel.node.stop()
+    for here in ranks:
+        here._channel.node.join(10.0)
+
+
+def test_a_connection_that_is_reset_between_rounds_comes_back_unnoticed(job, wire, monkeypatch):
+    monkeypatch.setattr(tree, "RANKS_PER_BLOCK", 2)  # 2 leads 3
+    ranks = job.start(4)
+    assert together(ranks, numbers) == [[0, 1, 2, 3]] * 4
+    for _ in range(3):
+        pairs = wire.pairs()
+        assert len(pairs) == 3
+        for pair in pairs:
+            pair.reset()
+        assert together(ranks, numbers) == [[0, 1, 2, 3]] * 4
+    links = [link for here in ranks for link in here._channel.node.centre.links.values()]
+    assert len(links) == 6 and all(link.open and not link.suspended for link in links)
+    end_all(ranks)
+
+
+def test_rounds_are_whole_however_often_connections_are_reset(job, wire, monkeypatch):
+    """Answers of some MiB, sections, and resets at any time."""
+    monkeypatch.setattr(tree, "RANKS_PER_BLOCK", 2)
+    ranks = job.start(4)
+    together(ranks, numbers)
+    done, resets = threading.Event(), []
+
+    def disturb():
+        chance = random.Random(7)
+        while not done.wait(chance.uniform(0.0, 0.03)):
+            for pair in wire.pairs():
+                if chance.random() < 0.5:
+                    resets.append(pair.reset())
+
+    def work(here):
+        got = []
+        for number in range(12):
+            large = "x" * (number % 3 << 19)
+            said = [number, here.rank, large]
+            _, told = here.agree("y", lambda: None, lambda _, said=said: said, lambda reports: reports)
+            sections = [bytes([number, rank]) * (1 << 18) for rank in range(4)]
+            decide = lambda _, sections=sections: (0, sections)  # noqa: E731
+            section = here.agree_in_sections("z", lambda: 0, lambda _: 0, decide, lambda _: here.rank)[2]
+            got.append(told == [[number, rank, large] for rank in range(4)] and section == sections[here.rank])
+        return got
+
+    thread = threading.Thread(target=disturb)
+    thread.start()
+    try:
+        outcomes = together(ranks, work)
+    finally:
+        done.set()
+        thread.join()
+    assert outcomes == [[True] * 12] * 4
+    assert len(resets) > 10
+    end_all(ranks)
+
+
+def test_bytes_that_somebody_else_sends_on_a_connection_are_none_of_the_rank(job, wire):
+    ranks = job.start(2)
+    assert together(ranks, numbers) == [[0, 1]] * 2
+    forged = b"".join(map(bytes, encode(Message(Kind.REPORT, MAIN, 2, b'{"report":7}')))) + bytes(24)
+    for said in (forged, b"\xff" * 100, b"\0" * 100):
+        (pair,) = wire.pairs()
+        pair.far.sendall(said)
+        assert together(ranks, numbers) == [[0, 1]] * 2
+    (pair,) = wire.pairs()
+    pair.near.sendall(b"".join(map(bytes, encode(Message(Kind.ANSWER, MAIN, 5, b'{"decision":7}')))) + bytes(24))
+    assert together(ranks, numbers) == [[0, 1]] * 2
+    end_all(ranks)
+
+
+def test_who_has_ended_after_its_connection_broke_is_named_soon(job, wire):
+    ranks = job.start(3)
+    together(ranks, numbers)
+    node = ranks[1]._channel.node
+    with node.changed:
+        node._come_back = lambda link: None  # as if its process was no more
+        node.centre.links[0].socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        node._end(node.centre.links[0], Broken("reset"))
+    begin = time.monotonic()
+    outcomes = together(ranks, numbers, absent=[1])
+    assert "x: rank 1 died, or ended before this call" in str(outcomes[0]) == str(outcomes[2])
+    assert time.monotonic() - begin < 10.0
+    end_all(ranks)
+
+
+def seals(number=0, taken=0, key=b"k" * 32):
+    confirmed = []
+    return Sealer(key, number), Unsealer(key, number, taken, confirmed.append), confirmed
+
+
+def test_a_frame_is_taken_once_in_its_place_and_as_it_was_sent():
+    frames = [encode(Message(Kind.REPORT, MAIN, n, b"data"))[0] for n in range(3)]
+    sealer, unsealer, confirmed = seals()
+    sealed = [(bytes(frame), sealer.seal(frame, 40 + n)) for n, frame in enumerate(frames)]
+    for wrong in (
+        sealed[1],
+        (sealed[0][0], sealed[1][1]),
+        (sealed[0][0][:-1] + b"!", sealed[0][1]),
+        (sealed[0][0], bytes(24)),
+    ):
+        with pytest.raises(BadFrame):
+            unsealer.open(memoryview(wrong[0]), wrong[1])
+    assert [unsealer.open(memoryview(frame), seal) for frame, seal in sealed] == [True] * 3
+    assert confirmed == [40, 41, 42] and unsealer.taken == 3
+    with pytest.raises(BadFrame):  # once more
+        unsealer.open(memoryview(sealed[2][0]), sealed[2][1])
+    with pytest.raises(BadFrame):  # of the other direction
+        seals(key=b"o" * 32)[1].open(memoryview(sealed[0][0]), sealed[0][1])
+    _, again, _ = seals(taken=2)  # who comes back may be told less than was taken
+    assert [again.open(memoryview(frame), seal) for frame, seal in sealed] == [False, False, True]
+
+
+def test_who_comes_back_proves_that_it_is_the_same_process():
+    known = SimpleNamespace(key="5c" * 32, taken=7)
+
+    def back(key, taken=5, waits=known):
+        connecting, listening = Connecting(BELOW, key, taken), Listening("s", KEY, 0, {3: waits}.get)
+        challenge, _ = listening.take(connecting.hello())
+        proof = connecting.answer(challenge)
+        assert listening.take(proof) == (None, 3) and listening.returns
+        assert connecting.taken == listening.taken == (5, 7)
+        return connecting, listening
+
+    connecting, listening = back(known.key)
+    assert (connecting.from_below, connecting.from_above) == (listening.from_below, listening.from_above)
+    assert connecting.from_below != connecting.from_above
+    with pytest.raises(Refused):  # another process, which knows the session alone
+        back(KEY)
+    with pytest.raises(Forgotten):
+        back(known.key, waits=None)
+    listening = Listening("s", KEY, 0, {}.get)
+    side = Connecting(BELOW, KEY, 5)
+    challenge, _ = listening.take(side.hello())
+    with pytest.raises(Forgotten):
+        side.answer(challenge)
+    said = Meeting("s", KEY, 3, 0).proof("connects", (side._nonces[0], json.loads(challenge.data)["nonce"]), (5, -1))
+    with pytest.raises(Refused):
+        listening.take(Message(Kind.PROOF, data=json.dumps({"proof": said}).encode()))
+
+
 # Addresses.
 
 
 class Host(World):
-    """A host whose ways to others are known; those that are not fail."""
+    """A host whose ways to others are known; those that are not fail. Its interfaces have an address or more each."""
 
-    def __init__(self, store_host, **routes):
-        self._store_host, self._routes = store_host, routes
+    def __init__(self, store_host, interfaces=(), **routes):
+        self._store_host, self._interfaces, self._routes = store_host, interfaces, routes
 
     def store_host(self, store):
         return self._store_host
 
-    def host_name(self):
-        return "me"
+    def interfaces(self):
+        return [("lo", "127.0.0.1"), ("lo", "::1"), *self._interfaces]
 
     def route_to(self, host):
-        name = {"192.0.2.1": "out", "127.0.0.1": "loop", "10.1.0.1": "far"}.get(host, host)
+        name = {"192.0.2.1": "out", "2001:db8::1": "out6", "127.0.0.1": "loop", "10.1.0.1": "far"}.get(host, host)
         if name not in self._routes:
             raise OSError(f"no way to {host}")
         return self._routes[name]
 
 
+DATA, MANAGED = ("data0", "10.5.0.7"), ("mgmt0", "10.0.0.7")
+BOTH = [MANAGED, DATA, ("data1", "fd05::7")]
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """Sets variables that say where ranks listen, and no other."""
+    names = {"own": address.NETWORK, "gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}
+    for name in names.values():
+        monkeypatch.delenv(name, raising=False)
+    return lambda **texts: [monkeypatch.setenv(names[each], text) for each, text in texts.items()]
+
+
 @pytest.mark.parametrize(
     ("host", "expected"),
     [
-        (Host(""), ["127.0.0.1"]),
-        (Host("master", master="10.0.0.7"), ["10.0.0.7"]),
+        (Host("", BOTH), ["127.0.0.1"]),
+        (Host("master", BOTH, master="10.0.0.7"), ["10.0.0.7"]),
         (Host("10.1.0.1", far="10.0.0.8"), ["10.0.0.8"]),
         (Host("fd00::1", **{"fd00::1": "fd00::2"}), ["fd00::2"]),
-        (Host("localhost", localhost="127.0.0.1", out="10.0.0.7"), ["127.0.0.1"]),
+        (Host("localhost", BOTH, localhost="127.0.0.1", out="10.0.0.7"), ["127.0.0.1"]),
         (Host("127.0.0.1", loop="127.0.0.1", out="10.0.0.7"), ["127.0.0.1"]),
         (Host("localhost", localhost="::1", out="10.0.0.7"), ["::1"]),
         (Host("master", master="127.0.1.1", out="10.0.0.7"), ["127.0.1.1", "10.0.0.7"]),
-        (Host("master", master="127.0.1.1", me="10.0.0.7"), ["127.0.1.1", "10.0.0.7"]),
-        (Host("master", master="127.0.1.1", me="127.0.1.1"), ["127.0.1.1"]),
-        (Host(None, out="10.0.0.7", me="127.0.1.1"), ["127.0.0.1", "10.0.0.7"]),
+        (Host("master", [DATA], master="127.0.1.1"), ["127.0.1.1", "10.5.0.7"]),
+        (Host("master", BOTH, master="127.0.1.1", out="10.0.0.7"), ["127.0.1.1", "10.0.0.7", "10.5.0.7", "fd05::7"]),
+        (Host("master", [("data1", "fd05::7")], master="::1", out6="fd05::7"), ["::1", "fd05::7"]),
+        (Host("master", master="127.0.1.1"), ["127.0.1.1"]),
+        (Host(None, out="10.0.0.7"), ["127.0.0.1", "10.0.0.7"]),
+        (Host(None, BOTH, out="10.0.0.7"), ["127.0.0.1", "10.0.0.7", "10.5.0.7", "fd05::7"]),
         (Host(None), ["127.0.0.1"]),
     ],
     ids=lambda each: " ".join(each) if isinstance(each, list) else "",
 )
-def test_a_rank_listens_where_others_reach_its_host(host, expected):
+def test_a_rank_listens_where_others_reach_its_host(host, expected, environment):
+    environment()
     with using(host):
-        assert address.addresses(None) == expected
+        assert address.network_of(None) == Network(tuple(expected))
+
+
+@pytest.mark.parametrize(
+    ("texts", "expected", "ports"),
+    [
+        ({"gloo": "data0"}, ["10.5.0.7"], None),
+        ({"gloo": "data1,data0"}, ["10.5.0.7", "fd05::7"], None),
+        ({"gloo": "data"}, ["127.0.1.1", "10.0.0.7", "10.5.0.7", "fd05::7"], None),  # which is no name
+        ({"nccl": "data"}, ["10.5.0.7", "fd05::7"], None),
+        ({"nccl": "=data0"}, ["10.5.0.7"], None),
+        ({"nccl": "=data"}, ["127.0.1.1", "10.0.0.7", "10.5.0.7", "fd05::7"], None),
+        ({"nccl": "^mgmt,docker"}, ["10.5.0.7", "fd05::7"], None),
+        ({"nccl": "^=data1"}, ["10.0.0.7", "10.5.0.7"], None),
+        ({"gloo": "mgmt0", "nccl": "data"}, ["10.0.0.7"], None),
+        ({"own": "data0", "gloo": "mgmt0"}, ["10.5.0.7"], None),
+        ({"own": "mgmt0,data1:30000-30009"}, ["10.0.0.7", "fd05::7"], range(30000, 30010)),
+        ({"own": ":30000-30000", "gloo": "data0"}, ["10.5.0.7"], range(30000, 30001)),
+    ],
+    ids=str,
+)
+def test_variables_say_where_a_rank_listens(texts, expected, ports, environment):
+    environment(**texts)
+    with using(Host("master", BOTH, master="127.0.1.1", out="10.0.0.7")):
+        assert address.network_of(None) == Network(tuple(expected), ports)
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("ib0", "no interface ib0 that is up and has an address; here are lo, mgmt0, data0, data1"),
+        ("data0:30000", "no range of ports after the colon"),
+        ("data0:30010-30000", "the ports 30010 to 30000"),
+        (":0-10", "the ports 0 to 10"),
+        (":65000-70000", "the ports 65000 to 70000"),
+    ],
+)
+def test_a_variable_that_names_nothing_here_is_refused_by_all(text, found, environment, job):
+    environment(own=text)
+    with using(Host("localhost", BOTH)):
+        for error in together(job.start(2), lambda here: here.agree("x", lambda: None)):
+            assert isinstance(error, OptionError) and found in str(error) and f"SHARDOPT_NETWORK={text}" in str(error)
+
+
+def test_ranks_listen_at_the_ports_that_are_named(environment, job):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        environment(own=f":{port}-{port}")
+        errors = together(job.start(2), lambda here: here.agree("x", lambda: None, deadline_seconds=0.5))
+        assert f"none of the ports {port} to {port} is free" in str(errors[0])
+    environment(own=f":{port}-{port + 20}")
+    ranks = job.start(2)
+    assert together(ranks, lambda here: here.agree("x", lambda: here.rank)[0]) == [0, 1]
+    assert all(port <= at[1] <= port + 20 for at in ranks[0]._channel.node.session.at)
+
+
+class Elsewhere(World):
+    """One whose ranks say first that they listen where somebody else does, or nobody."""
+
+    def __init__(self, *wrong):
+        self.wrong = wrong
+
+    def begin_connect(self, host, port):
+        return (
+            super().begin_connect(*self.wrong[int(port)])
+            if port < len(self.wrong)
+            else super().begin_connect(host, port)
+        )
+
+
+def test_ranks_find_each_other_among_wrong_addresses(job, tmp_path, monkeypatch):
+    """Of another host's 127.0.0.1 nobody, or a program that says nothing, or garbage, or an older rank 0."""
+    silent, gone = socket.create_server(("127.0.0.1", 0)), socket.create_server(("127.0.0.1", 0))
+    gone_at = gone.getsockname()
+    gone.close()
+    other = Job("hash", tmp_path).start(2)
+    together(other, lambda here: here.agree("x", lambda: None))
+    wrong = (gone_at, silent.getsockname(), other[0]._channel.node.session.at[0], ("192.0.2.77", 9))
+    listen = Node._listen
+    monkeypatch.setattr(Node, "_listen", lambda node: (*(("10.9.9.9", n) for n in range(4)), *listen(node)))
+    begin = time.monotonic()
+    with silent, using(Elsewhere(*wrong)):
+        assert together(job.start(3), lambda here: here.agree("x", lambda: here.rank)[0]) == [0, 1, 2]
+    assert time.monotonic() - begin < 8.0
+
+
+def test_who_is_not_reached_is_said_with_its_addresses_and_by_whom(job, monkeypatch):
+    monkeypatch.setattr("shardopt.ranks.connections.node._UNREACHED_SECONDS", 0.0)
+    listen = Node._listen
+    monkeypatch.setattr(Node, "_listen", lambda node: [listen(node), (("10.9.9.9", 0),)][1])
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        nobody = server.getsockname()
+    with using(Elsewhere(nobody)):
+        errors = together(job.start(2), lambda here: here.agree("x", lambda: None, deadline_seconds=2.0))
+    for error in errors:
+        assert "rank 0 listens at 10.9.9.9:0 (10.9.9.9:0: Connection refused)" in str(error)
+        assert "rank 1 could not reach it" in str(error) and "SHARDOPT_NETWORK" in str(error)
 
 
 def test_the_host_of_a_store_is_that_of_its_server(tmp_path):

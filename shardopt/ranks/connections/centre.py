@@ -120,7 +120,8 @@ class Centre:
         """Takes the connection of a rank below, which has proved whose it is."""
         self.came.add(rank)
         self.links[rank] = link
-        for message in (Message(Kind.WELCOME), *self.early):
+        self.to_flush[rank] = link
+        for message in self.early:
             self._send([rank], message)
         if len(self.came) == len(self.tree.children):
             self.early.clear()
@@ -392,11 +393,11 @@ class Centre:
 
     def _send(self, ranks: Iterable[int], message: Message) -> None:
         """Queues a message for neighbours; those that are not connected get nothing."""
-        buffers = encode(message)
+        frames = encode(message)
         for rank in ranks:
             link = self.links.get(rank)
             if link is not None:
-                link.put(buffers)
+                link.put(frames)
                 self.to_flush[rank] = link
 
     def forget(self, name: bytes) -> None:

@@ -3,19 +3,24 @@
 A length is checked before what it promises is read: a peer that has not proved itself is given 4 KiB, any other 1 MiB;
 longer messages are cut into several frames, which only a peer that has proved itself may send.
 
-length   4 bytes, of all that follows
+length   4 bytes, of all that follows up to the end of the data
 kind     1 byte (`Kind`)
 more     1 byte: 1 where the message goes on in the next frame, else 0
 session  8 bytes
 round    8 bytes
 data
+
+Once both peers have proved themselves each frame ends with a seal (`sealing.py`): how many frames this end has taken,
+and 16 bytes that nobody else can make.
 """
 
 from __future__ import annotations
 
+import hashlib
 import struct
+from collections.abc import Sequence
 from enum import IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 MOST_FRAME_BYTES = 1 << 20
 MOST_UNPROVEN_BYTES = 4 << 10
@@ -35,6 +40,8 @@ class Kind(IntEnum):
     CHALLENGE = 2
     PROOF = 3
     WELCOME = 4
+    CONFIRM = 5  # of no meaning but its seal's: how much has come
+    BYE = 6  # the last one: who sends it ends the connection, and is not to be looked for
     BEAT = 10
     REPORT = 11
     REPORTS = 12
@@ -66,20 +73,56 @@ class BadFrame(Exception):
     """What came is no frame, or too large: whoever sent it is not one of us."""
 
 
-def encode(message: Message) -> list[bytes | memoryview]:
-    """Encodes a message as buffers to be sent one after the other."""
+class Frame:
+    """A frame as buffers to be sent one after the other. Several peers may be sent the same one.
+
+    Attributes:
+        buffers: bytes.
+        nbytes: of all of them.
+    """
+
+    __slots__ = ("_digest", "buffers", "nbytes")
+
+    def __init__(self, buffers: Sequence[bytes | memoryview]) -> None:
+        self.buffers, self.nbytes = buffers, sum(map(len, buffers))
+        self._digest = b""
+
+    def __bytes__(self) -> bytes:
+        return b"".join(self.buffers)
+
+    def digest(self) -> bytes:
+        """Returns the SHA-256 of the frame, which is computed once for all peers."""
+        if not self._digest:
+            hashed = hashlib.sha256()
+            for buffer in self.buffers:
+                hashed.update(buffer)
+            self._digest = hashed.digest()
+        return self._digest
+
+
+class Opener(Protocol):
+    """Looks at the seals of one peer's frames; `sealing.py` has the one that does."""
+
+    nbytes: int
+
+    def open(self, frame: memoryview, seal: bytes) -> bool:
+        """Returns whether a frame is new, and has not come before. Raises BadFrame where it is not the peer's."""
+
+
+def encode(message: Message) -> list[Frame]:
+    """Encodes a message as frames to be sent one after the other."""
     kind, session, number, data = message
     if len(data) > MOST_MESSAGE_BYTES:
         raise ValueError(f"a message of {len(data)} bytes; {MOST_MESSAGE_BYTES} are the most")
     if len(data) <= _COPIED_BYTES:
-        return [_HEADER.pack(_AFTER_LENGTH + len(data), kind, 0, session, number) + data]
-    buffers: list[bytes | memoryview] = []
+        return [Frame([_HEADER.pack(_AFTER_LENGTH + len(data), kind, 0, session, number) + data])]
+    frames: list[Frame] = []
     view = memoryview(data)
     for begin in range(0, len(data), MOST_FRAME_BYTES):
         part = view[begin : begin + MOST_FRAME_BYTES]
         more = begin + len(part) < len(data)
-        buffers += [_HEADER.pack(_AFTER_LENGTH + len(part), kind, more, session, number), part]
-    return buffers
+        frames.append(Frame([_HEADER.pack(_AFTER_LENGTH + len(part), kind, more, session, number), part]))
+    return frames
 
 
 class Decoder:
@@ -88,18 +131,35 @@ class Decoder:
     Attributes:
         most_bytes: the longest data of a frame that is taken.
         trusts: whether a message may have several frames. From a stranger they would be kept, without an end.
+        error: by which the bytes after the last messages are none; raised by the next `feed`.
     """
 
     def __init__(self) -> None:
         self.most_bytes, self.trusts = MOST_UNPROVEN_BYTES, False
+        self.error: BadFrame | None = None
+        self._opener: Opener | None = None
         self._buffer = bytearray()
         self._head: tuple[int, bytes, int] | None = None  # of a message that goes on
         self._parts: list[bytes] = []
         self._nbytes = 0
 
-    def trust(self) -> None:
-        """Takes what only a peer sends that has proved itself."""
-        self.most_bytes, self.trusts = MOST_FRAME_BYTES, True
+    def trust(self, opener: Opener | None = None) -> None:
+        """Takes what only a peer sends that has proved itself.
+
+        Args:
+            opener: looks at the seals of the frames that come from now on; None where they have none.
+        """
+        self.most_bytes, self.trusts, self._opener = MOST_FRAME_BYTES, True, opener
+
+    def begin_again(self, unread: bytes = b"") -> None:
+        """Goes on with what comes over another connection, of which some bytes were read; the frames so far stay."""
+        self._buffer[:] = unread
+        self.error = None
+
+    @property
+    def unread(self) -> bytes:
+        """What has come after the last frame that was complete."""
+        return bytes(self._buffer)
 
     @property
     def session_under_way(self) -> bytes | None:
@@ -114,19 +174,38 @@ class Decoder:
         """
         self._buffer += data
         messages: list[Message] = []
-        at = 0
-        while len(self._buffer) - at >= _HEADER.size:
-            length, kind, more, session, number = _HEADER.unpack_from(self._buffer, at)
-            if not _AFTER_LENGTH <= length <= _AFTER_LENGTH + self.most_bytes or more > self.trusts:
-                raise BadFrame(f"a frame of {length} bytes")
-            if len(self._buffer) - at < 4 + length:
-                break
-            self._append(
-                (kind, session, number), bytes(self._buffer[at + _HEADER.size : at + 4 + length]), bool(more), messages
-            )
-            at += 4 + length
-        del self._buffer[:at]
-        return messages
+        try:
+            if self.error is None:
+                self._decode(messages)
+        except BadFrame as error:
+            self.error = error
+        if self.error is not None and not messages:
+            raise self.error
+        return messages  # though what follows is bad: they were confirmed, and do not come again
+
+    def _decode(self, messages: list[Message]) -> None:
+        at, opener = 0, self._opener
+        sealed = 0 if opener is None else opener.nbytes
+        try:
+            while len(self._buffer) - at >= _HEADER.size:
+                length, kind, more, session, number = _HEADER.unpack_from(self._buffer, at)
+                if not _AFTER_LENGTH <= length <= _AFTER_LENGTH + self.most_bytes or more > self.trusts:
+                    raise BadFrame(f"a frame of {length} bytes")
+                end = at + 4 + length
+                if len(self._buffer) < end + sealed:
+                    return
+                if opener is None or self._is_new(opener, at, end):
+                    part = bytes(self._buffer[at + _HEADER.size : end])
+                    self._append((kind, session, number), part, bool(more), messages)
+                at = end + sealed
+                if kind == Kind.WELCOME and not self.trusts:
+                    return  # what follows has seals, for which `trust` is called first
+        finally:
+            del self._buffer[:at]
+
+    def _is_new(self, opener: Opener, at: int, end: int) -> bool:
+        with memoryview(self._buffer) as view, view[at:end] as frame:
+            return opener.open(frame, bytes(view[end : end + opener.nbytes]))
 
     def _append(self, head: tuple[int, bytes, int], part: bytes, more: bool, messages: list[Message]) -> None:
         if self._head not in (None, head):

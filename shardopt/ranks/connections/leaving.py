@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from shardopt.ranks.connections.link import Ended, Link
+from shardopt.ranks.connections.frames import Kind, Message
+from shardopt.ranks.connections.link import Broken, Ended, Link
 from shardopt.world import SHUT_WR, world
 
 LINGER_SECONDS = 0.002
 """Between two looks at peers that are waited for."""
 
 
-def take_leave(links: Sequence[Link], seconds: float) -> None:
-    """Sends what is queued, says that nothing more comes, and waits for the peers to end; so many seconds at most."""
-    end = world().monotonic() + seconds
-    while seconds:
+def take_leave(links: Sequence[Link], seconds: float) -> list[Link]:
+    """Sends what is queued, says that nothing more comes, and waits for the peers to end; so many seconds at most.
+
+    Returns:
+        Those that broke before their peers had all.
+    """
+    end, broken = world().monotonic() + seconds, []
+
+    def goes_on(link: Link, act: Callable[[], object]) -> bool:
+        try:
+            act()
+        except Broken:
+            broken.append(link)
+            return False
+        except Ended:
+            return False
+        return True
+
+    links = [link for link in links if not link.suspended]
+    if seconds:
         for link in links:
-            with suppress(Ended):  # the others still get what is theirs
-                link.flush()
+            link.put_message(Message(Kind.BYE))
+    while seconds:
+        links = [link for link in links if goes_on(link, link.flush)]  # the others still get what is theirs
         left = end - world().monotonic()
         if left <= 0 or all(link.is_empty for link in links):
             break
@@ -28,17 +46,8 @@ def take_leave(links: Sequence[Link], seconds: float) -> None:
             link.socket.shutdown(SHUT_WR)
     # What comes at a socket that is closed, or is not read there, destroys what was sent and has not arrived. So all is
     # read until the peers close too, which they do once they have read to the end.
-    while unread := [link for link in links if _is_open_beyond(link)]:
+    while links := [link for link in links if goes_on(link, link.receive)]:
         if world().monotonic() >= end:
             break
         world().sleep(LINGER_SECONDS)
-        links = unread
-
-
-def _is_open_beyond(link: Link) -> bool:
-    """Reads what has come from a peer, and drops it; returns whether more may come."""
-    try:
-        link.receive()
-    except Ended:
-        return False
-    return True
+    return broken

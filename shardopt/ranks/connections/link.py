@@ -1,28 +1,46 @@
-"""One connection with another rank: what waits to be sent, and what has been heard."""
+"""One connection with another rank, which may go on over another socket: what is to be sent, and what was heard."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
-from shardopt.ranks.connections.frames import BadFrame, Decoder, Message, encode
-from shardopt.world import NO_SIGNAL, Socket
+from shardopt.ranks.connections.frames import BadFrame, Decoder, Frame, Kind, Message, encode
+from shardopt.ranks.connections.sealing import Sealer, Unsealer
+from shardopt.world import NO_SIGNAL, Socket, world
 
 _CHUNK_BYTES = 256 << 10
+_UNCONFIRMED_BYTES = 256 << 10  # that a peer keeps at most, if nothing is said to it anyway
+
+_MOST_TIMES_IN_VAIN = 8  # for which a peer comes back, and not one frame of it arrives
 
 
 class Ended(Exception):
-    """The peer has closed the connection, or it broke."""
+    """There is nothing more to expect of the peer: it has closed the connection, or has sent what no rank sends."""
+
+
+class Closed(Ended):
+    """The peer has closed the connection: its process has ended, or is about to."""
+
+
+class Broken(Ended):
+    """The connection broke, or somebody has put bytes into it: nothing is known of the peer."""
 
 
 class Link:
     """A socket that does not block, with a queue before it. One thread alone sends and receives.
 
     The queue has no bound of its own: a rank that takes nothing can be due no more than the answer of a round, its
-    sections, and some bytes each few seconds, for without its report there is no other round.
+    sections, and some bytes each few seconds, for without its report there is no other round. What was sent is kept
+    until the peer has it, and sent once more where the peer comes back over another connection.
 
     Attributes:
         rank: of the peer; None until it has proved who it is.
+        key: by which the peer proves that it is the same process when it comes back; "" before it has proved itself.
+        left: whether the peer has said that it ends the connection.
+        suspended: whether the connection broke, and the peer is waited for.
         heard: how many times something was received.
+        put_frames: how many frames were queued since the peer proved itself.
         queued_bytes, sent_bytes, received_bytes: since the beginning; `sent_bytes` were handed to the system.
         waits_to_write: whether the thread waits for room to send more.
         stuck_at: how much was sent when the peer was last waited for in vain, to take more; -1 if it never was.
@@ -30,27 +48,95 @@ class Link:
 
     def __init__(self, socket: Socket, rank: int | None = None) -> None:
         self.socket, self.rank = socket, rank
+        self.key = ""
         self.open = True
-        self.heard = self.queued_bytes = self.sent_bytes = self.received_bytes = 0
+        self.left = self.suspended = False
+        self.heard = self.queued_bytes = self.sent_bytes = self.received_bytes = self.put_frames = 0
         self.waits_to_write = False
         self.stuck_at = -1
         self._decoder = Decoder()
-        self._queue: deque[memoryview] = deque()
+        self._sealer: Sealer | None = None
+        self._unsealer: Unsealer | None = None
+        self._out: deque[memoryview] = deque()  # of the frame that is being sent
+        self._queue: deque[Frame] = deque()
+        self._kept: deque[Frame] = deque()  # sent, and not confirmed
+        self._confirmed = self._unconfirmed_bytes = 0
+        self._taken_before = self._times_in_vain = 0  # frames when the peer last came back; how often without any new
 
     @property
     def session_under_way(self) -> bytes | None:
         """The session of a message of which a part has come."""
         return self._decoder.session_under_way
 
-    def trust(self) -> None:
-        """Takes longer messages from now on."""
-        self._decoder.trust()
+    @property
+    def taken(self) -> int:
+        """How many frames of the peer were taken since it proved itself."""
+        return 0 if self._unsealer is None else self._unsealer.taken
 
-    def put(self, buffers: list[bytes | memoryview]) -> None:
+    def seal(self, key: str, sends: bytes, receives: bytes) -> None:
+        """Has all that follows be of a peer that has proved itself.
+
+        Args:
+            key: by which it comes back.
+            sends, receives: the keys of the frames of each direction.
+        """
+        self.key = key
+        self._sealer, self._unsealer = Sealer(sends, 0), Unsealer(receives, 0, 0, self._confirm)
+        self._decoder.trust(self._unsealer)
+
+    def suspend(self) -> bool:
+        """Waits for the peer to come back; returns whether there is hope: not where it always does so in vain."""
+        self.suspended = True
+        world().abort(self.socket)
+        self._out.clear()
+        self.waits_to_write = False
+        self._times_in_vain = self._times_in_vain + 1 if self.taken == self._taken_before else 0
+        self._taken_before = self.taken
+        return self.key != "" and self._times_in_vain < _MOST_TIMES_IN_VAIN
+
+    def resume(self, other: Link, sends: bytes, receives: bytes, said: int, told: int) -> None:
+        """Goes on over another link's socket, on which the same peer has proved itself.
+
+        Args:
+            sends, receives: the keys of the frames of each direction.
+            said: how many frames the peer said it has taken.
+            told: how many it was told are taken here.
+
+        Raises:
+            Ended: it cannot have taken so many, or has thrown away what it has not.
+        """
+        if not self._confirmed <= said <= self._confirmed + len(self._kept) or told > self.taken:
+            raise Ended("the peer has taken another number of frames than it was sent")
+        self.socket, self.suspended = other.socket, False
+        self.waits_to_write = other.waits_to_write
+        self._confirm(said)
+        self._queue.extendleft(reversed(self._kept))
+        self._kept.clear()
+        self._out = other._out
+        self._sealer, self._unsealer = Sealer(sends, said), Unsealer(receives, told, self.taken, self._confirm)
+        self._decoder.begin_again(other._decoder.unread)
+        self._decoder.trust(self._unsealer)
+
+    def take_over(self, other: Link) -> None:
+        """Queues what another link had for the same peer, which has never had anything of it."""
+        self.put([*other._kept, *other._queue])
+
+    def _confirm(self, taken: int) -> None:
+        if taken > self._confirmed + len(self._kept):
+            raise BadFrame("more were confirmed than were sent")
+        while self._confirmed < taken:
+            self._kept.popleft()
+            self._confirmed += 1
+
+    def put(self, frames: Sequence[Frame]) -> None:
         """Queues a message that was encoded."""
-        for buffer in buffers:
-            self._queue.append(memoryview(buffer))
-            self.queued_bytes += len(buffer)
+        for frame in frames:
+            self.queued_bytes += frame.nbytes
+            if self._sealer is None:
+                self._out.extend(map(memoryview, frame.buffers))
+            else:
+                self.put_frames += 1
+                self._queue.append(frame)
 
     def put_message(self, message: Message) -> None:
         """Queues a message."""
@@ -59,50 +145,97 @@ class Link:
     @property
     def is_empty(self) -> bool:
         """Whether all that was queued has been handed to the system."""
-        return not self._queue
+        return not self._queue and not self._out
+
+    @property
+    def is_confirmed(self) -> bool:
+        """Whether the peer has all that was queued for it, and has said so."""
+        return not self._queue and not self._kept
+
+    @property
+    def handed_frames(self) -> int:
+        """How many of the queued frames have been handed to the system; fewer again where they are to be sent anew."""
+        return self.put_frames - len(self._queue) - (len(self._kept) if self.suspended else bool(self._out))
 
     def flush(self) -> None:
         """Hands to the system what it takes.
 
         Raises:
-            Ended: it takes nothing any more.
+            Broken: it takes nothing any more.
         """
+        if self.suspended:
+            return
         try:
-            while self._queue:
-                buffer = self._queue.popleft()
+            while self._out or self._queue:
+                if not self._out:
+                    self._begin_frame()
+                buffer = self._out.popleft()
                 sent = self.socket.send(buffer, NO_SIGNAL)
                 self.sent_bytes += sent
                 if sent < len(buffer):
-                    self._queue.appendleft(buffer[sent:])
+                    self._out.appendleft(buffer[sent:])
         except BlockingIOError:
-            self._queue.appendleft(buffer)
+            self._out.appendleft(buffer)
         except OSError as error:
-            raise Ended(str(error)) from error
+            raise Broken(str(error)) from error
+
+    def _begin_frame(self) -> None:
+        assert self._sealer is not None
+        frame = self._queue.popleft()
+        seal = self._sealer.seal(frame, self.taken)
+        self._kept.append(frame)
+        self._unconfirmed_bytes = 0
+        if len(frame.buffers) == 1:
+            self._out.append(memoryview(b"".join((*frame.buffers, seal))))
+        else:
+            self._out.extend(map(memoryview, (*frame.buffers, seal)))
 
     def receive(self) -> list[Message]:
         """Takes what has come; returns the messages that are complete.
 
         Raises:
-            Ended: nothing more will come, or what came is not what a rank sends.
+            Ended: nothing more will come, or what came is not what a rank sends. Broken: as far as is known.
         """
         try:
             data = self.socket.recv(_CHUNK_BYTES)
         except BlockingIOError:
             return []
         except OSError as error:
-            raise Ended(str(error)) from error
+            raise Broken(str(error)) from error
         if not data:
-            raise Ended("end of file")
+            raise Closed("end of file")
         self.heard += 1
         self.received_bytes += len(data)
+        return self._decode(data)
+
+    def rest(self) -> list[Message]:
+        """Returns the messages that had come before this end knew the seals of them. Raises Ended."""
+        return self._decode(b"")
+
+    def check(self) -> None:
+        """Raises Ended where what has come after the last messages is not what a rank sends."""
+        if self._decoder.error is not None:
+            self._decode(b"")
+
+    def _decode(self, data: bytes) -> list[Message]:
         try:
-            return self._decoder.feed(data)
+            messages = self._decoder.feed(data)
         except BadFrame as error:
-            raise Ended(str(error)) from error
+            raise (Ended if self._sealer is None else Broken)(str(error)) from error
+        if self._sealer is None:
+            return messages
+        self._unconfirmed_bytes += len(data)
+        if self._unconfirmed_bytes >= _UNCONFIRMED_BYTES and not self._queue:
+            self._unconfirmed_bytes = 0
+            self.put_message(Message(Kind.CONFIRM))
+        self.left = self.left or any(message.kind == Kind.BYE for message in messages)
+        return [message for message in messages if message.kind not in (Kind.CONFIRM, Kind.BYE)]
 
     def close(self) -> None:
         """Closes the socket. What was handed to the system is still delivered."""
         if self.open:
             self.open = False
             self._queue.clear()
+            self._kept.clear()
+            self._out.clear()
             self.socket.close()

@@ -14,20 +14,25 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
 
-from shardopt.ranks.connections.address import addresses
+from shardopt.ranks.connections.address import Network, network_of
 from shardopt.ranks.connections.centre import Centre
-from shardopt.ranks.connections.frames import Message
+from shardopt.ranks.connections.frames import Kind, Message
 from shardopt.ranks.connections.heartbeat import interval_seconds
-from shardopt.ranks.connections.join import CONNECT_SECONDS, PAUSE_SECONDS, Entry, connect, leader_key, publish, read
+from shardopt.ranks.connections.join import PAUSE_SECONDS, Entry, leader_key, publish, read, unreached_key
 from shardopt.ranks.connections.leaving import LINGER_SECONDS, take_leave
-from shardopt.ranks.connections.link import Ended, Link
-from shardopt.ranks.connections.proof import Listening, Refused
+from shardopt.ranks.connections.link import Broken, Closed, Ended, Link
+from shardopt.ranks.connections.meeting import CONNECT_SECONDS, NotMet, Place, meet, text_of
+from shardopt.ranks.connections.proof import Listening, Meeting, Refused, Side
 from shardopt.ranks.connections.strangers import Strangers
 from shardopt.ranks.connections.tree import Tree
 from shardopt.world import READ, WRITE, Selector, Socket, Store, Thread, world
 
 _CLOSE_SECONDS = 1.0
+_LEAVING_SECONDS = 3.0  # for who has lost the connection just then: longer than it takes to learn of that
 _TAKES_NOTHING_SECONDS = 5.0  # after which a rank is not waited for that takes nothing
+_RETURN_SECONDS = 5.0  # for which a rank is waited for whose connection broke, and which has not closed it
+_RETURN_PAUSE_SECONDS = 0.05
+_UNREACHED_SECONDS = 2.0  # after which a rank that does not get to the one above it says so in the store
 _NEVER = float("inf")
 
 
@@ -40,6 +45,7 @@ class Node:
     Attributes:
         session: the session that this rank is in, or tries; None before it knows one.
         reached: the rank that this one tries to reach: 0, until it knows of a session.
+        unreached: where the rank above was looked for in vain, and why it was not there; "" where it was.
         left: the session of whose leader or rank 0 this rank was taken, and cut off before there was an answer.
         failure: what ended the thread.
         forgotten: sessions that nobody uses here any more; they are dropped by and by.
@@ -51,6 +57,7 @@ class Node:
         self.centre = Centre(self.tree, self.changed)
         self.session: Entry | None = None
         self.reached = 0
+        self.unreached = ""
         self.left: Entry | None = None
         self.forgotten: deque[bytes] = deque()
         self.failure: BaseException | None = None
@@ -59,8 +66,11 @@ class Node:
         self._wake: tuple[Socket, Socket] | None = None
         self._listeners: list[Socket] = []
         self._strangers = Strangers()
+        self._network: Network | None = None
+        self._above_at: Place | None = None  # where the rank above was found
+        self._broken: dict[Link, float] = {}  # connections that broke, with the times until which they may come back
         self._woken = self._stopping = self._refuses = self._meets_again = False
-        self._sleeps_until = _NEVER
+        self._sleeps_until = self._returns_at = _NEVER
         self._handing_over = 0
 
     # For the program's threads; those that speak of `changed` are called while it is held.
@@ -70,9 +80,11 @@ class Node:
 
         Raises:
             RuntimeError: no thread or descriptor is free.
+            OptionError: SHARDOPT_NETWORK names what this host has not.
         """
         if self._thread is not None or self._stopping:
             return
+        self._network = network_of(self.store)
         try:
             self._wake = world().socket_pair()
         except OSError as error:
@@ -138,7 +150,7 @@ class Node:
         end, patience = now + deadline_seconds, min(deadline_seconds, _TAKES_NOTHING_SECONDS)
         with self.changed:
             links = [self.centre.links[rank] for rank in self.tree.children if rank in self.centre.links]
-            waited_for = {link: (link.queued_bytes, link.sent_bytes, now) for link in links}
+            waited_for = {link: (link.put_frames, link.sent_bytes, now) for link in links}
             self._handing_over += 1
             try:
                 while waited_for:
@@ -148,7 +160,7 @@ class Node:
                             waited_for[link] = mark, link.sent_bytes, now
                         elif now - since >= patience:
                             link.stuck_at = sent
-                        if not link.open or link.sent_bytes >= mark or link.sent_bytes == link.stuck_at:
+                        if not link.open or link.handed_frames >= mark or link.sent_bytes == link.stuck_at:
                             del waited_for[link]
                     if not waited_for or now >= end or self.failure is not None or self._stopping:
                         return
@@ -176,6 +188,7 @@ class Node:
                 self._serve(lambda: not (self._stopping or self._meets_again))
             until = world().monotonic() + _CLOSE_SECONDS
             self._serve(lambda: self.centre.owes_sections() and world().monotonic() < until, LINGER_SECONDS)
+            self._leave(until)
         except BaseException as error:
             self.failure = error
         finally:
@@ -199,13 +212,16 @@ class Node:
             self.session = session
             publish(self.store, "session", session)
             return
-        begun = world().monotonic()
+        begun, told = world().monotonic(), ""
         while not self._stopping:
             waited = world().monotonic() - begun
             # A host that is gone answers nothing; the session that is the last one by then has another.
             if self._connect(most_seconds=min(max(waited / 2, CONNECT_SECONDS[0]), CONNECT_SECONDS[1])):
+                if told and self.session is not None:
+                    self.store.delete_key(unreached_key(self.session.name, self.tree.rank))
                 return
             waited = world().monotonic() - begun
+            told = self._say_unreached(waited, told)
             self._pause(min(max(waited / 4, PAUSE_SECONDS[0]), PAUSE_SECONDS[1]))
 
     def _connect(self, most_seconds: float) -> bool:
@@ -219,41 +235,47 @@ class Node:
         self.session, self.reached = session, self.tree.leader
         if leader is None:
             return False
-        met = connect(
-            self.store, leader, session, self.tree.rank, self.tree.leader, lambda: not self._stopping, most_seconds
-        )
-        if met is None:
+
+        def is_last() -> bool:
+            last = read(self.store, "session")
+            return last is not None and last.name == session.name
+
+        meeting = Meeting(session.name, session.key, self.tree.rank, self.tree.leader)
+        try:
+            met = meet(leader.at, meeting, lambda: not self._stopping, most_seconds, is_last)
+        except NotMet as error:
+            self.unreached = f"at {text_of(leader.at)} ({error})"
             return False
-        link, came = met
+        self.unreached, self._above_at = "", met.place
+        link = met.link
+        link.seal(met.side.key, met.side.from_below, met.side.from_above)
         with self.changed:
             assert self._selector is not None
             self._selector.register(link.socket, READ, link)
             self.centre.links[self.tree.leader] = link
             self.centre.repeat()
-            self._take(link, came)
+            self._take_rest(link)
         if self.tree.has_listener:
-            at = self._listen()
-            publish(self.store, leader_key(session.name, self.tree.rank), Entry(session.name, session.key, at))
+            publish(self.store, leader_key(session.name, self.tree.rank), Entry(session.name, "", self._listen()))
         return True
 
-    def _listen(self) -> tuple[tuple[str, int], ...]:
+    def _listen(self) -> tuple[Place, ...]:
         """Listens at the addresses of this host; returns them."""
-        at: list[tuple[str, int]] = []
-        errors: list[OSError] = []
-        for host in addresses(self.store):
-            try:
-                listener = world().listen(host)
-            except OSError as error:
-                errors.append(error)
-                continue
-            with self.changed:
-                assert self._selector is not None
+        assert self._network is not None
+        listeners = self._network.listen()
+        with self.changed:
+            assert self._selector is not None
+            for listener in listeners:
                 self._selector.register(listener, READ)
-                self._listeners.append(listener)
-            at.append((host, listener.getsockname()[1]))
-        if not at:
-            raise errors[0]
-        return tuple(at)
+            self._listeners += listeners
+        return tuple(listener.getsockname()[:2] for listener in listeners)
+
+    def _say_unreached(self, waited: float, told: str) -> str:
+        """Tells rank 0, by the store, why this rank does not get to the one above it; returns what it was told."""
+        text = self.unreached if waited >= _UNREACHED_SECONDS else ""
+        if text and text != told and self.session is not None:
+            self.store.set(unreached_key(self.session.name, self.tree.rank), text)
+        return text or told
 
     def _pause(self, seconds: float) -> None:
         assert self._selector is not None
@@ -272,10 +294,14 @@ class Node:
                     self.centre.forget(self.forgotten.popleft())
                 self._beat(now)
                 self._flush()
-                for link in self._strangers.silent(now):
+                late = [link for link, end in self._broken.items() if end <= now and link.rank != self.tree.leader]
+                for link in [*self._strangers.silent(now), *late]:
                     self._drop(link)
                 self._sleeps_until = self._next_due()
-                selector = self._selector
+                selector, above = self._selector, self._broken_above()
+            if above is not None and self._returns_at <= now:
+                self._come_back(above)
+                continue
             left = min(max(0.0, self._sleeps_until - now), most_seconds)
             events = selector.select(None if left == _NEVER else left)
             with self.changed:
@@ -291,27 +317,91 @@ class Node:
     def _attend(self, link: Link, mask: int) -> None:
         if link.open and mask & WRITE and link.rank is not None:
             self.centre.to_flush[link.rank] = link
-        if link.open and mask & READ:
-            try:
-                messages = link.receive()
-            except Ended:
-                self._drop(link)
-                return
-            self._take(link, messages)
+        if link.open and not link.suspended and mask & READ:
+            self._take(link, link.receive)
 
-    def _take(self, link: Link, messages: list[Message]) -> None:
+    def _take_rest(self, link: Link) -> None:
+        """Takes what came on a connection before this end knew the keys of its frames."""
+        self._take(link, link.rest)
+
+    def _take(self, link: Link, receive: Callable[[], list[Message]]) -> None:
         try:
-            for message in messages:
+            for message in receive():
                 if not link.open:
                     return
                 if link.rank is None:
                     self._prove(link, message)
                 else:
                     self.centre.take(link.rank, message)
-            if link.rank is not None and link.session_under_way is not None:
-                self.centre.sign(link.rank, link.session_under_way)
-        except (Ended, Refused):
+            if link.rank is not None:
+                if link.session_under_way is not None:
+                    self.centre.sign(link.rank, link.session_under_way)
+                if not link.is_empty:
+                    self.centre.to_flush[link.rank] = link  # it confirms what has come
+            link.check()
+        except (Ended, Refused) as error:
+            self._end(link, error)
+
+    def _end(self, link: Link, error: Exception) -> None:
+        """Drops a connection that has ended; waits for its peer where that may live, and comes back.
+
+        Who listens is told the end of a process by its system, which closes the connection: so that one is lost at
+        once. Whoever has connected tries to come back each time: where that process has ended nobody listens.
+        """
+        is_link = link.rank is not None and self.centre.links.get(link.rank) is link
+        may_return = isinstance(error, Broken) or (
+            isinstance(error, Closed) and link.rank == self.tree.leader and not link.left
+        )
+        if not (link.open and is_link and may_return and not self._stopping):
             self._drop(link)
+            return
+        assert self._selector is not None
+        self._selector.unregister(link.socket)
+        now = world().monotonic()
+        self._broken[link], self._returns_at = now + _RETURN_SECONDS, now
+        if not link.suspend():
+            self._drop(link)
+
+    def _broken_above(self) -> Link | None:
+        """Returns the connection with the leader, where it broke."""
+        return next((link for link in self._broken if link.rank == self.tree.leader), None)
+
+    def _come_back(self, link: Link) -> None:
+        """Any rank but 0: connects once more with the leader, on whose connection nothing comes any more."""
+        assert self.session is not None and self.tree.leader is not None and self._above_at is not None
+        until = self._broken[link]
+        meeting = Meeting(self.session.name, self.session.key, self.tree.rank, self.tree.leader)
+        goes_on, seconds = lambda: not self._stopping, CONNECT_SECONDS[0]
+        try:
+            met = meet([self._above_at], meeting, goes_on, seconds, key=link.key, taken=link.taken)
+        except NotMet as error:
+            with self.changed:
+                self._returns_at = world().monotonic() + _RETURN_PAUSE_SECONDS
+                if error.refused or self._returns_at > until:
+                    self._drop(link)
+            return
+        with self.changed:
+            assert self._selector is not None
+            self._selector.register(met.link.socket, READ, link)
+            self._resume(link, met.link, met.side)
+
+    def _resume(self, link: Link, other: Link, side: Side) -> None:
+        """Goes on with a peer over another connection, on which it has proved itself."""
+        self._broken.pop(link, None)
+        is_below = link.rank == self.tree.leader
+        sends, receives = side.from_below, side.from_above
+        told, said = side.taken
+        if not is_below:
+            sends, receives, told, said = receives, sends, said, told
+        try:
+            link.resume(other, sends, receives, said, told)
+        except Ended:
+            link.socket, link.suspended = other.socket, False
+            self._drop(link)
+            return
+        assert link.rank is not None
+        self.centre.to_flush[link.rank] = link
+        self._take_rest(link)
 
     def _accept(self, listener: Socket) -> None:
         try:
@@ -322,31 +412,59 @@ class Node:
             self._strangers.make_room()
             world().sleep(0.05)  # no descriptor is free: the peer waits in the queue until one is
             return
-        if self._refuses:
-            socket.close()
-            return
         assert self._selector is not None and self.session is not None
         link = Link(socket)
-        self._strangers.add(link, Listening(self.session.name, self.session.key, self.tree.rank))
+        self._strangers.add(link, Listening(self.session.name, self.session.key, self.tree.rank, self._known))
         self._selector.register(socket, READ, link)
 
+    def _known(self, rank: int) -> Link | None:
+        """Returns the connection of a rank below, which may come back."""
+        return self.centre.links.get(rank) if rank in self.tree.children else None
+
     def _prove(self, link: Link, message: Message) -> None:
-        rank = self._strangers.prove(link, message)
-        if rank is None:
+        side = self._strangers.prove(link, message)
+        if side is None:
             return
-        if rank not in self.tree.children or rank in self.centre.came or self._refuses:
+        before = self._known(side.rank)
+        is_waited_for = side.rank in self.tree.children and side.rank not in self.centre.came and not self._refuses
+        # Its connection may have broken before it knew that it was taken.
+        begins_anew = before is not None and before.suspended and before.taken == 0
+        is_waited_for = is_waited_for or begins_anew
+        if before is None if side.returns else not is_waited_for:
             raise Refused("nobody is waited for under this number")
         self._strangers.forget(link)
-        link.rank = rank
-        link.trust()
-        self.centre.welcome(rank, link)
+        link.put_message(Message(Kind.WELCOME))
+        if side.returns and before is not None:
+            self._take_over(before, link, side)
+            return
+        link.rank = side.rank
+        link.seal(side.key, side.from_above, side.from_below)
+        if before is None:
+            self.centre.welcome(side.rank, link)
+            return
+        link.take_over(before)
+        self._broken.pop(before, None)
+        before.close()
+        self.centre.links[side.rank] = self.centre.to_flush[side.rank] = link
+
+    def _take_over(self, link: Link, other: Link, side: Side) -> None:
+        """Goes on with a rank below that has come back, whether or not this end has noticed that it was gone."""
+        assert self._selector is not None
+        if not link.suspended:
+            self._selector.unregister(link.socket)
+            link.suspend()
+        self._selector.modify(other.socket, READ, link)
+        other.open = False  # it has given its socket away
+        self._resume(link, other, side)
 
     def _drop(self, link: Link) -> None:
         """Closes a connection that has ended, or is to end."""
         if not link.open:
             return
         assert self._selector is not None
-        self._selector.unregister(link.socket)
+        self._broken.pop(link, None)
+        if not link.suspended:
+            self._selector.unregister(link.socket)
         self._strangers.forget(link)
         link.close()
         rank = link.rank
@@ -361,12 +479,12 @@ class Node:
         while self.centre.to_flush:
             links, self.centre.to_flush = self.centre.to_flush, {}
             for link in links.values():
-                if not link.open:
+                if not link.open or link.suspended:
                     continue
                 try:
                     link.flush()
-                except Ended:
-                    self._drop(link)  # which may queue something for others
+                except Ended as error:
+                    self._end(link, error)  # which may queue something for others
                     continue
                 if link.waits_to_write == link.is_empty:
                     link.waits_to_write = not link.is_empty
@@ -385,7 +503,8 @@ class Node:
         beats = [
             session.beaten + min(session.intervals) for session in self.centre.sessions.values() if session.intervals
         ]
-        return min([*beats, self._strangers.due()])
+        returns = [self._returns_at if link.rank == self.tree.leader else end for link, end in self._broken.items()]
+        return min([*beats, self._strangers.due(), *returns])
 
     def _drain_wake(self) -> None:
         self._woken = False
@@ -393,8 +512,30 @@ class Node:
         with suppress(BlockingIOError):
             self._wake[0].recv(4096)
 
+    def _leave(self, until: float) -> None:
+        """Sees that ranks below get what was sent to them, also where their connections break just now."""
+        with self.changed:
+            if self._selector is None:
+                return
+            links = dict(self.centre.links)
+            broken = take_leave([*links.values()], max(0.0, until - world().monotonic()))
+            until = world().monotonic() + _LEAVING_SECONDS
+            for rank, link in links.items():
+                if not link.suspended:
+                    self._selector.unregister(link.socket)
+                if link in broken and rank != self.tree.leader and link.suspend():
+                    self._broken[link] = until
+                elif not link.suspended or rank == self.tree.leader:
+                    link.close()
+                    self._broken.pop(link, None)
+                    del self.centre.links[rank]
+        self._serve(
+            lambda: any(not link.is_confirmed for link in self._broken) and world().monotonic() < until, LINGER_SECONDS
+        )
+
     def _close(self, seconds: float) -> None:
         """Closes all connections, when their peers have all that was queued for them, or so much time has passed."""
+        self._broken.clear()
         if self._selector is not None:
             take_leave([*self.centre.links.values()], seconds)
         for link in (*self.centre.links.values(), *self._strangers.links()):
@@ -429,7 +570,7 @@ def _stop_all() -> None:
     for node in nodes:
         node.stop()
     for node in nodes:
-        node.join(2 * _CLOSE_SECONDS)
+        node.join(2 * _CLOSE_SECONDS + _LEAVING_SECONDS)
 
 
 os.register_at_fork(after_in_child=_abandon_all)

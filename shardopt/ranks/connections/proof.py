@@ -1,23 +1,32 @@
 """Proof between two peers that both know a session's key, which is never sent.
 
-connects                                listens
-HELLO  session, rank, nonce        →
-                                   ←    CHALLENGE  nonce, proof
-PROOF  proof                       →
-                                   ←    WELCOME, or the connection is closed
+connects                                   listens
+HELLO  session, rank, nonce, taken     →
+                                       ←   CHALLENGE  nonce, taken, proof
+PROOF  proof                           →
+                                       ←   WELCOME, or the connection is closed
 
-A proof is an HMAC-SHA256 with the key over the role of who proves, the session, both ranks and both nonces: it is good
-for one connection, one direction, one rank.
+A proof is an HMAC-SHA256 with the key over the role of who proves, the session, both ranks, both nonces and both
+counts: it is good for one connection, one direction, one rank.
+
+Who comes back after its connection broke says how many frames it had taken, and proves itself by a key that only these
+two processes have, of their first meeting: no other process is taken for it. Who comes for the first time says -1, and
+so says who is not waited for any more, with a proof by the session's key.
 """
 
 from __future__ import annotations
 
 import hmac
 import json
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from shardopt.ranks.connections.frames import Kind, Message
 from shardopt.world import world
+
+NEW = -1
+"""What is said to have been taken by who comes for the first time."""
 
 _NONCE_BYTES = 16
 
@@ -27,18 +36,18 @@ class Meeting:
     """What two peers prove to each other: that they are these ranks of this session.
 
     Args:
-        session, key: hexadecimal digits, as they stand in the store.
+        session, key: hexadecimal digits; `key` is the session's, or of who comes back.
         below, above: the rank that connects, and that which listens.
     """
 
     session: str
-    key: str
+    key: str = field(repr=False)
     below: int
     above: int
 
-    def proof(self, role: str, nonces: tuple[str, str]) -> str:
+    def proof(self, role: str, nonces: tuple[str, str], taken: tuple[int, int]) -> str:
         """Returns what only a peer with the key can say."""
-        said = json.dumps([role, self.session, self.below, self.above, *nonces]).encode()
+        said = json.dumps([role, self.session, self.below, self.above, *nonces, *taken]).encode()
         return hmac.new(bytes.fromhex(self.key), said, "sha256").hexdigest()
 
 
@@ -46,32 +55,95 @@ class Refused(Exception):
     """The peer could not prove itself."""
 
 
-class Connecting:
-    """The side that connects."""
+class Forgotten(Refused):
+    """The peer is the one that was looked for, and does not wait for this rank any more."""
 
-    def __init__(self, meeting: Meeting) -> None:
-        self._meeting, self._nonce = meeting, world().random_name(_NONCE_BYTES)
+
+class Known(Protocol):
+    """A peer that may come back: its key, and how many of its frames were taken."""
+
+    key: str
+
+    @property
+    def taken(self) -> int: ...
+
+
+class Side:
+    """What both sides know once both have proved themselves.
+
+    Attributes:
+        key: by which the one that connects comes back; "" before both have proved themselves.
+        from_below, from_above: the keys of the frames of each direction.
+        taken: how many frames those below and above have said they had taken.
+    """
+
+    def __init__(self) -> None:
+        self.key, self.from_below, self.from_above = "", b"", b""
+        self.taken = (NEW, NEW)
+        self._nonces = ("", "")
+
+    def _proved(self, meeting: Meeting) -> None:
+        self.key, below, above = (
+            meeting.proof(role, self._nonces, self.taken) for role in ("comes back", "seals below", "seals above")
+        )
+        self.from_below, self.from_above = bytes.fromhex(below), bytes.fromhex(above)
+
+
+class Connecting(Side):
+    """The side that connects.
+
+    Args:
+        key: by which it comes back; "" if it comes for the first time.
+        taken: how many frames were taken here, if it comes back.
+    """
+
+    def __init__(self, meeting: Meeting, key: str = "", taken: int = NEW) -> None:
+        super().__init__()
+        self._session, self._meeting = meeting, replace(meeting, key=key) if key else meeting
+        self.taken, self._nonces = (taken, NEW), (world().random_name(_NONCE_BYTES), "")
 
     def hello(self) -> Message:
         """Returns what is sent first."""
-        return _message(Kind.HELLO, session=self._meeting.session, rank=self._meeting.below, nonce=self._nonce)
+        return _message(
+            Kind.HELLO,
+            session=self._meeting.session,
+            rank=self._meeting.below,
+            nonce=self._nonces[0],
+            taken=self.taken[0],
+        )
 
     def answer(self, challenge: Message) -> Message:
         """Returns the proof of this side, where the other has given its own. Raises Refused."""
-        nonce, proof = _fields(challenge, Kind.CHALLENGE, nonce=str, proof=str)
-        nonces = (self._nonce, nonce)
-        if not _equal(proof, self._meeting.proof("listens", nonces)):
+        nonce, taken, proof = _fields(challenge, Kind.CHALLENGE, nonce=str, taken=int, proof=str)
+        self._nonces, self.taken = (self._nonces[0], nonce), (self.taken[0], taken)
+        is_forgotten = self.taken[0] != NEW and taken == NEW
+        meeting = self._session if is_forgotten else self._meeting
+        if not _equal(proof, meeting.proof("listens", self._nonces, self.taken)):
             raise Refused("the listener does not know the session's key")
-        return _message(Kind.PROOF, proof=self._meeting.proof("connects", nonces))
+        if is_forgotten:
+            raise Forgotten("the listener does not wait for this rank any more")
+        self._proved(self._meeting)
+        return _message(Kind.PROOF, proof=self._meeting.proof("connects", self._nonces, self.taken))
 
 
-class Listening:
-    """The side that listens: one for each connection that has not proved itself."""
+class Listening(Side):
+    """The side that listens: one for each connection that has not proved itself.
 
-    def __init__(self, session: str, key: str, rank: int) -> None:
-        self._session, self._key, self._rank = session, key, rank
+    Args:
+        known: gives who may come back as a rank; None for nobody.
+
+    Attributes:
+        rank: of the peer, as it says.
+        returns: whether it comes back.
+    """
+
+    def __init__(
+        self, session: str, key: str, rank: int, known: Callable[[int], Known | None] = lambda rank: None
+    ) -> None:
+        super().__init__()
+        self._session, self._session_key, self._above, self._known = session, key, rank, known
         self._meeting: Meeting | None = None
-        self._nonces = ("", "")
+        self.rank, self.returns = NEW, False
 
     def take(self, message: Message) -> tuple[Message | None, int | None]:
         """Takes what the peer says; returns what it is told, and its rank once that is proved.
@@ -80,17 +152,28 @@ class Listening:
             Refused: it is none of this session.
         """
         if self._meeting is None:
-            session, rank, nonce = _fields(message, Kind.HELLO, session=str, rank=int, nonce=str)
-            if session != self._session:
-                raise Refused("of another session")
-            self._meeting = Meeting(session, self._key, rank, self._rank)
-            self._nonces = (nonce, world().random_name(_NONCE_BYTES))
-            proof = self._meeting.proof("listens", self._nonces)
-            return _message(Kind.CHALLENGE, nonce=self._nonces[1], proof=proof), None
+            return self._challenge(message), None
         (proof,) = _fields(message, Kind.PROOF, proof=str)
-        if not _equal(proof, self._meeting.proof("connects", self._nonces)):
+        if self.returns and self.taken[1] == NEW:
+            raise Refused("nobody is waited for under this number")
+        if not _equal(proof, self._meeting.proof("connects", self._nonces, self.taken)):
             raise Refused("it does not know the session's key")
-        return None, self._meeting.below
+        self._proved(self._meeting)
+        return None, self.rank
+
+    def _challenge(self, message: Message) -> Message:
+        session, self.rank, nonce, taken = _fields(message, Kind.HELLO, session=str, rank=int, nonce=str, taken=int)
+        if session != self._session:
+            raise Refused("of another session")
+        key, self.returns = self._session_key, taken != NEW
+        if self.returns:
+            known, self.taken = self._known(self.rank), (taken, NEW)
+            if known is not None and known.key:
+                key, self.taken = known.key, (taken, known.taken)
+        self._meeting = Meeting(session, key, self.rank, self._above)
+        self._nonces = (nonce, world().random_name(_NONCE_BYTES))
+        proof = self._meeting.proof("listens", self._nonces, self.taken)
+        return _message(Kind.CHALLENGE, nonce=self._nonces[1], taken=self.taken[1], proof=proof)
 
 
 def _equal(said: str, proof: str) -> bool:

@@ -78,17 +78,18 @@ class Strangers:
         """Cuts off the first in this process, as there is no descriptor for another one."""
         _unproven.cut_first()
 
-    def prove(self, link: Link, message: Message) -> int | None:
-        """Takes what one of them says, and answers; returns its rank, once that is proved.
+    def prove(self, link: Link, message: Message) -> Listening | None:
+        """Takes what one of them says, and answers; returns what is known of it, once that is proved.
 
         Raises:
             Refused, Ended: it is none of this session; it is gone.
         """
-        answer, rank = self._of[link][0].take(message)
+        side, _ = self._of[link]
+        answer, rank = side.take(message)
         if answer is not None:
             link.put_message(answer)
             link.flush()
-        return rank
+        return None if rank is None else side
 
     def forget(self, link: Link) -> None:
         """Drops one that is no stranger any more, or before it is closed."""

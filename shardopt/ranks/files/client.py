@@ -7,7 +7,9 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
-from shardopt.ranks.connections.join import CONNECT_SECONDS, Entry, connect
+from shardopt.ranks.connections.join import Entry
+from shardopt.ranks.connections.meeting import CONNECT_SECONDS, NotMet, meet
+from shardopt.ranks.connections.proof import Meeting
 from shardopt.ranks.files.asking import (
     FOUND,
     MOST_RANGES,
@@ -97,19 +99,12 @@ class FileClient:
             if self._free:
                 return self._free.pop()
         end = world().monotonic() + SILENT_SECONDS
-        met = connect(
-            None,
-            self._server,
-            self._server,
-            self._below,
-            self._above,
-            lambda: world().monotonic() < end,
-            CONNECT_SECONDS[1],
-        )
-        if met is None:
-            where = ", ".join(f"{host}:{port}" for host, port in self._server.at)
-            raise ConnectionRefusedError(f"rank {self._above} is not reached at {where}")
-        socket = met[0].socket
+        meeting = Meeting(self._server.name, self._server.key, self._below, self._above)
+        try:
+            met = meet(self._server.at, meeting, lambda: world().monotonic() < end, CONNECT_SECONDS[1])
+        except NotMet as error:
+            raise ConnectionRefusedError(f"rank {self._below} does not reach rank {self._above}: {error}") from error
+        socket = met.link.socket
         socket.settimeout(SILENT_SECONDS)
         return socket
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing, suppress
 
+from shardopt.ranks.connections.address import Network
 from shardopt.ranks.connections.frames import Kind, Message
 from shardopt.ranks.connections.join import Entry
 from shardopt.ranks.connections.link import Ended, Link
@@ -42,7 +43,7 @@ class FileServer:
     Args:
         session: its name and key; `at` is ignored.
         rank: of this end.
-        addresses: of this host, to listen at.
+        network: where it listens.
         open_file: gives the files; nothing else is ever opened.
 
     Attributes:
@@ -52,21 +53,13 @@ class FileServer:
         OSError: at none of the addresses can it listen.
     """
 
-    def __init__(self, session: Entry, rank: int, addresses: Sequence[str], open_file: OpenFile) -> None:
+    def __init__(self, session: Entry, rank: int, network: Network, open_file: OpenFile) -> None:
         self._session, self._rank, self._open_file = session, rank, open_file
-        self._listeners: list[Socket] = []
         self._lock = world().lock()
         self._clients: dict[Socket, Thread] = {}
         self._strangers = Strangers()
         self._stopping = False
-        errors: list[OSError] = []
-        for address in addresses:
-            try:
-                self._listeners.append(world().listen(address))
-            except OSError as error:
-                errors.append(error)
-        if not self._listeners:
-            raise errors[0]
+        self._listeners = network.listen()
         self.at = tuple((listener.getsockname()[0], listener.getsockname()[1]) for listener in self._listeners)
         self._wake = world().socket_pair()
         self._thread = world().thread(self._listen, f"shardopt-files-{rank}", daemon=True)
