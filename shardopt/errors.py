@@ -17,7 +17,8 @@
         │   └── UnreadableError                            bytes that a disk does not give back
         └── FormatError                                    a checkpoint that this version cannot read
 
-Every error can cross the wire as JSON (`to_json`, `from_json`), so that all ranks raise the same one.
+Errors and problems say no secrets of URLs (`redaction.py`). Every error can cross the wire as JSON (`to_json`,
+`from_json`), so that all ranks raise the same one.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any
+
+from shardopt.redaction import redacted
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,12 @@ class Problem:
     found: str
     required: str
     remedy: str
+
+    def __post_init__(self) -> None:
+        for name in ("key", "found", "required", "remedy"):
+            text = getattr(self, name)
+            if "://" in text:
+                object.__setattr__(self, name, redacted(text))
 
     def __str__(self) -> str:
         return f"{self.key}: found {self.found}; required {self.required}; {self.remedy}"
@@ -57,8 +66,8 @@ class ShardoptError(Exception):
     def __init__(
         self, message: str, problems: Iterable[Problem] = (), left_out: Mapping[str, int] = MappingProxyType({})
     ) -> None:
-        super().__init__(message)
-        self.message = message
+        self.message = redacted(message)
+        super().__init__(self.message)
         self.problems = tuple(problems)
         self.left_out = dict(left_out)
 

@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from shardopt.redaction import redacted
+
 Listener = Callable[[str, Any], object]
 """Called with the operation ("save", "load", "verify", "reshard", "convert", "upload", "copy") and its report."""
 
@@ -23,8 +25,18 @@ _log = logging.getLogger("shardopt")
 _listeners: list[Listener] = []
 
 
+class OfUrl:
+    """A report of what was done at a URL, without its password or signature."""
+
+    __slots__ = ()
+    url: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "url", redacted(self.url))
+
+
 @dataclass(frozen=True, slots=True)
-class SaveReport:
+class SaveReport(OfUrl):
     """The report of a save.
 
     Args:
@@ -54,7 +66,7 @@ class SaveReport:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadReport:
+class LoadReport(OfUrl):
     """The report of a load, on this rank.
 
     Args:
@@ -91,7 +103,7 @@ class LoadReport:
 
 
 @dataclass(frozen=True, slots=True)
-class CopyReport:
+class CopyReport(OfUrl):
     """The report of copies on other hosts: each file of a checkpoint is on as many as its tier asks for, or on all.
 
     Args:
@@ -161,7 +173,7 @@ def announce(text: str) -> None:
     """Logs a line at INFO; in a program that has configured no logging, prints it on stderr."""
     _log.info(text)
     if _has_no_logging():
-        print(f"shardopt: {text}", file=sys.stderr, flush=True)
+        print(f"shardopt: {redacted(text)}", file=sys.stderr, flush=True)
 
 
 def _has_no_logging() -> bool:

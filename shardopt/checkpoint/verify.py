@@ -12,7 +12,7 @@ from shardopt.checkpoint.format.manifest import DataFile, Manifest, StoredLayout
 from shardopt.checkpoint.progress import Counter, Progress
 from shardopt.checkpoint.reading.fetch import damaged_segments, threads_for
 from shardopt.checkpoint.reading.open_file import form_of
-from shardopt.checkpoint.reports import emit_report
+from shardopt.checkpoint.reports import OfUrl, emit_report
 from shardopt.checkpoint.sources.open import open_source
 from shardopt.checkpoint.sources.referred import referred_in
 from shardopt.checkpoint.sources.source import Source
@@ -25,7 +25,7 @@ _REMEDY = "restore from another checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
-class VerifyReport:
+class VerifyReport(OfUrl):
     """The report of a verification.
 
     Args:

@@ -18,13 +18,29 @@ from shardopt.checkpoint.storage import common_storage, storage_of
 from shardopt.cli.output import Output, plural
 from shardopt.errors import OptionError, Problem
 from shardopt.ranks import Ranks, ranks_of
+from shardopt.redaction import redacted
 from shardopt.world import world
 
 _PACKAGES = ("shardopt", "torch", "numpy", "fsspec", "xxhash", "typer", "rich", "s3fs", "gcsfs", "adlfs")
-_VARIABLES = re.compile(
-    r"(RANK|LOCAL_RANK|WORLD_SIZE|MASTER_ADDR|MASTER_PORT|(TORCH|TORCHELASTIC|NCCL|GLOO|SLURM)_\w+)"
+_VARIABLES = re.compile(r"(TORCH|TORCHELASTIC|NCCL|GLOO|SLURM)_\w+")
+_SHOWN = re.compile(
+    r"""
+    (LOCAL_|GROUP_|ROLE_)?RANK | (LOCAL_)?WORLD_SIZE | MASTER_(ADDR|PORT) | OMP_NUM_THREADS | CUDA_VISIBLE_DEVICES
+    | (TORCH_)?NCCL_(ASYNC_ERROR_HANDLING|BLOCKING_WAIT|ENABLE_MONITORING|HEARTBEAT_TIMEOUT_SEC|AVOID_RECORD_STREAMS)
+    | TORCH_(DISTRIBUTED_DEBUG|CPP_LOG_LEVEL|SHOW_CPP_STACKTRACES)
+    | TORCHELASTIC_(RESTART_COUNT|MAX_RESTARTS|RUN_ID|USE_AGENT_STORE|SIGNALS_TO_HANDLE)
+    | NCCL_(DEBUG|DEBUG_SUBSYS|SOCKET_(IFNAME|FAMILY|NTHREADS)|NSOCKS_PERTHREAD|NET|NET_GDR_LEVEL|CROSS_NIC|VERSION)
+    | NCCL_(IB_(DISABLE|HCA|TIMEOUT|RETRY_CNT|GID_INDEX|TC|SL)|(P2P|SHM)_DISABLE|P2P_LEVEL|ALGO|PROTO|BUFFSIZE)
+    | NCCL_((MIN|MAX)_NCHANNELS|NTHREADS|(COLLNET|NVLS|CUMEM)_ENABLE)
+    | GLOO_(SOCKET_IFNAME|DEVICE_TRANSPORT)
+    | SLURM_(JOB_?ID|JOB_(NUM_NODES|NODELIST|PARTITION|GPUS|START_TIME|END_TIME)|NNODES|NODELIST|NTASKS|NPROCS|PROCID)
+    | SLURM_(LOCALID|NODEID|STEP_(ID|NODELIST|NUM_NODES|NUM_TASKS|GPUS)|TASKS_PER_NODE|NTASKS_PER_NODE|CPUS_PER_TASK)
+    | SLURM_(CPUS_ON_NODE|GPUS_(ON|PER)_NODE|MEM_PER_NODE|RESTART_COUNT|CLUSTER_NAME|ARRAY_(JOB|TASK)_ID)
+    | SLURM_LAUNCH_NODE_IPADDR
+    """,
+    re.VERBOSE,
 )
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD")
+"""The names of variables whose values are printed: whatever else a launcher gives to a job may be a secret."""
 _PROBE_MIB = 64
 _DEADLINE_SECONDS = 60.0
 
@@ -101,9 +117,9 @@ def _device() -> str:
 
 
 def _variables() -> dict[str, str]:
-    """The variables by which launchers and torch speak to each other, without what is secret."""
-    wanted = {name: value for name, value in sorted(os.environ.items()) if _VARIABLES.fullmatch(name)}
-    return {name: "(not shown)" if _SECRET.search(name) else value for name, value in wanted.items()}
+    """The variables by which launchers and torch speak to each other; of those that are not known, only the names."""
+    names = (name for name in sorted(os.environ) if _SHOWN.fullmatch(name) or _VARIABLES.fullmatch(name))
+    return {name: redacted(os.environ[name]) if _SHOWN.fullmatch(name) else "(not shown)" for name in names}
 
 
 def probe(ranks: Ranks, url: str, nbytes: int) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TextIO
 
 from shardopt.errors import ShardoptError
+from shardopt.redaction import redacted
 
 try:
     from rich.console import Console
@@ -89,7 +90,7 @@ class Output:
     def data(self, document: Mapping[str, Any]) -> None:
         """Prints the JSON document of the verb, where that was asked for."""
         if self.as_json:
-            self._write(json.dumps(_json_form(document), indent=2, allow_nan=False) + "\n")
+            self._write(redacted(json.dumps(_json_form(document), indent=2, allow_nan=False)) + "\n")
 
     def fail(self, error: BaseException) -> None:
         """Prints an error on stderr; its JSON form on stdout, where that was asked for."""
@@ -101,7 +102,7 @@ class Output:
 
     def complain(self, text: str) -> None:
         """Prints a text on stderr."""
-        for i, line in enumerate(text.split("\n")):
+        for i, line in enumerate(redacted(text).split("\n")):
             print(_encodable("shardopt: " * (i == 0) + escaped(line), sys.stderr), file=sys.stderr, flush=True)
 
     def finish(self) -> None:
@@ -109,7 +110,7 @@ class Output:
         self._write("")
 
     def _print(self, spans: Sequence[Cell]) -> None:
-        plain = [Span(escaped(span.text), span.style) for span in map(_span, spans)]
+        plain = [Span(escaped(redacted(span.text)), span.style) for span in map(_span, spans)]
         if self._console is None:
             self._write("".join(span.text for span in plain).rstrip() + "\n")
         else:

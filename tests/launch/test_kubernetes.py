@@ -123,6 +123,19 @@ def test_the_parts_fit_together():
     }
 
 
+def test_pods_fit_the_standard_restricted():
+    """Of Pod Security: what a namespace that enforces it asks of a pod and of its containers."""
+    pod = pod_of(job_set())
+    assert pod["securityContext"]["runAsNonRoot"] is True and pod["securityContext"]["runAsUser"] > 0
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
+    for container in pod["containers"]:
+        context = container["securityContext"]
+        assert context["allowPrivilegeEscalation"] is False and context["capabilities"] == {"drop": ["ALL"]}
+        assert not context.get("privileged") and not any("hostPort" in port for port in container["ports"])
+    assert {kind for volume in pod["volumes"] for kind in volume} <= {"name", "persistentVolumeClaim", "emptyDir"}
+
+
 def test_the_image_is_made_of_what_there_is():
     lines = (FOLDER / "Containerfile").read_text().splitlines()
     for *sources, _ in (line.split()[1:] for line in lines if line.startswith("COPY ")):

@@ -16,6 +16,7 @@ from tests.support.source import PACKAGE, ROOT, Source, sources
 
 # Floors, from below. A room is a folder, or a file on another floor than its folder; the longest path that fits counts.
 FLOORS = {
+    "redaction": -1,
     "errors": 0,
     "lazy": 0,
     "key_probes": 0,

@@ -35,7 +35,7 @@ from shardopt.checkpoint.convert.to_torch import plan_torch
 from shardopt.checkpoint.progress import Counter, Progress
 from shardopt.checkpoint.rearrange.reader import rearranged
 from shardopt.checkpoint.rearrange.rules import AnyRule
-from shardopt.checkpoint.reports import emit_report
+from shardopt.checkpoint.reports import OfUrl, emit_report
 from shardopt.checkpoint.sources.open import open_checkpoint
 from shardopt.checkpoint.storage import absolute_url, storage_of, wrap_os_errors
 from shardopt.checkpoint.storage.no_space import explain_no_space
@@ -49,7 +49,7 @@ MAX_FILE_BYTES = 5_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class ConvertReport:
+class ConvertReport(OfUrl):
     """The report of a conversion.
 
     Args:

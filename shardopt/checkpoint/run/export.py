@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -49,7 +49,7 @@ class Export:
             writes the averages that the app has under that key, under the names of the weights.
     """
 
-    url: str | os.PathLike[str]
+    url: str | os.PathLike[str] = field(repr=False)  # it may have a password
     best: tuple[str, Mode] | None = None
     rearrange: Sequence[AnyRule] = ()
     rename: Mapping[str, str] | None = None

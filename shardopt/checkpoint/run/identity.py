@@ -23,6 +23,7 @@ from shardopt.checkpoint.run.steps import place_of
 from shardopt.checkpoint.storage import Storage, wrap_os_errors
 from shardopt.errors import CheckpointError, CorruptionError, Problem
 from shardopt.ranks import Ranks
+from shardopt.redaction import redacted
 from shardopt.world import world
 
 RUN_NAME = "run.json"
@@ -113,7 +114,7 @@ def claim_tiers(ranks: Ranks, tiers: Sequence[Hosts], root: Root, copies: Root |
     def begin(reports: list[list[Any]]) -> str:
         run, lacking = _run_of(root, copies)
         _refuse_others(run, root, reports)
-        run = run or Run(world().random_name(_ID_BYTES), root.url)
+        run = run or Run(world().random_name(_ID_BYTES), redacted(root.url))
         _keep(run, root, lacking)
         return run.pack().decode()
 

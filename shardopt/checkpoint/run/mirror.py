@@ -15,7 +15,7 @@ from functools import partial
 
 from shardopt.checkpoint.format.constants import MANIFEST_NAME
 from shardopt.checkpoint.format.manifest import Manifest
-from shardopt.checkpoint.reports import emit_report
+from shardopt.checkpoint.reports import OfUrl, emit_report
 from shardopt.checkpoint.run.copying import copy_over_ranks, is_copied
 from shardopt.checkpoint.run.failures import Failures
 from shardopt.checkpoint.run.steps import by_numbers
@@ -28,7 +28,7 @@ _log = logging.getLogger("shardopt.checkpoint")
 
 
 @dataclass(frozen=True, slots=True)
-class UploadReport:
+class UploadReport(OfUrl):
     """The outcome of an upload.
 
     Args:

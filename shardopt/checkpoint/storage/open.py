@@ -17,6 +17,7 @@ from shardopt.checkpoint.storage.base import Storage
 from shardopt.checkpoint.storage.local import LocalStorage
 from shardopt.checkpoint.storage.remote import RemoteStorage
 from shardopt.errors import CheckpointError, Problem, ShardoptError
+from shardopt.redaction import without_secrets
 from shardopt.world import world
 
 _NAME = r"[A-Za-z0-9][A-Za-z0-9+.\-]+"
@@ -61,7 +62,7 @@ def _open(text: str, durable: bool) -> Storage:
         problem = _unopened(url, error)
         if problem is None:
             raise
-        raise CheckpointError(f"cannot open {url}", [problem]) from error
+        raise CheckpointError(f"cannot open {url}", [problem]) from without_secrets(error)
     return LocalStorage(path, durable) if isinstance(fs, LocalFileSystem) else RemoteStorage(fs, path)
 
 
@@ -121,4 +122,4 @@ def wrap_os_errors(doing: str) -> Iterator[None]:
     except OSError as error:
         if isinstance(error, ShardoptError):
             raise
-        raise CheckpointError(f"cannot {doing}: {error}") from error
+        raise CheckpointError(f"cannot {doing}: {error}") from without_secrets(error)

@@ -18,6 +18,7 @@ from fsspec import AbstractFileSystem  # type: ignore[import-untyped]  # has no 
 from fsspec.asyn import sync  # type: ignore[import-untyped]  # as above
 
 from shardopt.errors import CheckpointError, Problem, ShardoptError
+from shardopt.redaction import without_secrets
 from shardopt.world import Future, world
 
 T = TypeVar("T")
@@ -141,10 +142,10 @@ class Requests:
                 return function()
             except Exception as error:
                 if not is_transient(error):
-                    raise _permanent_error(doing, error) from error
+                    raise _permanent_error(doing, error) from without_secrets(error)
                 if attempt == self._policy.attempts or not world().main_thread_lives():
                     seconds = world().monotonic() - begin
-                    raise _exhausted_error(doing, error, attempt, seconds) from error
+                    raise _exhausted_error(doing, error, attempt, seconds) from without_secrets(error)
             world().sleep(pause * world().jitter(0.5, 1.0))  # so that many ranks do not come back at one time
             pause = min(2 * pause, self._policy.longest_pause_seconds)
         raise AssertionError("no attempt was made")

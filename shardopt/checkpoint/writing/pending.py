@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardopt.checkpoint.reports import SaveReport
 from shardopt.errors import RankError
+from shardopt.redaction import redacted
 from shardopt.reentry import refuse_within
 from shardopt.staging_fence import Event
 from shardopt.world import world
@@ -59,7 +60,7 @@ class PendingSave:
         if not self.done:
             refuse_within(f"waiting for the save of {self.url}")
         if not self.done.wait(timeout):
-            raise TimeoutError(f"saving {self.url} is still under way after {timeout:g} s")
+            raise TimeoutError(f"saving {redacted(self.url)} is still under way after {timeout:g} s")
         if self._error is not None:
             self._set_reported()
             raise self._error
@@ -98,10 +99,10 @@ class PendingSave:
     def exit_message(self) -> str:
         """Returns the line for stderr where the program ends without the report of this save."""
         if self._error is not None:
-            return f"the program ended before it was reported that saving {self.url} failed: {self._error}"
+            return f"the program ended before it was reported that saving {redacted(self.url)} failed: {self._error}"
         end = "was committed all the same" if self._report is not None else "was given up"
         return (
-            f"the program ended while saving {self.url} was under way, which {end}; "
+            f"the program ended while saving {redacted(self.url)} was under way, which {end}; "
             "call result() of what async_save returns, or close the Manager, before the end"
         )
 

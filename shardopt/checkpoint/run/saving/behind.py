@@ -86,7 +86,7 @@ class Behind:
             metrics: of the checkpoint.
             in_turn: whether what is begun is begun after what tiers have begun: in one order on all ranks.
         """
-        self._known[place] = report.url
+        self._known[place] = report.url if is_on_hosts(report.url) else self._root.checkpoint(place).url
         then = partial(self._committed_at_root, place, report.seconds, metrics)
         if is_on_hosts(report.url):
             self.tiers.committed(place, report.url, self._goes_to_root(place), then)
