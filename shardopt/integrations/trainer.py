@@ -9,13 +9,16 @@ The global batch has to stay what it is: on half of the ranks, `per_device_train
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator
 from dataclasses import asdict
-from itertools import islice
+from itertools import cycle, islice
 from typing import Any
 
 import torch
+from accelerate.data_loader import DataLoaderDispatcher
+from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
@@ -35,6 +38,7 @@ _OF_THIS_RUN = {
     *("max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps", "train_batch_size"),
 }
 _REMEDY = "let the Trainer make its optimizer, or give it one of torch.optim that has not stepped"
+_log = logging.getLogger("shardopt")
 
 
 class ShardoptCallback(TrainerCallback):
@@ -59,7 +63,7 @@ class ShardoptCallback(TrainerCallback):
     Raises when training begins:
         OptionError: data or accumulation by which training cannot go on in the middle of an epoch.
         StateError: the optimizer cannot be keyed by parameter name.
-        MismatchError: the global batch is another than it was; nothing was loaded.
+        MismatchError: the global batch is another than it was, or the data set has another size; nothing was loaded.
     """
 
     def __init__(self, trainer: Trainer, root: str | os.PathLike[str], *, every: int = 1, **options: Any) -> None:
@@ -68,6 +72,7 @@ class ShardoptCallback(TrainerCallback):
         self._random: dict[str, Any] | None = None
         self._batches = self._steps = 1  # of an epoch; batches of this rank
         self._samples = 0  # of a step, on all ranks together
+        self._order: dict[str, int] = {}  # what the order of samples follows from; none where data begins anew
         self.restored = 0
 
     @property
@@ -81,9 +86,13 @@ class ShardoptCallback(TrainerCallback):
         """Restores; all that training is made of is there by now, and no data was asked for yet."""
         loader, accumulated = given["train_dataloader"], args.gradient_accumulation_steps
         self._check_data(args, loader)
-        self._batches = len(loader)
+        if _is_stream(loader):  # which has no length, and may be read by one rank for all
+            self._batches, batch = args.max_steps * accumulated, args.train_batch_size * args.world_size
+        else:
+            self._batches, batch = len(loader), loader.total_batch_size
         self._steps = -(-self._batches // accumulated)
-        self._samples = loader.total_batch_size * accumulated
+        self._samples = batch * accumulated
+        self._order = {} if args.ignore_data_skip else _order_of(loader)
         make_keyed(given["optimizer"], given["model"], [given["lr_scheduler"]], _REMEDY)
         saved = FrameworkState(check=self._check_batch)
         random = RandomState(on_resize="keep")
@@ -91,7 +100,7 @@ class ShardoptCallback(TrainerCallback):
         if self.restored:
             self._load(state, saved.value)
             self._random = random.state_dict()
-            self._skip(args, loader)
+            self._skip(loader, saved.value)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
@@ -130,7 +139,7 @@ class ShardoptCallback(TrainerCallback):
             type(each).__name__: each.state()["attributes"] for each in _exportable(trainer, state)
         }
         own["total_loss"], own["last_logged"] = trainer._total_loss_scalar, trainer._globalstep_last_logged
-        own["samples"] = self._samples
+        own["samples"], own["order"] = self._samples, self._order
         mean = ranks.agree(
             "taking the mean of losses",
             work=lambda: float(trainer._tr_loss.item()),
@@ -155,28 +164,33 @@ class ShardoptCallback(TrainerCallback):
         trainer._globalstep_last_logged = saved["last_logged"]
         trainer._tr_loss = torch.tensor(saved["loss_since"], device=trainer._tr_loss.device)
 
-    def _skip(self, args: TrainingArguments, loader: Any) -> None:
+    def _skip(self, loader: Any, saved: dict[str, Any]) -> None:
         """Has the data begin after what was seen: the Trainer's own counting of epochs has begun at 0."""
-        if args.ignore_data_skip:
+        if not self._order:
             return
         epochs, steps = divmod(self.restored, self._steps)
-        inner = getattr(loader.batch_sampler, "batch_sampler", loader.batch_sampler)
+        order = {**self._order, **saved.get("order", {})}
+        size, own = self._order["size"], self._order["filled_to"]
+        if -size % own > -size % order["filled_to"]:
+            _log.warning(
+                "the last batch of each epoch had fewer samples than others, and has as many from here on: a Trainer "
+                "on several ranks fills it with the first samples of the epoch; its losses are others"
+            )
+        self._order["filled_to"] = max(own, order["filled_to"])
+        sampler = _inner(loader.batch_sampler).sampler
+        if "seed" in order and hasattr(sampler, "initial_seed"):
+            self._order["seed"] = sampler.initial_seed = order["seed"]
         done = self.restored >= self._trainer.state.max_steps
-        samples = len(inner.sampler) if done else steps * self._samples
-        loader.set_sampler(_GoesOn(inner.sampler, epochs, samples, for_good=done))
+        begins = _GoesOn(sampler, epochs, None if done else steps * self._samples, self._order["filled_to"])
+        loader.set_sampler(begins)
 
     def _check_data(self, args: TrainingArguments, loader: Any) -> None:
         problems = []
-        if not args.ignore_data_skip:
-            if not isinstance(loader, Sized) or getattr(loader, "batch_sampler", None) is None:
-                found, required = "data without a sampler", "a map-style data set, of which samples can be left out"
-                problems.append(
-                    Problem("train_dataset", found, required, "or ignore_data_skip=True, to see the data once more")
-                )
-            elif len(loader) % args.gradient_accumulation_steps:
-                found = f"{args.gradient_accumulation_steps}, of {len(loader)} batches in an epoch"
-                required, remedy = "a number that divides them", "shorten the data set"
-                problems.append(Problem("gradient_accumulation_steps", found, required, remedy))
+        if isinstance(loader, DataLoaderDispatcher) and not _is_stream(loader):
+            required, remedy = "each rank reads its own batches", "leave it out"
+            problems.append(Problem("accelerator_config.dispatch_batches", "True", required, remedy))
+        elif not args.ignore_data_skip:
+            problems += _unfit_for_skipping(loader, args.gradient_accumulation_steps)
         if problems:
             raise OptionError("training could not be gone on with in the middle of an epoch", problems)
 
@@ -187,34 +201,99 @@ class ShardoptCallback(TrainerCallback):
                 "samples of a step", str(self._samples), f"{saved['samples']}, as in the checkpoint", remedy
             )
             raise MismatchError("training cannot go on with another global batch", [problem])
+        size = saved.get("order", {}).get("size")
+        if self._order and size not in (None, self._order["size"]):
+            another = Problem(
+                key="train_dataset",
+                found=f"{self._order['size']} samples",
+                required=f"{size}, as in the checkpoint",
+                remedy="pass the same data set, or ignore_data_skip=True to see this one from its begin",
+            )
+            raise MismatchError("a position in another data set", [another])
 
 
 class _GoesOn:
     """A sampler that begins where another run has stopped: some epochs later, and there after some samples.
 
+    Epochs are filled up here, to batches that are whole: the loader does so with the first samples that it is given,
+    which in an epoch that is gone on with are not the first ones of the epoch.
+
     Args:
         sampler: gives the samples of all ranks, in the order of an epoch.
         epochs: how many of them are done.
-        samples: how many of the first epoch that is asked for are done.
-        for_good: whether so many are left out of every epoch.
+        samples: how many of the first epoch that is asked for are done. None for all of this and any other epoch.
+        filled_to: the number of samples in an epoch becomes a multiple of this, by its first samples once more.
     """
 
-    def __init__(self, sampler: Any, epochs: int, samples: int, *, for_good: bool) -> None:
-        self._sampler, self._epochs, self._samples, self._for_good = sampler, epochs, samples, for_good
+    def __init__(self, sampler: Any, epochs: int, samples: int | None, filled_to: int) -> None:
+        self._sampler, self._epochs, self._samples, self._filled_to = sampler, epochs, samples, filled_to
         self.set_epoch(0)
 
     def __len__(self) -> int:
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        skipped = self._samples
-        if not self._for_good:
-            self._samples = 0
-        yield from islice(iter(self._sampler), skipped, None)
+        if self._samples is None:
+            return
+        skipped, self._samples = self._samples, 0
+        yield from islice(self._filled(), skipped, None)
+
+    def _filled(self) -> Iterator[Any]:
+        first, count = [], 0
+        for sample in self._sampler:
+            if count < self._filled_to:
+                first.append(sample)
+            count += 1
+            yield sample
+        yield from islice(cycle(first), -count % self._filled_to)
 
     def set_epoch(self, epoch: int) -> None:
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch + self._epochs)
+
+
+def _inner(batches: Any) -> Any:
+    """Returns the batch sampler of the whole job, of which ranks take theirs."""
+    return getattr(batches, "batch_sampler", batches)
+
+
+def _unfit_for_skipping(loader: Any, accumulated: int) -> Iterator[Problem]:
+    batches = loader.batch_sampler
+    sampler = getattr(_inner(batches), "sampler", None)
+    if _is_stream(loader):
+        yield Problem(
+            key="train_dataset",
+            found="data without a sampler",
+            required="a map-style data set, of which samples can be left out",
+            remedy="or ignore_data_skip=True, to see the data once more",
+        )
+    elif sampler is None or (hasattr(sampler, "generator") and not hasattr(sampler, "set_epoch")):
+        yield Problem(
+            key="train_sampling_strategy",
+            found=f"a {type(sampler or batches).__name__}, which draws the order of an epoch when that begins",
+            required="an order that follows from the number of the epoch",
+            remedy="sample at random or in sequence, with use_seedable_sampler as by default, or pass "
+            "ignore_data_skip=True, to see the data once more",
+        )
+    elif len(loader) % accumulated:
+        yield Problem(
+            key="gradient_accumulation_steps",
+            found=f"{accumulated}, of {len(loader)} batches in an epoch",
+            required="a number that divides them",
+            remedy="shorten the data set",
+        )
+
+
+def _is_stream(loader: Any) -> bool:
+    return isinstance(loader.dataset, IterableDataset)
+
+
+def _order_of(loader: Any) -> dict[str, int]:
+    """Returns what the order of samples follows from: how many there are, to what they are filled up, and the seed."""
+    batches, sampler = loader.batch_sampler, _inner(loader.batch_sampler).sampler
+    fills = getattr(batches, "even_batches", False) and not batches.drop_last
+    order = {"size": len(sampler), "filled_to": loader.total_batch_size if fills else 1}
+    return {**order, "seed": sampler.initial_seed} if hasattr(sampler, "initial_seed") else order
 
 
 def _exportable(trainer: Trainer, state: TrainerState) -> list[Any]:
