@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from shardopt.errors import Problem, StateError
 from shardopt.optim.base import KeyedOptimizer
 from shardopt.optim.gradients.local_gradients import alike, clamp, scale, writable_gradients
-from shardopt.optim.gradients.norms import GradientNorm
+from shardopt.optim.gradients.norms import GradientNorm, Measured
 from shardopt.optim.state_dict.groups import first_names, refuse_flattened, refuse_unfit_groups
 from shardopt.optim.wrapper import OptimizerWrapper
 from shardopt.param_groups import PARAMS
@@ -61,8 +61,8 @@ class GradientClippingOptimizer(OptimizerWrapper):
     Args:
         optimizer: is wrapped.
         clipping: how to clip, or its name; by default, which is torchrec's, not at all.
-        max_gradient: the largest norm, or the largest absolute value of an element; more than 0. Not to be given
-            without `clipping`, since nothing would be clipped; `GradientClipping.NONE` turns it off.
+        max_gradient: the largest norm, or the largest absolute value of an element; 0 makes finite gradients zero. Not
+            to be given without `clipping`, since nothing would be clipped; `GradientClipping.NONE` turns it off.
         norm_type: p, more than 0; `inf` or "inf" is the largest absolute value of all elements.
         enable_global_grad_clip: makes no difference. The norm is always that of the whole job.
         param_to_pgs: makes no difference. The holders follow from each tensor's own layout.
@@ -113,21 +113,20 @@ class GradientClippingOptimizer(OptimizerWrapper):
 
     @property
     def last_total_grad_norm(self) -> Tensor | None:
-        """`total_norm`, under torchrec's name."""
-        return self._total_norm
+        """`total_norm` under torchrec's name, and in the default dtype as there; `total_norm` has it unrounded."""
+        return None if self._total_norm is None else self._total_norm.to(torch.get_default_dtype())
 
     def compute_total_grad_norm(self) -> tuple[Tensor, list[Tensor]]:
         """Measures the norm of the gradients that are there now, and changes nothing. Collective.
 
         Returns:
-            The norm, as `total_norm`, and all local gradients, live.
+            The norm in the default dtype, as `last_total_grad_norm`, and all local gradients, live.
 
         Raises:
             StateError, GradientError, LayoutError, RankError: as `clip_grad_norm_`.
         """
-        self._refuse_updates_in_backward()
-        measured = self._norm.measure(self._parameters(), self._names_of_parameters)
-        return measured.total, list(chain.from_iterable(measured.kinds))
+        measured = self._measured()
+        return measured.total.to(torch.get_default_dtype()), list(chain.from_iterable(measured.kinds))
 
     def clip_grad_norm_(self) -> Tensor:
         """Clips the norm of the gradients that are there now, as NORM does before a step. Collective.
@@ -141,8 +140,7 @@ class GradientClippingOptimizer(OptimizerWrapper):
             LayoutError: a parameter cannot be described, or its boxes on different ranks do not fit together.
             RankError: another rank failed; nothing was changed.
         """
-        self._refuse_updates_in_backward()
-        measured = self._norm.measure(self._parameters(), self._names_of_parameters)
+        measured = self._measured()
         self._total_norm = measured.total
         if self._error_if_nonfinite:
             measured.refuse_nonfinite()
@@ -155,11 +153,15 @@ class GradientClippingOptimizer(OptimizerWrapper):
             self.clip_grad_norm_()
             return
         if self._track_grad_norm:
-            self._total_norm, _ = self.compute_total_grad_norm()
+            self._total_norm = self._measured().total
         if self._clipping is GradientClipping.VALUE:
             gradients = chain.from_iterable(writable_gradients(name, parameter) for name, parameter in self._named())
             with torch.no_grad():
                 clamp(alike(gradient for gradient in gradients if gradient is not None), self._max_gradient)
+
+    def _measured(self) -> Measured:
+        self._refuse_updates_in_backward()
+        return self._norm.measure(self._parameters(), self._names_of_parameters)
 
     def _named(self) -> list[tuple[str, Tensor]]:
         names = first_names(self.params)
@@ -202,9 +204,9 @@ def _refuse_bad_arguments(clipping: object, max_gradient: object, norm_type: obj
     if not isinstance(clipping, GradientClipping) and clipping not in names:
         remedy = "pass GradientClipping.NORM, .VALUE or .NONE"
         problems.append(Problem("clipping", repr(clipping), f"a GradientClipping, or one of {names}", remedy))
-    if not limit > 0:  # NaN is not
+    if not limit >= 0:  # NaN is not
         remedy = "pass the largest norm, or math.inf to measure it alone"
-        problems.append(Problem("max_gradient", repr(max_gradient), "a number above 0", remedy))
+        problems.append(Problem("max_gradient", repr(max_gradient), "a number that is not negative", remedy))
     elif clipping == _NOT_GIVEN and not isinstance(max_gradient, _Default):
         unused = f"{max_gradient} without clipping, of which the default is not to clip"
         remedy = "pass clipping=GradientClipping.NORM (or VALUE), or GradientClipping.NONE to turn it off"

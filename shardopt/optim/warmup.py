@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardopt.errors import Problem, StateError
 from shardopt.optim.base import KeyedOptimizer
-from shardopt.optim.schedule.stages import Schedule, WarmupPolicy, WarmupStage, is_rate
+from shardopt.optim.schedule.stages import Schedule, WarmupPolicy, WarmupStage, is_rate, line_of
 from shardopt.optim.state_dict.load_plan import LoadPlan
 from shardopt.optim.wrapper import OptimizerWrapper, OwnState
 from shardopt.param_groups import PARAMS, STATE
@@ -43,8 +43,8 @@ class WarmupOptimizer(OptimizerWrapper):
     CosineAnnealingLR, ReduceLROnPlateau, ...) goes on from where the warm-up has ended, one that computes it from
     "initial_lr" (LambdaLR, ...) from the full rate.
 
-    **What is saved.** `state_dict()["state"][param_name]` has "warmup", an int64 tensor (iteration, position of the
-    stage), equal on all ranks, and "stages", their descriptions. Loading refuses state of other stages; further stages
+    **What is saved.** `state[param_name]` (and `state_dict()`) has "warmup", an int64 tensor (iteration, position of
+    the stage), equal on all ranks, and "stages", their numbers. Loading refuses state of other stages; further stages
     may be appended. Rates are saved where groups are (`save_param_groups(True)`), and then loaded with the full ones;
     otherwise they follow from `lr` and the iteration.
 
@@ -79,7 +79,7 @@ class WarmupOptimizer(OptimizerWrapper):
         self._lr, self._lr_param, self._param_name = float(lr), lr_param, param_name
         self._own: dict[str, Any] = {
             POSITION: torch.zeros(2, dtype=torch.int64, device="cpu"),
-            STAGES: self._schedule.described(),
+            STAGES: self._schedule.numbers(),
         }
         nominal = [self._nominal(group) for group in self.param_groups]
         self._reference = self._nominal_default(nominal)
@@ -94,7 +94,7 @@ class WarmupOptimizer(OptimizerWrapper):
             self._adopt()
 
     def __repr__(self) -> str:
-        stages = ", ".join(self._own[STAGES])
+        stages = ", ".join(self._schedule.described())
         return f"{type(self).__name__} (iteration {self._iteration} of {stages}) of {self._children[0]!r}"
 
     @property
@@ -107,6 +107,23 @@ class WarmupOptimizer(OptimizerWrapper):
 
     def _own_state(self) -> OwnState:
         return {self._param_name: self._own}
+
+    @property
+    def state(self) -> Any:
+        """The wrapped optimizer's, live, and the warm-up's own under `param_name`; removed, that begins anew."""
+        self._refuse_torchs_getters()
+        return _State(self._optimizer.state, self._own_state())
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        if "_own" not in self.__dict__:  # torch's constructor sets it before
+            return
+        if self._param_name in state:
+            self._own.update(state[self._param_name])
+            state = {
+                key: entries for key, entries in state.items() if not isinstance(key, str) or key != self._param_name
+            }
+        self._optimizer.state = state
 
     def _before_step(self) -> None:
         self._adopt()
@@ -128,7 +145,9 @@ class WarmupOptimizer(OptimizerWrapper):
         state = offered.get(STATE)
         entries = state.get(self._param_name) if isinstance(state, Mapping) else None
         if isinstance(state, Mapping) and isinstance(entries, Mapping) and STAGES in entries:
-            saved, own = entries[STAGES], self._own[STAGES]
+            saved, own = entries[STAGES], self._schedule.described()
+            if isinstance(saved, list):
+                saved = [*map(line_of, saved)]
             if not isinstance(saved, list) or not saved or own[: len(saved)] != saved:
                 plan.problem(
                     f"{plan.section(STATE)}.{self._param_name}.{STAGES}",
@@ -136,7 +155,7 @@ class WarmupOptimizer(OptimizerWrapper):
                     f"one through {own}, or the first of them",
                     "build the optimizer with the stages that were saved; others can only be appended to them",
                 )
-            offered = {**offered, STATE: {**state, self._param_name: {**entries, STAGES: own}}}
+            offered = {**offered, STATE: {**state, self._param_name: {**entries, STAGES: self._own[STAGES]}}}
         super()._plan(plan, offered)
         loaded_groups = plan.loaded_groups  # a plan that holds itself would keep this optimizer's memory
         plan.then(lambda: self._follow(loaded_groups))
@@ -199,6 +218,47 @@ class WarmupOptimizer(OptimizerWrapper):
                 value, required = repr(group[lr_param]), "a number that is not negative, or a tensor of one"
                 remedy = f"pass as lr_param the one of {options} that is the learning rate"
                 yield Problem(f"param_groups[{k}].{lr_param}", value, required, remedy)
+
+
+class _State(MutableMapping[Any, Any]):
+    """`state` of a warm-up: that of the wrapped optimizer, and the warm-up's own."""
+
+    def __init__(self, wrapped: MutableMapping[Any, Any], own: OwnState) -> None:
+        self._wrapped, self._own = wrapped, own
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._own[key] if self._is_own(key) else self._wrapped[key]
+
+    def __setitem__(self, key: Any, entries: Any) -> None:
+        if self._is_own(key):
+            self._own[key].update(entries)
+        else:
+            self._wrapped[key] = entries
+
+    def __delitem__(self, key: Any) -> None:
+        if self._is_own(key):
+            self._own[key][POSITION].zero_()
+        else:
+            del self._wrapped[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self._wrapped
+        yield from self._own
+
+    def __len__(self) -> int:
+        return len(self._wrapped) + len(self._own)
+
+    def clear(self) -> None:
+        """Removes the wrapped optimizer's state, and begins the warm-up anew."""
+        self._wrapped.clear()
+        for key in self._own:
+            del self[key]
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+    def _is_own(self, key: Any) -> bool:
+        return isinstance(key, str) and key in self._own
 
 
 def _number(rate: Any) -> float | None:

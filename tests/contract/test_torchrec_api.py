@@ -290,6 +290,75 @@ def test_warm_up_around_a_keyed_optimizer(spelling):
     assert optimizer.state_dict()["state"]["__warmup"]["warmup"].tolist() == [10, 0]
 
 
+def test_the_position_of_a_warm_up_stands_in_its_state():
+    weight = torch.ones(2, requires_grad=True)
+
+    class Stepper(shardopt.KeyedOptimizer):
+        def step(self, closure):
+            pass
+
+    def made():
+        inner = Stepper({"weight": weight}, {weight: {"x": torch.ones(2)}}, [{"params": [weight]}])
+        return shardopt.WarmupOptimizer(inner, [shardopt.WarmupStage(max_iters=100, value=0.01)])
+
+    one, other = made(), made()
+    for _ in range(10):
+        one.step()
+    assert [*one.state] == [weight, "__warmup"] and len(one.state) == 2
+    assert one.state["__warmup"]["warmup"].tolist() == [10, 0]
+    other.load_state_dict(one.state_dict())
+    # All of what is saved can be compared: numbers and tensors.
+    torch.testing.assert_close(other.state_dict()["state"], one.state_dict()["state"])
+    combined = shardopt.CombinedOptimizer([("a", one)])
+    assert combined.state["a.__warmup"] is one.state["__warmup"] and combined.state[weight] is one.state[weight]
+
+    one.state = {weight: {"x": torch.zeros(2)}}
+    assert one.state[weight]["x"].tolist() == [0, 0] and one.state["__warmup"]["warmup"].tolist() == [10, 0]
+    one.state = {**one.state, "__warmup": {"warmup": torch.tensor([5, 0])}}
+    assert one.state["__warmup"]["warmup"].tolist() == [5, 0] and [*one.state_dict()["state"]] == ["weight", "__warmup"]
+    del one.state["__warmup"]
+    one.step()
+    assert one.state["__warmup"]["warmup"].tolist() == [1, 0]
+    one.state.clear()
+    assert [*one.state] == ["__warmup"] and one.state["__warmup"]["warmup"].tolist() == [0, 0]
+
+
+def test_stages_that_were_saved_as_lines_are_known():
+    parameter = torch.ones(2)
+
+    def made(value):
+        inner = shardopt.KeyedOptimizer({"w": parameter}, {}, [{"params": [parameter], "lr": 0.1}])
+        return shardopt.WarmupOptimizer(inner, [shardopt.WarmupStage(max_iters=100, value=value)])
+
+    position = torch.tensor([7, 0])
+    entries = {"warmup": position, "stages": ["linear max_iters=100 lr_scale=1.0 value=0.01"]}
+    optimizer = made(0.01)
+    optimizer.load_state_dict({"state": {"__warmup": entries}})
+    assert optimizer.state["__warmup"]["warmup"].tolist() == [7, 0]
+    with pytest.raises(
+        shardopt.errors.MismatchError, match=r"through \['linear max_iters=100 lr_scale=1.0 value=0.01'\]"
+    ):
+        made(0.02).load_state_dict({"state": {"__warmup": entries}})
+
+
+@in_both_spellings
+@pytest.mark.parametrize("how", ["NORM", "VALUE"])
+def test_clipping_to_zero(spelling, how):
+    weight = torch.ones(2, requires_grad=True)
+    clipping = spelling("clipping")
+    inner = spelling("keyed")["KeyedOptimizerWrapper"]({"w": weight}, lambda params: torch.optim.SGD(params, lr=1.0))
+    kind = clipping["GradientClipping"][how]
+    optimizer = clipping["GradientClippingOptimizer"](inner, kind, max_gradient=0.0, track_grad_norm=True)
+    assert optimizer.last_total_grad_norm is None
+    optimizer.step()  # without a gradient
+    weight.grad = torch.tensor([3.0, 4.0])
+    optimizer.step()
+    assert weight.grad.tolist() == [0.0, 0.0] and weight.tolist() == [1.0, 1.0]
+    torch.testing.assert_close(optimizer.last_total_grad_norm, torch.tensor(5.0))
+    torch.testing.assert_close(optimizer.compute_total_grad_norm()[0], torch.tensor(0.0))
+    assert optimizer.total_norm.dtype == torch.float64
+
+
 @in_both_spellings
 @pytest.mark.parametrize("norm_type", [2.0, "inf"])
 def test_clipping_around_a_keyed_optimizer(spelling, norm_type):

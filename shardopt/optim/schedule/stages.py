@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, unique
 from typing import NamedTuple
@@ -153,11 +153,15 @@ class Schedule:
 
     def described(self) -> list[str]:
         """Each stage in a line: all that its multiplier depends on, and nothing else."""
+        return [line_of(stage) for stage in self.numbers()]
+
+    def numbers(self) -> list[dict[str, float]]:
+        """Each stage as it is saved: its policy with the iteration at which it ends, and what else its line has."""
         return [
-            " ".join(
-                [stage.policy.value]
-                + [f"{name}={getattr(stage, name)!r}" for name in ("max_iters", "lr_scale", *_fields(stage))]
-            )
+            {
+                stage.policy.value: stage.max_iters,
+                **{name: getattr(stage, name) for name in ("lr_scale", *_fields(stage))},
+            }
             for stage in self._stages
         ]
 
@@ -181,6 +185,14 @@ class Schedule:
             return not math.isfinite(self._at(k, self._ends[k]))
         except OverflowError:
             return True
+
+
+def line_of(stage: object) -> str:
+    """Returns a saved stage in a line; one that was saved as a line is that."""
+    if not isinstance(stage, Mapping) or not stage:
+        return str(stage)
+    (policy, end), *others = stage.items()
+    return " ".join([f"{policy} max_iters={end!r}", *(f"{name}={value!r}" for name, value in others)])
 
 
 def _fields(stage: WarmupStage) -> tuple[str, ...]:
