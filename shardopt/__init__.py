@@ -51,7 +51,9 @@ if TYPE_CHECKING:
     from shardopt.algorithms.layer_wise.lamb import LAMB
     from shardopt.algorithms.layer_wise.lars import LARS
     from shardopt.algorithms.row_wise.row_wise import RowWiseAdagrad, RowWiseAdam
-    from shardopt.mixture import MixtureSampler
+    from shardopt.data.mixture import MixtureSampler
+    from shardopt.data.random_state import PerRankState, RandomState
+    from shardopt.data.sampler import ResumableSampler
     from shardopt.optim.averaging import EMA, SWA
     from shardopt.optim.backward import in_backward
     from shardopt.optim.batch_norm import update_bn
@@ -64,8 +66,6 @@ if TYPE_CHECKING:
     from shardopt.optim.semi_sync.semi_sync import SemiSync
     from shardopt.optim.semi_sync.semisync_optimizer import SemisyncOptimizer
     from shardopt.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
-    from shardopt.random_state import PerRankState, RandomState
-    from shardopt.sampler import ResumableSampler
 else:
     from shardopt.lazy import lazy_names as _lazy_names
 
@@ -80,7 +80,9 @@ else:
             "shardopt.algorithms.layer_wise.lamb": ["LAMB"],
             "shardopt.algorithms.layer_wise.lars": ["LARS"],
             "shardopt.algorithms.row_wise.row_wise": ["RowWiseAdagrad", "RowWiseAdam"],
-            "shardopt.mixture": ["MixtureSampler"],
+            "shardopt.data.mixture": ["MixtureSampler"],
+            "shardopt.data.random_state": ["PerRankState", "RandomState"],
+            "shardopt.data.sampler": ["ResumableSampler"],
             "shardopt.optim.averaging": ["EMA", "SWA"],
             "shardopt.optim.backward": ["in_backward"],
             "shardopt.optim.batch_norm": ["update_bn"],
@@ -99,7 +101,5 @@ else:
             "shardopt.optim.semi_sync.semi_sync": ["SemiSync"],
             "shardopt.optim.semi_sync.semisync_optimizer": ["SemisyncOptimizer"],
             "shardopt.optim.warmup": ["WarmupOptimizer", "WarmupPolicy", "WarmupStage"],
-            "shardopt.random_state": ["PerRankState", "RandomState"],
-            "shardopt.sampler": ["ResumableSampler"],
         },
     )

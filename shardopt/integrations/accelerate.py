@@ -25,11 +25,11 @@ from shardopt import checkpoint
 from shardopt.checkpoint.commit import remove_checkpoint
 from shardopt.checkpoint.format.constants import MANIFEST_NAME
 from shardopt.checkpoint.storage import storage_of
+from shardopt.data.random_state import RandomState
 from shardopt.errors import CheckpointNotFoundError, MismatchError, OptionError, Problem
 from shardopt.integrations.accelerated import make_keyed
 from shardopt.integrations.optimizers import names_of, require_keyed
 from shardopt.integrations.run import FrameworkState, of_rank_0
-from shardopt.random_state import RandomState
 from shardopt.ranks import ranks_of
 
 __all__ = ["Accelerator"]

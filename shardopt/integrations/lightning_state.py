@@ -13,10 +13,10 @@ from typing import Any
 from lightning.pytorch import Trainer, __version__
 from lightning.pytorch.utilities import CombinedLoader
 
+from shardopt.data.random_state import RandomState
 from shardopt.errors import Problem, StateError
 from shardopt.integrations.optimizers import names_of, require_keyed
 from shardopt.integrations.run import FrameworkState, of_rank_0
-from shardopt.random_state import RandomState
 from shardopt.state import PerRank
 
 _KEYED = "return shardopt.keyed(torch.optim.AdamW, self.named_parameters(), lr=...) from configure_optimizers"

@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 
 from torch.utils.data import ConcatDataset, DataLoader
 
+from shardopt.data.mixture import MixtureSampler
+from shardopt.data.sampler import ResumableSampler
 from shardopt.errors import OptionError, Problem
-from shardopt.mixture import MixtureSampler
-from shardopt.sampler import ResumableSampler
 
 T = TypeVar("T")
 

@@ -13,9 +13,9 @@ from typing import Any
 from torch.utils.data import Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from shardopt.data.sampler import ResumableSampler
 from shardopt.errors import OptionError, Problem
 from shardopt.integrations.loader import batches_of_epoch, rest_of_epoch, sampler_of
-from shardopt.sampler import ResumableSampler
 from shardopt.state import PerRank
 
 

@@ -38,9 +38,7 @@ FLOORS = {
     "ranks/connections": 2,
     "ranks/files": 3,
     "ranks": 4,
-    "random_state": 3,
-    "sampler": 3,
-    "mixture": 4,
+    "data": 3,
     "stopping": 5,
     "algorithms": 10,
     "algorithms/adafactor": 11,
@@ -127,7 +125,7 @@ WORLD_PLACES = {
     "world.py": "it is what all others ask",
     "interfaces.py": "it reads addresses for the world, and opens nothing",
     "signals.py": "C writes signals into a pipe that a thread of the system reads, and forks are caught by it",
-    "random_state.py": "the state of Python's own generator is saved and set there, nothing is drawn",
+    "data/random_state.py": "the state of Python's own generator is saved and set there, nothing is drawn",
 }
 WORLD_MODULES = {
     *("time", "datetime", "sched", "threading", "_thread", "queue", "concurrent", "asyncio", "multiprocessing"),
@@ -368,7 +366,7 @@ ALLOWED = [
     (private_parts, "optim/clipping.py", "import torch\ntorch._foreach_norm([])"),
     (pickling, "state.py", "def f(storage): storage.load(), storage.save()"),
     (world_outside, "ranks/channel.py", "from shardopt.world import Store, world\nworld().sleep(1)"),
-    (world_outside, "sampler.py", "import numpy\nnumpy.random.SeedSequence(1)"),
+    (world_outside, "data/sampler.py", "import numpy\nnumpy.random.SeedSequence(1)"),
     (logic_in_init, "optim/__init__.py", '"""Doc."""\nfrom shardopt.optim.keyed import keyed\n__all__ = ["keyed"]'),
     (
         logic_in_init,

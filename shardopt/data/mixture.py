@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardopt.data.sampler import ResumableSampler, permutation
 from shardopt.errors import MismatchError, Problem
-from shardopt.sampler import ResumableSampler, permutation
 
 
 class MixtureSampler(ResumableSampler):
