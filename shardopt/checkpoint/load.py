@@ -5,6 +5,7 @@ open → flatten → compare → plan → read in place → hand back to app
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,7 @@ from shardopt.checkpoint.matching.partial_load import (
     unmark_partial_load,
 )
 from shardopt.checkpoint.matching.renaming import Names
+from shardopt.checkpoint.matching.schedule_arguments import other_arguments
 from shardopt.checkpoint.matching.schedules import warn_of_other_rates
 from shardopt.checkpoint.matching.settling import compare_differences, differences_of, settle
 from shardopt.checkpoint.matching.strictness import Strictness, log_passed_over, strictness_of
@@ -56,6 +58,7 @@ from shardopt.state import FlatState, Handback, PartialStateful, PerRank, Tied
 from shardopt.world import world
 
 _LOADING = "loading "
+_log = logging.getLogger("shardopt.checkpoint")
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,10 +280,13 @@ def _load_into(
     begin = world().monotonic()
     with damage_told(CHANGED_NOTHING):
         reads = _compare(ranks, what, look, options)
+        arguments = other_arguments(reads.plan.flat, reads.plan.names) if ranks.rank == 0 else []
     with damage_told(MAY_HAVE_CHANGED):
         bytes_read, loaded = _read(ranks, what, reads, options)
     if ranks.rank == 0:
         warn_of_other_rates(loaded)
+        for line in arguments:
+            _log.warning("a schedule goes on as it was saved: %s", line)
     plan = reads.plan
     report = LoadReport(
         url=plan.reader.url,

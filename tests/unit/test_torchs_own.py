@@ -290,3 +290,69 @@ def test_a_thousand_optimizers_take_ten_times_as_long_as_a_hundred(tmp_path):
     seconds(10)
     few = seconds(50)
     assert seconds(500) < 30 * few
+
+
+SCHEDULES = {
+    "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.5, total_steps=20),
+    "cyclic": lambda o: torch.optim.lr_scheduler.CyclicLR(o, base_lr=0.1, max_lr=0.5),
+    "cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 20),
+    "longer": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 40),
+}
+
+
+def scheduled(form, schedule):
+    model = Layers()
+    parameters = model.named_parameters()
+    optimizer = (
+        torch.optim.AdamW(parameters, lr=0.1) if form == "torch" else shardopt.keyed("adamw", parameters, lr=0.1)
+    )
+    return {"model": model, "optimizer": optimizer, "schedule": SCHEDULES[schedule](optimizer)}
+
+
+@pytest.mark.parametrize("form", ["torch", "keyed"])
+@pytest.mark.parametrize("before", ["one cycle", "cyclic"])
+def test_another_schedule_takes_the_place_of_one_that_added_options(tmp_path, form, before):
+    saved = stepped(scheduled(form, before))
+    saved["schedule"].step()
+    checkpoint.save(tmp_path / "c", saved)
+    loaded = scheduled(form, "cosine")
+    if form == "keyed":
+        with pytest.raises(MismatchError, match="max_") as caught:
+            checkpoint.load(tmp_path / "c", loaded, init_state=True)
+        assert 'Strictness(unexpected="ignore")' in caught.value.problems[0].remedy
+    weights = {name: each for name, each in loaded.items() if name != "schedule"}
+    with pytest.raises(MismatchError, match=r"missing|nothing in the checkpoint"):  # all else is as strict as before
+        checkpoint.load(tmp_path / "c", weights | {"x": 1}, strict=Strictness(unexpected="ignore"), init_state=True)
+    checkpoint.load(tmp_path / "c", weights, strict=Strictness(unexpected="ignore"), init_state=True)
+    group = loaded["optimizer"].param_groups[0]
+    assert "max_lr" not in group and group["lr"] == saved["optimizer"].param_groups[0]["lr"]
+    assert equal(state_of(loaded), state_of(saved))
+    anew = torch.optim.lr_scheduler.CosineAnnealingLR(loaded["optimizer"], 20, last_epoch=0)
+    stepped(loaded, steps=1)
+    anew.step()
+
+
+def test_a_schedule_that_adds_options_is_begun(tmp_path):
+    checkpoint.save(tmp_path / "c", stepped(scheduled("keyed", "cosine")))
+    loaded = {name: each for name, each in scheduled("keyed", "one cycle").items() if name != "schedule"}
+    passing = Strictness(unexpected="ignore", missing="warn")
+    with pytest.warns(UserWarning, match="found an option in the app"):
+        checkpoint.load(tmp_path / "c", loaded, strict=passing, init_state=True)
+    assert loaded["optimizer"].param_groups[0]["max_lr"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("before", "line"),
+    [
+        ("cosine", r"schedule.T_max: 40 in the code, 20 in the checkpoint"),
+        ("cyclic", r"schedule is a CosineAnnealingLR in the code, and was saved by one with"),
+        ("longer", ""),
+    ],
+)
+def test_other_arguments_of_a_schedule_are_said(tmp_path, caplog, before, line):
+    saved = stepped(scheduled("torch", before))
+    saved["schedule"].step()
+    checkpoint.save(tmp_path / "c", saved)
+    checkpoint.load(tmp_path / "c", scheduled("torch", "longer"), init_state=True)
+    told = [each for each in caplog.messages if "goes on as it was saved" in each]
+    assert bool(told) == bool(line) and all(line in each for each in told)

@@ -11,6 +11,7 @@ import torch
 
 from shardopt.checkpoint.format.manifest import Manifest, StoredTensor
 from shardopt.checkpoint.format.tensor_bytes import torch_dtype
+from shardopt.checkpoint.matching.group_options import with_options_of_both
 from shardopt.checkpoint.matching.optimizer_state import keys_of_state, state_key, with_reason_of_parts
 from shardopt.checkpoint.matching.renaming import Names, stored_paths
 from shardopt.checkpoint.matching.schedules import schedule_problems
@@ -80,6 +81,7 @@ def compare(flat: FlatState, views: Mapping[str, View], names: Names, strictness
     Args:
         names: the checkpoint under the app's names, and which of the app's keys are to be loaded.
     """
+    names, warnings = with_options_of_both(flat, names, strictness)
     manifest = names.manifest
     stored = stored_paths(manifest)
     roots = [each.path for each in flat.handbacks]
@@ -87,7 +89,7 @@ def compare(flat: FlatState, views: Mapping[str, View], names: Names, strictness
     stored_below = keys_below(stored, roots)
     missing = [key for key in flat.leaves if key in names.chosen and key not in stored]
     missing = [key for key in missing if not _is_filled_elsewhere(flat.leaves[key], stored)]
-    match = Match(missing=list(_without_tied(missing, views, stored, names)))
+    match = Match(missing=list(_without_tied(missing, views, stored, names)), warnings=warnings)
     problems = match.problems
     reported: set[Path] = set()  # objects with a problem as a whole, which stands for those of their single keys
     for handback in flat.handbacks:

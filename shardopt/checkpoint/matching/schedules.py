@@ -22,13 +22,14 @@ from shardopt.errors import Problem
 from shardopt.param_groups import PARAM_GROUPS, PARAMS
 from shardopt.state import FlatState, Handback, Path, join
 
-_BASE, _LAST, _INNER = "base_lrs", "_last_lr", "_schedulers"
+_BASE, _LAST, INNER = "base_lrs", "_last_lr", "_schedulers"
 _LIMITS = ("min_lrs", "max_lrs")  # which the code gives, and groups have not
 _BY_POSITION = (_BASE, *_LIMITS, "lr_lambdas")  # not what was set last: groups that are added later are in it
 _MOST_NAMES = 3
 _REMEDY = (
     "give the groups as they were saved, in the same order; or leave the schedule out of the app, load with "
-    'Strictness(unexpected="ignore"), and then make it anew with last_epoch= the steps that it had made, less one'
+    'Strictness(unexpected="ignore") while it is attached, and then make it anew with last_epoch= the steps that it '
+    "had made, less one"
 )
 
 _log = logging.getLogger("shardopt.checkpoint")
@@ -53,13 +54,16 @@ def schedule_problems(flat: FlatState, names: Names) -> Iterator[tuple[Path, Pro
     Without tensors in it, a schedule is one value of the checkpoint. What tensors have for rates is not known before
     they are read: `warn_of_other_rates` looks at it afterwards.
     """
-    for handback in flat.handbacks:
-        schedule, key = schedule_in(handback), join(handback.path)
-        if schedule is None or key not in names.chosen or key not in names.manifest.values:
+    found = ((each, schedule_in(each)) for each in flat.handbacks)
+    schedules = [(each, schedule) for each, schedule in found if schedule is not None]
+    owners = _owners(flat, names) if schedules else {}
+    for handback, schedule in schedules:
+        key = join(handback.path)
+        if key not in names.chosen or key not in names.manifest.values:
             continue
         stored = names.manifest.values[key][1]
         if isinstance(stored, Mapping):
-            groups, started_from = _groups_of(_live_groups(schedule), flat, names)
+            groups, started_from = _groups_of(_live_groups(schedule), flat, owners)
             for problem in _problems(stored, schedule, groups, started_from, stored.get(_LAST)):
                 yield handback.path, replace(problem, key=f"{key}.{problem.key}")
 
@@ -115,16 +119,16 @@ def _problems(
         started_from: the rates from which all groups in the checkpoint started.
         last: the rates that the schedule has set last, or the one that is made of it and others.
     """
-    inner, live = stored.get(_INNER), getattr(schedule, _INNER, None)
+    inner, live = stored.get(INNER), getattr(schedule, INNER, None)
     if isinstance(inner, list) and isinstance(live, Sequence):
         if len(inner) != len(live):
             remedy = "make the schedule of as many as it was saved with"
-            yield Problem(_INNER, f"{len(inner)} schedules", f"{len(live)}, as in the app", remedy)
+            yield Problem(INNER, f"{len(inner)} schedules", f"{len(live)}, as in the app", remedy)
             return
         for i, (state, each) in enumerate(zip(inner, live, strict=True)):
             if isinstance(state, Mapping) and isinstance(each, LRScheduler):
                 for problem in _problems(state, each, groups, started_from, last):
-                    yield replace(problem, key=f"{_INNER}.{i}.{problem.key}")
+                    yield replace(problem, key=f"{INNER}.{i}.{problem.key}")
     for name in _BY_POSITION:
         saved, here = stored.get(name), getattr(schedule, name, None)
         if not isinstance(saved, list) or not isinstance(here, list):
@@ -175,23 +179,43 @@ def _were_changed(saved: Sequence[float], last: Any, groups: Sequence[_Group], o
     return started != sorted((last[i], saved[i]) for i in other)
 
 
+@dataclass(frozen=True, slots=True)
+class _Owner:
+    """An optimizer of the app: the names in each of its groups, by identity, and what is stored for these."""
+
+    names: Mapping[int, Sequence[str]]
+    stored: Mapping[str, Mapping[str, Any]]
+
+
+def _owners(flat: FlatState, names: Names) -> dict[int, _Owner]:
+    """Returns the optimizer of each group, by the group's identity, where the app saves groups by name."""
+    stored: dict[Path, dict[str, Mapping[str, Any]]] = {}
+    for path, options in names.manifest.values.values():
+        if len(path) > 1 and path[-2] == PARAM_GROUPS and isinstance(options, Mapping):
+            stored.setdefault(path[:-2], {})[str(path[-1])] = options
+    owners: dict[int, _Owner] = {}
+    for handback in flat.handbacks:
+        live = handback.target.param_groups if isinstance(handback.target, Optimizer) else []
+        if handback.groups is None or len(live) != len(handback.groups):
+            continue
+        members = {id(group): saved[PARAMS] for group, saved in zip(live, handback.groups, strict=True)}
+        owner = _Owner(members, stored.get(handback.path, {}))
+        for group in members:
+            owners.setdefault(group, owner)
+    return owners
+
+
 def _groups_of(
-    groups: Sequence[Mapping[str, Any]], flat: FlatState, names: Names
+    groups: Sequence[Mapping[str, Any]], flat: FlatState, owners: Mapping[int, _Owner]
 ) -> tuple[list[_Group], frozenset[float]]:
     """Returns the groups of an optimizer as far as this app has them by name, and the rates that all stored ones had
     started from.
     """
-    handback, keyed = next(((each, by) for each in flat.handbacks if (by := _keyed_groups(each, groups))), (None, {}))
-    if handback is None:
+    owner = next((owners[id(group)] for group in groups if id(group) in owners), None)
+    if owner is None:
         return [_Group((), None, None) for _ in groups], frozenset()
-    section = (*handback.path, PARAM_GROUPS)
-    stored = {
-        str(path[-1]): options
-        for path, options in names.manifest.values.values()
-        if path[:-1] == section and isinstance(options, Mapping)
-    }
     first, last = (
-        {name: options[rate] for name, options in stored.items() if _is_number(options.get(rate))}
+        {name: options[rate] for name, options in owner.stored.items() if _is_number(options.get(rate))}
         for rate in ("initial_lr", "lr")
     )
 
@@ -199,18 +223,9 @@ def _groups_of(
         of_members = (rates.get(flat.tied.get(name, name)) for name in members)
         return next((rate for rate in of_members if rate is not None), None)
 
-    by_group = (keyed.get(id(group), ()) for group in groups)
+    by_group = (owner.names.get(id(group), ()) for group in groups)
     found = [_Group(members, rate_in(first, members), rate_in(last, members)) for members in by_group]
     return found, frozenset(first.values())
-
-
-def _keyed_groups(handback: Handback, groups: Sequence[Mapping[str, Any]]) -> dict[int, Sequence[str]]:
-    """Returns the names in each of these groups, by identity, where an object of the app saves them; else nothing."""
-    live = handback.target.param_groups if isinstance(handback.target, Optimizer) else []
-    if handback.groups is None or len(live) != len(handback.groups):
-        return {}
-    by_identity = {id(group): saved[PARAMS] for group, saved in zip(live, handback.groups, strict=True)}
-    return by_identity if any(id(group) in by_identity for group in groups) else {}
 
 
 def _is_number(value: Any) -> bool:

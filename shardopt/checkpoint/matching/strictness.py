@@ -19,8 +19,9 @@ class Strictness:
     """One choice for each kind of difference between a checkpoint and an app; "raise" is the default for all.
 
     Args:
-        missing: keys of the app that the checkpoint has not; they stay as they are.
-        unexpected: keys of the checkpoint that the app has not; they are left out.
+        missing: keys of the app, and options of its groups, that the checkpoint has not; they stay as they are.
+        unexpected: keys of the checkpoint, and options of its groups, that the app has not; they are left out. A
+            schedule such as OneCycleLR adds options, of which another one knows nothing.
         dtype: "cast" converts floating point and complex values to the dtype that the app has. Numbers that it cannot
             hold are an error: what goes to a dtype with fewer exponents (fp16 or fp8 from anything wider, fp32 from
             fp64) is read twice for it, before anything is changed; of what does not, as bf16 from fp32, only numbers

@@ -43,8 +43,10 @@ from shardopt.param_groups import (
 )
 
 _REMEDY = (
-    "load what was saved from the same parameters and options (a schedule adds some: attach it first), by "
-    "checkpoint.load(..., rename={...}) where names have changed, or pass strict=False"
+    "load what was saved from the same parameters and options, by checkpoint.load(..., rename={...}) where names have "
+    "changed; a schedule adds some: attach the same one first, or leave the schedule out of the app and load with "
+    'Strictness(unexpected="ignore") for what another one had added, or Strictness(missing="ignore") for what the new '
+    "one adds; or pass strict=False"
 )
 _STATE_REMEDY = (
     "load what was saved from the same parameters and options, by checkpoint.load(..., rename={...}) where names have "
