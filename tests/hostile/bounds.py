@@ -42,6 +42,12 @@ def _open(path):
     checkpoint.open(path).close()
 
 
+def _read(path):
+    with checkpoint.open(path) as reader:
+        for key in reader.keys():  # noqa: SIM118  # not a dict
+            reader.read(key)
+
+
 def _show(path):
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:
         if main(["show", str(path)]):
@@ -52,7 +58,7 @@ def _load(path):
     checkpoint.load(path, {"a": torch.zeros(3), "n": 0}, strict=False)
 
 
-CALLS = {"open": _open, "show": _show, "verify": checkpoint.verify, "load": _load}
+CALLS = {"open": _open, "read": _read, "show": _show, "verify": checkpoint.verify, "load": _load}
 
 
 def _memory(name):
