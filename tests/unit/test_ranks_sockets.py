@@ -25,7 +25,7 @@ from shardopt import world as world_module
 from shardopt.errors import OptionError
 from shardopt.ranks import Ranks
 from shardopt.ranks import ranks as ranks_module
-from shardopt.ranks.connections import address, tree
+from shardopt.ranks.connections import address, join, tree
 from shardopt.ranks.connections.address import Network
 from shardopt.ranks.connections.centre import Centre
 from shardopt.ranks.connections.frames import (
@@ -724,6 +724,41 @@ def test_who_comes_back_proves_that_it_is_the_same_process():
     said = Meeting("s", KEY, 3, 0).proof("connects", (side._nonces[0], json.loads(challenge.data)["nonce"]), (5, -1))
     with pytest.raises(Refused):
         listening.take(Message(Kind.PROOF, data=json.dumps({"proof": said}).encode()))
+
+
+def test_the_key_is_not_in_a_store_that_everybody_may_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(ranks_module, "accelerator_of", lambda group: None)
+    monkeypatch.setattr(ranks_module, "_members", lambda group: tuple(range(group.size())))
+    monkeypatch.setattr(tree, "RANKS_PER_BLOCK", 2)  # so that leaders have entries too
+    seen, keep = {}, join.keep_secret
+
+    def kept(store, name, key):
+        keep(store, name, key)
+        seen.update({path.name: (path.read_text(), path.stat().st_mode & 0o777) for path in tmp_path.glob("*.key")})
+
+    monkeypatch.setattr(join, "keep_secret", kept)
+    old = os.umask(0)
+    try:
+        ranks = Job("file", tmp_path).start(4)
+        assert together(ranks, numbers) == [[0, 1, 2, 3]] * 4
+    finally:
+        os.umask(old)
+    session = ranks[0]._channel.node.session
+    assert {here._channel.node.session.key for here in ranks} == {session.key}
+    assert seen == {f"store.{session.name}.key": (session.key, 0o600)}
+    stored = (tmp_path / "store").read_bytes()
+    assert session.name.encode() in stored and session.key.encode() not in stored
+    assert session.key not in repr(session)
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]  # nothing is left once all have joined
+
+
+def test_a_file_system_that_keeps_no_secret_is_refused(tmp_path, monkeypatch):
+    opened = os.open
+    monkeypatch.setattr(os, "open", lambda path, flags, mode=0o777, **more: opened(path, flags, 0o644, **more))
+    store = dist.FileStore(str(tmp_path / "store"))
+    with pytest.raises(PermissionError, match="init_method"):
+        publish(store, "session", Entry("s", KEY, ()))
+    assert not list(tmp_path.glob("*.key"))
 
 
 # Addresses.
