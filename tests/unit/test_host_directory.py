@@ -79,6 +79,36 @@ def test_what_a_stranger_has_made_is_refused(tmp_path, make):
         HostDirectory(str(tmp_path / "run"))
 
 
+def test_a_link_above_that_somebody_else_has_made_is_not_followed(tmp_path):
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a link away")
+    own = tmp_path / "own"
+    own.mkdir(mode=0o700)
+    link = tmp_path / "link"
+    link.symlink_to(own)
+    os.chown(link, 12345, 12345, follow_symlinks=False)
+    for path in (link / "run", link / "below" / "run"):
+        with pytest.raises(CheckpointError, match=f"leads through {link}, a link that somebody else has made"):
+            HostDirectory(str(path))
+    assert not any(own.iterdir())
+
+
+def test_a_link_of_this_user_above_is_followed_where_nobody_else_can_change_what_is_there(tmp_path):
+    (tmp_path / "real").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to("./real")
+    assert HostDirectory(str(tmp_path / "link" / "run")).identity
+    assert (tmp_path / "real" / "run" / ".host").exists()
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    (shared / "real").mkdir(mode=0o700)
+    (tmp_path / "out").symlink_to(shared / "real")
+    (tmp_path / "round").symlink_to(tmp_path / "round")
+    for name in ("out", "round"):
+        with pytest.raises(CheckpointError, match="a host's own directory cannot be used"):
+            HostDirectory(str(tmp_path / name / "run"))
+
+
 def test_nothing_but_regular_files_of_its_own_is_opened(tmp_path):
     directory = HostDirectory(str(tmp_path / "run"))
     step = tmp_path / "run" / "step-1"

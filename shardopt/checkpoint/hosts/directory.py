@@ -17,6 +17,7 @@ from shardopt.world import world
 _IDENTITY_NAME = ".host"
 _IDENTITY = re.compile(r"[0-9a-f]{32}")
 _IDENTITY_BYTES = 16
+_MOST_LINKS = 40
 _LIMIT_BYTES = 1 << 16  # of a small file
 
 
@@ -40,6 +41,7 @@ class HostDirectory:
 
     def __init__(self, path: str) -> None:
         self.path = os.path.abspath(path)
+        self._refuse_ways_of_strangers()
         try:
             with suppress(FileExistsError):
                 os.makedirs(self.path, mode=0o700)
@@ -52,6 +54,7 @@ class HostDirectory:
             raise _refused(self.path, found) from error
         try:
             self._refuse_strangers()
+            self._refuse_ways_of_strangers()
             self.identity = self._identity()
         except BaseException:
             self.close()
@@ -130,15 +133,38 @@ class HostDirectory:
             raise _refused(self.path, f"a directory of user {status.st_uid}")
         if status.st_mode & 0o077:
             raise _refused(self.path, f"a directory of mode {stat.S_IMODE(status.st_mode):04o}")
-        above = os.path.dirname(self.path)
+
+    def _refuse_ways_of_strangers(self) -> None:
+        """Raises CheckpointError where others could have the path lead elsewhere: before it is made, and afterwards.
+
+        A link is followed that root or this user has made, to where the same holds of all that is above.
+        """
+        left, above, links = [part for part in self.path.split(os.sep) if part], os.sep, 0
         while True:
-            status = os.stat(above)
+            status = os.lstat(above)
             is_shared = status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX
             if status.st_uid not in (0, os.geteuid()) or is_shared:
                 raise _refused(self.path, f"that others may replace it, as {above} is theirs too")
-            if above == os.path.dirname(above):
-                return
-            above = os.path.dirname(above)
+            if len(left) <= 1:
+                return  # the last one is looked at where it is opened
+            part = left.pop(0)
+            if part == os.pardir:
+                above = os.path.dirname(above)
+                continue
+            beyond = os.path.join(above, part)
+            try:
+                status = os.lstat(beyond)
+            except OSError:
+                return  # not there: what is made below is this user's
+            if not stat.S_ISLNK(status.st_mode):
+                above = beyond
+                continue
+            links += 1
+            if status.st_uid not in (0, os.geteuid()) or links > _MOST_LINKS:
+                raise _refused(self.path, f"that it leads through {beyond}, a link that somebody else has made")
+            target = os.readlink(beyond)
+            above = os.sep if os.path.isabs(target) else above
+            left[:0] = [each for each in target.split(os.sep) if each not in ("", os.curdir)]
 
     def _identity(self) -> str:
         """Returns the directory's identity, made where there is none."""
