@@ -141,7 +141,7 @@ def publish_checkpoint(storage: Storage, manifest: Manifest, data: bytes, base: 
         gone.append(f"{base.source.url}/{MANIFEST_NAME}")
     if missing or gone:
         with suppress(FileNotFoundError):  # whoever has removed the files has come to the manifest meanwhile
-            if storage.read(MANIFEST_NAME) == data:
+            if storage.read_rest(MANIFEST_NAME, 0, len(data)) == data:
                 storage.remove_durably(MANIFEST_NAME)
         _refuse_gone(gone)
         remedy = "give each job a path of its own"

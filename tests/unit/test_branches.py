@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from shardopt import checkpoint
 from shardopt.checkpoint.format.constants import seal
 from shardopt.checkpoint.run.branches import Branch, Branches, branches_of, read_records
+from shardopt.checkpoint.run.identity import run_at
+from shardopt.checkpoint.run.shares import tiers_at
 from shardopt.checkpoint.run.steps import Place, by_numbers, place_of
 from shardopt.checkpoint.storage import LocalStorage
 from shardopt.errors import (
@@ -111,6 +113,22 @@ def test_a_record_that_is_damaged_is_refused(tmp_path, data):
         read_records(LocalStorage(str(tmp_path)), ["branch-00001.json"], {})
     with pytest.raises(CorruptionError, match=r"branch-00001\.json"):
         checkpoint.Manager(tmp_path).restore(app_of())
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("branch-00001.json", lambda storage: read_records(storage, ["branch-00001.json"], {})),
+        ("tiers.json", tiers_at),
+        ("run.json", run_at),
+    ],
+    ids=["branch", "tiers", "run"],
+)
+def test_a_record_that_is_no_small_file_is_refused_unread(tmp_path, name, read):
+    with open(tmp_path / name, "wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(CorruptionError, match="more than 1048576 bytes"):
+        read(LocalStorage(str(tmp_path)))
 
 
 def test_a_record_that_is_missing_is_refused(tmp_path):

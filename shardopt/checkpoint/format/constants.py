@@ -39,6 +39,8 @@ SEGMENT_BYTES = 256 * 1024  # of a tensor's bytes in one file, under one checksu
 ALIGNMENT_BYTES = 4096  # of the first tensor's bytes within the file
 HEADER_LIMIT_BYTES = 100_000_000  # safetensors' own
 MANIFEST_LIMIT_BYTES = 256 << 20
+RECORD_LIMIT_BYTES = 1 << 20
+"""Of the small files of a run: they have some hundred bytes each."""
 MOST_DIMENSIONS = 64  # of a tensor
 MOST_OFFSETS = 1 << 24  # of all boxes of all layouts of a manifest, and one more for each box: some 2 GB in memory
 

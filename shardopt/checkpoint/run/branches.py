@@ -116,7 +116,7 @@ def read_records(root: Storage, names: Iterable[str], known: Mapping[str, Branch
 
 
 def _read(root: Storage, name: str) -> Branch:
-    where, data = f"{root.url}/{name}", root.read(name)
+    where, data = f"{root.url}/{name}", root.read_record(name)
     if not is_sealed(data):
         raise damaged(where, "bytes that fail the seal at their end")
     record = decode_record(load_json(data, where, without_duplicates), where)

@@ -26,7 +26,7 @@ from shardopt.checkpoint.rearrange.rules import AnyRule
 from shardopt.checkpoint.run.retention import Mode
 from shardopt.checkpoint.run.steps import Place, place_of
 from shardopt.checkpoint.storage import Storage, storage_of, wrap_os_errors
-from shardopt.errors import OptionError, Problem
+from shardopt.errors import CorruptionError, OptionError, Problem
 from shardopt.ranks import Ranks
 from shardopt.world import Thread, world
 
@@ -152,18 +152,18 @@ class Exporter:
         self._root.publish(RECORD_NAME, json.dumps({"name": wanted.name, "value": wanted.value}).encode())
         for name in self._root.names():
             if name != wanted.name and place_of(name) is not None:
-                if json.loads(self._root.read(RECORD_NAME))["name"] != wanted.name:
+                if json.loads(self._root.read_record(RECORD_NAME))["name"] != wanted.name:
                     return  # another process of the run has exported meanwhile, and that is what counts
                 _remove(self._root.child(name))
 
     def _value_of_export(self) -> float | None:
         """Returns the metric of the export that is there; None where there is none that counts."""
         try:
-            record = json.loads(self._root.read(RECORD_NAME)) if self._root.exists(RECORD_NAME) else None
+            record = json.loads(self._root.read_record(RECORD_NAME)) if self._root.exists(RECORD_NAME) else None
             if record is None or record["value"] is None or not _is_whole(self._root.child(str(record["name"]))):
                 return None
             return float(record["value"])
-        except (ValueError, TypeError, LookupError) as error:
+        except (ValueError, TypeError, LookupError, CorruptionError) as error:
             _log.warning("%s/%s is not what was written (%s): written anew", self._root.url, RECORD_NAME, error)
             return None
 

@@ -34,7 +34,6 @@ LABEL_NAME = ".run"
 _FORMAT = "shardopt-run"
 _ID = re.compile(r"[0-9a-f]{32}")
 _ID_BYTES = 16
-_LIMIT_BYTES = 1 << 16
 
 _log = logging.getLogger("shardopt.checkpoint")
 
@@ -75,7 +74,7 @@ def run_at(storage: Storage, name: str = RUN_NAME) -> Run | None:
     """
     with wrap_os_errors(f"look into {storage.url}"):
         try:
-            data = storage.read(name, 0, _LIMIT_BYTES)
+            data = storage.read_record(name)
         except FileNotFoundError:
             return None
     return decode_run(data, f"{storage.url}/{name}")

@@ -26,7 +26,7 @@ def metrics_of(checkpoint: Storage) -> dict[str, float]:
 def _metrics_of_file(checkpoint: Storage) -> dict[str, float]:
     """Reads the metrics of a checkpoint from before they were in manifests, when a file had them."""
     try:
-        data = checkpoint.read(METRICS_NAME)
+        data = checkpoint.read_record(METRICS_NAME)
     except FileNotFoundError:
         return {}
     where = f"{checkpoint.url}/{METRICS_NAME}"

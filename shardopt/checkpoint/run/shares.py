@@ -161,7 +161,7 @@ def note_tiers(root: Storage, tiers: Sequence[Mapping[str, Any]]) -> None:
     data = seal(json.dumps({"format": _FORMAT, "tiers": list(tiers)})[:-1].encode())
     with wrap_os_errors(f"write {root.url}/{TIERS_NAME}"):
         try:
-            is_there = root.read(TIERS_NAME) == data
+            is_there = root.read_rest(TIERS_NAME, 0, len(data)) == data
         except FileNotFoundError:
             is_there = False
         if not is_there:
@@ -177,7 +177,7 @@ def tiers_at(root: Storage) -> list[dict[str, Any]]:
     where = f"{root.url}/{TIERS_NAME}"
     with wrap_os_errors(f"look into {root.url}"):
         try:
-            data = root.read(TIERS_NAME)
+            data = root.read_record(TIERS_NAME)
         except (FileNotFoundError, NotADirectoryError):  # or it is a file
             return []
     if not is_sealed(data):

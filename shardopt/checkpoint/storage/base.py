@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
+from shardopt.checkpoint.format.constants import RECORD_LIMIT_BYTES, damaged
 from shardopt.errors import CheckpointError, CorruptionError, Problem, UnreadableError
 
 BUFFERS_PER_CALL = min(os.sysconf("SC_IOV_MAX"), 1024)
@@ -49,6 +50,13 @@ class Storage(ABC):
     @abstractmethod
     def read(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
         """Returns a file's bytes from `begin` up to `end`; fewer where it ends before. Raises FileNotFoundError."""
+
+    def read_record(self, name: str) -> bytes:
+        """Returns a small file of a run. Raises FileNotFoundError; CorruptionError where it is no small one."""
+        data = self.read_rest(name, 0, RECORD_LIMIT_BYTES)
+        if len(data) > RECORD_LIMIT_BYTES:
+            raise damaged(f"{self.url}/{name}", f"more than {RECORD_LIMIT_BYTES} bytes")
+        return data
 
     def read_rest(self, name: str, begin: int, size: int) -> bytes:
         """Returns a file's bytes from `begin` to its end, which is expected at `size`.

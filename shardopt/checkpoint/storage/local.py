@@ -180,7 +180,7 @@ class LocalStorage(Storage):
             exclusive = _link_exclusively(temporary, self._path(name))
         except FileExistsError:
             # The answer to a link over a network may be lost, and the link there.
-            if self.read(name) != data:
+            if self.read_rest(name, 0, len(data)) != data:
                 raise
             exclusive = False  # as far as one can tell
         finally:

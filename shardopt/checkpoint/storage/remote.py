@@ -217,7 +217,7 @@ class RemoteStorage(Storage):
     def _require_own(self, name: str, data: bytes) -> None:
         """Raises FileExistsError unless an attempt was carried out after all, and only its answer lost."""
         try:
-            is_own = self.read(name) == data
+            is_own = self.read_rest(name, 0, len(data)) == data
         except FileNotFoundError:
             is_own = False  # what stood there has just gone
         if not is_own:
