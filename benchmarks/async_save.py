@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 import shardopt
 from benchmarks.peers import on_ranks, write_table
 from shardopt.checkpoint.async_save import AsyncSaver
-from shardopt.checkpoint.save import SaveOptions
+from shardopt.checkpoint.save import SaveTerms
 from shardopt.flatten import flatten
 
 WIDTH = 2048
@@ -97,7 +97,7 @@ def peers_of(job: Job) -> dict[str, Callable[[str], Wait]]:
 
     def ours(stage: Any) -> Callable[[str], Wait]:
         def begin(path: str) -> Wait:
-            pending = savers[stage].save(path, job.app, SaveOptions(durable=False), stage=stage)
+            pending = savers[stage].save(path, job.app, SaveTerms(durable=False), stage=stage)
             return lambda: pending.result().stall_seconds - pending.call_seconds
 
         return begin

@@ -176,7 +176,7 @@ def retention(ranks: int = RANKS, kept: int = KEPT) -> list[Row]:
 
     Requests.once = once  # type: ignore[method-assign]  # to be counted
     try:
-        with checkpoint.Manager("memory://retention/run", keep_last=kept) as manager:
+        with checkpoint.Manager("memory://retention/run", keep=kept) as manager:
             for step in range(kept + 3):
                 requests.clear()
                 manager.save(step, {"x": torch.ones(3)})

@@ -153,7 +153,7 @@ def main() -> int:
     say(f"1/4  Train {STEPS} steps on {HOSTS} hosts, uninterrupted.")
     whole = runs / "uninterrupted"
     with made(scratch) as hosts:
-        Job(hosts, whole, ["checkpoints.every=1", f"checkpoints.keep_last={STEPS}"]).finish([])
+        Job(hosts, whole, ["checkpoints.every=1", f"checkpoints.keep={STEPS}"]).finish([])
 
     say(f"2/4  The same, saved after every step to the hosts' memory, and to a shared directory every {STORE_EVERY};")
     say(f"     host {VICTIM} is cut off and wiped in the middle of a save.")

@@ -49,8 +49,16 @@ def train(config: dict[str, Any], device: torch.device) -> None:
     out.mkdir(parents=True, exist_ok=True)
     app = {"model": model, "optimizer": optimizer, "schedule": schedule, "data": data, "step": 0}
     # Saved beside training; and once more, after the same step on all ranks, when any of them is told to stop.
-    rules = config["checkpoints"] | {"tiers": [checkpoint.Tier(**tier) for tier in config["checkpoints"]["tiers"]]}
-    manager = checkpoint.Manager(out / "checkpoints", stage="lazy", stop_on=signal.SIGTERM, **rules)
+    rules = config["checkpoints"]
+    manager = checkpoint.Manager(
+        out / "checkpoints",
+        tiers=[checkpoint.Tier(**tier) for tier in rules["tiers"]],
+        every=rules["every"],
+        keep=rules["keep"],
+        stage="lazy",
+        stop_on=checkpoint.Preemption(signal.SIGTERM, seconds=rules["stop_seconds"]),
+        options=checkpoint.SaveOptions(deadline_seconds=rules["deadline_seconds"]),
+    )
     manager.restore(app)
 
     while app["step"] < steps:

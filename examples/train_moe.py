@@ -130,7 +130,11 @@ def train(config: dict[str, Any], device: torch.device) -> None:
     out.mkdir(parents=True, exist_ok=True)
     app = {"model": model, "optimizer": optimizer, "schedule": schedule, "data": data, "step": 0}
     manager = checkpoint.Manager(
-        out / "checkpoints", stage="lazy", stop_on=signal.SIGTERM, tied=TIED, **config["checkpoints"]
+        out / "checkpoints",
+        stage="lazy",
+        stop_on=signal.SIGTERM,
+        options=checkpoint.SaveOptions(tied=TIED),
+        **config["checkpoints"],
     )
     manager.restore(app)
 

@@ -8,7 +8,7 @@
 #
 #   HOSTS=… NODES=… RANKS_PER_NODE=… bash launch/multi_host.sh --here node2 examples/train_lm.py configs/lm.toml
 #
-# The program is one whose Manager has `stop_on=signal.SIGTERM`, with a stop_seconds below 30: torchrun grants the ranks
+# The program is one whose Manager has `stop_on=signal.SIGTERM`, with `seconds` of its Preemption below 30: torchrun grants the ranks
 # that much when a host comes back, saves included.
 #
 #   HOSTS            what the transport calls each, or name=address where other hosts reach it by another address; the

@@ -153,9 +153,10 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork_in_child() -> None:
-    """A signal to a child that was forked is about that process alone."""
+    """A signal to a child that was forked is about that process alone. But a terminal's goes to all of them: the
+    processes that load data are to go on until this one has saved."""
     for listener in _open:
-        signal.signal(listener.signum, signal.SIG_DFL)
+        signal.signal(listener.signum, signal.SIG_IGN if listener.signum == signal.SIGINT else signal.SIG_DFL)
     _open.clear()
     _pipe.after_fork_in_child()
     signal.pthread_sigmask(signal.SIG_SETMASK, _masks.before)

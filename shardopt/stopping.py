@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from functools import partial
 from typing import NoReturn
 
@@ -29,13 +30,14 @@ class Stop:
     """Listens for a signal from now on, until it is closed. To be made in the main thread.
 
     Args:
-        signum: the signal by which this process is to stop.
-        exit_code: of a process that has stopped.
+        signals: by any of which this process is to stop.
+        exit_code: of a process that has stopped; None is 128 and the number of the signal that it got, or of the first.
         deadline_seconds: from the signal, or from the answer that all stop, to the end of the process.
     """
 
-    def __init__(self, signum: signal.Signals, exit_code: int, deadline_seconds: float) -> None:
-        self.signum, self.exit_code, self.deadline_seconds = signum, exit_code, deadline_seconds
+    def __init__(self, signals: Sequence[signal.Signals], exit_code: int | None, deadline_seconds: float) -> None:
+        self._first, self._exit_code, self.deadline_seconds = signals[0], exit_code, deadline_seconds
+        self._got: signal.Signals | None = None
         self._signaled = world().event()
         self._halt: tuple[Ranks, Halt] | None = None  # of the ranks that asked last: a program may make others
         self._asked = 0  # questions so far
@@ -43,7 +45,18 @@ class Stop:
         self._asked_for: int | None = None  # the step of the last one
         self._stops_at: int | None = None
         self._deadline_runs = world().lock()  # acquired for good once it does
-        self._listener = Listener(signum, self._signaled.set, self._on_signal)
+        self._listeners: list[Listener] = []
+        try:
+            for each in signals:
+                self._listeners.append(Listener(each, partial(self._note, each), partial(self._on_signal, each)))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of a process that has stopped."""
+        return 128 + (self._got or self._first) if self._exit_code is None else self._exit_code
 
     def after(self, step: int, ranks: Ranks, deadline_seconds: float = DEADLINE_SECONDS) -> bool:
         """Whether all ranks are to stop after this step.
@@ -82,10 +95,17 @@ class Stop:
     def close(self) -> None:
         """Stops listening: the signal does again what it did before. Once it has come, this does nothing."""
         if not self._signaled.is_set() and self._stops_at is None:
-            self._listener.close()
+            for listener in reversed(self._listeners):
+                listener.close()
 
-    def _on_signal(self) -> None:
+    def _note(self, signum: signal.Signals) -> None:
+        """Notes that a signal has come. Between any two instructions of the main thread, and so without a lock."""
+        if self._got is None:
+            self._got = signum
         self._signaled.set()
+
+    def _on_signal(self, signum: signal.Signals) -> None:
+        self._note(signum)
         self._start_deadline()
 
     def _start_deadline(self) -> None:
@@ -94,7 +114,9 @@ class Stop:
             world().timer(self.deadline_seconds, self._give_up, "shardopt-stop").start()
 
     def _give_up(self) -> None:
-        text = f"told to stop by {self.signum.name}, and not done with it after {self.deadline_seconds:g} s"
+        text = (
+            f"told to stop by {(self._got or self._first).name}, and not done with it after {self.deadline_seconds:g} s"
+        )
         # In a thread, as either may wait for a reader, or for a lock that the main thread holds.
         lost = f"{text}: what was not saved by now is lost"
         message = world().thread(partial(_write_message, lost), daemon=True)

@@ -11,8 +11,10 @@ from shardopt.checkpoint.reshard import reshard
 from shardopt.checkpoint.run.export import Export
 from shardopt.checkpoint.run.manager import Manager
 from shardopt.checkpoint.run.mirror import Mirror, UploadReport
+from shardopt.checkpoint.run.preemption import Preemption
+from shardopt.checkpoint.run.retention import Retention
 from shardopt.checkpoint.run.tiers.tier import Tier
-from shardopt.checkpoint.save import save
+from shardopt.checkpoint.save import SaveOptions, save
 from shardopt.checkpoint.sources.open import open_checkpoint as open
 from shardopt.checkpoint.sources.reader import CheckpointReader, TensorInfo
 from shardopt.checkpoint.verify import VerifyReport, verify
@@ -30,6 +32,9 @@ __all__ = [
     "Mirror",
     "PendingSave",
     "PerRank",
+    "Preemption",
+    "Retention",
+    "SaveOptions",
     "SaveReport",
     "Strictness",
     "TensorInfo",

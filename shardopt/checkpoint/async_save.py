@@ -27,7 +27,7 @@ from shardopt.checkpoint.format.metrics import numbers_of
 from shardopt.checkpoint.planning.replica_check import CheckReplicas
 from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.reports import SaveReport
-from shardopt.checkpoint.save import DEFAULT_OPTIONS, SaveOptions, replicas_to_check
+from shardopt.checkpoint.save import DEFAULT_OPTIONS, SaveTerms, replicas_to_check
 from shardopt.checkpoint.storage import absolute_url
 from shardopt.checkpoint.writing.host_memory import HostMemory
 from shardopt.checkpoint.writing.pending import PendingSave, hold_steps
@@ -86,7 +86,7 @@ class AsyncSaver:
         self,
         url: str | os.PathLike[str],
         app: Mapping[str, Any],
-        options: SaveOptions = DEFAULT_OPTIONS,
+        options: SaveTerms = DEFAULT_OPTIONS,
         *,
         stage: Stage = "now",
         in_flight: InFlight = "wait",
@@ -215,7 +215,7 @@ class AsyncSaver:
         metrics: Mapping[str, float] | None,
         pending: PendingSave,
         ranks: Ranks,
-        options: SaveOptions,
+        options: SaveTerms,
     ) -> Staged | BaseException:
         """Returns the staged state; or the error, which all ranks will raise in the thread."""
         try:
@@ -316,9 +316,7 @@ def async_save(
     """
     refuse_within(f"saving {os.fspath(url)}", app)
     base_url = None if base is None else absolute_url(base)
-    options = SaveOptions(
-        durable, check_replicas, progress, deadline_seconds, group, tied, base=base_url, select=select
-    )
+    options = SaveTerms(durable, check_replicas, progress, deadline_seconds, tied, select, group, base_url)
     return _saver_of(group).save(url, app, options, stage=stage, in_flight=in_flight)
 
 

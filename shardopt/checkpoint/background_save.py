@@ -14,7 +14,7 @@ from shardopt.checkpoint.agree_plan import Kept
 from shardopt.checkpoint.planning.describe import Description
 from shardopt.checkpoint.planning.save_plan import RankWrites
 from shardopt.checkpoint.reports import SaveReport, emit_report
-from shardopt.checkpoint.save import Described, SaveOptions, replicas_to_check, save_described
+from shardopt.checkpoint.save import Described, SaveTerms, replicas_to_check, save_described
 from shardopt.checkpoint.writing.pending import PendingSave
 from shardopt.checkpoint.writing.staging import Staging
 from shardopt.ranks import Ranks
@@ -39,7 +39,7 @@ class BackgroundSave:
         url: str,
         kept: Kept,
         begin: float,
-        options: SaveOptions,
+        options: SaveTerms,
         afterwards: Callable[[SaveReport], None],
     ) -> None:
         self._ranks, self._kept, self._begin = ranks, kept, begin

@@ -32,47 +32,68 @@ from shardopt.checkpoint.storage import Storage, absolute_url, wrap_os_errors
 from shardopt.checkpoint.writing.pending import raise_failures
 from shardopt.checkpoint.writing.unchanged import Base, PartsBySlot, cut_by_changes, pack_parts
 from shardopt.checkpoint.writing.write import from_memory, with_progress, write_files
-from shardopt.errors import NoSpaceError, Problem, RankError, StateError
+from shardopt.errors import NoSpaceError, OptionError, Problem, RankError, StateError
 from shardopt.flatten import flatten
 from shardopt.gc_pause import gc_paused
 from shardopt.ranks import DEADLINE_SECONDS, Group, Ranks, call_on, ranks_of, refuse_lone_processes
 from shardopt.reentry import SAVING, is_part_of, refuse_within
-from shardopt.state import Tied, refuse_no_regex
+from shardopt.state import Tied, refuse_chains, refuse_no_regex
 from shardopt.world import world
 
 _log = logging.getLogger("shardopt.checkpoint")
 _kept: Kept = {}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SaveOptions:
-    """The options that `save` and `async_save` share, with the meanings that they have there.
+    """How the saves of a `Manager` are made, with the meanings that `save` has for these.
 
-    `instead` are URLs to save to, in turn, where there is no room. `base_required` is whether it is an error that there
-    is no such base, or a damaged one; otherwise all is written.
+    Args:
+        durable, check_replicas, progress, select: as for `save`.
+        deadline_seconds: how long a rank may show no sign of life before the others give up and name it; in restores
+            too.
+        tied: as for `save`; in restores too.
 
     Raises:
         ValueError: `check_replicas` is none of its values.
-        OptionError: `select` is no regex.
+        OptionError: another argument is none; all of them are listed.
     """
 
     durable: bool = True
     check_replicas: CheckReplicas = "sampled"
     progress: Progress | None = None
     deadline_seconds: float = DEADLINE_SECONDS
-    group: Group | None = None
     tied: Tied | None = None
-    base: str | None = None
-    base_required: bool = True
     select: str | None = None
-    instead: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         refuse_unknown_choice(self.check_replicas)
         refuse_no_regex("select", self.select)
+        refuse_chains(self.tied or {})
+        seconds, problems = self.deadline_seconds, []
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+            problems.append(Problem("deadline_seconds", repr(seconds), "more than 0 seconds", "give a number"))
+        if not isinstance(self.durable, bool):
+            problems.append(Problem("durable", repr(self.durable), "one of True, False", "pass one of them"))
+        if problems:
+            raise OptionError("arguments that cannot be meant", problems)
 
 
-DEFAULT_OPTIONS = SaveOptions()
+@dataclass(frozen=True)
+class SaveTerms(SaveOptions):
+    """All options of one save.
+
+    `group` and `base` are as for `save`. `base_required` is whether it is an error that there is no such base, or a
+    damaged one; otherwise all is written. `instead` are URLs to save to, in turn, where there is no room.
+    """
+
+    group: Group | None = None
+    base: str | None = None
+    base_required: bool = True
+    instead: tuple[str, ...] = ()
+
+
+DEFAULT_OPTIONS = SaveTerms()
 
 
 def save(
@@ -124,9 +145,7 @@ def save(
     """
     refuse_within(f"saving {os.fspath(url)}", app)
     base_url = None if base is None else absolute_url(base)
-    options = SaveOptions(
-        durable, check_replicas, progress, deadline_seconds, group, tied, base=base_url, select=select
-    )
+    options = SaveTerms(durable, check_replicas, progress, deadline_seconds, tied, select, group, base_url)
     return save_now(absolute_url(url), app, options)
 
 
@@ -134,7 +153,7 @@ def save(
 def save_now(
     url: str | os.PathLike[str],
     app: Mapping[str, Any],
-    options: SaveOptions,
+    options: SaveTerms,
     metrics: Mapping[str, float] | None = None,
     raise_earlier: bool = True,
 ) -> SaveReport:
@@ -187,7 +206,7 @@ def save_described(
     url: str | os.PathLike[str],
     described: Callable[[], Described],
     kept: Kept,
-    options: SaveOptions,
+    options: SaveTerms,
 ) -> SaveReport:
     """Writes the state that each rank describes, and commits it. Collective.
 
@@ -214,7 +233,7 @@ def _save_to(
     url: str | os.PathLike[str],
     described: Callable[[], Described],
     kept: Kept,
-    options: SaveOptions,
+    options: SaveTerms,
 ) -> SaveReport:
     begin = world().monotonic()
     call = call_on("saving", url)
@@ -351,7 +370,7 @@ def _commit(
     reports: Sequence[Any],
     metrics: bytes | None,
     base: Base | None,
-    options: SaveOptions,
+    options: SaveTerms,
     begin: float,
 ) -> dict[str, Any]:
     assert isinstance(planned, Planned)  # else this rank had failed, and would not commit

@@ -8,7 +8,7 @@ from typing import Any
 
 from shardopt import checkpoint
 from shardopt.checkpoint.run.listing import Listed, RunListing, list_run, look_at
-from shardopt.checkpoint.run.retention import Rules
+from shardopt.checkpoint.run.retention import Retention
 from shardopt.checkpoint.run.shares import is_tier
 from shardopt.checkpoint.run.steps import Place
 from shardopt.checkpoint.storage import storage_of
@@ -71,7 +71,7 @@ def _one(url: str, verify: bool) -> Listed:
     )
 
 
-def document(listing: RunListing, rules: Rules, kept: dict[Place, list[str]]) -> dict[str, Any]:
+def document(listing: RunListing, rules: Retention, kept: dict[Place, list[str]]) -> dict[str, Any]:
     """Returns a listing as JSON has it. `kept` is null where no rules were given."""
 
     def of(each: Listed) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def document(listing: RunListing, rules: Rules, kept: dict[Place, list[str]]) ->
             "step": place.step if place else None,
             "branch": place.branch if place else None,
             **wire,
-            "kept": place in kept if place and each.in_run and rules.keep_last is not None else None,
+            "kept": place in kept if place and each.in_run and rules.last is not None else None,
             "why": why,
         }
 
@@ -95,7 +95,7 @@ def document(listing: RunListing, rules: Rules, kept: dict[Place, list[str]]) ->
     }
 
 
-def print_listing(output: Output, listing: RunListing, rules: Rules, kept: dict[Place, list[str]]) -> None:
+def print_listing(output: Output, listing: RunListing, rules: Retention, kept: dict[Place, list[str]]) -> None:
     """Prints a listing as a table, those of the run first, then those that are set aside."""
     run = [each for each in listing.checkpoints if each.in_run]
     aside = [each for each in listing.checkpoints if not each.in_run]
@@ -128,12 +128,12 @@ def print_listing(output: Output, listing: RunListing, rules: Rules, kept: dict[
 
 
 def _row(
-    each: Listed, metrics: Sequence[str], rules: Rules, kept: dict[Place, list[str]], has_beside: bool
+    each: Listed, metrics: Sequence[str], rules: Retention, kept: dict[Place, list[str]], has_beside: bool
 ) -> list[Cell]:
     measured = each.metrics or {}
     why = [reason for reason in kept.get(each.place, []) if reason != "no rule"] if each.place else []
     stays = ", ".join(why)
-    if not why and each.place and rules.keep_last is not None and each.counts:
+    if not why and each.place and rules.last is not None and each.counts:
         stays = "no"
     return [
         Span("" if each.place is None else str(each.place.step), "bold"),

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from shardopt.checkpoint.commit import remove_checkpoints
 from shardopt.checkpoint.run.listing import Listed, RunListing, list_run
-from shardopt.checkpoint.run.retention import Rules
+from shardopt.checkpoint.run.retention import Retention
 from shardopt.checkpoint.run.steps import Place
 from shardopt.checkpoint.sources.referred import references_under
 from shardopt.checkpoint.storage import storage_of, wrap_os_errors
@@ -76,7 +76,7 @@ def _refuse_changed(root: str, listing: RunListing, kept: Collection[Place]) -> 
         raise CheckpointError("the run has changed meanwhile; nothing was removed", [problem])
 
 
-def unwanted_in(listing: RunListing, rules: Rules) -> list[Listed]:
+def unwanted_in(listing: RunListing, rules: Retention) -> list[Listed]:
     """Returns the checkpoints that are to go, ascending, and then the bases that nobody needs without them.
 
     Below the newest that is whole, as a run that is under way restores that one and saves above it.

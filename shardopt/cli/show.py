@@ -9,7 +9,7 @@ from collections.abc import Callable
 from shardopt import checkpoint
 from shardopt.checkpoint import CheckpointReader
 from shardopt.checkpoint.run.listing import list_run
-from shardopt.checkpoint.run.retention import Rules
+from shardopt.checkpoint.run.retention import Retention
 from shardopt.cli import ls
 from shardopt.cli.contents import document, head_line, leaves_of, text_of, typed, value_text
 from shardopt.cli.output import Cell, Output, Span, count_text, nbytes_text, plural
@@ -45,9 +45,9 @@ def show(
         listing = list_run(url)
         if key is not None or not (listing.checkpoints or listing.branches):
             raise
-        kept = listing.reasons_to_keep(Rules())
-        ls.print_listing(output, listing, Rules(), kept)
-        output.data(ls.document(listing, Rules(), kept))
+        kept = listing.reasons_to_keep(Retention())
+        ls.print_listing(output, listing, Retention(), kept)
+        output.data(ls.document(listing, Retention(), kept))
         return 0
     with reader:
         if key is None:

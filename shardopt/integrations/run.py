@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from shardopt.checkpoint import Manager, Strictness, load
+from shardopt.checkpoint import Manager, Preemption, Strictness, load
 from shardopt.errors import Problem, StateError
 from shardopt.flatten import holds_tensors
 from shardopt.ranks import ranks_of
@@ -60,7 +60,7 @@ class TrainingRun:
         every: save when this many steps have been done since the last multiple of it.
         start_from: the URL of a checkpoint of another program, from which a run without any checkpoint takes models
             and optimizers; what else is in it stays out.
-        stop_on: the signal at which all ranks save the same step and leave; None for no signal.
+        stop_on: as for `checkpoint.Manager`: at which all ranks save the same step and leave; None for no signal.
         options: others of `checkpoint.Manager`.
     """
 
@@ -70,14 +70,15 @@ class TrainingRun:
         *,
         every: int = 1,
         start_from: str | os.PathLike[str] | None = None,
-        stop_on: signal.Signals | None = signal.SIGTERM,
+        stop_on: signal.Signals | Iterable[signal.Signals] | Preemption | None = signal.SIGTERM,
         **options: Any,
     ) -> None:
-        self._root, self._every, self._stop_on = root, every, stop_on
+        self._root, self._every = root, every
+        self._stop_on = None if stop_on is None else stop_on if isinstance(stop_on, Preemption) else Preemption(stop_on)
         self._options, self._start_from = options, start_from
         self._manager: Manager | None = None
         self._last = 0
-        self._handler: Any = None
+        self._handlers: dict[int, Any] = {}  # by signal
 
     @property
     def manager(self) -> Manager:
@@ -95,7 +96,7 @@ class TrainingRun:
         """Makes the Manager, and loads the newest checkpoint into `app`; returns its step, or 0. Collective."""
         self._manager = Manager(self._root, every=self._every, stop_on=self._stop_on, **self._options)
         if self._stop_on is not None:
-            self._handler = signal.getsignal(self._stop_on)
+            self._handlers = {each: signal.getsignal(each) for each in self._stop_on.all_signals}
         self._last = self._manager.restore(app)
         if self._last == 0 and self._start_from is not None:
             trained = {name: app[name] for name in _TRAINED if name in app}
@@ -103,9 +104,9 @@ class TrainingRun:
         return self._last
 
     def take_signal_back(self) -> None:
-        """Listens to the signal again, where the framework has put in a handler of its own since `begin`."""
-        if self._stop_on is not None:
-            signal.signal(self._stop_on, self._handler)
+        """Listens to the signals again, where the framework has put in handlers of its own since `begin`."""
+        for signum, handler in self._handlers.items():
+            signal.signal(signum, handler)
 
     def after_step(self, step: int, app: Callable[[], App]) -> None:
         """Saves where the step is due, or where the job is to stop. Collective; to be called after every step.

@@ -85,7 +85,7 @@ class ShardoptCheckpoints(BaseCheckpointManager):  # type: ignore[misc, unused-i
         self._manager = checkpoint.Manager(
             filesystem.join(base_folder, config.folder),
             every=config.interval,
-            keep_last=config.keep_latest_k or None,
+            keep=config.keep_latest_k or None,
             stage=None if config.stage == "none" else config.stage,
             stop_on=signal.SIGTERM if config.stop_on_sigterm and not config.load_only else None,
         )

@@ -54,7 +54,7 @@ class ShardoptCallback(TrainerCallback):
         root: of the run's checkpoints, as for `checkpoint.Manager`.
         every: a checkpoint every so many steps.
         options: `start_from`, the URL of a checkpoint of another program, from which a run without any takes model and
-            optimizer; and those of `checkpoint.Manager`, such as `keep_last` or `stage`. `stop_on` is SIGTERM;
+            optimizer; and those of `checkpoint.Manager`, such as `keep` or `stage`. `stop_on` is SIGTERM;
             None leaves the signal alone.
 
     Attributes:

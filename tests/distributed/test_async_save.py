@@ -20,7 +20,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 import shardopt
 from shardopt import checkpoint
 from shardopt.checkpoint.async_save import AsyncSaver
-from shardopt.checkpoint.save import SaveOptions
+from shardopt.checkpoint.save import SaveTerms
 from shardopt.checkpoint.writing import staging
 from shardopt.errors import CheckpointError, RankError, ShardoptError
 from tests.distributed import test_faults
@@ -117,7 +117,7 @@ def fail_then_go_on(root, stage):
     app = sharded_job()
     saver = AsyncSaver()
     checkpoint.save(f"{root}/first", app)
-    pending = saver.save(f"{root}/second", app, SaveOptions(deadline_seconds=DEADLINE_SECONDS), stage=stage)
+    pending = saver.save(f"{root}/second", app, SaveTerms(deadline_seconds=DEADLINE_SECONDS), stage=stage)
     assert pending.done.wait(30)
     message = ""
     try:
@@ -226,7 +226,7 @@ def save_many(root, count, settled):
     held = []
     for number in range(count):
         app["step"] = number
-        saver.save(f"{root}/{number}", app, SaveOptions(durable=False), stage=STAGES[number % 2])
+        saver.save(f"{root}/{number}", app, SaveTerms(durable=False), stage=STAGES[number % 2])
         model(torch.ones(2, 30)).sum().backward()
         optimizer.step()
         if number + 1 in (settled, count):

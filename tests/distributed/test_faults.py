@@ -36,11 +36,11 @@ def state(step):
 
 
 def save_second(root):
-    checkpoint.Manager(root, deadline_seconds=DEADLINE_SECONDS).save(2, state(2))
+    checkpoint.Manager(root, options=checkpoint.SaveOptions(deadline_seconds=DEADLINE_SECONDS)).save(2, state(2))
 
 
 def save_first(root):
-    checkpoint.Manager(root, deadline_seconds=DEADLINE_SECONDS).save(1, state(1))
+    checkpoint.Manager(root, options=checkpoint.SaveOptions(deadline_seconds=DEADLINE_SECONDS)).save(1, state(1))
 
 
 @cache

@@ -381,7 +381,9 @@ def lose_a_rank(root, dead, stage):
     which, rank = APART.index(members), dist.get_rank()
     mesh = mesh_over(APART)
     app = app_of(mesh, group, which)
-    manager = checkpoint.Manager(f"{root}/{which}", group=group, stage=stage, deadline_seconds=SECONDS)
+    manager = checkpoint.Manager(
+        f"{root}/{which}", group=group, stage=stage, options=checkpoint.SaveOptions(deadline_seconds=SECONDS)
+    )
     try:
         for step in range(6):
             train(app, group, which, [step]) if dead not in members or step < 3 else None
@@ -392,7 +394,9 @@ def lose_a_rank(root, dead, stage):
     except RankError as error:
         return "lost", str(error)
     other = app_of(mesh, group, which, value=4.0)
-    with checkpoint.Manager(f"{root}/{which}", group=group, deadline_seconds=SECONDS) as restoring:
+    with checkpoint.Manager(
+        f"{root}/{which}", group=group, options=checkpoint.SaveOptions(deadline_seconds=SECONDS)
+    ) as restoring:
         assert restoring.restore(other) == 6
     assert state_of(other) == state_of(app)
     return "went on", ""
@@ -551,8 +555,8 @@ def stopped_and_mirrored(root):
     group, members = groups_by_kind(APART, "mesh")
     which, rank = APART.index(members), dist.get_rank()
     app = app_of(group, group, which)
-    options = {"stop_on": signal.SIGUSR2, "exit_code": 7, "stop_seconds": 50.0, "group": group}
-    manager = checkpoint.Manager(f"{root}/{which}", mirror=f"{root}/copies-{which}", keep_last=2, **options)
+    options = {"stop_on": checkpoint.Preemption(signal.SIGUSR2, exit_code=7, seconds=50.0), "group": group}
+    manager = checkpoint.Manager(f"{root}/{which}", mirror=f"{root}/copies-{which}", keep=2, **options)
     left = None
     try:
         for step in range(1, 6):

@@ -55,7 +55,7 @@ def run_on(root, hosts, copies):
             note(root, "copied", int(report.url[-8:]))
 
     checkpoint.add_listener(listen)
-    manager = manager_of(root, hosts, copies=copies, deadline_seconds=DEADLINE_SECONDS)
+    manager = manager_of(root, hosts, copies=copies, options=checkpoint.SaveOptions(deadline_seconds=DEADLINE_SECONDS))
     app = app_of(0)
     manager.restore(app)
     for step in range(1, STEPS + 1):

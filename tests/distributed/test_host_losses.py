@@ -58,7 +58,12 @@ def manager_of(root, host, copies, stage):
     base = f"{root}/host-{host}"
     tiers = [Tier(f"{base}/memory", every=1, copies=copies), Tier(f"{base}/disk", every=2)]
     return checkpoint.Manager(
-        f"{root}/root", tiers=tiers, every=4, mirror=f"{root}/mirror", stage=stage, deadline_seconds=DEADLINE_SECONDS
+        f"{root}/root",
+        tiers=tiers,
+        every=4,
+        mirror=f"{root}/mirror",
+        stage=stage,
+        options=checkpoint.SaveOptions(deadline_seconds=DEADLINE_SECONDS),
     )
 
 

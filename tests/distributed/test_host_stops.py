@@ -13,7 +13,7 @@ from tests.harness import run_ranks, run_ranks_outcomes
 
 EXIT_CODE = 85
 STOP_SECONDS = 30.0
-OPTIONS = {"stop_on": signal.SIGTERM, "exit_code": EXIT_CODE, "stop_seconds": STOP_SECONDS}
+OPTIONS = {"stop_on": checkpoint.Preemption(signal.SIGTERM, exit_code=EXIT_CODE, seconds=STOP_SECONDS)}
 
 
 def run_until_told(root, hosts, stage, told_at):

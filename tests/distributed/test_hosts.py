@@ -171,7 +171,7 @@ def test_old_checkpoints_go_while_a_save_to_hosts_is_under_way(tmp_path, monkeyp
     write, go_on = Share.write, threading.Event()
     monkeypatch.setattr(Share, "write", lambda *args: write(*args) if go_on.wait(30) else 0)
     pending = checkpoint.async_save(f"hosts://{tmp_path}/memory/step-7", {"x": torch.ones(3)}, stage="now")
-    with checkpoint.Manager(tmp_path / "root", keep_last=1) as manager:
+    with checkpoint.Manager(tmp_path / "root", keep=1) as manager:
         for step in (1, 2):
             manager.save(step, {"x": torch.ones(3)})
         assert manager.steps() == [2] and not pending.done.is_set()

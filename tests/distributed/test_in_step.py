@@ -13,7 +13,7 @@ from shardopt.checkpoint.async_save import AsyncSaver
 from shardopt.checkpoint.run.history import History
 from shardopt.checkpoint.run.mirror import Mirror
 from shardopt.checkpoint.run.root import Root
-from shardopt.checkpoint.save import SaveOptions
+from shardopt.checkpoint.save import SaveTerms
 from shardopt.checkpoint.storage import common_storage, storage_of
 from shardopt.errors import CheckpointExistsError, ShardoptError
 from tests.harness import Fault, run_ranks
@@ -62,7 +62,7 @@ def hear_of_failures(root):
 
 def hear_of_a_failure(root, heard_by, how, next_call):
     rank, app = dist.get_rank(), small_app()
-    manager = checkpoint.Manager(root, stage="now", deadline_seconds=NEVER)
+    manager = checkpoint.Manager(root, stage="now", options=checkpoint.SaveOptions(deadline_seconds=NEVER))
     manager.save(1, app).result()
     checkpoint.save(manager.path(2), app)
     failed = manager.save(2, app)
@@ -74,7 +74,7 @@ def hear_of_a_failure(root, heard_by, how, next_call):
     outcome = raised(lambda: next_call(manager, app, root))
     dist.barrier()
     if manager._closed:
-        manager = checkpoint.Manager(root, stage="now", deadline_seconds=NEVER)
+        manager = checkpoint.Manager(root, stage="now", options=checkpoint.SaveOptions(deadline_seconds=NEVER))
     after = raised(lambda: manager.save(8, app))
     manager.close()
     return outcome and outcome[0], after, checkpoint.verify(manager.path(8)).ok
@@ -90,7 +90,10 @@ def test_a_failure_that_not_all_have_heard_of_is_raised_by_all(tmp_path):
 def leave_alone(root):
     """Rank 1 leaves with an error of its own while a failure is still to be told; nobody is asked."""
     app, begin = small_app(), time.monotonic()
-    with pytest.raises(ZeroDivisionError), checkpoint.Manager(root, stage="now", deadline_seconds=NEVER) as manager:
+    with (
+        pytest.raises(ZeroDivisionError),
+        checkpoint.Manager(root, stage="now", options=checkpoint.SaveOptions(deadline_seconds=NEVER)) as manager,
+    ):
         checkpoint.save(manager.path(2), app)
         assert manager.save(2, app).done.wait(30)
         if dist.get_rank() == 1:
@@ -141,7 +144,7 @@ def test_a_failure_is_raised_once_the_state_was_asked_for(tmp_path):
 def fail_on_the_way(root, stage, everywhere):
     """At each call of interest rank 1 fails; what the save after it does on this rank, by the number of the call."""
     rank, app, sound = dist.get_rank(), small_app(), AsyncSaver()
-    options = SaveOptions(durable=False, deadline_seconds=0.7)
+    options = SaveTerms(durable=False, deadline_seconds=0.7)
     calls = []
 
     def note(n, frame):
@@ -224,7 +227,9 @@ def with_other_objects(root):
         kept = [checkpoint.Manager(f"{root}/old", mirror=f"{root}/old-copies") for _ in range(2)]
         assert kept[0].steps() == []
         kept += [AsyncSaver(), AsyncSaver()]
-    with checkpoint.Manager(f"{root}/run", mirror=f"{root}/copies", stage="now", deadline_seconds=10) as manager:
+    with checkpoint.Manager(
+        f"{root}/run", mirror=f"{root}/copies", stage="now", options=checkpoint.SaveOptions(deadline_seconds=10)
+    ) as manager:
         manager.save(1, app)
     with Mirror(f"{root}/run", f"{root}/more", deadline_seconds=10) as mirror:
         mirror.upload("step-00000001")
@@ -279,9 +284,9 @@ def in_different_calls(root):
     """The errors that all raise where rank 1 makes another call, by that call; and that they are in step afterwards."""
     app, rank = small_app(), dist.get_rank()
     checkpoint.save(f"{root}/there", app)
-    saver, options = AsyncSaver(), SaveOptions(deadline_seconds=NEVER)
+    saver, options = AsyncSaver(), SaveTerms(deadline_seconds=NEVER)
     saver.save(f"{root}/beside", app, options).result()
-    manager = checkpoint.Manager(root, deadline_seconds=NEVER)
+    manager = checkpoint.Manager(root, options=checkpoint.SaveOptions(deadline_seconds=NEVER))
     history = History(Root(storage_of(root)), None, None, NEVER)
     pairs = {
         "load": (lambda: checkpoint.save(f"{root}/1", app), lambda: checkpoint.load(f"{root}/there", app)),
@@ -337,7 +342,7 @@ def test_ranks_in_different_calls_are_told_at_once(tmp_path):
 
 def save_metrics(root, stage):
     rank, app = dist.get_rank(), {"x": torch.ones(2)}
-    manager = checkpoint.Manager(f"{root}/{stage}", stage=stage, deadline_seconds=NEVER)
+    manager = checkpoint.Manager(f"{root}/{stage}", stage=stage, options=checkpoint.SaveOptions(deadline_seconds=NEVER))
 
     def save(step, metrics):
         saved = manager.save(step, app, metrics=metrics)
@@ -421,9 +426,9 @@ def save_and_load(root, how):
         checkpoint.save(f"{root}/run", app, deadline_seconds=DEADLINE)
         checkpoint.load(f"{root}/run", app, deadline_seconds=DEADLINE)
     elif how == "async_save":
-        saver.save(f"{root}/run", app, SaveOptions(deadline_seconds=DEADLINE)).result(30)
+        saver.save(f"{root}/run", app, SaveTerms(deadline_seconds=DEADLINE)).result(30)
     else:
-        manager = checkpoint.Manager(root, deadline_seconds=DEADLINE)
+        manager = checkpoint.Manager(root, options=checkpoint.SaveOptions(deadline_seconds=DEADLINE))
         manager.save(1, app)
         manager.restore(app)
 

@@ -104,7 +104,9 @@ def test_ranks_that_have_different_things_refer_each_for_itself(tmp_path):
 
 
 def save_on(root, steps):
-    manager = checkpoint.Manager(root, keep_last=1, incremental=True, deadline_seconds=DEADLINE_SECONDS)
+    manager = checkpoint.Manager(
+        root, keep=1, options=checkpoint.SaveOptions(deadline_seconds=DEADLINE_SECONDS), incremental=True
+    )
     app = small(0)
     manager.restore(app)
     for step in range(app["step"] + 1, steps + 1):

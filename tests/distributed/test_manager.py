@@ -39,7 +39,7 @@ def save_three(root):
 
 def restore(root):
     app = app_of(0)
-    with checkpoint.Manager(root, keep_last=1) as manager:
+    with checkpoint.Manager(root, keep=1) as manager:
         step = manager.restore(app)
         state = app["optimizer"].state_dict()["state"]["weight"]
         assert set(state) == {"step", "exp_avg", "exp_avg_sq"}
@@ -75,7 +75,9 @@ def told_to_stop_after_a_failure(root, kind, code):
     handler.emit = lambda record: lines.append(record.getMessage())
     logging.getLogger("shardopt").addHandler(handler)
     options = {"mirror": f"{root}/copies"} if kind == "copy" else {"stage": "now"} if kind == "background" else {}
-    manager = checkpoint.Manager(f"{root}/run", stop_on=signal.SIGUSR2, exit_code=code, stop_seconds=50.0, **options)
+    manager = checkpoint.Manager(
+        f"{root}/run", stop_on=checkpoint.Preemption(signal.SIGUSR2, exit_code=code, seconds=50.0), **options
+    )
     app = app_of(1)
     manager.save(1, app)
     if kind == "another":
@@ -140,7 +142,7 @@ def test_a_step_that_this_manager_has_committed_or_restored_is_not_saved_again(t
 
 def roll_back(root):
     app = app_of(0)
-    with checkpoint.Manager(root, keep_last=1) as manager:
+    with checkpoint.Manager(root, keep=1) as manager:
         assert manager.restore(app, step=2, beyond="remove" if dist.get_world_size() == 2 else "set_aside") == 2
         manager.save(3, app_of(30))
     dist.barrier()  # rank 0 removes what is no longer wanted
@@ -176,7 +178,7 @@ def restore_where_one_has_another_root(root, which):
     """One rank's disk is not mounted."""
     own = root if dist.get_rank() != which else root + "-unmounted"
     with pytest.raises((CheckpointError, RankError)) as caught:
-        checkpoint.Manager(own, deadline_seconds=10).restore(app_of(0))
+        checkpoint.Manager(own, options=checkpoint.SaveOptions(deadline_seconds=10)).restore(app_of(0))
     return str(caught.value)
 
 

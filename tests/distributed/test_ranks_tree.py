@@ -276,7 +276,7 @@ def many_managers(root, count, settled):
     """Managers, each for one save, in turn in the call and in the background."""
     job, here, seen = dist.group.WORLD, ranks_of(), []
     for number in range(1, count + 1):
-        with checkpoint.Manager(root, keep_last=1, stage=("now", None)[number % 2]) as manager:
+        with checkpoint.Manager(root, keep=1, stage=("now", None)[number % 2]) as manager:
             manager.save(number, {"x": torch.full((3,), float(number))})
         if number in (settled, count):
             while any(thread.name.startswith(("shardopt-save", "shardopt-tidy")) for thread in threading.enumerate()):

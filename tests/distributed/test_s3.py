@@ -270,7 +270,9 @@ def zeros():
 def save_on_ranks(options, root, step):
     retry.RETRY_POLICY, remote.PART_BYTES = IMPATIENT, 1 << 19
     with reached(options):
-        return checkpoint.Manager(root, deadline_seconds=DEADLINE_SECONDS).save(step, state(step), force=True)
+        return checkpoint.Manager(root, options=checkpoint.SaveOptions(deadline_seconds=DEADLINE_SECONDS)).save(
+            step, state(step), force=True
+        )
 
 
 def restore_on_ranks(options, root, step):

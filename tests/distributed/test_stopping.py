@@ -39,7 +39,10 @@ def train(root, moment, stage, signaled=(TOLD,), at=7):
     """Trains until told to stop; SIGTERM comes at the moment of step `at`, on the ranks `signaled`."""
     app = sharded_job()
     manager = checkpoint.Manager(
-        root, every=EVERY, stage=stage, stop_on=signal.SIGTERM, exit_code=EXIT_CODE, stop_seconds=STOP_SECONDS
+        root,
+        every=EVERY,
+        stage=stage,
+        stop_on=checkpoint.Preemption(signal.SIGTERM, exit_code=EXIT_CODE, seconds=STOP_SECONDS),
     )
     manager.restore(app)
     gets_signal = dist.get_rank() in signaled
@@ -108,7 +111,7 @@ def drifting_ranks(root, seed):
     """Ranks that never wait for one another, and ask at their own pace."""
     rank = dist.get_rank()
     generator = torch.Generator().manual_seed(100 * seed + rank)
-    manager = checkpoint.Manager(root, every=1000, stop_on=signal.SIGUSR2, exit_code=3)
+    manager = checkpoint.Manager(root, every=1000, stop_on=checkpoint.Preemption(signal.SIGUSR2, exit_code=3))
     signaled = seed % dist.get_world_size()
     for step in range(10, 2000, 10):  # not every step is a step at which ranks ask
         time.sleep(float(torch.rand((), generator=generator)) * 0.002)
@@ -132,7 +135,9 @@ def test_ranks_that_drift_apart_stop_at_one_step_that_none_has_passed(tmp_path, 
 
 def busy_elsewhere(root, signaled):
     """Rank 1 never comes to ask again; the one that got the signal cannot wait for it."""
-    manager = checkpoint.Manager(root, every=1, stop_on=signal.SIGTERM, exit_code=EXIT_CODE, stop_seconds=2.0)
+    manager = checkpoint.Manager(
+        root, every=1, stop_on=checkpoint.Preemption(signal.SIGTERM, exit_code=EXIT_CODE, seconds=2.0)
+    )
     manager.save(1, {"step": 1})
     rank = dist.get_rank()
     if rank == signaled:
@@ -156,7 +161,9 @@ def test_a_rank_that_waits_for_one_that_never_comes_ends_all_the_same(tmp_path):
 
 
 def stop_without_the_others(root):
-    manager = checkpoint.Manager(root, every=100, stop_on=signal.SIGTERM, exit_code=EXIT_CODE, stop_seconds=2.0)
+    manager = checkpoint.Manager(
+        root, every=100, stop_on=checkpoint.Preemption(signal.SIGTERM, exit_code=EXIT_CODE, seconds=2.0)
+    )
     manager.should_save(1)
     if dist.get_rank() == 1:
         threading.Event().wait(4.5)
@@ -262,7 +269,7 @@ def test_a_rank_that_was_killed_is_not_waited_for(dead):
 
 def lose_the_other(root, stage):
     """Rank 1 is killed in a save; the launcher sees it, and tells rank 0 to stop. How long that takes to leave."""
-    manager = checkpoint.Manager(root, stage=stage, stop_on=signal.SIGTERM, stop_seconds=60.0)
+    manager = checkpoint.Manager(root, stage=stage, stop_on=checkpoint.Preemption(signal.SIGTERM, seconds=60.0))
     app = {"x": torch.ones(1 << 18), "step": 1}
     with manager:
         manager.save(1, app)

@@ -133,7 +133,7 @@ def test_a_save_beside_the_removal_of_its_base_at_every_call_of_the_system(root)
 
 def save_on(root):
     """A job that is started again: goes on from step 2, keeps one, and saves twice."""
-    with Manager(root.url, keep_last=1, incremental=True) as manager:
+    with Manager(root.url, keep=1, incremental=True) as manager:
         state = app(0)
         step = manager.restore(state)
         for each in range(step + 1, step + 3):

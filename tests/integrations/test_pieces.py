@@ -147,7 +147,7 @@ def test_steps_that_count_for_several_are_saved_when_one_was_due(tmp_path):
 
 
 def hear_the_signal(folder):
-    run = TrainingRun(folder, stop_on=signal.SIGUSR2, stop_seconds=60.0)
+    run = TrainingRun(folder, stop_on=checkpoint.Preemption(signal.SIGUSR2, seconds=60.0))
     run.begin({"step": 0})
     signal.signal(signal.SIGUSR2, lambda *_: os._exit(1))
     run.take_signal_back()

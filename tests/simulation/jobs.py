@@ -18,6 +18,8 @@ from safetensors import SafetensorError
 
 from shardopt.checkpoint.run.export import Export
 from shardopt.checkpoint.run.manager import Manager
+from shardopt.checkpoint.run.preemption import Preemption
+from shardopt.checkpoint.save import SaveOptions
 from shardopt.errors import MismatchError, RankError, ShardoptError
 from tests.simulation.files import Inode
 from tests.simulation.objects import PROTOCOL
@@ -270,13 +272,12 @@ class RunningJob:
         manager = Manager(
             ROOT,
             mirror=MIRROR if job.mirror else None,
-            keep_last=job.keep_last,
+            keep=job.keep_last,
+            stop_on=Preemption(signal.SIGTERM, seconds=STOP_SECONDS) if job.stops else None,
+            options=SaveOptions(deadline_seconds=DEADLINE_SECONDS),
             stage=job.stage,  # type: ignore[arg-type]
             incremental=job.incremental,
-            deadline_seconds=DEADLINE_SECONDS,
             group=group,
-            stop_on=signal.SIGTERM if job.stops else None,
-            stop_seconds=STOP_SECONDS,
             export=Export(EXPORTS) if job.exports else None,
         )
         with manager:

@@ -84,7 +84,7 @@ def train(layout, islands, steps, root=None, save_at=(), stop_at=None, killed=No
         killed: a rank and the step before which it kills itself.
     """
     here = Island(layout, islands, **options)
-    manager = None if root is None else checkpoint.Manager(root, every=1, keep_last=9)
+    manager = None if root is None else checkpoint.Manager(root, every=1, keep=9)
     if manager is not None:
         manager.restore(here.app)
     resumed = here.app["step"]

@@ -57,7 +57,7 @@ def train(
     data = shardopt.ResumableSampler(60, batch_size=batch_size, seed=1)
     app = {"model": model, "optimizer": shardopt.keyed("adamw", model.named_parameters(), lr=0.01), "data": data}
     app |= {"random": shardopt.RandomState(on_resize=on_resize), "step": 0}
-    with checkpoint.Manager(root, every=every, keep_last=keep_last, stage=stage, **options) as manager:
+    with checkpoint.Manager(root, every=every, keep=keep_last, stage=stage, **options) as manager:
         resumed = manager.restore(app)
         assert resumes_at is None or resumed == resumes_at, (resumed, resumes_at)
         assert app["step"] == resumed
@@ -101,7 +101,7 @@ def main():
     if gets_signal:
         threading.Timer(at, os.kill, (os.getpid(), signal.SIGTERM)).start()
     with watched(faults, ()):
-        train(root, "lazy", 1, stop_on=signal.SIGTERM, stop_seconds=10.0)
+        train(root, "lazy", 1, stop_on=checkpoint.Preemption(signal.SIGTERM, seconds=10.0))
     dist.barrier()
     dist.destroy_process_group()
 

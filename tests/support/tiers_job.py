@@ -11,9 +11,9 @@ import time
 import torch.distributed as dist
 
 from shardopt import checkpoint
-from shardopt.checkpoint import Tier
+from shardopt.checkpoint import SaveOptions, Tier
 
-OPTIONS = {"batch_size": 12, "dropout": 0.0, "on_resize": "keep", "deadline_seconds": 5.0}
+OPTIONS = {"batch_size": 12, "dropout": 0.0, "on_resize": "keep", "options": SaveOptions(deadline_seconds=5.0)}
 
 
 def own_address():

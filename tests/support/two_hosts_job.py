@@ -10,10 +10,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from shardopt.checkpoint import SaveOptions
 from shardopt.checkpoint.storage import LocalStorage
 from tests.support.killed_job import train
 
-OPTIONS = {"batch_size": 12, "dropout": 0.0, "on_resize": "keep", "deadline_seconds": 5.0}
+OPTIONS = {"batch_size": 12, "dropout": 0.0, "on_resize": "keep", "options": SaveOptions(deadline_seconds=5.0)}
 HELD_SAVE = 3
 
 

@@ -14,7 +14,7 @@ import torch
 import shardopt
 from shardopt import checkpoint
 from shardopt.checkpoint.async_save import AsyncSaver
-from shardopt.checkpoint.save import SaveOptions
+from shardopt.checkpoint.save import SaveTerms
 from shardopt.checkpoint.writing import pending as pending_saves
 from shardopt.checkpoint.writing import staging
 from shardopt.errors import StateError
@@ -76,7 +76,7 @@ def calls_of_sound_save(stage, url):
             calls.append((frame.f_code.co_qualname, frame.f_back.f_code.co_qualname, frame.f_back.f_lineno))
 
         with each_call(note):
-            pending = saver.save(f"{url}-{number}", app, SaveOptions(durable=False), stage=stage)
+            pending = saver.save(f"{url}-{number}", app, SaveTerms(durable=False), stage=stage)
         pending.result(30)
         saver.close()
     return calls
@@ -98,14 +98,14 @@ def fail_at(n, stage, error, url):
     failed = False
     try:
         with each_call(visit):
-            pending = saver.save(f"{url}-first", app, SaveOptions(durable=False), stage=stage)
+            pending = saver.save(f"{url}-first", app, SaveTerms(durable=False), stage=stage)
         assert pending.done.wait(30)
         pending.result(0)
     except error:
         failed = True
     wait_for_copies()
     step(app)
-    again = saver.save(f"{url}-second", app, SaveOptions(durable=False), stage=stage)
+    again = saver.save(f"{url}-second", app, SaveTerms(durable=False), stage=stage)
     again.result(30)
     saver.close()
     assert not app["optimizer"]._optimizer_step_pre_hooks
@@ -154,7 +154,7 @@ def test_a_forked_child_has_nothing_of_a_save_that_goes_on(tmp_path, monkeypatch
         try:
             gate.set()
             step(app)
-            saver.save(tmp_path / "child", app, SaveOptions(durable=False)).result(30)
+            saver.save(tmp_path / "child", app, SaveTerms(durable=False)).result(30)
             os._exit(0 if not pending_saves._tracked else 1)
         finally:
             os._exit(2)

@@ -16,7 +16,7 @@ from torch import nn
 import shardopt
 from shardopt import checkpoint
 from shardopt.checkpoint.async_save import AsyncSaver
-from shardopt.checkpoint.save import SaveOptions
+from shardopt.checkpoint.save import SaveTerms
 from shardopt.checkpoint.writing import staging
 from shardopt.checkpoint.writing.staging import changed_by_steps_alone
 from shardopt.errors import CheckpointError, CheckpointExistsError, StateError
@@ -363,7 +363,7 @@ def test_nothing_of_a_save_is_kept_but_host_memory(saver, tmp_path):
     optimizer = adam(model)
     for number in range(5):
         app = {"model": model, "optimizer": optimizer}
-        saver.save(tmp_path / str(number), app, SaveOptions(durable=False), stage="lazy")
+        saver.save(tmp_path / str(number), app, SaveTerms(durable=False), stage="lazy")
     saver.wait()
     assert len(optimizer._optimizer_step_pre_hooks) == 0
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("shardopt")]

@@ -171,7 +171,7 @@ def three_steps(root, **rules):
 @pytest.mark.parametrize("beyond", ["set_aside", "remove"])
 def test_a_run_goes_on_from_an_earlier_step(tmp_path, beyond, stage):
     three_steps(tmp_path)
-    with checkpoint.Manager(tmp_path, keep_last=1, stage=stage) as manager:
+    with checkpoint.Manager(tmp_path, keep=1, stage=stage) as manager:
         assert restored(manager, step=200, beyond=beyond) == (200, 200)
         assert manager.steps() == [100, 200]
         assert manager.set_aside() == ({0: [300]} if beyond == "set_aside" else {})
@@ -203,7 +203,7 @@ def test_nothing_is_recorded_where_nothing_is_beyond(tmp_path):
 
 def test_what_is_set_aside_is_out_of_the_way_of_all_rules(tmp_path):
     three_steps(tmp_path)
-    manager = checkpoint.Manager(tmp_path, keep_last=2, best=("loss", "min", 1))
+    manager = checkpoint.Manager(tmp_path, keep=checkpoint.Retention(last=2, best=("loss", "min", 1)))
     restored(manager, step=100)
     for step in range(110, 160, 10):
         save(manager, step, metrics={"loss": step})
@@ -226,12 +226,12 @@ def test_a_run_that_is_taken_back_again_and_again(tmp_path):
 
 
 def test_a_process_that_goes_on_for_the_run_as_it_was_saves_beside_it(tmp_path):
-    old = checkpoint.Manager(tmp_path, keep_last=1)
+    old = checkpoint.Manager(tmp_path, keep=1)
     for step in (1, 2, 3):
         save(old, step)
     old = checkpoint.Manager(tmp_path)
     save(old, 4)
-    new = checkpoint.Manager(tmp_path, keep_last=1)
+    new = checkpoint.Manager(tmp_path, keep=1)
     restored(new, step=3)
     save(new, 4, -4)
     save(old, 5)
@@ -241,7 +241,7 @@ def test_a_process_that_goes_on_for_the_run_as_it_was_saves_beside_it(tmp_path):
 
 def test_what_was_just_saved_stays_and_a_line_says_what_stands_beyond(tmp_path, caplog):
     three_steps(tmp_path)
-    manager = checkpoint.Manager(tmp_path, keep_last=1)
+    manager = checkpoint.Manager(tmp_path, keep=1)
     checkpoint.load(manager.path(200), app_of())
     for step in (250, 260):
         save(manager, step, -step)
@@ -331,7 +331,7 @@ def stop_at(monkeypatch, at):
 
 
 def go_back(root, beyond):
-    with checkpoint.Manager(root, keep_last=1) as manager:
+    with checkpoint.Manager(root, keep=1) as manager:
         restored(manager, step=200, beyond=beyond)
         save(manager, 250, -250)
         save(manager, 300, -300)
@@ -348,7 +348,7 @@ def test_wherever_it_ends_the_run_is_what_it_was_or_what_it_is_to_be(tmp_path, m
             with suppress(Stop):
                 go_back(root, beyond)
             ended = calls() <= at
-        manager = checkpoint.Manager(root, keep_last=1)
+        manager = checkpoint.Manager(root, keep=1)
         step, value = restored(manager)
         assert (step, value) in [(300, 300), (200, 200), (250, -250), (300, -300)], at
         assert all(checkpoint.verify(manager.path(each)).ok for each in manager.steps())
@@ -520,7 +520,7 @@ def test_on_a_store():
     for beyond, aside in (("set_aside", {0: [300]}), ("remove", {})):
         where = f"{root}/{beyond}"
         three_steps(where)
-        with checkpoint.Manager(where, mirror=f"{copies}/{beyond}", keep_last=1) as manager:
+        with checkpoint.Manager(where, mirror=f"{copies}/{beyond}", keep=1) as manager:
             assert restored(manager, step=200, beyond=beyond) == (200, 200)
             save(manager, 300, -300)
             assert manager.steps() == [200, 300] and manager.set_aside() == aside

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shardopt import checkpoint
 from shardopt.checkpoint.run.listing import list_run
-from shardopt.checkpoint.run.retention import Best, Rules, reasons_to_keep, steps_to_keep
+from shardopt.checkpoint.run.retention import Best, Retention, reasons_to_keep, steps_to_keep
 from shardopt.cli import main
 
 
@@ -126,8 +126,8 @@ def test_prune_is_dry_by_default(run, capsys):
 
 def test_prune_removes_what_a_manager_would(run, tmp_path, capsys):
     """The same rules, once behind a save and once by the shell."""
-    rules = {"keep_last": 2, "keep_every": 200, "best": ("loss", "max", 1)}
-    other = checkpoint.Manager(tmp_path / "other", **rules)
+    rules = checkpoint.Retention(last=2, every=200, best=("loss", "max", 1))
+    other = checkpoint.Manager(tmp_path / "other", keep=rules)
     for step in range(100, 600, 100):
         other.save(step, {"step": step}, metrics={"loss": 1.1 if step == 300 else 1 / step + 1})
     document = listed(capsys, "prune", run, "--keep-last", "2", "--keep-every", "200", "--best", "loss:max:1", "--yes")
@@ -264,7 +264,7 @@ def test_ls_names_what_is_missing_or_cut_in_files_beside_a_checkpoint(tmp_path, 
 @given(
     st.sets(st.integers(0, 40), max_size=12),
     st.builds(
-        Rules,
+        Retention,
         st.none() | st.integers(1, 4),
         st.none() | st.integers(1, 9),
         st.none() | st.builds(Best, st.just("loss"), st.sampled_from(["min", "max"]), st.integers(1, 3)),

@@ -28,7 +28,7 @@ def exported(root):
 
 def run(tmp_path, losses, **options):
     export = checkpoint.Export(tmp_path / "hf", rename={r"^model\.": ""}, **options)
-    with checkpoint.Manager(tmp_path / "run", keep_last=1, export=export) as manager:
+    with checkpoint.Manager(tmp_path / "run", keep=1, export=export) as manager:
         for step, loss in enumerate(losses, 1):
             manager.save(step, app(step), metrics={"loss": loss})
 
@@ -62,7 +62,7 @@ def test_a_checkpoint_that_waits_for_its_export_is_not_removed(tmp_path, monkeyp
 
     monkeypatch.setattr(module, "convert_on", slowly)
     export = checkpoint.Export(tmp_path / "hf", rename={r"^model\.": ""})
-    manager = checkpoint.Manager(tmp_path / "run", keep_last=1, export=export)
+    manager = checkpoint.Manager(tmp_path / "run", keep=1, export=export)
     manager.save(1, app(1))
     assert began.wait(30)
     for step in (2, 3, 4):

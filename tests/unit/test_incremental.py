@@ -92,7 +92,7 @@ def test_a_run_of_fifty_saves_writes_its_adapters(tmp_path):
     frozen = {f"layers.{i}": torch.randn(200, 200) for i in range(20)}
     adapters = {f"lora.{i}": torch.randn(16, 200 * 4) for i in range(20)}
     nbytes = sum(each.nbytes for each in adapters.values())
-    with checkpoint.Manager(tmp_path, keep_last=2, incremental=True) as manager:
+    with checkpoint.Manager(tmp_path, keep=2, incremental=True) as manager:
         written = []
         for step in range(1, 51):
             for each in adapters.values():
@@ -111,7 +111,7 @@ def test_a_run_of_fifty_saves_writes_its_adapters(tmp_path):
 def test_changes_that_wander_over_a_table_stay_bounded(tmp_path):
     """Every save changes other rows: references stay one step deep, boxes few, and the disk holds little more."""
     app = {"table": table(40)}
-    with checkpoint.Manager(tmp_path, keep_last=1, incremental=True) as manager:
+    with checkpoint.Manager(tmp_path, keep=1, incremental=True) as manager:
         for step in range(1, 51):
             app["table"][(step * 7 * ROWS + step) % len(app["table"])] += 1
             manager.save(step, app)
@@ -298,7 +298,7 @@ def test_a_base_without_manifest_or_with_a_damaged_one_makes_a_manager_save_all(
 
 
 def test_files_stay_as_long_as_something_refers_to_them(tmp_path):
-    with checkpoint.Manager(tmp_path, keep_last=1, incremental=True) as manager:
+    with checkpoint.Manager(tmp_path, keep=1, incremental=True) as manager:
         for step in (1, 2, 3):
             manager.save(step, app_of(step))
             assert manager.steps() == [step]
@@ -338,7 +338,7 @@ def test_nothing_is_removed_where_a_manifest_cannot_be_read(tmp_path):
 
 
 def test_a_run_that_was_taken_back_keeps_what_is_set_aside_whole(tmp_path):
-    with checkpoint.Manager(tmp_path, keep_last=2, incremental=True) as manager:
+    with checkpoint.Manager(tmp_path, keep=2, incremental=True) as manager:
         for step in (1, 2, 3):
             manager.save(step, app_of(step))
         app = app_of(0)
@@ -348,7 +348,7 @@ def test_a_run_that_was_taken_back_keeps_what_is_set_aside_whole(tmp_path):
         assert manager.set_aside() == {0: [3]}
     for path in tmp_path.glob("*/manifest.json"):
         assert checkpoint.verify(path.parent).ok
-    with checkpoint.Manager(tmp_path, keep_last=2, incremental=True) as manager:
+    with checkpoint.Manager(tmp_path, keep=2, incremental=True) as manager:
         assert manager.restore(app) == 5
         assert manager.save(6, app_of(6)).bytes_unchanged > 0
         assert is_as_saved(manager.path(6), app_of(6))
@@ -359,7 +359,7 @@ def test_saves_in_the_background_refer_too(tmp_path, stage):
     model = torch.nn.Linear(300, 300)
     model.weight.requires_grad_(False)
     optimizer = torch.optim.Adam([model.bias])
-    with checkpoint.Manager(tmp_path, keep_last=1, incremental=True, stage=stage) as manager:
+    with checkpoint.Manager(tmp_path, keep=1, incremental=True, stage=stage) as manager:
         for step in range(1, 6):
             model(torch.ones(2, 300)).sum().backward()
             optimizer.step()
@@ -374,14 +374,14 @@ def test_saves_in_the_background_refer_too(tmp_path, stage):
 
 def test_copies_refer_to_copies(tmp_path):
     local, mirror = tmp_path / "local", tmp_path / "mirror"
-    with checkpoint.Manager(local, keep_last=1, incremental=True, mirror=mirror) as manager:
+    with checkpoint.Manager(local, keep=1, incremental=True, mirror=mirror) as manager:
         for step in (1, 2, 3):
             manager.save(step, app_of(step))
             manager._behind.mirror.wait()
     shutil.rmtree(local)
     assert [each.parent.name for each in mirror.glob("*/manifest.json")] == ["step-00000003"]
     assert is_as_saved(mirror / "step-00000003", app_of(3))
-    with checkpoint.Manager(local, keep_last=1, incremental=True, mirror=mirror) as manager:
+    with checkpoint.Manager(local, keep=1, incremental=True, mirror=mirror) as manager:
         app = app_of(0)
         assert manager.restore(app) == 3 and torch.equal(app["table"], app_of(3)["table"])
         assert manager.save(4, app_of(4)).bytes_unchanged == 0  # its base is a copy, under another root

@@ -132,6 +132,7 @@ WORLD_MODULES = {
     *("random", "secrets", "uuid", "tempfile"),
     *("socket", "selectors", "select"),
 }
+WORLD_VALUES = {"datetime.timedelta"}  # a length of time, which asks no clock
 WORLD_NAMES = re.compile(r"(.*\.)?(\w*Store|get_group_store|_get_default_store|urandom|getrandom)")
 
 # The files that may make a pickle, and what for. None reads one.
@@ -266,6 +267,8 @@ def world_outside(source: Source) -> Iterator[str]:
     if source.path in WORLD_PLACES:
         return
     for line, name in source.imports():
+        if name in WORLD_VALUES:
+            continue
         if name.split(".")[0] in WORLD_MODULES or (name.startswith(("torch", "os")) and WORLD_NAMES.fullmatch(name)):
             yield f"{source.path}:{line} imports {name}"
     for node in ast.walk(source.tree):

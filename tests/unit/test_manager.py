@@ -9,6 +9,8 @@ import shutil
 import signal
 import sys
 import threading
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -42,8 +44,8 @@ def flip(path, name):
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_run_keeps_what_its_rules_say(tmp_path, stage):
     losses = {step: abs(step - 7.0) for step in range(1, 21)}
-    rules = {"keep_last": 2, "keep_every": 5, "best": ("loss", "min", 2)}
-    with checkpoint.Manager(tmp_path, stage=stage, **rules) as manager:
+    rules = checkpoint.Retention(last=2, every=5, best=("loss", "min", 2))
+    with checkpoint.Manager(tmp_path, stage=stage, keep=rules) as manager:
         run(manager, range(1, 21), lambda step: {"loss": losses[step]})
     assert manager.steps() == [5, 7, 8, 10, 15, 19, 20]
     assert sorted(each.name for each in tmp_path.iterdir()) == [f"step-{step:08d}" for step in manager.steps()]
@@ -73,7 +75,7 @@ def test_metrics_that_are_no_numbers(tmp_path):
 
 
 def test_a_users_own_metrics_are_neither_read_nor_removed(tmp_path):
-    manager = checkpoint.Manager(tmp_path, keep_last=1)
+    manager = checkpoint.Manager(tmp_path, keep=1)
     for step in (1, 2):
         own = tmp_path / f"step-{step:08d}" / "metrics.json"
         own.parent.mkdir()
@@ -105,7 +107,7 @@ def test_remains_of_dead_saves_are_cleared_and_others_left(tmp_path, stage):
         (dead / "0123456789ab-r00000.safetensors").write_bytes(b"half")
     (tmp_path / "step-00000002" / "mine.txt").write_text("mine")
     (tmp_path / "step-5").mkdir()
-    with checkpoint.Manager(tmp_path, keep_last=1, stage=stage) as manager:
+    with checkpoint.Manager(tmp_path, keep=1, stage=stage) as manager:
         run(manager, [3])
     left = {str(each.relative_to(tmp_path)) for each in tmp_path.rglob("*") if "step-00000003" not in str(each)}
     dead = {"step-00000009", "step-00000009/0123456789ab-r00000.safetensors"}  # above: another may be writing it
@@ -113,7 +115,7 @@ def test_remains_of_dead_saves_are_cleared_and_others_left(tmp_path, stage):
 
 
 def test_a_save_in_flight_to_the_same_root_is_not_cleared(tmp_path, monkeypatch):
-    manager = checkpoint.Manager(tmp_path, keep_last=1)
+    manager = checkpoint.Manager(tmp_path, keep=1)
     gate, unheld = threading.Event(), staging.copy_on_host
     monkeypatch.setattr(staging, "copy_on_host", lambda host, source: gate.wait(30) and unheld(host, source))
     weight = torch.nn.Parameter(torch.ones(3))
@@ -131,7 +133,7 @@ def test_a_save_in_flight_to_the_same_root_is_not_cleared(tmp_path, monkeypatch)
 
 
 def test_what_is_being_read_is_cleared_with_a_later_save(tmp_path, monkeypatch):
-    manager = checkpoint.Manager(tmp_path, keep_last=1)
+    manager = checkpoint.Manager(tmp_path, keep=1)
     run(manager, [1])
     reads, may_go_on = threading.Event(), threading.Event()
     load_module = sys.modules["shardopt.checkpoint.load"]
@@ -173,7 +175,7 @@ def test_a_damaged_newest_is_logged_and_the_one_before_taken(tmp_path, caplog, n
     run(checkpoint.Manager(tmp_path), (1, 2, 3))
     for step in (2, 3):
         flip(tmp_path / f"step-{step:08d}", name)
-    app, manager = app_of(), checkpoint.Manager(tmp_path, keep_last=1)
+    app, manager = app_of(), checkpoint.Manager(tmp_path, keep=1)
     with caplog.at_level(logging.WARNING, "shardopt.checkpoint"):
         assert manager.restore(app) == 1
     assert app["number"] == 1 and app["w"].eq(1).all()
@@ -280,7 +282,7 @@ def test_leaving_by_an_error_shows_that_error(tmp_path, caplog):
 
 
 def test_a_removal_that_fails_ends_no_training(tmp_path, monkeypatch, caplog):
-    manager = checkpoint.Manager(tmp_path, keep_last=1)
+    manager = checkpoint.Manager(tmp_path, keep=1)
     run(manager, [1])
 
     def refuse(*unused):
@@ -306,8 +308,8 @@ def held():
 @pytest.mark.exhaustive
 def test_200_saves_leave_memory_descriptors_and_threads_flat(tmp_path):
     app = trained(1, OPTIMIZERS["keyed"])
-    rules = {"keep_last": 2, "keep_every": 100, "best": ("loss", "min", 2)}
-    with checkpoint.Manager(tmp_path, stage="lazy", **rules) as manager:
+    rules = checkpoint.Retention(last=2, every=100, best=("loss", "min", 2))
+    with checkpoint.Manager(tmp_path, stage="lazy", keep=rules) as manager:
         for step in range(1, 201):
             manager.save(step, app, metrics={"loss": float(step)}).result(30)
             if step == 50:
@@ -319,17 +321,49 @@ def test_200_saves_leave_memory_descriptors_and_threads_flat(tmp_path):
 
 
 WRONG = {
-    "every": [0, -1, "50", 2.5, True, None, torch.tensor(2.0)],
-    "keep_last": [0, "3", 1.0, False],
-    "keep_every": [0, "3"],
-    "best": ["loss", ("a", "least", 1), ("a", "min", 0), ("a", "min", "1"), ("a", "min"), (1, "min", 1), 3],
+    "every": [0, -1, "50", 2.5, True, None, torch.tensor(2.0), timedelta(0), timedelta(minutes=-1)],
+    "keep": [0, "3", 1.0, False, (1, 2)],
+    "options": [None, {"durable": False}],
     "stage": ["background", "NOW", 1, True],
-    "stop_on": ["SIGTERM", 0, 4000, True, signal.SIGKILL, 15.0],
-    "exit_code": ["1", -1, 256, True],
-    "stop_seconds": [0, -1, "5", math.nan, None, True],
-    "deadline_seconds": [0, "5", None],
+    "stop_on": ["SIGTERM", 0, 4000, True, signal.SIGKILL, 15.0, (), (signal.SIGTERM, "SIGINT")],
     "mirror": ["", 5, b"copies"],
 }
+WRONG_RETENTION = {
+    "last": [0, "3", 1.0, False],
+    "every": [0, "3"],
+    "best": ["loss", ("a", "least", 1), ("a", "min", 0), ("a", "min", "1"), ("a", "min"), (1, "min", 1), 3],
+}
+WRONG_PREEMPTION = {"exit_code": ["1", -1, 256, True], "seconds": [0, -1, "5", math.nan, None, True]}
+WRONG_SAVES = {"deadline_seconds": [0, "5", None, math.nan], "durable": [None, "no"], "select": ["(", 3]}
+PLACES = {
+    checkpoint.Retention: WRONG_RETENTION,
+    checkpoint.Preemption: WRONG_PREEMPTION,
+    checkpoint.SaveOptions: WRONG_SAVES,
+}
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "value"),
+    [(make, name, value) for make, wrong in PLACES.items() for name, values in wrong.items() for value in values],
+    ids=repr,
+)
+def test_a_wrong_argument_of_a_frozen_value_is_refused_by_name(make, name, value):
+    with pytest.raises(OptionError, match=rf"{name}: found .*; required .*; ") as caught:
+        make(**{name: value})
+    assert [problem.key for problem in caught.value.problems] == [name]
+
+
+def test_frozen_values_list_all_that_is_wrong_and_are_equal_by_value():
+    with pytest.raises(OptionError) as caught:
+        checkpoint.Retention(last=0, every=0, best="loss")
+    assert [problem.key for problem in caught.value.problems] == ["last", "every", "best"]
+    with pytest.raises(OptionError) as caught:
+        checkpoint.Preemption("SIGTERM", exit_code=-1, seconds=0)
+    assert [problem.key for problem in caught.value.problems] == ["stop_on", "seconds", "exit_code"]
+    assert checkpoint.Retention(last=np.int64(2)) == checkpoint.Retention(last=2)
+    both = (signal.SIGTERM, signal.SIGINT)
+    assert checkpoint.Preemption(both) == checkpoint.Preemption([*both, signal.SIGINT])
+    assert replace(checkpoint.SaveOptions(durable=False), select="x").durable is False
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name in WRONG for value in WRONG[name]], ids=repr)
@@ -345,8 +379,8 @@ def test_all_wrong_options_are_told_at_once(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path)
     before = signal.getsignal(signal.SIGTERM), threading.active_count()
     with pytest.raises(OptionError) as caught:
-        checkpoint.Manager(tmp_path / "a file", every="50", best="loss", stop_on="SIGTERM", stage="background")
-    assert [problem.key for problem in caught.value.problems] == ["root", "every", "best", "stage", "stop_on"]
+        checkpoint.Manager(tmp_path / "a file", every="50", stage="background", options=3)
+    assert [problem.key for problem in caught.value.problems] == ["root", "every", "stage", "options"]
     for mirror in (tmp_path, f"{tmp_path}/", tmp_path / "link"):
         with pytest.raises(OptionError, match=r"mirror: found .*, which is the root too; required another place"):
             checkpoint.Manager(tmp_path, mirror=mirror, stop_on=signal.SIGTERM)
@@ -372,7 +406,7 @@ def test_a_signal_can_be_listened_for_in_the_main_thread_alone(tmp_path):
 
 def test_numbers_of_other_kinds_and_lists_are_taken(tmp_path):
     manager = checkpoint.Manager(
-        tmp_path, every=np.int64(2), keep_last=torch.tensor(1), best=["loss", "min", np.int32(1)]
+        tmp_path, every=np.int64(2), keep=checkpoint.Retention(last=torch.tensor(1), best=["loss", "min", np.int32(1)])
     )
     for step in range(1, 9):
         manager.save(np.int64(step), app_of(step), metrics={"loss": torch.tensor(abs(step - 4.0))})

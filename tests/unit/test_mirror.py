@@ -262,7 +262,9 @@ def test_a_rank_that_dies_in_an_upload_leaves_no_copy(tmp_path):
 
 def run_with_mirror(local, remote, last):
     """Saves steps 1 to `last` through a Manager with a second root."""
-    with checkpoint.Manager(local, mirror=remote, keep_last=2, best=("loss", "min", 1), stage="now") as manager:
+    with checkpoint.Manager(
+        local, mirror=remote, keep=checkpoint.Retention(last=2, best=("loss", "min", 1)), stage="now"
+    ) as manager:
         for step in range(1, last + 1):
             manager.save(step, {"x": value(step), "step": step}, metrics={"loss": abs(step - 2)})
             manager._saver.background.wait()

@@ -107,7 +107,7 @@ def calls(root):
 
 
 def manage(root, **options):
-    with checkpoint.Manager(root, keep_last=1, incremental=True, **options) as manager:
+    with checkpoint.Manager(root, keep=1, incremental=True, **options) as manager:
         restored = manager.restore(state())
         reports = [manager.save(step, state(step), metrics={"loss": 1.0}) for step in (10, 11, 12)]
     return restored, reports

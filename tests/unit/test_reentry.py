@@ -63,7 +63,7 @@ def test_a_save_in_a_handler_is_refused_while_a_save_or_a_load_is_under_way(tmp_
     within = {**plain, "o": Interrupted()}
     checkpoint.save(tmp_path / "before", {**plain, "o": Interrupted(interrupts=False)})
     stage = "now" if "background" in outer or "background" in inner else None
-    with checkpoint.Manager(tmp_path / "run", keep_last=1, stage=stage) as manager:
+    with checkpoint.Manager(tmp_path / "run", keep=1, stage=stage) as manager:
         manager.save(1, {**plain, "o": Interrupted(interrupts=False)})
         manager.wait()
         saves = {

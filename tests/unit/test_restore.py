@@ -260,16 +260,16 @@ def test_saves_that_are_too_slow_for_a_stop_are_warned_of(tmp_path, monkeypatch,
         patch.setattr(LocalStorage, "write", write_slowly)
         saved(tmp_path, 1, 2, stage=stage)
     assert not warnings()  # nobody wants to stop it
-    ample = {"stop_on": signal.SIGUSR2, "stop_seconds": 500.0, "stage": stage}
+    ample = {"stop_on": checkpoint.Preemption(signal.SIGUSR2, seconds=500.0), "stage": stage}
     with checkpoint.Manager(tmp_path, **ample) as manager:
         restored(manager)
         manager.save(3, app_of(3))
     assert not warnings()
-    short = ample | {"stop_seconds": 0.5}
+    short = ample | {"stop_on": checkpoint.Preemption(signal.SIGUSR2, seconds=0.5)}
     with checkpoint.Manager(tmp_path, **short) as manager:
         assert restored(manager, step=2) == 2
         (warning,) = warnings()  # of a save by an earlier process of the job, at the start of this one
-        assert "step-00000002 took 0." in warning and "0.5 s (stop_seconds)" in warning
+        assert "step-00000002 took 0." in warning and "0.5 s (seconds of Preemption)" in warning
         monkeypatch.setattr(LocalStorage, "write", write_slowly)
         manager.save(3, app_of(3))
     assert len(warnings()) == 1  # once
@@ -283,6 +283,6 @@ def test_nothing_is_said_of_a_save_whose_seconds_were_not_noted(tmp_path, caplog
     for name in ("v4", "base_of_v4"):
         shutil.copytree(Path(__file__).parents[1] / "golden" / name, tmp_path / name)
     (tmp_path / "v4").rename(tmp_path / "step-00000001")
-    with checkpoint.Manager(tmp_path, stop_on=signal.SIGUSR2, stop_seconds=0.001) as manager:
+    with checkpoint.Manager(tmp_path, stop_on=checkpoint.Preemption(signal.SIGUSR2, seconds=0.001)) as manager:
         assert manager.restore({"step": 0}, strict=False) == 1
     assert not [each for each in caplog.records if "told to stop" in each.getMessage()]

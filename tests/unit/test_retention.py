@@ -9,16 +9,16 @@ from hypothesis import strategies as st
 
 from shardopt import checkpoint
 from shardopt.checkpoint.commit import remove_checkpoint
-from shardopt.checkpoint.run.retention import Best, Rules, steps_to_keep
+from shardopt.checkpoint.run.retention import Best, Retention, steps_to_keep
 from shardopt.checkpoint.storage import LocalStorage
 
 STEPS_AND_RESUMED = st.sets(st.integers(0, 60), min_size=1, max_size=15).flatmap(
     lambda steps: st.tuples(st.just(steps), st.none() | st.sampled_from(sorted(steps)) | st.just(61))
 )
 RULES = st.builds(
-    Rules,
-    keep_last=st.none() | st.integers(1, 5),
-    keep_every=st.none() | st.integers(1, 20),
+    Retention,
+    last=st.none() | st.integers(1, 5),
+    every=st.none() | st.integers(1, 20),
     best=st.none() | st.builds(Best, st.just("loss"), st.sampled_from(["min", "max"]), st.integers(1, 4)),
 )
 LOSSES = st.dictionaries(st.integers(0, 60), st.sampled_from([math.nan, -math.inf, 0.0, 1.0, 2.0, math.inf]))
@@ -35,11 +35,11 @@ def test_what_every_choice_holds(steps_and_resumed, rules, losses):
     assert keep <= steps
     assert max(steps) in keep
     assert resumed not in steps or resumed in keep
-    if rules.keep_last is None:
+    if rules.last is None:
         assert keep == steps
         return
-    assert set(sorted(steps)[-rules.keep_last :]) <= keep
-    by_every = {step for step in steps if rules.keep_every and step % rules.keep_every == 0}
+    assert set(sorted(steps)[-rules.last :]) <= keep
+    by_every = {step for step in steps if rules.every and step % rules.every == 0}
     assert by_every <= keep
     measured = {step: losses[step] for step in steps if not math.isnan(losses.get(step, math.nan))}
     bests = set()
@@ -47,7 +47,7 @@ def test_what_every_choice_holds(steps_and_resumed, rules, losses):
         sign = -1 if rules.best.mode == "max" else 1
         bests = set(sorted(measured, key=lambda step: (sign * measured[step], -step))[: rules.best.n])
         assert bests <= keep
-    assert keep == set(sorted(steps)[-rules.keep_last :]) | by_every | bests | ({resumed} & steps)
+    assert keep == set(sorted(steps)[-rules.last :]) | by_every | bests | ({resumed} & steps)
 
 
 @given(STEPS_AND_RESUMED, RULES, LOSSES)
@@ -58,7 +58,7 @@ def test_what_was_kept_is_kept_again(steps_and_resumed, rules, losses):
 
 
 def test_a_run_from_beginning_to_end():
-    there, rules = set(), Rules(keep_last=2, keep_every=50, best=Best("loss", "min", 1))
+    there, rules = set(), Retention(last=2, every=50, best=Best("loss", "min", 1))
     losses = {10: 3.0, 20: 1.0, 30: 2.0, 40: 2.0, 50: math.nan, 60: 4.0, 70: 5.0}
     for step in losses:
         there = set(steps_to_keep(there | {step}, rules, with_metric(losses)))

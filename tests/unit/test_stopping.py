@@ -22,7 +22,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def stop():
-    stop = Stop(signal.SIGUSR2, 7, 100.0)
+    stop = Stop([signal.SIGUSR2], 7, 100.0)
     yield stop
     stop.close()
 
@@ -68,7 +68,9 @@ def test_other_ranks_have_a_halt_of_their_own(stop):
 def test_ranks_are_waited_for_as_long_as_the_manager_says(tmp_path, monkeypatch):
     waited, halt = [], Ranks.halt
     monkeypatch.setattr(Ranks, "halt", lambda self, what, seconds: waited.append(seconds) or halt(self, what, seconds))
-    with checkpoint.Manager(tmp_path, stop_on=signal.SIGUSR2, deadline_seconds=3.0) as manager:
+    with checkpoint.Manager(
+        tmp_path, stop_on=signal.SIGUSR2, options=checkpoint.SaveOptions(deadline_seconds=3.0)
+    ) as manager:
         manager.save(1, {"x": 1})
     assert waited == [3.0]
 
@@ -76,7 +78,7 @@ def test_ranks_are_waited_for_as_long_as_the_manager_says(tmp_path, monkeypatch)
 def test_what_the_signal_did_before_it_does_again():
     before = signal.getsignal(signal.SIGUSR2)
     held = threading.active_count(), len(os.listdir("/proc/self/fd"))
-    stop = Stop(signal.SIGUSR2, 7, 100.0)
+    stop = Stop([signal.SIGUSR2], 7, 100.0)
     assert signal.getsignal(signal.SIGUSR2) != before
     stop.close()
     assert signal.getsignal(signal.SIGUSR2) == before
@@ -223,7 +225,7 @@ if case == "forked":
     assert not manager.should_save(1)
     manager.close()
 elif case == "stuck":
-    manager = checkpoint.Manager(root, stop_on=signal.SIGTERM, exit_code=0, stop_seconds=0.5)
+    manager = checkpoint.Manager(root, stop_on=checkpoint.Preemption(signal.SIGTERM, exit_code=0, seconds=0.5))
     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
     mutex = ctypes.create_string_buffer(64)  # zeros are a mutex that is not locked
     for _ in range(2):  # in C, from which no signal leads back
@@ -259,3 +261,57 @@ def test_programs(tmp_path, case, code, steps):
     if case == "stuck":
         assert "told to stop by SIGTERM, and not done with it after 0.5 s" in ended.stderr
         assert time.monotonic() - begin < 60
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("code", [None, 7])
+def test_any_of_several_signals_stops(tmp_path, sent, code):
+    several = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    before = [signal.getsignal(each) for each in several]
+    stop_on = several if code is None else checkpoint.Preemption(several, exit_code=code)
+    with checkpoint.Manager(tmp_path, every=100, stop_on=stop_on) as manager:
+        manager.save(1, {"x": 1})
+        signal.raise_signal(sent)
+        with pytest.raises(SystemExit) as left:
+            manager.save(2, {"x": 1})
+        assert left.value.code == (128 + sent if code is None else code)
+        assert manager.steps() == [2]
+    for each, handler in zip(several, before, strict=True):
+        signal.signal(each, handler)
+
+
+def test_the_first_of_several_signals_says_how_it_ends(tmp_path):
+    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGUSR1)]
+    with checkpoint.Manager(tmp_path, stop_on=[signal.SIGINT, signal.SIGUSR1]) as manager:
+        signal.raise_signal(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(SystemExit) as left:
+            manager.save(1, {"x": 1})
+        assert left.value.code == 128 + signal.SIGUSR1
+    for each, handler in zip((signal.SIGINT, signal.SIGUSR1), before, strict=True):
+        signal.signal(each, handler)
+
+
+def test_several_signals_do_again_what_they_did_before(tmp_path):
+    several = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    before = [signal.getsignal(each) for each in several]
+    held = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    checkpoint.Manager(tmp_path, stop_on=several).close()
+    assert [signal.getsignal(each) for each in several] == before
+    assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == held
+
+
+def test_ctrl_c_leaves_the_processes_that_load_data_alone(tmp_path):
+    before = signal.getsignal(signal.SIGINT)
+    reader, writer = os.pipe()
+    with checkpoint.Manager(tmp_path, stop_on=signal.SIGINT):
+        child = os.fork()
+        if child == 0:
+            signal.raise_signal(signal.SIGINT)
+            os.write(writer, b"1")
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert os.read(reader, 1) == b"1"
+    os.close(reader)
+    os.close(writer)
+    assert signal.getsignal(signal.SIGINT) == before

@@ -41,7 +41,7 @@ def calls(monkeypatch):
 
 @pytest.mark.parametrize("kept", [4, 12])
 def test_a_commit_asks_for_one_manifest_however_many_are_kept(root, calls, kept):
-    with checkpoint.Manager(root, keep_last=kept) as manager:
+    with checkpoint.Manager(root, keep=kept) as manager:
         for step in range(kept + 3):
             calls.clear()
             manager.save(step, {"x": torch.ones(3)})
@@ -55,7 +55,7 @@ def test_a_commit_asks_for_one_manifest_however_many_are_kept(root, calls, kept)
 
 
 def test_a_checkpoint_whose_directory_goes_counts_no_more(root):
-    with checkpoint.Manager(root, keep_last=2) as manager:
+    with checkpoint.Manager(root, keep=2) as manager:
         for step in (1, 2, 3):
             manager.save(step, {"x": torch.ones(3)})
         remove_checkpoint(storage_of(manager.path(3)))
@@ -92,7 +92,7 @@ def test_training_does_not_wait_for_what_is_removed(root, monkeypatch):
         inner(self)
 
     monkeypatch.setattr(RemoteStorage, "remove_if_empty", remove_if_empty)
-    manager = checkpoint.Manager(root, keep_last=1)
+    manager = checkpoint.Manager(root, keep=1)
     for step in (1, 2, 3):  # the removal of step 1 goes on while step 3 is saved
         manager.save(step, {"x": torch.ones(3)})
     assert reached.is_set() and not held.is_set()
@@ -100,7 +100,7 @@ def test_training_does_not_wait_for_what_is_removed(root, monkeypatch):
     held.set()
     manager.close()
     assert manager.steps() == [2, 3]  # one at a time: what was unwanted meanwhile goes with the next
-    with checkpoint.Manager(root, keep_last=1) as manager:
+    with checkpoint.Manager(root, keep=1) as manager:
         manager.save(4, {"x": torch.ones(3)})
     assert manager.steps() == [4]
 
@@ -115,7 +115,7 @@ def test_a_place_below_the_newest_is_not_saved_to_while_removal_goes_on(root, mo
         inner(self)
 
     monkeypatch.setattr(RemoteStorage, "remove_if_empty", remove_if_empty)
-    with checkpoint.Manager(root, keep_last=1) as manager:
+    with checkpoint.Manager(root, keep=1) as manager:
         manager.save(1, {"x": torch.ones(3)})
         manager.save(5, {"x": torch.ones(3)})
         manager.save(3, {"x": torch.ones(3)})

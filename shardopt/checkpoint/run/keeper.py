@@ -11,7 +11,7 @@ from shardopt.checkpoint.reading.in_use import urls_being_read
 from shardopt.checkpoint.run.history import History
 from shardopt.checkpoint.run.metrics import metrics_of
 from shardopt.checkpoint.run.mirror import Mirror
-from shardopt.checkpoint.run.retention import Rules, steps_to_keep
+from shardopt.checkpoint.run.retention import Retention, steps_to_keep
 from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.run.steps import Place
 from shardopt.checkpoint.storage import storage_of
@@ -46,7 +46,7 @@ class Keeper:
         history: History,
         root: Root,
         copies: Root | None,
-        rules: Rules,
+        rules: Retention,
         mirror: Mirror | None,
         promoting: Callable[[], frozenset[str]],
         group: Group | None = None,

@@ -12,7 +12,7 @@ from shardopt.checkpoint.format.manifest import DataFile, Manifest
 from shardopt.checkpoint.reading.fetch import threads_for
 from shardopt.checkpoint.run.branches import Branches, branches_of
 from shardopt.checkpoint.run.metrics import metrics_of
-from shardopt.checkpoint.run.retention import Rules, reasons_to_keep
+from shardopt.checkpoint.run.retention import Retention, reasons_to_keep
 from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.run.steps import Place
 from shardopt.checkpoint.sources.read_manifest import read_manifest
@@ -76,7 +76,7 @@ class RunListing:
     branches: Branches
     checkpoints: tuple[Listed, ...]
 
-    def reasons_to_keep(self, rules: Rules) -> dict[Place, list[str]]:
+    def reasons_to_keep(self, rules: Retention) -> dict[Place, list[str]]:
         """Returns the places of the run whose checkpoints stay, and why: by the rules, or as branches begin there."""
         run = {each.place.step: each for each in self.checkpoints if each.place and each.in_run and each.counts}
         metrics = {step: each.metrics or {} for step, each in run.items()}

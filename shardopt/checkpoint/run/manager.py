@@ -6,8 +6,10 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import fields, replace
+from datetime import timedelta
 from typing import Any, NoReturn
 
 from shardopt.checkpoint.async_save import Stage
@@ -27,23 +29,22 @@ from shardopt.checkpoint.run.options import (
     check_run_options,
     check_step,
     refuse_unknown_branch,
-    rules_of,
-    signal_of,
 )
+from shardopt.checkpoint.run.preemption import Preemption, preemption_of
 from shardopt.checkpoint.run.restoring import restore_newest, summary_of
-from shardopt.checkpoint.run.retention import Mode
+from shardopt.checkpoint.run.retention import Retention, retention_of
 from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.run.saving.behind import Behind
+from shardopt.checkpoint.run.saving.due import Due
 from shardopt.checkpoint.run.saving.slow_saves import SlowSaves
 from shardopt.checkpoint.run.saving.step_saver import StepSaver
 from shardopt.checkpoint.run.tiers.tier import Tier, refuse_unfit_tiers
 from shardopt.checkpoint.run.tiers.tiers import Tiers
-from shardopt.checkpoint.save import SaveOptions
+from shardopt.checkpoint.save import DEFAULT_OPTIONS, SaveOptions, SaveTerms
 from shardopt.checkpoint.storage import storage_of
 from shardopt.checkpoint.writing.pending import PendingSave
-from shardopt.ranks import DEADLINE_SECONDS, Group, ranks_of
+from shardopt.ranks import Group, ranks_of
 from shardopt.reentry import LOADING, SAVING, WAITING, is_part_of, refuse_within
-from shardopt.state import Tied
 from shardopt.stopping import Stop
 
 _log = logging.getLogger("shardopt.checkpoint")
@@ -65,29 +66,22 @@ class Manager:
             `incremental`.
         mirror: a second root, such as "s3://bucket/run", to which committed checkpoints are copied behind the training
             (`Mirror`); `restore` takes the newest of both, and the same rules remove what is not to be kept there.
-        every: `save` writes at steps that are multiples of this.
-        keep_last: how many of the newest checkpoints stay; None keeps all.
-        keep_every: checkpoints of steps that are multiples of this stay too.
-        best: `(metric, mode, n)`: the n checkpoints whose metric is the least ("min") or the greatest ("max") stay too.
-            In any case the newest stays, the one that was saved last, and the one that the run was restored from.
+        every: `save` writes at steps that are multiples of this; or, a `timedelta`, at the first step after each such
+            time by rank 0's clock, the same on all ranks: then `save` or `should_save` is to be called at every step.
+        keep: how many of the newest checkpoints stay, or a `Retention`; None keeps all. In any case the newest stays,
+            the one that was saved last, and the one that the run was restored from.
         stage: None blocks training until the checkpoint is committed; "now" and "lazy" write it in the background, as
             `async_save` does, of whose cares these are.
-        stop_on: a signal, such as `signal.SIGTERM`. Sent to any one rank it makes all ranks save after the same step,
-            the next that none of them has passed, and leave with SystemExit. This needs `save` or `should_save` to be
-            called at every step, and the Manager to be made in the main thread. Failures of an earlier save or copy are
-            logged then, once this one is saved.
-        exit_code: of processes that have left so; None is 128 and the signal's number, as shells have it. Where
-            torchrun is to start the job again it must not be 0.
-        stop_seconds: within which a process that got the signal ends, saved or not. Rank 0 logs a warning, once, if the
-            save that the run is restored from, or a later one, took more than half of it.
-        deadline_seconds: how long a rank may show no sign of life before the others give up and name it.
+        stop_on: a signal, such as `signal.SIGTERM`, several, or a `Preemption`. Sent to any one rank it makes all ranks
+            save after the same step, the next that none of them has passed, and leave with SystemExit. This needs
+            `save` or `should_save` to be called at every step, and the Manager to be made in the main thread. Failures
+            of an earlier save or copy are logged then, once this one is saved.
+        options: of all saves (`SaveOptions`).
         group: the ranks of the run, where they are not all of the job: a process group, or a device mesh. Others make
             no Manager for its root. Making it is collective then, as is its use.
-        tied: parameters that are tied across ranks, as for `checkpoint.save`.
         incremental: whether a save refers to the one before for what has not changed since, as by `save(..., base=)`;
             the first one, or one after which the one before is gone, writes everything. Files that are referred to stay
             as long as a checkpoint that does, whatever the rules say of their own.
-        select: a regex; only keys in which it is found are saved, as by `save(..., select=)`.
         export: the last or best checkpoint is also written as a folder that Hugging Face's `from_pretrained` reads, by
             rank 0 behind the training. A failure is logged, and raised by `close` on that rank.
 
@@ -102,48 +96,40 @@ class Manager:
         *,
         tiers: Sequence[Tier] = (),
         mirror: str | os.PathLike[str] | None = None,
-        every: int = 1,
-        keep_last: int | None = None,
-        keep_every: int | None = None,
-        best: tuple[str, Mode, int] | None = None,
+        every: int | timedelta = 1,
+        keep: int | Retention | None = None,
         stage: Stage | None = None,
-        stop_on: signal.Signals | None = None,
-        exit_code: int | None = None,
-        stop_seconds: float = 25.0,
-        deadline_seconds: float = DEADLINE_SECONDS,
+        stop_on: signal.Signals | Iterable[signal.Signals] | Preemption | None = None,
+        options: SaveOptions = DEFAULT_OPTIONS,
         group: Group | None = None,
-        tied: Tied | None = None,
         incremental: bool = False,
-        select: str | None = None,
         export: Export | None = None,
     ) -> None:
-        check_run_options(
-            root, mirror, every, keep_last, keep_every, best, stage, stop_on, exit_code, stop_seconds, deadline_seconds
-        )
+        rules, preemption = retention_of(keep), preemption_of(stop_on)
+        check_run_options(root, mirror, every, stage, preemption is not None, options)
         roots = [storage_of(each) for each in (root, mirror) if each is not None]
         refuse_unfit_tiers(tiers, roots, incremental)
-        options = SaveOptions(
-            deadline_seconds=deadline_seconds, group=group, tied=tied, base_required=False, select=select
-        )
+        terms = SaveTerms(**{each.name: getattr(options, each.name) for each in fields(SaveOptions)}, group=group)
+        terms = replace(terms, base_required=False)
         rank = ranks_of(group).rank  # refused where it is not in the group
-        self._group, self._tied, self._every, self._deadline_seconds = group, tied, int(every), deadline_seconds
+        deadline_seconds = options.deadline_seconds
+        self._group, self._tied, self._deadline_seconds = group, options.tied, deadline_seconds
+        self._due = Due(every, group, deadline_seconds)
         self._stop: Stop | None = None
-        stop_signal = signal_of(stop_on)
-        if stop_signal is not None:
-            self._stop = Stop(stop_signal, 128 + stop_signal if exit_code is None else exit_code, stop_seconds)
+        if preemption is not None:
+            self._stop = Stop(preemption.all_signals, preemption.exit_code, preemption.seconds)
         self._root, *of_copies = map(Root, roots)
         copies = of_copies[0] if of_copies else None
         copier = None if mirror is None else Mirror(root, mirror, deadline_seconds=deadline_seconds, group=group)
         self._tiers = Tiers(tiers, self._root, deadline_seconds, group, copies)
         self._history = History(self._root, copies, copier, deadline_seconds, group)
-        rules = rules_of(keep_last, keep_every, best)
         self._keeper = Keeper(self._history, self._root, copies, rules, copier, self._tiers.promoting, group)
         self._exporter = None if export is None or rank else Exporter(export)
-        slow = SlowSaves(None if self._stop is None or rank else stop_seconds)
+        slow = SlowSaves(None if preemption is None or rank else preemption.seconds)
         self._behind = Behind(
-            self._root, self._every, self._history, self._tiers, copier, self._exporter, self._keeper, slow, options
+            self._root, self._due, self._history, self._tiers, copier, self._exporter, self._keeper, slow, terms
         )
-        self._saver = StepSaver(self._root, self._tiers, self._behind, stage, incremental, options)
+        self._saver = StepSaver(self._root, self._tiers, self._behind, stage, incremental, terms)
         self._closed = self._warned_of_step = False
 
     def path(self, step: int) -> str:
@@ -174,7 +160,8 @@ class Manager:
 
     def should_save(self, step: int) -> bool:
         """Whether `save` would write at this step: it is due, here or on a tier, or the job is to stop."""
-        return self._stops_after(step) or step % self._every == 0 or self._tiers.is_due(step)
+        stops, is_due = self._stops_after(step), self._due.at(step)
+        return stops or is_due or self._tiers.is_due(step)
 
     @is_part_of(WAITING)
     def where(self) -> dict[int, dict[str, int | None]]:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
-from typing import Literal, NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from shardopt.checkpoint.run.options import is_count, optional_count_problem, refuse
+from shardopt.errors import Problem
 
 Mode = Literal["min", "max"]
 
@@ -17,23 +21,71 @@ class Best(NamedTuple):
     n: int
 
 
-class Rules(NamedTuple):
-    """Rules of retention, each of which keeps some besides those of the others; the newest stays in any case.
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints of a run a `Manager` keeps. Each rule keeps some besides those of the others.
+
+    In any case the newest stays, the one that was saved last, and the one that the run was restored from.
 
     Args:
-        keep_last: so many of the newest; None keeps all there are.
-        keep_every: those of steps that are multiples of this.
-        best: those of the best metrics.
+        last: so many of the newest; None keeps all there are, whatever the other rules.
+        every: those of steps that are multiples of this.
+        best: `(metric, mode, n)`: the n checkpoints whose metric is the least ("min") or the greatest ("max"). One
+            without the metric is never among them.
+
+    Raises:
+        OptionError: an argument is none; all of them are listed.
     """
 
-    keep_last: int | None = None
-    keep_every: int | None = None
-    best: Best | None = None
+    last: int | None = None
+    every: int | None = None
+    best: Best | tuple[str, Mode, int] | None = None
+
+    def __post_init__(self) -> None:
+        problems = [
+            *optional_count_problem("last", self.last, 1),
+            *optional_count_problem("every", self.every, 1),
+            *_best_problem(self.best),
+        ]
+        refuse(problems)
+        for name in ("last", "every"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, None if value is None else int(value))
+        if self.best is not None:
+            metric, mode, n = self.best
+            object.__setattr__(self, "best", Best(metric, mode, int(n)))
+
+
+def retention_of(keep: Any) -> Retention:
+    """Returns what `keep=` of a `Manager` stands for: a `Retention`, or how many of the newest; None for all.
+
+    Raises:
+        OptionError: it is none of these.
+    """
+    if isinstance(keep, Retention):
+        return keep
+    if keep is not None and not is_count(keep, 1):
+        found = repr(keep)
+        required = "how many of the newest stay, at least 1, as an int; or a Retention"
+        refuse([Problem("keep", found, required, "give it as in keep=3 or keep=Retention(last=3, every=1000)")])
+    return Retention(last=keep)
+
+
+def _best_problem(best: Any) -> list[Problem]:
+    """Returns the problem of `best=`, if there is one."""
+    if best is None:
+        return []
+    if isinstance(best, Sequence) and not isinstance(best, str) and len(best) == 3:
+        metric, mode, n = best
+        if isinstance(metric, str) and mode in ("min", "max") and is_count(n, 1):
+            return []
+    required = '(a metric, "min" or "max", how many: at least 1)'
+    return [Problem("best", repr(best), required, 'give it as in best=("loss", "min", 2)')]
 
 
 def steps_to_keep(
     committed: Collection[int],
-    rules: Rules,
+    rules: Retention,
     metrics: Mapping[int, Mapping[str, float]],
     pinned: Collection[int] = (),
 ) -> frozenset[int]:
@@ -43,7 +95,7 @@ def steps_to_keep(
 
 def reasons_to_keep(
     committed: Collection[int],
-    rules: Rules,
+    rules: Retention,
     metrics: Mapping[int, Mapping[str, float]],
     pinned: Mapping[int, str] | None = None,
 ) -> dict[int, list[str]]:
@@ -58,15 +110,16 @@ def reasons_to_keep(
     """
     steps = sorted(committed)
     rules_and_steps: list[tuple[str, Collection[int]]] = [("newest", steps[-1:])]
-    if rules.keep_last is None:
+    if rules.last is None:
         rules_and_steps.append(("no rule", steps[:-1]))
     else:
-        rules_and_steps.append((f"last {rules.keep_last}", steps[-max(rules.keep_last, 1) :]))
-        if rules.keep_every is not None:
-            every = rules.keep_every
+        rules_and_steps.append((f"last {rules.last}", steps[-max(rules.last, 1) :]))
+        if rules.every is not None:
+            every = rules.every
             rules_and_steps.append((f"every {every}", [step for step in steps if step % every == 0]))
         if rules.best is not None:
-            rules_and_steps.append((f"best {rules.best.metric}", _best(steps, rules.best, metrics)))
+            best = Best(*rules.best)
+            rules_and_steps.append((f"best {best.metric}", _best(steps, best, metrics)))
     rules_and_steps += [(why, {step}.intersection(steps)) for step, why in (pinned or {}).items()]
     reasons: dict[int, list[str]] = {}
     for why, kept in rules_and_steps:

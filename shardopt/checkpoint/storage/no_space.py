@@ -33,6 +33,6 @@ def explain_no_space(
             key=storage.url,
             found=f"{there}{written():,} of the bytes written{quota}",
             required=f"{needed():,} bytes for {content}",
-            remedy="make room, keep fewer checkpoints (keep_last), or save to another disk",
+            remedy="make room, keep fewer checkpoints (keep=), or save to another disk",
         )
         raise NoSpaceError(f"cannot write to {storage.url}: {error.strerror}", [problem]) from error

@@ -21,10 +21,11 @@ from shardopt.checkpoint.run.metrics import metrics_of
 from shardopt.checkpoint.run.mirror import Mirror
 from shardopt.checkpoint.run.restoring import Restored
 from shardopt.checkpoint.run.root import Root
+from shardopt.checkpoint.run.saving.due import Due
 from shardopt.checkpoint.run.saving.slow_saves import SlowSaves
 from shardopt.checkpoint.run.steps import Place
 from shardopt.checkpoint.run.tiers.tiers import Tiers
-from shardopt.checkpoint.save import SaveOptions
+from shardopt.checkpoint.save import SaveTerms
 from shardopt.checkpoint.storage import storage_of
 from shardopt.ranks import ranks_of
 from shardopt.world import world
@@ -34,7 +35,8 @@ class Behind:
     """Begins what follows a commit, and keeps what came of it. All ranks make the same calls.
 
     Args:
-        root: of the run; its checkpoints are of steps that are multiples of `every`.
+        root: of the run.
+        due: which says what of the tiers goes to the root too.
         history: of the run.
         tiers: of the run, which may be none.
         mirror: of the run, if there is one.
@@ -47,16 +49,16 @@ class Behind:
     def __init__(
         self,
         root: Root,
-        every: int,
+        due: Due,
         history: History,
         tiers: Tiers,
         mirror: Mirror | None,
         exporter: Exporter | None,
         keeper: Keeper,
         slow_saves: SlowSaves,
-        options: SaveOptions,
+        options: SaveTerms,
     ) -> None:
-        self._root, self._every, self._history = root, every, history
+        self._root, self._due, self._history = root, due, history
         self.tiers, self.mirror = tiers, mirror
         self._exporter, self._keeper, self._slow_saves = exporter, keeper, slow_saves
         self._deadline_seconds, self._group = options.deadline_seconds, options.group
@@ -89,7 +91,7 @@ class Behind:
         self._known[place] = report.url if is_on_hosts(report.url) else self._root.checkpoint(place).url
         then = partial(self._committed_at_root, place, report.seconds, metrics)
         if is_on_hosts(report.url):
-            self.tiers.committed(place, report.url, self._goes_to_root(place), then)
+            self.tiers.committed(place, report.url, self._due.was_at(place.step), then)
         elif self.tiers and in_turn:
             self.tiers.committed_at_root(place, then)
         else:
@@ -128,7 +130,7 @@ class Behind:
         self._keeper.restored(place, restored.damaged)
         self.copy_newest(restored.damaged)
         then = partial(self._committed_at_root, place, seconds, None)
-        self.tiers.restored(place, url, branches, self._goes_to_root(place), then)
+        self.tiers.restored(place, url, branches, self._due.may_have_been_at(place.step), then)
         self._slow_saves.look_at(url, seconds)
 
     def copy_newest(self, damaged: Collection[str] = ()) -> None:
@@ -203,9 +205,6 @@ class Behind:
 
     def _copy(self, mirror: Mirror, place: Place) -> None:
         mirror.begin(place.name, afterwards=lambda _: self._keeper.tidy_copies())
-
-    def _goes_to_root(self, place: Place) -> bool:
-        return place.step % self._every == 0
 
 
 def _raise_taken(failures: Failures, until: int | None = None) -> None:

@@ -24,8 +24,8 @@ class SlowSaves:
         if self._stop_seconds is None or seconds is None or seconds <= _SHARE * self._stop_seconds:
             return
         _log.warning(
-            "saving %s took %.3g s, and a job that is told to stop has %g s (stop_seconds) for a step and a save; "
-            "give it more, and have the launcher grant more than that before it kills",
+            "saving %s took %.3g s, and a job that is told to stop has %g s (seconds of Preemption) for a step and a "
+            "save; give it more, and have the launcher grant more than that before it kills",
             *(url, seconds, self._stop_seconds),
         )
         self._stop_seconds = None

@@ -14,7 +14,7 @@ from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.run.saving.behind import Behind
 from shardopt.checkpoint.run.steps import Place
 from shardopt.checkpoint.run.tiers.tiers import Tiers
-from shardopt.checkpoint.save import SaveOptions, save_now
+from shardopt.checkpoint.save import SaveTerms, save_now
 from shardopt.checkpoint.writing.pending import PendingSave, take_failures
 from shardopt.errors import StateError
 from shardopt.ranks import ranks_of
@@ -33,7 +33,7 @@ class StepSaver:
     """
 
     def __init__(
-        self, root: Root, tiers: Tiers, behind: Behind, stage: Stage | None, incremental: bool, options: SaveOptions
+        self, root: Root, tiers: Tiers, behind: Behind, stage: Stage | None, incremental: bool, options: SaveTerms
     ) -> None:
         self._root, self._tiers, self._behind = root, tiers, behind
         self._stage, self._incremental, self._options = stage, incremental, options
@@ -129,7 +129,7 @@ class StepSaver:
         url: str,
         app: Mapping[str, Any],
         metrics: Mapping[str, float] | None,
-        options: SaveOptions,
+        options: SaveTerms,
         in_turn: bool,
     ) -> SaveReport:
         numbers = _numbers_or_none(metrics)
@@ -138,7 +138,7 @@ class StepSaver:
         self._last = place, report
         return report
 
-    def _options_with(self, *instead: str) -> SaveOptions:
+    def _options_with(self, *instead: str) -> SaveTerms:
         return replace(self._options, base=self._behind.base if self._incremental else None, instead=instead)
 
 

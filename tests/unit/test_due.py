@@ -1,0 +1,81 @@
+"""Saves every so much time: by rank 0's clock, and after the same step on all ranks."""
+
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from shardopt import checkpoint
+from shardopt.world import World, using, world
+from tests.harness import run_ranks
+
+
+class Clock(World):
+    """A clock that is set."""
+
+    def __init__(self):
+        self.seconds = 1000.0
+
+    def monotonic(self):
+        return self.seconds
+
+
+def saved_by_time(manager, clock, app, steps, each=60.0):
+    for step in steps:
+        clock.seconds += each
+        manager.save(step, app)
+
+
+def test_a_step_is_saved_after_so_much_time(tmp_path):
+    clock, app = Clock(), {"x": torch.ones(1)}
+    with using(clock), checkpoint.Manager(tmp_path, every=timedelta(minutes=5)) as manager:
+        assert manager.restore(app) == 0
+        saved_by_time(manager, clock, app, range(1, 12))
+        assert manager.steps() == [5, 11]  # the time begins anew at the first step after a save
+        assert manager.should_save(12) is manager.should_save(12) is False
+        manager.save(13, app, force=True)
+        clock.seconds += 300
+        assert manager.should_save(14) is manager.should_save(14) is True
+        manager.save(14, app)
+        assert manager.steps() == [5, 11, 13, 14]
+
+
+def test_what_a_tier_has_goes_to_the_root_where_it_is_time(tmp_path):
+    clock, app = Clock(), {"x": torch.ones(1)}
+    tiers = [checkpoint.Tier(str(tmp_path / "tier"), every=1)]
+    with using(clock), checkpoint.Manager(tmp_path / "root", tiers=tiers, every=timedelta(minutes=3)) as manager:
+        saved_by_time(manager, clock, app, range(1, 6))
+        manager.wait()
+        assert manager.steps() == [3]
+
+
+class Own(World):
+    """A clock of each rank's own, and for all but rank 0 one on which it is always time."""
+
+    def __init__(self, begin):
+        self.begin, self.added = begin, 0.0
+
+    def monotonic(self):
+        return time.monotonic() + (self.added if dist.get_rank() == 0 else 1e6 * self.added)
+
+
+def saves_of_ranks(root):
+    own = Own(world().monotonic())
+    due = []
+    with using(own), checkpoint.Manager(root, every=timedelta(hours=1)) as manager:
+        for step in range(1, 40):
+            dist.barrier()  # as a step has
+            own.added += 600.0 if dist.get_rank() == 0 else 1.0
+            if manager.should_save(step):
+                due.append(step)
+            manager.save(step, {"x": torch.ones(1)})
+    return due, manager.steps()
+
+
+def test_ranks_save_after_the_same_step_by_the_clock_of_rank_0(tmp_path):
+    (first, steps), *others = run_ranks(3, saves_of_ranks, str(tmp_path))
+    assert first == steps
+    assert 4 <= len(first) <= 7
+    for due, _ in others:
+        assert due == first
