@@ -28,7 +28,7 @@ from shardopt.checkpoint.planning.replica_check import CheckReplicas
 from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.reports import SaveReport
 from shardopt.checkpoint.save import DEFAULT_OPTIONS, SaveTerms, replicas_to_check
-from shardopt.checkpoint.storage import absolute_url
+from shardopt.checkpoint.storage import absolute_url, use_options
 from shardopt.checkpoint.writing.host_memory import HostMemory
 from shardopt.checkpoint.writing.pending import PendingSave, hold_steps
 from shardopt.checkpoint.writing.staging import Shares, Staging
@@ -278,6 +278,7 @@ def async_save(
     tied: Tied | None = None,
     base: str | os.PathLike[str] | None = None,
     select: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> PendingSave:
     """Saves as `save` does, but returns once the state is copied to host memory; a thread writes and commits it.
 
@@ -299,7 +300,7 @@ def async_save(
             fused kernels, nor through `.data`, nor by steps replayed from a CUDA graph, which call no hooks.
         in_flight: what to do while an earlier save of these ranks is in flight: "wait" for it, or "refuse" this one on
             all of them.
-        durable, deadline_seconds, group, tied, base, select: as for `save`.
+        durable, deadline_seconds, group, tied, base, select, storage_options: as for `save`.
         check_replicas: as for `save`. For "sampled" the samples are copied with the state, at the call; for "all"
             everything that this rank holds is, whoever writes it.
         progress: as for `save`, but called from the thread, beside the program; an error that it raises fails the save.
@@ -315,6 +316,9 @@ def async_save(
     until then; the next save is in step again, and raises on all of them if it was not reported on one yet.
     """
     refuse_within(f"saving {os.fspath(url)}", app)
+    for each in (url, base):
+        if each is not None:
+            use_options(each, storage_options)
     base_url = None if base is None else absolute_url(base)
     options = SaveTerms(durable, check_replicas, progress, deadline_seconds, tied, select, group, base_url)
     return _saver_of(group).save(url, app, options, stage=stage, in_flight=in_flight)

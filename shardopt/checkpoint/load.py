@@ -45,7 +45,7 @@ from shardopt.checkpoint.rearrange.rules import AnyRule
 from shardopt.checkpoint.reports import LoadReport, emit_report
 from shardopt.checkpoint.sources.open_on_ranks import opener_of
 from shardopt.checkpoint.sources.reader import CheckpointReader
-from shardopt.checkpoint.storage import absolute_url
+from shardopt.checkpoint.storage import absolute_url, use_options
 from shardopt.errors import CheckpointError, MismatchError, Problem, ShardoptError
 from shardopt.flatten import flatten
 from shardopt.gc_pause import gc_paused
@@ -166,6 +166,7 @@ def load(
     group: Group | None = None,
     tied: Tied | None = None,
     base_root: str | os.PathLike[str] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> LoadReport:
     r"""Loads a checkpoint into `app`, whatever ranks, meshes and placements it was saved from. Collective.
 
@@ -205,6 +206,7 @@ def load(
             call. It need not be the group that saved.
         tied: as for `save`. Where the checkpoint has both names apart, they must be equal.
         base_root: as for `open`.
+        storage_options: as for `save`.
 
     Raises:
         OptionError: this rank is not in `group`.
@@ -233,6 +235,7 @@ def load(
     url = absolute_url(url)
     # Around a call, so that the collector finds the plan gone when it wakes.
     refuse_within(f"loading {os.fspath(url)}", but=[LOADING])
+    use_options(url, storage_options)
     with reading(url), ranks_of(group).beating(deadline_seconds), gc_paused():
         report, differences = _load(url, app, options)
     emit_report("load", report)

@@ -28,7 +28,7 @@ from shardopt.checkpoint.planning.save_plan import RankWrites
 from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.refer import Unchanged
 from shardopt.checkpoint.reports import SaveReport, emit_report
-from shardopt.checkpoint.storage import Storage, absolute_url, wrap_os_errors
+from shardopt.checkpoint.storage import Storage, absolute_url, use_options, wrap_os_errors
 from shardopt.checkpoint.writing.pending import raise_failures
 from shardopt.checkpoint.writing.unchanged import Base, PartsBySlot, cut_by_changes, pack_parts
 from shardopt.checkpoint.writing.write import from_memory, with_progress, write_files
@@ -108,6 +108,7 @@ def save(
     tied: Tied | None = None,
     base: str | os.PathLike[str] | None = None,
     select: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> SaveReport:
     """Writes the state of `app` to a new checkpoint at `url`. Collective: every rank (of `group`) must call it.
 
@@ -134,6 +135,8 @@ def save(
             `{"output.weight": "embed.weight"}` where stages of a pipeline each have one of the two. Wherever the first
             is part of a path in `app`, the second is meant; the tensor is stored once, and can be had by both. The same
             on every rank.
+        storage_options: arguments of fsspec's file system for this URL, such as an endpoint and credentials; whatever
+            this process opens at or below it from now on takes them too. They are stored nowhere, and in no message.
 
     Raises:
         OptionError: this rank is not in `group`.
@@ -144,6 +147,9 @@ def save(
         RankError: a rank failed in another way, died, or did not make the call.
     """
     refuse_within(f"saving {os.fspath(url)}", app)
+    for each in (url, base):
+        if each is not None:
+            use_options(each, storage_options)
     base_url = None if base is None else absolute_url(base)
     options = SaveTerms(durable, check_replicas, progress, deadline_seconds, tied, select, group, base_url)
     return save_now(absolute_url(url), app, options)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import shardopt
 from shardopt import checkpoint
-from shardopt.errors import CheckpointError, CheckpointExistsError, RankError
+from shardopt.errors import CheckpointError, CheckpointExistsError, RankError, ShardoptError
 from tests.harness import run_ranks
 
 RANKS = 3
@@ -209,3 +209,28 @@ def test_rank_0_alone_tells_what_was_restored(tmp_path):
     first, *others = run_ranks(2, restore_and_look, str(tmp_path))
     assert others == [""]
     assert f"shardopt: restored step 3 from {tmp_path}/step-00000003, saved by 3 ranks, " in first
+
+
+def change_what_is_there(root):
+    app = {"x": torch.ones(4), "rank": checkpoint.PerRank(dist.get_rank()), "step": 0}
+    errors = []
+    with checkpoint.Manager(root, stage="now", options=checkpoint.SaveOptions(durable=False)) as manager:
+        for step in (1, 2, 3):
+            app["step"] = step
+            manager.save(step, app)
+            manager.add_metrics(step, {"loss": 1.0 / step + dist.get_rank()})
+        for call in (
+            lambda: manager.add_metrics(1, {"loss": "low" if dist.get_rank() else 1.0}),
+            lambda: manager.add_metrics(7, {"loss": 1.0}),
+            lambda: manager.delete(7),
+        ):
+            with pytest.raises(ShardoptError) as caught:
+                call()
+            errors.append(type(caught.value).__name__)
+        manager.delete(3)
+        return errors, manager.latest_step, manager.metrics(2), manager.restore(app)
+
+
+def test_metrics_are_added_and_steps_deleted_by_all_ranks(tmp_path):
+    errors = ["StateError", "CheckpointNotFoundError", "CheckpointNotFoundError"]
+    assert run_ranks(2, change_what_is_there, str(tmp_path)) == [(errors, 2, {"loss": 0.5}, 2)] * 2

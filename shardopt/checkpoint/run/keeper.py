@@ -9,12 +9,12 @@ from shardopt.checkpoint.commit import remove_checkpoint, remove_checkpoints
 from shardopt.checkpoint.hosts.hosts import is_on_hosts
 from shardopt.checkpoint.reading.in_use import urls_being_read
 from shardopt.checkpoint.run.history import History
-from shardopt.checkpoint.run.metrics import metrics_of
+from shardopt.checkpoint.run.metrics import metrics_of, record_name
 from shardopt.checkpoint.run.mirror import Mirror
 from shardopt.checkpoint.run.retention import Retention, steps_to_keep
 from shardopt.checkpoint.run.root import Root
 from shardopt.checkpoint.run.steps import Place
-from shardopt.checkpoint.storage import storage_of
+from shardopt.checkpoint.storage import storage_of, wrap_os_errors
 from shardopt.checkpoint.writing.pending import tracked_urls
 from shardopt.errors import CheckpointError, CorruptionError
 from shardopt.ranks import Group, ranks_of
@@ -126,6 +126,28 @@ class Keeper:
         if self._tidying is not None:
             self._tidying.join()
 
+    def measured(self, place: Place, metrics: Mapping[str, float]) -> None:
+        """Notes the metrics of a checkpoint that was committed before: they count when next something is removed."""
+        self._metrics[place] = metrics
+
+    def delete(self, place: Place) -> bool:
+        """Removes a checkpoint under both roots, whatever the rules; returns whether there was one. On rank 0."""
+        self.close()
+        found = False
+        for root in filter(None, (self._root, self._copies)):
+            found = root.is_committed(place) or found
+            with wrap_os_errors(f"remove {root.checkpoint(place).url}"):
+                remove_checkpoint(root.checkpoint(place))
+                root.storage.remove(record_name(place.name))
+            root.forget([place])
+        return found
+
+    def forget(self, place: Place) -> None:
+        """Forgets what was noted of a checkpoint that was removed."""
+        self._metrics.pop(place, None)
+        self._saved = None if self._saved == place else self._saved
+        self._resumed = None if self._resumed == place else self._resumed
+
     def tidy_copies(self) -> None:
         """Does the same as `tidy` under the root of the mirror, once a checkpoint was copied."""
         if self._copies is not None:
@@ -169,6 +191,9 @@ class Keeper:
         root.forget(free)
         self._say_removed([url for place in free if (url := root.checkpoint(place).url) in self._damaged])
         remove_checkpoints([root.checkpoint(place) for place in free])
+        for place in free:
+            if record_name(place.name) in root.names:
+                root.storage.remove(record_name(place.name))
 
     def _say_removed(self, damaged: Collection[str]) -> None:
         if damaged and ranks_of(self._group).rank == 0:

@@ -137,7 +137,7 @@ def look_at(
     try:
         with wrap_os_errors(f"look into {storage.url}"):
             manifest, _ = read_manifest(storage)
-            metrics = manifest.metrics if manifest.metrics is not None else metrics_of(storage)
+            metrics = metrics_of(storage)
             problems = [*_missing_or_cut(manifest, storage)]
         if verify_bytes:
             problems = [*verify(storage.url).problems]

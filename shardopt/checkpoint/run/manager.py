@@ -17,6 +17,7 @@ from shardopt.checkpoint.load import load
 from shardopt.checkpoint.matching.strictness import Strictness
 from shardopt.checkpoint.progress import Progress
 from shardopt.checkpoint.reading.broadcast import Replicas
+from shardopt.checkpoint.rearrange.rules import AnyRule
 from shardopt.checkpoint.reports import LoadReport, SaveReport, announce
 from shardopt.checkpoint.run.branches import Beyond, Branches
 from shardopt.checkpoint.run.export import Export, Exporter
@@ -41,7 +42,7 @@ from shardopt.checkpoint.run.saving.step_saver import StepSaver
 from shardopt.checkpoint.run.tiers.tier import Tier, refuse_unfit_tiers
 from shardopt.checkpoint.run.tiers.tiers import Tiers
 from shardopt.checkpoint.save import DEFAULT_OPTIONS, SaveOptions, SaveTerms
-from shardopt.checkpoint.storage import storage_of
+from shardopt.checkpoint.storage import storage_of, use_options
 from shardopt.checkpoint.writing.pending import PendingSave
 from shardopt.ranks import Group, ranks_of
 from shardopt.reentry import LOADING, SAVING, WAITING, is_part_of, refuse_within
@@ -84,6 +85,9 @@ class Manager:
             as long as a checkpoint that does, whatever the rules say of their own.
         export: the last or best checkpoint is also written as a folder that Hugging Face's `from_pretrained` reads, by
             rank 0 behind the training. A failure is logged, and raised by `close` on that rank.
+        storage_options: arguments of fsspec's file system for root and mirror, such as an endpoint and credentials;
+            whatever this process opens at or below these URLs takes them too. They are stored nowhere, and in no
+            message. A path takes none.
 
     Raises:
         OptionError: arguments of the wrong type or out of their range; all of them are listed. Or this rank is not in
@@ -104,7 +108,11 @@ class Manager:
         group: Group | None = None,
         incremental: bool = False,
         export: Export | None = None,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> None:
+        for url in (root, mirror) if storage_options is not None else ():
+            if isinstance(url, str | os.PathLike):
+                use_options(url, storage_options)
         rules, preemption = retention_of(keep), preemption_of(stop_on)
         check_run_options(root, mirror, every, stage, preemption is not None, options)
         roots = [storage_of(each) for each in (root, mirror) if each is not None]
@@ -127,7 +135,7 @@ class Manager:
         self._exporter = None if export is None or rank else Exporter(export)
         slow = SlowSaves(None if preemption is None or rank else preemption.seconds)
         self._behind = Behind(
-            self._root, self._due, self._history, self._tiers, copier, self._exporter, self._keeper, slow, terms
+            self._root, self._due, self._history, self._tiers, copier, copies, self._exporter, self._keeper, slow, terms
         )
         self._saver = StepSaver(self._root, self._tiers, self._behind, stage, incremental, terms)
         self._closed = self._warned_of_step = False
@@ -146,6 +154,11 @@ class Manager:
         run, _ = self._history.committed_here()
         return [place.step for place in run]
 
+    @property
+    def latest_step(self) -> int | None:
+        """The greatest of `steps()`; None where there is none. Local."""
+        return max(self.steps(), default=None)
+
     def set_aside(self) -> dict[int, list[int]]:
         """Returns by branch the steps that were saved on it and are no part of the run since it was taken back. Local.
 
@@ -155,8 +168,49 @@ class Manager:
         return {branch: [each.step for each in others if each.branch == branch] for _, branch in others}
 
     def metrics(self, step: int) -> dict[str, float]:
-        """Returns the metrics that `save` got for a step; empty where it got none. Local."""
+        """Returns the metrics that `save` and `add_metrics` got for a step; empty where they got none. Local."""
         return metrics_of(self._root.checkpoint(self._history.place_of_step(step)))
+
+    @is_part_of(SAVING)
+    def add_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Adds metrics to a checkpoint that is saved, as where it is evaluated afterwards. Collective.
+
+        They count for `Retention(best=)` when next something is removed, and for `Export(best=)` at once; of one name
+        the last counts. A save of the step in the background is waited for. They stand beside the checkpoint in the
+        root and the mirror, also where it is on tiers alone.
+
+        Args:
+            metrics: numbers by name; rank 0's count.
+
+        Raises:
+            CheckpointNotFoundError: there is no such checkpoint.
+            StateError: something is no number.
+            ShardoptError: a save in the background has failed.
+        """
+        self._require_open()
+        check_step(step)
+        refuse_within(f"adding metrics to step {step} of {self._root.url}")
+        with ranks_of(self._group).beating(self._deadline_seconds):
+            self._saver.background.wait()
+            self._behind.add_metrics(self._branches().place(int(step)), metrics)
+
+    @is_part_of(SAVING)
+    def delete(self, step: int) -> None:
+        """Removes the checkpoint of a step of the run, wherever it is: root, mirror and tiers. Collective.
+
+        Saves and copies in the background are waited for. Data files to which later checkpoints refer stay, as long as
+        these do. Also the newest may be removed, and then the one before it is what a restore takes.
+
+        Raises:
+            CheckpointNotFoundError: there is none.
+            CheckpointError: it could not be removed.
+            ShardoptError: a save or a copy in the background has failed.
+        """
+        self._require_open()
+        check_step(step)
+        refuse_within(f"removing step {step} of {self._root.url}")
+        with ranks_of(self._group).beating(self._deadline_seconds):
+            self._saver.delete(self._branches().place(int(step)))
 
     def should_save(self, step: int) -> bool:
         """Whether `save` would write at this step: it is due, here or on a tier, or the job is to stop."""
@@ -224,6 +278,8 @@ class Manager:
         strict: bool | Strictness = True,
         select: str | None = None,
         rename: Mapping[str, str] | None = None,
+        rearrange: Sequence[AnyRule] = (),
+        skip: str | None = None,
         transactional: bool = False,
         replicas: Replicas = "auto",
         progress: Progress | None = None,
@@ -249,7 +305,7 @@ class Manager:
                 a job that is started again comes back with these keys alone, and with a new optimizer's state and a
                 step of 0 where it does not find them. The line about the restore says so. To begin with some weights
                 of another run, load these by `checkpoint.load(url, app, select=...)` where `restore` has returned 0.
-            strict, rename, transactional, replicas, progress: as for `load`.
+            strict, rename, rearrange, skip, transactional, replicas, progress: as for `load`.
 
         Returns:
             The step of the checkpoint, or 0 where there is none.
@@ -272,6 +328,8 @@ class Manager:
                 strict=strict,
                 select=select,
                 rename=rename,
+                rearrange=rearrange,
+                skip=skip,
                 transactional=transactional,
                 replicas=replicas,
                 init_state=True,

@@ -1,11 +1,21 @@
-"""Metrics of a checkpoint: numbers by name, in its manifest."""
+"""Metrics of a checkpoint: numbers by name, in its manifest, and those that were added once it was committed.
+
+A committed checkpoint is never changed: what is added stands beside it in the root, as `step-00000500.metrics.json`,
+with the name of the save that it is of.
+"""
 
 from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
 
 from shardopt.checkpoint.format.constants import METRICS_NAME, damaged, load_json
 from shardopt.checkpoint.sources.read_manifest import read_manifest
 from shardopt.checkpoint.storage import Storage
-from shardopt.errors import CheckpointNotFoundError
+from shardopt.errors import CheckpointNotFoundError, CorruptionError
+
+_log = logging.getLogger("shardopt.checkpoint")
 
 
 def metrics_of(checkpoint: Storage) -> dict[str, float]:
@@ -18,9 +28,50 @@ def metrics_of(checkpoint: Storage) -> dict[str, float]:
         manifest, _ = read_manifest(checkpoint)
     except CheckpointNotFoundError:
         return {}
-    if manifest.metrics is not None:
-        return dict(manifest.metrics)
-    return _metrics_of_file(checkpoint)
+    own = _metrics_of_file(checkpoint) if manifest.metrics is None else manifest.metrics
+    return {**own, **added_to(checkpoint, manifest.save_id)}
+
+
+def added_to(checkpoint: Storage, save_id: str) -> dict[str, float]:
+    """Returns the metrics that were added to a checkpoint of this save. Damaged ones are logged, and none."""
+    beside = checkpoint.parent()
+    if beside is None:
+        return {}
+    root, name = beside
+    try:
+        data = root.read(record_name(name))
+    except FileNotFoundError:
+        return {}
+    where = f"{root.url}/{record_name(name)}"
+    try:
+        record = load_json(data, where)
+        return {key: float(value) for key, value in record["metrics"].items()} if record["save_id"] == save_id else {}
+    except (CorruptionError, TypeError, ValueError, KeyError, AttributeError):
+        _log.warning("%s is no record of metrics: add them again; the checkpoint itself is not touched by this", where)
+        return {}
+
+
+def add_to(checkpoint: Storage, save_id: str, metrics: Mapping[str, float]) -> None:
+    """Adds metrics to those of a checkpoint of this save; of one name the last counts."""
+    beside = checkpoint.parent()
+    assert beside is not None  # it has a name in its root
+    root, name = beside
+    record = {"save_id": save_id, "metrics": {**added_to(checkpoint, save_id), **metrics}}
+    root.make()
+    root.publish(record_name(name), json.dumps(record).encode())
+
+
+def save_id_of(checkpoint: Storage) -> str | None:
+    """Returns the name of the save that a checkpoint is of; None where there is none. Raises CorruptionError."""
+    try:
+        return read_manifest(checkpoint)[0].save_id
+    except CheckpointNotFoundError:
+        return None
+
+
+def record_name(name: str) -> str:
+    """Returns the name of the file with what was added to the metrics of the checkpoint of this name."""
+    return f"{name}.{METRICS_NAME}"
 
 
 def _metrics_of_file(checkpoint: Storage) -> dict[str, float]:

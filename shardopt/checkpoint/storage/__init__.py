@@ -3,7 +3,7 @@
 from shardopt.checkpoint.storage.answers import AnsweredStorage, Answers
 from shardopt.checkpoint.storage.base import ReadInto, Span, Storage
 from shardopt.checkpoint.storage.local import LocalStorage, is_temporary
-from shardopt.checkpoint.storage.open import absolute_url, storage_of, wrap_os_errors
+from shardopt.checkpoint.storage.open import absolute_url, storage_of, use_options, wrap_os_errors
 from shardopt.checkpoint.storage.remote import RemoteStorage
 
 __all__ = [
@@ -17,5 +17,6 @@ __all__ = [
     "absolute_url",
     "is_temporary",
     "storage_of",
+    "use_options",
     "wrap_os_errors",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ from fsspec.registry import available_protocols, known_implementations  # type: 
 from shardopt.checkpoint.storage.base import Storage
 from shardopt.checkpoint.storage.local import LocalStorage
 from shardopt.checkpoint.storage.remote import RemoteStorage
-from shardopt.errors import CheckpointError, Problem, ShardoptError
+from shardopt.errors import CheckpointError, OptionError, Problem, ShardoptError
 from shardopt.redaction import without_secrets
 from shardopt.world import world
 
@@ -52,6 +52,49 @@ def storage_of(url: str | os.PathLike[str], durable: bool = True) -> Storage:
     return world().open_storage(os.fspath(url), durable, _open)
 
 
+def use_options(url: str | os.PathLike[str], options: Mapping[str, Any] | None) -> None:
+    """Has this process open what is at a URL, and below it, with these arguments of its file system from now on.
+
+    They may be credentials: they are kept in memory alone, and are in no message.
+
+    Raises:
+        OptionError: they are no arguments by name, or the file system does not take them.
+        CheckpointError: as `storage_of`.
+    """
+    if options is None:
+        return
+    names = [*options] if isinstance(options, Mapping) else [None]
+    if not all(isinstance(name, str) for name in names):
+        found = f"a {type(options).__name__}"
+        remedy = 'give a dict, such as {"endpoint_url": "https://s3.example.org"}'
+        raise OptionError("arguments that cannot be meant", [Problem("storage_options", found, _OPTIONS, remedy)])
+    text = absolute_url(url)
+    before = _options.get(text)
+    _options[text] = dict(options)
+    try:
+        # Under the name that the storage gives itself too, by which it is opened later.
+        _options[storage_of(text).url] = _options[text]
+    except (TypeError, ValueError) as error:
+        _options.pop(text)
+        if before is not None:
+            _options[text] = before
+        found = f"{', '.join(names)}, at which it raises {type(error).__name__}"
+        problem = Problem("storage_options", found, _OPTIONS, "see the documentation of its fsspec class")
+        raise OptionError("arguments that cannot be meant", [problem]) from None  # which may have them in its text
+
+
+_OPTIONS = "arguments of fsspec's file system by name"
+_options: dict[str, dict[str, Any]] = {}  # by URL
+
+
+def _options_of(text: str) -> dict[str, Any]:
+    """Returns the arguments of the file system of a URL: those of the longest URL that it is at, or below."""
+    if not _options:
+        return {}
+    above = (each for each in _options if text == each or text.startswith(each.rstrip("/") + "/"))
+    return _options.get(max(above, key=len, default=""), {})
+
+
 def _open(text: str, durable: bool) -> Storage:
     url = absolute_url(text)
     if not _URL.match(url):
@@ -70,10 +113,10 @@ def _file_system(url: str) -> tuple[Any, str]:
     """Returns the file system of a URL, and the path in it; of a chain ("zip://run::s3://bucket/a.zip") the first."""
     links = _LINK.split(url)
     if not any("::" in link for link in links):
-        return fsspec.core.url_to_fs(url)  # type: ignore[no-any-return]  # has no type hints
+        return fsspec.core.url_to_fs(url, **_options_of(url))  # type: ignore[no-any-return]  # has no type hints
     if len(links) > 1:
         raise ValueError(f"{url}: a path with '::' in it, within a chain")
-    fs, path = fsspec.core.url_to_fs(url.replace("::", _NO_LINK))
+    fs, path = fsspec.core.url_to_fs(url.replace("::", _NO_LINK), **_options_of(url))
     return fs, path.replace(_NO_LINK, "::")
 
 

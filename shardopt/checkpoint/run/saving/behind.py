@@ -11,13 +11,14 @@ from contextlib import ExitStack
 from functools import partial
 
 from shardopt.checkpoint.format.constants import MANIFEST_NAME
+from shardopt.checkpoint.format.metrics import numbers_of
 from shardopt.checkpoint.hosts.hosts import is_on_hosts
 from shardopt.checkpoint.reports import SaveReport
 from shardopt.checkpoint.run.export import Exporter
 from shardopt.checkpoint.run.failures import Failures
 from shardopt.checkpoint.run.history import History
 from shardopt.checkpoint.run.keeper import Keeper
-from shardopt.checkpoint.run.metrics import metrics_of
+from shardopt.checkpoint.run.metrics import add_to, metrics_of, save_id_of
 from shardopt.checkpoint.run.mirror import Mirror
 from shardopt.checkpoint.run.restoring import Restored
 from shardopt.checkpoint.run.root import Root
@@ -26,7 +27,8 @@ from shardopt.checkpoint.run.saving.slow_saves import SlowSaves
 from shardopt.checkpoint.run.steps import Place
 from shardopt.checkpoint.run.tiers.tiers import Tiers
 from shardopt.checkpoint.save import SaveTerms
-from shardopt.checkpoint.storage import storage_of
+from shardopt.checkpoint.storage import storage_of, wrap_os_errors
+from shardopt.errors import CheckpointNotFoundError, Problem
 from shardopt.ranks import ranks_of
 from shardopt.world import world
 
@@ -39,7 +41,7 @@ class Behind:
         due: which says what of the tiers goes to the root too.
         history: of the run.
         tiers: of the run, which may be none.
-        mirror: of the run, if there is one.
+        mirror: of the run, if there is one, and `copies` its root.
         exporter: on rank 0, if there is one.
         keeper: which removes what is no longer wanted.
         slow_saves: which is told how long saves took.
@@ -53,17 +55,20 @@ class Behind:
         history: History,
         tiers: Tiers,
         mirror: Mirror | None,
+        copies: Root | None,
         exporter: Exporter | None,
         keeper: Keeper,
         slow_saves: SlowSaves,
         options: SaveTerms,
     ) -> None:
         self._root, self._due, self._history = root, due, history
-        self.tiers, self.mirror = tiers, mirror
+        self.tiers, self.mirror, self._copies = tiers, mirror, copies
         self._exporter, self._keeper, self._slow_saves = exporter, keeper, slow_saves
         self._deadline_seconds, self._group = options.deadline_seconds, options.group
         self._copying = [each for each in (tiers, mirror) if each]
         self._known: dict[Place, str] = {}  # what was committed or restored here, and where
+        self._save_ids: dict[Place, str] = {}  # of these
+        self._added: dict[Place, dict[str, float]] = {}  # metrics, after the commit
         self.base: str | None = None
         """The URL of the last checkpoint that is known under the root."""
         self._committing = world().lock()
@@ -78,6 +83,7 @@ class Behind:
             self.mirror.prepare()
         with self._committing:
             self._keeper.make_way(place)
+            self._added.pop(place, None)
         if self.tiers and in_turn:
             self.tiers.make_room()
 
@@ -89,6 +95,7 @@ class Behind:
             in_turn: whether what is begun is begun after what tiers have begun: in one order on all ranks.
         """
         self._known[place] = report.url if is_on_hosts(report.url) else self._root.checkpoint(place).url
+        self._save_ids[place] = report.save_id
         then = partial(self._committed_at_root, place, report.seconds, metrics)
         if is_on_hosts(report.url):
             self.tiers.committed(place, report.url, self._due.was_at(place.step), then)
@@ -106,6 +113,7 @@ class Behind:
         checkpoint = self._root.checkpoint(place)
         metrics = metrics_of(checkpoint) if metrics is None else metrics
         with self._committing:
+            metrics = {**metrics, **self._added.get(place, {})}
             self._slow_saves.look_at(checkpoint.url, seconds)
             self._known[place] = self.base = checkpoint.url
             if self.mirror is not None:
@@ -125,7 +133,7 @@ class Behind:
             self.tiers.restored(None, None, branches, False, lambda: None)
             return
         (place, url), seconds = restored.candidate, restored.report.save_seconds
-        self._known = {place: url}
+        self._known, self._save_ids = {place: url}, {place: restored.report.save_id}
         self.base = url if url == self._root.checkpoint(place).url else None  # and not a copy elsewhere
         self._keeper.restored(place, restored.damaged)
         self.copy_newest(restored.damaged)
@@ -143,6 +151,68 @@ class Behind:
             newest = self._history.newest_under_root(damaged)
             if newest is not None:
                 self._copy(self.mirror, newest)
+
+    def add_metrics(self, place: Place, metrics: Mapping[str, float]) -> None:
+        """Adds metrics to a checkpoint that is committed, wherever it is. Collective; rank 0's count.
+
+        Raises:
+            CheckpointNotFoundError: there is no such checkpoint.
+            StateError: something is no number.
+        """
+        ranks, checkpoint = ranks_of(self._group), self._root.checkpoint(place)
+
+        def add() -> None:
+            save_id = self._save_ids.get(place)
+            roots = [checkpoint] if self._copies is None else [checkpoint, self._copies.checkpoint(place)]
+            if save_id is None:
+                save_id = next((found for root in roots if (found := save_id_of(root)) is not None), None)
+            if save_id is None:
+                raise _not_found(place, self._root, self._history)
+            numbers = numbers_of(metrics)
+            with self._committing, wrap_os_errors(f"write the metrics of {checkpoint.url}"):
+                for root in roots:
+                    add_to(root, save_id, numbers)
+                self._added[place] = {**self._added.get(place, {}), **numbers}
+                if self._root.is_committed(place):
+                    measured = metrics_of(checkpoint)
+                    self._keeper.measured(place, measured)
+                    if self._exporter is not None:
+                        self._exporter.offer(place, checkpoint.url, measured)
+
+        ranks.agree(
+            f"adding metrics to step {place.step} of {self._root.url}",
+            work=lambda: numbers_of(metrics),
+            report=lambda _: None,
+            decide=lambda _: add(),
+            deadline_seconds=self._deadline_seconds,
+        )
+
+    def delete(self, place: Place) -> None:
+        """Removes a checkpoint wherever it is: under both roots, and on tiers. Collective; nothing is under way.
+
+        Raises:
+            CheckpointNotFoundError: there is none.
+            CheckpointError: it could not be removed.
+        """
+        on_tiers = any(each.place == place for each in self.tiers.candidates())
+
+        def delete() -> None:
+            if not self._keeper.delete(place) and not on_tiers:
+                raise _not_found(place, self._root, self._history)
+
+        ranks_of(self._group).agree(
+            f"removing step {place.step} of {self._root.url}",
+            work=lambda: None,
+            decide=lambda _: delete(),
+            deadline_seconds=self._deadline_seconds,
+        )
+        if on_tiers:
+            self.tiers.delete(place)
+        self._keeper.forget(place)
+        for known in (self._known, self._save_ids, self._added):
+            known.pop(place, None)
+        if self.base == self._root.checkpoint(place).url:
+            self.base = None
 
     def url_of(self, place: Place, at_root: bool) -> str | None:
         """Returns where a checkpoint is that was committed or restored here; None if there is none. Collective.
@@ -205,6 +275,13 @@ class Behind:
 
     def _copy(self, mirror: Mirror, place: Place) -> None:
         mirror.begin(place.name, afterwards=lambda _: self._keeper.tidy_copies())
+
+
+def _not_found(place: Place, root: Root, history: History) -> CheckpointNotFoundError:
+    run, _ = history.committed_here()
+    there = f"steps {', '.join(str(each.step) for each in run)}" if run else "no committed checkpoint"
+    problem = Problem(root.url, there, f"step {place.step}", "give one of the steps that are there")
+    return CheckpointNotFoundError("there is no checkpoint of this step", [problem])
 
 
 def _raise_taken(failures: Failures, until: int | None = None) -> None:

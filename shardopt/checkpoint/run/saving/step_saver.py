@@ -105,6 +105,13 @@ class StepSaver:
         """Forgets the last save: the run goes on from what was restored. Local."""
         self._last = None
 
+    def delete(self, place: Place) -> None:
+        """Removes a checkpoint wherever it is, once nothing is being saved or copied. Collective."""
+        self.wait()
+        self._behind.delete(place)
+        if self._last is not None and self._last[0] == place:
+            self._last = None
+
     def wait(self) -> None:
         """Waits for saves and copies in the background, and raises their failures. Collective."""
         self.background.wait()

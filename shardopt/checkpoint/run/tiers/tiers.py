@@ -224,6 +224,21 @@ class Tiers:
         if place is not None and number is not None:
             self._begin(place, number, to_root, then, is_restored=True)
 
+    def delete(self, place: Place) -> None:
+        """Removes a checkpoint from all tiers. Collective; nothing is under way.
+
+        Raises:
+            CheckpointError: as `prepare`.
+        """
+        self.prepare()
+
+        def clear() -> None:
+            for hosts in self._all_hosts():
+                clear_shares(hosts, place.__eq__)
+
+        what = f"removing step {place.step} from tiers"
+        self._ranks.agree(what, work=clear, deadline_seconds=self._deadline_seconds)
+
     def finish(self) -> None:
         """Waits until all that was begun is done. Local; a failure stays to be raised."""
         self._queue.finish()
