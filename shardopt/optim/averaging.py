@@ -30,6 +30,7 @@ from shardopt.param_groups import AVERAGING, N_AVERAGED, STATE
 from shardopt.reentry import CHANGING, is_part_of
 from shardopt.sharding.view import assemble, local_tensors, view_of
 from shardopt.staging_fence import wait_for_copies
+from shardopt.swapped import note_swapped, note_swapped_back, refuse_swapped
 
 _SCRATCH_BYTES = 64 << 20  # converted weights that an update holds at a time
 
@@ -107,7 +108,16 @@ class Averaging:
 
     @property
     def module(self) -> nn.Module:
-        """The model whose weights are averaged."""
+        """The model, while the averages stand in it; torch's `AveragedModel.module` is a model with the averages, too.
+
+        Raises:
+            AttributeError: they do not stand in it, and a state_dict() of it would be that of its own weights.
+        """
+        if not self.swapped:
+            raise AttributeError(
+                f"{type(self).__name__} keeps averages beside the model, and has no module with them; put them in the "
+                "model for a while: `with ema.swap(): weights = model.state_dict()`"
+            )
         return self._model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -145,6 +155,7 @@ class Averaging:
                 of its range; nothing was changed.
         """
         self._refuse_swapped("averages cannot be updated")
+        refuse_swapped("averages of other averages cannot be made", self._params.values())
         n = self.n_averaged
         own = self._avg_fn is None and self._multi_avg_fn is None
         step_size = self._step_size(n) if n and own else 1.0
@@ -196,17 +207,20 @@ class Averaging:
 
         All parameters and buffers come back as they were, so batch-norm statistics may be computed anew in between
         (`update_bn`). While the averages stand in the model its own weights are kept beside it: memory for one more
-        copy of this rank's shards. Until then nothing here can be updated, saved or loaded, and an attached
-        optimizer refuses to step; the model alone can be saved, and is then that of the averages. The unsharded
-        parameters that a forward of `fully_shard` has left are freed. Local, but every rank must swap.
+        copy of this rank's shards. Until then nothing here can be updated, saved or loaded; keyed and attached
+        optimizers refuse to step and to change their mode, and other averages of these weights to be updated or put in.
+        The model alone can be saved, and is then that of the averages. The unsharded parameters that a forward of
+        `fully_shard` has left are freed. Local, but every rank must swap.
 
         Returns:
             A context that puts the weights back at its end: `with ema.swap(): evaluate(model)`.
 
         Raises:
             StateError: the model has other parameters than when the averages were made, or a weight is sharded in
-                another way; nothing was changed.
+                another way, or other averages stand in the model; nothing was changed.
         """
+        if self._own_values is None:
+            refuse_swapped("averages cannot be put in the model", self._params.values())
         _reshard(self._model)
         wait_for_copies()  # a save in the background may still be taking the weights
         with torch.no_grad():
@@ -317,6 +331,7 @@ class Averaging:
         }
         for average, local in pairs:
             local.copy_(average)
+        note_swapped(self, self._params)
 
     def _swap_back(self, own_values: Mapping[str, list[Tensor]]) -> None:
         pairs: list[Pair] = []
@@ -328,6 +343,7 @@ class Averaging:
         for local, own in pairs:
             local.copy_(own)
         self._own_values = None
+        note_swapped_back(self)
 
     def _refuse_swapped(self, why: str) -> None:
         if self._own_values is not None:

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardopt.algorithms.elementwise.schedule_free import refusal_to_step
+from shardopt.algorithms.elementwise.schedule_free import TRAIN_MODE, refusal_to_step
 from shardopt.errors import AlgorithmError, Problem, StateError
 from shardopt.optim.base import KeyedOptimizer
 from shardopt.optim.related import RelatedOptimizer
 from shardopt.param_groups import PARAMS
 from shardopt.ranks import Group, SharedGroup
+from shardopt.swapped import MODE_IN_SWAP, STEP_IN_SWAP, refuse_swapped
 from shardopt.torch_private import is_torchs, not_compiled, step_nested
 
 
@@ -61,6 +62,7 @@ class CompositeOptimizer(KeyedOptimizer):
             raise AlgorithmError("the closure is evaluated once for all", [problem])
         if self.evaluating:
             raise refusal_to_step(type(self).__name__)
+        refuse_swapped(STEP_IN_SWAP, chain.from_iterable(group[PARAMS] for group in self.param_groups))
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -92,6 +94,9 @@ class CompositeOptimizer(KeyedOptimizer):
 
     def train(self, mode: bool = True) -> None:
         """Calls that of every child."""
+        if any(group.get(TRAIN_MODE) is not mode for group in self.param_groups if TRAIN_MODE in group):
+            # Before the first child has changed.
+            refuse_swapped(MODE_IN_SWAP, chain.from_iterable(group[PARAMS] for group in self.param_groups))
         for child in self._children:
             child.train(mode)
 

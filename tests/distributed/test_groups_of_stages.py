@@ -97,6 +97,31 @@ def test_a_load_that_is_not_strict(tmp_path):
         assert first["keyed"] == third["keyed"] == [(0.03125, 0.5), (rate, 0.25), (0.03125, 0.125)]
 
 
+def fewer_groups(path, declared):
+    """Two stages, of which the second has a group of its own for what it has; the first does not know of that."""
+    rank = dist.get_rank()
+    params = {name: torch.nn.Parameter(torch.ones(2)) for name in (NAMES[:2], NAMES[2:])[rank]}
+    groups = [{"match": "^head", "lr": 0.25}] if rank or declared else None
+
+    def made(lr):
+        return shardopt.keyed("adamw", params, lr=lr, groups=groups)
+
+    saved, loaded = made(0.5), made(0.125)
+    for parameter in params.values():
+        parameter.grad = torch.ones(2)
+    saved.step()
+    checkpoint.save(path, {"optimizer": saved})
+    checkpoint.load(path, {"optimizer": loaded}, init_state=True)
+    return {name: group["lr"] for group in loaded.state_dict()["param_groups"] for name in group["params"]}
+
+
+@pytest.mark.parametrize("declared", [False, True])
+def test_a_stage_that_declares_fewer_groups_than_another_is_loaded_by_its_own_members(tmp_path, declared):
+    first, second = run_ranks(2, fewer_groups, str(tmp_path / "saved"), declared)
+    assert first == dict.fromkeys(NAMES[:2], 0.5)
+    assert second == {"second.weight": 0.5, "head.weight": 0.25}
+
+
 def refuse_mistaken_patterns(path):
     """Returns what each call says on this rank; nothing is saved, and nothing loaded."""
     said = {}

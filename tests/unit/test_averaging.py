@@ -1,6 +1,7 @@
 """EMA and SWA in one process: torch's own averages bit for bit, swapped in and out, saved and loaded."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_m
 
 import shardopt
 from shardopt import checkpoint
+from shardopt.algorithms.elementwise.schedule_free import ScheduleFreeAdamW
 from shardopt.errors import LayoutError, MismatchError, StateError
 from shardopt.optim import averaging
 
@@ -417,6 +419,74 @@ def test_the_statistics_of_the_averages_leave_with_them():
     assert_equal(values(net), own)
 
 
+def schedule_free(net, _):
+    return shardopt.keyed("ScheduleFreeAdamW", net.named_parameters(), lr=0.01)
+
+
+def of_two(net, _):
+    groups = [{"match": "^2", "algorithm": "sgd", "lr": 0.1}]
+    return shardopt.keyed("ScheduleFreeSGD", net.named_parameters(), lr=0.01, groups=groups)
+
+
+def plain(net, _):
+    return ScheduleFreeAdamW(net.parameters(), lr=0.01)
+
+
+@pytest.mark.parametrize("made", [schedule_free, of_two, plain])
+@every_kind
+def test_the_mode_of_schedule_free_is_not_changed_while_averages_stand_in_the_model(made, kind):
+    net = model()
+    ours, optimizer = KINDS[kind][0](net), made(net, kind)
+    train(net, optimizer, range(3), ours.update)
+    own = {name: p.detach().clone() for name, p in net.named_parameters()}
+    for before, change in (((), optimizer.eval), ((optimizer.eval,), optimizer.train)):
+        for each in before:
+            each()
+        own = {name: p.detach().clone() for name, p in net.named_parameters()}
+        with ours.swap():
+            inside = {name: p.detach().clone() for name, p in net.named_parameters()}
+            with pytest.raises(StateError, match="the mode cannot be changed"):
+                change()
+            assert all(torch.equal(p, inside[name]) for name, p in net.named_parameters())
+            for again in before:
+                again()  # the mode that there is
+        assert all(torch.equal(p, own[name]) for name, p in net.named_parameters())
+        change()  # the remedy
+
+
+def test_averages_of_averages_are_refused_and_steps_within():
+    net = model()
+    ema, swa, optimizer = shardopt.EMA(net), shardopt.SWA(net), sgd(net)
+    keyed = shardopt.keyed("sgd", net.named_parameters(), lr=0.1)
+    train(net, optimizer, range(3), lambda: (ema.update(), swa.update()))
+    own = values(net)
+    with ema.swap():
+        for refused, said in (
+            (swa.swap, "averages cannot be put in the model"),
+            (swa.update, "averages of other averages"),
+            (keyed.step, "a step would train the averages"),
+        ):
+            with pytest.raises(StateError, match=said):
+                refused()
+    assert_equal(values(net), own)
+    with swa.swap():
+        assert swa.swapped
+    keyed.step()
+    swa.update()
+
+
+def test_who_ships_averages_and_drops_the_rest_trains_on_from_them():
+    net = model()
+    ema, keyed = shardopt.EMA(net), shardopt.keyed("sgd", net.named_parameters(), lr=0.1)
+    train(net, keyed, range(2), ema.update)
+    ema.swap()
+    with pytest.raises(StateError, match="a step would train"):
+        keyed.step()
+    del ema
+    gc.collect()
+    keyed.step()
+
+
 def own_average(average, weight, n_averaged):
     return average + (weight - average) / (n_averaged + 2)
 
@@ -454,10 +524,12 @@ def test_it_is_called_as_a_module_with_the_averages():
     theirs.module.load_state_dict({**theirs.module.state_dict(), **dict(net.named_buffers())})
     before, own = values(net), net(batch(9))
     assert torch.equal(ema(batch(9)), theirs(batch(9))) and not torch.equal(own, theirs(batch(9)))
-    assert not ema(batch(9)).requires_grad and ema.module is net
+    assert not ema(batch(9)).requires_grad and not hasattr(ema, "module")
     assert_equal(values(net), before)
     with ema.swap():
-        assert torch.equal(ema(batch(9)), theirs(batch(9))) and ema.swapped
+        assert torch.equal(ema(batch(9)), theirs(batch(9))) and ema.swapped and ema.module is net
+    with pytest.raises(AttributeError, match=r"with ema.swap\(\)"):
+        ema.module.state_dict()
     with pytest.raises(RuntimeError):
         ema(torch.zeros(6, 4))  # the forward fails
     assert_equal(values(net), before)

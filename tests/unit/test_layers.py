@@ -27,6 +27,7 @@ FLOORS = {
     "gc_pause": 1,
     "reentry": 1,
     "staging_fence": 1,
+    "swapped": 1,
     "accelerator": 1,
     "torch_private": 1,
     "signals": 1,

@@ -16,6 +16,7 @@ Source: Defazio et al., The Road Less Scheduled (arXiv:2405.15682), in the order
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from shardopt.algorithms.elementwise.base import (
     restore_dtypes,
 )
 from shardopt.errors import Problem, StateError
+from shardopt.swapped import MODE_IN_SWAP, refuse_swapped
 
 TRAIN_MODE = "train_mode"
 """The option of a group that says whether the model has y (True) or x."""
@@ -50,6 +52,8 @@ class ScheduleFree(ElementwiseOptimizer):
         Nothing happens in the mode that there is already, nor to a parameter that never had a step, whose x is y. Both
         ways there is one rounding: y after `eval` and `train` may differ from before in the last bits.
         """
+        if any(group[TRAIN_MODE] != mode for group in self.param_groups):
+            refuse_swapped(MODE_IN_SWAP, chain.from_iterable(group["params"] for group in self.param_groups))
         with torch.no_grad():
             for group in self.param_groups:
                 if group[TRAIN_MODE] == mode:

@@ -43,6 +43,7 @@ from shardopt.optim.state_dict.groups import refuse_flattened, refuse_unfit_grou
 from shardopt.ranks import SharedGroup
 from shardopt.sharding.gradients import requires_gradient, zero_gradients
 from shardopt.sharding.view import empty_local_tensor, local_tensors
+from shardopt.swapped import MODE_IN_SWAP, STEP_IN_SWAP, refuse_swapped
 from shardopt.torch_private import free_unsharded_parameters, gathers_as_torch, step_without_hooks
 
 Group = dict[str, Any]
@@ -176,6 +177,7 @@ class LocalOptimizer:
         """Lets an algorithm with weights of two kinds put those to train into the parameters, or those to evaluate."""
         if not isinstance(self.optimizer, ScheduleFree) or all(group[TRAIN_MODE] == mode for group in self.groups):
             return
+        refuse_swapped(MODE_IN_SWAP, chain.from_iterable(group["params"] for group in self.groups))
         self._check_groups()
         if self.shards:
             free_unsharded_parameters()
@@ -194,6 +196,7 @@ class LocalOptimizer:
         """Takes one step of the algorithm without hooks; returns the closure's loss."""
         if self.evaluating:
             raise refusal_to_step(type(self.optimizer).__name__)
+        refuse_swapped(STEP_IN_SWAP, chain.from_iterable(group["params"] for group in self.groups))
         if self.spec is None or not self.spec.elementwise:
             self._check_groups()
             self.states.hand_over()

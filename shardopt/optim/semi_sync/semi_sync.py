@@ -22,6 +22,7 @@ from shardopt.optim.semi_sync.weights import refuse_unfit
 from shardopt.optim.state_dict.groups import named
 from shardopt.param_groups import PARAMS
 from shardopt.ranks import Group, SharedGroup
+from shardopt.swapped import STEP_IN_SWAP, refuse_swapped
 
 __all__ = ["SemiSync"]
 
@@ -165,6 +166,7 @@ class SemiSync(CombinedOptimizer):
         The hooks before a step run, as weights are changed here too: it waits for saves in the background, and is
         refused after a load that has failed in the middle, and while averages stand in the model.
         """
+        refuse_swapped(STEP_IN_SWAP, self._inner.params.values())
         self._before_backward()
         self._outer.sync()
 

@@ -182,12 +182,10 @@ def _plan_groups(plan: LoadPlan, groups: Sequence[KeyedGroup], offered: Any) -> 
     elsewhere = options_elsewhere(offered)
     for position, group in enumerate(groups):
         members = {name: by_member[name] for name in group.saved[PARAMS] if name in by_member}
-        if members or not group.saved[PARAMS]:
+        if not group.saved[PARAMS]:  # no member here decides
             others = {name: options for name, options in elsewhere.items() if group.has(name)}
-            if not plan.strict and (members or not _agree(others)):  # some may be of parameters that are left out
-                others = {}
-            # Sorted, and named by the least of all: so that ranks report the same, once.
-            members = dict(sorted({**members, **others}.items())) if others else members
+            if plan.strict or _agree(others):  # some may be of parameters that are left out
+                members = dict(sorted(others.items()))
         if members:
             _plan_group(plan, f"{section}.{next(iter(members))}", group, members)
         elif _has_twin(position, groups, offered):
