@@ -17,6 +17,7 @@ from shardopt.checkpoint.format.constants import (
 from shardopt.checkpoint.format.manifest import (
     DataFile,
     Manifest,
+    RenameRules,
     StoredLayout,
     StoredTensor,
     StoredTensors,
@@ -60,16 +61,17 @@ def commit(
     reports: Sequence[Sequence[Sequence[Any]]],
     metrics: bytes | None = None,
     saved_at: float | None = None,
+    renamed: RenameRules = (),
 ) -> int:
     """Commits a checkpoint, once every rank has reported its files. On rank 0 only.
 
     Args:
-        values, reports, metrics, saved_at: as for `manifest_to_commit`.
+        values, reports, metrics, saved_at, renamed: as for `manifest_to_commit`.
 
     Returns:
         The bytes of all data files that were written.
     """
-    manifest, data = manifest_to_commit(save_id, plan, values, reports, metrics, saved_at)
+    manifest, data = manifest_to_commit(save_id, plan, values, reports, metrics, saved_at, renamed=renamed)
     publish_checkpoint(storage, manifest, data)
     return sum(file.nbytes for file in manifest.own_files)
 
@@ -83,6 +85,7 @@ def manifest_to_commit(
     saved_at: float | None = None,
     unchanged: Unchanged | None = None,
     seconds: float | None = None,
+    renamed: RenameRules = (),
 ) -> tuple[Manifest, bytes]:
     """Makes the manifest of a checkpoint of which every rank has reported its files; returns it, and its bytes.
 
@@ -93,13 +96,14 @@ def manifest_to_commit(
         saved_at: when it was saved, in seconds since 1970 began; None for now.
         unchanged: what it refers to an earlier save for; None where that is nothing.
         seconds: how long the save took until now; None where that says nothing of another.
-
+        renamed: the rules of `rename` that the names have been through since the run began.
     """
     manifest = replace(
         manifest_of(save_id, plan, values, reports, unchanged),
         saved_at=world().wall_clock() if saved_at is None else saved_at,
         metrics={} if metrics is None else json.loads(metrics),
         seconds=seconds,
+        renamed=renamed,
     )
     return manifest, encode_manifest(manifest)
 

@@ -9,7 +9,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from shardopt.checkpoint.matching.partial_load import (
     unmark_partial_load,
 )
 from shardopt.checkpoint.matching.renaming import Names
+from shardopt.checkpoint.matching.rules_due import RulesDue, fits_app, rules_due, said_of_rules
 from shardopt.checkpoint.matching.schedule_arguments import other_arguments
 from shardopt.checkpoint.matching.schedules import warn_of_other_rates
 from shardopt.checkpoint.matching.settling import compare_differences, differences_of, settle
@@ -42,7 +43,7 @@ from shardopt.checkpoint.reading.open_file import OpenFile, ReadRequest
 from shardopt.checkpoint.reading.target import fill
 from shardopt.checkpoint.rearrange.reader import rearranged
 from shardopt.checkpoint.rearrange.rules import AnyRule
-from shardopt.checkpoint.reports import LoadReport, emit_report
+from shardopt.checkpoint.reports import LoadReport, announce, emit_report
 from shardopt.checkpoint.sources.open_on_ranks import opener_of
 from shardopt.checkpoint.sources.reader import CheckpointReader
 from shardopt.checkpoint.storage import absolute_url, use_options
@@ -50,7 +51,7 @@ from shardopt.errors import CheckpointError, MismatchError, Problem, ShardoptErr
 from shardopt.flatten import flatten
 from shardopt.gc_pause import gc_paused
 from shardopt.param_groups import refuse_unmatched
-from shardopt.ranks import DEADLINE_SECONDS, Group, Ranks, ranks_of
+from shardopt.ranks import DEADLINE_SECONDS, Call, Group, Ranks, as_call, ranks_of
 from shardopt.reentry import LOADING, is_part_of, refuse_within
 from shardopt.sharding.pieces import Piece, View
 from shardopt.sharding.view import view_of
@@ -186,7 +187,10 @@ def load(
             Parameters in the groups of keyed optimizers, nested in any way, are renamed as their state is:
             "layers.0.weight" as the key "optimizer.state.layers.0.weight". So `^model\.layers\.` renames the model
             alone, and needs `^optimizer\.state\.layers\.` beside it; `^layers\.` fits no key. Refused are rules by
-            which two keys get one name. Names within plain values stay.
+            which two keys get one name. Names within plain values stay. Rules that the checkpoint's names have been
+            through already are passed by (`Manager.restore`; spelled otherwise, a rule is another one). Without a
+            record of such, rules by which it does not fit are passed by where all of it fits as it is. Rank 0 says
+            what was renamed.
         rearrange: rules by which stored tensors are joined, split, stacked, transposed, permuted, sliced or padded
             on their way, with their optimizer state (`checkpoint.rearrange`); before all else that changes keys; no
             tensor is held in memory for it. Options and counters of parameters that become one must be equal; state of
@@ -261,19 +265,50 @@ def _load(
     def opened() -> CheckpointReader:  # in a round, as all that may fail
         return rearranged(open_here(), options.rearrange)
 
+    rules = None if not options.rename else _rules_due(ranks, what, opened, app, options)
+    rename = None if rules is None else rules.rename
+
     def look() -> _Look:
         reader, flat = opened(), flatten(app, options.tied)
-        return _Look(reader, flat, names_in_app(reader, flat, options.select, options.rename, options.skip))
+        return _Look(reader, flat, names_in_app(reader, flat, options.select, rename, options.skip))
+
+    def load_into() -> tuple[LoadReport, list[Problem]]:
+        report, differences = _load_into(ranks, what, look, options)
+        if rules is None:
+            return report, differences
+        if ranks.rank == 0:
+            announce(f"{what}: {said_of_rules(report.renamed, rules.passed_by)}")
+        return replace(report, rename_rules=rules.been_through), differences
 
     if not options.init_state:
-        return _load_into(ranks, what, look, options)
+        return load_into()
     with damage_told(CHANGED_NOTHING):
         undo = init_unstepped(ranks, what, look, options.deadline_seconds)
     try:
-        return _load_into(ranks, what, look, options)
+        return load_into()
     except ShardoptError:
         undo()
         raise
+
+
+def _rules_due(
+    ranks: Ranks, what: str, opened: Callable[[], CheckpointReader], app: Mapping[str, Any], options: LoadOptions
+) -> RulesDue:
+    """Finds out, in a round, which rules of `rename` the checkpoint's names have not been through yet."""
+    rename = options.rename or {}
+
+    def look() -> tuple[bool, bool]:
+        reader = opened()
+        if reader.manifest.renamed:
+            return False, True
+        return fits_app(reader, flatten(app, options.tied), options.select, rename, options.skip)
+
+    with damage_told(CHANGED_NOTHING):
+        call = Call(what, f"{as_call(what).same} with rename")  # which not all of them may have been given
+        _, fits = ranks.agree(
+            call, look, report=list, decide=lambda reports: reports, deadline_seconds=options.deadline_seconds
+        )
+    return rules_due(rename, opened().manifest.renamed, fits)
 
 
 def _load_into(
@@ -308,6 +343,7 @@ def _load_into(
         saved_at=plan.reader.manifest.saved_at,
         left_out=plan.reader.left_out,
         save_seconds=plan.reader.manifest.seconds,
+        rename_rules=plan.reader.manifest.renamed,
     )
     return report, plan.match.warnings
 

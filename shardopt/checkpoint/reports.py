@@ -84,6 +84,8 @@ class LoadReport(OfUrl):
         saved_at: when it was saved, in seconds since 1970 began; None where that is not known.
         left_out: stored keys, and sections of tensors, that rules of `rearrange` leave out.
         save_seconds: how long the save took, on its rank 0; None where that is not known.
+        rename_rules: the rules of `rename` that the names in the app have been through: those that the checkpoint
+            tells of, and those that were given.
     """
 
     url: str
@@ -100,6 +102,7 @@ class LoadReport(OfUrl):
     saved_at: float | None
     left_out: tuple[str, ...] = ()
     save_seconds: float | None = None
+    rename_rules: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from shardopt.checkpoint.agree_base import BaseOnRanks
 from shardopt.checkpoint.agree_plan import Comparison, Kept, Planned, Planning, compare_reports, report_state
 from shardopt.checkpoint.commit import manifest_to_commit
-from shardopt.checkpoint.format.manifest import DataFile
+from shardopt.checkpoint.format.manifest import DataFile, RenameRules
 from shardopt.checkpoint.format.metrics import pack_metrics
 from shardopt.checkpoint.place import Place, place_of
 from shardopt.checkpoint.planning.describe import Description, describe
@@ -84,13 +84,15 @@ class SaveTerms(SaveOptions):
     """All options of one save.
 
     `group` and `base` are as for `save`. `base_required` is whether it is an error that there is no such base, or a
-    damaged one; otherwise all is written. `instead` are URLs to save to, in turn, where there is no room.
+    damaged one; otherwise all is written. `instead` are URLs to save to, in turn, where there is no room. `renamed` are
+    the rules of `rename` that the names have been through since the run began.
     """
 
     group: Group | None = None
     base: str | None = None
     base_required: bool = True
     instead: tuple[str, ...] = ()
+    renamed: RenameRules = ()
 
 
 DEFAULT_OPTIONS = SaveTerms()
@@ -394,7 +396,14 @@ def _commit(
     files = [files for files, _ in written]
     seconds = world().monotonic() - begin
     manifest, data = manifest_to_commit(
-        save_id, planned.plan, values, files, metrics, unchanged=unchanged, seconds=seconds
+        save_id,
+        planned.plan,
+        values,
+        files,
+        metrics,
+        unchanged=unchanged,
+        seconds=seconds,
+        renamed=options.renamed,
     )
     with wrap_os_errors(f"commit {place.storage.url}"):
         published = place.publish(manifest, data, None if unchanged is None else unchanged.base)

@@ -12,7 +12,7 @@ import torch
 
 from shardopt.checkpoint.convert.averages import averages_in, with_averages
 from shardopt.checkpoint.format.constants import Dtype
-from shardopt.checkpoint.format.manifest import StoredTensors
+from shardopt.checkpoint.format.manifest import RenameRules, StoredTensors
 from shardopt.checkpoint.format.tensor_bytes import dtype_name, stored_dtype, torch_dtype
 from shardopt.checkpoint.matching.names_in_app import contents
 from shardopt.checkpoint.matching.renaming import Rename, refuse_collisions, renamer
@@ -56,6 +56,7 @@ class Choice:
     per_rank: Mapping[str, Path]
     left_out: tuple[str, ...] = ()
     stored_per_rank: Mapping[str, str] = field(default_factory=dict)
+    renamed: RenameRules = ()  # that the names have been through by then
 
     @property
     def written(self) -> list[ChosenTensor]:
@@ -139,6 +140,7 @@ def choose(
         {new_key[key]: renamed_path(manifest.per_rank[key], new_key[key]) for key in per_rank},
         tuple(sorted({*_all_keys(reader)} - {stored_as.get(key, key) for key in chosen})),
         {new_key[key]: key for key in per_rank},
+        tuple(dict.fromkeys((*manifest.renamed, *(rename or {}).items()))),
     )
 
 
@@ -158,7 +160,8 @@ def whole_choice(reader: CheckpointReader) -> Choice:
         key: ChosenTensor(key, each.path, key, each.dtype, each.layout.shape, each.layout.boxes, each.tied_to)
         for key, each in manifest.tensors.items()
     }
-    return Choice(reader, tensors, manifest.values, manifest.per_rank, (), {key: key for key in manifest.per_rank})
+    stored_per_rank = {key: key for key in manifest.per_rank}
+    return Choice(reader, tensors, manifest.values, manifest.per_rank, (), stored_per_rank, manifest.renamed)
 
 
 def optimizer_roots(keys: Iterable[str]) -> set[tuple[str, ...]]:

@@ -88,7 +88,7 @@ class OwnPlan(OutPlan):
         source = self.choice.reader.manifest
         metrics = None if source.metrics is None else pack_metrics(source.metrics)
         values = encode_each(self.choice.values)
-        commit(self.storage, self.save_id, self.plan, values, reports, metrics, source.saved_at)
+        commit(self.storage, self.save_id, self.plan, values, reports, metrics, source.saved_at, self.choice.renamed)
 
 
 class OwnFile(OutFile):

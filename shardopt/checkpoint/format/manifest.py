@@ -41,6 +41,9 @@ from shardopt.sharding.box import Box, grid_boxes, grid_cuts, whole
 from shardopt.state import Path, join
 from shardopt.values import decode_value, encode_value
 
+RenameRules = tuple[tuple[str, str], ...]
+"""Rules of `rename`, each a regex and its replacement, in the order in which names have been through them."""
+
 _BESIDE = "../"  # begins the names of files in other directories under the root of a run
 
 
@@ -142,6 +145,7 @@ class Manifest:
 
     `saved_at` is the time of the commit, in seconds since 1970 began (UTC); `metrics` are numbers by name that were
     measured beside; `seconds` is how long the save took. Each is None where an older version wrote the manifest.
+    `renamed` are the rules of `rename` that the names have been through since the run began.
     """
 
     save_id: str
@@ -153,6 +157,7 @@ class Manifest:
     saved_at: float | None = None
     metrics: Mapping[str, float] | None = None
     seconds: float | None = None
+    renamed: RenameRules = ()
 
     @property
     def own_files(self) -> tuple[DataFile, ...]:
@@ -187,6 +192,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
         head["saved_at"] = manifest.saved_at
     if manifest.seconds is not None:
         head["seconds"] = manifest.seconds
+    if manifest.renamed:
+        head["renamed"] = manifest.renamed
     if manifest.metrics is not None:
         head["metrics"] = {name: encode_value(number, name) for name, number in manifest.metrics.items()}
     text = f"{_dump(head)[:-1]},{manifest.tensors.members}".encode()
@@ -269,9 +276,17 @@ def _decode(data: bytes, where: str) -> Manifest:
             saved_at=_decode_time(body["saved_at"]) if "saved_at" in body else None,
             metrics=_decode_metrics(body["metrics"]) if "metrics" in body else None,
             seconds=_decode_time(body["seconds"]) if "seconds" in body else None,
+            renamed=_decode_renamed(body.get("renamed", ())),
         )
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise damaged(where, f"a field that is missing or malformed ({type(error).__name__}: {error})") from error
+
+
+def _decode_renamed(wire: Sequence[Any]) -> RenameRules:
+    rules = tuple((pattern, into) for pattern, into in wire)
+    if not all(type(text) is str for rule in rules for text in rule):
+        raise ValueError("a rule of rename that is no regex and its replacement")
+    return rules
 
 
 def _encode_layout(layout: StoredLayout) -> dict[str, Any]:

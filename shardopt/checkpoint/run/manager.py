@@ -305,7 +305,9 @@ class Manager:
                 a job that is started again comes back with these keys alone, and with a new optimizer's state and a
                 step of 0 where it does not find them. The line about the restore says so. To begin with some weights
                 of another run, load these by `checkpoint.load(url, app, select=...)` where `restore` has returned 0.
-            strict, rename, rearrange, skip, transactional, replicas, progress: as for `load`.
+            rename: as for `load`. Rules may stay in the script: the run's checkpoints tell which rules their names have
+                been through, and these are not applied again. Rules may be added; each is applied once.
+            strict, rearrange, skip, transactional, replicas, progress: as for `load`.
 
         Returns:
             The step of the checkpoint, or 0 where there is none.
@@ -340,7 +342,7 @@ class Manager:
             )
 
         with ranks_of(self._group).beating(self._deadline_seconds):
-            return self._restore(load_from, step, branch, beyond, required, select)
+            return self._restore(load_from, step, branch, beyond, required, select, rename)
 
     def _restore(
         self,
@@ -350,6 +352,7 @@ class Manager:
         beyond: Beyond,
         required: bool,
         select: str | None,
+        rename: Mapping[str, str] | None,
     ) -> int:
         rank = ranks_of(self._group).rank
         self._saver.background.wait()
@@ -364,6 +367,7 @@ class Manager:
         )
         if restored is None:
             self._behind.restored(None)
+            self._saver.restored(tuple((rename or {}).items()))  # a new run has the new names
             if rank == 0:
                 where = self._root.url if self._root.is_there() else f"{self._root.url}, which is not there"
                 announce(f"restored nothing: there is no checkpoint in {where}")
@@ -371,7 +375,7 @@ class Manager:
         place = restored.candidate.place
         if step is not None or branch is not None:
             self._take_back(place.step, seen_from, beyond)
-        self._saver.restored()
+        self._saver.restored(restored.report.rename_rules)
         self._behind.restored(restored)
         if rank == 0:
             announce(summary_of(restored, select))

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from shardopt.checkpoint.async_save import AsyncSaver, Stage
+from shardopt.checkpoint.format.manifest import RenameRules
 from shardopt.checkpoint.format.metrics import numbers_of
 from shardopt.checkpoint.reports import SaveReport, announce
 from shardopt.checkpoint.run.root import Root
@@ -101,9 +102,13 @@ class StepSaver:
         options = replace(options, deadline_seconds=min(options.deadline_seconds, seconds))
         self._save_now(place, self._root.checkpoint(place).url, app, metrics, options, in_turn=False)
 
-    def restored(self) -> None:
-        """Forgets the last save: the run goes on from what was restored. Local."""
-        self._last = None
+    def restored(self, renamed: RenameRules) -> None:
+        """Forgets the last save: the run goes on from what was restored. Local.
+
+        Args:
+            renamed: the rules of `rename` that its names have been through, which the run's checkpoints tell from now.
+        """
+        self._last, self._options = None, replace(self._options, renamed=renamed)
 
     def delete(self, place: Place) -> None:
         """Removes a checkpoint wherever it is, once nothing is being saved or copied. Collective."""
