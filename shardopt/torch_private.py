@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import gc
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache
+from functools import lru_cache, wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -159,6 +160,28 @@ def is_torchs(attribute: str) -> bool:
         "_warned_capturable_if_run_uncaptured",
         "_zero_grad_profile_name",
     )
+
+
+def note_steps_for_schedules(seen: Optimizer, optimizer: Optimizer) -> None:
+    """Has steps be noted where a schedule looks that was made for another optimizer: it would warn that there are none.
+
+    Args:
+        seen: the one that schedules were made for; nothing is done if there are none.
+        optimizer: that takes its place, without schedules of its own.
+    """
+    if not hasattr(seen.step, "_wrapped_by_lr_sched"):
+        return
+    reference, step = weakref.ref(optimizer), type(optimizer).step
+
+    @wraps(step)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        own = reference()
+        assert own is not None  # it is called through itself
+        own._opt_called = True  # type: ignore[attr-defined]  # torch's schedules set it
+        return step(own, *args, **kwargs)
+
+    noted._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # torch's
+    optimizer.step = noted  # type: ignore[method-assign]
 
 
 def lazy_state(optimizer: Optimizer, group: Mapping[str, Any], local: Tensor) -> dict[str, Any]:

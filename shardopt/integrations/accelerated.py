@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from shardopt.errors import Problem, StateError
 from shardopt.integrations.optimizers import keyed_like
 from shardopt.optim.keyed import KeyedOptimizer
+from shardopt.torch_private import note_steps_for_schedules
 
 
 def make_keyed(wrapper: Any, model: nn.Module, schedules: Iterable[Any], remedy: str) -> None:
@@ -37,6 +38,7 @@ def make_keyed(wrapper: Any, model: nn.Module, schedules: Iterable[Any], remedy:
     wrapper.optimizer = keyed_like(optimizer, model.named_parameters(remove_duplicate=False), remedy)
     for schedule in schedules:
         _move(schedule, optimizer, wrapper.optimizer)
+    note_steps_for_schedules(optimizer, wrapper.optimizer)
 
 
 def _move(schedule: Any, old: Optimizer, new: Optimizer) -> None:

@@ -51,7 +51,7 @@ SCHEDULES = {
 
 @pytest.mark.parametrize("algorithm", [torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
-@pytest.mark.filterwarnings("ignore:Seems like `optimizer.step", "ignore:The epoch parameter")
+@pytest.mark.filterwarnings("ignore:The epoch parameter")
 def test_an_optimizer_made_keyed_trains_as_the_one_that_it_replaces(algorithm, schedule):
     model, groups = make()
     optimizer = algorithm(groups, lr=0.01, foreach=False)
