@@ -206,7 +206,7 @@ class ShardoptCallback(TrainerCallback):
             another = Problem(
                 key="train_dataset",
                 found=f"{self._order['size']} samples",
-                required=f"{size}, as in the checkpoint",
+                required=f"{size}, as the data set of the checkpoint has",
                 remedy="pass the same data set, or ignore_data_skip=True to see this one from its begin",
             )
             raise MismatchError("a position in another data set", [another])

@@ -16,11 +16,12 @@ from shardopt.optim.base import KeyedOptimizer
 from shardopt.optim.combined import CombinedOptimizer
 from shardopt.optim.keyed_wrapper import KeyedOptimizerWrapper
 from shardopt.optim.state_dict.groups import (
+    GroupsOfNamed,
     NamedParameters,
     NamedTensors,
     Places,
     by_pattern,
-    named,
+    named_in_groups,
     patterns_of,
     unmatched_patterns,
 )
@@ -38,7 +39,7 @@ Grouped = tuple[dict[str, Any], NamedParameters]
 
 def keyed(
     algorithm: type[Optimizer] | str,
-    named_params: NamedTensors,
+    named_params: NamedTensors | GroupsOfNamed,
     *,
     groups: Collection[Mapping[str, Any]] | None = None,
     group: Group | None = None,
@@ -51,7 +52,8 @@ def keyed(
         algorithm: a torch optimizer class or its name in any case, "adamw".
         named_params: `model.named_parameters()`, or a mapping. Segments of names from wrappers of modules (checkpointed
             activations, torch.compile) are left out, so that a run resumes with and without them; and a "module." that
-            all names begin with, as under DistributedDataParallel.
+            all names begin with, as under DistributedDataParallel. Or groups as torch takes them, instead of `groups`:
+            `[{"params": model.body.named_parameters("body"), option: value, ...}, ...]`.
         groups: `{"match": regex, option: value, ...}`; each parameter goes to the first group whose regex is found in
             its name, and where none is to a last group with the defaults. Groups keep their places where they are
             empty, so that schedules fit on all ranks. A group with an "algorithm" of its
@@ -90,13 +92,17 @@ def keyed(
 def build(
     wrapper: type[Wrapper],
     algorithm: type[Optimizer] | str,
-    named_params: NamedTensors,
+    named_params: NamedTensors | GroupsOfNamed,
     groups: Collection[Mapping[str, Any]],
     defaults: Mapping[str, Any],
     group: Group | None = None,
     tied: Tied | None = None,
 ) -> list[Wrapper]:
     """Builds one optimizer of the class `wrapper` for each algorithm; arguments as of `keyed`."""
+    shared_group = SharedGroup(group)
+    is_alone = shared_group.ranks.size == 1
+    params, with_members = named_in_groups(named_params, groups, alone=is_alone, tied=tied)
+    groups = groups if with_members is None else with_members
     defaults, given = as_texts(defaults), [as_texts(each) if isinstance(each, Mapping) else each for each in groups]
     own = [each for each in given if isinstance(each, Mapping) and "algorithm" not in each]
     main = _class_of(algorithm, any(map(asks_for_less, (defaults, *own))))
@@ -104,11 +110,10 @@ def build(
     refuse_bad_options(main, defaults, "defaults")
     groups_of: dict[Any, list[Grouped]] = {}
     places: dict[Any, list[int]] = {}
-    shared_group = SharedGroup(group)
-    is_alone = shared_group.ranks.size == 1
-    params = named(named_params, alone=is_alone, tied=tied)
     grouped, patterns = by_pattern(params, given), patterns_of(given)
-    unmatched = unmatched_patterns(params, given)
+    if with_members is not None:
+        grouped.pop()  # that of what is in none of them: there is nothing
+    unmatched = unmatched_patterns(params, given) if with_members is None else []
     if unmatched and is_alone:  # of several, another may have what it matches
         raise StateError("a pattern matches no parameter", unmatched)
     for position, (options, matched) in enumerate(grouped):

@@ -190,3 +190,57 @@ def test_algorithms_go_by_class_and_by_name():
         assert "KeyedOptimizerWrapper of RMSprop" in repr(shardopt.keyed(algorithm, parameters("w")))
     with pytest.raises(AlgorithmError, match=r"adamm: .* required one of ASGD, AdEMAMix, Adadelta"):
         shardopt.keyed("adamm", parameters("w"))
+
+
+def test_groups_of_named_parameters_are_groups_as_torch_takes_them():
+    def made(optimizer):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 1))
+        groups = [
+            {"params": model[0].named_parameters("0"), "lr": 0.5},
+            {"params": dict(model[1].named_parameters("1")), "weight_decay": 0.0},
+            {"params": [*model[2].named_parameters("2")], "betas": (0.5, 0.9)},
+        ]
+        if optimizer is torch.optim.AdamW:
+            groups[1]["params"] = groups[1]["params"].items()
+        return model, optimizer(groups, foreach=False)
+
+    trained = []
+    for how in (torch.optim.AdamW, lambda groups, **options: shardopt.keyed("adamw", groups, **options)):
+        model, optimizer = made(how)
+        assert [len(group["params"]) for group in optimizer.param_groups] == [2, 2, 2]
+        torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 0.1, lambda step: 0.2, lambda step: 0.3])
+        for _ in range(3):
+            model(torch.ones(2, 3)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        trained.append([parameter.detach() for parameter in model.parameters()])
+    torch.testing.assert_close(*trained, rtol=0, atol=0)
+    assert optimizer.state_dict()["param_groups"][1]["params"] == ["1.bias", "1.weight"]
+    _, again = made(lambda groups, **options: shardopt.keyed("adamw", groups, **options))
+    again.init_state()
+    torch.optim.lr_scheduler.LambdaLR(again, lambda step: 1.0)
+    again.load_state_dict(optimizer.state_dict())
+    assert again.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
+
+
+def test_groups_of_named_parameters_under_wrappers_have_plain_names():
+    one, two = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(3))
+    groups = [{"params": {"module._orig_mod.a": one}}, {"params": {"module.b": two}, "algorithm": "sgd", "lr": 0.1}]
+    optimizer = shardopt.keyed("adamw", groups, lr=0.2)
+    assert {*optimizer.params} == {"a", "b"}
+    assert [group["lr"] for group in optimizer.param_groups] == [0.2, 0.1]
+
+
+@pytest.mark.parametrize(
+    ("groups", "options", "message"),
+    [
+        ([{"params": [torch.ones(2)]}], {}, r"parameters: found a Tensor; required \(name, tensor\)"),
+        ([{"params": {"a": torch.ones(2)}}, {"params": {"a": torch.ones(2)}}], {}, "two parameters have one name"),
+        ([{"params": {"a": torch.ones(2)}}], {"groups": [{"match": "a"}]}, "found groups by pattern beside groups"),
+        ([{"params": {"a": torch.ones(2)}, "rate": 1}], {}, "rate"),
+    ],
+)
+def test_groups_of_parameters_that_do_not_fit_are_refused(groups, options, message):
+    with pytest.raises(shardopt.errors.ShardoptError, match=message):
+        shardopt.keyed("adamw", groups, **options)

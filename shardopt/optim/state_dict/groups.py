@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shardopt.errors import LayoutError, Problem, StateError
 from shardopt.names import before_all, plain_name
+from shardopt.param_groups import PARAMS
 from shardopt.ranks import ranks_of
 from shardopt.sharding.gradients import takes_gradient
 from shardopt.sharding.view import view_of
@@ -19,6 +20,8 @@ from shardopt.state import Tied, refuse_chains
 from shardopt.torch_private import is_flattened
 
 NamedTensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+GroupsOfNamed = Iterable[Mapping[str, Any]]
+"""Groups as torch's optimizers take them, whose "params" are named: `{"params": module.named_parameters(), ...}`."""
 
 _MOST_NAMES = 20
 _ADD = 'add it under its name, add_param_group({"params": {name: tensor}}), or make the optimizer after the model'
@@ -197,6 +200,55 @@ def refuse_non_leaf_tensors(parameters: Mapping[str, Tensor], groups: Iterable[M
 
 
 @dataclass(frozen=True, slots=True)
+class OneOf:
+    """Stands for a pattern that is found in these names alone."""
+
+    names: frozenset[str]
+
+    @property
+    def pattern(self) -> str:
+        """The names, for messages."""
+        return listed(sorted(self.names))
+
+    def search(self, name: str) -> bool:
+        """Whether it is one of the names."""
+        return name in self.names
+
+
+Pattern = re.Pattern[str] | OneOf
+
+
+def named_in_groups(
+    given: NamedTensors | GroupsOfNamed,
+    groups: Collection[Mapping[str, Any]],
+    alone: bool | None = None,
+    tied: Tied | None = None,
+) -> tuple[NamedParameters, list[dict[str, Any]] | None]:
+    """As `named`, also of groups in the place of parameters, as torch's optimizers take them.
+
+    Returns:
+        The parameters; and those groups with `OneOf` their names under "match", or None where none were given so.
+
+    Raises:
+        StateError: as `named`; or there are `groups` by pattern, too.
+    """
+    entries: Any = given if isinstance(given, Mapping) else list(given)
+    if not entries or isinstance(entries, dict) or not all(isinstance(e, Mapping) and PARAMS in e for e in entries):
+        return named(entries, alone=alone, tied=tied), None
+    if groups:
+        both = "groups by pattern beside groups with parameters"
+        raise StateError("groups are not as they have to be", [Problem("groups", both, "one of them", "drop one")])
+    members = [[*(each.items() if isinstance(each, Mapping) else each)] for each in (e[PARAMS] for e in entries)]
+    params = named([pair for pairs in members for pair in pairs], alone=alone, tied=tied)
+    made = []
+    for pairs, entry in zip(members, entries, strict=True):
+        names = [plain_name(name).removeprefix(params.dropped) for name, _ in pairs]
+        match = OneOf(frozenset(params.tied.get(name, name) for name in names))
+        made.append({**{name: value for name, value in entry.items() if name != PARAMS}, "match": match})
+    return params, made
+
+
+@dataclass(frozen=True, slots=True)
 class Places:
     """The places that the groups of one optimizer have among all that `keyed` was given.
 
@@ -205,7 +257,7 @@ class Places:
         places: of each group of the optimizer.
     """
 
-    patterns: tuple[re.Pattern[str], ...] = ()
+    patterns: tuple[Pattern, ...] = ()
     places: tuple[int, ...] = ()
 
     def has(self, position: int, name: str) -> bool:
@@ -213,12 +265,12 @@ class Places:
         return position < len(self.places) and _place_of(name, self.patterns) == self.places[position]
 
 
-def patterns_of(groups: Collection[Mapping[str, Any]]) -> tuple[re.Pattern[str], ...]:
+def patterns_of(groups: Collection[Mapping[str, Any]]) -> tuple[Pattern, ...]:
     """Returns the pattern of each group. Raises StateError where "match" is missing or no regular expression."""
     return tuple(_pattern(position, group) for position, group in enumerate(groups))
 
 
-def _place_of(name: str, patterns: Sequence[re.Pattern[str]]) -> int:
+def _place_of(name: str, patterns: Sequence[Pattern]) -> int:
     return next((place for place, pattern in enumerate(patterns) if pattern.search(name)), len(patterns))
 
 
@@ -264,7 +316,7 @@ def unmatched_patterns(parameters: Mapping[str, Tensor], groups: Collection[Mapp
     ]
 
 
-def _members(parameters: Mapping[str, Tensor], patterns: Sequence[re.Pattern[str]]) -> list[dict[str, Tensor]]:
+def _members(parameters: Mapping[str, Tensor], patterns: Sequence[Pattern]) -> list[dict[str, Tensor]]:
     """Returns the parameters of which each pattern is the first match, and those that none matches."""
     members: list[dict[str, Tensor]] = [{} for _ in (*patterns, "the rest")]
     canonical = first_names(parameters)
@@ -280,8 +332,10 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(names[:_MOST_NAMES]) + more
 
 
-def _pattern(position: int, group: Mapping[str, Any]) -> re.Pattern[str]:
+def _pattern(position: int, group: Mapping[str, Any]) -> Pattern:
     match = group.get("match")
+    if isinstance(match, OneOf):
+        return match
     try:
         return re.compile(match)  # type: ignore[arg-type]  # anything may be given; re reports what is wrong with it
     except (TypeError, re.error) as error:
@@ -294,6 +348,6 @@ def _pattern(position: int, group: Mapping[str, Any]) -> re.Pattern[str]:
         raise StateError("a group has no pattern", [problem]) from None
 
 
-def _why_empty(pattern: re.Pattern[str], parameters: Mapping[str, Tensor]) -> str:
+def _why_empty(pattern: Pattern, parameters: Mapping[str, Tensor]) -> str:
     matches = [name for name in parameters if pattern.search(name)]
     return f"whose matches an earlier group took ({listed(matches)})" if matches else "which is found in no name"
