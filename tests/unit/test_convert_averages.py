@@ -158,3 +158,14 @@ def test_a_warning_where_the_weights_are_those_that_schedule_free_trains(tmp_pat
     with caplog.at_level(logging.WARNING, "shardopt"):
         checkpoint.convert(tmp_path / "c", tmp_path / "hf", "huggingface")
     assert ("and not their averages" in caplog.text) == mode
+
+
+def test_state_of_an_optimizer_without_groups_is_no_weight(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    optimizer = shardopt.keyed("adamw", model.named_parameters())
+    optimizer.save_param_groups(False)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    checkpoint.save(tmp_path / "c", {"model": model, "optimizer": optimizer, "ema": shardopt.EMA(model)})
+    checkpoint.convert(tmp_path / "c", tmp_path / "hf", "huggingface", rename=RENAME)
+    assert written(tmp_path / "hf").keys() == {"weight", "bias"}

@@ -93,12 +93,13 @@ def choose(
         averaged, stored_as = with_averages(manifest.tensors, weights)
         manifest = replace(manifest, tensors=averaged)
     renamed = renamer(rename)
+    averages = {key for each in averages_in(manifest.tensors).values() for key in each.keys}
     roots = optimizer_roots((*manifest.tensors, *manifest.values))
+    roots |= _roots_without_groups([each.path for key, each in manifest.tensors.items() if key not in averages])
     new_key = {key: renamed(key) for key in (*manifest.tensors, *manifest.per_rank)}
     new_key |= {key: _renamed_value(key, path, renamed) for key, (path, _) in manifest.values.items()}
     wanted = re.compile(select or "")
     own_choice = tensors_of_models_alone and select is None
-    averages = {key for each in averages_in(manifest.tensors).values() for key in each.keys} if own_choice else ()
 
     def is_chosen(key: str) -> bool:
         if own_choice and (key in averages or is_optimizer_state(key, roots)):
@@ -172,6 +173,13 @@ def optimizer_roots(keys: Iterable[str]) -> set[tuple[str, ...]]:
         if PARAM_GROUPS in segments:
             roots.add(tuple(segments[: segments.index(PARAM_GROUPS)]))
     return roots
+
+
+def _roots_without_groups(paths: Sequence[Path]) -> set[tuple[str, ...]]:
+    """Returns the places of optimizers whose groups are not saved: they have state under the names of parameters."""
+    names = {path[-1] for path in paths}
+    state = [path for path in paths if len(path) > 3 and path[-3] == _STATE and path[-2] in names]
+    return {tuple(join(path[:-3]).split(".")) for path in state}
 
 
 def is_optimizer_state(key: str, roots: set[tuple[str, ...]]) -> bool:
