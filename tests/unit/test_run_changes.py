@@ -63,13 +63,18 @@ def test_metrics_of_an_earlier_save_of_the_step_do_not_count(tmp_path, caplog):
     manager.add_metrics(1, {"loss": 1.0})
     manager.delete(1)
     assert list(tmp_path.iterdir()) == []
-    manager.save(1, app_of(1))
+    save_id = manager.save(1, app_of(1)).save_id
     record = tmp_path / "step-00000001.metrics.json"
     record.write_text(json.dumps({"save_id": "of another", "metrics": {"loss": 1.0}}))
     assert manager.metrics(1) == {}
     record.write_text("{")
     assert manager.metrics(1) == {}
     assert "add them again" in caplog.text
+    own = json.dumps({"save_id": save_id, "metrics": {"loss": 1.0}})
+    record.write_text(" " * (1 << 20) + own)  # no such file is as large
+    assert manager.metrics(1) == {}
+    record.write_text(own)
+    assert manager.metrics(1) == {"loss": 1.0}
     assert main(["ls", str(tmp_path)]) == 0
 
 

@@ -38,14 +38,12 @@ def added_to(checkpoint: Storage, save_id: str) -> dict[str, float]:
     if beside is None:
         return {}
     root, name = beside
-    try:
-        data = root.read(record_name(name))
-    except FileNotFoundError:
-        return {}
     where = f"{root.url}/{record_name(name)}"
     try:
-        record = load_json(data, where)
+        record = load_json(root.read_record(record_name(name)), where)
         return {key: float(value) for key, value in record["metrics"].items()} if record["save_id"] == save_id else {}
+    except FileNotFoundError:
+        return {}
     except (CorruptionError, TypeError, ValueError, KeyError, AttributeError):
         _log.warning("%s is no record of metrics: add them again; the checkpoint itself is not touched by this", where)
         return {}
