@@ -46,7 +46,7 @@ from shardopt.ranks import (
     ranks_of,
     refuse_lone_processes,
 )
-from shardopt.reentry import SAVING, is_part_of, refuse_within
+from shardopt.signals import SAVING, is_part_of, refuse_within
 from shardopt.staging_fence import copying_until
 from shardopt.state import Tied
 from shardopt.world import Thread, world

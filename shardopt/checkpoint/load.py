@@ -52,9 +52,9 @@ from shardopt.flatten import flatten
 from shardopt.gc_pause import gc_paused
 from shardopt.param_groups import refuse_unmatched
 from shardopt.ranks import DEADLINE_SECONDS, Call, Group, Ranks, as_call, ranks_of
-from shardopt.reentry import LOADING, is_part_of, refuse_within
 from shardopt.sharding.pieces import Piece, View
 from shardopt.sharding.view import view_of
+from shardopt.signals import LOADING, is_part_of, refuse_within
 from shardopt.state import FlatState, Handback, PartialStateful, PerRank, Tied
 from shardopt.world import world
 

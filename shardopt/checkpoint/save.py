@@ -36,7 +36,7 @@ from shardopt.errors import NoSpaceError, OptionError, Problem, RankError, State
 from shardopt.flatten import flatten
 from shardopt.gc_pause import gc_paused
 from shardopt.ranks import DEADLINE_SECONDS, Group, Ranks, call_on, ranks_of, refuse_lone_processes
-from shardopt.reentry import SAVING, is_part_of, refuse_within
+from shardopt.signals import SAVING, is_part_of, refuse_within
 from shardopt.state import Tied, refuse_chains, refuse_no_regex
 from shardopt.world import world
 

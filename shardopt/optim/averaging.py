@@ -27,8 +27,8 @@ from shardopt.optim.state_dict.groups import refuse_flattened
 from shardopt.optim.state_dict.load_plan import LoadPlan, Unmatched
 from shardopt.optim.state_dict.saved_form import plan_keys
 from shardopt.param_groups import AVERAGING, N_AVERAGED, STATE
-from shardopt.reentry import CHANGING, is_part_of
 from shardopt.sharding.view import assemble, local_tensors, view_of
+from shardopt.signals import CHANGING, is_part_of
 from shardopt.staging_fence import wait_for_copies
 from shardopt.swapped import note_swapped, note_swapped_back, refuse_swapped
 

@@ -25,7 +25,6 @@ FLOORS = {
     "interfaces": -1,
     "world": 0,
     "gc_pause": 1,
-    "reentry": 1,
     "staging_fence": 1,
     "swapped": 1,
     "accelerator": 1,

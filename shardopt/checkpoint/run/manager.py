@@ -45,7 +45,7 @@ from shardopt.checkpoint.save import DEFAULT_OPTIONS, SaveOptions, SaveTerms
 from shardopt.checkpoint.storage import storage_of, use_options
 from shardopt.checkpoint.writing.pending import PendingSave
 from shardopt.ranks import Group, ranks_of
-from shardopt.reentry import LOADING, SAVING, WAITING, is_part_of, refuse_within
+from shardopt.signals import LOADING, SAVING, WAITING, is_part_of, refuse_within
 from shardopt.stopping import Stop
 
 _log = logging.getLogger("shardopt.checkpoint")

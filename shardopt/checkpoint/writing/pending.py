@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from shardopt.checkpoint.reports import SaveReport
 from shardopt.errors import RankError
 from shardopt.redaction import redacted
-from shardopt.reentry import refuse_within
+from shardopt.signals import refuse_within
 from shardopt.staging_fence import Event
 from shardopt.world import world
 
