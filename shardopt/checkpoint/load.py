@@ -55,10 +55,14 @@ from shardopt.ranks import DEADLINE_SECONDS, Call, Group, Ranks, as_call, ranks_
 from shardopt.sharding.pieces import Piece, View
 from shardopt.sharding.view import view_of
 from shardopt.signals import LOADING, is_part_of, refuse_within
-from shardopt.state import FlatState, Handback, PartialStateful, PerRank, Tied
+from shardopt.state import FlatState, Handback, PartialStateful, PerRank, Tied, join
 from shardopt.world import world
 
 _LOADING = "loading "
+_REFUSED = (
+    "mend what it says, and load again, which loads everything anew; or leave the object out of the app, and load with "
+    'Strictness(unexpected="ignore")'
+)
 _log = logging.getLogger("shardopt.checkpoint")
 
 
@@ -469,6 +473,22 @@ def _hand_back(plan: _Plan, shared: BroadcastReads, loaded: list[Handback], leni
     for key in plan.match.per_rank:
         leaf = plan.flat.leaves[key]
         leaf.replace(PerRank(plan.per_rank[plan.key_of(key)], leaf.value.on_resize))
-    for handback in loaded:
+    for number, handback in enumerate(loaded):
         choices = {"strict": False} if lenient and isinstance(handback.target, PartialStateful) else {}
-        handback.target.load_state_dict(handback.filled_state(), **choices)
+        try:
+            handback.target.load_state_dict(handback.filled_state(), **choices)
+        except Exception as error:
+            come = _how_far(handback, loaded[:number], loaded[number + 1 :])
+            if isinstance(error, ShardoptError):
+                error.message = f"{error.message}; {come}"
+                error.args = (error.message,)
+                raise
+            kind, key = type(handback.target).__name__, join(handback.path)
+            problem = Problem(key, f"{type(error).__name__}: {error}", f"a {kind} that takes its state", _REFUSED)
+            raise CheckpointError(f"an object refused the state that was saved; {come}", [problem]) from error
+
+
+def _how_far(handback: Handback, loaded: Sequence[Handback], left: Sequence[Handback]) -> str:
+    """Tells how far a load has come when an object refused its state."""
+    done, ahead = (", ".join(join(each.path) for each in those) or "none" for those in (loaded, [handback, *left]))
+    return f"tensors are read, objects loaded: {done}; not loaded: {ahead}. {MAY_HAVE_CHANGED}"

@@ -102,6 +102,7 @@ def compare(flat: FlatState, views: Mapping[str, View], names: Names, strictness
         own_problems = [
             *_object_problems(handback, flat, keys, stored, names, strictness),
             *problems_of_torchs(handback, flat, names, keys.stored, strictness),
+            *_problems_of_scalers(handback, names),
         ]
         if own_problems:
             problems += own_problems
@@ -259,6 +260,19 @@ def _one_sided_state(
     before = "loading" if saved else "saving"
     remedy = f"load with init_state=True, or call init_state() before {before} (where there is none, take a step)"
     return Problem(state_key(handback), stored_state, required, remedy)
+
+
+def _problems_of_scalers(handback: Handback, names: Names) -> Iterator[Problem]:
+    """Yields a problem for a GradScaler of torch's that was saved disabled, and so without state, and is enabled."""
+    key = join(handback.path)
+    if not isinstance(handback.target, torch.amp.GradScaler) or key not in names.chosen:
+        return
+    if names.manifest.values.get(key, ((), None))[1] == {} and handback.target.is_enabled():
+        remedy = (
+            'leave it out of the app, and load with Strictness(unexpected="ignore"): it begins with its own scale; or '
+            "make it with enabled=False"
+        )
+        yield Problem(key, "no state, of a GradScaler that was disabled", "that of one that is enabled", remedy)
 
 
 def _object_problems(

@@ -79,16 +79,16 @@ def _problems_of_groups(
         first = next(iter(stored))
         malformed = next((name for name, options in stored.items() if not isinstance(options, Mapping)), None)
         if malformed is not None:
-            found = f"a {type(stored[malformed]).__name__}"
-            yield Problem(keys[malformed], found, "a dict of options", "load what an optimizer saved")
+            kind = type(stored[malformed]).__name__
+            yield Problem(keys[malformed], f"a {kind}", "a dict of options", "load what an optimizer saved")
             continue
         another = other_algorithm(stored[first], numbered.algorithm)
         if another and not strictness.lets_objects_differ:
-            remedy = (
+            resume = (
                 f"resume with {another}; or begin anew: leave the optimizer out of the app, and load with "
                 'Strictness(unexpected="ignore")'
             )
-            yield Problem(f"{keys[first]}.algorithm", f"{another}, by which it was saved", numbered.algorithm, remedy)
+            yield Problem(f"{keys[first]}.algorithm", f"{another}, by which it was saved", numbered.algorithm, resume)
             continue
         forms = {name: _form(options, keys[name]) for name, options in _distinct(stored).items()}
         other = next((name for name, form in forms.items() if form != forms[first]), None)
@@ -122,9 +122,9 @@ def _problems_of_positions(
     if theirs is not None and ours is not None:
         other = next((i for i, pair in enumerate(zip(theirs, ours, strict=False)) if pair[0] != pair[1]), None)
         if other is not None:
-            found = f"parameter {other} is {theirs[other]}, by the names that were saved"
+            told = f"parameter {other} is {theirs[other]}, by the names that were saved"
             remedy = "give the parameters in the order in which they were saved"
-            yield Problem(f"{state_key(handback)}.{other}", found, ours[other], remedy)
+            yield Problem(f"{state_key(handback)}.{other}", told, ours[other], remedy)
         return
     if handback.numbered is not None:  # of one vector, whose shape tells nothing
         _log.warning("%s: stored by position, without names; they are taken for those of the app", join(handback.path))

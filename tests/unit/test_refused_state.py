@@ -1,0 +1,54 @@
+"""Objects whose `load_state_dict` refuses what was saved: seen before a byte has changed, or told how far it came."""
+
+import pytest
+import torch
+
+from shardopt import checkpoint
+from shardopt.checkpoint import Strictness
+from shardopt.errors import CheckpointError, MismatchError, PartialLoadError
+
+
+class Object:
+    """Takes a state, or refuses it."""
+
+    def __init__(self, refuses=None):
+        self.state, self.refuses = {"count": 1}, refuses
+
+    def state_dict(self):
+        return dict(self.state)
+
+    def load_state_dict(self, state):
+        if self.refuses:
+            raise self.refuses
+        self.state = state
+
+
+def test_a_scaler_that_was_saved_disabled_is_refused_before_anything_changes(tmp_path):
+    saved = {"weight": torch.ones(2), "scaler": torch.amp.GradScaler("cpu", enabled=False)}
+    checkpoint.save(tmp_path / "c", saved)
+    loaded = {"weight": torch.zeros(2), "scaler": torch.amp.GradScaler("cpu", init_scale=8.0)}
+    with pytest.raises(MismatchError, match="a GradScaler that was disabled"):
+        checkpoint.load(tmp_path / "c", loaded)
+    assert not loaded["weight"].any()
+    without = {"weight": loaded["weight"]}
+    checkpoint.load(tmp_path / "c", without, strict=Strictness(unexpected="ignore"))  # the remedy, followed
+    assert loaded["weight"].all() and loaded["scaler"].get_scale() == 8.0
+    checkpoint.load(tmp_path / "c", {**without, "scaler": torch.amp.GradScaler("cpu", enabled=False)})
+
+
+def test_a_refusal_in_the_middle_says_what_was_loaded(tmp_path):
+    weight = torch.nn.Parameter(torch.ones(2))
+    app = {"a": Object(), "optimizer": torch.optim.SGD([weight], 0.1), "b": Object(), "c": Object()}
+    checkpoint.save(tmp_path / "c", app)
+    app["a"].state = {"count": 7}
+    app["b"].refuses = ValueError("not this one")
+    with pytest.raises(CheckpointError, match="not this one") as caught:
+        checkpoint.load(tmp_path / "c", app)
+    assert "objects loaded: a, optimizer; not loaded: b, c." in caught.value.message
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert app["a"].state == {"count": 1}
+    with pytest.raises(PartialLoadError):
+        app["optimizer"].step()
+    app["b"].refuses = None
+    checkpoint.load(tmp_path / "c", app)  # the remedy, followed
+    app["optimizer"].step()
