@@ -61,10 +61,9 @@ def with_options_of_both(flat: FlatState, names: Names, strictness: Strictness) 
     warnings = []
     for key, side in passed.items():
         choice = strictness.unexpected if side == "the checkpoint" else strictness.missing
-        other = "the app" if side == "the checkpoint" else "the checkpoint"
         if choice == "warn":
             remedy = "attach the schedule that adds it before the load"
-            warnings.append(Problem(key, f"an option in {side}", f"none in {other}", remedy))
+            warnings.append(Problem(key, f"an option that {side} alone has", "one that both have", remedy))
         else:
             _log.info("passed over %s, an option that %s alone has", key, side)
     return replace(names, manifest=replace(names.manifest, values=values)), warnings
